@@ -1,0 +1,56 @@
+# Two commands work on any machine with Python 3.11+ and make: `make run` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help run demo test check fmt bench bench-check lock clean
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gpuwarden needs Python 3.11 or newer; this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps say which lock the environment was made from.
+$(VENV)/run.stamp: requirements/run.lock pyproject.toml | $(BIN)/python
+	$(PIP) install --require-hashes -r requirements/run.lock
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: requirements/dev.lock $(VENV)/run.stamp
+	$(PIP) install --require-hashes -r requirements/dev.lock
+	@touch $@
+
+run: $(VENV)/run.stamp ## start the server on the embedded default, no cluster needed
+	@$(BIN)/gpuwarden serve --hints
+
+demo: $(VENV)/run.stamp ## one pod's whole story in the terminal
+	@$(BIN)/python -m scripts.demo
+
+test: $(VENV)/dev.stamp ## the tests (Python only)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/dev.stamp ## format, lint, types, import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: $(VENV)/dev.stamp ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/dev.stamp ## measure; results go to bench/results/
+	$(BIN)/python -m bench.run
+
+bench-check: $(VENV)/dev.stamp ## the short form, with limits
+	$(BIN)/python -m bench.run --check
+
+lock: $(VENV)/dev.stamp ## lock the dependencies anew, with hashes
+	scripts/lock.sh $(BIN)/uv
+
+clean: ## remove what make made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

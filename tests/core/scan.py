@@ -1,0 +1,194 @@
+"""The decision made the dumb way: look at every node, every device and every held slot, each time anew.
+
+Slow and obviously right, so that the indexed decision can be held against it. Nothing here is shared with it but the
+values that go in.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from datetime import datetime
+
+from attrs import define, field
+
+from webhook.core.claim import Claim
+from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
+from webhook.core.evidence import Evidence
+from webhook.core.nodes_asked import Expression, NodesAsked, NodeTerm
+from webhook.core.reservation import Placement, Reservation
+
+# What the denial says of nodes, in the order in which it says it.
+WORDS = (
+    "not selected by the pod",
+    "stale evidence",
+    "no evidence",
+    "banned",
+    "conflicting evidence",
+    "other hash",
+    "not ready",
+    "cordoned",
+    "tainted",
+    "with fewer than {} matching GPUs",
+    "with fewer than {} free",
+)
+
+
+@define
+class World:
+    """What there is, as a plain list of facts."""
+
+    now: datetime
+    needs_evidence: bool = False
+    nodes: dict[str, Node] = field(factory=dict)
+    evidence: dict[str, Evidence] = field(factory=dict)
+    reservations: list[Reservation] = field(factory=list)
+
+    def held(self) -> list[Slot]:
+        return [slot for one in self.reservations for slot in one.slots]
+
+    def homes(self, uuid: DeviceUuid) -> list[str]:
+        return [node.name for node in self.nodes.values() if any(d.uuid == uuid for d in node.devices)]
+
+    def is_available(self, device: Device) -> bool:
+        taken = [slot for slot in self.held() if slot.uuid == device.uuid]
+        return device.is_healthy and len(self.homes(device.uuid)) == 1 and len(taken) < device.shares
+
+    # One node's answer.
+
+    def objection(self, node: Node, claim: Claim) -> str | None:
+        """Why the node cannot serve the claim, in the words of a denial."""
+        if not self.is_selected(node, claim):
+            return "not selected by the pod"
+        return (
+            self.evidence_objection(node, claim) or condition(node, claim.nodes) or self.device_objection(node, claim)
+        )
+
+    def is_selected(self, node: Node, claim: Claim) -> bool:
+        if not selects(claim.nodes, node.name, dict(node.labels)):
+            return False
+        wanted = claim.record.node
+        if wanted is None:
+            return True
+        labelled = [one.name for one in self.nodes.values() if one.labels.get("gpu-node-name") == wanted]
+        if labelled:
+            return node.name in labelled
+        return node.name == wanted and not node.labels.get("gpu-node-name")
+
+    def evidence_objection(self, node: Node, claim: Claim) -> str | None:
+        if not claim.record.hashes and not self.needs_evidence:
+            return None
+        known = self.evidence.get(node.name)
+        if known is None:
+            return "no evidence"
+        if known.is_banned:
+            return "banned"
+        if known.is_conflict:
+            return "conflicting evidence"
+        if known.since is not None and known.since > self.now:
+            return "no evidence"
+        if known.until is not None and known.until <= self.now:
+            return "stale evidence"
+        return "other hash" if claim.record.hashes and known.hash not in claim.record.hashes else None
+
+    def device_objection(self, node: Node, claim: Claim) -> str | None:
+        count = claim.record.gpus
+        if claim.record.node is not None:
+            named = [[d for d in node.devices if gpu in (d.uuid, str(d.index))] for gpu in claim.record.devices]
+            wanted = [found[0] for found in named if len(found) == 1]
+        else:
+            wanted = list(node.devices)
+        matching = [d for d in wanted if serves(d, claim)]
+        if len(matching) < count:
+            return f"with fewer than {count} matching GPUs"
+        if sum(map(self.is_available, matching)) < count:
+            return f"with fewer than {count} free"
+        return None
+
+    # All of them.
+
+    def fitting(self, claim: Claim) -> set[str]:
+        return {node.name for node in self.nodes.values() if self.objection(node, claim) is None}
+
+    def causes(self, claim: Claim) -> tuple[str, ...]:
+        """The denial's numbers: how many nodes meet which objection."""
+        counts = Counter(self.objection(node, claim) for node in self.nodes.values())
+        words = [word.format(claim.record.gpus) for word in WORDS]
+        return tuple(f"{counts[word]} {word}" for word in words if counts[word])
+
+    def flaws(self, placement: Placement, claim: Claim) -> list[str]:
+        """What is wrong with a placement; nothing, if the decision is right."""
+        node = self.nodes.get(placement.node)
+        if node is None:
+            return ["the node does not exist"]
+        found = []
+        if (objection := self.objection(node, claim)) is not None:
+            found.append(f"the node is {objection}")
+        if len(placement.slots) != claim.record.gpus:
+            found.append(f"{len(placement.slots)} slots for {claim.record.gpus} GPUs")
+        if len({slot.uuid for slot in placement.slots}) != len(placement.slots):
+            found.append("a device stands twice")
+        devices = {device.uuid: device for device in node.devices}
+        for slot in placement.slots:
+            found.extend(self._slot_flaws(slot, devices.get(slot.uuid), claim))
+        return found
+
+    def _slot_flaws(self, slot: Slot, device: Device | None, claim: Claim) -> Iterable[str]:
+        if device is None:
+            yield f"{slot} is of another node"
+            return
+        if not 0 <= slot.k < device.shares:
+            yield f"{slot} is no share of the device"
+        if slot in self.held():
+            yield f"{slot} is held"
+        if not self.is_available(device):
+            yield f"{slot} is not available"
+        if not serves(device, claim):
+            yield f"{slot} is not what was asked for"
+
+
+def serves(device: Device, claim: Claim) -> bool:
+    return set(claim.record.requirements) <= device.labels and (device.shares > 1) == claim.record.shared
+
+
+def condition(node: Node, asked: NodesAsked) -> str | None:
+    if not node.is_ready:
+        return "not ready"
+    if node.is_cordoned:
+        return "cordoned"
+    return "tainted" if any(repels(taint, asked) for taint in node.taints) else None
+
+
+def repels(taint: Taint, asked: NodesAsked) -> bool:
+    """The tests' tolerations name a key and tolerate every value of it."""
+    return taint.effect != "PreferNoSchedule" and all(one.key != taint.key for one in asked.tolerations)
+
+
+def selects(asked: NodesAsked, name: str, labels: dict[str, str]) -> bool:
+    if asked.node_name is not None and asked.node_name != name:
+        return False
+    if any(key not in labels or labels[key] != value for key, value in asked.selector):
+        return False
+    return asked.terms is None or any(term_holds(one, name, labels) for one in asked.terms)
+
+
+def term_holds(term: NodeTerm, name: str, labels: dict[str, str]) -> bool:
+    if not term.labels and not term.fields:
+        return False
+    fields = {"metadata.name": name}
+    return all(holds(one, fields) for one in term.fields) and all(holds(one, labels) for one in term.labels)
+
+
+def holds(expression: Expression, labels: dict[str, str]) -> bool:
+    is_there = expression.key in labels
+    value = labels.get(expression.key, "")
+    if expression.operator == "In":
+        return is_there and value in expression.values
+    if expression.operator == "NotIn":
+        return not is_there or value not in expression.values
+    if expression.operator == "Exists":
+        return is_there
+    if expression.operator == "DoesNotExist":
+        return not is_there
+    (bound,) = expression.values
+    if not is_there or not value.isdigit():
+        return False
+    return int(value) > int(bound) if expression.operator == "Gt" else int(value) < int(bound)

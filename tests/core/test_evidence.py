@@ -1,0 +1,91 @@
+"""Evidence is worth something from its first moment until just before its last."""
+
+from datetime import datetime, timedelta
+
+import pytest
+
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, evidence
+from webhook.core.evidence import Evidence, EvidenceState, combined, next_change, state_of
+
+MICROSECOND = timedelta(microseconds=1)
+
+
+@pytest.mark.parametrize(
+    ("known", "state"),
+    [
+        pytest.param(None, "absent", id="nothing-known"),
+        pytest.param(evidence("a"), "fresh", id="without-an-end"),
+        pytest.param(evidence("a", until=NOW + SECOND), "fresh", id="one-second-left"),
+        pytest.param(evidence("a", until=NOW + MICROSECOND), "fresh", id="one-microsecond-left"),
+        pytest.param(evidence("a", until=NOW), "stale", id="expires-on-the-second"),
+        pytest.param(evidence("a", until=NOW - SECOND), "stale", id="long-gone"),
+        pytest.param(evidence("a", since=NOW), "fresh", id="begins-this-moment"),
+        pytest.param(evidence("a", since=NOW + MICROSECOND), "absent", id="of-the-future"),
+        pytest.param(evidence("a", since=NOW + SECOND, until=NOW), "absent", id="ends-before-it-begins"),
+        pytest.param(evidence("a", is_banned=True), "banned", id="banned"),
+        pytest.param(evidence("a", is_banned=True, until=NOW), "banned", id="banned-and-over"),
+        pytest.param(evidence("a", is_conflict=True), "conflict", id="in-conflict"),
+        pytest.param(evidence("a", is_conflict=True, is_banned=True), "banned", id="banned-and-in-conflict"),
+        pytest.param(evidence("a", is_conflict=True, until=NOW - SECOND), "conflict", id="in-conflict-and-over"),
+    ],
+)
+@pytest.mark.defect("S0-2")
+def test_evidence_is_good_until_the_second_not_on_it(known: Evidence | None, state: str) -> None:
+    assert state_of(known, NOW) is EvidenceState(state)
+
+
+def test_the_states_keep_their_words() -> None:
+    assert [state.value for state in EvidenceState] == ["fresh", "stale", "absent", "banned", "conflict"]
+
+
+@pytest.mark.parametrize(
+    ("known", "moment"),
+    [
+        pytest.param(None, None, id="nothing-known"),
+        pytest.param(evidence("a"), None, id="without-ends"),
+        pytest.param(evidence("a", until=NOW + SECOND), NOW + SECOND, id="its-end"),
+        pytest.param(evidence("a", since=NOW + SECOND, until=NOW + 2 * SECOND), NOW + SECOND, id="its-beginning"),
+        pytest.param(evidence("a", since=NOW, until=NOW + 2 * SECOND), NOW + 2 * SECOND, id="it-has-begun"),
+        pytest.param(evidence("a", until=NOW), None, id="it-has-ended"),
+    ],
+)
+def test_the_next_change_is_the_next_end_that_time_brings(known: Evidence | None, moment: datetime | None) -> None:
+    assert next_change(known, NOW) == moment
+
+
+def test_nobody_saying_anything_is_no_evidence() -> None:
+    assert combined([]) is None
+
+
+def test_one_provider_is_taken_at_its_word() -> None:
+    word = Evidence("a", HASH, "jwt-svid", NOW, NOW + SECOND, nonce_digest="n")
+    assert combined([word]) is word
+
+
+def test_providers_that_agree_are_good_while_all_are() -> None:
+    early = Evidence("a", HASH, "static", since=NOW - 2 * SECOND, until=NOW + 5 * SECOND)
+    late = Evidence("a", HASH, "jwt-svid", since=NOW - SECOND, until=NOW + 9 * SECOND)
+    assert combined([early, late]) == Evidence("a", HASH, "jwt-svid+static", since=NOW - SECOND, until=NOW + 5 * SECOND)
+
+
+def test_an_open_end_does_not_lengthen_anothers() -> None:
+    open_end = Evidence("a", HASH, "static")
+    ending = Evidence("a", HASH, "jwt-svid", since=NOW, until=NOW + SECOND)
+    both = combined([open_end, ending])
+    assert both is not None
+    assert (both.since, both.until) == (NOW, NOW + SECOND)
+
+
+def test_providers_that_disagree_prove_nothing() -> None:
+    both = combined([evidence("a", HASH), evidence("a", OTHER_HASH)])
+    assert state_of(both, NOW) is EvidenceState.CONFLICT
+
+
+def test_one_ban_is_enough() -> None:
+    both = combined([evidence("a", HASH), evidence("a", OTHER_HASH, is_banned=True)])
+    assert state_of(both, NOW) is EvidenceState.BANNED
+
+
+def test_a_stale_word_makes_the_whole_stale() -> None:
+    both = combined([evidence("a", HASH), evidence("a", HASH, until=NOW)])
+    assert state_of(both, NOW) is EvidenceState.STALE

@@ -1,0 +1,283 @@
+"""The index never says anything that looking at every node would not: held against a dumb scan, move by move."""
+
+import string
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, claim, device, evidence, fleet, node, raw_container, raw_pod
+from tests.builders import expression as raw_expression
+from tests.builders import required_affinity, reservation, slot, term
+from tests.core.scan import World
+from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.decide import MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
+from webhook.core.device import Device, DeviceUuid, Node, Taint
+from webhook.core.evidence import Evidence, EvidenceState
+from webhook.core.fleet import MAX_CLASS_VALUES, Fleet
+from webhook.core.nodes_asked import Expression, NodesAsked, NodeTerm
+from webhook.core.pod import Toleration
+from webhook.core.reservation import Placement
+from webhook.core.verdict import Deny
+
+# A small world, so that everything meets everything: six nodes, eight UUIDs that may turn up on any of them.
+NAMES = tuple(f"node-{letter}" for letter in string.ascii_lowercase[:6])
+UUIDS = tuple(f"GPU-{n}" for n in range(8))
+DEVICE_LABELS = ("model=h100", "model=a100", "fudo.org/gpu.big")
+HASHES = (HASH, OTHER_HASH)
+NODE_LABELS = {"zone": ("a", "b"), "rank": ("1", "5", "10", "x"), "gpu-node-name": ("rack-1", "node-a")}
+ASKED_VALUES = {**NODE_LABELS, "rank": ("5",), "nobody-has-it": ("a",)}
+
+labels = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in NODE_LABELS.items()})
+taints = st.lists(
+    st.builds(Taint, st.sampled_from(["gpu", "dark"]), st.just(""), st.sampled_from(["NoSchedule", "PreferNoSchedule"])),
+    max_size=2,
+).map(tuple)
+
+
+@st.composite
+def devices(draw: st.DrawFn) -> tuple[Device, ...]:
+    uuids = draw(st.lists(st.sampled_from(UUIDS), unique=True, max_size=4))
+    return tuple(
+        Device(
+            DeviceUuid(uuid),
+            index=index,
+            labels=draw(st.frozensets(st.sampled_from(DEVICE_LABELS))),
+            shares=draw(st.sampled_from([1, 1, 1, 2, 3])),
+            is_healthy=draw(st.sampled_from([True, True, True, False])),
+        )
+        for index, uuid in enumerate(uuids)
+    )
+
+
+nodes = st.builds(
+    Node,
+    st.sampled_from(NAMES),
+    labels,
+    devices(),
+    is_ready=st.sampled_from([True, True, True, False]),
+    is_cordoned=st.sampled_from([False, False, False, True]),
+    taints=taints,
+)
+
+expressions = st.sampled_from(sorted(ASKED_VALUES)).flatmap(
+    lambda key: st.one_of(
+        st.builds(
+            Expression,
+            st.just(key),
+            st.sampled_from(["In", "NotIn"]),
+            st.frozensets(st.sampled_from(ASKED_VALUES[key]), min_size=1),
+        ),
+        st.builds(Expression, st.just(key), st.sampled_from(["Exists", "DoesNotExist"]), st.just(frozenset[str]())),
+        st.builds(Expression, st.just("rank"), st.sampled_from(["Gt", "Lt"]), st.just(frozenset({"5"}))),
+    )
+)
+fields = st.builds(
+    Expression, st.just("metadata.name"), st.sampled_from(["In", "NotIn"]), st.sampled_from(NAMES).map(lambda n: frozenset({n}))
+)
+terms = st.builds(NodeTerm, st.lists(expressions, max_size=2).map(tuple), st.lists(fields, max_size=1).map(tuple))
+tolerations = st.lists(
+    st.builds(Toleration, key=st.sampled_from(["gpu", "dark"]), operator=st.just("Exists")), max_size=2
+).map(tuple)
+wishes = st.builds(
+    NodesAsked,
+    node_name=st.one_of(st.none(), st.none(), st.none(), st.sampled_from(NAMES)),
+    selector=st.one_of(
+        st.just(()),
+        st.sampled_from(sorted(ASKED_VALUES)).flatmap(
+            lambda key: st.sampled_from(ASKED_VALUES[key]).map(lambda value: ((key, value),))
+        ),
+    ),
+    terms=st.one_of(st.none(), st.none(), st.lists(terms, max_size=2).map(tuple)),
+    tolerations=tolerations,
+)
+
+plain_records = st.builds(
+    ClaimRecord,
+    gpus=st.integers(0, 4),
+    hashes=st.lists(st.sampled_from(HASHES), unique=True).map(lambda some: tuple(sorted(some))),
+    requirements=st.lists(st.sampled_from(DEVICE_LABELS), unique=True, max_size=2).map(lambda some: tuple(sorted(some))),
+    shared=st.booleans(),
+)
+
+
+@st.composite
+def mapped_records(draw: st.DrawFn) -> ClaimRecord:
+    by_uuid = draw(st.booleans())
+    gpus = draw(st.lists(st.sampled_from(UUIDS if by_uuid else ("0", "1", "2", "3")), unique=True, min_size=1, max_size=2))
+    return ClaimRecord(
+        gpus=len(gpus),
+        node=draw(st.sampled_from(("rack-1", *NAMES))),
+        devices=tuple(gpus),
+        shared=draw(st.booleans()),
+        hashes=draw(st.sampled_from(((), (HASH,)))),
+    )
+
+
+claims = st.builds(Claim, st.one_of(plain_records, plain_records, mapped_records()), wishes)
+
+
+@st.composite
+def words(draw: st.DrawFn) -> tuple[str, int | None, int | None, bool, bool]:
+    """What a provider may say of a node; times are seconds from now."""
+    seconds = st.one_of(st.none(), st.integers(-2, 6))
+    rarely = st.sampled_from([False] * 7 + [True])
+    return draw(st.sampled_from(HASHES)), draw(seconds), draw(seconds), draw(rarely), draw(rarely)
+
+
+ALWAYS = (
+    Claim(ClaimRecord(gpus=1)),
+    Claim(ClaimRecord(gpus=2, hashes=(HASH,), requirements=("model=h100",))),
+    Claim(ClaimRecord(gpus=1, shared=True)),
+    Claim(ClaimRecord(gpus=1), NodesAsked(selector=(("zone", "a"),))),
+)
+
+
+class IndexedFleet(RuleBasedStateMachine):
+    """The fleet beside a plain list of facts; after each move both must answer every claim alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.world = World(NOW)
+        self.policy = EvidencePolicy()
+        self.made = 0
+
+    @initialize(needs_evidence=st.booleans(), first=st.lists(nodes, max_size=4))
+    def begin(self, needs_evidence: bool, first: list[Node]) -> None:
+        self.policy = EvidencePolicy(is_always_required=needs_evidence)
+        self.world.needs_evidence = needs_evidence
+        for one in first:
+            self.put(one)
+
+    # What happens.
+
+    @rule(one=nodes)
+    def put(self, one: Node) -> None:
+        self.fleet.put(one, self.world.now)
+        self.world.nodes[one.name] = one
+
+    @rule(name=st.sampled_from(NAMES))
+    def remove(self, name: str) -> None:
+        self.fleet.remove(name)
+        self.world.nodes.pop(name, None)
+        self.world.evidence.pop(name, None)
+
+    @rule(name=st.sampled_from(NAMES), word=words())
+    def prove(self, name: str, word: tuple[str, int | None, int | None, bool, bool]) -> None:
+        digest, since, until, is_banned, is_conflict = word
+        self._say(
+            name,
+            evidence(
+                name,
+                digest,
+                since=None if since is None else self.world.now + timedelta(seconds=since),
+                until=None if until is None else self.world.now + timedelta(seconds=until),
+                is_banned=is_banned,
+                is_conflict=is_conflict,
+            ),
+        )
+
+    @rule(name=st.sampled_from(NAMES))
+    def take_evidence_back(self, name: str) -> None:
+        self._say(name, None)
+
+    def _say(self, name: str, word: Evidence | None) -> None:
+        self.fleet.prove(name, word, self.world.now)
+        if name in self.world.nodes and word is not None:
+            self.world.evidence[name] = word
+        else:
+            self.world.evidence.pop(name, None)
+
+    @rule(seconds=st.integers(1, 3))
+    def let_time_pass(self, seconds: int) -> None:
+        self.world.now += timedelta(seconds=seconds)
+        self.fleet.advance(self.world.now)
+
+    @rule(one=claims, choice=st.integers(0, 7))
+    def ask_and_hold(self, one: Claim, choice: int) -> None:
+        places = self.agree(one)
+        if isinstance(places, Deny) or not one.count:
+            return
+        place = places[choice % len(places)]
+        self.made += 1
+        held = reservation(*place.slots, id=f"r-{self.made}", node=place.node)
+        self.fleet.hold(held)
+        self.world.reservations.append(held)
+
+    @rule(one=claims)
+    def ask(self, one: Claim) -> None:
+        self.agree(one)
+
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        if self.world.reservations:
+            gone = data.draw(st.sampled_from(self.world.reservations))
+            self.world.reservations.remove(gone)
+            self.fleet.free(gone)
+
+    @rule(data=st.data())
+    def a_late_release_frees_nobody_elses(self, data: st.DataObject) -> None:
+        if self.world.reservations:
+            held = data.draw(st.sampled_from(self.world.reservations))
+            self.fleet.free(reservation(*held.slots, id="long-gone", node=held.node))
+
+    # What must hold.
+
+    def agree(self, one: Claim) -> tuple[Placement, ...] | Deny:
+        found = decide(one, self.fleet, self.policy)
+        fitting = self.world.fitting(one)
+        if isinstance(found, Deny):
+            assert fitting == set(), found.sentence
+            assert found.causes == self.world.causes(one)
+            assert f" of {len(self.world.nodes)} node" in found.message
+        else:
+            assert [self.world.flaws(place, one) for place in found] == [[]] * len(found)
+            limit = MAX_PLACEMENTS if one.count else MAX_PROVEN_NODES
+            names = [place.node for place in found]
+            assert len(set(names)) == len(names) == min(limit, len(fitting))
+        return found
+
+    @invariant()
+    def the_usual_claims_get_the_same_answer(self) -> None:
+        for one in ALWAYS:
+            self.agree(one)
+
+    @invariant()
+    def a_persons_account_is_the_same(self) -> None:
+        fits = {fit.name: fit for fit in explain(ALWAYS[1], self.fleet, self.policy)}
+        assert {name for name, fit in fits.items() if fit.fits} == self.world.fitting(ALWAYS[1])
+        assert {
+            name: fit.objection.said_of(ALWAYS[1]) if fit.objection else None for name, fit in fits.items()
+        } == {one.name: self.world.objection(one, ALWAYS[1]) for one in self.world.nodes.values()}
+
+    @invariant()
+    def no_slot_is_held_twice(self) -> None:
+        held = self.world.held()
+        assert len(set(held)) == len(held)
+        known = {(uuid, k): r for uuid in UUIDS for k, r in self.fleet.holders(DeviceUuid(uuid)).items()}
+        assert known == {(s.uuid, s.k): r.id for r in self.world.reservations for s in r.slots}
+
+    @invariant()
+    def the_totals_are_right(self) -> None:
+        assert self.fleet.device_count == len({d.uuid for one in self.world.nodes.values() for d in one.devices})
+        assert sum(self.fleet.states.values()) == len(self.world.nodes)
+        fresh = [n for n in self.world.nodes.values() if self.world.evidence_objection(n, ALWAYS[1]) in (None, "other hash")]
+        assert self.fleet.states[EvidenceState.FRESH] == len(fresh)
+
+    @invariant()
+    def a_device_of_two_nodes_is_nobodys(self) -> None:
+        for uuid in map(DeviceUuid, UUIDS):
+            homes = self.world.homes(uuid)
+            ill = any(d.uuid == uuid and not d.is_healthy for n in self.world.nodes.values() for d in n.devices)
+            assert self.fleet.is_quarantined(uuid) is (len(homes) != 1 or ill)
+            assert (uuid in self.fleet.quarantined_devices) is (len(homes) > 1 or ill)
+            assert (self.fleet.home_of(uuid) is None) is (homes == [])
+
+
+IndexedFleet.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestIndexedFleet = pytest.mark.defect("S4-10")(IndexedFleet.TestCase)

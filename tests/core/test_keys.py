@@ -1,0 +1,96 @@
+"""The strings that others read and write: changing one breaks somebody's manifests, so each is written here again."""
+
+import pytest
+
+from webhook.core import keys
+from webhook.core.keys import Key, is_protected_annotation
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        pytest.param(
+            keys.REQUIRED_HASH,
+            ("gpuwarden.io/required-hash", "attestation-hash.my-company.com/required-hash"),
+            id="required-hash",
+        ),
+        pytest.param(keys.GPU_COUNT, ("gpuwarden.io/gpu-count",), id="gpu-count"),
+        pytest.param(keys.GPU_MAP, ("gpuwarden.io/gpu-map", "gpu-scheduling-map"), id="gpu-map"),
+        pytest.param(keys.SHARED, ("gpuwarden.io/shared",), id="shared"),
+        pytest.param(keys.GPU_UUID, ("gpuwarden.io/gpu-uuid", "fudo.org/gpu.uuid"), id="gpu-uuid"),
+        pytest.param(
+            keys.RESERVATION_ID, ("gpuwarden.io/reservation-id", "fudo.org/gpu.reservation-id"), id="reservation-id"
+        ),
+        pytest.param(keys.NODE, ("gpuwarden.io/node", "fudo.org/gpu.node"), id="node"),
+        pytest.param(keys.CLAIM, ("gpuwarden.io/claim",), id="claim"),
+    ],
+)
+def test_a_key_is_called_what_its_readers_call_it(key: Key, names: tuple[str, ...]) -> None:
+    assert key.names == names
+    assert key.name == names[0]
+
+
+@pytest.mark.parametrize(
+    ("constant", "text"),
+    [
+        pytest.param(keys.DOMAIN, "gpuwarden.io", id="domain"),
+        pytest.param(keys.S4_DOMAIN, "fudo.org", id="s4-domain"),
+        pytest.param(keys.CDI_DOMAIN, "cdi.k8s.io", id="cdi-domain"),
+        pytest.param(keys.REQUIREMENT_PREFIX, "gpuwarden.io/gpu.", id="requirement-prefix"),
+        pytest.param(keys.S4_REQUIREMENT, "fudo.org/gpu", id="s4-requirement"),
+        pytest.param(keys.S4_ASSIGN, "fudo.org/gpu.assign", id="s4-assign"),
+        pytest.param(keys.NVIDIA_ENV, "NVIDIA_VISIBLE_DEVICES", id="nvidia-env"),
+        pytest.param(keys.CUDA_ENV, "CUDA_VISIBLE_DEVICES", id="cuda-env"),
+        pytest.param(keys.NVIDIA_RESOURCES, "nvidia.com/", id="nvidia-resources"),
+        pytest.param(keys.HOSTNAME_LABEL, "kubernetes.io/hostname", id="hostname"),
+        pytest.param(keys.POD_INDEX_LABEL, "apps.kubernetes.io/pod-index", id="pod-index"),
+        pytest.param(keys.LOGICAL_NODE_LABEL, "gpu-node-name", id="logical-node"),
+    ],
+)
+def test_a_name_that_others_give_is_spelt_as_they_spell_it(constant: str, text: str) -> None:
+    assert constant == text
+
+
+def test_both_gpu_variables_are_ours_to_set() -> None:
+    assert keys.GPU_ENV == ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+def test_what_we_write_is_listed_whole() -> None:
+    assert {
+        "gpuwarden.io/gpu-uuid",
+        "gpuwarden.io/reservation-id",
+        "gpuwarden.io/node",
+        "gpuwarden.io/claim",
+        "fudo.org/gpu.uuid",
+        "fudo.org/gpu.reservation-id",
+        "fudo.org/gpu.node",
+    } == keys.OUTPUT_NAMES
+
+
+def test_what_we_read_is_listed_whole() -> None:
+    assert {
+        "gpuwarden.io/required-hash",
+        "attestation-hash.my-company.com/required-hash",
+        "gpuwarden.io/gpu-count",
+        "gpuwarden.io/gpu-map",
+        "gpu-scheduling-map",
+        "gpuwarden.io/shared",
+    } == keys.INPUT_NAMES
+
+
+@pytest.mark.parametrize(
+    ("key", "is_protected"),
+    [
+        pytest.param("gpuwarden.io/gpu-uuid", True, id="ours"),
+        pytest.param("fudo.org/gpu.node", True, id="alias"),
+        pytest.param("gpuwarden.io/claim", True, id="claim"),
+        pytest.param("cdi.k8s.io/gpu-assignment", True, id="cdi"),
+        pytest.param("cdi.k8s.io/anything", True, id="cdi-of-another-name"),
+        pytest.param("gpuwarden.io/required-hash", False, id="a-wish"),
+        pytest.param("cdi.k8s.io", False, id="domain-alone"),
+        pytest.param("my.cdi.k8s.io/x", False, id="another-domain"),
+        pytest.param("team", False, id="users-own"),
+    ],
+)
+def test_only_outputs_and_runtime_instructions_are_protected(key: str, is_protected: bool) -> None:
+    assert is_protected_annotation(key) is is_protected

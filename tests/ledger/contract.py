@@ -1,0 +1,282 @@
+"""What every ledger promises. Each implementation's test module hands in a bench and inherits the cases."""
+
+import asyncio
+from datetime import datetime, timedelta
+from typing import Protocol
+
+import pytest
+
+from webhook.core.device import DeviceUuid, Slot
+from webhook.core.errors import (
+    DeadlinePassedError,
+    ReservationConflictError,
+    ReservationExpiredError,
+    SlotsTakenError,
+    UnknownReservationError,
+)
+from webhook.core.fleet import Fleet
+from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.ledger import Ledger
+
+PENDING_DEADLINE = timedelta(seconds=90)
+CLOCK_SKEW = timedelta(seconds=5)
+SECOND = timedelta(seconds=1)
+
+
+class Bench(Protocol):
+    """A ledger over node-a (GPU-a0 .. GPU-a3; GPU-s with four shares) and node-b (GPU-b0), under a settable clock."""
+
+    ledger: Ledger
+    fleet: Fleet
+    now: datetime
+
+
+def ask(number: int, *, namespace: str = "ml", digest: str = "d1", pod_name: str | None = None) -> Ask:
+    return Ask(ReservationId(f"r{number}"), namespace, digest, pod_name)
+
+
+def on(node: str, *uuids: str, k: int = 0) -> Placement:
+    return Placement(node, tuple(Slot(DeviceUuid(uuid), k) for uuid in uuids))
+
+
+def pod(number: int, *, namespace: str = "ml", name: str | None = None) -> PodIdentity:
+    return PodIdentity(namespace, f"pod-{number}" if name is None else name, f"uid-{number}")
+
+
+class LedgerContract:
+    """The cases. `bench` is the implementation's fixture."""
+
+    async def reserve(self, bench: Bench, what: Ask, *places: Placement) -> Reservation:
+        return await bench.ledger.reserve(what, places, answer_by=bench.now + 10 * SECOND)
+
+    # Reserving.
+
+    async def test_a_reservation_starts_pending_with_a_deadline_and_no_pod(self, bench: Bench) -> None:
+        held = await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0", "GPU-a1"))
+        assert held == Reservation(
+            id=ReservationId("r1"),
+            namespace="ml",
+            claim_digest="d1",
+            node="node-a",
+            slots=(Slot(DeviceUuid("GPU-a0"), 0), Slot(DeviceUuid("GPU-a1"), 0)),
+            since=bench.now,
+            deadline=bench.now + PENDING_DEADLINE,
+            phase=Phase.PENDING,
+            pod_name="pod-1",
+            uid=None,
+        )
+        assert await bench.ledger.find(ReservationId("r1")) == held
+        assert list(bench.ledger.of_device(DeviceUuid("GPU-a1"))) == [held]
+
+    @pytest.mark.defect("S4-1")
+    @pytest.mark.defect("S1-3")
+    async def test_a_slot_has_one_live_reservation(self, bench: Bench) -> None:
+        first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        with pytest.raises(SlotsTakenError):
+            await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
+        assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [first]
+
+    async def test_several_devices_are_held_together_or_not_at_all(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a1"))
+        with pytest.raises(SlotsTakenError):
+            await self.reserve(bench, ask(2), on("node-a", "GPU-a0", "GPU-a1", "GPU-a2"))
+        assert await bench.ledger.find(ReservationId("r2")) is None
+        assert not bench.ledger.of_device(DeviceUuid("GPU-a0"))
+        assert not bench.ledger.of_device(DeviceUuid("GPU-a2"))
+
+    async def test_the_next_placement_is_tried_when_one_is_taken(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        second = await self.reserve(bench, ask(2), on("node-a", "GPU-a0"), on("node-b", "GPU-b0"))
+        assert (second.node, second.uuids) == ("node-b", ("GPU-b0",))
+
+    @pytest.mark.defect("X-4")
+    @pytest.mark.defect("S4-20")
+    async def test_the_same_ask_again_finds_the_same_reservation(self, bench: Bench) -> None:
+        first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        again = await self.reserve(bench, ask(1), on("node-b", "GPU-b0"))
+        assert again == first
+        assert not bench.ledger.of_device(DeviceUuid("GPU-b0"))
+
+    @pytest.mark.parametrize(
+        "other", [ask(1, namespace="other"), ask(1, digest="d2")], ids=["another namespace", "another claim"]
+    )
+    async def test_an_id_is_never_given_to_another_claim(self, bench: Bench, other: Ask) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        with pytest.raises(ReservationConflictError):
+            await self.reserve(bench, other, on("node-a", "GPU-a1"))
+
+    @pytest.mark.defect("S4-4")
+    async def test_of_many_at_once_each_device_goes_to_one(self, bench: Bench) -> None:
+        places = [on("node-a", f"GPU-a{k}") for k in range(4)]
+        asks = [self.reserve(bench, ask(number), *places) for number in range(200)]
+        results = await asyncio.gather(*asks, return_exceptions=True)
+        winners = [one for one in results if isinstance(one, Reservation)]
+        assert len(winners) == 4
+        assert {one.uuids for one in winners} == {("GPU-a0",), ("GPU-a1",), ("GPU-a2",), ("GPU-a3",)}
+        assert all(isinstance(one, Reservation | SlotsTakenError) for one in results)
+
+    async def test_the_same_ask_many_times_at_once_holds_once(self, bench: Bench) -> None:
+        places = [on("node-a", f"GPU-a{k}") for k in range(4)]
+        results = await asyncio.gather(*(self.reserve(bench, ask(1), *places) for _ in range(50)))
+        assert len(set(results)) == 1
+        assert sum(len(bench.ledger.of_device(DeviceUuid(f"GPU-a{k}"))) for k in range(4)) == 1
+
+    @pytest.mark.parametrize("late", [timedelta(0), SECOND], ids=["on the moment", "a second late"])
+    async def test_nothing_is_written_once_the_caller_has_stopped_waiting(self, bench: Bench, late: timedelta) -> None:
+        with pytest.raises(DeadlinePassedError):
+            await bench.ledger.reserve(ask(1), [on("node-a", "GPU-a0")], answer_by=bench.now - late)
+        assert await bench.ledger.find(ReservationId("r1")) is None
+
+    async def test_the_shares_of_a_device_are_held_one_by_one(self, bench: Bench) -> None:
+        for k in range(4):
+            await self.reserve(bench, ask(k), on("node-a", "GPU-s", k=k))
+        with pytest.raises(SlotsTakenError):
+            await self.reserve(bench, ask(9), on("node-a", "GPU-s", k=3))
+        assert [held.id for held in bench.ledger.of_device(DeviceUuid("GPU-s"))] == ["r0", "r1", "r2", "r3"]
+
+    # The pod becomes known.
+
+    async def test_the_uid_is_learnt_once_and_the_wait_begins_anew(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += 30 * SECOND
+        bound = await bench.ledger.bind(ReservationId("r1"), pod(1))
+        assert (bound.uid, bound.pod_name, bound.phase) == ("uid-1", "pod-1", Phase.PENDING)
+        assert bound.deadline == bench.now + PENDING_DEADLINE
+        assert bench.ledger.of_pod("uid-1") == bound
+        bench.now += 30 * SECOND
+        assert await bench.ledger.bind(ReservationId("r1"), pod(1)) == bound
+
+    @pytest.mark.parametrize(
+        "other",
+        [pod(2), pod(1, namespace="other"), pod(1, name="another-name")],
+        ids=["another uid", "another namespace", "another name"],
+    )
+    async def test_a_bound_reservation_is_nobody_elses(self, bench: Bench, other: PodIdentity) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bound = await bench.ledger.bind(ReservationId("r1"), pod(1))
+        with pytest.raises(ReservationConflictError):
+            await bench.ledger.bind(ReservationId("r1"), other)
+        with pytest.raises(ReservationConflictError):
+            await bench.ledger.finalize(ReservationId("r1"), other)
+        assert await bench.ledger.find(ReservationId("r1")) == bound
+
+    async def test_a_name_given_at_the_start_binds_too(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0"))
+        with pytest.raises(ReservationConflictError):
+            await bench.ledger.bind(ReservationId("r1"), pod(2))
+
+    async def test_finalized_it_waits_for_nothing(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        finalized = await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        assert (finalized.phase, finalized.uid, finalized.deadline) == (Phase.FINALIZED, "uid-1", None)
+        bench.now += timedelta(days=30)
+        assert not await bench.ledger.collect(bench.now)
+        assert await bench.ledger.finalize(ReservationId("r1"), pod(1)) == finalized
+
+    async def test_binding_after_finalizing_changes_nothing(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        finalized = await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        assert await bench.ledger.bind(ReservationId("r1"), pod(1)) == finalized
+
+    async def test_what_is_not_there_cannot_be_bound(self, bench: Bench) -> None:
+        with pytest.raises(UnknownReservationError):
+            await bench.ledger.bind(ReservationId("r1"), pod(1))
+        with pytest.raises(UnknownReservationError):
+            await bench.ledger.finalize(ReservationId("r1"), pod(1))
+
+    # The end.
+
+    async def test_an_ended_pods_devices_are_free(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        assert await bench.ledger.release(ReservationId("r1"), pod(1))
+        assert await bench.ledger.find(ReservationId("r1")) is None
+        assert bench.ledger.of_pod("uid-1") is None
+        await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
+
+    @pytest.mark.defect("S4-18")
+    async def test_a_late_release_of_one_cannot_free_another(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        await bench.ledger.release(ReservationId("r1"), pod(1))
+        second = await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
+        assert not await bench.ledger.release(ReservationId("r1"), pod(1))
+        assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
+
+    async def test_another_pods_end_frees_nothing(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        held = await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        assert not await bench.ledger.release(ReservationId("r1"), pod(2, name="pod-1"))
+        assert await bench.ledger.find(ReservationId("r1")) == held
+
+    # Time.
+
+    @pytest.mark.defect("S4-5")
+    async def test_a_young_reservation_without_a_pod_survives(self, bench: Bench) -> None:
+        held = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += PENDING_DEADLINE - SECOND
+        assert not await bench.ledger.collect(bench.now)
+        assert await bench.ledger.find(ReservationId("r1")) == held
+
+    @pytest.mark.parametrize(
+        ("after", "is_collected"),
+        [
+            (PENDING_DEADLINE, False),
+            (PENDING_DEADLINE + CLOCK_SKEW - SECOND, False),
+            (PENDING_DEADLINE + CLOCK_SKEW, True),
+        ],
+        ids=["on its deadline", "within the skew", "past the skew"],
+    )
+    async def test_others_count_it_out_a_clock_skew_late(
+        self, bench: Bench, after: timedelta, is_collected: bool
+    ) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += after
+        assert bool(await bench.ledger.collect(bench.now)) is is_collected
+        assert (await bench.ledger.find(ReservationId("r1")) is None) is is_collected
+
+    @pytest.mark.parametrize(
+        ("after", "is_refused"),
+        [(PENDING_DEADLINE - CLOCK_SKEW - SECOND, False), (PENDING_DEADLINE - CLOCK_SKEW, True)],
+        ids=["a second before", "a clock skew before its deadline"],
+    )
+    async def test_its_holder_counts_it_out_a_clock_skew_early(
+        self, bench: Bench, after: timedelta, is_refused: bool
+    ) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += after
+        if is_refused:
+            with pytest.raises(ReservationExpiredError):
+                await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        else:
+            assert (await bench.ledger.finalize(ReservationId("r1"), pod(1))).phase is Phase.FINALIZED
+
+    async def test_whoever_needs_the_device_collects_what_expired(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += PENDING_DEADLINE + CLOCK_SKEW
+        second = await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
+        assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
+
+    async def test_the_wait_that_began_anew_is_the_one_that_counts(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += 60 * SECOND
+        await bench.ledger.bind(ReservationId("r1"), pod(1))
+        bench.now += 60 * SECOND
+        assert not await bench.ledger.collect(bench.now)
+        bench.now += 35 * SECOND
+        assert [one.id for one in await bench.ledger.collect(bench.now)] == ["r1"]
+
+    async def test_an_expired_id_can_be_asked_for_again(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += PENDING_DEADLINE + CLOCK_SKEW
+        again = await self.reserve(bench, ask(1, digest="d2"), on("node-b", "GPU-b0"))
+        assert again.node == "node-b"
+
+    # The fleet, which decides the next.
+
+    async def test_the_fleet_hears_of_every_change(self, bench: Bench) -> None:
+        slot = Slot(DeviceUuid("GPU-a0"), 0)
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        assert not bench.fleet.is_slot_free(slot)
+        await bench.ledger.release(ReservationId("r1"), pod(1))
+        assert bench.fleet.is_slot_free(slot)

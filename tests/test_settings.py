@@ -1,0 +1,500 @@
+from argparse import ArgumentParser
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from attrs import evolve
+
+from webhook import settings
+from webhook.core.claim import ClaimRules
+from webhook.core.dress import DressRules, Injection
+from webhook.settings import SETTINGS, Settings, SettingsError
+
+ROOT = Path(__file__).parents[1]
+PORT_RULE = "0 to 65535; 0 picks a free one"
+DURATION_RULE = "`500ms`, `90s`, `5m`, `1h`, or a number of seconds; at most `168h`"
+TRIO = {"kubernetes_url": "https://k:6443", "access_token": "FILE", "ca_certificate": "FILE"}
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    """A file that can be read."""
+    path = tmp_path / "there"
+    path.write_text("x")
+    return path
+
+
+def mistakes(flags: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        settings.load(flags or {}, environ or {})
+    return caught.value.mistakes
+
+
+def mistakes_in_file(tmp_path: Path, content: str) -> list[str]:
+    """What is wrong with a settings file, which the messages call FILE here."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(content)
+    return [mistake.replace(str(path), "FILE") for mistake in mistakes({"config": str(path)})]
+
+
+# What could be set, as text and as YAML, and what has to come of it. FILE stands for a file that is there.
+EXAMPLES: dict[str, tuple[str, object, object]] = {
+    "config": ("FILE", None, "FILE"),
+    "host": ("::1", "::1", "::1"),
+    "port": ("443", 443, 443),
+    "ui_port": ("0", 0, 0),
+    "extender_port": ("65535", 65535, 65535),
+    "drain_timeout": ("0", 0, timedelta(0)),
+    "tls_cert": ("FILE", "FILE", "FILE"),
+    "tls_key": ("FILE", "FILE", "FILE"),
+    "client_ca": ("FILE", "FILE", "FILE"),
+    "extender_client_ca": ("FILE", "FILE", "FILE"),
+    "kubeconfig": ("FILE", "FILE", "FILE"),
+    "kubernetes_url": ("https://10.0.0.1:6443/x", "https://10.0.0.1:6443/x", "https://10.0.0.1:6443/x"),
+    "access_token": ("FILE", "FILE", "FILE"),
+    "ca_certificate": ("FILE", "FILE", "FILE"),
+    "inventory": ("FILE", "FILE", "FILE"),
+    "ledger": ("memory", "memory", "memory"),
+    "pending_deadline": ("5m", "5m", timedelta(minutes=5)),
+    "evidence": ("static", ["static"], ("static",)),
+    "require_evidence": ("all", "all", "all"),
+    "node_hash_map": ('{"node-a": "aa11"}', {"node-a": "aa11"}, {"node-a": "aa11"}),
+    "clock_skew": ("1.5", 1.5, timedelta(seconds=1.5)),
+    "reload_interval": ("500ms", "500ms", timedelta(milliseconds=500)),
+    "injection": ("cuda", "cuda", "cuda"),
+    "gpu_resource": ("amd.com/gpu", "amd.com/gpu", "amd.com/gpu"),
+    "write_aliases": ("false", False, False),
+    "required_hash_alias": ("example.com/hash", "example.com/hash", "example.com/hash"),
+    "log_level": ("trace", "trace", "trace"),
+}
+# What must be set with it.
+COMPANIONS: dict[str, dict[str, str]] = {
+    "tls_cert": {"tls_key": "FILE"},
+    "tls_key": {"tls_cert": "FILE"},
+    "kubernetes_url": TRIO,
+    "access_token": TRIO,
+    "ca_certificate": TRIO,
+}
+
+
+def as_text(name: str, there: Path) -> str:
+    text = EXAMPLES[name][0]
+    return str(there) if text == "FILE" else text
+
+
+def expected(name: str, there: Path) -> object:
+    value = EXAMPLES[name][2]
+    return there if value == "FILE" else value
+
+
+def companions(name: str, there: Path) -> dict[str, object]:
+    others = COMPANIONS.get(name, {})
+    return {other: str(there) if text == "FILE" else text for other, text in others.items() if other != name}
+
+
+def test_every_setting_has_an_example_here() -> None:
+    assert set(EXAMPLES) == {one.name for one in SETTINGS}
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"config"}))
+def test_a_flag_sets_it(name: str, there: Path) -> None:
+    found = settings.load({name: as_text(name, there), **companions(name, there)}, {})
+    assert getattr(found, name) == expected(name, there)
+    assert found.sources[name] == "flag --" + name.replace("_", "-")
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"config"}))
+def test_a_variable_sets_it(name: str, there: Path) -> None:
+    variable = "GPUWARDEN_" + name.upper()
+    found = settings.load(companions(name, there), {variable: as_text(name, there)})
+    assert getattr(found, name) == expected(name, there)
+    assert found.sources[name] == f"variable {variable}"
+
+
+@pytest.mark.parametrize("one", [one for one in SETTINGS if one.in_file], ids=lambda one: str(one.name))
+def test_a_key_of_the_file_sets_it(one: settings.Setting, there: Path, tmp_path: Path) -> None:
+    value = EXAMPLES[one.name][1]
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump({one.key: str(there) if value == "FILE" else value}))
+    found = settings.load({"config": str(path), **companions(one.name, there)}, {})
+    assert getattr(found, one.name) == expected(one.name, there)
+    assert found.sources[one.name] == f"key {one.key} in {path}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "port", "source"),
+    [
+        pytest.param("1", "2", 1, "flag --port", id="flag-before-variable"),
+        pytest.param("1", "", 1, "flag --port", id="flag-before-file"),
+        pytest.param(None, "2", 2, "variable GPUWARDEN_PORT", id="variable-before-file"),
+        pytest.param(None, "", 3, "key port in FILE", id="an-empty-variable-is-none"),
+        pytest.param(None, None, 3, "key port in FILE", id="file-before-default"),
+    ],
+)
+def test_flag_before_variable_before_file(
+    flag: str | None, variable: str | None, port: int, source: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("port: 3\n")
+    environ = {"GPUWARDEN_CONFIG": str(path)} | ({} if variable is None else {"GPUWARDEN_PORT": variable})
+    found = settings.load({"port": flag}, environ)
+    assert (found.port, found.sources["port"].replace(str(path), "FILE")) == (port, source)
+
+
+def test_nothing_set_is_the_embedded_default() -> None:
+    found = settings.load({}, {})
+    assert found == Settings()
+    assert set(found.sources.values()) == {"default"}
+    assert found.is_embedded
+    assert found.inventory_file == Path("examples/inventory.yaml")
+
+
+def test_a_file_without_keys_or_with_empty_ones_sets_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "hollow").write_text("port:\nhost: null\n")
+    for name in ("empty", "hollow"):
+        config = tmp_path / name
+        assert settings.load({"config": str(config)}, {}) == Settings(config=config)
+
+
+def test_the_flag_names_the_file_when_the_variable_does_too(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("port: 3\n")
+    assert settings.load({"config": str(path)}, {"GPUWARDEN_CONFIG": "/nowhere"}).port == 3
+
+
+@pytest.mark.parametrize(
+    ("environ", "key"),
+    [
+        pytest.param({"BGS_REQUIRED_ANNOTATION": "old.example/h"}, "old.example/h", id="S0-name"),
+        pytest.param(
+            {"BGS_REQUIRED_ANNOTATION": "old.example/h", "GPUWARDEN_REQUIRED_HASH_ALIAS": "new.example/h"},
+            "new.example/h",
+            id="our-name-first",
+        ),
+        pytest.param(
+            {"BGS_REQUIRED_ANNOTATION": ""}, "attestation-hash.my-company.com/required-hash", id="S0-empty-is-default"
+        ),
+    ],
+)
+def test_the_variables_of_s0_are_read(environ: dict[str, str], key: str) -> None:
+    assert settings.load({}, environ).required_hash_alias == key
+
+
+def test_the_hash_map_of_s0_is_read() -> None:
+    found = settings.load({}, {"BGS_NODE_HASH_MAP": '{"kind-worker":"abc123"}'})
+    assert found.node_hash_map == {"kind-worker": "abc123"}
+    assert found.sources["node_hash_map"] == "variable BGS_NODE_HASH_MAP"
+
+
+@pytest.mark.parametrize(
+    ("text", "duration"),
+    [
+        ("90s", timedelta(seconds=90)),
+        ("5m", timedelta(minutes=5)),
+        ("1h", timedelta(hours=1)),
+        ("500ms", timedelta(milliseconds=500)),
+        ("90", timedelta(seconds=90)),
+        ("0.5", timedelta(milliseconds=500)),
+        ("168h", timedelta(days=7)),
+    ],
+)
+def test_durations(text: str, duration: timedelta) -> None:
+    assert settings.read_duration(text) == duration
+
+
+HASH_RULE = "a JSON object, node name to hash"
+WRONG = [
+    ("port", "70000", f"'70000' is not a port; allowed: {PORT_RULE}"),
+    ("port", "-1", f"'-1' is not a port; allowed: {PORT_RULE}"),
+    ("ui_port", "http", f"'http' is not a port; allowed: {PORT_RULE}"),
+    ("port", "٤٤٣", f"'٤٤٣' is not a port; allowed: {PORT_RULE}"),
+    ("host", "a b", "'a b' is neither an address nor a name; allowed: an address or a name of this machine"),
+    ("inventory", "/nowhere", "'/nowhere' is not a file that can be read here; allowed: a readable file"),
+    ("inventory", "/", "'/' is not a file that can be read here; allowed: a readable file"),
+    ("inventory", "", "'' is not a file that can be read here; allowed: a readable file"),
+    ("config", "/nowhere", "'/nowhere' is not a file that can be read here; allowed: a readable file"),
+    ("log_level", "loud", "'loud' is none of the words; allowed: trace, debug, info, warn, error, fatal, report"),
+    ("log_level", "INFO", "'INFO' is none of the words; allowed: trace, debug, info, warn, error, fatal, report"),
+    ("injection", "cdi", "'cdi' is none of the words; allowed: nvidia, cuda"),
+    ("require_evidence", "none", "'none' is none of the words; allowed: asked, all"),
+    ("write_aliases", "yes", "'yes' is neither true nor false; allowed: true, false"),
+    ("ledger", "cluster", "'cluster' cannot be had: this version keeps reservations in memory only; allowed: memory"),
+    ("ledger", "redis", "'redis' is none of the words; allowed: memory"),
+    (
+        "evidence",
+        "static,spire-server",
+        "'spire-server' cannot be had: this version does not ask a SPIRE server; allowed: a comma list of: static",
+    ),
+    (
+        "evidence",
+        "jwt-svid",
+        "'jwt-svid' cannot be had: this version does not challenge nodes for a JWT-SVID; "
+        "allowed: a comma list of: static",
+    ),
+    ("evidence", "", "'' is none of the words; allowed: a comma list of: static"),
+    ("evidence", "static,static", "in 'static,static' a word stands twice; allowed: a comma list of: static"),
+    ("clock_skew", "5 s", f"'5 s' is not a duration; allowed: {DURATION_RULE}"),
+    ("clock_skew", "-5s", f"'-5s' is not a duration; allowed: {DURATION_RULE}"),
+    ("clock_skew", "nan", f"'nan' is not a duration; allowed: {DURATION_RULE}"),
+    ("clock_skew", "169h", f"'169h' is too long; allowed: {DURATION_RULE}"),
+    ("pending_deadline", "0", f"'0' is no time at all; allowed: {DURATION_RULE}; not 0"),
+    ("reload_interval", "0ms", f"'0ms' is no time at all; allowed: {DURATION_RULE}; not 0"),
+    (
+        "gpu_resource",
+        "cpu",
+        "'cpu' is not an extended resource; allowed: an extended resource, such as `nvidia.com/gpu`",
+    ),
+    (
+        "gpu_resource",
+        "kubernetes.io/gpu",
+        "'kubernetes.io/gpu' is not an extended resource; allowed: an extended resource, such as `nvidia.com/gpu`",
+    ),
+    (
+        "gpu_resource",
+        "nvidia.com/gpu/x",
+        "'nvidia.com/gpu/x' is not an extended resource; allowed: an extended resource, such as `nvidia.com/gpu`",
+    ),
+    ("required_hash_alias", "Ä/b", "'Ä/b' is not an annotation key; allowed: an annotation key"),
+    ("node_hash_map", "{", f"this is not JSON; allowed: {HASH_RULE}"),
+    ("node_hash_map", "[]", f"this is not a JSON object; allowed: {HASH_RULE}"),
+    ("node_hash_map", '{"a": 1, "b": "x", "c": ""}', f"no hash in text form stands at 'a', 'c'; allowed: {HASH_RULE}"),
+    ("node_hash_map", '{"a": "1", "a": "2"}', f"a node stands twice; allowed: {HASH_RULE}"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "mistake"), WRONG, ids=[f"{name}={text}" for name, text, _ in WRONG])
+def test_a_value_that_is_not_allowed_is_named(name: str, text: str, mistake: str) -> None:
+    assert mistakes({name: text}) == (f"flag --{name.replace('_', '-')}: {mistake}",)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "k:6443",
+        "ftp://k",
+        "https://",
+        "https://k:x",
+        "https://k:99999",
+        "https://k/ x",
+        "https://[::1",
+        "https://user@k",
+        "https://k?a=b",
+        "https://k#a",
+    ],
+)
+def test_a_url_that_is_none_is_refused(url: str, there: Path) -> None:
+    (mistake,) = mistakes({"kubernetes_url": url, "access_token": there, "ca_certificate": there})
+    assert mistake.startswith("flag --kubernetes-url: ")
+    assert mistake.endswith("allowed: a URL with http or https, without user, query or fragment")
+
+
+@pytest.mark.parametrize(
+    ("names", "mistake"),
+    [
+        pytest.param(["tls_cert"], "flag --tls-cert: --tls-key not set; allowed: both or neither", id="no-key"),
+        pytest.param(["tls_key"], "flag --tls-key: --tls-cert not set; allowed: both or neither", id="no-certificate"),
+        pytest.param(
+            ["access_token"],
+            "flag --access-token: --kubernetes-url and --ca-certificate not set; allowed: all of them or none",
+            id="token-alone",
+        ),
+        pytest.param(
+            ["kubernetes_url", "ca_certificate"],
+            "flag --kubernetes-url, flag --ca-certificate: --access-token not set; allowed: all of them or none",
+            id="no-token",
+        ),
+        pytest.param(
+            ["kubeconfig", "kubernetes_url", "access_token", "ca_certificate"],
+            "flag --kubeconfig, flag --kubernetes-url, flag --access-token, flag --ca-certificate: "
+            "a cluster is named twice; choose one way",
+            id="two-clusters",
+        ),
+    ],
+)
+def test_what_belongs_together(names: list[str], mistake: str, there: Path) -> None:
+    assert mistakes({name: as_text(name, there) for name in names}) == (mistake,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "where"),
+    [
+        ({"port": "8080"}, "flag --port, --ui-port (default): more than one listener at port 8080; allowed: one each"),
+        (
+            {"ui_port": "9", "extender_port": "9"},
+            "flag --ui-port, flag --extender-port: more than one listener at port 9; allowed: one each",
+        ),
+    ],
+    ids=["with-a-default", "both-set"],
+)
+def test_listeners_have_ports_of_their_own(flags: dict[str, str], where: str) -> None:
+    assert mistakes(flags) == (where,)
+
+
+def test_port_zero_may_be_given_to_all_listeners() -> None:
+    assert settings.load({"port": "0", "ui_port": "0", "extender_port": "0"}, {}).extender_port == 0
+
+
+def test_a_bad_port_is_not_taken_for_its_default() -> None:
+    assert mistakes({"port": "8080", "ui_port": "x"}) == (f"flag --ui-port: 'x' is not a port; allowed: {PORT_RULE}",)
+
+
+def test_all_mistakes_are_named_at_once_and_each_with_where_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("ledger: cluster\nuiprot: 1\n")
+    environ = {"GPUWARDEN_CONFIG": str(path), "GPUWARDEN_TLS_CERT": "/nowhere", "GPUWARDEN_LOGLEVEL": "info"}
+    with pytest.raises(SettingsError) as caught:
+        settings.load({"port": "x"}, environ, also=["there is no option --frob"])
+    assert [mistake.replace(str(path), "FILE") for mistake in caught.value.mistakes] == [
+        "there is no option --frob",
+        "key uiprot in FILE: there is no such setting; did you mean uiPort?",
+        f"flag --port: 'x' is not a port; allowed: {PORT_RULE}",
+        "variable GPUWARDEN_TLS_CERT: '/nowhere' is not a file that can be read here; allowed: a readable file",
+        "key ledger in FILE: 'cluster' cannot be had: this version keeps reservations in memory only; allowed: memory",
+        "variable GPUWARDEN_LOGLEVEL: there is no such setting; did you mean GPUWARDEN_LOG_LEVEL?",
+        "variable GPUWARDEN_TLS_CERT: --tls-key not set; allowed: both or neither",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "mistake"),
+    [
+        pytest.param("- a\n", "flag --config: FILE holds no mapping of settings", id="a-list"),
+        pytest.param("config: x\n", "key config in FILE: there is no such setting", id="the-file-in-the-file"),
+        pytest.param("1: x\n", "key 1 in FILE: there is no such setting", id="a-number-as-key"),
+        pytest.param(
+            "port: [8443]\n",
+            f"key port in FILE: a YAML list cannot stand here; allowed: {PORT_RULE}",
+            id="a-list-for-a-number",
+        ),
+        pytest.param(
+            "evidence: [1]\n",
+            "key evidence in FILE: a YAML list cannot stand here; allowed: a comma list of: static",
+            id="a-list-of-numbers",
+        ),
+        pytest.param(
+            "nodeHashMap: {a: 1}\n",
+            f"key nodeHashMap in FILE: no hash in text form stands at 'a'; allowed: {HASH_RULE}",
+            id="a-number-for-a-hash",
+        ),
+        pytest.param(
+            "logLevel: true\n",
+            "key logLevel in FILE: 'true' is none of the words; "
+            "allowed: trace, debug, info, warn, error, fatal, report",
+            id="a-truth-for-a-word",
+        ),
+        pytest.param("port: 1\nport: 2\n", None, id="a-key-twice"),
+        pytest.param("port: {\n", None, id="not-YAML"),
+        pytest.param("[" * 5000, None, id="nested-beyond-reading"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(content: str, mistake: str | None, tmp_path: Path) -> None:
+    (found,) = mistakes_in_file(tmp_path, content)
+    if mistake is None:
+        assert found.startswith("flag --config: FILE is not YAML: ")
+    else:
+        assert found == mistake
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("GPUWARDEN_SERVICE_HOST", "10.0.0.1"),
+        ("GPUWARDEN_SERVICE_PORT", "443"),
+        ("GPUWARDEN_SERVICE_PORT_HTTPS", "443"),
+        ("GPUWARDEN_PORT", "tcp://10.0.0.1:443"),
+        ("GPUWARDEN_PORT_443_TCP", "tcp://10.0.0.1:443"),
+        ("GPUWARDEN_PORT_443_TCP_ADDR", "10.0.0.1"),
+        ("GPUWARDEN_EXTENDER_PORT", "tcp://10.0.0.1:443"),
+        ("GPUWARDEN_EXTENDER_SERVICE_HOST", "10.0.0.1"),
+        ("PATH", "/bin"),
+    ],
+)
+def test_variables_that_kubernetes_sets_for_our_service_are_passed_over(name: str, text: str) -> None:
+    assert settings.load({}, {name: text}) == Settings()
+
+
+def test_what_looks_like_a_service_elsewhere_is_a_mistake() -> None:
+    assert mistakes({}, {"GPUWARDEN_HOST": "tcp://10.0.0.1:443"}) == (
+        "variable GPUWARDEN_HOST: 'tcp://10.0.0.1:443' is neither an address nor a name; "
+        "allowed: an address or a name of this machine",
+    )
+
+
+def test_a_variable_nobody_knows_is_a_mistake_even_if_empty() -> None:
+    assert mistakes({}, {"GPUWARDEN_ZZZ": ""}) == ("variable GPUWARDEN_ZZZ: there is no such setting",)
+
+
+def test_flags_of_s4_that_do_nothing_say_so() -> None:
+    found = settings.load({"claims_namespace": "gpu-claims", "renew_interval": "60000", "renew_jitter": "0.2"}, {})
+    assert found.notes == (
+        "--claims-namespace does nothing: reservations are not Leases here; --ledger says where they live",
+        "--renew-interval does nothing: reservations are not Leases here, so none is renewed: "
+        "a pending one ends at --pending-deadline, a finalized one with its pod",
+        "--renew-jitter does nothing: reservations are not Leases here, so there are no renewals to spread",
+    )
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("-p", "port"),
+        ("-U", "ui_port"),
+        ("-k", "kubernetes_url"),
+        ("-t", "access_token"),
+        ("-c", "ca_certificate"),
+        ("-l", "log_level"),
+        ("-C", "claims_namespace"),
+        ("-i", "renew_interval"),
+        ("-j", "renew_jitter"),
+    ],
+)
+def test_the_single_letters_of_s4_are_flags(short: str, name: str) -> None:
+    parser = ArgumentParser()
+    settings.add_flags(parser)
+    assert vars(parser.parse_args([short, "x"]))[name] == "x"
+
+
+@pytest.mark.parametrize("name", ["kubeconfig", "kubernetes_url"])
+def test_with_a_cluster_nothing_is_embedded(name: str, there: Path) -> None:
+    found = settings.load({name: as_text(name, there), **companions(name, there)}, {})
+    assert not found.is_embedded
+    assert found.inventory_file is None
+
+
+def test_the_words_are_those_of_the_core() -> None:
+    assert tuple(settings.INJECTION.allowed.split(", ")) == tuple(Injection)
+    assert Settings().gpu_resource == ClaimRules().resource == DressRules().resource
+    assert (Settings().required_hash_alias,) == ClaimRules().hash_aliases
+    assert Settings().injection == DressRules().injection
+
+
+def test_what_is_shown_says_where_each_value_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("evidence: [static]\n")
+    flags = {"config": str(path), "port": "1"}
+    shown = settings.as_yaml(settings.load(flags, {"GPUWARDEN_CLOCK_SKEW": "0.5"})).splitlines()
+    assert f"# config: {path}  # flag --config" in shown
+    assert "port: 1  # flag --port" in shown
+    assert "clockSkew: 0.5s  # variable GPUWARDEN_CLOCK_SKEW" in shown
+    assert f"evidence:  # key evidence in {path}" in shown
+    assert "uiPort: 8080  # default" in shown
+
+
+def every_setting(there: Path) -> dict[str, Any]:
+    """All settings but the one that excludes others."""
+    return {name: as_text(name, there) for name in EXAMPLES if name not in ("config", "kubeconfig")}
+
+
+def test_what_is_shown_can_be_read_back(there: Path, tmp_path: Path) -> None:
+    before = settings.load(every_setting(there), {})
+    path = tmp_path / "shown.yaml"
+    path.write_text(settings.as_yaml(before))
+    assert settings.load({"config": str(path)}, {}) == evolve(before, config=path)
+
+
+def test_the_written_reference_is_the_one_of_this_version() -> None:
+    assert (ROOT / "docs" / "settings.md").read_text() == settings.reference()

@@ -1,0 +1,32 @@
+"""The house as a fixture."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.builders import Raw
+from tests.web.house import INVENTORY, House
+from webhook.pods import PodFacts
+
+Build = Callable[..., Awaitable[House]]
+
+
+@pytest.fixture
+async def build(tmp_path: Path) -> AsyncIterator[Build]:
+    """Houses with other settings or another inventory."""
+    houses: list[House] = []
+
+    async def make(inventory: Raw = INVENTORY, facts: PodFacts | None = None, **settings: Any) -> House:
+        houses.append(House(tmp_path, inventory, facts, **settings))
+        return await houses[-1].start()
+
+    yield make
+    for house in houses:
+        await house.close()
+
+
+@pytest.fixture
+async def house(build: Build) -> House:
+    return await build()

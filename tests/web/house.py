@@ -1,0 +1,125 @@
+"""The whole server without its sockets: real parts, a clock that the test turns, an API server's manners."""
+
+import base64
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonpatch
+
+from tests import builders
+from tests.builders import NOW, Raw
+from webhook.pods import PodFacts
+from webhook.settings import Settings
+from webhook.web.admission import Admission
+from webhook.web.app import plain_app, tls_app
+from webhook.web.devices import Devices
+from webhook.web.explain import Explain
+from webhook.web.finalize import Finalize
+from webhook.web.health import Health, Stage
+from webhook.wiring import embedded
+
+H100 = ["model=h100", "fudo.org/gpu.memory-80g"]
+INVENTORY: Raw = {
+    "nodes": [
+        {
+            "name": "node-a",
+            "labels": {"zone": "a"},
+            "evidence": {"hash": builders.HASH},
+            "devices": [{"uuid": "GPU-a0", "index": 0, "labels": H100}, {"uuid": "GPU-a1", "index": 1, "labels": H100}],
+        },
+        {
+            "name": "node-b",
+            "labels": {"zone": "b"},
+            "evidence": {"hash": builders.OTHER_HASH},
+            "devices": [{"uuid": "GPU-b0", "index": 0, "labels": ["model=a100"]}],
+        },
+        {
+            "name": "node-c",
+            "labels": {"zone": "b"},
+            "devices": [{"uuid": "GPU-c0", "index": 0, "labels": ["model=l4"], "shares": 2}],
+        },
+    ]
+}
+
+
+class House:
+    """One server, embedded."""
+
+    def __init__(self, directory: Path, inventory: Raw, facts: PodFacts | None, **settings: Any) -> None:
+        self.now = NOW
+        self.file = directory / "inventory.json"
+        self.file.write_text(json.dumps(inventory))
+        self.parts = embedded(Settings(inventory=self.file, **settings), lambda: self.now)
+        self.health = Health()
+        parts = self.parts
+        admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, self.health)
+        finalize = Finalize(parts.ledger, parts.pods, facts or parts.pods, self.health)
+        devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
+        tls = tls_app(admission, finalize, devices, Explain(parts, self.health), self.health, parts.metrics)
+        plain = plain_app(finalize, devices, self.health, parts.metrics)
+        self.tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=tls), base_url="https://house")
+        self.plain = httpx.AsyncClient(transport=httpx.ASGITransport(app=plain), base_url="http://house")
+
+    async def start(self) -> "House":
+        await self.parts.feed.load()
+        self.health.stage = Stage.SERVING
+        return self
+
+    async def close(self) -> None:
+        await self.tls.aclose()
+        await self.plain.aclose()
+
+    def wait(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    async def ask(self, path: str, raw_review: Raw, timeout: str | None = None) -> Raw:
+        """The `response` of the answer, which has to be a proper one."""
+        reply = await self.tls.post(path, json=raw_review, params={} if timeout is None else {"timeout": timeout})
+        assert reply.status_code == 200, reply.text
+        answer = reply.json()
+        assert (answer["apiVersion"], answer["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
+        response: Raw = answer["response"]
+        assert response["uid"] == raw_review["request"]["uid"]
+        return response
+
+    async def mutate(self, raw: Raw, uid: str = builders.REVIEW_UID, *, dry_run: bool = False) -> Raw:
+        return await self.ask("/mutate", builders.mutating_create(raw, uid=uid, dry_run=dry_run))
+
+    async def validate(self, raw_review: Raw) -> Raw:
+        return await self.ask("/validate", raw_review)
+
+    async def dress(self, raw: Raw, uid: str = builders.REVIEW_UID) -> Raw:
+        """The pod as patched by the mutating door."""
+        return patched(raw, await self.mutate(raw, uid))
+
+    async def create(self, raw: Raw, uid: str = builders.REVIEW_UID, pod_uid: str = builders.POD_UID) -> Raw:
+        """The pod through both doors."""
+        final = builders.created(await self.dress(raw, uid), uid=pod_uid)
+        response = await self.validate(builders.review("CREATE", new=final, uid=f"{uid}-validate"))
+        assert response["allowed"], response
+        return final
+
+    async def devices(self) -> Mapping[str, Raw]:
+        devices: Mapping[str, Raw] = (await self.tls.get("/devices")).json()
+        return devices
+
+    async def states(self) -> dict[str, str]:
+        return {uuid: device["state"] for uuid, device in (await self.devices()).items()}
+
+    @property
+    def held(self) -> list[str]:
+        """The UUIDs that somebody holds."""
+        return sorted(uuid for one in self.parts.ledger.reservations() for uuid in one.uuids)
+
+
+def patched(raw: Raw, response: Raw) -> Raw:
+    assert response["allowed"], response
+    if "patch" not in response:
+        return raw
+    assert response["patchType"] == "JSONPatch"
+    result: Raw = jsonpatch.apply_patch(raw, json.loads(base64.b64decode(response["patch"])))
+    return result

@@ -1,0 +1,607 @@
+"""The way of a pod through the doors, whole replies seen as the API server sees them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import HASH, OTHER_HASH, POD_UID, REVIEW_UID, Raw, raw_container, raw_env, raw_pod
+from tests.web.conftest import Build
+from tests.web.house import INVENTORY, House, patched
+from webhook.core.reservation import Phase
+
+CLAIM = "gpuwarden.io/claim"
+GPU_UUID = "gpuwarden.io/gpu-uuid"
+RESERVATION_ID = "gpuwarden.io/reservation-id"
+NODE = "gpuwarden.io/node"
+
+
+def gpu_pod(gpus: int = 1, **members: Any) -> Raw:
+    return raw_pod(raw_container(gpus=gpus), **members)
+
+
+def hashed(*hashes: str) -> dict[str, str]:
+    return {"gpuwarden.io/required-hash": ",".join(hashes)}
+
+
+def env_of(container: Raw) -> dict[str, Any]:
+    return {one["name"]: one.get("value") for one in container.get("env", [])}
+
+
+def pinned_nodes(raw: Raw) -> list[str]:
+    required = raw["spec"]["affinity"]["nodeAffinity"][builders.REQUIRED]
+    return [field["values"][0] for one in required["nodeSelectorTerms"] for field in one["matchFields"]]
+
+
+def refusal(response: Raw) -> tuple[int, str]:
+    assert not response["allowed"]
+    assert response["status"]["message"]
+    return response["status"]["code"], response["status"]["reason"]
+
+
+# The mutating door.
+
+
+async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
+    raw = gpu_pod(annotations={"team": "vision", **hashed(HASH)}, labels={"gpuwarden.io/gpu.model": "h100"})
+    response = await house.mutate(raw)
+    assert response["auditAnnotations"] == {
+        "reason": "Admitted",
+        "node": "node-a",
+        "reservation": REVIEW_UID,
+        "gpus": "GPU-a0",
+    }
+    assert patched(raw, response) == {
+        "kind": "Pod",
+        "apiVersion": "v1",
+        "metadata": {
+            "name": "train-0",
+            "namespace": "ml",
+            "labels": {"gpuwarden.io/gpu.model": "h100"},
+            "annotations": {
+                "team": "vision",
+                "gpuwarden.io/required-hash": HASH,
+                CLAIM: '{"asked":{"main":1},"gpus":1,"hashes":["sha256:aa11"],"requirements":["model=h100"]}',
+                RESERVATION_ID: REVIEW_UID,
+                GPU_UUID: "GPU-a0",
+                NODE: "node-a",
+                "fudo.org/gpu.reservation-id": REVIEW_UID,
+                "fudo.org/gpu.uuid": "GPU-a0",
+                "fudo.org/gpu.node": "node-a",
+            },
+        },
+        "spec": {
+            "schedulerName": "default-scheduler",
+            "affinity": builders.required_affinity(builders.on_node("node-a")),
+            "containers": [
+                {
+                    "name": "main",
+                    "image": "registry.example/train:1",
+                    "resources": {"limits": {}, "requests": {}},
+                    "env": raw_env(NVIDIA_VISIBLE_DEVICES="GPU-a0", CUDA_VISIBLE_DEVICES="GPU-a0"),
+                }
+            ],
+        },
+        "status": {},
+    }
+    assert await house.states() == {
+        "GPU-a0": "pending",
+        "GPU-a1": "available",
+        "GPU-b0": "available",
+        "GPU-c0": "available",
+    }
+
+
+@pytest.mark.defect("S4-11")
+async def test_a_pod_that_asks_for_nothing_is_let_through_untouched(house: House) -> None:
+    assert await house.mutate(raw_pod()) == {"uid": REVIEW_UID, "allowed": True}
+    assert house.held == []
+
+
+@pytest.mark.defect("X-3")
+async def test_a_pod_without_a_name_or_uid_is_served(house: House) -> None:
+    dressed = await house.dress(raw_pod(raw_container(gpus=1), name=None, generate_name="train-"))
+    assert dressed["metadata"]["annotations"][RESERVATION_ID] == REVIEW_UID
+
+
+@pytest.mark.defect("X-4")
+@pytest.mark.defect("S4-20")
+async def test_the_same_review_again_gets_the_same_answer(house: House) -> None:
+    first = await house.mutate(gpu_pod())
+    assert await house.mutate(gpu_pod()) == first
+    assert len(house.held) == 1
+
+
+async def test_a_reinvocation_keeps_its_reservation(house: House) -> None:
+    dressed = await house.dress(gpu_pod())
+    changed = {**dressed, "metadata": {**dressed["metadata"], "labels": {"added-by": "another-webhook"}}}
+    assert patched(changed, await house.mutate(changed, "another-review")) == changed
+    assert len(house.held) == 1
+
+
+async def test_a_reinvocation_puts_right_what_another_webhook_overwrote(house: House) -> None:
+    dressed = await house.dress(gpu_pod())
+    container = {**dressed["spec"]["containers"][0], "env": raw_env(NVIDIA_VISIBLE_DEVICES="all")}
+    mangled = {**dressed, "spec": {**dressed["spec"], "containers": [container]}}
+    restored = patched(mangled, await house.mutate(mangled, "another-review"))
+    assert env_of(restored["spec"]["containers"][0]) == {
+        "NVIDIA_VISIBLE_DEVICES": "GPU-b0",
+        "CUDA_VISIBLE_DEVICES": "GPU-b0",
+    }
+    assert len(house.held) == 1
+
+
+async def test_editing_the_wish_between_rounds_changes_nothing(house: House) -> None:
+    dressed = await house.dress(gpu_pod(annotations=hashed(HASH)))
+    annotations = {**dressed["metadata"]["annotations"], **hashed(OTHER_HASH)}
+    edited = {**dressed, "metadata": {**dressed["metadata"], "annotations": annotations}}
+    again = patched(edited, await house.mutate(edited, "another-review"))
+    assert again["metadata"]["annotations"][NODE] == "node-a"
+    assert len(house.held) == 1
+
+
+async def test_a_copied_manifest_gets_a_reservation_of_its_own(house: House) -> None:
+    original = await house.create(gpu_pod(2, annotations=hashed(HASH)))
+    await house.validate(builders.delete(original))
+    copy = {**original, "metadata": {**original["metadata"], "name": "copy"}}
+    del copy["metadata"]["uid"]
+    response = await house.mutate(copy, "review-of-the-copy")
+    assert patched(copy, response)["metadata"]["annotations"][RESERVATION_ID] == "review-of-the-copy"
+    assert "annotations of another pod's reservation were taken off: gpuwarden writes them" in response["warnings"]
+    assert house.held == ["GPU-a0", "GPU-a1"]
+
+
+async def test_a_copy_of_a_living_pod_does_not_share_its_gpu(house: House) -> None:
+    original = await house.create(gpu_pod(annotations=hashed(HASH)))
+    copy = {**original, "metadata": {**original["metadata"], "name": "copy"}}
+    other = await house.dress(copy, "review-of-the-copy")
+    assert other["metadata"]["annotations"][GPU_UUID] != original["metadata"]["annotations"][GPU_UUID]
+
+
+async def test_forged_annotations_without_a_claim_are_taken_off(house: House) -> None:
+    forged = raw_pod(annotations={RESERVATION_ID: "r1", GPU_UUID: "GPU-a0", "fudo.org/gpu.node": "node-a", "team": "x"})
+    assert (await house.dress(forged))["metadata"]["annotations"] == {"team": "x"}
+    assert house.held == []
+
+
+@pytest.mark.defect("X-4")
+async def test_a_dry_run_shows_everything_and_holds_nothing(house: House) -> None:
+    raw = gpu_pod()
+    response = await house.mutate(raw, dry_run=True)
+    assert patched(raw, response)["metadata"]["annotations"][GPU_UUID] == "GPU-b0"
+    assert house.held == []
+    final = builders.created(patched(raw, response))
+    assert (await house.validate(builders.review("CREATE", new=final, dry_run=True)))["allowed"]
+    assert house.held == []
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        pytest.param(gpu_pod(annotations=hashed("sha256:0000")), (403, "NoProvenNode"), id="no node has the hash"),
+        pytest.param(gpu_pod(annotations=hashed(HASH.upper())), (403, "NoProvenNode"), id="the hash in other case"),
+        pytest.param(gpu_pod(3), (429, "NoMatchingDevice"), id="more than any node has"),
+        pytest.param(
+            gpu_pod(nodeSelector={"zone": "nowhere"}), (403, "NoSuitableNode"), id="a selector that nothing matches"
+        ),
+        pytest.param(gpu_pod(nodeName="not-a-node"), (403, "NoSuitableNode"), id="a node that is not there"),
+        pytest.param(gpu_pod(annotations=hashed("")), (403, "InvalidPod"), id="an empty hash"),
+        pytest.param(gpu_pod(annotations=hashed(f" {HASH}")), (403, "InvalidPod"), id="a hash with white space"),
+        pytest.param(raw_pod(raw_container(gpus="half")), (403, "InvalidPod"), id="half a GPU"),
+        pytest.param(
+            gpu_pod(resourceClaims=[{"name": "gpu"}]), (403, "GpuWithoutClaim"), id="a resource claim beside the claim"
+        ),
+        pytest.param(
+            gpu_pod(annotations={"cdi.k8s.io/x": "nvidia.com/gpu=all"}),
+            (403, "GpuWithoutClaim"),
+            id="a CDI device beside the claim",
+        ),
+    ],
+)
+async def test_a_denial_has_a_code_a_reason_and_leaves_nothing_behind(
+    house: House, raw: Raw, expected: tuple[int, str]
+) -> None:
+    assert refusal(await house.mutate(raw)) == expected
+    assert house.held == []
+
+
+async def test_a_denial_tells_the_numbers_and_the_way_out(house: House) -> None:
+    response = await house.mutate(gpu_pod(annotations=hashed("sha256:0000")))
+    assert response["status"]["message"] == (
+        "1 GPU on a node attested as sha256:0000: found on none of 3 nodes: 1 no evidence, 2 other hash; "
+        "ask for a hash that a node has proven, or have the node attested"
+    )
+
+
+async def test_all_mistakes_of_a_pod_are_named_at_once(house: House) -> None:
+    response = await house.mutate(
+        raw_pod(annotations={"gpuwarden.io/gpu-count": "many", "gpuwarden.io/shared": "perhaps", **hashed("")})
+    )
+    assert response["status"]["message"] == (
+        "annotation gpuwarden.io/required-hash holds an empty hash: name one or take it away; "
+        "gpuwarden.io/gpu-count: 'many' is not a whole number of GPUs; "
+        "gpuwarden.io/shared is 'perhaps', not true or false"
+    )
+
+
+async def test_proven_but_all_taken_is_429(house: House) -> None:
+    await house.create(gpu_pod(2, annotations=hashed(HASH)))
+    assert refusal(await house.mutate(gpu_pod(annotations=hashed(HASH)), "another")) == (429, "NoFreeDevice")
+
+
+@pytest.mark.defect("S4-10")
+@pytest.mark.parametrize(
+    "condition",
+    [{"ready": False}, {"unschedulable": True}, {"taints": [{"key": "dead", "effect": "NoExecute"}]}],
+    ids=["not ready", "cordoned", "tainted"],
+)
+async def test_a_node_in_no_condition_is_never_chosen(build: Build, condition: Raw) -> None:
+    node = {**INVENTORY["nodes"][0], **condition}
+    house = await build({"nodes": [node]})
+    assert refusal(await house.mutate(gpu_pod())) == (429, "NodeNotReady")
+
+
+async def test_a_named_node_and_a_selector_narrow_the_candidates(house: House) -> None:
+    assert pinned_nodes(await house.dress(gpu_pod(nodeName="node-b"), "r1")) == ["node-b"]
+    assert pinned_nodes(await house.dress(gpu_pod(nodeSelector={"zone": "a"}), "r2")) == ["node-a"]
+
+
+async def test_the_node_is_anded_into_every_term_of_an_affinity(house: House) -> None:
+    terms = [builders.term(builders.expression("zone", "In", one)) for one in ("a", "z")]
+    dressed = await house.dress(gpu_pod(affinity=builders.required_affinity(*terms)))
+    assert pinned_nodes(dressed) == ["node-a", "node-a"]
+
+
+async def test_a_hash_alone_holds_the_pod_to_proven_nodes_and_reserves_nothing(house: House) -> None:
+    raw = raw_pod(annotations=hashed(HASH, OTHER_HASH))
+    dressed = await house.dress(raw)
+    assert pinned_nodes(dressed) == ["node-a", "node-b"]
+    assert dressed["spec"]["containers"] == raw["spec"]["containers"]
+    assert house.held == []
+    assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+
+
+async def test_with_evidence_always_required_an_unproven_gpu_is_not_given(build: Build) -> None:
+    house = await build(require_evidence="all")
+    sharing = {"gpuwarden.io/gpu-count": "1", "gpuwarden.io/shared": "true"}
+    assert refusal(await house.mutate(raw_pod(annotations=sharing, nodeName="node-c"))) == (403, "NoProvenNode")
+
+
+async def test_shares_go_to_those_who_ask_to_share_and_to_no_one_else(house: House) -> None:
+    sharing = raw_pod(annotations={"gpuwarden.io/gpu-count": "1", "gpuwarden.io/shared": "true"})
+    pods = [await house.dress(sharing, f"r{number}") for number in range(2)]
+    assert [pod["metadata"]["annotations"][GPU_UUID] for pod in pods] == ["GPU-c0", "GPU-c0"]
+    assert refusal(await house.mutate(sharing, "r2")) == (429, "NoFreeDevice")
+    alone = gpu_pod(nodeName="node-c")
+    assert refusal(await house.mutate(alone, "r3")) == (429, "NoMatchingDevice")
+
+
+async def test_a_users_gpu_variable_gives_way_with_a_warning(house: House) -> None:
+    raw = raw_pod(raw_container(gpus=1, env=[*raw_env(A="1"), *raw_env(NVIDIA_VISIBLE_DEVICES="all"), *raw_env(B="2")]))
+    response = await house.mutate(raw)
+    assert patched(raw, response)["spec"]["containers"][0]["env"] == raw_env(
+        A="1", NVIDIA_VISIBLE_DEVICES="GPU-b0", B="2", CUDA_VISIBLE_DEVICES="GPU-b0"
+    )
+    assert response["warnings"] == [
+        "spec.containers[0]: NVIDIA_VISIBLE_DEVICES of container main is set by gpuwarden; yours is replaced"
+    ]
+
+
+async def test_a_misspelt_wish_is_warned_of(house: House) -> None:
+    response = await house.mutate(gpu_pod(annotations={"gpuwarden.io/requird-hash": HASH}))
+    assert response["warnings"] == ["gpuwarden.io/requird-hash means nothing to gpuwarden: is it misspelt?"]
+
+
+async def test_in_cuda_mode_one_variable_is_set_and_nothing_taken_off(build: Build) -> None:
+    house = await build(injection="cuda")
+    container = (await house.dress(raw_pod(annotations={"gpuwarden.io/gpu-count": "1"})))["spec"]["containers"][0]
+    assert env_of(container) == {"CUDA_VISIBLE_DEVICES": "GPU-b0"}
+    assert refusal(await house.mutate(gpu_pod(), "another")) == (403, "InjectionConflict")
+
+
+async def test_without_aliases_only_our_own_keys_are_written(build: Build) -> None:
+    house = await build(write_aliases=False)
+    dressed = await house.dress(gpu_pod())
+    assert set(dressed["metadata"]["annotations"]) == {CLAIM, RESERVATION_ID, GPU_UUID, NODE}
+
+
+@pytest.mark.parametrize("timeout", ["0s", "1ms", "300ms"])
+async def test_nothing_is_reserved_once_the_api_server_has_stopped_waiting(house: House, timeout: str) -> None:
+    response = await house.ask("/mutate", builders.mutating_create(gpu_pod()), timeout)
+    assert refusal(response) == (503, "DeadlinePassed")
+    assert house.held == []
+
+
+@pytest.mark.parametrize("timeout", ["1s", "30s", "1m0s", "nonsense", ""])
+async def test_within_its_time_a_review_is_served(house: House, timeout: str) -> None:
+    assert (await house.ask("/mutate", builders.mutating_create(gpu_pod()), timeout))["allowed"]
+
+
+async def test_an_update_is_never_patched(house: House) -> None:
+    raw = gpu_pod()
+    assert await house.ask("/mutate", builders.update(raw, raw)) == {"uid": REVIEW_UID, "allowed": True}
+    assert house.held == []
+
+
+@pytest.mark.defect("S4-17")
+async def test_several_gpus_are_found_whichever_are_taken(build: Build) -> None:
+    devices = [{"uuid": f"GPU-{number}"} for number in range(8)]
+    house = await build({"nodes": [{"name": "node-a", "devices": devices}]})
+    await house.dress(gpu_pod(1), "r1")
+    dressed = await house.dress(gpu_pod(4), "r2")
+    assert dressed["metadata"]["annotations"][GPU_UUID] == "GPU-1,GPU-2,GPU-3,GPU-4"
+
+
+@pytest.mark.defect("S4-4")
+async def test_of_many_pods_at_once_each_gpu_goes_to_one(build: Build) -> None:
+    devices = [{"uuid": f"GPU-{number}"} for number in range(8)]
+    house = await build({"nodes": [{"name": "node-a", "devices": devices}]})
+    responses = await asyncio.gather(*(house.mutate(gpu_pod(name=f"p{number}"), f"r{number}") for number in range(200)))
+    admitted = [one for one in responses if one["allowed"]]
+    assert sorted(one["auditAnnotations"]["gpus"] for one in admitted) == [f"GPU-{number}" for number in range(8)]
+    assert {refusal(one) for one in responses if not one["allowed"]} == {(429, "NoFreeDevice")}
+
+
+# The validating door, at CREATE.
+
+
+async def test_the_final_pod_binds_its_uid_and_is_finalized(house: House) -> None:
+    await house.create(gpu_pod())
+    held = house.parts.ledger.of_pod(POD_UID)
+    assert held is not None
+    assert (held.phase, held.uid, held.pod_name, held.deadline) == (Phase.FINALIZED, POD_UID, "train-0", None)
+
+
+async def test_validating_again_is_the_same(house: House) -> None:
+    final = await house.create(gpu_pod())
+    assert (await house.validate(builders.review("CREATE", new=final)))["allowed"]
+
+
+async def test_one_reservation_is_not_good_for_two_pods(house: House) -> None:
+    final = await house.create(raw_pod(raw_container(gpus=1), name=None, generate_name="train-"))
+    twin = builders.created(final, uid="uid-of-a-twin", name="train-twin")
+    assert refusal(await house.validate(builders.review("CREATE", new=twin))) == (409, "ReservationConflict")
+
+
+async def test_a_claim_that_the_mutating_door_did_not_see_is_refused(house: House) -> None:
+    assert refusal(await house.validate(builders.validating_create(gpu_pod()))) == (403, "NotReserved")
+
+
+async def test_an_invented_reservation_is_refused(house: House) -> None:
+    dressed = await house.dress(gpu_pod())
+    house.wait(100)
+    await house.parts.ledger.collect(house.now)
+    assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NotReserved")
+
+
+async def test_a_reservation_near_its_end_is_not_counted_on(house: House) -> None:
+    dressed = await house.dress(gpu_pod())
+    house.wait(86)
+    assert refusal(await house.validate(builders.validating_create(dressed))) == (409, "ReservationExpired")
+
+
+async def test_a_pod_of_another_namespace_cannot_use_it(house: House) -> None:
+    dressed = await house.dress(gpu_pod())
+    elsewhere = {**dressed, "metadata": {**dressed["metadata"], "namespace": "other"}}
+    assert refusal(await house.validate(builders.validating_create(elsewhere))) == (409, "ReservationConflict")
+
+
+async def test_evidence_that_ended_in_between_is_noticed(build: Build) -> None:
+    node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "until": "2026-03-02T12:00:30Z"}}
+    house = await build({"nodes": [node]})
+    dressed = await house.dress(gpu_pod(annotations=hashed(HASH)))
+    house.wait(30)
+    response = await house.validate(builders.validating_create(dressed))
+    assert refusal(response) == (403, "NoProvenNode")
+    assert "stale evidence" in response["status"]["message"]
+
+
+FORGERIES: dict[str, tuple[Any, str]] = {
+    "another GPU in the annotation": (
+        lambda pod: pod["metadata"]["annotations"].update({GPU_UUID: "GPU-b0"}),
+        "metadata.annotations[gpuwarden.io/gpu-uuid]",
+    ),
+    "another GPU in the alias": (
+        lambda pod: pod["metadata"]["annotations"].update({"fudo.org/gpu.uuid": "GPU-b0"}),
+        "metadata.annotations[fudo.org/gpu.uuid]",
+    ),
+    "another node": (
+        lambda pod: pod["metadata"]["annotations"].update({NODE: "node-b"}),
+        "metadata.annotations[gpuwarden.io/node]",
+    ),
+    "all GPUs in the variable": (
+        lambda pod: pod["spec"]["containers"][0]["env"][0].update(value="all"),
+        "spec.containers[0].env[0].value",
+    ),
+    "the variable from elsewhere": (
+        lambda pod: pod["spec"]["containers"][0]["env"].append(
+            {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['x']"}}}
+        ),
+        "spec.containers[0].env[2]",
+    ),
+    "a variable in a sidecar": (
+        lambda pod: pod["spec"].update(
+            initContainers=[builders.raw_sidecar(env=raw_env(NVIDIA_VISIBLE_DEVICES="all"))]
+        ),
+        "spec.initContainers[0].env",
+    ),
+    "the request put back": (
+        lambda pod: pod["spec"]["containers"][0]["resources"]["limits"].update({"nvidia.com/gpu": "1"}),
+        "spec.containers[0].resources.limits[nvidia.com/gpu]",
+    ),
+    "the affinity taken off": (lambda pod: pod["spec"].pop("affinity"), "spec.affinity"),
+    "another term in the affinity": (
+        lambda pod: pod["spec"]["affinity"]["nodeAffinity"][builders.REQUIRED]["nodeSelectorTerms"].append(
+            builders.term(builders.expression("zone", "In", "b"))
+        ),
+        "spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[1].matchFields",
+    ),
+    "a preset node": (lambda pod: pod["spec"].update(nodeName="node-c"), "spec.nodeName"),
+    "an edited record": (
+        lambda pod: pod["metadata"]["annotations"].update({CLAIM: '{"asked":{"main":1},"gpus":1}'}),
+        "metadata.annotations[gpuwarden.io/claim]",
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+async def test_what_was_changed_after_us_is_refused_by_field(house: House, forgery: str) -> None:
+    forge, field = FORGERIES[forgery]
+    final = builders.created(await house.dress(gpu_pod(annotations=hashed(HASH))))
+    forge(final)
+    response = await house.validate(builders.review("CREATE", new=final))
+    assert refusal(response) == (403, "Forged")
+    assert field in response["status"]["message"]
+    assert [one.phase for one in house.parts.ledger.reservations()] == [Phase.PENDING]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all"))), id="NVIDIA_VISIBLE_DEVICES"),
+        pytest.param(raw_pod(raw_container(env=raw_env(CUDA_VISIBLE_DEVICES="0"))), id="CUDA_VISIBLE_DEVICES"),
+        pytest.param(raw_pod(init=[raw_container(env=raw_env(CUDA_VISIBLE_DEVICES="0"))]), id="in an init container"),
+        pytest.param(raw_pod(annotations={"cdi.k8s.io/a": "nvidia.com/gpu=0"}), id="a CDI annotation"),
+        pytest.param(
+            raw_pod(raw_container(resources={"limits": {"nvidia.com/mig-1g.5gb": "1"}})), id="another NVIDIA resource"
+        ),
+        pytest.param(raw_pod(resourceClaims=[{"name": "gpu"}]), id="a resource claim"),
+    ],
+)
+async def test_a_gpu_by_another_way_is_refused(house: House, raw: Raw) -> None:
+    assert refusal(await house.validate(builders.validating_create(raw))) == (403, "GpuWithoutClaim")
+
+
+@pytest.mark.parametrize("value", ["void", "none", ""])
+async def test_a_variable_that_hides_all_gpus_is_anybodys_to_set(house: House, value: str) -> None:
+    raw = raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES=value)))
+    assert (await house.validate(builders.validating_create(raw)))["allowed"]
+
+
+async def test_forged_annotations_without_a_claim_are_refused(house: House) -> None:
+    forged = raw_pod(annotations={GPU_UUID: "GPU-a0"})
+    assert refusal(await house.validate(builders.validating_create(forged))) == (403, "Forged")
+
+
+async def test_a_pod_held_to_proven_nodes_cannot_be_let_loose(house: House) -> None:
+    dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
+    del dressed["spec"]["affinity"]
+    assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NotReserved")
+
+
+async def test_a_pod_held_to_proven_nodes_cannot_be_held_to_others(house: House) -> None:
+    dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
+    dressed["spec"]["affinity"] = builders.required_affinity(builders.on_node("node-b"))
+    assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NoProvenNode")
+
+
+# The validating door, later.
+
+
+@pytest.mark.parametrize("subresource", [None, "status", "ephemeralcontainers", "resize"])
+@pytest.mark.parametrize("key", [CLAIM, RESERVATION_ID, GPU_UUID, NODE, "fudo.org/gpu.uuid", "cdi.k8s.io/gpu"])
+async def test_reservation_annotations_cannot_change(house: House, key: str, subresource: str | None) -> None:
+    final = await house.create(gpu_pod())
+    annotations = {**final["metadata"]["annotations"], key: "something else"}
+    edited = {**final, "metadata": {**final["metadata"], "annotations": annotations}}
+    response = await house.validate(builders.update(edited, final, subresource=subresource))
+    assert refusal(response) == (403, "Immutable")
+    assert f"metadata.annotations[{key}]" in response["status"]["message"]
+
+
+async def test_reservation_annotations_cannot_be_taken_off(house: House) -> None:
+    final = await house.create(gpu_pod())
+    bare = {**final, "metadata": {**final["metadata"], "annotations": {}}}
+    assert refusal(await house.validate(builders.update(bare, final))) == (403, "Immutable")
+
+
+async def test_ordinary_updates_pass(house: House) -> None:
+    final = await house.create(gpu_pod())
+    labelled = {**final, "metadata": {**final["metadata"], "labels": {"team": "x"}, "finalizers": None}}
+    assert await house.validate(builders.update(labelled, final)) == {"uid": REVIEW_UID, "allowed": True}
+
+
+async def test_an_old_pod_with_a_gpu_variable_can_still_be_updated(house: House) -> None:
+    """It was there before we were; refusing its updates would keep its finalizers for ever."""
+    old = builders.created(raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all"))))
+    new = {**old, "metadata": {**old["metadata"], "labels": {"a": "b"}}}
+    assert (await house.validate(builders.update(new, old)))["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_allowed"),
+    [("all", False), ("GPU-b0", True), ("GPU-a0", False), ("void", True)],
+    ids=["all", "its own", "another's", "none"],
+)
+async def test_a_debug_container_sees_the_pods_own_gpus_at_most(house: House, value: str, is_allowed: bool) -> None:
+    final = await house.create(gpu_pod())
+    debug = raw_container("debugger", env=raw_env(NVIDIA_VISIBLE_DEVICES=value))
+    new = {**final, "spec": {**final["spec"], "ephemeralContainers": [debug]}}
+    response = await house.validate(builders.update(new, final, subresource="ephemeralcontainers"))
+    assert response["allowed"] is is_allowed
+    if not is_allowed:
+        assert "spec.ephemeralContainers[0].env[NVIDIA_VISIBLE_DEVICES]" in response["status"]["message"]
+
+
+async def test_a_debug_container_of_a_pod_without_gpus_sees_none(house: House) -> None:
+    final = builders.created(raw_pod())
+    debug = raw_container("debugger", env=raw_env(NVIDIA_VISIBLE_DEVICES="GPU-a0"))
+    new = {**final, "spec": {**final["spec"], "ephemeralContainers": [debug]}}
+    response = await house.validate(builders.update(new, final, subresource="ephemeralcontainers"))
+    assert refusal(response) == (403, "Immutable")
+
+
+# The end.
+
+
+async def test_a_delete_review_ends_the_pod(house: House) -> None:
+    final = await house.create(gpu_pod())
+    assert (await house.validate(builders.delete(final)))["allowed"]
+    assert house.held == []
+
+
+async def test_a_dry_run_delete_ends_nothing(house: House) -> None:
+    final = await house.create(gpu_pod())
+    assert (await house.validate(builders.delete(final, dry_run=True)))["allowed"]
+    assert house.held == ["GPU-b0"]
+
+
+async def test_deleting_another_pod_of_the_name_ends_nothing(house: House) -> None:
+    final = await house.create(gpu_pod())
+    other = {**final, "metadata": {**final["metadata"], "uid": "uid-of-another"}}
+    assert (await house.validate(builders.delete(other)))["allowed"]
+    assert house.held == ["GPU-b0"]
+
+
+@pytest.mark.defect("X-4")
+async def test_a_pod_that_never_comes_holds_its_gpu_until_the_deadline_only(house: House) -> None:
+    await house.dress(gpu_pod(annotations=hashed(OTHER_HASH)), "r1")
+    house.wait(90)
+    assert (await house.states())["GPU-b0"] == "expired"
+    assert refusal(await house.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r2")) == (429, "NoFreeDevice")
+    house.wait(5)
+    assert (await house.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r3"))["allowed"]
+
+
+# What is not ours.
+
+
+@pytest.mark.parametrize("path", ["/mutate", "/validate"])
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [
+        ("CREATE", {"group": "apps", "version": "v1", "kind": "Deployment"}),
+        ("CREATE", None),
+        ("FROBNICATE", {"group": "", "version": "v1", "kind": "Pod"}),
+        (None, {"group": "", "version": "v1", "kind": "Pod"}),
+    ],
+    ids=["a Deployment", "no kind", "an unknown operation", "no operation"],
+)
+async def test_what_is_not_a_pods_review_is_refused_with_a_reason(
+    house: House, path: str, operation: str | None, kind: Raw | None
+) -> None:
+    raw_review = builders.mutating_create(gpu_pod())
+    raw_review["request"].update(operation=operation, kind=kind)
+    assert refusal(await house.ask(path, raw_review)) == (403, "NotReviewed")
+    assert house.held == []

@@ -1,0 +1,169 @@
+"""The command `gpuwarden`: the words it takes and what its exit code says. What a command needs is imported by it.
+
+S4's rule: whatever is wrong with the options is said on stderr, with the usage, and the exit code is 1. So is that of a
+server that could not start.
+"""
+
+import sys
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import webhook
+from webhook import settings
+from webhook.clock import utc_now
+from webhook.core.errors import GpuwardenError
+from webhook.settings import Settings, SettingsError
+
+FAILED: Final = 1
+# What a shell reports of a program that Ctrl-C ended: 128 + SIGINT.
+INTERRUPTED: Final = 130
+
+# What can go wrong without a mistake of ours: a port in use, a file that went away, a part of ours that says so.
+FORESEEN: Final = (GpuwardenError, OSError)
+
+
+class Parser(ArgumentParser):
+    """argparse, but an exit code of 1, and no abbreviated options: those may mean another one tomorrow."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.refuse([message])
+        self.exit(FAILED)
+
+    def refuse(self, mistakes: Sequence[str]) -> None:
+        """The usage, and under it, where it is read first, what is wrong."""
+        self.print_usage(sys.stderr)
+        complain(self.prog, mistakes)
+
+
+def complain(prog: str, mistakes: Sequence[str]) -> None:
+    for mistake in mistakes:
+        print(f"{prog}: {mistake}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, unknown = make_parser().parse_known_args(argv)
+    args.unknown = [f"there is no option {word}" for word in unknown]
+    return exit_code(args.parser, lambda: args.run(args))
+
+
+def exit_code(parser: Parser, command: Callable[[], int]) -> int:
+    """What the command returns. A foreseen failure becomes a line on stderr; a bug keeps its traceback."""
+    try:
+        return command()
+    except SettingsError as exc:
+        parser.refuse(exc.mistakes)
+    except FORESEEN as exc:
+        complain(parser.prog, [str(exc)])
+    except ExceptionGroup as group:
+        foreseen = leaves(group)
+        if not all(isinstance(exc, FORESEEN) for exc in foreseen):
+            raise
+        complain(parser.prog, [str(exc) for exc in foreseen])
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return FAILED
+
+
+def leaves(exc: Exception) -> list[Exception]:
+    """The exceptions in a group of groups."""
+    if isinstance(exc, ExceptionGroup):
+        return [leaf for part in exc.exceptions for leaf in leaves(part)]
+    return [exc]
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="gpuwarden", description="Attested GPU admission for Kubernetes.")
+    parser.add_argument("--version", action="version", version=f"gpuwarden {webhook.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    one = commands.add_parser("serve", help="answer admission reviews")
+    one.add_argument("--hints", action="store_true", help=SUPPRESS)  # `make run` explains itself to a person
+    with_settings(one, serve)
+
+    one = commands.add_parser("explain", help="say what would become of a pod, node by node; reserves nothing")
+    one.add_argument("file", metavar="FILE", help="a manifest, - for stdin")
+    one.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
+    with_settings(one, explain)
+
+    certs = commands.add_parser("certs", help="certificates").add_subparsers(metavar="COMMAND", required=True)
+    one = certs.add_parser("dev", help="make a development CA and a certificate for localhost")
+    one.add_argument("--dir", type=Path, default=Path("certs/dev"), help="where to (default: certs/dev)")
+    one.set_defaults(parser=one, run=without_settings(certs_dev))
+
+    config = commands.add_parser("config", help="settings").add_subparsers(metavar="COMMAND", required=True)
+    with_settings(config.add_parser("show", help="the settings in effect and where each comes from"), config_show)
+    with_settings(config.add_parser("check", help="name every mistake in the settings"), config_check)
+    one = config.add_parser("reference", help="the table of all settings, as Markdown")
+    one.set_defaults(parser=one, run=without_settings(config_reference))
+    return parser
+
+
+def with_settings(parser: Parser, command: Callable[[Namespace, Settings], int]) -> None:
+    """The command takes all settings; words nobody knows are named together with the mistakes in those."""
+    settings.add_flags(parser)
+    parser.set_defaults(parser=parser, run=lambda args: command(args, settings.load(vars(args), also=args.unknown)))
+
+
+def without_settings(command: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
+    def run(args: Namespace) -> int:
+        if args.unknown:
+            raise SettingsError(args.unknown)
+        return command(args)
+
+    return run
+
+
+def serve(args: Namespace, chosen: Settings) -> int:
+    import asyncio
+
+    import uvloop
+
+    from webhook.server import serve as serve_all
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_all(chosen, hints=args.hints))
+    return 0
+
+
+def explain(args: Namespace, chosen: Settings) -> int:
+    from webhook.explain import run
+    from webhook.telemetry import configure_logging
+
+    configure_logging(chosen.log_level)
+    complain(args.parser.prog, chosen.notes)
+    return run(args.file, chosen, args.output)
+
+
+def certs_dev(args: Namespace) -> int:
+    from webhook.tls import make_dev_certificates
+
+    made = make_dev_certificates(args.dir, now=utc_now())
+    for path in (made.ca_cert, made.cert, made.key):
+        print(path)
+    return 0
+
+
+def config_show(args: Namespace, chosen: Settings) -> int:
+    complain(args.parser.prog, chosen.notes)
+    print(settings.as_yaml(chosen), end="")
+    return 0
+
+
+def config_check(args: Namespace, chosen: Settings) -> int:
+    complain(args.parser.prog, chosen.notes)
+    print("The settings can be used.")
+    return 0
+
+
+def config_reference(_args: Namespace) -> int:
+    print(settings.reference(), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The connection to the API server. Nobody but this module and those built on it imports `kubernetes`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+from kubernetes.aio import client, config
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.core.reservation import PodIdentity
+from webhook.pods import PodsUnavailableError
+from webhook.settings import Settings
+
+# Longer than a busy API server needs, shorter than the patience of whoever waits for us.
+REQUEST_TIMEOUT = 5.0
+
+Load = Callable[..., Awaitable[None]]
+RefreshKey = Callable[[client.Configuration], Awaitable[None]]
+
+
+async def connected(settings: Settings) -> client.ApiClient:
+    """A client by kubeconfig, or by the three flags of S4."""
+    configuration = client.Configuration()
+    if settings.kubeconfig is not None:
+        load: Load = config.load_kube_config
+        await load(str(settings.kubeconfig), client_configuration=configuration)
+    elif settings.kubernetes_url is not None and settings.access_token is not None:
+        configuration.host = settings.kubernetes_url
+        configuration.ssl_ca_cert = str(settings.ca_certificate)
+        refresh = token_reader(settings.access_token)
+        await refresh(configuration)  # without a first token the client would not ask for the next
+        vars(configuration)["refresh_api_key_hook"] = refresh
+    return client.ApiClient(configuration)
+
+
+def token_reader(path: Path) -> RefreshKey:
+    """Service account tokens are replaced on disk about every hour, so the file is read for every request."""
+
+    async def read(configuration: client.Configuration) -> None:
+        token = await asyncio.to_thread(path.read_text)
+        configuration.api_key["BearerToken"] = f"Bearer {token.strip()}"
+
+    return read
+
+
+class ApiPods:
+    """The pods that the API server has."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._pods = client.CoreV1Api(api)
+
+    async def contradicts(self, pod: PodIdentity) -> str | None:
+        name = f"pod {pod.namespace}/{pod.name}"
+        try:
+            found = await self._pods.read_namespaced_pod(pod.name, pod.namespace, _request_timeout=REQUEST_TIMEOUT)
+        except ApiException as exc:
+            if exc.status == 404:
+                return f"there is no {name}"
+            raise PodsUnavailableError(f"the API server answered {exc.status}") from exc
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise PodsUnavailableError("the API server cannot be reached") from exc
+        uid = found.metadata.uid if found.metadata else None
+        return None if uid == pod.uid else f"{name} has another uid"

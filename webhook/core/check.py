@@ -1,0 +1,198 @@
+"""Whether a pod that someone else had in hand is still the pod that we dressed: every refusal names the field."""
+
+from collections.abc import Collection, Iterator
+
+from webhook.core import keys
+from webhook.core.claim import Claim, ClaimRules, claim_of
+from webhook.core.decide import EvidencePolicy, Question
+from webhook.core.dress import DressRules, Outfit, RawPod, difference, dressed, is_harmless, nodes_pinned_to
+from webhook.core.fleet import Fleet
+from webhook.core.pod import Container, EnvVar, Pod
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Phase, PodIdentity, Reservation
+from webhook.core.verdict import Deny
+
+DEVICE_CLASS_RESOURCES = "deviceclass.resource.kubernetes.io/"
+OTHER_WAYS_HINT = "ask with nvidia.com/gpu, gpuwarden.io/gpu-count or a gpuwarden.io/gpu. label"
+
+
+# Ways to a GPU that are not ours.
+
+
+def markers(pod: Pod, rules: DressRules) -> Iterator[str]:
+    """Every place in the pod that would show it a GPU, the request of our own resource included."""
+    yield from env_markers(pod)
+    yield from other_ways(pod, rules)
+    for path, container in pod.containers():
+        if rules.resource in container.resource_names():
+            yield f"{path}.resources[{rules.resource}]"
+
+
+def env_markers(pod: Pod) -> Iterator[str]:
+    for path, container in pod.containers():
+        yield from (f"{path}.env[{one.name}]" for one in visible_env(container))
+
+
+def other_ways(pod: Pod, rules: DressRules) -> Iterator[str]:
+    """Ways that lead past the ledger, whether or not the pod has a claim."""
+    for key in pod.annotations:
+        if key.startswith(f"{keys.CDI_DOMAIN}/"):
+            yield f"metadata.annotations[{key}]"
+    for path, container in pod.containers():
+        for name in container.resource_names():
+            if name != rules.resource and name.startswith((keys.NVIDIA_RESOURCES, DEVICE_CLASS_RESOURCES)):
+                yield f"{path}.resources[{name}]"
+    if pod.body.resource_claims:
+        yield "spec.resourceClaims"
+
+
+def visible_env(container: Container) -> Iterator[EnvVar]:
+    return (one for one in container.env or () if one.name in keys.GPU_ENV and not is_harmless(one))
+
+
+def no_markers(pod: Pod, rules: DressRules) -> Deny | None:
+    """A pod without a claim gets no GPU by any way."""
+    fields = sorted(set(markers(pod, rules)))
+    return gpu_without_claim(fields, "the pod has no claim") if fields else None
+
+
+def no_other_ways(pod: Pod, rules: DressRules) -> Deny | None:
+    """A pod with a claim gets its GPUs in one way only."""
+    fields = sorted(set(other_ways(pod, rules)))
+    return gpu_without_claim(fields, "a claim is served in one way only") if fields else None
+
+
+def gpu_without_claim(fields: list[str], why: str) -> Deny:
+    return Deny(
+        Reason.GPU_WITHOUT_CLAIM,
+        f"{', '.join(fields[:5])}: would show the pod a GPU, and {why}",
+        hint=OTHER_WAYS_HINT,
+        causes=tuple(fields[:20]),
+    )
+
+
+# A pod at its creation.
+
+
+def matches_reservation(
+    raw: RawPod, claim: Claim, reservation: Reservation, pod: PodIdentity, rules: DressRules
+) -> Deny | None:
+    """The final pod is the one that the reservation was made for, dressed as we dressed it."""
+    if reservation.claim_digest != claim.digest:
+        return Deny(
+            Reason.FORGED,
+            f"metadata.annotations[{keys.CLAIM.name}]: not the claim that reservation {reservation.id} was made for",
+        )
+    if reservation.phase is Phase.RELEASING:
+        return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation.id} is being released: create the pod anew")
+    if not reservation.may_be(pod):
+        return Deny(
+            Reason.RESERVATION_CONFLICT,
+            f"metadata.annotations[{keys.RESERVATION_ID.name}]: reservation {reservation.id} belongs to another pod",
+            hint="take the gpuwarden.io/ annotations off a copied manifest",
+        )
+    outfit = Outfit(claim, (reservation.node,), reservation.id, reservation.uuids)
+    fields = [readable(change["path"]) for change in difference(raw, dressed(raw, outfit, rules))]
+    if fields:
+        return Deny(
+            Reason.FORGED,
+            f"{', '.join(fields[:5])}: not as reserved ({reservation.id}: {outfit.visible} on {reservation.node})",
+            hint="another webhook or the user changed what gpuwarden wrote",
+            causes=tuple(fields[:20]),
+        )
+    return None
+
+
+def preset_node(pod: Pod, allowed: Collection[str]) -> Deny | None:
+    """A preset nodeName needs no binding, so no later door would see it."""
+    name = pod.body.node_name
+    if not name or name in allowed:
+        return None
+    return Deny(Reason.FORGED, f"spec.nodeName: the pod is set on {name}, reserved is {' or '.join(sorted(allowed))}")
+
+
+def proven_only(
+    raw: RawPod, pod: Pod, claim: Claim, fleet: Fleet, policy: EvidencePolicy, rules: ClaimRules
+) -> Deny | None:
+    """A claim without GPUs is held to proven nodes by its affinity alone: every node it allows must be one."""
+    asked = claim_of(pod, rules)
+    if asked is None or asked.digest != claim.digest:
+        return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
+    question = Question(claim, fleet, policy)
+    allowed = nodes_pinned_to(raw)
+    for name in sorted(name or "" for name in allowed):
+        berth = fleet.berths.get(name)
+        if berth is None:
+            return Deny(Reason.NOT_RESERVED, "spec.affinity.nodeAffinity: the pod is not held to proven nodes")
+        objection = question.evidence_objection(berth)
+        if objection is not None:
+            return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {name}: {objection}")
+    return preset_node(pod, {name for name in allowed if name})
+
+
+def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
+    """The evidence that the reservation was made on holds at this moment too."""
+    berth = fleet.berths.get(node)
+    if berth is None:
+        return Deny(Reason.NO_SUITABLE_NODE, f"node {node} is no longer known")
+    objection = Question(claim, fleet, policy).evidence_objection(berth)
+    return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {node}: {objection}") if objection else None
+
+
+# A pod that exists.
+
+
+def unchanged(new: Pod, old: Pod, reserved: Collection[str], rules: DressRules) -> Deny | None:
+    """What shows a pod its GPUs stays as it was created; `reserved` are values that are the pod's own GPUs."""
+    before, after = protected(old), protected(new)
+    changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+    if changed:
+        fields = [f"metadata.annotations[{key}]" for key in changed]
+        return Deny(Reason.IMMUTABLE, f"{', '.join(fields[:5])}: changed by gpuwarden only", causes=tuple(fields))
+    fields = sorted(set(changed_env(new, old, reserved)))
+    if fields:
+        return Deny(
+            Reason.IMMUTABLE,
+            f"{', '.join(fields[:5])}: GPU variables cannot change after creation",
+            hint="a debug container may set them to the pod's own GPUs, or to void",
+            causes=tuple(fields[:20]),
+        )
+    added = sorted(set(other_ways(new, rules)) - set(other_ways(old, rules)))
+    return gpu_without_claim(added, "the pod was created without it") if added else None
+
+
+def protected(pod: Pod) -> dict[str, str | None]:
+    return {key: value for key, value in pod.annotations.items() if keys.is_protected_annotation(key)}
+
+
+def changed_env(new: Pod, old: Pod, reserved: Collection[str]) -> Iterator[str]:
+    known = {(group_of(path), one.name): gpu_env(one) for path, one in old.containers()}
+    for path, container in new.containers():
+        was = known.get((group_of(path), container.name))
+        for one in container.env or ():
+            is_new = was is None or one not in was
+            if one.name in keys.GPU_ENV and is_new and not (was is None and is_own(one, reserved)):
+                yield f"{path}.env[{one.name}]"
+        if was is not None and [e for e in was if e not in (container.env or ())]:
+            yield f"{path}.env"
+
+
+def is_own(one: EnvVar, reserved: Collection[str]) -> bool:
+    return is_harmless(one) or one.shown in reserved
+
+
+def gpu_env(container: Container) -> list[EnvVar]:
+    return [one for one in container.env or () if one.name in keys.GPU_ENV]
+
+
+def group_of(path: str) -> str:
+    return path.partition("[")[0]
+
+
+def readable(pointer: str) -> str:
+    """A JSON pointer as the path of a field."""
+    steps = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+    text = ""
+    for step in steps:
+        text += f"[{step}]" if step.isdecimal() or "/" in step or "." in step else f".{step}"
+    return text.lstrip(".") or "the pod"

@@ -1,0 +1,315 @@
+"""The decision: which nodes and devices can serve a claim, best first, or why none can."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from itertools import islice
+
+from attrs import frozen
+
+from webhook.core.claim import Claim
+from webhook.core.device import Device, Slot
+from webhook.core.evidence import EvidenceState
+from webhook.core.fleet import Berth, Cell, Fleet, Group
+from webhook.core.gpu_map import MapEntry
+from webhook.core.keys import LOGICAL_NODE_LABEL
+from webhook.core.nodes_asked import logical_name
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Placement
+from webhook.core.verdict import Deny
+
+# How many placements a ledger may try before the decision is made afresh.
+MAX_PLACEMENTS = 8
+# A claim without GPUs may run on any proven node; its affinity lists at most this many.
+MAX_PROVEN_NODES = 64
+
+
+class Objection(StrEnum):
+    """Why a node cannot serve a claim, in the order in which it is asked."""
+
+    NOT_SELECTED = "not selected by the pod"
+    STALE = "stale evidence"
+    ABSENT = "no evidence"
+    BANNED = "banned"
+    CONFLICT = "conflicting evidence"
+    OTHER_HASH = "other hash"
+    NOT_READY = "not ready"
+    CORDONED = "cordoned"
+    TAINTED = "tainted"
+    FEWER_MATCHING = "with fewer than {count} matching GPUs"
+    FEWER_FREE = "with fewer than {count} free"
+
+    def said_of(self, claim: Claim) -> str:
+        return self.format(count=claim.count)
+
+
+EVIDENCE_OBJECTIONS = {
+    EvidenceState.STALE: Objection.STALE,
+    EvidenceState.ABSENT: Objection.ABSENT,
+    EvidenceState.BANNED: Objection.BANNED,
+    EvidenceState.CONFLICT: Objection.CONFLICT,
+}
+
+# The last hurdle that any node reached is the one to tell of.
+REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
+    (Reason.NO_FREE_DEVICE, frozenset({Objection.FEWER_FREE})),
+    (Reason.NO_MATCHING_DEVICE, frozenset({Objection.FEWER_MATCHING})),
+    (Reason.NODE_NOT_READY, frozenset({Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED})),
+    (Reason.NO_PROVEN_NODE, frozenset({*EVIDENCE_OBJECTIONS.values(), Objection.OTHER_HASH})),
+    (Reason.NO_SUITABLE_NODE, frozenset({Objection.NOT_SELECTED})),
+)
+
+HINTS = {
+    Reason.NO_FREE_DEVICE: "wait until one is free, or ask for fewer",
+    Reason.NO_MATCHING_DEVICE: "ask for what a node has",
+    Reason.NODE_NOT_READY: "wait for the nodes, or tolerate their taints",
+    Reason.NO_PROVEN_NODE: "ask for a hash that a node has proven, or have the node attested",
+    Reason.NO_SUITABLE_NODE: "loosen the pod's nodeName, nodeSelector or node affinity",
+}
+
+
+@frozen
+class EvidencePolicy:
+    """Whether a pod that names no hash still needs a node with fresh evidence."""
+
+    is_always_required: bool = False
+
+
+@frozen
+class NodeFit:
+    """One node's answer to a claim."""
+
+    name: str
+    slots: tuple[Slot, ...]
+    objection: Objection | None
+
+    @property
+    def fits(self) -> bool:
+        return self.objection is None
+
+
+def decide(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[Placement, ...] | Deny:
+    """Placements for the claim, best first, or a denial. `fleet` has been advanced to now."""
+    question = Question(claim, fleet, policy)
+    return tuple(question.placements()) or question.denial()
+
+
+def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Iterator[NodeFit]:
+    """Every node's own answer; for a person, not for a review."""
+    question = Question(claim, fleet, policy)
+    return (question.fit(berth) for _, berth in sorted(fleet.berths.items()))
+
+
+class Question:
+    """One claim put to the fleet. Answers for cells are worked out once each."""
+
+    def __init__(self, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> None:
+        self.claim = claim
+        self.fleet = fleet
+        self.needs_evidence = bool(claim.hashes) or policy.is_always_required
+        self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
+        self.directory_keys = fleet.learn(claim.nodes)
+        self._class_objections: dict[int, Objection | None] = {}
+        self._shape_answers: dict[int, tuple[int, Objection | None]] = {}
+
+    # Placements.
+
+    def placements(self) -> Iterator[Placement]:
+        limit = MAX_PLACEMENTS if self.claim.count else MAX_PROVEN_NODES
+        names = self.named()
+        if names is not None:
+            fits = (self.fit(self.fleet.berths[name]) for name in names if name in self.fleet.berths)
+            return (Placement(f.name, f.slots) for f in islice((f for f in fits if f.fits), limit))
+        return islice(self._ranked(), limit)
+
+    def _ranked(self) -> Iterator[Placement]:
+        """From the cells, tightest fit first, so that large gaps stay for large claims."""
+        fitting: list[tuple[int, Cell, Group]] = []
+        for group in self.groups():
+            for cell in self.fleet.cells(group):
+                left, objection = self._shape_answer(cell.shape)
+                if objection is None and self.class_objection(cell.node_class) is None:
+                    fitting.append((left, cell, group))
+        fitting.sort(key=lambda fit: fit[0])
+        for _, cell, group in fitting:
+            for name in self.fleet.cells(group)[cell]:
+                berth = self.fleet.berths[name]
+                if self.is_selected(berth):
+                    yield Placement(name, self.slots(berth))
+
+    def groups(self) -> Iterable[Group]:
+        """Where the nodes with good enough evidence are."""
+        if self.claim.hashes:
+            return [(EvidenceState.FRESH, one) for one in sorted(self.claim.hashes)]
+        if self.needs_evidence:
+            return [(EvidenceState.FRESH, None)]
+        return [(state, None) for state in EvidenceState]
+
+    def named(self) -> list[str] | None:
+        """The only nodes that can be meant, if the claim says so."""
+        if self.claim.place is not None:
+            wanted = self.claim.place.node
+            return self.fleet.names_with(LOGICAL_NODE_LABEL, [wanted]) or [wanted]
+        names = self.claim.nodes.names()
+        if names is not None:
+            return sorted(names)
+        for key in self.directory_keys:
+            values = self.claim.nodes.values_of(key)
+            if values is not None:
+                return self.fleet.names_with(key, values)
+        return None
+
+    def slots(self, berth: Berth) -> tuple[Slot, ...]:
+        """The devices of a node that fits: plain ones before special ones, begun shares before whole ones."""
+        if self.claim.place is not None:
+            return self._mapped_slots(berth, self.claim.place.gpus)
+        able = [d for d in berth.node.devices if self.can_serve(d) and self.fleet.is_available(d)]
+        able.sort(key=lambda d: (-len(self.fleet.holders(d.uuid)), len(d.labels)))
+        return tuple(self.free_slot(device) for device in able[: self.claim.count])
+
+    def _mapped_slots(self, berth: Berth, gpus: tuple[str, ...]) -> tuple[Slot, ...]:
+        devices = [[d for d in berth.node.devices if d.is_called(gpu)] for gpu in gpus]
+        able = [d for (d,) in (found for found in devices if len(found) == 1) if self.can_serve(d)]
+        return tuple(self.free_slot(device) for device in able if self.fleet.is_available(device))
+
+    def can_serve(self, device: Device) -> bool:
+        return self.fleet.kind_of(device) in self.kinds
+
+    def free_slot(self, device: Device) -> Slot:
+        held = self.fleet.holders(device.uuid)
+        return Slot(device.uuid, next(k for k in range(device.shares) if k not in held))
+
+    # Objections.
+
+    def fit(self, berth: Berth) -> NodeFit:
+        """One node's answer, with its devices if it fits."""
+        objection = self._objection(berth)
+        if objection is not None:
+            return NodeFit(berth.node.name, (), objection)
+        slots = self.slots(berth)
+        if self.claim.place is not None:
+            objection = self._map_objection(berth, self.claim.place, len(slots))
+        return NodeFit(berth.node.name, () if objection else slots, objection)
+
+    def _objection(self, berth: Berth) -> Objection | None:
+        if not self.claim.nodes.matches(berth.node.name, berth.labels):
+            return Objection.NOT_SELECTED
+        if self.claim.place and logical_name(berth.node.name, berth.labels) != self.claim.place.node:
+            return Objection.NOT_SELECTED
+        return (
+            self.evidence_objection(berth)
+            or self._condition_objection(berth.cell.node_class)
+            or (None if self.claim.place else self._shape_answer(berth.cell.shape)[1])
+        )
+
+    def _map_objection(self, berth: Berth, place: MapEntry, found: int) -> Objection | None:
+        if found == self.claim.count:
+            return None
+        called = [d for d in berth.node.devices if any(d.is_called(gpu) for gpu in place.gpus)]
+        serving = sum(map(self.can_serve, called))
+        return Objection.FEWER_FREE if serving == self.claim.count else Objection.FEWER_MATCHING
+
+    def evidence_objection(self, berth: Berth) -> Objection | None:
+        if not self.needs_evidence:
+            return None
+        if berth.state is not EvidenceState.FRESH or berth.evidence is None:
+            return EVIDENCE_OBJECTIONS.get(berth.state, Objection.ABSENT)
+        if self.claim.hashes and berth.evidence.hash not in self.claim.hashes:
+            return Objection.OTHER_HASH
+        return None
+
+    def class_objection(self, number: int) -> Objection | None:
+        """What speaks against every node of a class; labels outside the index are asked of each node."""
+        if number not in self._class_objections:
+            self._class_objections[number] = (
+                None if self._class_is_selected(number) else Objection.NOT_SELECTED
+            ) or self._condition_objection(number)
+        return self._class_objections[number]
+
+    def _class_is_selected(self, number: int) -> bool:
+        return self.needs_each_node or self.claim.nodes.matches("", dict(self.fleet.node_class(number).labels))
+
+    @property
+    def needs_each_node(self) -> bool:
+        """Whether classes cannot tell: the claim asks about names, or about labels that are as good as names."""
+        return bool(self.directory_keys) or any(term.fields for term in self.claim.nodes.terms or ())
+
+    def is_selected(self, berth: Berth) -> bool:
+        return not self.needs_each_node or self.claim.nodes.matches(berth.node.name, berth.labels)
+
+    def _condition_objection(self, number: int) -> Objection | None:
+        node_class = self.fleet.node_class(number)
+        if not node_class.is_ready:
+            return Objection.NOT_READY
+        if node_class.is_cordoned:
+            return Objection.CORDONED
+        if not all(self.claim.nodes.tolerates(taint) for taint in node_class.taints):
+            return Objection.TAINTED
+        return None
+
+    def _shape_answer(self, number: int) -> tuple[int, Objection | None]:
+        """How many matching devices would stay free, or what is missing."""
+        answer = self._shape_answers.get(number)
+        if answer is None:
+            free = total = 0
+            for stock in self.fleet.shape(number):
+                if stock.kind in self.kinds:
+                    free += stock.free
+                    total += stock.total
+            count = self.claim.count
+            objection = Objection.FEWER_MATCHING if total < count else Objection.FEWER_FREE if free < count else None
+            answer = self._shape_answers[number] = (free - count, objection)
+        return answer
+
+    # Denial.
+
+    def denial(self) -> Deny:
+        """Why nothing fits, in numbers of nodes."""
+        counts = self._count_objections()
+        reason = next((r for r, group in REASONS if any(counts[o] for o in group)), Reason.NO_MATCHING_DEVICE)
+        nodes = sum(counts.values())
+        found = [f"{counts[objection]} {objection.said_of(self.claim)}" for objection in Objection if counts[objection]]
+        numbers = f"{nodes} node{'' if nodes == 1 else 's'}" + (f": {', '.join(found)}" if found else "")
+        return Deny(
+            reason,
+            f"{self.claim.sentence}: found on none of {numbers}",
+            hint=HINTS[reason],
+            causes=tuple(found),
+        )
+
+    def _count_objections(self) -> Counter[Objection]:
+        names = self.named()
+        if names is not None:
+            berths = [self.fleet.berths[name] for name in names if name in self.fleet.berths]
+            return self._count_one_by_one(berths, others=len(self.fleet.berths) - len(berths))
+        if self.needs_each_node:
+            return self._count_one_by_one(self.fleet.berths.values(), others=0)
+        return self._count_by_cells()
+
+    def _count_one_by_one(self, berths: Iterable[Berth], others: int) -> Counter[Objection]:
+        counts = Counter({Objection.NOT_SELECTED: others})
+        counts.update(o for berth in berths if (o := self.fit(berth).objection) is not None)
+        return counts
+
+    def _count_by_cells(self) -> Counter[Objection]:
+        counts: Counter[Objection] = Counter()
+        for state in EvidenceState:
+            for cell, names in self.fleet.cells((state, None)).items():
+                self._count_cell(counts, state, cell, len(names))
+        return counts
+
+    def _count_cell(self, counts: Counter[Objection], state: EvidenceState, cell: Cell, nodes: int) -> None:
+        if not self._class_is_selected(cell.node_class):
+            counts[Objection.NOT_SELECTED] += nodes
+            return
+        proven = nodes
+        if self.needs_evidence and state is not EvidenceState.FRESH:
+            counts[EVIDENCE_OBJECTIONS[state]] += nodes
+            return
+        if self.claim.hashes:
+            cells = [self.fleet.cells((EvidenceState.FRESH, one)) for one in self.claim.hashes]
+            proven = sum(len(named.get(cell, ())) for named in cells)
+            counts[Objection.OTHER_HASH] += nodes - proven
+        rest = self._condition_objection(cell.node_class) or self._shape_answer(cell.shape)[1]
+        if rest is not None:
+            counts[rest] += proven

@@ -1,0 +1,72 @@
+"""What a provider says of a node, and what that is worth at a given moment."""
+
+from datetime import datetime
+from enum import StrEnum
+
+from attrs import frozen
+
+
+class EvidenceState(StrEnum):
+    """What is known of a node's evidence; only `fresh` proves anything."""
+
+    FRESH = "fresh"
+    STALE = "stale"
+    ABSENT = "absent"
+    BANNED = "banned"
+    CONFLICT = "conflict"
+
+
+@frozen
+class Evidence:
+    """One provider's word on one node. Good from `since` until just before `until`; no `until` is for development."""
+
+    node: str
+    hash: str
+    source: str
+    since: datetime | None = None
+    until: datetime | None = None
+    nonce_digest: str | None = None
+    is_banned: bool = False
+    is_conflict: bool = False
+
+
+def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
+    """What `evidence` is worth at `now`. What is said of the future proves nothing yet."""
+    match evidence:
+        case None:
+            return EvidenceState.ABSENT
+        case Evidence(is_banned=True):
+            return EvidenceState.BANNED
+        case Evidence(is_conflict=True):
+            return EvidenceState.CONFLICT
+        case Evidence(since=datetime() as since) if since > now:
+            return EvidenceState.ABSENT
+        case Evidence(until=datetime() as until) if until <= now:
+            return EvidenceState.STALE
+    return EvidenceState.FRESH
+
+
+def next_change(evidence: Evidence | None, now: datetime) -> datetime | None:
+    """When time alone will next change the state, if it ever will."""
+    if evidence is None:
+        return None
+    moments = [m for m in (evidence.since, evidence.until) if m is not None and m > now]
+    return min(moments, default=None)
+
+
+def combined(pieces: list[Evidence]) -> Evidence | None:
+    """One word from several providers: they must agree on the hash, and the strictest end counts."""
+    if not pieces:
+        return None
+    first, *others = pieces
+    if not others:
+        return first
+    return Evidence(
+        node=first.node,
+        hash=first.hash,
+        source="+".join(sorted({p.source for p in pieces})),
+        since=max((p.since for p in pieces if p.since), default=None),
+        until=min((p.until for p in pieces if p.until), default=None),
+        is_banned=any(p.is_banned for p in pieces),
+        is_conflict=any(p.is_conflict for p in pieces) or len({p.hash for p in pieces}) > 1,
+    )

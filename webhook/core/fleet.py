@@ -1,0 +1,380 @@
+"""The fleet: nodes, devices, evidence and held slots as the decision sees them, indexed.
+
+Nodes that no claim can tell apart share a cell: same evidence, same answers to what pods ask of node labels, same
+devices free. A decision looks at cells, so its cost follows the variety of the fleet and not its size. Whoever
+learns of a change says so here; nothing is scanned to answer a review.
+"""
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, KeysView, Mapping
+from datetime import datetime
+from typing import Generic, NamedTuple, TypeVar
+
+from attrs import define, frozen
+
+from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
+from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
+from webhook.core.keys import LOGICAL_NODE_LABEL
+from webhook.core.nodes_asked import Labels, NodesAsked
+from webhook.core.reservation import Reservation, ReservationId
+
+# A label with more values than this names nodes rather than kinds of nodes: it gets a directory, not classes.
+MAX_CLASS_VALUES = 256
+# Bounds the memory that odd claims can take; past it the cache starts anew.
+MAX_CACHED_REQUIREMENTS = 4096
+
+Thing = TypeVar("Thing", bound=Hashable)
+
+
+class Kind(NamedTuple):
+    """All that a claim can ask of a device."""
+
+    labels: frozenset[str]
+    is_shared: bool
+
+
+class Stock(NamedTuple):
+    """Devices of one kind on a node."""
+
+    kind: int
+    free: int
+    total: int
+
+
+Shape = tuple[Stock, ...]
+
+
+@frozen
+class NodeClass:
+    """All that the claims so far can ask of a node's conditions and labels."""
+
+    is_ready: bool
+    is_cordoned: bool
+    taints: tuple[Taint, ...]
+    labels: tuple[tuple[str, str], ...]
+
+
+class Cell(NamedTuple):
+    """Which class and shape the nodes of a cell have."""
+
+    node_class: int
+    shape: int
+
+
+# A state of evidence; and for fresh evidence, its hash too.
+Group = tuple[EvidenceState, str | None]
+NodeNames = dict[str, None]  # in the order of their coming
+
+
+@define(eq=False)
+class Berth:
+    """One node and its place in the index."""
+
+    node: Node
+    evidence: Evidence | None
+    state: EvidenceState
+    groups: tuple[Group, ...]
+    cell: Cell
+
+    @property
+    def labels(self) -> Labels:
+        return self.node.labels
+
+
+class Numbered(Generic[Thing]):
+    """Small numbers for large values, the same number for equal ones."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Thing, int] = {}
+        self._things: list[Thing] = []
+
+    def number(self, thing: Thing) -> int:
+        number = self._numbers.get(thing)
+        if number is None:
+            number = self._numbers[thing] = len(self._things)
+            self._things.append(thing)
+        return number
+
+    def __getitem__(self, number: int) -> Thing:
+        return self._things[number]
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+    def __iter__(self) -> Iterator[Thing]:
+        return iter(self._things)
+
+
+class Fleet:
+    """Everything a decision needs to know, kept current by those who learn it."""
+
+    def __init__(self) -> None:
+        self.berths: dict[str, Berth] = {}
+        self.states: Counter[EvidenceState] = Counter()
+        self._kinds: Numbered[Kind] = Numbered()
+        self._shapes: Numbered[Shape] = Numbered()
+        self._classes: Numbered[NodeClass] = Numbered()
+        self._groups: dict[Group, dict[Cell, NodeNames]] = {}
+        self._homes: dict[DeviceUuid, str] = {}
+        self._disputed: dict[DeviceUuid, set[str]] = {}  # the same UUID on several nodes
+        self._unhealthy: set[DeviceUuid] = set()
+        self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
+        self._changes: list[tuple[datetime, str]] = []  # a heap: when which node's evidence changes by itself
+        self._topics: tuple[str, ...] = ()
+        self._label_uses: Counter[str] = Counter()
+        self._directories: dict[str, dict[str, NodeNames]] = {}
+        self._kinds_serving: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
+        self._kinds_known = 0  # how many kinds there were when that cache began
+        self._learn_directory(LOGICAL_NODE_LABEL)
+
+    # What is learnt of nodes and devices.
+
+    def put(self, node: Node, now: datetime) -> None:
+        """A node has come or changed."""
+        known = self.berths.get(node.name)
+        if known is not None:
+            if known.node == node:
+                return
+            self._forget(known.node)
+        evidence = known.evidence if known else None
+        self._remember(node)
+        if known is None:
+            state = state_of(evidence, now)
+            self.states[state] += 1
+            berth = Berth(node, evidence, state, (), Cell(-1, -1))
+            self.berths[node.name] = berth
+        else:
+            known.node = node
+            berth = known
+        self._place(berth)
+
+    def remove(self, name: str) -> None:
+        """A node has gone. What is held of its devices stays held."""
+        berth = self.berths.pop(name, None)
+        if berth is None:
+            return
+        self._leave(berth)
+        self.states[berth.state] -= 1
+        self._forget(berth.node)
+
+    def _remember(self, node: Node) -> None:
+        self._label_uses.update(node.labels.keys())
+        for key, directory in self._directories.items():
+            if key in node.labels:
+                directory[node.labels[key]][node.name] = None
+        for device in node.devices:
+            if not device.is_healthy:
+                self._unhealthy.add(device.uuid)
+            home = self._homes.setdefault(device.uuid, node.name)
+            if home != node.name:
+                self._disputed.setdefault(device.uuid, {home}).add(node.name)
+                self._place_again(home)
+
+    def _forget(self, node: Node) -> None:
+        self._label_uses.subtract(node.labels.keys())
+        for key, directory in self._directories.items():
+            names = directory.get(node.labels.get(key, ""))
+            if names is not None:
+                names.pop(node.name, None)
+        for device in node.devices:
+            self._unhealthy.discard(device.uuid)
+            self._forget_device(device.uuid, node.name)
+
+    def _forget_device(self, uuid: DeviceUuid, name: str) -> None:
+        claimants = self._disputed.get(uuid)
+        if claimants is None:
+            self._homes.pop(uuid, None)
+            return
+        claimants.discard(name)
+        self._homes[uuid] = next(iter(claimants))
+        if len(claimants) == 1:
+            del self._disputed[uuid]
+            self._place_again(self._homes[uuid])
+
+    # What is learnt of evidence.
+
+    def prove(self, name: str, evidence: Evidence | None, now: datetime) -> None:
+        """The word on a node's evidence has changed."""
+        berth = self.berths.get(name)
+        if berth is None or berth.evidence == evidence:
+            return
+        berth.evidence = evidence
+        self._judge(berth, now)
+
+    def advance(self, now: datetime) -> None:
+        """Let time act on evidence: what ends by now has ended."""
+        while self._changes and self._changes[0][0] <= now:
+            _, name = heapq.heappop(self._changes)
+            berth = self.berths.get(name)
+            if berth is not None:
+                self._judge(berth, now)
+
+    def _judge(self, berth: Berth, now: datetime) -> None:
+        self.states[berth.state] -= 1
+        berth.state = state_of(berth.evidence, now)
+        self.states[berth.state] += 1
+        moment = next_change(berth.evidence, now)
+        if moment is not None:
+            heapq.heappush(self._changes, (moment, berth.node.name))
+        self._place(berth)
+
+    # What is learnt of reservations.
+
+    def hold(self, reservation: Reservation) -> None:
+        for slot in reservation.slots:
+            self._held.setdefault(slot.uuid, {})[slot.k] = reservation.id
+        self._place_devices(reservation.uuids)
+
+    def free(self, reservation: Reservation) -> None:
+        for slot in reservation.slots:
+            holders = self._held.get(slot.uuid, {})
+            if holders.get(slot.k) == reservation.id:
+                del holders[slot.k]
+            if not holders:
+                self._held.pop(slot.uuid, None)
+        self._place_devices(reservation.uuids)
+
+    def holders(self, uuid: DeviceUuid) -> Mapping[int, ReservationId]:
+        return self._held.get(uuid, {})
+
+    def is_slot_free(self, slot: Slot) -> bool:
+        return slot.k not in self._held.get(slot.uuid, ())
+
+    # The index.
+
+    def _place_devices(self, uuids: Iterable[DeviceUuid]) -> None:
+        for name in {home for uuid in uuids if (home := self._homes.get(uuid)) is not None}:
+            self._place_again(name)
+
+    def _place_again(self, name: str) -> None:
+        berth = self.berths.get(name)
+        if berth is not None:
+            self._place(berth)
+
+    def _place(self, berth: Berth) -> None:
+        """Put the node into the cells it now belongs to."""
+        groups: tuple[Group, ...] = ((berth.state, None),)
+        if berth.state is EvidenceState.FRESH and berth.evidence is not None:
+            groups += ((berth.state, berth.evidence.hash),)
+        cell = Cell(self._class_of(berth.node), self._shape_of(berth.node))
+        if (groups, cell) == (berth.groups, berth.cell):
+            return
+        self._leave(berth)
+        berth.groups, berth.cell = groups, cell
+        for group in groups:
+            self._groups.setdefault(group, {}).setdefault(cell, {})[berth.node.name] = None
+
+    def _leave(self, berth: Berth) -> None:
+        for group in berth.groups:
+            cells = self._groups[group]
+            names = cells[berth.cell]
+            del names[berth.node.name]
+            if not names:
+                del cells[berth.cell]
+            if not cells:
+                del self._groups[group]
+
+    def _class_of(self, node: Node) -> int:
+        labels = tuple((topic, node.labels[topic]) for topic in self._topics if topic in node.labels)
+        return self._classes.number(NodeClass(node.is_ready, node.is_cordoned, node.taints, labels))
+
+    def _shape_of(self, node: Node) -> int:
+        free: dict[int, int] = {}
+        total: dict[int, int] = {}
+        for device in node.devices:
+            kind = self.kind_of(device)
+            total[kind] = total.get(kind, 0) + 1
+            free[kind] = free.get(kind, 0) + self.is_available(device)
+        return self._shapes.number(tuple(Stock(kind, free[kind], total[kind]) for kind in sorted(total)))
+
+    def kind_of(self, device: Device) -> int:
+        return self._kinds.number(Kind(device.labels, device.is_shared))
+
+    def is_available(self, device: Device) -> bool:
+        """Healthy, undisputed, and with a slot that nobody holds."""
+        return (
+            device.is_healthy
+            and device.uuid not in self._disputed
+            and len(self._held.get(device.uuid, ())) < device.shares
+        )
+
+    def is_quarantined(self, uuid: DeviceUuid) -> bool:
+        """Unhealthy, vanished, or the same UUID on two nodes."""
+        return uuid in self._unhealthy or uuid in self._disputed or uuid not in self._homes
+
+    @property
+    def device_count(self) -> int:
+        return len(self._homes)
+
+    @property
+    def held_devices(self) -> KeysView[DeviceUuid]:
+        """Those with a slot that somebody holds, known to the inventory or not."""
+        return self._held.keys()
+
+    @property
+    def quarantined_devices(self) -> set[DeviceUuid]:
+        """Those that the inventory knows and nobody can be given."""
+        return self._unhealthy | self._disputed.keys()
+
+    def home_of(self, uuid: DeviceUuid) -> str | None:
+        return self._homes.get(uuid)
+
+    # What decisions ask.
+
+    def groups(self) -> Iterable[Group]:
+        return tuple(self._groups)
+
+    def cells(self, group: Group) -> Mapping[Cell, Mapping[str, None]]:
+        return self._groups.get(group, {})
+
+    def node_class(self, number: int) -> NodeClass:
+        return self._classes[number]
+
+    def shape(self, number: int) -> Shape:
+        return self._shapes[number]
+
+    def kinds_serving(self, requirements: frozenset[str], *, is_shared: bool) -> frozenset[int]:
+        """The kinds of device that have all the labels asked for."""
+        question = (requirements, is_shared)
+        answer = self._kinds_serving.get(question)
+        if answer is None or len(self._kinds) != self._kinds_known:
+            if len(self._kinds) != self._kinds_known or len(self._kinds_serving) >= MAX_CACHED_REQUIREMENTS:
+                self._kinds_serving.clear()
+                self._kinds_known = len(self._kinds)
+            answer = frozenset(
+                number
+                for number, kind in enumerate(self._kinds)
+                if requirements <= kind.labels and kind.is_shared == is_shared
+            )
+            self._kinds_serving[question] = answer
+        return answer
+
+    def learn(self, asked: NodesAsked) -> frozenset[str]:
+        """Make the labels that a claim asks about part of the index, once for each label.
+
+        Returns those that are not: their values are as good as node names, so they have directories instead.
+        """
+        unknown = [k for k in asked.keys if k not in self._topics and k not in self._directories]
+        new_topics = [key for key in unknown if self._label_uses[key] and not self._learn_directory(key)]
+        if new_topics:
+            self._topics += tuple(new_topics)
+            for berth in self.berths.values():
+                self._place(berth)
+        return frozenset(k for k in asked.keys if k in self._directories)
+
+    def _learn_directory(self, key: str) -> bool:
+        """Keep a directory for a label with many values; False if it has few."""
+        directory: dict[str, NodeNames] = defaultdict(dict)
+        for name, berth in self.berths.items():
+            if key in berth.labels:
+                directory[berth.labels[key]][name] = None
+        if len(directory) <= MAX_CLASS_VALUES and key != LOGICAL_NODE_LABEL:
+            return False
+        self._directories[key] = directory
+        return True
+
+    def names_with(self, key: str, values: Iterable[str]) -> list[str]:
+        """The nodes whose label has one of the values, from the directory."""
+        directory = self._directories[key]
+        return [name for value in sorted(values) for name in directory.get(value, ())]

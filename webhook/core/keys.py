@@ -1,0 +1,56 @@
+"""Every annotation and label key that others read or write, once. Canonical name first, aliases behind it."""
+
+from typing import Final, NamedTuple
+
+DOMAIN: Final = "gpuwarden.io"
+S4_DOMAIN: Final = "fudo.org"
+CDI_DOMAIN: Final = "cdi.k8s.io"
+
+
+class Key(NamedTuple):
+    """A key and the older systems' names for the same thing."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+# What a pod may ask with.
+REQUIRED_HASH: Final = Key(f"{DOMAIN}/required-hash", ("attestation-hash.my-company.com/required-hash",))
+GPU_COUNT: Final = Key(f"{DOMAIN}/gpu-count")
+GPU_MAP: Final = Key(f"{DOMAIN}/gpu-map", ("gpu-scheduling-map",))
+SHARED: Final = Key(f"{DOMAIN}/shared")
+
+# Device requirements are labels: gpuwarden.io/gpu.<key>=<value> and fudo.org/gpu.<x>.
+REQUIREMENT_PREFIX: Final = f"{DOMAIN}/gpu."
+S4_REQUIREMENT: Final = f"{S4_DOMAIN}/gpu"
+S4_ASSIGN: Final = f"{S4_DOMAIN}/gpu.assign"
+
+# What the product writes, and what nobody else may.
+GPU_UUID: Final = Key(f"{DOMAIN}/gpu-uuid", (f"{S4_DOMAIN}/gpu.uuid",))
+RESERVATION_ID: Final = Key(f"{DOMAIN}/reservation-id", (f"{S4_DOMAIN}/gpu.reservation-id",))
+NODE: Final = Key(f"{DOMAIN}/node", (f"{S4_DOMAIN}/gpu.node",))
+CLAIM: Final = Key(f"{DOMAIN}/claim")
+
+OUTPUTS: Final = (GPU_UUID, RESERVATION_ID, NODE, CLAIM)
+OUTPUT_NAMES: Final = frozenset(name for key in OUTPUTS for name in key.names)
+INPUT_NAMES: Final = frozenset(name for key in (REQUIRED_HASH, GPU_COUNT, GPU_MAP, SHARED) for name in key.names)
+
+# What decides which GPUs a container sees.
+NVIDIA_ENV: Final = "NVIDIA_VISIBLE_DEVICES"
+CUDA_ENV: Final = "CUDA_VISIBLE_DEVICES"
+GPU_ENV: Final = (NVIDIA_ENV, CUDA_ENV)
+NVIDIA_RESOURCES: Final = "nvidia.com/"
+
+# Names that Kubernetes gives.
+HOSTNAME_LABEL: Final = "kubernetes.io/hostname"
+POD_INDEX_LABEL: Final = "apps.kubernetes.io/pod-index"
+LOGICAL_NODE_LABEL: Final = "gpu-node-name"
+
+
+def is_protected_annotation(key: str) -> bool:
+    """Ours to write, or an instruction to a container runtime about GPUs."""
+    return key in OUTPUT_NAMES or key.startswith(f"{CDI_DOMAIN}/")

@@ -1,0 +1,166 @@
+"""Which nodes a pod lets itself be put on: nodeName, nodeSelector, required affinity, tolerations."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+
+from attrs import define, frozen
+
+from webhook.core.device import Taint
+from webhook.core.keys import LOGICAL_NODE_LABEL
+from webhook.core.pod import Pod, Requirement, Term, Toleration
+
+Labels = Mapping[str, str]
+NAME_FIELD = "metadata.name"
+
+
+@frozen
+class Expression:
+    """One expression: a label's (or the name's) value against an operator."""
+
+    key: str
+    operator: str
+    values: frozenset[str]
+
+    def matches(self, value: str | None) -> bool:
+        match self.operator:
+            case "In":
+                return value is not None and value in self.values
+            case "NotIn":
+                return value not in self.values
+            case "Exists":
+                return value is not None
+            case "DoesNotExist":
+                return value is None
+            case "Gt":
+                return compares(value, self.values, lambda a, b: a > b)
+            case "Lt":
+                return compares(value, self.values, lambda a, b: a < b)
+            case _:
+                return False
+
+
+def compares(value: str | None, bounds: frozenset[str], ordered: Callable[[int, int], bool]) -> bool:
+    try:
+        (bound,) = bounds
+        return value is not None and ordered(int(value), int(bound))
+    except ValueError:
+        return False
+
+
+@frozen
+class NodeTerm:
+    """Expressions that must all hold. A term without any matches nothing: that is Kubernetes' rule."""
+
+    labels: tuple[Expression, ...]
+    fields: tuple[Expression, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.labels and not self.fields
+
+    def matches(self, name: str, labels: Labels) -> bool:
+        if self.is_empty:
+            return False
+        if not all(f.key == NAME_FIELD and f.matches(name) for f in self.fields):
+            return False
+        return all(e.matches(labels.get(e.key)) for e in self.labels)
+
+    def names(self) -> frozenset[str] | None:
+        """The names it is limited to, if it is."""
+        for f in self.fields:
+            if f.key == NAME_FIELD and f.operator == "In":
+                return f.values
+        return None
+
+
+@define(frozen=True, slots=False)
+class NodesAsked:
+    """A pod's own wishes about nodes; they narrow the candidates before anything is chosen."""
+
+    node_name: str | None = None
+    selector: tuple[tuple[str, str], ...] = ()
+    terms: tuple[NodeTerm, ...] | None = None
+    tolerations: tuple[Toleration, ...] = ()
+
+    @classmethod
+    def of(cls, pod: Pod) -> "NodesAsked":
+        spec = pod.body
+        node_affinity = spec.affinity.node_affinity if spec.affinity else None
+        required = node_affinity.required if node_affinity else None
+        return cls(
+            node_name=spec.node_name or None,
+            selector=tuple((k, v or "") for k, v in (spec.node_selector or {}).items()),
+            terms=None if required is None else tuple(map(node_term, required.node_selector_terms or ())),
+            tolerations=tuple(spec.tolerations or ()),
+        )
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The node labels that decide."""
+        return frozenset(self._keys())
+
+    def _keys(self) -> Iterator[str]:
+        yield from (key for key, _ in self.selector)
+        for term in self.terms or ():
+            yield from (e.key for e in term.labels)
+
+    def matches(self, name: str, labels: Labels) -> bool:
+        if self.node_name is not None and self.node_name != name:
+            return False
+        if not all(labels.get(key) == value for key, value in self.selector):
+            return False
+        return self.terms is None or any(term.matches(name, labels) for term in self.terms)
+
+    def tolerates(self, taint: Taint) -> bool:
+        return not taint.repels or any(tolerated(taint, t) for t in self.tolerations)
+
+    def names(self) -> frozenset[str] | None:
+        """The node names it is limited to; None if any name may do."""
+        if self.node_name is not None:
+            return frozenset({self.node_name})
+        if self.terms is None:
+            return None
+        limits = [term.names() for term in self.terms if not term.is_empty]
+        if None in limits:
+            return None
+        return frozenset[str]().union(*(names for names in limits if names))
+
+    def values_of(self, key: str) -> frozenset[str] | None:
+        """The values of a label that a node must have one of; None if others may do."""
+        for wanted, value in self.selector:
+            if wanted == key:
+                return frozenset({value})
+        if self.terms is None:
+            return None
+        found: set[str] = set()
+        for term in self.terms:
+            limits = [e.values for e in term.labels if e.key == key and e.operator == "In"]
+            if not limits and not term.is_empty:
+                return None
+            found.update(*limits[:1])
+        return frozenset(found)
+
+
+def node_term(term: Term) -> NodeTerm:
+    return NodeTerm(
+        tuple(map(expression, term.match_expressions or ())), tuple(map(expression, term.match_fields or ()))
+    )
+
+
+def expression(asked: Requirement) -> Expression:
+    return Expression(asked.key, asked.operator, frozenset(asked.values or ()))
+
+
+def tolerated(taint: Taint, toleration: Toleration) -> bool:
+    if toleration.effect and toleration.effect != taint.effect:
+        return False
+    if toleration.key and toleration.key != taint.key:
+        return False
+    if toleration.operator == "Exists":
+        return True
+    return bool(toleration.key) and (toleration.value or "") == taint.value
+
+
+def logical_name(name: str, labels: Labels) -> str:
+    """What a placement map calls the node."""
+    return labels.get(LOGICAL_NODE_LABEL) or name

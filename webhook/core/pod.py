@@ -1,0 +1,185 @@
+"""A pod as the decision reads it: typed once at the edge. The raw object beside it is what gets patched."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from webhook.core.errors import InvalidPodError
+
+
+class Wire(msgspec.Struct, frozen=True, rename="camel", gc=False):
+    """A part of a Kubernetes object: only the members we read, each of which may be null."""
+
+
+class EnvVar(Wire, frozen=True):
+    name: str = ""
+    value: str | None = None
+    value_from: dict[str, Any] | None = None
+
+    @property
+    def shown(self) -> str | None:
+        """The literal value; None if it comes from elsewhere."""
+        return None if self.value_from is not None else self.value or ""
+
+
+class Resources(Wire, frozen=True):
+    limits: dict[str, str | int | float | None] | None = None
+    requests: dict[str, str | int | float | None] | None = None
+
+
+class Container(Wire, frozen=True):
+    name: str = ""
+    env: list[EnvVar] | None = None
+    resources: Resources | None = None
+    restart_policy: str | None = None
+
+    def asked(self, resource: str) -> int:
+        """How many of an extended resource it asks for."""
+        if self.resources is None:
+            return 0
+        both = (self.resources.limits, self.resources.requests)
+        return max((whole_number(part[resource]) for part in both if part and resource in part), default=0)
+
+    def resource_names(self) -> Iterator[str]:
+        for part in (self.resources.limits, self.resources.requests) if self.resources else ():
+            for name, amount in (part or {}).items():
+                if amount not in (None, 0, "0", ""):
+                    yield name
+
+
+class Requirement(Wire, frozen=True):
+    """One expression of a node selector term."""
+
+    key: str = ""
+    operator: str = ""
+    values: list[str] | None = None
+
+
+class Term(Wire, frozen=True):
+    match_expressions: list[Requirement] | None = None
+    match_fields: list[Requirement] | None = None
+
+
+class RequiredNodes(Wire, frozen=True):
+    node_selector_terms: list[Term] | None = None
+
+
+class NodeAffinity(Wire, frozen=True):
+    required: RequiredNodes | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
+
+
+class Affinity(Wire, frozen=True):
+    node_affinity: NodeAffinity | None = None
+
+
+class Toleration(Wire, frozen=True):
+    key: str | None = None
+    operator: str | None = None
+    value: str | None = None
+    effect: str | None = None
+
+
+class OwnerReference(Wire, frozen=True):
+    kind: str = ""
+    name: str = ""
+    uid: str = ""
+    controller: bool | None = None
+
+
+class Metadata(Wire, frozen=True):
+    name: str | None = None
+    generate_name: str | None = None
+    namespace: str | None = None
+    uid: str | None = None
+    labels: dict[str, str | None] | None = None
+    annotations: dict[str, str | None] | None = None
+    owner_references: list[OwnerReference] | None = None
+
+
+class Spec(Wire, frozen=True):
+    containers: list[Container] | None = None
+    init_containers: list[Container] | None = None
+    ephemeral_containers: list[Container] | None = None
+    node_name: str | None = None
+    node_selector: dict[str, str | None] | None = None
+    affinity: Affinity | None = None
+    tolerations: list[Toleration] | None = None
+    resource_claims: list[dict[str, Any]] | None = None
+
+
+class Pod(Wire, frozen=True):
+    """The members of a pod that decide where it goes and which GPUs it sees."""
+
+    metadata: Metadata | None = None
+    spec: Spec | None = None
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> "Pod":
+        try:
+            return msgspec.convert(raw, cls)
+        except msgspec.ValidationError as exc:
+            raise InvalidPodError(f"the pod cannot be read: {exc}") from exc
+
+    @property
+    def meta(self) -> Metadata:
+        return self.metadata or Metadata()
+
+    @property
+    def body(self) -> Spec:
+        return self.spec or Spec()
+
+    @property
+    def labels(self) -> dict[str, str | None]:
+        return self.meta.labels or {}
+
+    @property
+    def annotations(self) -> dict[str, str | None]:
+        return self.meta.annotations or {}
+
+    @property
+    def display_name(self) -> str:
+        return self.meta.name or self.meta.generate_name or "(no name)"
+
+    def containers(self) -> Iterator[tuple[str, Container]]:
+        """Every container with its path in the pod."""
+        spec = self.body
+        groups = (
+            ("initContainers", spec.init_containers),
+            ("containers", spec.containers),
+            ("ephemeralContainers", spec.ephemeral_containers),
+        )
+        for group, members in groups:
+            for position, container in enumerate(members or ()):
+                yield f"spec.{group}[{position}]", container
+
+    def total(self, asked: Mapping[str, int]) -> int:
+        """What containers that ask for so many need together, by Kubernetes' own rule: all containers and
+        sidecars at once, or an init container beside the sidecars that start before it, whichever is more."""
+        sidecars = most = 0
+        for container in self.body.init_containers or ():
+            own = asked.get(container.name, 0)
+            if container.restart_policy == "Always":
+                sidecars += own
+                most = max(most, sidecars)
+            else:
+                most = max(most, sidecars + own)
+        together = sum(asked.get(container.name, 0) for container in self.body.containers or ())
+        return max(together + sidecars, most)
+
+
+SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+QUANTITY = re.compile(r"\+?([0-9]{1,9})(?:\.0*)?(|k|M|G|Ki|Mi|Gi|[eE]\+?[0-9])")
+
+
+def whole_number(amount: str | int | float | None) -> int:
+    """The quantity of an extended resource, which has to be a whole number."""
+    if amount is None or amount == "":
+        return 0
+    text = str(int(amount)) if isinstance(amount, float) and amount.is_integer() else str(amount)
+    read = QUANTITY.fullmatch(text)
+    if read is None:
+        raise InvalidPodError(f"{text[:40]!r} is not a whole number of GPUs")
+    number, suffix = read.groups()
+    return int(number) * (10 ** int(suffix.lstrip("eE+")) if suffix[:1] in ("e", "E") else SUFFIXES[suffix])

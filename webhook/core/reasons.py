@@ -1,0 +1,51 @@
+"""Why a review was denied: one word each, the same in the status, the metric, the event and docs/reasons.md."""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """A denial's reason."""
+
+    ADMITTED = "Admitted"
+    NOT_ASKED = "NotAsked"
+
+    INVALID_POD = "InvalidPod"
+    NOT_REVIEWED = "NotReviewed"
+    INJECTION_CONFLICT = "InjectionConflict"
+    NO_SUITABLE_NODE = "NoSuitableNode"
+    NO_PROVEN_NODE = "NoProvenNode"
+    NODE_NOT_READY = "NodeNotReady"
+    NO_MATCHING_DEVICE = "NoMatchingDevice"
+    NO_FREE_DEVICE = "NoFreeDevice"
+
+    NOT_RESERVED = "NotReserved"
+    FORGED = "Forged"
+    GPU_WITHOUT_CLAIM = "GpuWithoutClaim"
+    IMMUTABLE = "Immutable"
+    RESERVATION_CONFLICT = "ReservationConflict"
+    RESERVATION_EXPIRED = "ReservationExpired"
+
+    DEADLINE_PASSED = "DeadlinePassed"
+    LEDGER_AWAY = "LedgerAway"
+
+
+# What a client of the API server gets to see beside the reason.
+# 403: policy or the pod's own mistake. 409: somebody else's. 429: nothing free now. 503: a part of ours is away.
+STATUS_CODES: dict[Reason, int] = {
+    Reason.INVALID_POD: 403,
+    Reason.NOT_REVIEWED: 403,
+    Reason.INJECTION_CONFLICT: 403,
+    Reason.NO_SUITABLE_NODE: 403,
+    Reason.NO_PROVEN_NODE: 403,
+    Reason.NODE_NOT_READY: 429,
+    Reason.NO_MATCHING_DEVICE: 429,
+    Reason.NO_FREE_DEVICE: 429,
+    Reason.NOT_RESERVED: 403,
+    Reason.FORGED: 403,
+    Reason.GPU_WITHOUT_CLAIM: 403,
+    Reason.IMMUTABLE: 403,
+    Reason.RESERVATION_CONFLICT: 409,
+    Reason.RESERVATION_EXPIRED: 409,
+    Reason.DEADLINE_PASSED: 503,
+    Reason.LEDGER_AWAY: 503,
+}

@@ -1,0 +1,105 @@
+"""A reservation: devices of ONE node set aside for one claim, and the moves it may make."""
+
+from datetime import datetime
+from enum import StrEnum
+from typing import NewType
+
+from attrs import evolve, frozen
+
+from webhook.core.device import DeviceUuid, Slot
+from webhook.core.errors import IllegalMoveError
+
+ReservationId = NewType("ReservationId", str)
+
+
+class Phase(StrEnum):
+    """Where a reservation stands; after `releasing` it is gone."""
+
+    PENDING = "pending"
+    FINALIZED = "finalized"
+    RELEASING = "releasing"
+
+
+class Event(StrEnum):
+    """What can happen to a reservation."""
+
+    POD_NAMED = "pod named"  # the validating review showed the pod's uid; the pod may still never exist
+    POD_EXISTS = "pod exists"
+    POD_ENDED = "pod ended"
+    DEADLINE_PASSED = "deadline passed"
+
+
+MOVES: dict[tuple[Phase, Event], Phase] = {
+    (Phase.PENDING, Event.POD_NAMED): Phase.PENDING,
+    (Phase.PENDING, Event.POD_EXISTS): Phase.FINALIZED,
+    (Phase.PENDING, Event.POD_ENDED): Phase.RELEASING,
+    (Phase.PENDING, Event.DEADLINE_PASSED): Phase.RELEASING,
+    (Phase.FINALIZED, Event.POD_NAMED): Phase.FINALIZED,
+    (Phase.FINALIZED, Event.POD_EXISTS): Phase.FINALIZED,
+    (Phase.FINALIZED, Event.POD_ENDED): Phase.RELEASING,
+    (Phase.RELEASING, Event.POD_ENDED): Phase.RELEASING,
+}
+
+
+@frozen
+class PodIdentity:
+    """A pod as it is spoken of; an empty name or uid was not told."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@frozen
+class Placement:
+    """One way to serve a claim: slots of one node, none for a claim that only wants a proven node."""
+
+    node: str
+    slots: tuple[Slot, ...]
+
+
+@frozen
+class Ask:
+    """What a ledger is asked to hold, its id fixed before the write."""
+
+    id: ReservationId
+    namespace: str
+    claim_digest: str
+    pod_name: str | None = None
+
+
+@frozen
+class Reservation:
+    """What a ledger holds. Its id, namespace, claim digest, node and slots never change; its uid only once."""
+
+    id: ReservationId
+    namespace: str
+    claim_digest: str
+    node: str
+    slots: tuple[Slot, ...]
+    since: datetime
+    # Until when a pending reservation may wait for its pod; a finalized one waits for nothing.
+    deadline: datetime | None
+    phase: Phase = Phase.PENDING
+    pod_name: str | None = None
+    uid: str | None = None
+
+    @property
+    def uuids(self) -> tuple[DeviceUuid, ...]:
+        return tuple(slot.uuid for slot in self.slots)
+
+    def after(self, event: Event) -> "Reservation":
+        phase = MOVES.get((self.phase, event))
+        if phase is None:
+            raise IllegalMoveError(f"reservation {self.id} is {self.phase}: {event} cannot happen to it")
+        return evolve(self, phase=phase, deadline=self.deadline if phase is Phase.PENDING else None)
+
+    def of_pod(self, pod: PodIdentity) -> "Reservation":
+        return evolve(self, uid=pod.uid, pod_name=pod.name or self.pod_name)
+
+    def is_past_deadline(self, now: datetime) -> bool:
+        return self.deadline is not None and self.deadline <= now
+
+    def may_be(self, pod: PodIdentity) -> bool:
+        """Whether nothing known of it speaks against its being that pod's."""
+        return self.namespace == pod.namespace and self.uid in (None, pod.uid) and self.pod_name in (None, pod.name)

@@ -1,0 +1,21 @@
+"""What proves a node. One protocol; every provider says only what it knows and until when."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from webhook.core.errors import GpuwardenError
+from webhook.core.evidence import Evidence
+
+
+class EvidenceUnavailableError(GpuwardenError):
+    """The provider cannot be asked: what it last said stays good until its own end."""
+
+
+class EvidenceProvider(Protocol):
+    """A source of evidence."""
+
+    name: str
+    is_for_development: bool
+
+    async def poll(self) -> Mapping[str, Evidence]:
+        """Everything it knows at this moment, by node."""

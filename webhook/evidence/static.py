@@ -1,0 +1,28 @@
+"""Evidence that somebody wrote down: nothing is attested. For development only, and it says so."""
+
+from collections.abc import Mapping
+
+from webhook.core.evidence import Evidence, combined
+
+NOTE = "evidence is static (somebody wrote it down, nothing is attested): for development only"
+
+
+class StaticEvidence:
+    """The map of `BGS_NODE_HASH_MAP` and the evidence entries of the inventory file, which must agree."""
+
+    name = "static"
+    is_for_development = True
+
+    def __init__(self, node_hash_map: Mapping[str, str]) -> None:
+        self._from_map = {node: Evidence(node, one, "static") for node, one in node_hash_map.items()}
+        self._agreed: Mapping[str, Evidence] = self._from_map
+
+    def read_from_file(self, entries: Mapping[str, Evidence]) -> None:
+        """What the inventory file says now, in place of what it said before."""
+        sources = (self._from_map, entries)
+        nodes = {node for source in sources for node in source}
+        found = {node: combined([source[node] for source in sources if node in source]) for node in nodes}
+        self._agreed = {node: evidence for node, evidence in found.items() if evidence is not None}
+
+    async def poll(self) -> Mapping[str, Evidence]:
+        return self._agreed

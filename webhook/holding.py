@@ -1,0 +1,59 @@
+"""Decide and reserve, over and over while others are faster: the step that every door into the product shares."""
+
+from datetime import datetime
+
+from webhook.clock import Clock
+from webhook.core.claim import Claim
+from webhook.core.decide import EvidencePolicy, decide
+from webhook.core.errors import (
+    DeadlinePassedError,
+    LedgerUnavailableError,
+    ReservationConflictError,
+    SlotsTakenError,
+)
+from webhook.core.fleet import Fleet
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Ask, Placement, Reservation
+from webhook.core.verdict import Deny
+from webhook.ledger import Ledger
+from webhook.telemetry import Metrics
+
+
+class Holder:
+    """Finds a place for a claim and holds it."""
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, policy: EvidencePolicy, clock: Clock, metrics: Metrics) -> None:
+        self.fleet = fleet
+        self.ledger = ledger
+        self.policy = policy
+        self._clock = clock
+        self._metrics = metrics
+
+    def places(self, claim: Claim) -> tuple[Placement, ...] | Deny:
+        """Where the claim could be served at this moment; nothing is held."""
+        self.fleet.advance(self._clock())
+        return decide(claim, self.fleet, self.policy)
+
+    async def hold(self, ask: Ask, claim: Claim, *, answer_by: datetime) -> Reservation | Deny:
+        """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding."""
+        while True:
+            await self.ledger.collect(self._clock())
+            # The same review may have come before, and its answer been lost: then there is nothing to decide.
+            known = await self.ledger.find(ask.id)
+            places = self.places(claim) if known is None else ()
+            if isinstance(places, Deny):
+                return places
+            try:
+                return await self.ledger.reserve(ask, places, answer_by=answer_by)
+            except SlotsTakenError:
+                self._metrics.count_ledger_conflict()
+            except DeadlinePassedError:
+                return Deny(Reason.DEADLINE_PASSED, "the review's time is over: nothing was reserved", hint="try again")
+            except ReservationConflictError:
+                return conflict(ask)
+            except LedgerUnavailableError:
+                return Deny(Reason.LEDGER_AWAY, "reservations cannot be made at this moment", hint="try again")
+
+
+def conflict(ask: Ask) -> Deny:
+    return Deny(Reason.RESERVATION_CONFLICT, f"reservation {ask.id} exists and is of another claim")

@@ -1,0 +1,21 @@
+"""What GPUs there are. One protocol; a provider that cannot be read changes nothing of what is known."""
+
+from typing import Protocol
+
+from webhook.core.device import Inventory
+from webhook.core.errors import GpuwardenError
+
+
+class InventoryUnavailableError(GpuwardenError):
+    """The inventory cannot be read; every mistake found in it is named."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("; ".join(mistakes))
+        self.mistakes = mistakes
+
+
+class InventoryProvider(Protocol):
+    """A source of nodes and devices."""
+
+    async def poll(self) -> Inventory | None:
+        """All nodes; None if nothing has changed since the last answer."""

@@ -1,0 +1,49 @@
+"""Where reservations live. One protocol, one contract suite, and implementations that pass it."""
+
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from typing import Protocol
+
+from webhook.core.device import DeviceUuid
+from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
+
+
+class Ledger(Protocol):
+    """Holds devices for claims. A slot has at most one live reservation, whatever is asked in whatever order.
+
+    Ids are fixed by the caller before the write, so whoever lost an answer asks again and finds what was done.
+    """
+
+    async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
+        """Hold the first placement that is free, whole or not at all.
+
+        The same ask again gets the same reservation. Nothing is written from `answer_by` on.
+        Raises SlotsTakenError, ReservationConflictError, DeadlinePassedError or LedgerUnavailableError.
+        """
+
+    async def find(self, reservation_id: ReservationId, *, node: str | None = None) -> Reservation | None:
+        """The reservation, of whatever phase; `node` says where to look if it is not known here."""
+
+    async def bind(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+        """The pod's uid has become known; its reservation is that uid's from now on, and waits anew."""
+
+    async def finalize(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+        """The pod exists. Idempotent for the same pod.
+
+        Raises UnknownReservationError, ReservationConflictError or ReservationExpiredError; so does `bind`.
+        """
+
+    async def release(self, reservation_id: ReservationId, pod: PodIdentity) -> bool:
+        """The pod has ended: its devices are free. Another pod's or another reservation's stay held."""
+
+    async def collect(self, now: datetime) -> Collection[Reservation]:
+        """Give up what waited past its deadline; others count it out a clock skew later than its holder does."""
+
+    def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
+        """Who holds a device's slots, as far as it is known here."""
+
+    def of_pod(self, uid: str) -> Reservation | None:
+        """What a pod holds, as far as it is known here."""
+
+    def reservations(self) -> Collection[Reservation]:
+        """All that are known here."""

@@ -1,0 +1,645 @@
+"""Every setting, declared once: its flag, its variable, its key in the YAML file, its rule and its default.
+
+What somebody sets is read as text whatever it came from, so a rule is the same for all three ways. Nobody else reads
+the environment.
+"""
+
+import difflib
+import ipaddress
+import json
+import os
+import re
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Generic, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+import yaml
+from attrs import field, fields, frozen
+
+from webhook.core import keys
+from webhook.core.errors import GpuwardenError
+
+T = TypeVar("T")
+
+PREFIX: Final = "GPUWARDEN_"
+
+# S4's seven words and what they are to `logging`. Nothing of ours is logged above fatal, so report hides as much.
+LOG_LEVELS: Final = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 40, "fatal": 50, "report": 50}
+
+# Longer is a slip of the keyboard, and added to a date it might leave the calendar.
+MAX_DURATION: Final = timedelta(days=7)
+DURATION_FORM: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)")
+UNITS: Final = {"ms": "milliseconds", "s": "seconds", "": "seconds", "m": "minutes", "h": "hours"}
+
+# Kubernetes' own rules for names (apimachinery, util/validation).
+SUBDOMAIN: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+LAST_PART: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9]")
+
+# A Service that is called gpuwarden puts GPUWARDEN_PORT=tcp://10.0.0.1:443 and its like into every Pod beside it.
+SERVICE_LINK: Final = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)\Z")
+SERVICE_LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://")
+
+
+class SettingsError(GpuwardenError):
+    """The settings cannot be used; every mistake is named."""
+
+    def __init__(self, mistakes: Iterable[str]) -> None:
+        self.mistakes = tuple(mistakes)
+        super().__init__("; ".join(self.mistakes))
+
+
+@frozen
+class Kind(Generic[T]):
+    """One sort of value: how it is read (`ValueError` says what is wrong), and what is allowed, for people."""
+
+    allowed: str
+    read: Callable[[str], T]
+    # What YAML may spell out instead of the text: a list or a mapping.
+    shape: type[object] | None = None
+
+
+def read_port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise ValueError(f"{text!r} is not a port")
+    return int(text)
+
+
+def read_file(text: str) -> Path:
+    if Path(text).is_dir() or not os.access(text, os.R_OK):
+        raise ValueError(f"{text!r} is not a file that can be read here")
+    return Path(text)
+
+
+def read_duration(text: str) -> timedelta:
+    parts = DURATION_FORM.fullmatch(text)
+    if parts is None:
+        raise ValueError(f"{text!r} is not a duration")
+    duration = timedelta(**{UNITS[parts[2]]: float(parts[1])})
+    if duration > MAX_DURATION:
+        raise ValueError(f"{text!r} is too long")
+    return duration
+
+
+def read_interval(text: str) -> timedelta:
+    duration = read_duration(text)
+    if not duration:
+        raise ValueError(f"{text!r} is no time at all")
+    return duration
+
+
+def read_host(text: str) -> str:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError as exc:
+        if not SUBDOMAIN.fullmatch(text.lower()):
+            raise ValueError(f"{text!r} is neither an address nor a name") from exc
+    return text
+
+
+def read_url(text: str) -> str:
+    try:
+        url = urlsplit(text)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError as exc:
+        raise ValueError(f"{text!r} is not a URL") from exc
+    if not is_url or not text.isprintable() or " " in text:
+        raise ValueError(f"{text!r} is not an http or https URL")
+    if url.username is not None or url.query or url.fragment:
+        raise ValueError("more is in the URL than scheme, host, port and path")
+    return text
+
+
+def is_qualified(text: str) -> bool:
+    """Whether Kubernetes takes it as the key of an annotation."""
+    prefix, slash, name = text.rpartition("/")
+    return LAST_PART.fullmatch(name) is not None and (not slash or SUBDOMAIN.fullmatch(prefix) is not None)
+
+
+def read_annotation_key(text: str) -> str:
+    if not is_qualified(text):
+        raise ValueError(f"{text!r} is not an annotation key")
+    return text
+
+
+def read_resource(text: str) -> str:
+    # Quota counts it as requests.<name>, which therefore has to be a name too, and may not be one already.
+    is_native = "/" not in text or "kubernetes.io/" in text
+    if is_native or text.startswith("requests.") or not is_qualified(f"requests.{text}"):
+        raise ValueError(f"{text!r} is not an extended resource")
+    return text
+
+
+def read_truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text == "true"
+
+
+def once_only(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses what JSON would settle in silence: two hashes for one node."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a node stands twice")
+    return found
+
+
+def read_hashes(text: str) -> Mapping[str, str]:
+    try:
+        found = json.loads(text, object_pairs_hook=once_only)
+    except (json.JSONDecodeError, RecursionError) as exc:
+        raise ValueError("this is not JSON") from exc
+    if not isinstance(found, dict):
+        raise ValueError("this is not a JSON object")  # noqa: TRY004 - a mistake in a value, as the others are
+    wrong = [node for node, digest in found.items() if not node or not isinstance(digest, str) or not digest]
+    if wrong:
+        raise ValueError(f"no hash in text form stands at {', '.join(map(repr, wrong))}")
+    return MappingProxyType(found)
+
+
+def one_of(*words: str, refused: Mapping[str, str] = MappingProxyType({})) -> Kind[str]:
+    def read(text: str) -> str:
+        if text in refused:
+            raise ValueError(f"{text!r} cannot be had: {refused[text]}")
+        if text not in words:
+            raise ValueError(f"{text!r} is none of the words")
+        return text
+
+    return Kind(", ".join(words), read)
+
+
+def several_of(*words: str, refused: Mapping[str, str]) -> Kind[tuple[str, ...]]:
+    one = one_of(*words, refused=refused)
+
+    def read(text: str) -> tuple[str, ...]:
+        parts = tuple(one.read(part.strip()) for part in text.split(","))
+        if len(set(parts)) < len(parts):
+            raise ValueError(f"in {text!r} a word stands twice")
+        return parts
+
+    return Kind(f"a comma list of: {one.allowed}", read, list)
+
+
+PORT: Final = Kind("0 to 65535; 0 picks a free one", read_port)
+FILE: Final = Kind("a readable file", read_file)
+DURATION: Final = Kind("`500ms`, `90s`, `5m`, `1h`, or a number of seconds; at most `168h`", read_duration)
+INTERVAL: Final = Kind(DURATION.allowed + "; not 0", read_interval)
+HOST: Final = Kind("an address or a name of this machine", read_host)
+URL: Final = Kind("a URL with http or https, without user, query or fragment", read_url)
+ANNOTATION_KEY: Final = Kind("an annotation key", read_annotation_key)
+RESOURCE: Final = Kind("an extended resource, such as `nvidia.com/gpu`", read_resource)
+TRUTH: Final = Kind("true, false", read_truth)
+HASHES: Final = Kind("a JSON object, node name to hash", read_hashes, dict)
+LOG_LEVEL: Final = one_of(*LOG_LEVELS)
+INJECTION: Final = one_of("nvidia", "cuda")
+REQUIRE_EVIDENCE: Final = one_of("asked", "all")
+LEDGER: Final = one_of("memory", refused={"cluster": "this version keeps reservations in memory only"})
+EVIDENCE: Final = several_of(
+    "static",
+    refused={
+        "spire-server": "this version does not ask a SPIRE server",
+        "jwt-svid": "this version does not challenge nodes for a JWT-SVID",
+    },
+)
+
+
+def declared(
+    kind: Kind[Any], about: str, *, short: str | None = None, older_variable: str | None = None, in_file: bool = True
+) -> dict[str, object]:
+    """What there is to say of a setting. An `older_variable` is S0's name, looked at when ours is not set."""
+    return {"kind": kind, "about": about, "short": short, "older_variable": older_variable, "in_file": in_file}
+
+
+@frozen
+class Settings:
+    """What somebody has set, or the default. Files are named, never held: nothing here is a secret."""
+
+    config: Path | None = field(default=None, metadata=declared(FILE, "the YAML file with settings", in_file=False))
+
+    host: str = field(default="127.0.0.1", metadata=declared(HOST, "where all listeners listen"))
+    port: int = field(default=8443, metadata=declared(PORT, "TLS listener: admission, finalize, devices", short="p"))
+    ui_port: int = field(
+        default=8080, metadata=declared(PORT, "plain listener: UI, devices, finalize, health, metrics", short="U")
+    )
+    extender_port: int = field(default=8444, metadata=declared(PORT, "extender listener"))
+    # Under the 30 s that Kubernetes gives a Pod to end.
+    drain_timeout: timedelta = field(
+        default=timedelta(seconds=25),
+        metadata=declared(DURATION, "how long requests in flight may take once a stop is asked for"),
+    )
+
+    tls_cert: Path | None = field(
+        default=None, metadata=declared(FILE, "certificate chain of the TLS listeners (PEM); with --tls-key")
+    )
+    tls_key: Path | None = field(default=None, metadata=declared(FILE, "its key (PEM); with --tls-cert"))
+    client_ca: Path | None = field(
+        default=None, metadata=declared(FILE, "CAs of the client certificates that the TLS listener asks for (PEM)")
+    )
+    extender_client_ca: Path | None = field(
+        default=None,
+        metadata=declared(FILE, "CAs of the client certificates that the extender listener asks for (PEM)"),
+    )
+
+    kubeconfig: Path | None = field(default=None, metadata=declared(FILE, "the cluster; instead of the next three"))
+    kubernetes_url: str | None = field(
+        default=None,
+        metadata=declared(URL, "the API server; with --access-token and --ca-certificate", short="k"),
+    )
+    access_token: Path | None = field(
+        default=None, metadata=declared(FILE, "bearer token for the API server", short="t")
+    )
+    ca_certificate: Path | None = field(default=None, metadata=declared(FILE, "CA of the API server (PEM)", short="c"))
+
+    inventory: Path | None = field(
+        default=None,
+        metadata=declared(FILE, "nodes and devices (YAML, JSON); not set and no cluster: examples/inventory.yaml"),
+    )
+    ledger: str = field(default="memory", metadata=declared(LEDGER, "where reservations live"))
+    pending_deadline: timedelta = field(
+        default=timedelta(seconds=90),
+        metadata=declared(INTERVAL, "how long a reservation waits for its pod to exist"),
+    )
+    evidence: tuple[str, ...] = field(
+        default=("static",), metadata=declared(EVIDENCE, "who says what a node is; all must agree")
+    )
+    require_evidence: str = field(
+        default="asked",
+        metadata=declared(REQUIRE_EVIDENCE, "which claims need a proven node: those that ask for a hash, or all"),
+    )
+    node_hash_map: Mapping[str, str] = field(
+        default=MappingProxyType({}),
+        metadata=declared(HASHES, "static evidence, development only", older_variable="BGS_NODE_HASH_MAP"),
+    )
+    clock_skew: timedelta = field(
+        default=timedelta(seconds=5), metadata=declared(DURATION, "how far the clocks of others may be off")
+    )
+    reload_interval: timedelta = field(
+        default=timedelta(seconds=1),
+        metadata=declared(INTERVAL, "how often certificates and inventory are looked at for changes"),
+    )
+
+    injection: str = field(default="nvidia", metadata=declared(INJECTION, "how a GPU gets into a container"))
+    gpu_resource: str = field(
+        default="nvidia.com/gpu", metadata=declared(RESOURCE, "the resource by which containers ask for GPUs")
+    )
+    write_aliases: bool = field(
+        default=True, metadata=declared(TRUTH, "write the older systems' annotations beside ours")
+    )
+    required_hash_alias: str = field(
+        default=keys.REQUIRED_HASH.aliases[0],
+        metadata=declared(
+            ANNOTATION_KEY,
+            f"other name of the annotation {keys.REQUIRED_HASH.name}",
+            older_variable="BGS_REQUIRED_ANNOTATION",
+        ),
+    )
+
+    log_level: str = field(
+        default="info", metadata=declared(LOG_LEVEL, "what is logged: this and what is graver", short="l")
+    )
+
+    # By setting: "flag --port", "variable GPUWARDEN_PORT", "key port in FILE" or "default".
+    sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
+    # Sentences about what was accepted and does nothing.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether there is no cluster to talk to."""
+        return self.kubeconfig is None and self.kubernetes_url is None
+
+    @property
+    def inventory_file(self) -> Path | None:
+        """The inventory to read: the one named, or the example that the embedded default lives on."""
+        if self.inventory is None and self.is_embedded:
+            return Path("examples/inventory.yaml")
+        return self.inventory
+
+
+@frozen
+class Setting:
+    """What is declared of one setting, and the names that follow from its own."""
+
+    name: str
+    default: object
+    kind: Kind[Any]
+    about: str
+    short: str | None
+    older_variable: str | None
+    in_file: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    @property
+    def key(self) -> str:
+        first, *others = self.name.split("_")
+        return first + "".join(word.capitalize() for word in others)
+
+    @property
+    def variables(self) -> Iterator[str]:
+        yield self.variable
+        if self.older_variable:
+            yield self.older_variable
+
+
+SETTINGS: Final = tuple(Setting(f.name, f.default, **f.metadata) for f in fields(Settings) if f.metadata)
+
+
+class Retired(NamedTuple):
+    """A flag of S4 that is accepted and does nothing."""
+
+    name: str
+    short: str
+    sentence: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+RETIRED: Final = (
+    Retired("claims_namespace", "C", "reservations are not Leases here; --ledger says where they live"),
+    Retired(
+        "renew_interval",
+        "i",
+        "reservations are not Leases here, so none is renewed: "
+        "a pending one ends at --pending-deadline, a finalized one with its pod",
+    ),
+    Retired("renew_jitter", "j", "reservations are not Leases here, so there are no renewals to spread"),
+)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """All settings as flags. argparse judges none of them: `load` names all mistakes at once."""
+    for one in SETTINGS:
+        names = [one.flag, *([f"-{one.short}"] if one.short else [])]
+        text = f"{one.about}; {one.kind.allowed.replace('`', '')}"
+        shown = plain(one.default)
+        text += "" if shown in (None, {}) else f" (default: {in_words(shown)})"
+        parser.add_argument(*names, dest=one.name, metavar=one.name.rpartition("_")[2].upper(), help=text)
+    for flag in RETIRED:
+        parser.add_argument(flag.flag, f"-{flag.short}", dest=flag.name, help=SUPPRESS)
+
+
+def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None, also: Iterable[str] = ()) -> Settings:
+    """The settings, or `SettingsError` with every mistake; those that the caller has found go in `also`.
+
+    `flags` are argparse's values by setting name. An empty variable and an empty key are as good as none.
+    """
+    return Reader(flags, process_environment() if environ is None else environ, also).read()
+
+
+def process_environment() -> Mapping[str, str]:
+    return os.environ  # noqa: TID251 - the one place that may read it
+
+
+class Given(NamedTuple):
+    """What somebody set, and where."""
+
+    text: str
+    source: str
+
+
+class StrictLoader(yaml.SafeLoader):
+    """YAML would let the last of two equal keys win; that one was meant is a guess."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise yaml.constructor.ConstructorError(None, None, f"{min(twice)!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class Reader:
+    """Reads settings once, collecting mistakes."""
+
+    def __init__(self, flags: Mapping[str, object], environ: Mapping[str, str], also: Iterable[str]) -> None:
+        self.flags = flags
+        self.environ = {name: text for name, text in environ.items() if not is_service_link(name, text)}
+        self.mistakes = list(also)
+        self.given: dict[str, Given] = {}
+
+    def read(self) -> Settings:
+        self.given = self._from_variables() | self._from_flags()
+        self.given = self._from_file() | self.given
+        values = dict(self._values())
+        self._check_names()
+        self._check_together(values)
+        if self.mistakes:
+            raise SettingsError(self.mistakes)
+        sources = {one.name: self.given[one.name].source if one.name in self.given else "default" for one in SETTINGS}
+        return Settings(**values, sources=sources, notes=tuple(self._notes()))
+
+    def _from_flags(self) -> dict[str, Given]:
+        return {
+            one.name: Given(str(value), f"flag {one.flag}")
+            for one in SETTINGS
+            if (value := self.flags.get(one.name)) is not None
+        }
+
+    def _from_variables(self) -> dict[str, Given]:
+        return {
+            one.name: Given(self.environ[name], f"variable {name}")
+            for one in SETTINGS
+            for name in reversed(tuple(one.variables))
+            if self.environ.get(name)
+        }
+
+    def _from_file(self) -> dict[str, Given]:
+        named = self.given.get("config")
+        if named is None:
+            return {}
+        content = self._content(named)
+        by_key = {one.key: one for one in SETTINGS if one.in_file}
+        found = {}
+        for key, value in content.items():
+            where = f"key {key} in {named.text}"
+            one = by_key.get(str(key))
+            if one is None:
+                self.mistakes.append(f"{where}: there is no such setting{did_you_mean(str(key), by_key)}")
+            elif value is not None:
+                try:
+                    found[one.name] = Given(text_of(value, one.kind.shape), where)
+                except ValueError as exc:
+                    self.mistakes.append(f"{where}: {exc}; allowed: {one.kind.allowed}")
+        return found
+
+    def _content(self, named: Given) -> Mapping[object, object]:
+        """What stands in the file. That it cannot be read is said when `config` is judged, with the other settings."""
+        try:
+            content = yaml.load(read_file(named.text).read_bytes(), StrictLoader)  # noqa: S506 - a SafeLoader
+        except (ValueError, OSError):
+            return {}
+        except (yaml.YAMLError, RecursionError) as exc:
+            self.mistakes.append(f"{named.source}: {named.text} is not YAML: {' '.join(str(exc).split())}")
+            return {}
+        if content is None:
+            return {}
+        if not isinstance(content, dict):
+            self.mistakes.append(f"{named.source}: {named.text} holds no mapping of settings")
+            return {}
+        return content
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for one in SETTINGS:
+            if one.name in self.given:
+                text, source = self.given[one.name]
+                try:
+                    yield one.name, one.kind.read(text)
+                except ValueError as exc:
+                    self.mistakes.append(f"{source}: {exc}; allowed: {one.kind.allowed}")
+
+    def _check_names(self) -> None:
+        known = {one.variable for one in SETTINGS}
+        for name in sorted(self.environ):
+            if name.startswith(PREFIX) and name not in known:
+                self.mistakes.append(f"variable {name}: there is no such setting{did_you_mean(name, known)}")
+
+    def _check_together(self, values: Mapping[str, Any]) -> None:
+        self._check_all_or_none("tls_cert", "tls_key")
+        self._check_all_or_none("kubernetes_url", "access_token", "ca_certificate")
+        rivals = [n for n in ("kubernetes_url", "access_token", "ca_certificate") if n in self.given]
+        if "kubeconfig" in self.given and rivals:
+            self.mistakes.append(f"{self._where(['kubeconfig', *rivals])}: a cluster is named twice; choose one way")
+        ports: dict[object, list[str]] = {}
+        for one in SETTINGS:
+            is_bad = one.name in self.given and one.name not in values
+            if one.kind is PORT and not is_bad:
+                ports.setdefault(values.get(one.name, one.default), []).append(one.name)
+        for port, names in ports.items():
+            if port != 0 and len(names) > 1:
+                self.mistakes.append(f"{self._where(names)}: more than one listener at port {port}; allowed: one each")
+
+    def _check_all_or_none(self, *names: str) -> None:
+        present = [name for name in names if name in self.given]
+        missing = [flag_of(name) for name in names if name not in self.given]
+        if present and missing:
+            rule = "both or neither" if len(names) == 2 else "all of them or none"
+            self.mistakes.append(f"{self._where(present)}: {' and '.join(missing)} not set; allowed: {rule}")
+
+    def _where(self, names: Iterable[str]) -> str:
+        return ", ".join(self.given[n].source if n in self.given else f"{flag_of(n)} (default)" for n in names)
+
+    def _notes(self) -> Iterator[str]:
+        for flag in RETIRED:
+            if self.flags.get(flag.name) is not None:
+                yield f"{flag.flag} does nothing: {flag.sentence}"
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def is_service_link(name: str, text: str) -> bool:
+    """Whether Kubernetes put the variable there for a Service, and nobody who sets anything."""
+    if not name.startswith(PREFIX):
+        return False
+    return bool(SERVICE_LINK.search(name) or (name.endswith("_PORT") and SERVICE_LINK_VALUE.match(text)))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for a slip of the keyboard. What all names begin with says nothing about likeness."""
+    by_rest = {other.removeprefix(PREFIX).lower(): other for other in known}
+    close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), list(by_rest), n=1, cutoff=0.76)
+    return f"; did you mean {by_rest[close[0]]}?" if close else ""
+
+
+def text_of(value: object, shape: type[object] | None) -> str:
+    """A value of YAML as it would stand in a flag."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str() | int() | float():
+            return str(value)
+        case list() if shape is list and all(isinstance(part, str) for part in value):
+            return ",".join(value)
+        case dict() if shape is dict:
+            return json.dumps(value, default=str)
+    raise ValueError(f"a YAML {type(value).__name__} cannot stand here")
+
+
+def plain(value: object) -> object:
+    """A setting's value as YAML writes it."""
+    match value:
+        case Path():
+            return str(value)
+        case timedelta():
+            return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
+        case tuple():
+            return list(value)
+        case Mapping():
+            return dict(value)
+        case _:
+            return value
+
+
+def in_words(shown: object) -> str:
+    """A plain value as it would stand in a flag."""
+    match shown:
+        case list():
+            return ",".join(map(str, shown))
+        case bool():
+            return str(shown).lower()
+        case _:
+            return str(shown)
+
+
+def as_yaml(settings: Settings) -> str:
+    """The settings in effect, each with where it comes from. It can be read back as a settings file."""
+    lines = []
+    for one in SETTINGS:
+        value = plain(getattr(settings, one.name))
+        source = settings.sources.get(one.name, "default")
+        text = yaml.safe_dump({one.key: value}, sort_keys=False, allow_unicode=True, width=float("inf"))
+        first, newline, rest = text.partition("\n")
+        lines.append(f"{'' if one.in_file else '# '}{first}  # {source}{newline}{rest}")
+    return "".join(lines)
+
+
+REFERENCE: Final = """\
+# Settings
+
+Written by `gpuwarden config reference`; change `webhook/settings.py` instead.
+
+A flag wins over a variable, a variable over the YAML file that `--config` or `GPUWARDEN_CONFIG` names, the file over
+the default. An empty variable and a key without a value count as not set. Relative paths start at the working
+directory. A name that is not in the table (variable or key) is a mistake, and so is a value that is not allowed; all
+mistakes are named at once. `gpuwarden config check` looks without starting anything, `gpuwarden config show` says what
+is in effect and where it comes from. Variables that Kubernetes sets for a Service called `gpuwarden` are passed over.
+
+| flag | variable | YAML key | default | allowed | meaning |
+|---|---|---|---|---|---|
+"""
+
+
+def reference() -> str:
+    """The table of all settings as Markdown."""
+    return REFERENCE + "".join(map(row, SETTINGS)) + "".join(retired_rows())
+
+
+def row(one: Setting) -> str:
+    shown = plain(one.default)
+    cells = [
+        f"`{one.flag}`" + (f", `-{one.short}`" if one.short else ""),
+        f"`{one.variable}`" + (f", else `{one.older_variable}`" if one.older_variable else ""),
+        f"`{one.key}`" if one.in_file else "",
+        "" if shown in (None, {}) else f"`{in_words(shown)}`",
+        one.kind.allowed,
+        one.about,
+    ]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def retired_rows() -> Iterator[str]:
+    yield "\nFlags of older systems that are accepted, do nothing and say so in the log:\n\n| flag | why |\n|---|---|\n"
+    for flag in RETIRED:
+        yield f"| `{flag.flag}`, `-{flag.short}` | {flag.sentence} |\n"

@@ -1,0 +1,238 @@
+"""What is told of the running process: log lines on stderr, metrics in a registry of our own.
+
+Bodies, tokens and the environment are never logged; libraries that would do so at debug level are held back.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Final, Generic, Literal, TypeVar
+
+import msgspec
+import prometheus_client
+import structlog
+from attrs import field, frozen
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from webhook.clock import Clock, utc_now
+from webhook.core.device_state import DeviceState
+from webhook.core.evidence import EvidenceState
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Phase
+from webhook.settings import LOG_LEVELS
+
+# A second series beside every counter, which no query of ours reads.
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs to annotate
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+# At debug level these write down headers (bearer tokens among them) and bodies.
+INDISCREET: Final = ("hpack", "httpcore", "kubernetes", "urllib3")
+
+# A decision takes well under 1 ms; the API server hangs up after its timeoutSeconds, 10 in the chart.
+ADMISSION_BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+# What the API server may ask about. The word comes from outside, and each new one would be a new series.
+OPERATIONS: Final = frozenset({"CREATE", "UPDATE", "DELETE", "CONNECT"})
+OTHER_OPERATION: Final = "OTHER"
+
+# How taking in a changed file ended; refused: the old one is kept.
+Outcome = Literal["reloaded", "refused"]
+
+ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
+
+
+def configure_logging(level: str, clock: Clock = utc_now) -> None:
+    """One JSON object a line on stderr from `level` (a word of `LOG_LEVELS`) on, from us and from the libraries."""
+    number = LOG_LEVELS[level]
+    stamp = Stamp(clock)
+    render = structlog.processors.JSONRenderer(serializer=as_line)
+    own: list[Processor] = [structlog.processors.add_log_level, structlog.processors.format_exc_info, stamp]
+    structlog.configure(
+        processors=[*own, render],
+        # structlog knows nothing below debug.
+        wrapper_class=structlog.make_filtering_bound_logger(max(number, logging.DEBUG)),
+        logger_factory=structlog.WriteLoggerFactory(file=Stderr()),  # type: ignore[arg-type]  # it writes and flushes only
+        # The level must keep applying when it is set anew. Who logs on the hot path binds a logger once instead.
+        cache_logger_on_first_use=False,
+    )
+    foreign = [structlog.stdlib.add_logger_name, *own]
+    bridge(number, structlog.stdlib.ProcessorFormatter(processor=render, foreign_pre_chain=foreign))
+
+
+def bridge(number: int, formatter: logging.Formatter) -> None:
+    """Lets `logging` write as we do. Handlers that are not ours stay."""
+    root = logging.getLogger()
+    for old in [handler for handler in root.handlers if isinstance(handler, BridgeHandler)]:
+        root.removeHandler(old)
+    handler = BridgeHandler(Stderr())
+    handler.setFormatter(formatter)
+    root.addHandler(handler)
+    root.setLevel(number)
+    for name in INDISCREET:
+        logging.getLogger(name).setLevel(max(number, logging.INFO))
+    logging.captureWarnings(capture=True)
+
+
+class Stderr:
+    """Whatever stderr is at the moment of writing, which a test run changes under us."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+class BridgeHandler(logging.StreamHandler[Stderr]):
+    """The handler on the root logger that is ours to replace."""
+
+
+@frozen
+class Stamp:
+    """Puts timestamp, level and event first, and the rest behind them in the order it was given in."""
+
+    clock: Clock
+
+    def __call__(self, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        now = self.clock().isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        return {"timestamp": now, "level": event.pop("level"), "event": event.pop("event"), **event}
+
+
+def as_line(event: object, **_: object) -> str:
+    """The event as JSON; what JSON has no form for is written as its repr, since logging must not be what fails."""
+    try:
+        return ENCODER.encode(event).decode()
+    except (TypeError, ValueError):  # a lone surrogate, as in a file name that is no UTF-8
+        return json.dumps(event, default=repr)
+
+
+@frozen
+class FleetCounts:
+    """How many there are, by state, at one moment; a state that is left out counts none."""
+
+    devices: Mapping[str, int] = field(factory=dict)
+    reservations: Mapping[str, int] = field(factory=dict)
+    evidence_nodes: Mapping[str, int] = field(factory=dict)
+
+
+CountsSource = Callable[[], FleetCounts]
+
+
+class FleetCollector(Collector):
+    """Asks for the counts when somebody looks, instead of keeping gauges in step with every move."""
+
+    def __init__(self, count: CountsSource) -> None:
+        self.count = count
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """The names alone, so that registering does not ask for counts."""
+        return families(FleetCounts())
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        return families(self.count())
+
+
+def families(counts: FleetCounts) -> Iterator[GaugeMetricFamily]:
+    yield family("gpuwarden_devices", "GPUs by state", "state", tuple(DeviceState), counts.devices)
+    yield family("gpuwarden_reservations", "Reservations by phase", "phase", tuple(Phase), counts.reservations)
+    yield family(
+        "gpuwarden_evidence_nodes",
+        "Nodes by what their evidence is worth",
+        "state",
+        tuple(EvidenceState),
+        counts.evidence_nodes,
+    )
+
+
+def family(name: str, about: str, label: str, states: Sequence[str], counts: Mapping[str, int]) -> GaugeMetricFamily:
+    """All states, zero or not: a series that comes and goes cannot be alerted on."""
+    gauge = GaugeMetricFamily(name, about, labels=[label])
+    for state in states:
+        gauge.add_metric([state], counts.get(state, 0))
+    return gauge
+
+
+class Bound(dict[K, V], Generic[K, V]):
+    """Label children by their values, each made once: `labels()` costs more than counting."""
+
+    def __init__(self, bind: Callable[[K], V]) -> None:
+        super().__init__()
+        self.bind = bind
+
+    def __missing__(self, key: K) -> V:
+        self[key] = self.bind(key)
+        return self[key]
+
+
+class Metrics:
+    """All metrics of one server. Label values come from us, never from a request: each new one is a new series."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        seconds = Histogram(
+            "gpuwarden_admission_duration_seconds",
+            "Time from a review's arrival to its answer",
+            ["operation", "verdict"],
+            registry=self.registry,
+            buckets=ADMISSION_BUCKETS,
+        )
+        verdicts = self._counter("gpuwarden_verdicts_total", "Answered reviews by reason", "reason")
+        certificates = self._counter(
+            "gpuwarden_certificate_reloads_total", "Changed certificates taken in", "listener", "outcome"
+        )
+        files = self._counter("gpuwarden_file_reloads_total", "Changed files taken in", "file", "outcome")
+        requests = self._counter("gpuwarden_http_requests_total", "Answered HTTP requests", "route", "status")
+        not_after = Gauge(
+            "gpuwarden_certificate_not_after_seconds",
+            "When the certificate in use ends, as a Unix time",
+            ["listener"],
+            registry=self.registry,
+        )
+        self._conflicts = self._counter("gpuwarden_ledger_conflicts_total", "Placements that somebody else was given")
+        self._seconds = Bound[tuple[str, str], Histogram](lambda key: seconds.labels(*key))
+        self._verdicts = Bound[str, Counter](verdicts.labels)
+        self._certificates = Bound[tuple[str, Outcome], Counter](lambda key: certificates.labels(*key))
+        self._files = Bound[tuple[str, Outcome], Counter](lambda key: files.labels(*key))
+        self._requests = Bound[tuple[str, int], Counter](lambda key: requests.labels(*key))
+        self._not_after = Bound[str, Gauge](not_after.labels)
+        for reason in Reason:
+            verdicts.labels(reason)
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, labels, registry=self.registry)
+
+    def observe_verdict(self, operation: str, verdict: str, reason: str, seconds: float) -> None:
+        known = operation if operation in OPERATIONS else OTHER_OPERATION
+        self._seconds[known, verdict].observe(seconds)
+        self._verdicts[reason].inc()
+
+    def count_ledger_conflict(self) -> None:
+        self._conflicts.inc()
+
+    def count_certificate_reload(self, listener: str, outcome: Outcome) -> None:
+        self._certificates[listener, outcome].inc()
+
+    def show_certificate(self, listener: str, not_after: datetime) -> None:
+        self._not_after[listener].set(not_after.timestamp())
+
+    def count_file_reload(self, file: str, outcome: Outcome) -> None:
+        self._files[file, outcome].inc()
+
+    def count_http_request(self, route: str, status: int) -> None:
+        """`route` is the path as declared, or one word for all that nobody declared: not the path as sent."""
+        self._requests[route, status].inc()
+
+    def watch_fleet(self, count: CountsSource) -> None:
+        """From now on every look at the metrics asks `count`."""
+        self.registry.register(FleetCollector(count))
+
+    def render(self) -> tuple[bytes, str]:
+        """The metrics as text, and the content type of that text."""
+        return prometheus_client.generate_latest(self.registry), prometheus_client.CONTENT_TYPE_LATEST

@@ -1,0 +1,388 @@
+"""Certificates: the development pair `make run` serves with, and the live source a TLS listener takes its pair from.
+
+Nothing here logs, counts or knows the time: outcomes are values, the clock is given.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import ssl
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timedelta
+from enum import StrEnum
+from ipaddress import ip_address
+from pathlib import Path
+
+from attrs import frozen
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from webhook.core.errors import GpuwardenError
+
+CA_LIFE = timedelta(days=730)
+LEAF_LIFE = timedelta(days=90)  # a third of the CA's life is more than this: a leaf never outlives its CA
+BACKDATED = timedelta(hours=1)  # for a browser or container whose clock is behind
+CLOCK_SKEW = timedelta(minutes=5)  # an issuer's clock may be this far ahead of ours
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # forward secret and authenticated; RFC 9113 forbids the rest with TLS 1.2
+ALPN = ("h2", "http/1.1")
+
+
+class BadCertificateError(GpuwardenError):
+    """The certificate files cannot be served with; the message says which and why."""
+
+
+@frozen
+class DevCertificates:
+    """Where the development certificates are; clients trust `ca_cert`."""
+
+    ca_cert: Path
+    cert: Path
+    key: Path
+
+
+@frozen
+class _Pair:
+    cert: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    def is_young(self, now: datetime) -> bool:
+        """Whether more than a third of its life is left."""
+        begin, end = self.cert.not_valid_before_utc, self.cert.not_valid_after_utc
+        return begin <= now and end - now > (end - begin) / 3
+
+
+def make_dev_certificates(
+    directory: Path, *, now: datetime, names: Sequence[str] = ("localhost", "127.0.0.1", "::1")
+) -> DevCertificates:
+    """A development CA and a server certificate in `directory`, made anew only where the old ones do not do.
+
+    The directory is ours: whatever else bears our file names there is replaced. The CA's key stays beside it so that
+    a new server certificate needs no new trust; that is why it is for development only.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory / ".lock"):  # two servers may be started at once
+        ca = _load_pair(directory / "ca.crt", directory / "ca.key")
+        if ca is None or not ca.is_young(now):
+            ca = _new_ca(now)
+            _store_pair(ca, directory / "ca.crt", directory / "ca.key")
+        leaf = _load_pair(directory / "tls.crt", directory / "tls.key")
+        if leaf is None or not leaf.is_young(now) or not _serves(leaf.cert, ca.cert, names):
+            _store_pair(_new_leaf(ca, now, names), directory / "tls.crt", directory / "tls.key")
+    return DevCertificates(directory / "ca.crt", directory / "tls.crt", directory / "tls.key")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file lets go of the lock
+
+
+def _load_pair(cert_path: Path, key_path: Path) -> _Pair | None:
+    """The pair in these files, or None if it is missing, damaged or not a pair: then it is made anew."""
+    try:
+        cert = x509.load_pem_x509_certificate(cert_path.read_bytes())
+        key = serialization.load_pem_private_key(key_path.read_bytes(), password=None)
+    except (FileNotFoundError, ValueError, TypeError, UnsupportedAlgorithm):
+        return None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
+        return None
+    return _Pair(cert, key)
+
+
+def _store_pair(pair: _Pair, cert_path: Path, key_path: Path) -> None:
+    key = pair.key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    _write_atomically(key_path, key, mode=0o600)
+    _write_atomically(cert_path, pair.cert.public_bytes(serialization.Encoding.PEM), mode=0o644)
+
+
+def _write_atomically(path: Path, content: bytes, *, mode: int) -> None:
+    """A reader sees the old content or the new, never half of it; a key is never readable by others."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            os.fchmod(file.fileno(), mode)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _serves(cert: x509.Certificate, ca: x509.Certificate, names: Sequence[str]) -> bool:
+    try:
+        cert.verify_directly_issued_by(ca)
+        held = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+        return False
+    return set(held) == set(_general_names(names))
+
+
+def _general_names(names: Sequence[str]) -> list[x509.GeneralName]:
+    return [_general_name(name) for name in names]
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _named(common_name: str) -> x509.Name:
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "gpuwarden"),
+            x509.NameAttribute(NameOID.COMMON_NAME, common_name),
+        ]
+    )
+
+
+def _new_ca(now: datetime) -> _Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    # The serial number in the name: after a renewal a client that knows only the old CA says "unknown issuer",
+    # which is clearer than a bad signature by a CA of the same name.
+    serial = x509.random_serial_number()
+    name = _named(f"development CA {serial:x}"[:40])
+    builder = _builder(key.public_key(), name, name, (now - BACKDATED, now + CA_LIFE), serial)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
+    builder = builder.add_extension(
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False
+    )
+    return _Pair(builder.sign(key, hashes.SHA256()), key)
+
+
+def _new_leaf(ca: _Pair, now: datetime, names: Sequence[str]) -> _Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    span = (now - BACKDATED, now + LEAF_LIFE)
+    builder = _builder(
+        key.public_key(), _named("development server"), ca.cert.subject, span, x509.random_serial_number()
+    )
+    builder = builder.add_extension(x509.SubjectAlternativeName(_general_names(names)), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_key_usage(digital_signature=True), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    authority = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
+        ca.cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    )
+    builder = builder.add_extension(authority, critical=False)
+    return _Pair(builder.sign(ca.key, hashes.SHA256()), key)
+
+
+def _builder(
+    key: ec.EllipticCurvePublicKey, subject: x509.Name, issuer: x509.Name, span: tuple[datetime, datetime], serial: int
+) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key).serial_number(serial)
+    builder = builder.not_valid_before(span[0]).not_valid_after(span[1])
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+
+
+def _key_usage(
+    *, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False
+) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+class Reload(StrEnum):
+    """What a look at the certificate files led to."""
+
+    UNCHANGED = "unchanged"
+    RELOADED = "reloaded"
+    REFUSED = "refused"
+
+
+@frozen
+class _Files:
+    """What the files held when they were read."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None
+
+    @property
+    def digest(self) -> str:
+        """Two readings can be compared without keeping the key in memory."""
+        parts = (self.cert, self.key, b"" if self.client_ca is None else self.client_ca)
+        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+@frozen
+class _Serving:
+    """A pair in use."""
+
+    context: ssl.SSLContext
+    not_after: datetime
+    digest: str
+
+
+class CertificateSource:
+    """The certificate of one listener, renewed without a restart: the listener keeps `context` for good.
+
+    A pair that has changed is loaded into a context of its own. Only one that holds together takes over, whole and
+    with a single assignment: every handshake asks the listener's context, which hands it on to the newest one.
+    (Loading into the listener's context instead would leave it without a key for a moment, and after a change from
+    RSA to EC it would keep serving the old certificate to clients that prefer it.) Open connections live on.
+    """
+
+    def __init__(self, cert: Path, key: Path, *, client_ca: Path | None = None, clock: Callable[[], datetime]) -> None:
+        """Raises BadCertificateError: a listener that cannot serve does not start."""
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._clock = clock
+        self._refused: tuple[str, str] | None = None  # digest and problem, once told
+        self._serving = self._load(self._read())
+        self.context = _server_context(needs_client=client_ca is not None)
+        self.context.sni_callback = self._hand_over
+
+    @property
+    def not_after(self) -> datetime:
+        """Until when the certificate in use is valid."""
+        return self._serving.not_after
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the files, as of the last look; empty if nothing is."""
+        return self._refused[1] if self._refused else ""
+
+    def reload(self) -> Reload:
+        """Look at the files, and serve what they hold if it is new and good; may be called from any thread.
+
+        A bad pair is told once: it is tried again at every look (its time may only have to come), but answered
+        `UNCHANGED` until its content, or what is wrong with it, changes.
+        """
+        try:
+            files = self._read()
+        except BadCertificateError as error:
+            return self._refuse("", str(error))
+        if files.digest == self._serving.digest:
+            self._refused = None
+            return Reload.UNCHANGED
+        try:
+            self._serving = self._load(files)
+        except BadCertificateError as error:
+            return self._refuse(files.digest, str(error))
+        self._refused = None
+        return Reload.RELOADED
+
+    async def watch(
+        self,
+        tell: Callable[[Reload], None],
+        *,
+        every: timedelta = timedelta(seconds=1),
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """Look again and again until cancelled; `tell` hears of everything but `UNCHANGED`.
+
+        A second is soon enough and costs three small reads. Content is compared, not times: Kubernetes swaps a
+        secret by a symlink, and the files behind it may be older than those before.
+        """
+        while True:
+            await sleep(every.total_seconds())
+            outcome = await asyncio.to_thread(self.reload)  # the disk may be slow, and handshakes must not wait for it
+            if outcome is not Reload.UNCHANGED:
+                tell(outcome)
+
+    def _refuse(self, digest: str, problem: str) -> Reload:
+        is_told = self._refused == (digest, problem)
+        self._refused = (digest, problem)
+        return Reload.UNCHANGED if is_told else Reload.REFUSED
+
+    def _hand_over(self, handshake: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        handshake.context = self._serving.context
+
+    def _read(self) -> _Files:
+        client_ca = None if self._client_ca is None else _read_file(self._client_ca)
+        return _Files(_read_file(self._cert), _read_file(self._key), client_ca)
+
+    def _load(self, files: _Files) -> _Serving:
+        leaf = self._checked_leaf(files)
+        context = _server_context(needs_client=files.client_ca is not None)
+        try:
+            with ExitStack() as stack:
+                cert, key = (stack.enter_context(_as_file(content)) for content in (files.cert, files.key))
+                # An empty password: without one OpenSSL would ask for it on the terminal.
+                context.load_cert_chain(cert, key, password="")
+        except (ssl.SSLError, ValueError) as error:
+            raise BadCertificateError(f"{self._cert} and {self._key} cannot be served with: {error}") from error
+        if files.client_ca is not None:
+            self._trust(context, files.client_ca)
+        return _Serving(context, leaf.not_valid_after_utc, files.digest)
+
+    def _checked_leaf(self, files: _Files) -> x509.Certificate:
+        try:
+            leaf = x509.load_pem_x509_certificates(files.cert)[0]
+        except ValueError as error:
+            raise BadCertificateError(f"{self._cert} holds no certificate in PEM") from error
+        try:
+            key = serialization.load_pem_private_key(files.key, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise BadCertificateError(f"{self._key} holds no private key in PEM without a password") from error
+        if key.public_key() != leaf.public_key():
+            raise BadCertificateError(f"{self._key} is not the key of the certificate in {self._cert}")
+        now = self._clock()
+        if leaf.not_valid_after_utc <= now:
+            raise BadCertificateError(f"{self._cert} expired on {leaf.not_valid_after_utc.isoformat()}")
+        if leaf.not_valid_before_utc > now + CLOCK_SKEW:
+            raise BadCertificateError(f"{self._cert} is not valid before {leaf.not_valid_before_utc.isoformat()}")
+        return leaf
+
+    def _trust(self, context: ssl.SSLContext, client_ca: bytes) -> None:
+        try:
+            context.load_verify_locations(cadata=client_ca.decode("ascii"))
+        except (ssl.SSLError, ValueError) as error:
+            raise BadCertificateError(f"{self._client_ca} holds no CA certificate in PEM") from error
+
+
+def _server_context(*, needs_client: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2  # RFC 9113, 9.2
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION  # RFC 9113, 9.2.1
+    context.set_ciphers(CIPHERS)
+    context.set_alpn_protocols(ALPN)
+    if needs_client:
+        context.verify_mode = ssl.CERT_REQUIRED
+        # A resumed session shows no certificate: without tickets a CA taken off the file is out at the next connection.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+    return context
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadCertificateError(f"{path} cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """A path to content that was read before: the ssl module loads pairs from paths only, and what was checked
+    must be what is loaded. In memory where the system can: a container's file system is often read-only."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            yield file.name
+        return
+    with os.fdopen(os.memfd_create("gpuwarden"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"

@@ -1,0 +1,390 @@
+"""The way of a pod: parse, gather, decide, reserve, dress, respond. The one module that awaits in that order."""
+
+import re
+import time
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+
+import structlog
+from attrs import frozen
+from starlette.requests import Request
+from starlette.responses import Response
+
+from webhook.clock import Clock
+from webhook.core import check, keys
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
+from webhook.core.dress import DressRules, Injection, Outfit, RawPod, difference, dressed, replaced_env, undressed
+from webhook.core.errors import (
+    InvalidPodError,
+    LedgerUnavailableError,
+    MalformedReviewError,
+    ReservationConflictError,
+    ReservationExpiredError,
+    UnknownReservationError,
+)
+from webhook.core.pod import Pod
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Ask, Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.review import Operation, Review, answer
+from webhook.core.verdict import Admit, Deny, Verdict
+from webhook.holding import Holder
+from webhook.ledger import Ledger
+from webhook.pods import ReviewedPods
+from webhook.telemetry import Metrics
+from webhook.web.body import RefusedBodyError, error, read_body
+from webhook.web.health import Health
+
+log = structlog.get_logger(__name__)
+
+# What the API server assumes where a webhook configuration says nothing, and the most it allows.
+DEFAULT_TIMEOUT = timedelta(seconds=10)
+MAX_TIMEOUT = timedelta(seconds=30)
+# Our answer has to travel back before the API server hangs up.
+MARGIN = timedelta(milliseconds=300)
+GO_DURATION = re.compile(r"(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)s)?(?:(\d{1,6})ms)?")
+
+NOT_ASKED = Admit(reason=Reason.NOT_ASKED)
+Door = Callable[[Review, datetime], Awaitable[Verdict]]
+
+
+@frozen
+class Rules:
+    """How this installation reads and dresses pods."""
+
+    claims: ClaimRules
+    dress: DressRules
+
+
+class Admission:
+    """The reviews' routes."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        pods: ReviewedPods,
+        rules: Rules,
+        clock: Clock,
+        metrics: Metrics,
+        health: Health,
+    ) -> None:
+        self._holder = holder
+        self._ledger: Ledger = holder.ledger
+        self._pods = pods
+        self._rules = rules
+        self._clock = clock
+        self._metrics = metrics
+        self._health = health
+
+    async def mutate(self, request: Request) -> Response:
+        return await self._answered(request, self._mutated)
+
+    async def validate(self, request: Request) -> Response:
+        return await self._answered(request, self._validated)
+
+    async def _answered(self, request: Request, door: Door) -> Response:
+        started = time.perf_counter()
+        answer_by = self._clock() + time_to_answer(request.query_params.get("timeout", ""))
+        if not self._health.is_serving:
+            return error(503, f"the server is {self._health.stage}")
+        try:
+            review = Review.parse(await read_body(request))
+        except RefusedBodyError as exc:
+            return error(exc.code, str(exc))
+        except MalformedReviewError as exc:
+            return error(400, str(exc))
+        verdict = await self._judged(review, door, answer_by)
+        self._record(review, verdict, time.perf_counter() - started)
+        return Response(answer(review.uid, verdict), media_type="application/json")
+
+    async def _judged(self, review: Review, door: Door, answer_by: datetime) -> Verdict:
+        """The door's verdict; whatever goes wrong behind it is a denial with its own reason."""
+        try:
+            return await door(review, answer_by)
+        except InvalidPodError as exc:
+            return Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]), causes=exc.mistakes[:20])
+        except LedgerUnavailableError as exc:
+            log.warning("ledger away", uid=review.uid, exc_info=exc)
+            return Deny(Reason.LEDGER_AWAY, "reservations cannot be looked up at this moment", hint="try again")
+
+    def _record(self, review: Review, verdict: Verdict, took: float) -> None:
+        is_allowed = isinstance(verdict, Admit)
+        self._metrics.observe_verdict(review.operation, "admit" if is_allowed else "deny", verdict.reason, took)
+        if verdict is NOT_ASKED:
+            return
+        log.info(
+            "admission decided",
+            uid=review.uid,
+            namespace=review.namespace,
+            name=review.name,
+            operation=review.operation,
+            verdict="admit" if is_allowed else "deny",
+            reason=verdict.reason,
+            took_ms=round(took * 1000, 3),
+        )
+
+    # The mutating door.
+
+    async def _mutated(self, review: Review, answer_by: datetime) -> Verdict:
+        refused = not_reviewed(review)
+        if refused is not None:
+            return refused
+        if review.operation == Operation.DELETE:
+            return await self._ended(review)
+        if review.operation != Operation.CREATE or review.subresource:
+            return NOT_ASKED  # a pod that exists is validated, never patched
+        raw = required_object(review)
+        pod = Pod.parse(raw)
+        again = await self._reserved_before(pod, review)
+        if again is not None:
+            return self._dressed(raw, pod, again)
+        return await self._reserved_now(raw, pod, review, answer_by)
+
+    async def _reserved_before(self, pod: Pod, review: Review) -> Outfit | None:
+        """What an earlier round of this same creation was given: another webhook's change brings the pod back to us
+        under a new review uid, with our own annotations in it."""
+        claim = recorded_or_none(pod)
+        reservation_id = pod.annotations.get(keys.RESERVATION_ID.name)
+        if claim is None or not reservation_id:
+            return None
+        known = await self._ledger.find(ReservationId(reservation_id), node=pod.annotations.get(keys.NODE.name) or None)
+        if known is None or not is_this_creation(known, claim, pod, review):
+            return None
+        return outfit_of(claim, known)
+
+    async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
+        clean = undressed(raw) if keys.OUTPUT_NAMES & pod.annotations.keys() else raw
+        claim = self._claim(pod, clean)
+        if claim is None:
+            if clean is raw:
+                return NOT_ASKED
+            return Admit(difference(raw, clean), warnings=(COPIED,))
+        refused = self._refused_at_once(pod, claim)
+        if refused is not None:
+            return refused
+        outfit = await self._outfit(claim, pod, review, answer_by)
+        if isinstance(outfit, Deny):
+            return outfit
+        return self._dressed(raw, pod, outfit, clean, () if clean is raw else (COPIED,))
+
+    def _claim(self, pod: Pod, clean: RawPod) -> Claim | None:
+        """What is asked, by a copy of a dressed pod too: its request was taken off when it was dressed."""
+        recorded = recorded_or_none(pod)
+        taken_off = recorded.record.asked if recorded is not None else {}
+        return claim_of(Pod.parse(clean), self._rules.claims, taken_off)
+
+    def _refused_at_once(self, pod: Pod, claim: Claim) -> Deny | None:
+        if not claim.count:
+            return check.no_markers(pod, self._rules.dress)
+        if self._rules.dress.injection is Injection.CUDA and claim.record.asked:
+            return Deny(
+                Reason.INJECTION_CONFLICT,
+                f"the containers ask for {self._rules.dress.resource}, and this installation only sets "
+                f"{keys.CUDA_ENV}: the device plugin would hand out another GPU",
+                hint=f"ask with {keys.GPU_COUNT.name} instead",
+            )
+        return check.no_other_ways(pod, self._rules.dress)
+
+    async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Outfit | Deny:
+        """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
+        if claim.count and not review.is_dry_run:
+            ask = Ask(review.uid, review.namespace, claim.digest, pod.meta.name or review.name or None)
+            held = await self._holder.hold(ask, claim, answer_by=answer_by)
+            return held if isinstance(held, Deny) else outfit_of(claim, held)
+        places = self._holder.places(claim)
+        if isinstance(places, Deny):
+            return places
+        if not claim.count:
+            return Outfit(claim, tuple(sorted(place.node for place in places)))
+        first = places[0]
+        return Outfit(claim, (first.node,), review.uid, tuple(slot.uuid for slot in first.slots))
+
+    def _dressed(
+        self, raw: RawPod, pod: Pod, outfit: Outfit, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
+    ) -> Admit:
+        rules = self._rules.dress
+        replaced = tuple(replaced_env(pod, outfit, rules)) if outfit.uuids else ()
+        audit = {"reason": Reason.ADMITTED.value, "node": ",".join(outfit.nodes[:8])}
+        if outfit.reservation_id is not None:
+            audit |= {"reservation": outfit.reservation_id, "gpus": outfit.visible}
+        return Admit(
+            difference(raw, dressed(raw if clean is None else clean, outfit, rules)),
+            warnings=(*warnings, *outfit.claim.warnings, *replaced),
+            audit=audit,
+        )
+
+    # The validating door.
+
+    async def _validated(self, review: Review, answer_by: datetime) -> Verdict:
+        refused = not_reviewed(review)
+        if refused is not None:
+            return refused
+        match review.operation:
+            case Operation.CREATE if not review.subresource:
+                return await self._created(review)
+            case Operation.UPDATE:
+                return await self._updated(review)
+            case Operation.DELETE:
+                return await self._ended(review)
+            case _:
+                return NOT_ASKED
+
+    async def _created(self, review: Review) -> Verdict:
+        raw = required_object(review)
+        pod = Pod.parse(raw)
+        claim = recorded_claim(pod)
+        if claim is None:
+            return self._created_without_record(pod)
+        if not claim.count:
+            return self._created_without_gpus(raw, pod, claim)
+        refused = check.no_other_ways(pod, self._rules.dress)
+        if refused is not None:
+            return refused
+        if review.is_dry_run:
+            return Admit()  # nothing was reserved for it
+        return await self._bound(raw, pod, claim, review)
+
+    def _created_without_record(self, pod: Pod) -> Verdict:
+        if claim_of(pod, self._rules.claims) is not None:
+            return Deny(
+                Reason.NOT_RESERVED,
+                f"metadata.annotations[{keys.CLAIM.name}]: the pod has a claim and no reservation",
+                hint="the mutating webhook has to see it first",
+            )
+        forged = sorted(keys.OUTPUT_NAMES & pod.annotations.keys())
+        if forged:
+            return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: written by gpuwarden only")
+        return check.no_markers(pod, self._rules.dress) or NOT_ASKED
+
+    def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim) -> Verdict:
+        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet.advance(self._clock())
+        forged = sorted((keys.OUTPUT_NAMES - {keys.CLAIM.name}) & pod.annotations.keys())
+        if forged:
+            return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: the pod has no reservation")
+        return (
+            check.no_markers(pod, self._rules.dress)
+            or check.proven_only(raw, pod, claim, fleet, policy, self._rules.claims)
+            or Admit()
+        )
+
+    async def _bound(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
+        """The final pod against its reservation; from here on the reservation is this uid's."""
+        reservation_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
+        node = pod.annotations.get(keys.NODE.name) or None
+        known = await self._ledger.find(reservation_id, node=node) if reservation_id else None
+        if known is None:
+            return no_reservation(reservation_id)
+        identity = PodIdentity(review.namespace, pod.meta.name or review.name, pod.meta.uid or "")
+        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet.advance(self._clock())
+        refused = (
+            check.matches_reservation(raw, claim, known, identity, self._rules.dress)
+            or check.preset_node(pod, (known.node,))
+            or check.still_proven(claim, known.node, fleet, policy)
+        )
+        if refused is not None:
+            return refused
+        if identity.uid:
+            refused = await self._named(known.id, identity)
+        return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
+
+    async def _named(self, reservation_id: ReservationId, pod: PodIdentity) -> Deny | None:
+        try:
+            await self._ledger.finalize(reservation_id, pod)
+            self._pods.created(pod)
+        except UnknownReservationError:
+            return no_reservation(reservation_id)
+        except ReservationExpiredError:
+            return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation_id} has expired: create the pod anew")
+        except ReservationConflictError:
+            return Deny(Reason.RESERVATION_CONFLICT, f"reservation {reservation_id} belongs to another pod")
+        return None
+
+    async def _updated(self, review: Review) -> Verdict:
+        new = Pod.parse(required_object(review))
+        old = Pod.parse(review.raw_old or {})
+        own: tuple[str, ...] = ()
+        if review.subresource == "ephemeralcontainers":
+            own = await self._own_values(old)
+        return check.unchanged(new, old, own, self._rules.dress) or NOT_ASKED
+
+    async def _own_values(self, pod: Pod) -> tuple[str, ...]:
+        """What a debug container may set: the GPUs that the pod holds already."""
+        reservation_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
+        known = await self._ledger.find(reservation_id, node=pod.annotations.get(keys.NODE.name) or None)
+        if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
+            return ()
+        return (",".join(known.uuids),)
+
+    async def _ended(self, review: Review) -> Verdict:
+        """Embedded, a DELETE review is all we shall hear of a pod's end."""
+        if review.is_dry_run or review.subresource:
+            return NOT_ASKED
+        old = Pod.parse(review.raw_old or {})
+        pod = PodIdentity(review.namespace, old.meta.name or review.name, old.meta.uid or "")
+        held = self._ledger.of_pod(pod.uid) if pod.uid else None
+        reservation_id = held.id if held else ReservationId(old.annotations.get(keys.RESERVATION_ID.name) or "")
+        if reservation_id and await self._ledger.release(reservation_id, pod):
+            self._pods.ended(pod)
+            log.info("pod ended", reservation=reservation_id, namespace=pod.namespace, name=pod.name)
+        return NOT_ASKED
+
+
+COPIED = "annotations of another pod's reservation were taken off: gpuwarden writes them"
+
+
+def not_reviewed(review: Review) -> Deny | None:
+    if review.is_of_pods and review.operation in set(Operation):
+        return None
+    return Deny(
+        Reason.NOT_REVIEWED,
+        f"gpuwarden reviews pods; this is {review.subject}",
+        hint="take it out of the webhook configuration's rules",
+    )
+
+
+def required_object(review: Review) -> RawPod:
+    if review.raw is None:
+        raise InvalidPodError("the review has no object")
+    return review.raw
+
+
+def recorded_or_none(pod: Pod) -> Claim | None:
+    """The record in a pod that may be a copy, or somebody's invention."""
+    try:
+        return recorded_claim(pod)
+    except InvalidPodError:
+        return None
+
+
+def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review) -> bool:
+    return (
+        known.phase is Phase.PENDING
+        and known.uid is None
+        and known.namespace == review.namespace
+        and known.claim_digest == claim.digest
+        and known.pod_name in (None, pod.meta.name)
+    )
+
+
+def outfit_of(claim: Claim, held: Reservation) -> Outfit:
+    return Outfit(claim, (held.node,), held.id, held.uuids)
+
+
+def no_reservation(reservation_id: str) -> Deny:
+    return Deny(
+        Reason.NOT_RESERVED,
+        f"metadata.annotations[{keys.RESERVATION_ID.name}]: there is no reservation {reservation_id!r}",
+        hint="take the gpuwarden.io/ annotations off a copied manifest, or create the pod anew",
+    )
+
+
+def time_to_answer(timeout: str) -> timedelta:
+    """How long the API server will wait, from its own `?timeout=`, less what the way back takes."""
+    read = GO_DURATION.fullmatch(timeout)
+    if not timeout or read is None:
+        asked = DEFAULT_TIMEOUT
+    else:
+        minutes, seconds, milliseconds = read.groups()
+        asked = timedelta(minutes=int(minutes or 0), seconds=float(seconds or 0), milliseconds=int(milliseconds or 0))
+    return min(asked, MAX_TIMEOUT) - MARGIN

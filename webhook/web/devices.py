@@ -1,0 +1,429 @@
+"""The device view: every GPU, what it is doing and for whom, as JSON for programs and as a page for people.
+
+It only looks. A fleet may have 100,000 devices and admission shares the event loop, so the view walks through them
+in short slices and lets everybody else have a turn after each.
+"""
+
+import asyncio
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from importlib import resources
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlencode
+
+import jinja2
+import msgspec
+from attrs import define, evolve, field, frozen
+from markupsafe import Markup
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+
+from webhook.clock import Clock
+from webhook.core.device import Device, DeviceUuid, Node
+from webhook.core.device_state import DeviceState, device_state, reservation_state
+from webhook.core.errors import GpuwardenError
+from webhook.core.evidence import EvidenceState, state_of
+from webhook.core.fleet import Fleet
+from webhook.core.keys import S4_DOMAIN
+from webhook.core.reservation import Phase, Reservation
+from webhook.ledger import Ledger
+
+# Devices between two turns of the event loop: about a millisecond. Small enough, too, that a slice's tuples are gone
+# before the garbage collector (700 new ones) looks at them: once old, they would bring on collections of everything.
+SLICE = 250
+ROWS_PER_PAGE = 200
+
+Thing = TypeVar("Thing")
+Json = dict[str, Any]
+
+
+# What is there to see.
+
+
+@frozen
+class Holders:
+    """Who holds each device. Nearly all have one holder at most, and a tuple for each would cost a collection."""
+
+    first: dict[DeviceUuid, Reservation] = field(factory=dict)
+    all_of_shared: dict[DeviceUuid, tuple[Reservation, ...]] = field(factory=dict)
+
+    def add(self, reservation: Reservation) -> None:
+        for slot in reservation.slots:
+            first = self.first.setdefault(slot.uuid, reservation)
+            if first is not reservation:
+                self.all_of_shared[slot.uuid] = (*self.all_of_shared.get(slot.uuid, (first,)), reservation)
+
+    def of(self, uuid: DeviceUuid) -> tuple[Reservation, ...]:
+        first = self.first.get(uuid)
+        return () if first is None else self.all_of_shared.get(uuid) or (first,)
+
+
+@frozen
+class Snapshot:
+    """What there was at one moment, so that each UUID is told once whatever changes while it is told."""
+
+    nodes: Sequence[Node]
+    rivals: Mapping[DeviceUuid, Sequence[str]]  # the nodes of a UUID that more than one node claims
+    holders: Holders
+    vanished: Sequence[DeviceUuid]  # held, and not in the inventory
+
+
+class Sighting(NamedTuple):
+    """One device as it is shown. A tuple, because a page counts all of them to show two hundred."""
+
+    device: Device
+    nodes: Sequence[str]
+    holders: Sequence[Reservation]
+    state: DeviceState
+    is_vanished: bool = False
+
+    @property
+    def trouble(self) -> str:
+        """Why it is quarantined, if it is."""
+        if self.is_vanished:
+            return "vanished"
+        if len(self.nodes) > 1:
+            return f"on {len(self.nodes)} nodes"
+        return "" if self.device.is_healthy else "unhealthy"
+
+
+async def unhurried(things: Iterable[Thing]) -> AsyncIterator[list[Thing]]:
+    """Slice by slice, with a turn for the rest of the process after each."""
+    remaining = iter(things)
+    while piece := list(islice(remaining, SLICE)):
+        yield piece
+        await asyncio.sleep(0)
+
+
+async def take_snapshot(fleet: Fleet, ledger: Ledger) -> Snapshot:
+    nodes = [fleet.berths[name].node for name in sorted(fleet.berths)]
+    reservations = tuple(ledger.reservations())  # before the first await, so of the same moment
+    homes, rivals = await find_homes(nodes)
+    holders = await find_holders(reservations)
+    vanished = [uuid async for piece in unhurried(holders.first) for uuid in piece if uuid not in homes]
+    return Snapshot(nodes, rivals, holders, vanished)
+
+
+async def find_homes(nodes: Sequence[Node]) -> tuple[dict[DeviceUuid, str], dict[DeviceUuid, tuple[str, ...]]]:
+    """The first node of each UUID; and all nodes of those that have several."""
+    homes: dict[DeviceUuid, str] = {}
+    rivals: dict[DeviceUuid, tuple[str, ...]] = {}
+    async for piece in unhurried((device.uuid, node.name) for node in nodes for device in node.devices):
+        for uuid, name in piece:
+            home = homes.setdefault(uuid, name)
+            if home != name:
+                rivals[uuid] = (*rivals.get(uuid, (home,)), name)
+    return homes, rivals
+
+
+async def find_holders(reservations: Sequence[Reservation]) -> Holders:
+    """One look at the ledger is quicker than 100,000 questions."""
+    holders = Holders()
+    async for piece in unhurried(reservations):
+        for reservation in piece:
+            holders.add(reservation)
+    return holders
+
+
+def sightings(snapshot: Snapshot, now: datetime) -> Iterator[Sighting]:
+    """Every device once: node by node, the vanished ones last."""
+    for node in snapshot.nodes:
+        home = (node.name,)
+        for device in node.devices:
+            nodes = snapshot.rivals.get(device.uuid, home)
+            if nodes[0] == node.name:
+                holders = snapshot.holders.of(device.uuid)
+                is_quarantined = len(nodes) > 1 or not device.is_healthy
+                yield Sighting(device, nodes, holders, state_of_device(holders, now, is_quarantined=is_quarantined))
+    for uuid in snapshot.vanished:
+        holders = snapshot.holders.of(uuid)
+        yield Sighting(Device(uuid), (holders[0].node,), holders, DeviceState.QUARANTINED, is_vanished=True)
+
+
+def state_of_device(holders: Sequence[Reservation], now: datetime, *, is_quarantined: bool) -> DeviceState:
+    """`device_state`, with the short way for nearly all devices: one holder at most."""
+    if len(holders) == 1 and not is_quarantined:
+        return reservation_state(holders[0], now)
+    return device_state(holders, now, is_quarantined=is_quarantined)
+
+
+def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
+    """By the clock, not by when the fleet was last told the time."""
+    berth = fleet.berths.get(name)
+    return state_of(berth.evidence if berth else None, now)
+
+
+# As JSON.
+
+
+def described(seen: Sighting, now: datetime, evidence: EvidenceState) -> Json:
+    """One device: the members that S4's users read first, our own beside them."""
+    device = seen.device
+    told: Json = {"node": seen.nodes[0], "labels": sorted(device.labels)}
+    if seen.holders:
+        told["assignment"] = assignment(foremost(seen.holders, now))
+    told["state"] = seen.state
+    if len(seen.nodes) > 1:
+        told["nodes"] = list(seen.nodes)
+    properties = {"index": device.index, "model": device.model, "memory": device.memory, "serial": device.serial}
+    told.update((name, value) for name, value in properties.items() if value not in (None, ""))
+    if device.is_shared:
+        told["shares"] = device.shares
+    if device.is_shared or len(seen.holders) > 1:
+        told["reservations"] = [assignment(one) for one in seen.holders]
+    told["evidence"] = evidence
+    return told
+
+
+def assignment(reservation: Reservation) -> Json:
+    """S4's `assignment`. A name without a uid is only what a review said, and no pod need ever bear it."""
+    told: Json = {
+        "exists?": reservation.phase is Phase.FINALIZED,
+        "namespace": reservation.namespace,
+        "uid": reservation.uid,
+    }
+    if reservation.uid and reservation.pod_name:
+        told["name"] = reservation.pod_name
+    told["reservation-id"] = reservation.id
+    told["state"] = "proposal" if reservation.phase is Phase.PENDING else "active"
+    return told
+
+
+def foremost(holders: Sequence[Reservation], now: datetime) -> Reservation:
+    """The holder that the state of a shared device speaks of."""
+    busiest = state_of_device(holders, now, is_quarantined=False)
+    return next(one for one in holders if reservation_state(one, now) is busiest)
+
+
+def prefers_html(accept: str) -> bool:
+    """Whether HTML is asked for, as browsers do; who does not mind gets JSON."""
+    weights = dict(map(weighed, accept.lower().split(",")))
+    return quality(weights, "text", "html") > quality(weights, "application", "json")
+
+
+def weighed(media_range: str) -> tuple[str, float]:
+    name, *parameters = (part.strip() for part in media_range.split(";"))
+    weight = next((part.removeprefix("q=") for part in parameters if part.startswith("q=")), "1")
+    try:
+        return name, float(weight)
+    except ValueError:
+        return name, 0.0
+
+
+def quality(weights: Mapping[str, float], kind: str, form: str) -> float:
+    """The most exact range that covers the media type decides."""
+    covering = (f"{kind}/{form}", f"{kind}/*", "*/*")
+    return next((weights[name] for name in covering if name in weights), 0.0)
+
+
+# As a page.
+
+
+class UnreadableQueryError(GpuwardenError):
+    """The page was asked for in a way that cannot be read; every mistake is named."""
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("; ".join(mistakes))
+        self.mistakes = mistakes
+
+
+@frozen
+class Query:
+    """Which devices the page shall show."""
+
+    state: DeviceState | None = None
+    node: str = ""
+    text: str = ""
+    page: int = 1
+
+    @classmethod
+    def parse(cls, raw_query: QueryParams) -> "Query":
+        raw_state, raw_page = raw_query.get("state", ""), raw_query.get("page") or "1"
+        mistakes = []
+        if raw_state and raw_state not in tuple(DeviceState):
+            mistakes.append(f"state: {raw_state!r} is none of {', '.join(DeviceState)}")
+        if not (raw_page.isascii() and raw_page.isdecimal() and len(raw_page) < 10 and int(raw_page)):
+            mistakes.append(f"page: {raw_page!r} is no page number, 1 being the first")
+        if mistakes:
+            raise UnreadableQueryError(*mistakes)
+        return cls(
+            state=DeviceState(raw_state) if raw_state else None,
+            node=raw_query.get("node", "").strip(),
+            text=raw_query.get("text", "").strip(),
+            page=int(raw_page),
+        )
+
+    @property
+    def rows(self) -> range:
+        return range((self.page - 1) * ROWS_PER_PAGE, self.page * ROWS_PER_PAGE)
+
+    @property
+    def is_narrow(self) -> bool:
+        return bool(self.state or self.node or self.text)
+
+    def is_about(self, seen: Sighting) -> bool:
+        """Whether node and text fit; the state does not count, so that the page can say what other states hold."""
+        return (not self.node or self.node in seen.nodes) and (not self.text or self._is_in(seen))
+
+    def _is_in(self, seen: Sighting) -> bool:
+        device = seen.device
+        words = [device.uuid, device.model, device.serial, *seen.nodes, *device.labels]
+        for holder in seen.holders:
+            words += (pod_of(holder), holder.id, holder.uid or "")
+        return self.text.casefold() in "\n".join(words).casefold()
+
+    def with_state(self, state: DeviceState | None) -> str:
+        return evolve(self, state=state, page=1).link()
+
+    def with_page(self, page: int) -> str:
+        return evolve(self, page=page).link()
+
+    def link(self) -> str:
+        """Relative, because the page has more than one address."""
+        asked = {"state": self.state, "node": self.node, "text": self.text, "page": self.page if self.page > 1 else ""}
+        return "?" + urlencode({name: value for name, value in asked.items() if value})
+
+
+@define
+class Findings:
+    """What a page shows of the fleet."""
+
+    query: Query
+    counts: Counter[DeviceState] = field(factory=Counter)  # whatever state is asked for
+    found: int = 0
+    rows: list[Sighting] = field(factory=list)
+
+    def add_all(self, seen: Iterable[Sighting]) -> None:
+        query, wanted = self.query, self.query.rows
+        for one in filter(query.is_about, seen) if query.is_narrow else seen:
+            self.counts[one.state] += 1
+            if query.state in (None, one.state):
+                if self.found in wanted:
+                    self.rows.append(one)
+                self.found += 1
+
+    @property
+    def last_page(self) -> int:
+        return max(1, -(-self.found // ROWS_PER_PAGE))
+
+
+def pod_of(reservation: Reservation) -> str:
+    return f"{reservation.namespace}/{reservation.pod_name or reservation.uid or ''}"
+
+
+def short_label(label: str) -> str:
+    return label.removeprefix(f"{S4_DOMAIN}/")
+
+
+def make_templates() -> jinja2.Environment:
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("webhook.web", "ui"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {"pod_of": pod_of, "short_label": short_label}
+    templates.globals |= {"DeviceState": DeviceState, "reservation_state": reservation_state}
+    return templates
+
+
+def page_headers(css: str) -> dict[str, str]:
+    """The page may do nothing but be read: its one style sheet is named by its hash, scripts there are none."""
+    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    policy = (
+        "default-src 'none'",
+        f"style-src 'sha256-{digest}'",
+        "img-src data:",  # the icon
+        "form-action 'self'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    )
+    return {
+        "Content-Security-Policy": "; ".join(policy),
+        "Referrer-Policy": "no-referrer",
+        "X-Frame-Options": "DENY",
+    }
+
+
+COMMON_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+class Devices:
+    """`GET /devices` and `GET /`."""
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, clock: Clock, *, notes: Sequence[str] = ()) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._clock = clock
+        self._notes = notes
+        self._template = make_templates().get_template("devices.html")
+        self._css = (resources.files("webhook.web") / "ui" / "devices.css").read_text(encoding="utf-8")
+        self._page_headers = COMMON_HEADERS | page_headers(self._css)
+
+    async def listing(self, request: Request) -> Response:
+        """JSON, unless HTML is asked for."""
+        if request.query_params.get("format") != "json" and prefers_html(request.headers.get("accept", "")):
+            response = await self.page(request)
+        else:
+            response = self._streamed(request)
+        response.headers["Vary"] = "Accept"
+        return response
+
+    def _streamed(self, request: Request) -> Response:
+        if request.method == "HEAD":
+            response = Response(media_type="application/json", headers=COMMON_HEADERS)
+            del response.headers["Content-Length"]  # the length of GET's answer is not known before it is told
+            return response
+        return StreamingResponse(self._json(), media_type="application/json", headers=COMMON_HEADERS)
+
+    async def _json(self) -> AsyncIterator[bytes]:
+        now = self._clock()
+        snapshot = await take_snapshot(self._fleet, self._ledger)
+        opening = b"{"
+        async for piece in unhurried(sightings(snapshot, now)):
+            devices = {seen.device.uuid: self._described(seen, now) for seen in piece}
+            yield opening + msgspec.json.encode(devices)[1:-1]
+            opening = b","
+        yield b"{}" if opening == b"{" else b"}"
+
+    def _described(self, seen: Sighting, now: datetime) -> Json:
+        return described(seen, now, evidence_of(self._fleet, seen.nodes[0], now))
+
+    async def page(self, request: Request) -> Response:
+        """A table for people; it needs no script and nothing from elsewhere."""
+        now = self._clock()
+        try:
+            query = Query.parse(request.query_params)
+        except UnreadableQueryError as exc:
+            return self._html(request, 400, Findings(Query()), now, exc.mistakes)
+        return self._html(request, 200, await self._find(query, now), now)
+
+    async def _find(self, query: Query, now: datetime) -> Findings:
+        findings = Findings(query)
+        snapshot = await take_snapshot(self._fleet, self._ledger)
+        async for piece in unhurried(sightings(snapshot, now)):
+            findings.add_all(piece)
+        return findings
+
+    def _html(
+        self, request: Request, status: int, findings: Findings, now: datetime, mistakes: Sequence[str] = ()
+    ) -> Response:
+        html = self._template.render(
+            findings=findings,
+            query=findings.query,
+            now=now,
+            mistakes=mistakes,
+            notes=self._notes,
+            css=Markup(self._css),  # noqa: S704 - a file of this package, not input
+            evidence_of=lambda name: evidence_of(self._fleet, name, now),
+        )
+        response = HTMLResponse(html, status, headers=self._page_headers)
+        if request.method == "HEAD":
+            response.body = b""  # the headers, the length included, stay those of the page
+        return response

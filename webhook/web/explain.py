@@ -1,0 +1,31 @@
+"""`POST /explain`: the decision on a pod, node by node, with nothing reserved."""
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from webhook.explain import as_json, explained
+from webhook.web.body import RefusedBodyError, error, read_body
+from webhook.web.health import Health
+from webhook.wiring import Parts
+
+
+class Explain:
+    """The route."""
+
+    def __init__(self, parts: Parts, health: Health) -> None:
+        self._parts = parts
+        self._health = health
+
+    async def explain(self, request: Request) -> Response:
+        if not self._health.is_serving:
+            return error(503, f"the server is {self._health.stage}")
+        try:
+            raw = msgspec.json.decode(await read_body(request))
+        except RefusedBodyError as exc:
+            return error(exc.code, str(exc))
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            return error(400, "the body is not JSON")
+        if not isinstance(raw, dict):
+            return error(400, "the body is not a pod")
+        return Response(as_json(explained(raw, self._parts)), media_type="application/json")

@@ -1,0 +1,127 @@
+"""`POST /finalize`: somebody tells us that a pod exists. Only what fits every known fact is believed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import structlog
+from attrs import frozen
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from webhook.core.device import DeviceUuid
+from webhook.core.errors import (
+    GpuwardenError,
+    LedgerUnavailableError,
+    ReservationConflictError,
+    ReservationExpiredError,
+    UnknownReservationError,
+)
+from webhook.core.reservation import PodIdentity, Reservation, ReservationId
+from webhook.ledger import Ledger
+from webhook.pods import PodFacts, PodsUnavailableError, ReviewedPods
+from webhook.web.body import RefusedBodyError, error, read_body
+from webhook.web.health import Health
+
+log = structlog.get_logger(__name__)
+
+FIELDS = ("namespace", "name", "uid", "reservation-id", "gpu-uuid")
+
+
+class RefusedFinalizeError(GpuwardenError):
+    """What was told does not fit; `code` is the HTTP status that says so."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@frozen
+class Told:
+    """The five fields of a request."""
+
+    pod: PodIdentity
+    reservation_id: ReservationId
+    uuids: tuple[DeviceUuid, ...]
+
+    @classmethod
+    def parse(cls, body: bytes) -> "Told":
+        fields = fields_of(body)
+        uuids = tuple(DeviceUuid(uuid.strip()) for uuid in fields["gpu-uuid"].split(","))
+        pod = PodIdentity(fields["namespace"], fields["name"], fields["uid"])
+        return cls(pod, ReservationId(fields["reservation-id"]), uuids)
+
+
+def fields_of(body: bytes) -> dict[str, str]:
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        raise RefusedFinalizeError(400, "the body is not JSON") from exc
+    if not isinstance(raw, dict):
+        raise RefusedFinalizeError(400, "the body is not a JSON object")
+    absent = [field for field in FIELDS if is_blank(raw, field)]
+    if absent:
+        raise RefusedFinalizeError(400, f"fields required but absent: {', '.join(absent)}")
+    wrong = [field for field in FIELDS if not isinstance(raw[field], str)]
+    if wrong:
+        raise RefusedFinalizeError(400, f"fields that have to be strings: {', '.join(wrong)}")
+    return {field: raw[field] for field in FIELDS}
+
+
+def is_blank(raw: Mapping[str, Any], field: str) -> bool:
+    value = raw.get(field)
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+class Finalize:
+    """The route."""
+
+    def __init__(self, ledger: Ledger, pods: ReviewedPods, facts: PodFacts, health: Health) -> None:
+        self._ledger = ledger
+        self._pods = pods
+        self._facts = facts
+        self._health = health
+
+    async def finalize(self, request: Request) -> Response:
+        if not self._health.is_serving:
+            return error(503, f"the server is {self._health.stage}")
+        try:
+            told = Told.parse(await read_body(request))
+            await self._believe(told)
+        except (RefusedBodyError, RefusedFinalizeError) as exc:
+            return error(exc.code, str(exc))
+        except (PodsUnavailableError, LedgerUnavailableError) as exc:
+            log.warning("finalize could not be checked", exc_info=exc)
+            return error(503, "what was told cannot be checked at this moment")
+        log.info("reservation finalized", reservation=told.reservation_id, namespace=told.pod.namespace)
+        return JSONResponse({"status": "ok"})
+
+    async def _believe(self, told: Told) -> None:
+        held = self._held(told)
+        if not held.may_be(told.pod):
+            raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod")
+        against = await self._facts.contradicts(told.pod)
+        if against is not None:
+            raise RefusedFinalizeError(422, against)
+        try:
+            await self._ledger.finalize(held.id, told.pod)
+        except UnknownReservationError as exc:
+            raise RefusedFinalizeError(404, f"reservation {held.id} is gone") from exc
+        except ReservationConflictError as exc:
+            raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod") from exc
+        except ReservationExpiredError as exc:
+            raise RefusedFinalizeError(409, f"reservation {held.id} has expired") from exc
+        self._pods.created(told.pod)
+
+    def _held(self, told: Told) -> Reservation:
+        """The reservation that holds the devices told, all of them under the id told."""
+        for uuid in told.uuids:
+            holders = self._ledger.of_device(uuid)
+            if not holders:
+                raise RefusedFinalizeError(404, f"no reservation holds {uuid}")
+            if all(holder.id != told.reservation_id for holder in holders):
+                raise RefusedFinalizeError(409, f"{uuid} is held by another reservation")
+        held = next(one for one in self._ledger.of_device(told.uuids[0]) if one.id == told.reservation_id)
+        if len(told.uuids) > 1 and set(told.uuids) != set(held.uuids):
+            raise RefusedFinalizeError(409, f"reservation {held.id} holds other GPUs as well: name one, or all")
+        return held

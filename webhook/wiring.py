@@ -1,0 +1,94 @@
+"""Puts the parts together as the settings say. Nothing here runs by itself."""
+
+from collections import Counter
+from pathlib import Path
+
+from attrs import frozen
+
+from webhook.clock import Clock
+from webhook.core.claim import ClaimRules
+from webhook.core.decide import EvidencePolicy
+from webhook.core.device_state import DeviceState, device_state
+from webhook.core.dress import DressRules, Injection
+from webhook.core.errors import GpuwardenError
+from webhook.core.fleet import Fleet
+from webhook.evidence import EvidenceProvider
+from webhook.evidence.static import NOTE, StaticEvidence
+from webhook.feed import Feed
+from webhook.holding import Holder
+from webhook.inventory.file import InventoryFile
+from webhook.ledger.memory import MemoryLedger
+from webhook.pods import ReviewedPods
+from webhook.settings import Settings
+from webhook.telemetry import FleetCounts, Metrics
+from webhook.web.admission import Rules
+
+
+@frozen
+class Parts:
+    """What one process works with."""
+
+    fleet: Fleet
+    ledger: MemoryLedger
+    holder: Holder
+    feed: Feed
+    pods: ReviewedPods
+    rules: Rules
+    clock: Clock
+    metrics: Metrics
+    notes: tuple[str, ...]
+
+
+def embedded(settings: Settings, clock: Clock) -> Parts:
+    """Everything in this process: no cluster is asked."""
+    fleet = Fleet()
+    metrics = Metrics()
+    ledger = MemoryLedger(fleet, clock, pending_deadline=settings.pending_deadline, clock_skew=settings.clock_skew)
+    providers: list[EvidenceProvider] = [StaticEvidence(settings.node_hash_map)]
+    policy = EvidencePolicy(is_always_required=settings.require_evidence == "all")
+    parts = Parts(
+        fleet=fleet,
+        ledger=ledger,
+        holder=Holder(fleet, ledger, policy, clock, metrics),
+        feed=Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics),
+        pods=ReviewedPods(),
+        rules=rules_of(settings),
+        clock=clock,
+        metrics=metrics,
+        notes=(*settings.notes, *(NOTE for one in providers if one.is_for_development)),
+    )
+    metrics.watch_fleet(lambda: counts(parts))
+    return parts
+
+
+def inventory_path(settings: Settings) -> Path:
+    if settings.inventory_file is None:
+        raise GpuwardenError("no inventory: name one with --inventory")
+    return settings.inventory_file
+
+
+def rules_of(settings: Settings) -> Rules:
+    return Rules(
+        claims=ClaimRules(settings.gpu_resource, (settings.required_hash_alias,)),
+        dress=DressRules(Injection(settings.injection), settings.gpu_resource, settings.write_aliases),
+    )
+
+
+def counts(parts: Parts) -> FleetCounts:
+    """What the metrics show. What is free is known in numbers; only what is held is looked at one by one."""
+    now = parts.clock()
+    fleet, ledger = parts.fleet, parts.ledger
+    fleet.advance(now)
+    held = fleet.held_devices
+    devices = Counter(
+        device_state(ledger.of_device(uuid), now, is_quarantined=fleet.is_quarantined(uuid)) for uuid in held
+    )
+    free_quarantined = len(fleet.quarantined_devices - held)
+    devices[DeviceState.QUARANTINED] += free_quarantined
+    held_and_known = sum(fleet.home_of(uuid) is not None for uuid in held)
+    devices[DeviceState.AVAILABLE] += fleet.device_count - held_and_known - free_quarantined
+    return FleetCounts(
+        devices={state.value: number for state, number in devices.items()},
+        reservations={**Counter(one.phase for one in ledger.reservations())},
+        evidence_nodes={state.value: number for state, number in fleet.states.items()},
+    )
