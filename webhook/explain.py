@@ -12,7 +12,7 @@ from webhook.clock import utc_now
 from webhook.core.check import no_markers, no_other_ways
 from webhook.core.claim import Claim, claim_of
 from webhook.core.decide import NodeFit, explain
-from webhook.core.errors import InvalidPodError
+from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement
@@ -23,6 +23,10 @@ from webhook.wiring import Parts, embedded
 
 Json = dict[str, Any]
 PLURALS = {"List", "PodList"}
+
+
+class UnreadableManifestError(GpuwardenError):
+    """There is nothing in the file that could be explained."""
 
 
 def explained(raw: Json, parts: Parts) -> Json:
@@ -76,12 +80,14 @@ def node_fit(fit: NodeFit, claim: Claim) -> Json:
 
 
 def run(path: str, settings: Settings, output: str) -> int:
-    """Explain every pod of a manifest. A denial is an answer too: the exit code says only whether there is one."""
+    """Explain every pod of a manifest; `-` is standard input.
+
+    A denial is an answer too: the exit code says only whether there is one.
+    """
     parts = asyncio.run(loaded(settings))
     pods = list(pods_of(sys.stdin.read() if path == "-" else Path(path).read_text()))
     if not pods:
-        sys.stderr.write(f"{path}: no pod, and nothing that makes pods\n")
-        return 1
+        raise UnreadableManifestError(f"{path}: no pod, and nothing that makes pods")
     results = [explained(raw, parts) for raw in pods]
     for result in results:
         sys.stdout.write(as_json(result) if output == "json" else as_text(result))
@@ -97,7 +103,11 @@ async def loaded(settings: Settings) -> Parts:
 def pods_of(text: str) -> list[Json]:
     """The pods of a manifest, and those that its controllers would make."""
     pods: list[Json] = []
-    for document in yaml.safe_load_all(text):
+    try:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError as exc:
+        raise UnreadableManifestError(f"not YAML: {exc}") from exc
+    for document in documents:
         for item in document.get("items", []) if is_list(document) else [document]:
             template = template_of(item)
             if template is not None:

@@ -32,7 +32,9 @@ ASKED_VALUES = {**NODE_LABELS, "rank": ("5",), "nobody-has-it": ("a",)}
 
 labels = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in NODE_LABELS.items()})
 taints = st.lists(
-    st.builds(Taint, st.sampled_from(["gpu", "dark"]), st.just(""), st.sampled_from(["NoSchedule", "PreferNoSchedule"])),
+    st.builds(
+        Taint, st.sampled_from(["gpu", "dark"]), st.just(""), st.sampled_from(["NoSchedule", "PreferNoSchedule"])
+    ),
     max_size=2,
 ).map(tuple)
 
@@ -75,7 +77,10 @@ expressions = st.sampled_from(sorted(ASKED_VALUES)).flatmap(
     )
 )
 fields = st.builds(
-    Expression, st.just("metadata.name"), st.sampled_from(["In", "NotIn"]), st.sampled_from(NAMES).map(lambda n: frozenset({n}))
+    Expression,
+    st.just("metadata.name"),
+    st.sampled_from(["In", "NotIn"]),
+    st.sampled_from(NAMES).map(lambda n: frozenset({n})),
 )
 terms = st.builds(NodeTerm, st.lists(expressions, max_size=2).map(tuple), st.lists(fields, max_size=1).map(tuple))
 tolerations = st.lists(
@@ -98,7 +103,9 @@ plain_records = st.builds(
     ClaimRecord,
     gpus=st.integers(0, 4),
     hashes=st.lists(st.sampled_from(HASHES), unique=True).map(lambda some: tuple(sorted(some))),
-    requirements=st.lists(st.sampled_from(DEVICE_LABELS), unique=True, max_size=2).map(lambda some: tuple(sorted(some))),
+    requirements=st.lists(st.sampled_from(DEVICE_LABELS), unique=True, max_size=2).map(
+        lambda some: tuple(sorted(some))
+    ),
     shared=st.booleans(),
 )
 
@@ -106,7 +113,9 @@ plain_records = st.builds(
 @st.composite
 def mapped_records(draw: st.DrawFn) -> ClaimRecord:
     by_uuid = draw(st.booleans())
-    gpus = draw(st.lists(st.sampled_from(UUIDS if by_uuid else ("0", "1", "2", "3")), unique=True, min_size=1, max_size=2))
+    gpus = draw(
+        st.lists(st.sampled_from(UUIDS if by_uuid else ("0", "1", "2", "3")), unique=True, min_size=1, max_size=2)
+    )
     return ClaimRecord(
         gpus=len(gpus),
         node=draw(st.sampled_from(("rack-1", *NAMES))),
@@ -249,9 +258,9 @@ class IndexedFleet(RuleBasedStateMachine):
     def a_persons_account_is_the_same(self) -> None:
         fits = {fit.name: fit for fit in explain(ALWAYS[1], self.fleet, self.policy)}
         assert {name for name, fit in fits.items() if fit.fits} == self.world.fitting(ALWAYS[1])
-        assert {
-            name: fit.objection.said_of(ALWAYS[1]) if fit.objection else None for name, fit in fits.items()
-        } == {one.name: self.world.objection(one, ALWAYS[1]) for one in self.world.nodes.values()}
+        assert {name: fit.objection.said_of(ALWAYS[1]) if fit.objection else None for name, fit in fits.items()} == {
+            one.name: self.world.objection(one, ALWAYS[1]) for one in self.world.nodes.values()
+        }
 
     @invariant()
     def no_slot_is_held_twice(self) -> None:
@@ -264,7 +273,9 @@ class IndexedFleet(RuleBasedStateMachine):
     def the_totals_are_right(self) -> None:
         assert self.fleet.device_count == len({d.uuid for one in self.world.nodes.values() for d in one.devices})
         assert sum(self.fleet.states.values()) == len(self.world.nodes)
-        fresh = [n for n in self.world.nodes.values() if self.world.evidence_objection(n, ALWAYS[1]) in (None, "other hash")]
+        fresh = [
+            n for n in self.world.nodes.values() if self.world.evidence_objection(n, ALWAYS[1]) in (None, "other hash")
+        ]
         assert self.fleet.states[EvidenceState.FRESH] == len(fresh)
 
     @invariant()

@@ -7,7 +7,7 @@ import pytest
 
 from tests import builders
 from tests.builders import HASH, OTHER_HASH, POD_UID, REVIEW_UID, Raw, raw_container, raw_env, raw_pod
-from tests.web.conftest import Build
+from tests.conftest import Build
 from tests.web.house import INVENTORY, House, patched
 from webhook.core.reservation import Phase
 

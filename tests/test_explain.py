@@ -1,0 +1,94 @@
+"""`gpuwarden explain`: the decision from a shell; every example says what to expect of it, and that is what comes."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.builders import HASH, Raw, raw_container, raw_pod
+from tests.web.house import House
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples" / "pods").glob("*.yaml"))
+EXPECTED = re.compile(r"expect: (admit|deny)(?: (\w+))?")
+
+
+def gpuwarden(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = Path(sys.executable).parent / "gpuwarden"
+    return subprocess.run([command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_gets_the_verdict_that_it_promises(example: Path) -> None:
+    promised = EXPECTED.search(example.read_text())
+    assert promised is not None
+    verdict, reason = promised[1], promised[2] or "Admitted"
+    done = gpuwarden("explain", example, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["verdict"], answer["reason"]) == (verdict, reason)
+
+
+def test_the_answer_for_a_person_names_every_node() -> None:
+    done = gpuwarden("explain", "examples/pods/attested-h100.yaml")
+    assert done.stdout == (
+        "admit: 2 GPUs with model=h100 on a node attested as sha256:aa11: "
+        "GPU-a0000000-0000-4000-8000-000000000000, GPU-a0000000-0000-4000-8000-000000000001 on node node-a (Admitted)\n"
+        "  + node-a: GPU-a0000000-0000-4000-8000-000000000000, GPU-a0000000-0000-4000-8000-000000000001\n"
+        "  - node-b: other hash\n"
+        "  - node-c: no evidence\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("kind: Service\n", "no pod, and nothing that makes pods"), ("a: [", "not YAML"), ("- 5\n", "no pod")],
+    ids=["no pod in it", "not YAML", "a list"],
+)
+def test_what_holds_no_pod_is_an_error_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "manifest.yaml"
+    path.write_text(text)
+    done = gpuwarden("explain", path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_there_is_an_error_in_a_sentence() -> None:
+    done = gpuwarden("explain", "nowhere.yaml")
+    assert done.returncode == 1
+    assert "nowhere.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+async def test_the_route_answers_the_same_and_reserves_nothing(house: House) -> None:
+    raw = raw_pod(raw_container(gpus=2), annotations={"gpuwarden.io/required-hash": HASH})
+    answer: Raw = (await house.tls.post("/explain", json=raw)).json()
+    assert answer == {
+        "verdict": "admit",
+        "reason": "Admitted",
+        "message": "2 GPUs on a node attested as sha256:aa11: GPU-a0, GPU-a1 on node node-a",
+        "nodes": [
+            {"name": "node-a", "fits": True, "reasons": [], "devices": ["GPU-a0", "GPU-a1"]},
+            {"name": "node-b", "fits": False, "reasons": ["other hash"], "devices": []},
+            {"name": "node-c", "fits": False, "reasons": ["no evidence"], "devices": []},
+        ],
+    }
+    assert house.held == []
+
+
+async def test_the_route_sees_what_is_held(house: House) -> None:
+    raw = raw_pod(raw_container(gpus=2), annotations={"gpuwarden.io/required-hash": HASH})
+    await house.create(raw)
+    answer: Raw = (await house.tls.post("/explain", json=raw)).json()
+    assert (answer["verdict"], answer["reason"]) == ("deny", "NoFreeDevice")
+    assert answer["nodes"][0]["reasons"] == ["with fewer than 2 free"]
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"spec": {"containers": 5}}'], ids=["broken", "a list", "no pod"])
+async def test_the_route_takes_no_nonsense(house: House, body: bytes) -> None:
+    reply = await house.tls.post("/explain", content=body)
+    assert (reply.status_code == 400 and reply.json()["error"]) or reply.json()["reason"] == "InvalidPod"

@@ -1,0 +1,223 @@
+"""The routes, the probes, and what comes in that is no review."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import Raw, raw_container, raw_pod
+from tests.web.house import House
+from webhook.web.body import MAX_BODY
+from webhook.web.health import Stage
+
+
+@pytest.mark.defect("S4-21")
+@pytest.mark.parametrize(
+    ("listener", "path", "code"),
+    [
+        ("tls", "/healthz", 200),
+        ("tls", "/readyz", 200),
+        ("plain", "/healthz", 200),
+        ("plain", "/health", 200),
+        ("plain", "/readyz", 200),
+        ("plain", "/ready", 200),
+        ("plain", "/metrics", 200),
+        ("plain", "/", 200),
+        ("tls", "/metrics", 404),
+        ("plain", "/mutate", 404),
+        ("plain", "/validate", 404),
+        ("tls", "/", 404),
+    ],
+)
+async def test_each_listener_has_its_routes(house: House, listener: str, path: str, code: int) -> None:
+    client = house.tls if listener == "tls" else house.plain
+    assert (await client.get(path)).status_code == code
+
+
+async def test_other_paths_and_methods_are_refused_in_json(house: House) -> None:
+    missing = await house.tls.get("/nothing")
+    assert (missing.status_code, missing.json()) == (404, {"error": "not found"})
+    wrong = await house.tls.get("/mutate")
+    assert (wrong.status_code, wrong.json(), wrong.headers["allow"]) == (405, {"error": "method not allowed"}, "POST")
+
+
+@pytest.mark.parametrize("stage", [Stage.STARTING, Stage.DRAINING])
+@pytest.mark.parametrize("path", ["/mutate", "/validate", "/finalize", "/explain"])
+async def test_starting_and_draining_are_said_so_that_the_api_server_tries_again(
+    house: House, path: str, stage: Stage
+) -> None:
+    house.health.stage = stage
+    reply = await house.tls.post(path, json=builders.mutating_create(raw_pod(raw_container(gpus=1))))
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert reply.json() == {"error": f"the server is {stage}"}
+    assert (await house.tls.get("/readyz")).status_code == 503
+    assert (await house.tls.get("/healthz")).status_code == 200
+    assert house.held == []
+
+
+@pytest.mark.defect("S4-15")
+@pytest.mark.defect("S3-16")
+@pytest.mark.parametrize("path", ["/mutate", "/validate"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"not JSON", id="not JSON"),
+        pytest.param(b"\xff\xfe", id="not UTF-8"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b"[]", id="a list"),
+        pytest.param(b"{}", id="an empty object"),
+        pytest.param(b'{"kind": "AdmissionReview"}', id="no version"),
+        pytest.param(b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1"}', id="no request"),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": null}', id="a null request"
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {}}',
+            id="a request without uid",
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": 5}}', id="uid 5"
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": " "}}',
+            id="a blank uid",
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "a\\nb"}}',
+            id="a uid of two lines",
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "'
+            + b"x" * 129
+            + b'"}}',
+            id="a uid without end",
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v2", "request": {"uid": "u"}}',
+            id="version v2",
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1beta1", "request": {"uid": "u"}}',
+            id="version v1beta1",
+        ),
+        pytest.param(
+            b'{"kind": "Pod", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "u"}}', id="another kind"
+        ),
+        pytest.param(b'{"a":' * 50_000, id="nested without end"),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "u", "object": '
+            + b'{"a":' * 5_000
+            + b"1"
+            + b"}" * 5_000
+            + b"}}",
+            id="an object nested deeply",
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "u", "object": NaN}}',
+            id="NaN",
+        ),
+        pytest.param(
+            b'{"kind": "AdmissionReview", "apiVersion": "admission.k8s.io/v1", "request": {"uid": "u", "object": []}}',
+            id="an object that is none",
+        ),
+    ],
+)
+async def test_what_is_no_review_is_400_in_json(house: House, path: str, body: bytes) -> None:
+    reply = await house.tls.post(path, content=body)
+    assert reply.status_code == 400
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.json()["error"]
+    assert house.held == []
+
+
+@pytest.mark.parametrize("path", ["/mutate", "/validate", "/finalize", "/explain"])
+async def test_a_body_beyond_the_limit_is_413(house: House, path: str) -> None:
+    reply = await house.tls.post(path, content=b" " * (MAX_BODY + 1))
+    assert (reply.status_code, reply.json()) == (413, {"error": "the body is larger than 3145728 bytes"})
+
+
+async def test_fifty_megabytes_are_refused_and_the_next_review_is_served(house: House) -> None:
+    reply = await house.tls.post("/mutate", content=b"x" * 50_000_000)
+    assert reply.status_code == 413
+    assert (await house.mutate(raw_pod(raw_container(gpus=1))))["allowed"]
+
+
+async def test_of_duplicate_keys_the_last_counts_as_for_the_api_server(house: House) -> None:
+    raw_review = json.dumps(builders.mutating_create(raw_pod(raw_container(gpus=1))))
+    doubled = raw_review.replace('"uid": ', '"uid": "the first", "uid": ', 1)
+    reply = await house.tls.post("/mutate", content=doubled)
+    assert reply.json()["response"]["uid"] == builders.REVIEW_UID
+
+
+async def test_ten_thousand_containers_are_a_denial_and_quick(house: House) -> None:
+    many = raw_pod(*(raw_container(f"c{number}", gpus=1 if number == 0 else None) for number in range(10_000)))
+    response = await house.mutate(many)
+    assert response["status"]["reason"] == "InvalidPod"
+    assert "10000 containers" in response["status"]["message"]
+    assert house.held == []
+
+
+async def test_labels_with_slash_and_tilde_survive(house: House) -> None:
+    raw = raw_pod(raw_container(gpus=1), labels={"a/b~c": "d~e"}, annotations={"x/y~z": "~1~0/"})
+    dressed = await house.dress(raw)
+    assert dressed["metadata"]["labels"] == {"a/b~c": "d~e"}
+    assert dressed["metadata"]["annotations"]["x/y~z"] == "~1~0/"
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        ("metadata", "labels", {"a": 5}),
+        ("metadata", "annotations", []),
+        ("spec", "containers", {}),
+        ("spec", "containers", [None]),
+        ("spec", "containers", [{"name": 5}]),
+        ("spec", "nodeSelector", "zone"),
+        ("spec", "affinity", []),
+        ("spec", "tolerations", {}),
+    ],
+    ids=str,
+)
+async def test_a_member_of_the_wrong_type_is_a_denial_that_names_it(house: House, member: tuple[str, str, Any]) -> None:
+    part, name, value = member
+    raw = raw_pod(raw_container(gpus=1))
+    raw[part][name] = value
+    response = await house.mutate(raw)
+    assert response["status"]["reason"] == "InvalidPod"
+    assert f"$.{part}.{name}" in response["status"]["message"]
+
+
+def rich_review() -> Raw:
+    """A review with something in every member that is read."""
+    raw = raw_pod(
+        raw_container(gpus=1, env=builders.raw_env(A="1")),
+        labels={"gpuwarden.io/gpu.model": "h100"},
+        annotations={"team": "x"},
+        init=[builders.raw_sidecar()],
+        nodeSelector={"zone": "a"},
+        tolerations=[{"key": "a", "operator": "Exists"}],
+        affinity=builders.required_affinity(builders.term(builders.expression("zone", "In", "a"))),
+    )
+    return builders.mutating_create(raw)
+
+
+def paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [one for key, member in members for one in [(*above, key), *paths(member, (*above, key))]]
+
+
+@pytest.mark.defect("X-5")
+@pytest.mark.parametrize("path", [one for one in paths(rich_review()) if len(one) > 1], ids=str)
+@pytest.mark.parametrize("door", ["/mutate", "/validate"])
+async def test_null_anywhere_is_answered_properly(house: House, door: str, path: tuple[Any, ...]) -> None:
+    raw_review = rich_review()
+    target: Any = raw_review
+    for step in path[:-1]:
+        target = target[step]
+    target[path[-1]] = None
+    reply = await house.tls.post(door, json=raw_review)
+    assert reply.status_code in (200, 400)
+    answer: Raw = reply.json()
+    assert answer.get("error") or answer["response"]["allowed"] or answer["response"]["status"]["message"]

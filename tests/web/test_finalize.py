@@ -1,0 +1,181 @@
+"""`POST /finalize`: the table of S4's document, and what it leaves open."""
+
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import POD_UID, REVIEW_UID, Raw, raw_container, raw_pod
+from tests.conftest import Build
+from tests.web.house import House
+from webhook.core.reservation import Phase, PodIdentity
+from webhook.pods import PodsUnavailableError
+from webhook.web.health import Stage
+
+TOLD = {
+    "namespace": "ml",
+    "name": "train-0",
+    "uid": POD_UID,
+    "reservation-id": REVIEW_UID,
+    "gpu-uuid": "GPU-a0,GPU-a1",
+}
+
+
+async def finalize(house: House, told: Any) -> tuple[int, Raw]:
+    reply = await house.plain.post("/finalize", json=told)
+    return reply.status_code, reply.json()
+
+
+async def reserve(house: House, *, name: str | None = "train-0", uid: str = REVIEW_UID, gpus: int = 2) -> None:
+    generate_name = None if name else "train-"
+    await house.dress(raw_pod(raw_container(gpus=gpus), name=name, generate_name=generate_name), uid)
+
+
+def phases(house: House) -> list[Phase]:
+    return [one.phase for one in house.parts.ledger.reservations()]
+
+
+@pytest.mark.defect("S4-16")
+@pytest.mark.parametrize("uuids", ["GPU-a0,GPU-a1", "GPU-a1,GPU-a0", "GPU-a1", "GPU-a0, GPU-a1"])
+async def test_what_fits_every_fact_is_believed_and_again(house: House, uuids: str) -> None:
+    await reserve(house)
+    for _ in range(2):
+        assert await finalize(house, {**TOLD, "gpu-uuid": uuids}) == (200, {"status": "ok"})
+    held = house.parts.ledger.of_pod(POD_UID)
+    assert held is not None
+    assert (held.phase, held.uid) == (Phase.FINALIZED, POD_UID)
+
+
+async def test_both_listeners_have_it(house: House) -> None:
+    await reserve(house)
+    assert (await house.tls.post("/finalize", json=TOLD)).json() == {"status": "ok"}
+
+
+async def test_a_pod_without_a_name_at_creation_gets_it_here(house: House) -> None:
+    await reserve(house, name=None)
+    assert await finalize(house, {**TOLD, "name": "train-x7k2p"}) == (200, {"status": "ok"})
+    assert await finalize(house, {**TOLD, "name": "train-other"}) == (
+        409,
+        {"error": f"reservation {REVIEW_UID} is held by another pod"},
+    )
+
+
+@pytest.mark.defect("S4-16")
+@pytest.mark.parametrize(
+    ("told", "absent"),
+    [
+        pytest.param({**TOLD, "gpu-uuid": "  ", "name": None}, "name, gpu-uuid", id="null and blank"),
+        pytest.param({}, "namespace, name, uid, reservation-id, gpu-uuid", id="all of them"),
+        pytest.param({**TOLD, "uid": ""}, "uid", id="an empty one"),
+    ],
+)
+async def test_missing_fields_are_all_named_in_order(house: House, told: Raw, absent: str) -> None:
+    await reserve(house)
+    assert await finalize(house, told) == (400, {"error": f"fields required but absent: {absent}"})
+    assert phases(house) == [Phase.PENDING]
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"{", "the body is not JSON"),
+        (b"", "the body is not JSON"),
+        (b"[]", "the body is not a JSON object"),
+        (b'"x"', "the body is not a JSON object"),
+        (b"\xff", "the body is not JSON"),
+        (b"[" * 100_000, "the body is not JSON"),
+    ],
+    ids=["broken", "empty", "a list", "a string", "not UTF-8", "nested without end"],
+)
+async def test_what_is_not_an_object_is_400(house: House, body: bytes, text: str) -> None:
+    reply = await house.plain.post("/finalize", content=body)
+    assert (reply.status_code, reply.json()) == (400, {"error": text})
+
+
+async def test_a_field_that_is_no_string_is_400(house: House) -> None:
+    assert await finalize(house, {**TOLD, "uid": 5, "name": ["x"]}) == (
+        400,
+        {"error": "fields that have to be strings: name, uid"},
+    )
+
+
+@pytest.mark.defect("S4-16")
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        pytest.param({"gpu-uuid": "GPU-b0"}, 404, id="a GPU that nobody holds"),
+        pytest.param({"gpu-uuid": "GPU-none"}, 404, id="a GPU that is not there"),
+        pytest.param({"gpu-uuid": "GPU-a0,GPU-b0"}, 404, id="one held, one not"),
+        pytest.param({"reservation-id": "another"}, 409, id="another reservation"),
+        pytest.param({"namespace": "other"}, 409, id="another namespace"),
+        pytest.param({"name": "another"}, 409, id="another name"),
+    ],
+)
+async def test_what_does_not_fit_changes_nothing(house: House, change: Raw, code: int) -> None:
+    await reserve(house)
+    assert (await finalize(house, {**TOLD, **change}))[0] == code
+    assert phases(house) == [Phase.PENDING]
+
+
+async def test_another_uid_than_the_first_is_another_pod(house: House) -> None:
+    await reserve(house)
+    await finalize(house, TOLD)
+    assert (await finalize(house, {**TOLD, "uid": "another"}))[0] == 409
+
+
+async def test_some_of_the_gpus_are_neither_one_nor_all(house: House) -> None:
+    devices = [{"uuid": f"GPU-{k}"} for k in range(3)]
+    house.file.write_text(builders.body({"nodes": [{"name": "node-a", "devices": devices}]}).decode())
+    await house.parts.feed.refresh()
+    await reserve(house, gpus=3)
+    assert (await finalize(house, {**TOLD, "gpu-uuid": "GPU-0,GPU-1"}))[0] == 409
+
+
+async def test_the_uid_of_the_living_pod_of_that_name_has_to_be_the_same(house: House) -> None:
+    await house.create(raw_pod(raw_container(gpus=1), name="train-0"), "r1", "uid-of-the-living")
+    await reserve(house, name=None, uid="r2")
+    assert await finalize(house, {**TOLD, "reservation-id": "r2", "gpu-uuid": "GPU-a0"}) == (
+        422,
+        {"error": "pod ml/train-0 has another uid"},
+    )
+
+
+async def test_an_expired_reservation_is_not_revived(house: House) -> None:
+    await reserve(house)
+    house.wait(86)
+    assert (await finalize(house, TOLD))[0] == 409
+    house.wait(10)
+    await house.parts.ledger.collect(house.now)
+    assert (await finalize(house, TOLD))[0] == 404
+
+
+async def test_after_the_end_there_is_nothing_to_finalize(house: House) -> None:
+    final = await house.create(raw_pod(raw_container(gpus=2)))
+    await house.validate(builders.delete(final))
+    assert (await finalize(house, TOLD))[0] == 404
+
+
+class FactsAway:
+    """An API server that cannot be reached."""
+
+    async def contradicts(self, pod: PodIdentity) -> str | None:
+        raise PodsUnavailableError("the API server cannot be reached")
+
+
+@pytest.mark.defect("S4-6")
+async def test_without_facts_nothing_is_believed_and_nothing_freed(build: Build) -> None:
+    house = await build(facts=FactsAway())
+    await reserve(house)
+    reply = await house.plain.post("/finalize", json=TOLD)
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert phases(house) == [Phase.PENDING]
+
+
+async def test_starting_and_draining_it_says_so(house: House) -> None:
+    house.health.stage = Stage.DRAINING
+    reply = await house.plain.post("/finalize", json=TOLD)
+    assert (reply.status_code, reply.headers["retry-after"], reply.json()) == (
+        503,
+        "1",
+        {"error": "the server is draining"},
+    )

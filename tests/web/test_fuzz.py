@@ -1,0 +1,97 @@
+"""Anything may come in: the answer is proper, a patch applies, and a denial leaves nothing behind."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests import builders
+from tests.builders import Raw, raw_container, raw_pod
+from tests.web.house import House, patched
+from tests.web.test_app import paths, rich_review
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
+)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner))
+telling = st.sampled_from(
+    [
+        *("all", "void", "GPU-a0", "1", "0", "-1", "1e3", "half", "In", "NotIn", "Exists", "Gt", "node-a", "Always"),
+        {"gpuwarden.io/gpu-count": "2"},
+        {"gpuwarden.io/required-hash": builders.HASH},
+        {"gpuwarden.io/claim": "{}", "gpuwarden.io/reservation-id": "r"},
+        {"gpu-scheduling-map": "0=node-a:0"},
+        {"nvidia.com/gpu": 1.0},
+        {"nvidia.com/gpu": "2"},
+        {"fudo.org/gpu.assign": "true"},
+        [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}],
+        [{"name": "CUDA_VISIBLE_DEVICES", "valueFrom": {}}],
+        [{"key": "metadata.name", "operator": "In", "values": ["node-a"]}],
+        {"operator": "Exists"},
+    ]
+)
+PATHS = paths(rich_review())
+
+
+@st.composite
+def reviews(draw: st.DrawFn) -> Any:
+    """A review that some hand has been at, in up to six places."""
+    review = copy.deepcopy(rich_review())
+    for path in draw(st.lists(st.sampled_from(PATHS), max_size=6)):
+        change(review, path, draw(values | telling), remove=draw(st.booleans()))
+    return review
+
+
+def change(review: Any, path: tuple[Any, ...], value: Any, *, remove: bool) -> None:
+    target = review
+    try:
+        for step in path[:-1]:
+            target = target[step]
+        if remove:
+            del target[path[-1]]
+        else:
+            target[path[-1]] = value
+    except (KeyError, IndexError, TypeError):
+        pass  # an earlier change took the place away
+
+
+@pytest.mark.defect("X-5")
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(review=reviews() | values, door=st.sampled_from(["/mutate", "/validate"]))
+async def test_whatever_comes_in_is_answered_properly(house: House, review: Any, door: str) -> None:
+    reply = await house.tls.post(door, content=builders.body(review))
+    assert reply.status_code in (200, 400)
+    answer: Raw = reply.json()
+    if reply.status_code == 400:
+        assert answer["error"]
+        return
+    response = answer["response"]
+    assert response["uid"] == review["request"]["uid"]
+    if response["allowed"]:
+        check_admitted(review, response)
+    else:
+        status = response["status"]
+        assert status["code"] in (403, 409, 429, 503)
+        assert status["reason"]
+        assert status["message"]
+        assert response["uid"] not in {one.id for one in house.parts.ledger.reservations()}
+    await start_over(house)
+
+
+def check_admitted(review: Raw, response: Raw) -> None:
+    raw = review["request"]["object"]
+    if "patch" in response:
+        dressed = patched(raw, response)
+        assert dressed != raw
+
+
+async def start_over(house: House) -> None:
+    """Let everything expire; the next review is served as if nothing had been."""
+    house.wait(100)
+    await house.parts.ledger.collect(house.now)
+    fresh = raw_pod(raw_container(gpus=1))
+    assert (await house.mutate(fresh, "afterwards"))["allowed"]
+    house.wait(100)
+    await house.parts.ledger.collect(house.now)
