@@ -16,6 +16,8 @@ from typing import cast
 
 import structlog
 from attrs import frozen
+from h2.errors import ErrorCodes
+from h2.exceptions import ProtocolError
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.task_group import TaskGroup
 from hypercorn.asyncio.worker_context import WorkerContext
@@ -24,6 +26,7 @@ from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
+from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
 from hypercorn.typing import AppWrapper, ASGIFramework, ASGIReceiveEvent, ASGISendEvent, ConnectionState, Scope
 from hyperframe.frame import GoAwayFrame
 from starlette.types import ASGIApp
@@ -86,8 +89,9 @@ class _Body:
         self._behind = 0
         self._room = asyncio.Event()
         self._until = until
-        self.is_complete = is_complete  # or will never be: the peer has gone
+        self.is_complete = is_complete  # or will never be: the peer has gone, or was too slow
         self.is_lost = False
+        self.is_given_up = False  # by us: the peer may still send
 
     async def put(self, message: ASGIReceiveEvent) -> None:
         self._messages.put_nowait(message)
@@ -109,7 +113,7 @@ class _Body:
                 async with asyncio.timeout_at(self._until):
                     message = await self._messages.get()
             except TimeoutError:
-                self.is_complete = self.is_lost = True
+                self.is_complete = self.is_lost = self.is_given_up = True
                 message = {"type": "http.disconnect"}
         if message["type"] == "http.request":
             self._behind -= len(message["body"])
@@ -126,6 +130,7 @@ class _Body:
 
     def close(self) -> None:
         """Nobody will read any more: nobody shall wait for that."""
+        self.is_given_up = self.is_given_up or not self.is_complete
         self.is_complete = True
         self._room.set()
 
@@ -153,6 +158,8 @@ class _Requests(TaskGroup):
             await self._run(app, scope, body, send)
             await body.discard()
             await send(None)  # Hypercorn answers 500 if the app has not answered
+            body.close()
+            await self._connection.end_stream(send, is_given_up=body.is_given_up)
         finally:
             body.close()
             self._connection.end_request()
@@ -195,6 +202,7 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self._protocol: ProtocolWrapper
         self._timer: asyncio.TimerHandle | None = None
+        self._outbox = bytearray()
         self._running = 0
         self._is_reading_headers = False
         self._is_closing = False
@@ -235,6 +243,23 @@ class _Connection:
             self._hang_up()
         else:
             self._wait(self._deadlines.keep_alive)
+
+    async def end_stream(self, send: Send, *, is_given_up: bool) -> None:
+        """Reset an HTTP/2 stream that ends before its time: its peer would wait for the rest of an answer for ever,
+        or send the rest of a body, which Hypercorn cannot place and takes the whole connection down for."""
+        stream, protocol = getattr(send, "__self__", None), self._protocol.protocol
+        if not (isinstance(stream, HTTPStream) and isinstance(protocol, H2Protocol)):
+            return  # on HTTP/1.1 it closes the connection by itself
+        is_answered = stream.state is ASGIHTTPState.CLOSED
+        if is_answered and not is_given_up:
+            return
+        with suppress(ProtocolError):  # the peer has reset it itself
+            code = ErrorCodes.NO_ERROR if is_answered else ErrorCodes.INTERNAL_ERROR
+            protocol.connection.reset_stream(stream.stream_id, code)
+            self._write(protocol.connection.data_to_send())
+        if stream.stream_id in protocol.stream_buffers:
+            protocol.priority.unblock(stream.stream_id)
+            await protocol.has_data.set()  # the sending task finds it closed and forgets it
 
     def _speak(self, requests: TaskGroup) -> ProtocolWrapper:
         return ProtocolWrapper(
@@ -279,14 +304,23 @@ class _Connection:
             await self._catch_up()
 
     def _write(self, data: bytes) -> int:
-        """How much the peer has not taken yet."""
+        """How much is on its way out. An answer comes in three or four pieces, on HTTP/2 many answers at once:
+        what one turn of the loop brings together goes out together, as one TLS record if it is small."""
         if self._writer.is_closing():
-            return 0  # it has gone, or is to go
-        self._writer.write(data)
+            return 0  # the peer has gone, or is to go
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox += data
         behind: int = self._writer.transport.get_write_buffer_size()
-        return behind
+        return len(self._outbox) + behind
+
+    def _flush(self) -> None:
+        if self._outbox and not self._writer.is_closing():
+            self._writer.write(self._outbox)
+        self._outbox = bytearray()  # a new one: the transport may keep the old
 
     async def _catch_up(self) -> None:
+        self._flush()
         try:
             async with asyncio.timeout(self._deadlines.write):
                 await self._writer.drain()
@@ -330,6 +364,7 @@ class _Connection:
             return
         self._is_closing = True
         self._stop_timer()
+        self._flush()
         self._writer.close()
         patience = self._deadlines.write if self._tls is None else self._deadlines.close
         self._timer = self._loop.call_later(patience, self._writer.transport.abort)
@@ -362,6 +397,11 @@ class Listener:
         self.port = port  # once it listens, the one it listens on
         self._open: dict[asyncio.Task[None], _Connection] = {}
         self._is_stopped = False
+
+    @property
+    def connections(self) -> int:
+        """How many peers are connected, handshake done."""
+        return len(self._open)
 
     @property
     def url(self) -> str:

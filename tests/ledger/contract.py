@@ -251,6 +251,8 @@ class LedgerContract:
         else:
             assert (await bench.ledger.finalize(ReservationId("r1"), pod(1))).phase is Phase.FINALIZED
 
+    @pytest.mark.defect("S4-2")
+    @pytest.mark.defect("S4-3")
     async def test_whoever_needs_the_device_collects_what_expired(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE + CLOCK_SKEW

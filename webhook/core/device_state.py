@@ -24,6 +24,8 @@ def device_state(holders: Sequence[Reservation], now: datetime, *, is_quarantine
         return DeviceState.QUARANTINED
     if not holders:
         return DeviceState.AVAILABLE
+    if len(holders) == 1:
+        return reservation_state(holders[0], now)
     states = {reservation_state(one, now) for one in holders}
     order = (DeviceState.ASSIGNED, DeviceState.PENDING, DeviceState.ORPHANED, DeviceState.EXPIRED)
     return next(state for state in order if state in states)

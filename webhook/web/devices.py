@@ -139,17 +139,10 @@ def sightings(snapshot: Snapshot, now: datetime) -> Iterator[Sighting]:
             if nodes[0] == node.name:
                 holders = snapshot.holders.of(device.uuid)
                 is_quarantined = len(nodes) > 1 or not device.is_healthy
-                yield Sighting(device, nodes, holders, state_of_device(holders, now, is_quarantined=is_quarantined))
+                yield Sighting(device, nodes, holders, device_state(holders, now, is_quarantined=is_quarantined))
     for uuid in snapshot.vanished:
         holders = snapshot.holders.of(uuid)
         yield Sighting(Device(uuid), (holders[0].node,), holders, DeviceState.QUARANTINED, is_vanished=True)
-
-
-def state_of_device(holders: Sequence[Reservation], now: datetime, *, is_quarantined: bool) -> DeviceState:
-    """`device_state`, with the short way for nearly all devices: one holder at most."""
-    if len(holders) == 1 and not is_quarantined:
-        return reservation_state(holders[0], now)
-    return device_state(holders, now, is_quarantined=is_quarantined)
 
 
 def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
@@ -196,7 +189,7 @@ def assignment(reservation: Reservation) -> Json:
 
 def foremost(holders: Sequence[Reservation], now: datetime) -> Reservation:
     """The holder that the state of a shared device speaks of."""
-    busiest = state_of_device(holders, now, is_quarantined=False)
+    busiest = device_state(holders, now, is_quarantined=False)
     return next(one for one in holders if reservation_state(one, now) is busiest)
 
 

@@ -1,0 +1,254 @@
+"""How long a decision takes, and how little the size of the fleet shows in it.
+
+Fleets of all sizes live in one process and take turns, so that a noisy machine hits all alike. The collector of
+garbage runs as it does in the server.
+"""
+
+import asyncio
+import itertools
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import msgspec
+from attrs import define, field, frozen
+
+from bench import inventory
+from bench.figures import Target, percentile, typical
+from bench.pods import RARE, WAYS, Asker, create_review, stream
+from webhook.clock import utc_now
+from webhook.core.claim import Claim, ClaimRules, claim_of
+from webhook.core.decide import EvidencePolicy, decide
+from webhook.core.dress import DressRules, Outfit, difference, dressed, replaced_env
+from webhook.core.fleet import Fleet
+from webhook.core.pod import Pod
+from webhook.core.reservation import Ask, PodIdentity, ReservationId
+from webhook.core.review import Review, answer
+from webhook.core.verdict import Admit, Deny, Verdict
+from webhook.holding import Holder
+from webhook.inventory.file import Reading
+from webhook.ledger.memory import MemoryLedger
+from webhook.telemetry import Metrics
+
+Raw = dict[str, Any]
+T = TypeVar("T")
+
+SIZES = (100, 1_000, 10_000, 100_000)
+FAR = datetime(9999, 1, 1, tzinfo=UTC)
+# Filled to the first share and emptied to the second, at random: a fleet in use has gaps of every size.
+FILLED, KEPT = 0.6, 0.4
+# Pods of one fleet in a row: long enough for caches to be warm, short against what disturbs a machine.
+TURN = 50
+CLAIMS, DRESS = ClaimRules(), DressRules()
+
+
+@frozen
+class Plan:
+    """How much is measured."""
+
+    sizes: Sequence[int] = SIZES
+    rounds: int = 7
+    pods: int = 2_000
+    rare: int = 40
+
+
+SHORT = Plan(rounds=3, pods=600, rare=10)
+
+
+@frozen
+class Timed:
+    """One pod's times, in seconds; no decision for a pod without a claim."""
+
+    kind: str
+    decided: float | None
+    whole: float
+
+
+@define
+class Site:
+    """One fleet with its ledger and its pods."""
+
+    gpus: int
+    fleet: Fleet
+    holder: Holder
+    asker: Asker
+    rng: random.Random
+    held: list[tuple[ReservationId, PodIdentity]] = field(factory=list)
+    numbers: "itertools.count[int]" = field(factory=itertools.count)
+
+    @classmethod
+    def build(cls, gpus: int) -> "Site":
+        nodes, evidence = Reading(msgspec.json.encode(inventory.document(gpus))).contents()
+        fleet, now = Fleet(), utc_now()
+        for node in nodes.values():
+            fleet.put(node, now)
+        for name, word in evidence.items():
+            fleet.prove(name, word, now)
+        ledger = MemoryLedger(fleet, utc_now, pending_deadline=timedelta(days=1), clock_skew=timedelta(seconds=5))
+        rng = random.Random(gpus)  # noqa: S311 - the same pods each time, no secret
+        holder = Holder(fleet, ledger, EvidencePolicy(), utc_now, Metrics())
+        return cls(gpus, fleet, holder, Asker(list(nodes), rng), rng)
+
+    async def fill(self) -> None:
+        """Reserve and release until the fleet looks used."""
+        while len(self.fleet.held_devices) < FILLED * self.gpus:
+            if isinstance(await self.reviewed(self.body(self.asker.plain())), Deny):
+                break
+        while len(self.fleet.held_devices) > KEPT * self.gpus:
+            await self.release_one()
+
+    async def release_one(self) -> None:
+        last = len(self.held) - 1
+        chosen = self.rng.randrange(len(self.held))
+        self.held[chosen], self.held[last] = self.held[last], self.held[chosen]
+        await self.holder.ledger.release(*self.held.pop())
+
+    def body(self, raw: Raw) -> bytes:
+        return msgspec.json.encode(create_review(raw, f"00000000-0000-4000-8000-{next(self.numbers):012d}"))
+
+    async def reviewed(self, body: bytes) -> Verdict:
+        """A review's way from its body to its verdict, as `web/admission.py` goes it."""
+        review = Review.parse(body)
+        raw = review.raw or {}
+        pod = Pod.parse(raw)
+        claim = claim_of(pod, CLAIMS)
+        if claim is None:
+            return Admit()
+        ask = Ask(review.uid, review.namespace, claim.digest, pod.meta.name)
+        held = await self.holder.hold(ask, claim, answer_by=FAR)
+        if isinstance(held, Deny):
+            return held
+        self.held.append((held.id, PodIdentity(held.namespace, held.pod_name or "", "")))
+        outfit = Outfit(claim, (held.node,), held.id, held.uuids)
+        patch = difference(raw, dressed(raw, outfit, DRESS))
+        return Admit(patch, warnings=tuple(replaced_env(pod, outfit, DRESS)))
+
+    async def timed(self, kind: str, raw: Raw) -> Timed:
+        body = self.body(raw)
+        claim = claim_of(Pod.parse(raw), CLAIMS)
+        decided = None if claim is None else best_of(2, lambda: self.decided(claim))
+        started = time.perf_counter()
+        answer("uid", await self.reviewed(body))
+        whole = time.perf_counter() - started
+        while len(self.fleet.held_devices) > KEPT * self.gpus and self.held:
+            await self.release_one()
+        return Timed(kind, decided, whole)
+
+    def decided(self, claim: Claim) -> object:
+        self.fleet.advance(utc_now())
+        return decide(claim, self.fleet, EvidencePolicy())
+
+
+def best_of(times: int, step: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+async def first_uses(site: Site) -> dict[str, float]:
+    """What the first pod of each way costs: a label that nobody asked about before joins the index."""
+    return {way.__name__: 1e3 * (await site.timed("", site.asker.make(way))).whole for way in (*WAYS, *RARE)}
+
+
+async def measured(plan: Plan) -> Raw:
+    sites = [Site.build(gpus) for gpus in plan.sizes]
+    for site in sites:
+        await site.fill()
+    first = {str(site.gpus): await first_uses(site) for site in sites}
+    rounds = [await one_round(sites, plan.pods) for _ in range(plan.rounds)]
+    rare = [await rare_round(sites, plan.rare) for _ in range(plan.rounds)]
+    return {
+        "sizes": [figures(str(site.gpus), site, [one[site.gpus] for one in rounds]) for site in sites],
+        "ratio_decide_p99": ratio(rounds, plan.sizes, decisions),
+        "ratio_whole_p99": ratio(rounds, plan.sizes, wholes),
+        "rare_decide_p50_us": {
+            str(site.gpus): typical([1e6 * percentile(decisions(one[site.gpus]), 0.5) for one in rare])
+            for site in sites
+        },
+        "first_use_ms": first,
+    }
+
+
+async def one_round(sites: Sequence[Site], pods: int) -> dict[int, list[Timed]]:
+    streams = {site.gpus: stream(site.asker, pods) for site in sites}
+    found: dict[int, list[Timed]] = defaultdict(list)
+    for begin in range(0, pods, TURN):
+        for site in sites:
+            for kind, raw in streams[site.gpus][begin : begin + TURN]:
+                found[site.gpus].append(await site.timed(kind, raw))
+    return found
+
+
+async def rare_round(sites: Sequence[Site], pods: int) -> dict[int, list[Timed]]:
+    return {
+        site.gpus: [await site.timed(way.__name__, site.asker.make(way)) for way in RARE for _ in range(pods)]
+        for site in sites
+    }
+
+
+Of = Callable[[Sequence[Timed]], list[float]]
+
+
+def decisions(timed: Sequence[Timed]) -> list[float]:
+    return [one.decided for one in timed if one.decided is not None]
+
+
+def wholes(timed: Sequence[Timed]) -> list[float]:
+    return [one.whole for one in timed]
+
+
+def ratio(rounds: Sequence[dict[int, list[Timed]]], sizes: Sequence[int], of: Of) -> float:
+    """The largest fleet's p99 over the smallest's, round by round."""
+    small, large = min(sizes), max(sizes)
+    return typical([percentile(of(one[large]), 0.99) / percentile(of(one[small]), 0.99) for one in rounds])
+
+
+def figures(gpus: str, site: Site, rounds: Sequence[Sequence[Timed]]) -> Raw:
+    kinds = sorted({one.kind for timed in rounds for one in timed if one.decided is not None})
+    return {
+        "gpus": int(gpus),
+        "held_gpus": len(site.fleet.held_devices),
+        "decide_us": spread(rounds, decisions),
+        "whole_us": spread(rounds, wholes),
+        "decide_p50_us_by_kind": {kind: by_kind(rounds, kind) for kind in kinds},
+    }
+
+
+def spread(rounds: Sequence[Sequence[Timed]], of: Of) -> dict[str, float]:
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {
+        name: round(typical([1e6 * percentile(of(timed), share) for timed in rounds]), 1)
+        for name, share in shares.items()
+    }
+
+
+def by_kind(rounds: Sequence[Sequence[Timed]], kind: str) -> float:
+    return round(1e6 * percentile(decisions([one for timed in rounds for one in timed if one.kind == kind]), 0.5), 1)
+
+
+def run(plan: Plan) -> Raw:
+    return asyncio.run(measured(plan))
+
+
+def targets(found: Raw, slack: float = 1.0) -> list[Target]:
+    largest = found["sizes"][-1]
+    return [
+        Target("decision, p99 at 100,000 GPUs over p99 at 100", found["ratio_decide_p99"], 2 * slack, "x"),
+        Target("decision, p99 at 100,000 GPUs", largest["decide_us"]["p99"] / 1e3, 1 * slack, " ms"),
+    ]
+
+
+def lines(found: Raw) -> list[str]:
+    head = ["| GPUs | decide p50 | p99 | review to answer p50 | p99 | max |", "|---:|---:|---:|---:|---:|---:|"]
+    rows = [
+        f"| {one['gpus']:,} | {one['decide_us']['p50']:.0f} µs | {one['decide_us']['p99']:.0f} µs "
+        f"| {one['whole_us']['p50']:.0f} µs | {one['whole_us']['p99']:.0f} µs | {one['whole_us']['max']:.0f} µs |"
+        for one in found["sizes"]
+    ]
+    return head + rows

@@ -1,0 +1,79 @@
+"""A real `gpuwarden serve` in a process of its own, on free ports, in an empty directory."""
+
+import json
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from select import select
+from typing import Any
+
+import httpx
+from attrs import frozen
+
+GPUWARDEN = Path(sys.executable).parent / "gpuwarden"
+START_TIMEOUT = 30.0
+STOP_TIMEOUT = 60.0
+
+
+@frozen
+class Running:
+    """The process and where it listens."""
+
+    process: subprocess.Popen[str]
+    ready: str
+    directory: Path
+
+    @property
+    def urls(self) -> dict[str, str]:
+        return dict(part.split("=", 1) for part in self.ready.split()[1:])
+
+    @property
+    def port(self) -> int:
+        return int(self.urls["https"].rpartition(":")[2])
+
+    @property
+    def trust(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(self.directory / "certs/dev/ca.crt"))
+
+    def client(self, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.urls["https"], verify=self.trust, **options)
+
+    def stop(self) -> tuple[int, str, str]:
+        """Ask it to stop; exit code, what else came on stdout, and the log."""
+        self.process.send_signal(signal.SIGTERM)
+        out, log = self.process.communicate(timeout=STOP_TIMEOUT)
+        return self.process.returncode, out, log
+
+
+@contextmanager
+def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Iterator[Running]:
+    """Started and ready; killed at the end if the test has not stopped it."""
+    (directory / "inventory.json").write_text(json.dumps(inventory))
+    ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
+    command = [GPUWARDEN, "serve", "--inventory", "inventory.json", *ports, *flags]
+    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Running(process, ready_line(process), directory)
+        finally:
+            process.kill()
+
+
+def ready_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    found, _, _ = select([process.stdout], [], [], START_TIMEOUT)
+    line = process.stdout.readline() if found else ""
+    if not line.startswith("ready "):
+        process.kill()
+        raise AssertionError(f"not ready: {line!r} {process.communicate()[1]}")
+    return line.rstrip("\n")
+
+
+def refusing(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A start that is expected to fail."""
+    return subprocess.run(
+        [GPUWARDEN, *arguments], cwd=directory, capture_output=True, text=True, timeout=START_TIMEOUT, check=False
+    )

@@ -1,0 +1,37 @@
+"""What the documents say is there, is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from webhook.core.reasons import STATUS_CODES
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+TEST_NAME = re.compile(r"::(test_\w+|Test\w+)")
+
+
+def test_every_reason_has_its_heading() -> None:
+    headings = re.findall(r"^## (\w+)$", (ROOT / "docs/reasons.md").read_text(), re.MULTILINE)
+    assert headings == [reason.value for reason in STATUS_CODES]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_leads_somewhere(document: Path) -> None:
+    for target in LINK.findall(document.read_text()):
+        assert (document.parent / target).exists(), target
+
+
+def test_every_test_that_holds_a_promise_exists() -> None:
+    sources = "\n".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    for name in TEST_NAME.findall((ROOT / "ARCHITECTURE.md").read_text()):
+        assert re.search(rf"(def|class) {name}\b|^{name} =", sources, re.MULTILINE), name
+
+
+def test_every_module_is_on_the_map() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in ROOT.glob("webhook/**/*.py"):
+        if path.stem not in ("__init__", "verdict", "errors"):
+            assert re.search(rf"[`/]{path.stem}[`/]", page), path
