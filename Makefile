@@ -27,7 +27,7 @@ $(VENV)/dev.stamp: requirements/dev.lock $(VENV)/run.stamp
 run: $(VENV)/run.stamp ## start the server on the embedded default, no cluster needed
 	@$(BIN)/gpuwarden serve --hints
 
-demo: $(VENV)/run.stamp ## one pod's whole story in the terminal
+demo: $(VENV)/dev.stamp ## one pod's whole story in the terminal
 	@$(BIN)/python -m scripts.demo
 
 test: $(VENV)/dev.stamp ## the tests (Python only)

@@ -1,4 +1,4 @@
-"""Honest inputs for every test: pods and reviews as the API server sends them, nodes and evidence as providers tell them."""
+"""Honest inputs for every test: pods and reviews as the API server sends them, nodes and evidence as they are told."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -259,6 +259,7 @@ def reservation(
     deadline: datetime | None = NOW + timedelta(seconds=90),
     pod_name: str | None = POD_NAME,
     uid: str | None = None,
+    is_shared: bool = False,
 ) -> Reservation:
     return Reservation(
         id=ReservationId(id),
@@ -271,4 +272,5 @@ def reservation(
         phase=phase,
         pod_name=pod_name,
         uid=uid,
+        is_shared=is_shared,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from attrs import frozen
 
-GPUWARDEN = Path(sys.executable).parent / "gpuwarden"
+GPUWARDEN = str(Path(sys.executable).parent / "gpuwarden")
 START_TIMEOUT = 30.0
 STOP_TIMEOUT = 60.0
 

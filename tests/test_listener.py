@@ -17,6 +17,7 @@ import uvloop
 from attrs import define, field
 from h2.config import H2Configuration
 from h2.connection import H2Connection
+from h2.settings import SettingCodes
 from hyperframe.frame import Frame, GoAwayFrame, HeadersFrame, RstStreamFrame
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -25,7 +26,8 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from tests.h2_client import Answer, H2Client, LostError
-from webhook.listener import Deadlines, Listener
+from webhook.connection import Deadlines
+from webhook.listener import Listener
 
 CA = trustme.CA()
 HOST = "127.0.0.1"
@@ -46,7 +48,7 @@ def on_both_loops(story: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[L
                 await asyncio.wait_for(story(), LONG)
             gc.collect()  # what is left open says so now
 
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(debug=False, loop_factory=loop_factory) as runner:
             runner.run(told())
         assert complaints == []
 
@@ -69,7 +71,7 @@ class App:
             Route("/slow", self.slow, methods=["GET", "POST"]),
             Route("/refuse", self.refuse, methods=["POST"]),
             Route("/patient", self.patient, methods=["POST"]),
-            Route("/big", self.big),
+            Route("/big/{size:int}", self.big),
             Route("/breaks", self.breaks),
         ]
         return Starlette(routes=routes)
@@ -97,7 +99,7 @@ class App:
         return PlainTextResponse("thanks")
 
     async def big(self, request: Request) -> Response:
-        return Response(b"x" * 2_000_000)
+        return Response(b"x" * request.path_params["size"])
 
     async def breaks(self, request: Request) -> Response:
         async def parts() -> AsyncIterator[bytes]:
@@ -186,6 +188,8 @@ class RawH2:
     def __init__(self) -> None:
         self._h2 = H2Connection(H2Configuration(client_side=True, validate_outbound_headers=False))
         self._h2.initiate_connection()
+        self._h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 2**31 - 1})
+        self._h2.increment_flow_control_window(2**30)
         self.hello = self._h2.data_to_send()
         self._unsent = self.hello
 
@@ -196,8 +200,8 @@ class RawH2:
         sent, self._unsent = self._unsent + self._h2.data_to_send(), b""
         return sent
 
-    def data(self, stream: int, data: bytes) -> bytes:
-        self._h2.send_data(stream, data)
+    def data(self, stream: int, data: bytes, *, is_last: bool = False) -> bytes:
+        self._h2.send_data(stream, data, end_stream=is_last)
         return self._h2.data_to_send()
 
     async def frames_until(self, reader: asyncio.StreamReader, last: type[Frame]) -> dict[type[Frame], list[int]]:
@@ -339,6 +343,17 @@ def test_a_big_body_is_answered_and_the_connection_lives_on(path: str, loop_fact
                 assert (statuses, (await slow).body, client.goaways) == ([expected] * 3, b"at last", 0)
 
     on_both_loops(story)(loop_factory)
+
+
+@on_both_loops
+async def test_no_answer_begins_before_the_body_has_ended() -> None:
+    """curl and Go stop sending when they see the status, and Hypercorn takes that badly."""
+    async with listening(App()) as listener, connected(listener, H2()) as (reader, writer):
+        peer = RawH2()
+        writer.write(peer.request("POST", "/refuse", is_whole=False) + peer.request("POST", "/refuse"))
+        assert (await peer.frames_until(reader, HeadersFrame))[HeadersFrame] == [3]
+        writer.write(peer.data(1, b"the rest", is_last=True))
+        assert (await peer.frames_until(reader, HeadersFrame))[HeadersFrame] == [1]
 
 
 @on_both_loops
@@ -525,7 +540,7 @@ async def test_a_peer_that_does_not_read_its_answer_is_cut_off() -> None:
             peer.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(peer, (HOST, listener.port))
-            await loop.sock_sendall(peer, request("/big", method="GET") * 8)
+            await loop.sock_sendall(peer, request("/big/2000000", method="GET") * 8)
             await until(lambda: listener.connections == 0)
 
 
@@ -574,10 +589,24 @@ async def test_stop_answers_what_is_in_flight_and_lets_nobody_in() -> None:
 @on_both_loops
 async def test_stop_finishes_a_big_answer() -> None:
     async with listening(App()) as listener, H2Client(HOST, listener.port, H2()) as client:
-        big = asyncio.create_task(client.get("/big"))
+        big = asyncio.create_task(client.get("/big/2000000"))
         await client.post("/echo", b"")
         stopping = asyncio.create_task(listener.stop(10))
         assert len((await big).body) == 2_000_000
+        assert await stopping == 0
+
+
+@on_both_loops
+async def test_stop_waits_for_a_peer_that_is_slow_to_read_its_answer() -> None:
+    """All of it has left the app, and Hypercorn has not sent the last frame yet."""
+    async with listening(App()) as listener, connected(listener, H2()) as (reader, writer):
+        writer.write(RawH2().request("GET", "/big/16000000"))
+        await reader.readexactly(9)
+        stopping = asyncio.create_task(listener.stop(20))
+        await asyncio.sleep(0.3)
+        seen = await reader.read()
+        assert b"\0\0\0\0\1\0\0\0\1" in seen[-200:]  # an empty DATA frame with END_STREAM on stream 1
+        assert len(seen) > 16_000_000
         assert await stopping == 0
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from attrs import evolve
 
-from webhook import settings
+from webhook import setting_kinds, settings
 from webhook.core.claim import ClaimRules
 from webhook.core.dress import DressRules, Injection
 from webhook.settings import SETTINGS, Settings, SettingsError
@@ -203,7 +203,7 @@ def test_the_hash_map_of_s0_is_read() -> None:
     ],
 )
 def test_durations(text: str, duration: timedelta) -> None:
-    assert settings.read_duration(text) == duration
+    assert setting_kinds.read_duration(text) == duration
 
 
 HASH_RULE = "a JSON object, node name to hash"
@@ -466,7 +466,7 @@ def test_with_a_cluster_nothing_is_embedded(name: str, there: Path) -> None:
 
 
 def test_the_words_are_those_of_the_core() -> None:
-    assert tuple(settings.INJECTION.allowed.split(", ")) == tuple(Injection)
+    assert tuple(setting_kinds.INJECTION.allowed.split(", ")) == tuple(Injection)
     assert Settings().gpu_resource == ClaimRules().resource == DressRules().resource
     assert (Settings().required_hash_alias,) == ClaimRules().hash_aliases
     assert Settings().injection == DressRules().injection

@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives import serialization
 from starlette.responses import PlainTextResponse
 
 from webhook.clock import utc_now
+from webhook.dev_certificates import DevCertificates, make_dev_certificates
 from webhook.listener import Listener
-from webhook.tls import BadCertificateError, CertificateSource, DevCertificates, Reload, make_dev_certificates
+from webhook.tls import BadCertificateError, CertificateSource, Reload
 
 NOW = utc_now().replace(microsecond=0)
 CA = trustme.CA()

@@ -140,7 +140,7 @@ def explain(args: Namespace, chosen: Settings) -> int:
 
 
 def certs_dev(args: Namespace) -> int:
-    from webhook.tls import make_dev_certificates
+    from webhook.dev_certificates import make_dev_certificates
 
     made = make_dev_certificates(args.dir, now=utc_now())
     for path in (made.ca_cert, made.cert, made.key):

@@ -12,11 +12,12 @@ from typing import Any
 import structlog
 
 from webhook.clock import utc_now
+from webhook.dev_certificates import make_dev_certificates
 from webhook.listener import Listener
 from webhook.pods import PodFacts
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
-from webhook.tls import CertificateSource, Reload, make_dev_certificates
+from webhook.tls import CertificateSource, Reload
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, tls_app
 from webhook.web.devices import Devices

@@ -24,7 +24,7 @@ from webhook.core.device_state import DeviceState
 from webhook.core.evidence import EvidenceState
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase
-from webhook.settings import LOG_LEVELS
+from webhook.setting_kinds import LOG_LEVELS
 
 # A second series beside every counter, which no query of ours reads.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # theirs to annotate

@@ -18,6 +18,7 @@ from webhook.feed import Feed
 from webhook.holding import Holder
 from webhook.inventory.file import InventoryFile
 from webhook.ledger.memory import MemoryLedger
+from webhook.ledger.moves import Times
 from webhook.pods import ReviewedPods
 from webhook.settings import Settings
 from webhook.telemetry import FleetCounts, Metrics
@@ -43,7 +44,7 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
     """Everything in this process: no cluster is asked."""
     fleet = Fleet()
     metrics = Metrics()
-    ledger = MemoryLedger(fleet, clock, pending_deadline=settings.pending_deadline, clock_skew=settings.clock_skew)
+    ledger = MemoryLedger(fleet, clock, Times(settings.pending_deadline, settings.clock_skew))
     providers: list[EvidenceProvider] = [StaticEvidence(settings.node_hash_map)]
     policy = EvidencePolicy(is_always_required=settings.require_evidence == "all")
     parts = Parts(

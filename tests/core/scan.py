@@ -49,8 +49,9 @@ class World:
         return [node.name for node in self.nodes.values() if any(d.uuid == uuid for d in node.devices)]
 
     def is_available(self, device: Device) -> bool:
-        taken = [slot for slot in self.held() if slot.uuid == device.uuid]
-        return device.is_healthy and len(self.homes(device.uuid)) == 1 and len(taken) < device.shares
+        holders = [one for one in self.reservations if device.uuid in one.uuids]
+        is_taken = len(holders) >= device.shares or any(not one.is_shared for one in holders)
+        return device.is_healthy and len(self.homes(device.uuid)) == 1 and not is_taken
 
     # One node's answer.
 
@@ -71,7 +72,7 @@ class World:
         labelled = [one.name for one in self.nodes.values() if one.labels.get("gpu-node-name") == wanted]
         if labelled:
             return node.name in labelled
-        return node.name == wanted and not node.labels.get("gpu-node-name")
+        return node.name == wanted
 
     def evidence_objection(self, node: Node, claim: Claim) -> str | None:
         if not claim.record.hashes and not self.needs_evidence:

@@ -1,4 +1,4 @@
-"""A pod is read once: what is null is not there, what cannot be read is said, and GPUs are counted as Kubernetes does."""
+"""A pod is read once: what is null is absent, what cannot be read is said, GPUs are counted as Kubernetes counts."""
 
 from typing import Any
 
@@ -122,7 +122,6 @@ def test_what_is_no_whole_number_is_said_to_be_none(amount: str | float) -> None
         whole_number(amount)
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="an integer of 5000 digits cannot be turned into text")
 def test_a_number_too_long_to_print_is_no_whole_number() -> None:
     with pytest.raises(InvalidPodError):
         whole_number(10**5000)

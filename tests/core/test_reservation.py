@@ -78,7 +78,6 @@ def test_a_reservation_is_only_ever_one_pods(
     assert reservation(slot("GPU-1"), pod_name=pod_name, uid=uid).may_be(pod) is may_be
 
 
-@pytest.mark.xfail(strict=True, reason="a name that was not told is taken for another pod's name")
 def test_a_name_that_was_not_told_speaks_against_nothing() -> None:
     assert reservation(slot("GPU-1"), pod_name="train-0", uid=POD_UID).may_be(identity(name=""))
 

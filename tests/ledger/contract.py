@@ -31,8 +31,10 @@ class Bench(Protocol):
     now: datetime
 
 
-def ask(number: int, *, namespace: str = "ml", digest: str = "d1", pod_name: str | None = None) -> Ask:
-    return Ask(ReservationId(f"r{number}"), namespace, digest, pod_name)
+def ask(
+    number: int, *, namespace: str = "ml", digest: str = "d1", pod_name: str | None = None, is_shared: bool = False
+) -> Ask:
+    return Ask(ReservationId(f"r{number}"), namespace, digest, pod_name, is_shared)
 
 
 def on(node: str, *uuids: str, k: int = 0) -> Placement:
@@ -129,10 +131,15 @@ class LedgerContract:
 
     async def test_the_shares_of_a_device_are_held_one_by_one(self, bench: Bench) -> None:
         for k in range(4):
-            await self.reserve(bench, ask(k), on("node-a", "GPU-s", k=k))
+            await self.reserve(bench, ask(k, is_shared=True), on("node-a", "GPU-s", k=k))
         with pytest.raises(SlotsTakenError):
-            await self.reserve(bench, ask(9), on("node-a", "GPU-s", k=3))
+            await self.reserve(bench, ask(9, is_shared=True), on("node-a", "GPU-s", k=3))
         assert [held.id for held in bench.ledger.of_device(DeviceUuid("GPU-s"))] == ["r0", "r1", "r2", "r3"]
+
+    async def test_who_did_not_ask_to_share_has_the_device_alone(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-s", k=0))
+        with pytest.raises(SlotsTakenError):
+            await self.reserve(bench, ask(2, is_shared=True), on("node-a", "GPU-s", k=1))
 
     # The pod becomes known.
 

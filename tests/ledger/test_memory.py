@@ -16,6 +16,7 @@ from webhook.core.errors import LedgerError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.ledger.memory import MemoryLedger
+from webhook.ledger.moves import Times
 
 T = TypeVar("T")
 
@@ -29,9 +30,7 @@ class MemoryBench:
         devices = [Device(DeviceUuid(f"GPU-a{k}")) for k in range(4)]
         self.fleet.put(Node("node-a", devices=(*devices, Device(DeviceUuid("GPU-s"), shares=4))), self.now)
         self.fleet.put(Node("node-b", devices=(Device(DeviceUuid("GPU-b0")),)), self.now)
-        self.ledger = MemoryLedger(
-            self.fleet, lambda: self.now, pending_deadline=PENDING_DEADLINE, clock_skew=CLOCK_SKEW
-        )
+        self.ledger = MemoryLedger(self.fleet, lambda: self.now, Times(PENDING_DEADLINE, CLOCK_SKEW))
 
 
 @pytest.fixture
@@ -85,7 +84,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(one=ids, namespace=st.sampled_from(["ml", "other"]), digest=st.sampled_from(["d1", "d2"]), tried=places)
     def reserve(self, one: ReservationId, namespace: str, digest: str, tried: list[Placement]) -> None:
         answer_by = self.bench.now + timedelta(seconds=10)
-        self.attempt(self.bench.ledger.reserve(Ask(one, namespace, digest), tried, answer_by=answer_by))
+        what = Ask(one, namespace, digest, is_shared=True)
+        self.attempt(self.bench.ledger.reserve(what, tried, answer_by=answer_by))
 
     @rule(one=ids, uid=uids.filter(bool), namespace=st.sampled_from(["ml", "other"]))
     def bind(self, one: ReservationId, uid: str, namespace: str) -> None:

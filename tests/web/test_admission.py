@@ -418,7 +418,7 @@ FORGERIES: dict[str, tuple[Any, str]] = {
         lambda pod: pod["spec"]["containers"][0]["env"].append(
             {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['x']"}}}
         ),
-        "spec.containers[0].env[2]",
+        "spec.containers[0].env",
     ),
     "a variable in a sidecar": (
         lambda pod: pod["spec"].update(

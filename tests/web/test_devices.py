@@ -19,6 +19,7 @@ from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Event, Placement, PodIdentity, Reservation, ReservationId
 from webhook.ledger.memory import MemoryLedger
+from webhook.ledger.moves import Times
 from webhook.web.devices import Devices, prefers_html, sightings, take_snapshot
 
 NOON = datetime(2026, 11, 18, 12, tzinfo=UTC)
@@ -42,7 +43,9 @@ class SlowLedger(MemoryLedger):
     """A ledger that takes time to release, as one does that has to write to a cluster: the pod is gone already."""
 
     def begin_release(self, reservation_id: ReservationId) -> None:
-        self._write(self._live[reservation_id].after(Event.POD_ENDED))
+        one = self._shelf.find(reservation_id)
+        assert one is not None
+        self._shelf.replace(one.node, {**self._shelf.on(one.node), one.id: one.after(Event.POD_ENDED)})
 
 
 class House:
@@ -51,7 +54,7 @@ class House:
     def __init__(self, *nodes: Node, notes: Sequence[str] = ()) -> None:
         self.clock = SettableClock()
         self.fleet = Fleet()
-        self.ledger = SlowLedger(self.fleet, self.clock, pending_deadline=PATIENCE, clock_skew=timedelta(seconds=2))
+        self.ledger = SlowLedger(self.fleet, self.clock, Times(PATIENCE, timedelta(seconds=2)))
         for node in nodes:
             self.put(node)
         devices = Devices(self.fleet, self.ledger, self.clock, notes=notes)
@@ -67,7 +70,7 @@ class House:
         home = self.fleet.home_of(uuids[0])
         assert home is not None
         placement = Placement(home, tuple(Slot(uuid, k) for uuid in uuids))
-        ask = Ask(ReservationId(id), "ml", "digest", pod)
+        ask = Ask(ReservationId(id), "ml", "digest", pod, is_shared=True)
         return await self.ledger.reserve(ask, [placement], answer_by=self.clock.now + timedelta(seconds=8))
 
     async def assigned(self, id: str, *uuids: DeviceUuid, k: int = 0, pod: str = "infer-x7k2p") -> Reservation:

@@ -5,14 +5,14 @@ from collections.abc import Collection, Iterator
 from webhook.core import keys
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.decide import EvidencePolicy, Question
-from webhook.core.dress import DressRules, Outfit, RawPod, difference, dressed, is_harmless, nodes_pinned_to
+from webhook.core.dress import DressRules, Outfit, RawPod, changes, dressed, is_harmless, nodes_pinned_to
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Container, EnvVar, Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.core.verdict import Deny
 
-DEVICE_CLASS_RESOURCES = "deviceclass.resource.kubernetes.io/"
+GPU_RESOURCES = (keys.NVIDIA_RESOURCES, "deviceclass.resource.kubernetes.io/")
 OTHER_WAYS_HINT = "ask with nvidia.com/gpu, gpuwarden.io/gpu-count or a gpuwarden.io/gpu. label"
 
 
@@ -40,7 +40,8 @@ def other_ways(pod: Pod, rules: DressRules) -> Iterator[str]:
             yield f"metadata.annotations[{key}]"
     for path, container in pod.containers():
         for name in container.resource_names():
-            if name != rules.resource and name.startswith((keys.NVIDIA_RESOURCES, DEVICE_CLASS_RESOURCES)):
+            is_ours = name == rules.resource
+            if (is_ours and not rules.takes_request_off) or (not is_ours and name.startswith(GPU_RESOURCES)):
                 yield f"{path}.resources[{name}]"
     if pod.body.resource_claims:
         yield "spec.resourceClaims"
@@ -92,7 +93,7 @@ def matches_reservation(
             hint="take the gpuwarden.io/ annotations off a copied manifest",
         )
     outfit = Outfit(claim, (reservation.node,), reservation.id, reservation.uuids)
-    fields = [readable(change["path"]) for change in difference(raw, dressed(raw, outfit, rules))]
+    fields = [readable(change["path"]) for change in changes(raw, dressed(raw, outfit, rules))]
     if fields:
         return Deny(
             Reason.FORGED,

@@ -9,7 +9,7 @@ from attrs import define, field, frozen
 
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
-from webhook.core.gpu_map import MapEntry, parse_map
+from webhook.core.gpu_map import ORDINAL, MapEntry, parse_map
 from webhook.core.keys import Key
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
@@ -19,6 +19,7 @@ MAX_GPUS = 1024
 # A pod with more is not one that a kubelet can run, and its record would not fit an annotation.
 MAX_CONTAINERS = 512
 MAX_HASHES = 64
+MAX_HASH = 256
 
 
 @frozen
@@ -42,8 +43,9 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     shared: bool = False
     node: str | None = None
     devices: tuple[str, ...] = ()
-    # The containers that asked by resource and how many; empty: none did, all get the GPUs.
+    # The containers that asked by resource, and how many; if none did, those that there were: all get the GPUs.
     asked: dict[str, int] = {}
+    containers: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "ClaimRecord":
@@ -162,6 +164,7 @@ class Reader:
             node=place.node if place else None,
             devices=place.gpus if place else (),
             asked=asked,
+            containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
         )
         self._warn_of_unknown_keys()
         return Claim(record, NodesAsked.of(self.pod), tuple(self.warnings))
@@ -213,6 +216,8 @@ class Reader:
             if counted not in (None, listed):
                 self.mistakes.append(f"the map lists {listed} GPUs, the pod asks for {counted}")
             return listed
+        if counted == 0 and wants_one:
+            self.mistakes.append(f"{keys.GPU_COUNT.name} is 0, and labels say what the GPUs have to be")
         gpus = int(wants_one) if counted is None else counted
         if gpus > MAX_GPUS:
             self.mistakes.append(f"{gpus} GPUs are asked for; no node has more than {MAX_GPUS}")
@@ -229,6 +234,8 @@ class Reader:
         for one in hashes[:MAX_HASHES]:
             if not one:
                 self.mistakes.append(f"annotation {key.name} holds an empty hash: name one or take it away")
+            elif len(one) > MAX_HASH:
+                self.mistakes.append(f"annotation {key.name}: a hash has at most {MAX_HASH} characters")
             elif not one.isprintable() or " " in one:
                 self.mistakes.append(f"annotation {key.name}: {one[:80]!r} holds white space")
         return tuple(sorted(set(hashes)))
@@ -285,12 +292,12 @@ class Reader:
 def ordinal_of(pod: Pod) -> int | None:
     """The pod's number in its StatefulSet."""
     label = pod.labels.get(keys.POD_INDEX_LABEL)
-    if label is not None and label.isdecimal():
+    if label is not None and ORDINAL.fullmatch(label):
         return int(label)
     if not any(owner.kind == "StatefulSet" for owner in pod.meta.owner_references or ()):
         return None
     suffix = (pod.meta.name or "").rpartition("-")[2]
-    return int(suffix) if suffix.isdecimal() and suffix.isascii() else None
+    return int(suffix) if ORDINAL.fullmatch(suffix) else None
 
 
 def is_s4_requirement(label: str) -> bool:

@@ -13,14 +13,13 @@ from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Berth, Cell, Fleet, Group
 from webhook.core.gpu_map import MapEntry
 from webhook.core.keys import LOGICAL_NODE_LABEL
-from webhook.core.nodes_asked import logical_name
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
 
 # How many placements a ledger may try before the decision is made afresh.
 MAX_PLACEMENTS = 8
-# A claim without GPUs may run on any proven node; its affinity lists at most this many.
+# A claim without GPUs may run on any proven node; its affinity names at most so many, times the terms it had.
 MAX_PROVEN_NODES = 64
 
 
@@ -94,10 +93,10 @@ def decide(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[Placemen
     return tuple(question.placements()) or question.denial()
 
 
-def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Iterator[NodeFit]:
+def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[NodeFit, ...]:
     """Every node's own answer; for a person, not for a review."""
     question = Question(claim, fleet, policy)
-    return (question.fit(berth) for _, berth in sorted(fleet.berths.items()))
+    return tuple(question.fit(berth) for _, berth in sorted(fleet.berths.items()))
 
 
 class Question:
@@ -107,15 +106,15 @@ class Question:
         self.claim = claim
         self.fleet = fleet
         self.needs_evidence = bool(claim.hashes) or policy.is_always_required
+        self.directory_keys = fleet.learn(claim.nodes)  # may number kinds anew, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
-        self.directory_keys = fleet.learn(claim.nodes)
         self._class_objections: dict[int, Objection | None] = {}
         self._shape_answers: dict[int, tuple[int, Objection | None]] = {}
 
     # Placements.
 
     def placements(self) -> Iterator[Placement]:
-        limit = MAX_PLACEMENTS if self.claim.count else MAX_PROVEN_NODES
+        limit = MAX_PLACEMENTS if self.claim.count else max(1, MAX_PROVEN_NODES // len(self.claim.nodes.terms or "1"))
         names = self.named()
         if names is not None:
             fits = (self.fit(self.fleet.berths[name]) for name in names if name in self.fleet.berths)
@@ -169,7 +168,7 @@ class Question:
 
     def _mapped_slots(self, berth: Berth, gpus: tuple[str, ...]) -> tuple[Slot, ...]:
         devices = [[d for d in berth.node.devices if d.is_called(gpu)] for gpu in gpus]
-        able = [d for (d,) in (found for found in devices if len(found) == 1) if self.can_serve(d)]
+        able = dict.fromkeys(d for (d,) in (found for found in devices if len(found) == 1) if self.can_serve(d))
         return tuple(self.free_slot(device) for device in able if self.fleet.is_available(device))
 
     def can_serve(self, device: Device) -> bool:
@@ -194,7 +193,7 @@ class Question:
     def _objection(self, berth: Berth) -> Objection | None:
         if not self.claim.nodes.matches(berth.node.name, berth.labels):
             return Objection.NOT_SELECTED
-        if self.claim.place and logical_name(berth.node.name, berth.labels) != self.claim.place.node:
+        if self.claim.place and berth.node.name not in (self.named() or ()):
             return Objection.NOT_SELECTED
         return (
             self.evidence_objection(berth)
@@ -266,7 +265,7 @@ class Question:
     def denial(self) -> Deny:
         """Why nothing fits, in numbers of nodes."""
         counts = self._count_objections()
-        reason = next((r for r, group in REASONS if any(counts[o] for o in group)), Reason.NO_MATCHING_DEVICE)
+        reason = next((r for r, group in REASONS if any(counts[o] for o in group)), self._nothing_there())
         nodes = sum(counts.values())
         found = [f"{counts[objection]} {objection.said_of(self.claim)}" for objection in Objection if counts[objection]]
         numbers = f"{nodes} node{'' if nodes == 1 else 's'}" + (f": {', '.join(found)}" if found else "")
@@ -276,6 +275,10 @@ class Question:
             hint=HINTS[reason],
             causes=tuple(found),
         )
+
+    def _nothing_there(self) -> Reason:
+        """The reason where there is no node at all."""
+        return Reason.NO_PROVEN_NODE if self.claim.hashes else Reason.NO_MATCHING_DEVICE
 
     def _count_objections(self) -> Counter[Objection]:
         names = self.named()

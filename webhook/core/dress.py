@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-import jsonpatch
 from attrs import frozen
 
 from webhook.core import keys
 from webhook.core.claim import Claim
+from webhook.core.difference import Change, difference
 from webhook.core.keys import Key
 from webhook.core.pod import EnvVar, Pod
 
@@ -63,8 +63,8 @@ class Outfit:
 
 def dressed(raw: RawPod, outfit: Outfit, rules: DressRules) -> dict[str, Json]:
     """The pod as it has to be; what is not ours to change is shared with `raw`."""
-    meta = dict(raw.get("metadata") or {})
-    meta["annotations"] = {**(meta.get("annotations") or {}), **annotations(outfit, rules)}
+    meta = without_outputs(raw)
+    meta["annotations"].update(annotations(outfit, rules))
     spec = dict(raw.get("spec") or {})
     spec["affinity"] = pinned(spec.get("affinity") or {}, outfit.nodes)
     if outfit.uuids:
@@ -76,10 +76,14 @@ def dressed(raw: RawPod, outfit: Outfit, rules: DressRules) -> dict[str, Json]:
 
 def undressed(raw: RawPod) -> dict[str, Json]:
     """The pod without annotations that only we may write."""
+    return {**raw, "metadata": without_outputs(raw)}
+
+
+def without_outputs(raw: RawPod) -> dict[str, Json]:
     meta = dict(raw.get("metadata") or {})
     found = meta.get("annotations") or {}
     meta["annotations"] = {key: value for key, value in found.items() if key not in keys.OUTPUT_NAMES}
-    return {**raw, "metadata": meta}
+    return meta
 
 
 def annotations(outfit: Outfit, rules: DressRules) -> dict[str, str]:
@@ -109,7 +113,8 @@ def pinned(affinity: Mapping[str, Json], nodes: Sequence[str]) -> dict[str, Json
 
 def pinned_terms(terms: Iterable[RawTerm], nodes: Sequence[str]) -> Iterator[RawTerm]:
     for term in terms:
-        if is_empty(term) or node_of(term) in nodes:
+        names = names_of(term)
+        if is_empty(term) or (names is not None and names <= set(nodes)):
             yield term
         else:
             yield from (on_node(term, name) for name in nodes)
@@ -124,20 +129,26 @@ def on_node(term: RawTerm, name: str) -> RawTerm:
     return {**term, "matchFields": [*fields, {"key": "metadata.name", "operator": "In", "values": [name]}]}
 
 
-def node_of(term: RawTerm) -> str | None:
-    """The one node that a term is held to."""
+def names_of(term: RawTerm) -> set[str] | None:
+    """The nodes that a term is held to by name: all its names must hold at once, so two leave none."""
+    named: set[str] | None = None
     for field in term.get("matchFields") or ():
-        if field.get("key") == "metadata.name" and field.get("operator") == "In":
-            values = field.get("values") or []
-            return str(values[0]) if len(values) == 1 else None
-    return None
+        values = field.get("values") or []
+        if field.get("key") == "metadata.name" and field.get("operator") == "In" and len(values) == 1:
+            named = set(values) if named is None else named & set(values)
+    return named
 
 
 def nodes_pinned_to(raw: RawPod) -> set[str | None]:
     """The nodes that the pod's required affinity allows; None among them if some term leaves it open."""
     affinity = ((raw.get("spec") or {}).get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get(REQUIRED) or {}).get("nodeSelectorTerms") or []
-    return {node_of(term) for term in terms if not is_empty(term)} or {None}
+    allowed: set[str | None] = set()
+    for term in terms:
+        names = names_of(term)
+        if not is_empty(term):
+            allowed |= {None} if names is None else names
+    return allowed or {None}
 
 
 # Containers.
@@ -145,8 +156,8 @@ def nodes_pinned_to(raw: RawPod) -> set[str | None]:
 
 def dressed_container(raw: dict[str, Json], outfit: Outfit, rules: DressRules) -> dict[str, Json]:
     container = dict(raw)
-    asked = outfit.claim.record.asked
-    if not asked or raw.get("name") in asked or shows_gpus(raw.get("env") or (), rules):
+    named = outfit.claim.record.asked or outfit.claim.record.containers
+    if not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules):
         container["env"] = dressed_env(raw.get("env") or [], outfit, rules)
     if rules.takes_request_off and raw.get("resources"):
         container["resources"] = without_request(raw["resources"], rules.resource)
@@ -197,20 +208,28 @@ def is_harmless(one: EnvVar) -> bool:
     return one.shown is not None and one.shown in SHOWING_NOTHING.get(one.name, ())
 
 
-# Differences.
+# What has changed.
 
 
-def difference(old: RawPod, new: RawPod) -> list[dict[str, Any]]:
+def changes(old: RawPod, new: RawPod) -> list[Change]:
     """The JSON patch that makes `new` of `old`; only what dressing can touch is compared."""
-    patch: list[dict[str, Any]] = jsonpatch.make_patch(touched(old), touched(new)).patch
-    return patch
+    return list(difference(touched(old), touched(new)))
 
 
 def touched(raw: RawPod) -> dict[str, Json]:
-    """The parts that dressing can touch."""
-    parts: dict[str, Json] = {}
-    for part, members in (("metadata", ("annotations",)), ("spec", ("affinity", "initContainers", "containers"))):
-        if part in raw:
-            whole = raw[part]
-            parts[part] = {m: whole[m] for m in members if m in whole} if isinstance(whole, dict) else whole
+    """The members that dressing can touch, where they stand in the pod."""
+    parts = members(raw, "metadata", "spec")
+    if parts.get("metadata"):
+        parts["metadata"] = members(parts["metadata"], "annotations")
+    if parts.get("spec"):
+        spec = parts["spec"] = members(parts["spec"], "affinity", "initContainers", "containers")
+        if spec.get("affinity"):
+            spec["affinity"] = members(spec["affinity"], "nodeAffinity")
+        for group in ("initContainers", "containers"):
+            if spec.get(group):
+                spec[group] = [members(one, "env", "resources") for one in spec[group]]
     return parts
+
+
+def members(whole: Mapping[str, Json], *names: str) -> dict[str, Json]:
+    return {name: whole[name] for name in names if name in whole}

@@ -21,6 +21,10 @@ from webhook.core.reservation import Reservation, ReservationId
 
 # A label with more values than this names nodes rather than kinds of nodes: it gets a directory, not classes.
 MAX_CLASS_VALUES = 256
+# More classes than this, and the label with the most values gets a directory too: cells have to stay few.
+MAX_CLASSES = 256
+# Classes and shapes that nodes once had are forgotten when there are so many.
+MAX_NUMBERED = 10_000
 # Bounds the memory that odd claims can take; past it the cache starts anew.
 MAX_CACHED_REQUIREMENTS = 4096
 
@@ -117,11 +121,14 @@ class Fleet:
         self._classes: Numbered[NodeClass] = Numbered()
         self._groups: dict[Group, dict[Cell, NodeNames]] = {}
         self._homes: dict[DeviceUuid, str] = {}
-        self._disputed: dict[DeviceUuid, set[str]] = {}  # the same UUID on several nodes
-        self._unhealthy: set[DeviceUuid] = set()
+        # All homes of a UUID that has several, or that stands on its node several times.
+        self._disputed: dict[DeviceUuid, list[str]] = {}
+        self._unhealthy: Counter[DeviceUuid] = Counter()
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
+        self._held_alone: set[DeviceUuid] = set()  # by somebody who did not ask to share
         self._changes: list[tuple[datetime, str]] = []  # a heap: when which node's evidence changes by itself
         self._topics: tuple[str, ...] = ()
+        self._class_nodes: Counter[int] = Counter()
         self._label_uses: Counter[str] = Counter()
         self._directories: dict[str, dict[str, NodeNames]] = {}
         self._kinds_serving: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
@@ -165,20 +172,27 @@ class Fleet:
                 directory[node.labels[key]][node.name] = None
         for device in node.devices:
             if not device.is_healthy:
-                self._unhealthy.add(device.uuid)
-            home = self._homes.setdefault(device.uuid, node.name)
-            if home != node.name:
-                self._disputed.setdefault(device.uuid, {home}).add(node.name)
+                self._unhealthy[device.uuid] += 1
+            home = self._homes.get(device.uuid)
+            if home is None:
+                self._homes[device.uuid] = node.name
+            else:
+                self._disputed.setdefault(device.uuid, [home]).append(node.name)
                 self._place_again(home)
 
     def _forget(self, node: Node) -> None:
-        self._label_uses.subtract(node.labels.keys())
+        for key in node.labels:
+            lessen(self._label_uses, key)
         for key, directory in self._directories.items():
-            names = directory.get(node.labels.get(key, ""))
+            value = node.labels.get(key, "")
+            names = directory.get(value)
             if names is not None:
                 names.pop(node.name, None)
+                if not names:
+                    del directory[value]
         for device in node.devices:
-            self._unhealthy.discard(device.uuid)
+            if not device.is_healthy:
+                lessen(self._unhealthy, device.uuid)
             self._forget_device(device.uuid, node.name)
 
     def _forget_device(self, uuid: DeviceUuid, name: str) -> None:
@@ -186,8 +200,8 @@ class Fleet:
         if claimants is None:
             self._homes.pop(uuid, None)
             return
-        claimants.discard(name)
-        self._homes[uuid] = next(iter(claimants))
+        claimants.remove(name)
+        self._homes[uuid] = claimants[0]
         if len(claimants) == 1:
             del self._disputed[uuid]
             self._place_again(self._homes[uuid])
@@ -204,6 +218,9 @@ class Fleet:
 
     def advance(self, now: datetime) -> None:
         """Let time act on evidence: what ends by now has ended."""
+        numbered = len(self._classes) + len(self._shapes) + len(self._kinds)
+        if numbered > MAX_NUMBERED + 12 * len(self.berths):
+            self._place_all()
         while self._changes and self._changes[0][0] <= now:
             _, name = heapq.heappop(self._changes)
             berth = self.berths.get(name)
@@ -224,6 +241,8 @@ class Fleet:
     def hold(self, reservation: Reservation) -> None:
         for slot in reservation.slots:
             self._held.setdefault(slot.uuid, {})[slot.k] = reservation.id
+            if not reservation.is_shared:
+                self._held_alone.add(slot.uuid)
         self._place_devices(reservation.uuids)
 
     def free(self, reservation: Reservation) -> None:
@@ -231,6 +250,7 @@ class Fleet:
             holders = self._held.get(slot.uuid, {})
             if holders.get(slot.k) == reservation.id:
                 del holders[slot.k]
+                self._held_alone.discard(slot.uuid)
             if not holders:
                 self._held.pop(slot.uuid, None)
         self._place_devices(reservation.uuids)
@@ -239,7 +259,7 @@ class Fleet:
         return self._held.get(uuid, {})
 
     def is_slot_free(self, slot: Slot) -> bool:
-        return slot.k not in self._held.get(slot.uuid, ())
+        return slot.uuid not in self._held_alone and slot.k not in self._held.get(slot.uuid, ())
 
     # The index.
 
@@ -262,10 +282,13 @@ class Fleet:
             return
         self._leave(berth)
         berth.groups, berth.cell = groups, cell
+        self._class_nodes[cell.node_class] += 1
         for group in groups:
             self._groups.setdefault(group, {}).setdefault(cell, {})[berth.node.name] = None
 
     def _leave(self, berth: Berth) -> None:
+        if berth.groups:
+            lessen(self._class_nodes, berth.cell.node_class)
         for group in berth.groups:
             cells = self._groups[group]
             names = cells[berth.cell]
@@ -296,6 +319,7 @@ class Fleet:
         return (
             device.is_healthy
             and device.uuid not in self._disputed
+            and device.uuid not in self._held_alone
             and len(self._held.get(device.uuid, ())) < device.shares
         )
 
@@ -315,7 +339,11 @@ class Fleet:
     @property
     def quarantined_devices(self) -> set[DeviceUuid]:
         """Those that the inventory knows and nobody can be given."""
-        return self._unhealthy | self._disputed.keys()
+        return self._unhealthy.keys() | self._disputed.keys()
+
+    def claimants(self, uuid: DeviceUuid) -> tuple[str, ...]:
+        """The nodes that say they have it, if there are several."""
+        return tuple(dict.fromkeys(self._disputed.get(uuid, ())))
 
     def home_of(self, uuid: DeviceUuid) -> str | None:
         return self._homes.get(uuid)
@@ -359,22 +387,51 @@ class Fleet:
         new_topics = [key for key in unknown if self._label_uses[key] and not self._learn_directory(key)]
         if new_topics:
             self._topics += tuple(new_topics)
-            for berth in self.berths.values():
-                self._place(berth)
+            self._place_all()
+        while len(self._class_nodes) > MAX_CLASSES and self._topics:
+            self._demote()
         return frozenset(k for k in asked.keys if k in self._directories)
 
     def _learn_directory(self, key: str) -> bool:
         """Keep a directory for a label with many values; False if it has few."""
-        directory: dict[str, NodeNames] = defaultdict(dict)
-        for name, berth in self.berths.items():
-            if key in berth.labels:
-                directory[berth.labels[key]][name] = None
+        directory = self._directory_of(key)
         if len(directory) <= MAX_CLASS_VALUES and key != LOGICAL_NODE_LABEL:
             return False
         self._directories[key] = directory
         return True
 
+    def _directory_of(self, key: str) -> dict[str, NodeNames]:
+        directory: dict[str, NodeNames] = defaultdict(dict)
+        for name, berth in self.berths.items():
+            if key in berth.labels:
+                directory[berth.labels[key]][name] = None
+        return directory
+
+    def _demote(self) -> None:
+        """The label that splits the nodes most becomes one with a directory."""
+        directories = {topic: self._directory_of(topic) for topic in self._topics}
+        key = max(directories, key=lambda topic: len(directories[topic]))
+        self._directories[key] = directories[key]
+        self._topics = tuple(topic for topic in self._topics if topic != key)
+        self._place_all()
+
+    def _place_all(self) -> None:
+        """Everything anew, without the classes and shapes that no node has any more."""
+        self._groups, self._class_nodes = {}, Counter()
+        self._classes, self._shapes, self._kinds = Numbered(), Numbered(), Numbered()
+        self._kinds_serving, self._kinds_known = {}, 0
+        for berth in self.berths.values():
+            berth.groups = ()
+            self._place(berth)
+
     def names_with(self, key: str, values: Iterable[str]) -> list[str]:
         """The nodes whose label has one of the values, from the directory."""
         directory = self._directories[key]
         return [name for value in sorted(values) for name in directory.get(value, ())]
+
+
+def lessen(counter: Counter[Thing], thing: Thing) -> None:
+    """One less; what counts none is not kept."""
+    counter[thing] -= 1
+    if not counter[thing]:
+        del counter[thing]

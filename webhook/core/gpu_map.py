@@ -11,7 +11,7 @@ MAX_LINES = 10_000
 MAX_MISTAKES = 50
 
 NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-ORDINAL = re.compile(r"[0-9]{1,10}")
+ORDINAL = re.compile(r"[0-9]{1,64}")
 GPU_TOKEN = re.compile(r"[0-9]{1,20}|(GPU|MIG)-[A-Za-z0-9._/-]{1,128}")
 
 

@@ -1,16 +1,17 @@
 """Which nodes a pod lets itself be put on: nodeName, nodeSelector, required affinity, tolerations."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 
 from attrs import define, frozen
 
 from webhook.core.device import Taint
-from webhook.core.keys import LOGICAL_NODE_LABEL
 from webhook.core.pod import Pod, Requirement, Term, Toleration
 
 Labels = Mapping[str, str]
 NAME_FIELD = "metadata.name"
+NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
 
 
 @frozen
@@ -40,11 +41,16 @@ class Expression:
 
 
 def compares(value: str | None, bounds: frozenset[str], ordered: Callable[[int, int], bool]) -> bool:
-    try:
-        (bound,) = bounds
-        return value is not None and ordered(int(value), int(bound))
-    except ValueError:
+    if value is None or len(bounds) != 1:
         return False
+    left, right = counted(value), counted(next(iter(bounds)))
+    return left is not None and right is not None and ordered(left, right)
+
+
+def counted(text: str) -> int | None:
+    """What the scheduler reads as a number: 64 bits, digits and a sign."""
+    number = int(text) if NUMBER.fullmatch(text) else None
+    return number if number is not None and -(2**63) <= number < 2**63 else None
 
 
 @frozen
@@ -158,9 +164,5 @@ def tolerated(taint: Taint, toleration: Toleration) -> bool:
         return False
     if toleration.operator == "Exists":
         return True
-    return bool(toleration.key) and (toleration.value or "") == taint.value
-
-
-def logical_name(name: str, labels: Labels) -> str:
-    """What a placement map calls the node."""
-    return labels.get(LOGICAL_NODE_LABEL) or name
+    is_equal = toleration.operator in (None, "", "Equal") and (toleration.value or "") == taint.value
+    return bool(toleration.key) and is_equal

@@ -169,6 +169,7 @@ class Pod(Wire, frozen=True):
         return max(together + sidecars, most)
 
 
+MAX_AMOUNT = 10**12
 SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 QUANTITY = re.compile(r"\+?([0-9]{1,9})(?:\.0*)?(|k|M|G|Ki|Mi|Gi|[eE]\+?[0-9])")
 
@@ -177,6 +178,8 @@ def whole_number(amount: str | int | float | None) -> int:
     """The quantity of an extended resource, which has to be a whole number."""
     if amount is None or amount == "":
         return 0
+    if isinstance(amount, int) and abs(amount) >= MAX_AMOUNT:
+        raise InvalidPodError("a number of GPUs is beyond all counting")
     text = str(int(amount)) if isinstance(amount, float) and amount.is_integer() else str(amount)
     read = QUANTITY.fullmatch(text)
     if read is None:

@@ -66,6 +66,7 @@ class Ask:
     namespace: str
     claim_digest: str
     pod_name: str | None = None
+    is_shared: bool = False
 
 
 @frozen
@@ -83,6 +84,8 @@ class Reservation:
     phase: Phase = Phase.PENDING
     pod_name: str | None = None
     uid: str | None = None
+    # Whether it lets others have the other shares of its devices.
+    is_shared: bool = False
 
     @property
     def uuids(self) -> tuple[DeviceUuid, ...]:
@@ -102,4 +105,8 @@ class Reservation:
 
     def may_be(self, pod: PodIdentity) -> bool:
         """Whether nothing known of it speaks against its being that pod's."""
-        return self.namespace == pod.namespace and self.uid in (None, pod.uid) and self.pod_name in (None, pod.name)
+        return (
+            self.namespace == pod.namespace
+            and (not pod.uid or self.uid in (None, pod.uid))
+            and (not pod.name or self.pod_name in (None, pod.name))
+        )

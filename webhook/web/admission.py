@@ -13,7 +13,7 @@ from starlette.responses import Response
 from webhook.clock import Clock
 from webhook.core import check, keys
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
-from webhook.core.dress import DressRules, Injection, Outfit, RawPod, difference, dressed, replaced_env, undressed
+from webhook.core.dress import DressRules, Injection, Outfit, RawPod, changes, dressed, replaced_env, undressed
 from webhook.core.errors import (
     InvalidPodError,
     LedgerUnavailableError,
@@ -157,7 +157,7 @@ class Admission:
         if claim is None:
             if clean is raw:
                 return NOT_ASKED
-            return Admit(difference(raw, clean), warnings=(COPIED,))
+            return Admit(changes(raw, clean), warnings=(COPIED,))
         refused = self._refused_at_once(pod, claim)
         if refused is not None:
             return refused
@@ -187,7 +187,8 @@ class Admission:
     async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Outfit | Deny:
         """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
         if claim.count and not review.is_dry_run:
-            ask = Ask(review.uid, review.namespace, claim.digest, pod.meta.name or review.name or None)
+            name = pod.meta.name or review.name or None
+            ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared)
             held = await self._holder.hold(ask, claim, answer_by=answer_by)
             return held if isinstance(held, Deny) else outfit_of(claim, held)
         places = self._holder.places(claim)
@@ -207,7 +208,7 @@ class Admission:
         if outfit.reservation_id is not None:
             audit |= {"reservation": outfit.reservation_id, "gpus": outfit.visible}
         return Admit(
-            difference(raw, dressed(raw if clean is None else clean, outfit, rules)),
+            changes(raw, dressed(raw if clean is None else clean, outfit, rules)),
             warnings=(*warnings, *outfit.claim.warnings, *replaced),
             audit=audit,
         )

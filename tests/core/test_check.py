@@ -1,0 +1,675 @@
+"""Forgeries, one by one: each is refused, and the refusal names the field."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import (
+    HASH,
+    OTHER_HASH,
+    claim,
+    created,
+    device,
+    expression,
+    fleet,
+    identity,
+    node,
+    on_node,
+    pod,
+    raw_container,
+    raw_env,
+    raw_pod,
+    raw_sidecar,
+    required_affinity,
+    reservation,
+    slot,
+    stateful_set,
+    term,
+)
+from webhook.core.check import (
+    markers,
+    matches_reservation,
+    no_markers,
+    no_other_ways,
+    preset_node,
+    proven_only,
+    readable,
+    still_proven,
+    unchanged,
+)
+from webhook.core.claim import Claim, ClaimRules, recorded_claim
+from webhook.core.decide import EvidencePolicy
+from webhook.core.dress import DressRules, Injection, Outfit, dressed
+from webhook.core.pod import Pod
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Phase, PodIdentity, Reservation
+from webhook.core.verdict import Deny
+
+Raw = dict[str, Any]
+Change = Callable[[Raw], object]
+
+RULES = DressRules()
+CUDA = DressRules(injection=Injection.CUDA)
+LAX = EvidencePolicy()
+ALL = {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}
+FROM_ELSEWHERE = {"name": "CUDA_VISIBLE_DEVICES", "valueFrom": {"configMapKeyRef": {"name": "x", "key": "y"}}}
+
+WISH = raw_pod(
+    raw_container("main", gpus=1, env=raw_env(A="b")),
+    raw_container("helper"),
+    init=[raw_container("prepare"), raw_sidecar("proxy")],
+    annotations={"team": "vision", "gpuwarden.io/required-hash": HASH},
+    affinity=required_affinity(term(expression("zone", "In", "a")), term(expression("zone", "In", "b"))),
+)
+CLAIM = claim(WISH)
+HELD = reservation(slot("GPU-1"), id="r-1", node="node-a", digest=CLAIM.digest)
+
+
+def outfit(held: Reservation = HELD, asked: Claim = CLAIM) -> Outfit:
+    return Outfit(asked, (held.node,), held.id, held.uuids)
+
+
+def given_pod(rules: DressRules = RULES) -> Raw:
+    """The pod as dressed by us, fit to be bent without bending the others."""
+    return copy.deepcopy(created(dressed(WISH, outfit(), rules)))
+
+
+def judged(
+    raw: Raw, held: Reservation = HELD, who: PodIdentity | None = None, rules: DressRules = RULES
+) -> Deny | None:
+    asked = recorded_claim(Pod.parse(raw))
+    assert asked is not None
+    return matches_reservation(raw, asked, held, who or identity(), rules)
+
+
+def refused(verdict: Deny | None) -> tuple[Reason, str]:
+    assert verdict is not None
+    return verdict.reason, verdict.message
+
+
+# A pod at its creation.
+
+
+def test_the_pod_that_we_dressed_is_let_in() -> None:
+    assert judged(given_pod()) is None
+
+
+def test_what_others_may_write_they_may_write() -> None:
+    raw = given_pod()
+    raw["metadata"]["labels"] = {"mesh": "on"}
+    raw["metadata"]["annotations"]["mesh"] = "on"
+    raw["spec"]["containers"][0]["env"].append({"name": "MESH", "value": "on"})
+    raw["spec"]["containers"].append(raw_container("mesh"))
+    raw["spec"]["tolerations"] = [{"operator": "Exists"}]
+    assert judged(raw) is None
+
+
+def main(raw: Raw) -> Raw:
+    container: Raw = raw["spec"]["containers"][0]
+    return container
+
+
+def annotations(raw: Raw) -> Raw:
+    found: Raw = raw["metadata"]["annotations"]
+    return found
+
+
+def terms(raw: Raw) -> list[Raw]:
+    found: list[Raw] = raw["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+        "nodeSelectorTerms"
+    ]
+    return found
+
+
+TERMS = "spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
+FORGERIES: dict[str, tuple[Change, str]] = {
+    "another-gpu": (
+        lambda raw: annotations(raw).update({"gpuwarden.io/gpu-uuid": "GPU-2"}),
+        "metadata.annotations[gpuwarden.io/gpu-uuid]",
+    ),
+    "another-gpu-by-its-alias": (
+        lambda raw: annotations(raw).update({"fudo.org/gpu.uuid": "GPU-2"}),
+        "metadata.annotations[fudo.org/gpu.uuid]",
+    ),
+    "another-node": (
+        lambda raw: annotations(raw).update({"gpuwarden.io/node": "node-b"}),
+        "metadata.annotations[gpuwarden.io/node]",
+    ),
+    "no-node": (lambda raw: annotations(raw).pop("gpuwarden.io/node"), "metadata.annotations[gpuwarden.io/node]"),
+    "the-same-record-written-otherwise": (
+        lambda raw: annotations(raw).update(
+            {"gpuwarden.io/claim": annotations(raw)["gpuwarden.io/claim"].replace(",", ", ")}
+        ),
+        "metadata.annotations[gpuwarden.io/claim]",
+    ),
+    "all-gpus": (lambda raw: main(raw)["env"].append(ALL), "spec.containers[0].env"),
+    "all-gpus-instead": (
+        lambda raw: main(raw)["env"].__setitem__(1, ALL),
+        "spec.containers[0].env",
+    ),
+    "gpus-from-elsewhere": (
+        lambda raw: main(raw)["env"].append(FROM_ELSEWHERE),
+        "spec.containers[0].env",
+    ),
+    "a-variable-taken-away": (lambda raw: main(raw)["env"].pop(), "spec.containers[0].env"),
+    "all-gpus-in-another-container": (
+        lambda raw: raw["spec"]["containers"][1].update(env=[ALL]),
+        "spec.containers[1].env",
+    ),
+    "all-gpus-in-an-init-container": (
+        lambda raw: raw["spec"]["initContainers"][0].update(env=[ALL]),
+        "spec.initContainers[0].env",
+    ),
+    "all-gpus-in-a-sidecar": (
+        lambda raw: raw["spec"]["initContainers"][1].update(env=[ALL]),
+        "spec.initContainers[1].env",
+    ),
+    "all-gpus-in-a-new-container": (
+        lambda raw: raw["spec"]["containers"].append(raw_container("mesh", env=[ALL])),
+        "spec.containers[2].env",
+    ),
+    "the-request-put-back": (
+        lambda raw: main(raw).update(resources={"limits": {"nvidia.com/gpu": "1"}}),
+        "spec.containers[0].resources",
+    ),
+    "a-request-in-a-new-container": (
+        lambda raw: raw["spec"]["containers"].append(raw_container("mesh", gpus=4)),
+        "spec.containers[2].resources",
+    ),
+    "no-affinity": (lambda raw: raw["spec"].pop("affinity"), "spec.affinity"),
+    "a-term-that-widens": (
+        lambda raw: terms(raw).append(term(expression("zone", "Exists"))),
+        TERMS,
+    ),
+    "a-term-for-another-node": (
+        lambda raw: terms(raw).append(on_node("node-b")),
+        TERMS,
+    ),
+    "a-term-let-loose": (lambda raw: terms(raw)[1].pop("matchFields"), TERMS),
+}
+
+
+@pytest.mark.parametrize(("change", "field"), FORGERIES.values(), ids=FORGERIES)
+def test_a_forgery_is_refused_and_its_field_named(change: Change, field: str) -> None:
+    raw = given_pod()
+    change(raw)
+    verdict = judged(raw)
+    assert verdict is not None
+    assert verdict.reason is Reason.FORGED
+    assert any(cause.startswith(field) for cause in verdict.causes)
+    assert field in verdict.message
+    assert verdict.message.endswith(": not as reserved (r-1: GPU-1 on node-a)")
+
+
+def test_a_claim_that_grew_is_refused() -> None:
+    raw = given_pod()
+    annotations(raw)["gpuwarden.io/claim"] = '{"gpus":8}'
+    assert refused(judged(raw)) == (
+        Reason.FORGED,
+        "metadata.annotations[gpuwarden.io/claim]: not the claim that reservation r-1 was made for",
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "who"),
+    [
+        pytest.param({"uid": "another-uid"}, identity(), id="bound-to-another-uid"),
+        pytest.param({}, identity(name="copy"), id="copied-under-another-name"),
+        pytest.param({}, identity(namespace="other"), id="copied-into-another-namespace"),
+        pytest.param({"pod_name": None, "uid": "another-uid"}, identity(name="infer-x"), id="copied-from-a-deployment"),
+    ],
+)
+def test_a_copied_manifest_gets_nobodys_gpus(held: Raw, who: PodIdentity) -> None:
+    other = reservation(slot("GPU-1"), id="r-1", digest=CLAIM.digest, **held)
+    assert refused(judged(given_pod(), other, who)) == (
+        Reason.RESERVATION_CONFLICT,
+        "metadata.annotations[gpuwarden.io/reservation-id]: reservation r-1 belongs to another pod",
+    )
+
+
+def test_a_reservation_on_its_way_out_serves_nobody() -> None:
+    going = reservation(slot("GPU-1"), id="r-1", digest=CLAIM.digest, phase=Phase.RELEASING)
+    assert refused(judged(given_pod(), going)) == (
+        Reason.RESERVATION_EXPIRED,
+        "reservation r-1 is being released: create the pod anew",
+    )
+
+
+def test_many_forgeries_are_named_in_bounded_length() -> None:
+    raw = given_pod()
+    raw["spec"]["containers"].extend(raw_container(f"c{n}", env=[ALL]) for n in range(40))
+    verdict = judged(raw)
+    assert verdict is not None
+    assert len(verdict.causes) == 20
+    assert verdict.message.count("spec.containers") == 5
+
+
+def test_a_container_that_came_later_and_shows_no_gpu_is_no_forgery() -> None:
+    wish = raw_pod(annotations={"gpuwarden.io/gpu-count": "1"})
+    asked = claim(wish)
+    held = reservation(slot("GPU-1"), id="r-1", digest=asked.digest)
+    raw = created(dressed(wish, outfit(held, asked), RULES))
+    raw["spec"]["containers"].append(raw_container("mesh"))
+    assert judged(raw, held) is None
+
+
+def test_a_pod_without_a_record_has_no_recorded_claim() -> None:
+    assert recorded_claim(pod()) is None
+
+
+def test_a_request_that_comes_later_is_refused_where_it_is_not_taken_off() -> None:
+    wish = raw_pod(raw_container("main"), annotations={"gpuwarden.io/gpu-count": "1"})
+    asked = claim(wish)
+    held = reservation(slot("GPU-1"), id="r-1", digest=asked.digest)
+    raw = created(dressed(wish, outfit(held, asked), CUDA))
+    main(raw)["resources"] = {"limits": {"nvidia.com/gpu": "4"}, "requests": {"nvidia.com/gpu": "4"}}
+    verdict = matches_reservation(raw, asked, held, identity(), CUDA) or no_other_ways(Pod.parse(raw), CUDA)
+    assert verdict is not None
+
+
+def test_a_forged_alias_is_refused_where_aliases_are_not_written() -> None:
+    rules = DressRules(writes_aliases=False)
+    raw = given_pod(rules)
+    annotations(raw)["fudo.org/gpu.uuid"] = "GPU-of-another"
+    assert judged(raw, rules=rules) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        pytest.param(None, None, id="left-to-the-scheduler"),
+        pytest.param("", None, id="empty"),
+        pytest.param("node-a", None, id="the-reserved-node"),
+        pytest.param("node-z", "spec.nodeName: the pod is set on node-z, reserved is node-a or node-b", id="another"),
+    ],
+)
+def test_a_preset_node_is_the_reserved_one(name: str | None, message: str | None) -> None:
+    verdict = preset_node(pod(nodeName=name), ("node-b", "node-a"))
+    assert (verdict and verdict.message) == message
+    assert verdict is None or verdict.reason is Reason.FORGED
+
+
+# A claim without GPUs.
+
+PROVEN = fleet(
+    node("node-a", device("GPU-1")),
+    node("node-b"),
+    node("node-c"),
+    proven={"node-a": HASH, "node-b": HASH, "node-c": OTHER_HASH},
+)
+HASH_ONLY = raw_pod(annotations={"gpuwarden.io/required-hash": HASH})
+
+
+def held_to(*names: str, **members: Any) -> Raw:
+    return dressed({**HASH_ONLY, "spec": {**HASH_ONLY["spec"], **members}}, Outfit(claim(HASH_ONLY), names), RULES)
+
+
+def proven(raw: Raw) -> Deny | None:
+    parsed = Pod.parse(raw)
+    asked = recorded_claim(parsed)
+    assert asked is not None
+    return proven_only(raw, parsed, asked, PROVEN, LAX, ClaimRules())
+
+
+def test_a_pod_held_to_proven_nodes_is_let_in() -> None:
+    assert proven(held_to("node-a", "node-b")) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason", "message"),
+    [
+        pytest.param(
+            held_to("node-a", "node-c"),
+            Reason.NO_PROVEN_NODE,
+            "a node attested as sha256:aa11: node node-c: other hash",
+            id="a-node-of-another-hash",
+        ),
+        pytest.param(
+            held_to("node-a", "node-z"),
+            Reason.NOT_RESERVED,
+            "spec.affinity.nodeAffinity: the pod is not held to proven nodes",
+            id="an-unknown-node",
+        ),
+        pytest.param(
+            {**held_to("node-a"), "spec": HASH_ONLY["spec"]},
+            Reason.NOT_RESERVED,
+            "spec.affinity.nodeAffinity: the pod is not held to proven nodes",
+            id="no-affinity",
+        ),
+        pytest.param(
+            {
+                **held_to("node-a"),
+                "spec": {
+                    **HASH_ONLY["spec"],
+                    "affinity": required_affinity(on_node("node-a"), term(expression("a", "Exists"))),
+                },
+            },
+            Reason.NOT_RESERVED,
+            "spec.affinity.nodeAffinity: the pod is not held to proven nodes",
+            id="a-term-that-leaves-it-open",
+        ),
+        pytest.param(
+            held_to("node-a", nodeName="node-c"),
+            Reason.FORGED,
+            "spec.nodeName: the pod is set on node-c, reserved is node-a",
+            id="set-on-another-node",
+        ),
+        pytest.param(
+            {
+                **held_to("node-c"),
+                "metadata": {
+                    "annotations": {
+                        "gpuwarden.io/required-hash": HASH,
+                        "gpuwarden.io/claim": '{"hashes":["sha256:bb22"]}',
+                    }
+                },
+            },
+            Reason.FORGED,
+            "metadata.annotations[gpuwarden.io/claim]: not what the pod asks for",
+            id="a-record-that-asks-for-less",
+        ),
+        pytest.param(
+            {**held_to("node-a"), "metadata": {"annotations": {"gpuwarden.io/claim": "{}"}}},
+            Reason.FORGED,
+            "metadata.annotations[gpuwarden.io/claim]: not what the pod asks for",
+            id="a-record-without-a-wish",
+        ),
+    ],
+)
+def test_a_pod_that_could_run_on_an_unproven_node_is_refused(raw: Raw, reason: Reason, message: str) -> None:
+    assert refused(proven(raw)) == (reason, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "digest", "expected"),
+    [
+        pytest.param("node-a", HASH, None, id="holds"),
+        pytest.param(
+            "node-c",
+            HASH,
+            (Reason.NO_PROVEN_NODE, "a node attested as sha256:aa11: node node-c: other hash"),
+            id="changed",
+        ),
+        pytest.param("node-z", HASH, (Reason.NO_SUITABLE_NODE, "node node-z is no longer known"), id="gone"),
+    ],
+)
+def test_evidence_is_asked_for_again_at_the_last_door(
+    name: str, digest: str, expected: tuple[Reason, str] | None
+) -> None:
+    verdict = still_proven(claim(HASH_ONLY), name, PROVEN, LAX)
+    assert (verdict and (verdict.reason, verdict.message)) == expected
+
+
+# A pod without a claim.
+
+MARKED: dict[str, tuple[Raw, str]] = {
+    "nvidia-env": (raw_pod(raw_container(env=[ALL])), "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES]"),
+    "cuda-env": (
+        raw_pod(raw_container(env=raw_env(CUDA_VISIBLE_DEVICES="0"))),
+        "spec.containers[0].env[CUDA_VISIBLE_DEVICES]",
+    ),
+    "env-from-elsewhere": (
+        raw_pod(raw_container(env=[FROM_ELSEWHERE])),
+        "spec.containers[0].env[CUDA_VISIBLE_DEVICES]",
+    ),
+    "env-of-an-init-container": (
+        raw_pod(init=[raw_container("i", env=[ALL])]),
+        "spec.initContainers[0].env[NVIDIA_VISIBLE_DEVICES]",
+    ),
+    "env-of-a-debug-container": (
+        raw_pod(ephemeralContainers=[raw_container("d", env=[ALL])]),
+        "spec.ephemeralContainers[0].env[NVIDIA_VISIBLE_DEVICES]",
+    ),
+    "the-second-of-two": (
+        raw_pod(raw_container(env=[*raw_env(NVIDIA_VISIBLE_DEVICES="void"), ALL])),
+        "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES]",
+    ),
+    "a-variable-in-a-variable": (
+        raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="$(X)"))),
+        "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES]",
+    ),
+    "cdi-annotation": (
+        raw_pod(annotations={"cdi.k8s.io/gpu-assignment": "nvidia.com/gpu=all"}),
+        "metadata.annotations[cdi.k8s.io/gpu-assignment]",
+    ),
+    "mig-slice": (
+        raw_pod(raw_container(resources={"limits": {"nvidia.com/mig-1g.5gb": "1"}})),
+        "spec.containers[0].resources[nvidia.com/mig-1g.5gb]",
+    ),
+    "device-class-resource": (
+        raw_pod(raw_container(resources={"limits": {"deviceclass.resource.kubernetes.io/gpu.nvidia.com": "1"}})),
+        "spec.containers[0].resources[deviceclass.resource.kubernetes.io/gpu.nvidia.com]",
+    ),
+    "resource-claim": (
+        raw_pod(resourceClaims=[{"name": "gpu", "resourceClaimName": "theirs"}]),
+        "spec.resourceClaims",
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "field"), MARKED.values(), ids=MARKED)
+def test_a_pod_without_a_claim_is_shown_no_gpu_by_any_way(raw: Raw, field: str) -> None:
+    verdict = no_markers(Pod.parse(raw), RULES)
+    assert refused(verdict) == (
+        Reason.GPU_WITHOUT_CLAIM,
+        f"{field}: would show the pod a GPU, and the pod has no claim",
+    )
+
+
+def test_a_request_without_a_claim_is_a_marker_too() -> None:
+    assert list(markers(pod(raw_container(gpus=1)), RULES)) == ["spec.containers[0].resources[nvidia.com/gpu]"]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="void"), id="void"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="none"), id="none"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="", CUDA_VISIBLE_DEVICES=""), id="empty"),
+        pytest.param(raw_env(CUDA_VISIBLE_DEVICES="-1"), id="minus-one"),
+        pytest.param([{"name": "NVIDIA_VISIBLE_DEVICES"}], id="no-value"),
+    ],
+)
+def test_hiding_all_gpus_is_nobodys_harm(env: list[Raw]) -> None:
+    assert no_markers(pod(raw_container(env=env)), RULES) is None
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param(raw_env(CUDA_VISIBLE_DEVICES="void"), id="void-means-nothing-to-cuda"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="-1"), id="minus-one-means-nothing-to-the-runtime"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="VOID"), id="case-counts"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES=" void"), id="white-space-counts"),
+    ],
+)
+def test_what_looks_like_hiding_is_not(env: list[Raw]) -> None:
+    assert no_markers(pod(raw_container(env=env)), RULES) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mig-slice", "device-class-resource", "resource-claim", "cdi-annotation"],
+)
+def test_a_pod_with_a_claim_is_served_in_one_way_only(name: str) -> None:
+    raw, field = MARKED[name]
+    assert refused(no_other_ways(Pod.parse(raw), RULES)) == (
+        Reason.GPU_WITHOUT_CLAIM,
+        f"{field}: would show the pod a GPU, and a claim is served in one way only",
+    )
+
+
+def test_a_plain_pod_has_no_marker() -> None:
+    assert no_markers(pod(raw_container(env=raw_env(A="b"), resources={"limits": {"cpu": "1"}})), RULES) is None
+
+
+# A pod that exists.
+
+OLD = created(dressed(WISH, outfit(), RULES))
+OWN = ("GPU-1",)
+
+
+def changed(change: Change, reserved: tuple[str, ...] = OWN) -> Deny | None:
+    new = copy.deepcopy(OLD)
+    change(new)
+    return unchanged(Pod.parse(new), Pod.parse(OLD), reserved, RULES)
+
+
+def debug(*env: Raw) -> Change:
+    return lambda raw: raw["spec"].update(ephemeralContainers=[raw_container("debug", env=list(env))])
+
+
+ALLOWED: dict[str, Change] = {
+    "nothing": lambda raw: None,
+    "their-own-annotation": lambda raw: annotations(raw).update(team="audio", new="x"),
+    "a-label": lambda raw: raw["metadata"].update(labels={"gpuwarden.io/gpu.model": "a100"}),
+    "the-wish-which-changes-nothing": lambda raw: annotations(raw).update({"gpuwarden.io/required-hash": OTHER_HASH}),
+    "an-image": lambda raw: main(raw).update(image="registry.example/train:2"),
+    "a-debug-container": debug(),
+    "a-debug-container-without-gpus": debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}),
+    "a-debug-container-with-the-pods-own-gpus": debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-1"}),
+}
+
+
+@pytest.mark.parametrize("change", ALLOWED.values(), ids=ALLOWED)
+def test_what_does_not_touch_gpus_may_change(change: Change) -> None:
+    assert changed(change) is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "gpuwarden.io/gpu-uuid",
+        "gpuwarden.io/reservation-id",
+        "gpuwarden.io/node",
+        "gpuwarden.io/claim",
+        "fudo.org/gpu.uuid",
+        "fudo.org/gpu.reservation-id",
+        "fudo.org/gpu.node",
+    ],
+)
+@pytest.mark.parametrize("how", ["changed", "removed"])
+def test_what_we_wrote_cannot_change(key: str, how: str) -> None:
+    verdict = changed(
+        lambda raw: annotations(raw).pop(key) if how == "removed" else annotations(raw).update({key: "x"})
+    )
+    assert refused(verdict) == (Reason.IMMUTABLE, f"metadata.annotations[{key}]: changed by gpuwarden only")
+
+
+ILLEGAL: dict[str, tuple[Change, str]] = {
+    "a-cdi-annotation": (
+        lambda raw: annotations(raw).update({"cdi.k8s.io/x": "nvidia.com/gpu=all"}),
+        "metadata.annotations[cdi.k8s.io/x]: changed by gpuwarden only",
+    ),
+    "a-debug-container-with-all-gpus": (
+        debug(ALL),
+        "spec.ephemeralContainers[0].env[NVIDIA_VISIBLE_DEVICES]: GPU variables cannot change after creation",
+    ),
+    "a-debug-container-with-anothers-gpu": (
+        debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-2"}),
+        "spec.ephemeralContainers[0].env[NVIDIA_VISIBLE_DEVICES]: GPU variables cannot change after creation",
+    ),
+    "a-debug-container-with-ours-and-then-all": (
+        debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-1"}, ALL),
+        "spec.ephemeralContainers[0].env[NVIDIA_VISIBLE_DEVICES]: GPU variables cannot change after creation",
+    ),
+    "a-debug-container-with-gpus-from-elsewhere": (
+        debug(FROM_ELSEWHERE),
+        "spec.ephemeralContainers[0].env[CUDA_VISIBLE_DEVICES]: GPU variables cannot change after creation",
+    ),
+    "a-debug-container-of-a-containers-name": (
+        lambda raw: raw["spec"].update(ephemeralContainers=[raw_container("main", env=[ALL])]),
+        "spec.ephemeralContainers[0].env[NVIDIA_VISIBLE_DEVICES]: GPU variables cannot change after creation",
+    ),
+    "a-containers-variable": (
+        lambda raw: main(raw)["env"].__setitem__(1, ALL),
+        "spec.containers[0].env, spec.containers[0].env[NVIDIA_VISIBLE_DEVICES]: "
+        "GPU variables cannot change after creation",
+    ),
+    "a-containers-variable-taken-away": (
+        lambda raw: main(raw)["env"].pop(),
+        "spec.containers[0].env: GPU variables cannot change after creation",
+    ),
+    "a-resource-claim": (
+        lambda raw: raw["spec"].update(resourceClaims=[{"name": "x"}]),
+        "spec.resourceClaims: would show the pod a GPU, and the pod was created without it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), ILLEGAL.values(), ids=ILLEGAL)
+def test_what_shows_gpus_cannot_change(change: Change, message: str) -> None:
+    verdict = changed(change)
+    assert verdict is not None
+    assert verdict.message == message
+
+
+def test_a_pod_without_gpus_gets_none_by_a_debug_container() -> None:
+    verdict = changed(debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-1"}), reserved=())
+    assert verdict is not None
+    assert verdict.reason is Reason.IMMUTABLE
+
+
+def test_an_old_debug_container_does_not_block_the_next() -> None:
+    old = copy.deepcopy(OLD)
+    debug({"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-1"})(old)
+    new = copy.deepcopy(old)
+    new["spec"]["ephemeralContainers"].append(raw_container("debug-2"))
+    assert unchanged(Pod.parse(new), Pod.parse(old), (), RULES) is None
+
+
+@pytest.mark.parametrize(
+    ("pointer", "field"),
+    [
+        pytest.param("/metadata/annotations/gpuwarden.io~1node", "metadata.annotations[gpuwarden.io/node]", id="key"),
+        pytest.param("/metadata/annotations/a~01b", "metadata.annotations.a~1b", id="tilde"),
+        pytest.param("/spec/containers/0/env/12/value", "spec.containers[0].env[12].value", id="positions"),
+        pytest.param("", "the pod", id="all-of-it"),
+    ],
+)
+def test_a_pointer_is_shown_as_a_field(pointer: str, field: str) -> None:
+    assert readable(pointer) == field
+
+
+# Whatever a stranger does to a dressed pod: its containers see at most their own GPU, or it is refused.
+
+strangers_env = st.lists(
+    st.one_of(
+        st.builds(
+            lambda name, value: {"name": name, "value": value},
+            st.sampled_from(["NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "A"]),
+            st.sampled_from(["all", "GPU-1", "GPU-2", "void", "", "-1"]),
+        ),
+        st.just(FROM_ELSEWHERE),
+    ),
+    max_size=3,
+)
+
+
+def shows(env: list[Raw]) -> set[str]:
+    """What a container could see by its own variables: the last of a name counts."""
+    last = {one["name"]: one.get("value", "anything") for one in env}
+    return {last[name] for name in ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in last}
+
+
+@given(
+    st.sampled_from([("containers", 0), ("containers", 1), ("initContainers", 0), ("initContainers", 1)]), strangers_env
+)
+def test_no_container_that_is_let_in_sees_more_than_its_own(at: tuple[str, int], env: list[Raw]) -> None:
+    raw = given_pod()
+    group, position = at
+    raw["spec"][group][position]["env"] = env
+    if judged(raw) is None:
+        assert shows(env) <= {"GPU-1", "void", "none", "", "-1"}
+
+
+def test_a_mapped_pod_is_checked_like_any_other() -> None:
+    wish = raw_pod(name="train-0", owners=[stateful_set()], annotations={"gpuwarden.io/gpu-map": "0=node-a:0"})
+    asked = claim(wish)
+    held = reservation(slot("GPU-1"), id="r-1", digest=asked.digest)
+    raw = created(dressed(wish, outfit(held, asked), RULES))
+    assert judged(raw, held) is None

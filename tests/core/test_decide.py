@@ -1,0 +1,417 @@
+"""The decision: who fits, in which order, and for a denial the numbers and the way out. Its truth at large is held
+against a dumb scan in `test_fleet.py`."""
+
+from typing import Any
+
+import pytest
+
+from tests.builders import (
+    HASH,
+    NOW,
+    OTHER_HASH,
+    claim,
+    device,
+    evidence,
+    expression,
+    fleet,
+    node,
+    on_node,
+    raw_container,
+    raw_pod,
+    required_affinity,
+    reservation,
+    slot,
+    term,
+)
+from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.decide import MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
+from webhook.core.device import Slot, Taint
+from webhook.core.fleet import Fleet
+from webhook.core.nodes_asked import NodesAsked
+from webhook.core.reasons import Reason
+from webhook.core.verdict import Deny
+
+Raw = dict[str, Any]
+
+LAX = EvidencePolicy()
+STRICT = EvidencePolicy(is_always_required=True)
+NVLINK = "nvlink=yes"
+
+
+def places(asked: Claim, there: Fleet, policy: EvidencePolicy = LAX) -> list[tuple[str, list[str]]]:
+    found = decide(asked, there, policy)
+    assert not isinstance(found, Deny), found.sentence
+    return [(place.node, [str(one) for one in place.slots]) for place in found]
+
+
+def denial(asked: Claim, there: Fleet, policy: EvidencePolicy = LAX) -> Deny:
+    found = decide(asked, there, policy)
+    assert isinstance(found, Deny)
+    return found
+
+
+def gpus(count: int, *requirements: str, hashes: tuple[str, ...] = (), shared: bool = False) -> Claim:
+    return Claim(ClaimRecord(gpus=count, requirements=requirements, hashes=hashes, shared=shared))
+
+
+def mapped(*names: str, on: str = "node-a", shared: bool = False) -> Claim:
+    return Claim(ClaimRecord(gpus=len(names), node=on, devices=names, shared=shared))
+
+
+def hold(there: Fleet, *slots: Slot, id: str = "r-1", is_shared: bool = False) -> None:
+    there.hold(reservation(*slots, id=id, is_shared=is_shared))
+
+
+# Who is chosen.
+
+
+@pytest.mark.defect("S4-17")
+def test_free_gpus_are_found_whatever_is_taken() -> None:
+    there = fleet(node("node-a", *(device(f"GPU-{n}") for n in range(8))))
+    hold(there, slot("GPU-0"))
+    for count in range(1, 8):
+        ((name, slots),) = places(gpus(count), there)
+        assert (name, len(set(slots))) == ("node-a", count)
+        assert "GPU-0/0" not in slots
+
+
+def test_all_gpus_of_a_reservation_are_on_one_node() -> None:
+    there = fleet(node("node-a", device("GPU-1")), node("node-b", device("GPU-2")))
+    assert denial(gpus(2), there).causes == ("2 with fewer than 2 matching GPUs",)
+
+
+def test_the_tightest_fit_comes_first() -> None:
+    there = fleet(
+        node("large", *(device(f"GPU-l{n}") for n in range(8))),
+        node("small", device("GPU-s0"), device("GPU-s1")),
+        node("middle", *(device(f"GPU-m{n}") for n in range(4))),
+    )
+    assert [name for name, _ in places(gpus(2), there)] == ["small", "middle", "large"]
+
+
+def test_plain_gpus_go_before_special_ones() -> None:
+    there = fleet(node("node-a", device("GPU-1", NVLINK, "model=h100"), device("GPU-2", "model=h100"), device("GPU-3")))
+    assert places(gpus(1), there) == [("node-a", ["GPU-3/0"])]
+    assert places(gpus(1, "model=h100"), there) == [("node-a", ["GPU-2/0"])]
+    assert places(gpus(1, NVLINK), there) == [("node-a", ["GPU-1/0"])]
+
+
+def test_every_requirement_has_to_be_met_by_one_gpu() -> None:
+    there = fleet(node("node-a", device("GPU-1", NVLINK), device("GPU-2", "model=h100")))
+    assert denial(gpus(1, NVLINK, "model=h100"), there).reason is Reason.NO_MATCHING_DEVICE
+
+
+def test_no_more_placements_are_named_than_a_ledger_will_try() -> None:
+    there = fleet(*(node(f"node-{n:02}", device(f"GPU-{n}")) for n in range(100)))
+    assert len(places(gpus(1), there)) == MAX_PLACEMENTS == 8
+
+
+def test_a_claim_without_gpus_is_held_to_proven_nodes_of_a_bounded_number() -> None:
+    there = fleet(*(node(f"node-{n:02}") for n in range(100)), proven={f"node-{n:02}": HASH for n in range(100)})
+    found = places(gpus(0, hashes=(HASH,)), there)
+    assert len(found) == MAX_PROVEN_NODES == 64
+    assert {len(slots) for _, slots in found} == {0}
+
+
+def test_any_of_the_hashes_will_do() -> None:
+    there = fleet(
+        *(node(name, device(f"GPU-{name}")) for name in ("a", "b", "c")), proven={"a": HASH, "b": OTHER_HASH, "c": "x"}
+    )
+    assert {name for name, _ in places(gpus(1, hashes=(HASH, OTHER_HASH)), there)} == {"a", "b"}
+
+
+def test_a_pod_that_names_no_hash_needs_proof_where_policy_says_so() -> None:
+    there = fleet(node("a", device("GPU-a")), node("b", device("GPU-b")), proven={"b": OTHER_HASH})
+    assert [name for name, _ in places(gpus(1), there, STRICT)] == ["b"]
+    assert {name for name, _ in places(gpus(1), there, LAX)} == {"a", "b"}
+
+
+def test_the_affinity_of_a_claim_without_gpus_is_of_a_bounded_size() -> None:
+    names = [f"node-{n:02}" for n in range(100)]
+    there = fleet(*(node(name) for name in names), proven=dict.fromkeys(names, HASH))
+    for many in (1, 10, 64, 300):
+        some = required_affinity(*(term(expression("zone", "NotIn", str(n))) for n in range(many)))
+        raw = raw_pod(annotations={"gpuwarden.io/required-hash": HASH}, affinity=some)
+        assert len(places(claim(raw), there)) * many <= max(64, many)
+
+
+# Sharing.
+
+
+def test_a_shared_gpu_is_only_for_those_who_ask_to_share() -> None:
+    there = fleet(node("node-a", device("GPU-1", shares=2)), node("node-b", device("GPU-2")))
+    assert places(gpus(1), there) == [("node-b", ["GPU-2/0"])]
+    assert places(gpus(1, shared=True), there) == [("node-a", ["GPU-1/0"])]
+
+
+def test_a_begun_gpu_is_filled_before_another_is_begun() -> None:
+    there = fleet(node("node-a", device("GPU-1", shares=2), device("GPU-2", shares=2)))
+    hold(there, slot("GPU-2", 0), is_shared=True)
+    assert places(gpus(1, shared=True), there) == [("node-a", ["GPU-2/1"])]
+
+
+def test_a_freed_share_in_the_middle_is_given_again() -> None:
+    there = fleet(node("node-a", device("GPU-1", shares=3)))
+    hold(there, slot("GPU-1", 0), id="r-1", is_shared=True)
+    hold(there, slot("GPU-1", 2), id="r-2", is_shared=True)
+    assert places(gpus(1, shared=True), there) == [("node-a", ["GPU-1/1"])]
+
+
+def test_two_shares_for_one_pod_are_of_two_gpus() -> None:
+    there = fleet(node("node-a", device("GPU-1", shares=4), device("GPU-2", shares=4)))
+    assert places(gpus(2, shared=True), there) == [("node-a", ["GPU-1/0", "GPU-2/0"])]
+
+
+# Placement maps.
+
+RACK = fleet(
+    node(
+        "node-a",
+        device("GPU-1", index=0, serial="1650"),
+        device("GPU-2", index=1, serial="1651"),
+        device("GPU-3", index=2, serial="1651"),
+        labels={"gpu-node-name": "rack-1"},
+    ),
+    node("node-b", device("GPU-4", index=0)),
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        pytest.param(mapped("1", "0", on="rack-1"), ("node-a", ["GPU-2/0", "GPU-1/0"]), id="by-index-in-its-order"),
+        pytest.param(mapped("GPU-3", on="rack-1"), ("node-a", ["GPU-3/0"]), id="by-uuid"),
+        pytest.param(mapped("1650", on="rack-1"), ("node-a", ["GPU-1/0"]), id="by-serial"),
+        pytest.param(mapped("0", on="node-b"), ("node-b", ["GPU-4/0"]), id="by-the-nodes-own-name"),
+        pytest.param(mapped("0", on="node-a"), ("node-a", ["GPU-1/0"]), id="by-its-own-name-beside-a-label"),
+    ],
+)
+def test_a_map_is_followed_to_the_gpu(asked: Claim, expected: tuple[str, list[str]]) -> None:
+    assert places(asked, RACK) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason", "causes"),
+    [
+        pytest.param(
+            mapped("0", on="nowhere"), Reason.NO_SUITABLE_NODE, ("2 not selected by the pod",), id="no-such-node"
+        ),
+        pytest.param(
+            mapped("7", on="rack-1"),
+            Reason.NO_MATCHING_DEVICE,
+            ("1 not selected by the pod", "1 with fewer than 1 matching GPUs"),
+            id="no-such-gpu",
+        ),
+        pytest.param(
+            mapped("1651", on="rack-1"),
+            Reason.NO_MATCHING_DEVICE,
+            ("1 not selected by the pod", "1 with fewer than 1 matching GPUs"),
+            id="a-serial-of-two",
+        ),
+        pytest.param(
+            mapped("GPU-1", "GPU-4", on="rack-1"),
+            Reason.NO_MATCHING_DEVICE,
+            ("1 not selected by the pod", "1 with fewer than 2 matching GPUs"),
+            id="a-gpu-of-another-node",
+        ),
+        pytest.param(
+            mapped("0", on="rack-1", shared=True),
+            Reason.NO_MATCHING_DEVICE,
+            ("1 not selected by the pod", "1 with fewer than 1 matching GPUs"),
+            id="sharing-where-none-is-declared",
+        ),
+    ],
+)
+def test_a_map_that_leads_nowhere_is_denied(asked: Claim, reason: Reason, causes: tuple[str, ...]) -> None:
+    found = denial(asked, RACK)
+    assert (found.reason, found.causes) == (reason, causes)
+
+
+def test_a_mapped_gpu_that_somebody_holds_is_waited_for() -> None:
+    there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-2", index=1)))
+    hold(there, slot("GPU-1"))
+    found = denial(mapped("0", "1"), there)
+    assert (found.reason, found.causes) == (Reason.NO_FREE_DEVICE, ("1 with fewer than 2 free",))
+
+
+def test_a_map_does_not_lift_a_selector() -> None:
+    there = fleet(node("node-a", device("GPU-1", index=0), labels={"zone": "a"}))
+    asked = Claim(mapped("0").record, NodesAsked(selector=(("zone", "b"),)))
+    assert denial(asked, there).reason is Reason.NO_SUITABLE_NODE
+
+
+@pytest.mark.parametrize(
+    ("names", "shares"),
+    [
+        pytest.param(("0", "GPU-1"), 1, id="index-and-uuid"),
+        pytest.param(("0", "00"), 1, id="index-twice"),
+        pytest.param(("1650", "GPU-1"), 1, id="serial-and-uuid"),
+        pytest.param(("0", "GPU-1"), 4, id="shared"),
+    ],
+)
+def test_two_names_of_one_gpu_are_one_gpu(names: tuple[str, ...], shares: int) -> None:
+    there = fleet(node("node-a", device("GPU-1", index=0, serial="1650", shares=shares), device("GPU-2", index=1)))
+    assert isinstance(decide(mapped(*names, shared=shares > 1), there, LAX), Deny)
+
+
+def test_a_persons_account_of_a_map_is_the_decisions() -> None:
+    there = fleet(
+        node("node-a", device("GPU-1", index=0), labels={"gpu-node-name": "rack-1"}),
+        node("rack-1", device("GPU-2", index=0)),
+    )
+    asked = mapped("0", on="rack-1")
+    assert [fit.name for fit in explain(asked, there, LAX) if fit.fits] == [name for name, _ in places(asked, there)]
+
+
+# Denials.
+
+
+def everything_wrong() -> Fleet:
+    there = fleet(
+        node("elsewhere", device("GPU-0"), labels={"zone": "b"}),
+        *(
+            node(name, device(f"GPU-{name}", "model=h100"), labels={"zone": "a"})
+            for name in ("stale", "absent", "banned", "conflict", "other")
+        ),
+        node("dark", device("GPU-dark", "model=h100"), labels={"zone": "a"}, is_ready=False),
+        node("cordoned", device("GPU-cordoned", "model=h100"), labels={"zone": "a"}, is_cordoned=True),
+        node("tainted", device("GPU-tainted", "model=h100"), labels={"zone": "a"}, taints=[Taint("gpu")]),
+        node("lesser", device("GPU-lesser"), labels={"zone": "a"}),
+        node("busy", device("GPU-busy", "model=h100"), labels={"zone": "a"}),
+        proven={
+            "other": OTHER_HASH,
+            **dict.fromkeys(("dark", "cordoned", "tainted", "lesser", "busy"), HASH),
+        },
+    )
+    there.prove("stale", evidence("stale", until=NOW), NOW)
+    there.prove("banned", evidence("banned", is_banned=True), NOW)
+    there.prove("conflict", evidence("conflict", is_conflict=True), NOW)
+    hold(there, slot("GPU-busy"))
+    return there
+
+
+WANTED = Claim(ClaimRecord(gpus=1, requirements=("model=h100",), hashes=(HASH,)), NodesAsked(selector=(("zone", "a"),)))
+OBJECTIONS = {
+    "elsewhere": "not selected by the pod",
+    "stale": "stale evidence",
+    "absent": "no evidence",
+    "banned": "banned",
+    "conflict": "conflicting evidence",
+    "other": "other hash",
+    "dark": "not ready",
+    "cordoned": "cordoned",
+    "tainted": "tainted",
+    "lesser": "with fewer than 1 matching GPUs",
+    "busy": "with fewer than 1 free",
+}
+
+
+def test_a_denial_is_a_sentence_with_the_numbers_and_a_way_out() -> None:
+    found = denial(WANTED, everything_wrong())
+    assert found.reason is Reason.NO_FREE_DEVICE
+    assert found.sentence == (
+        "1 GPU with model=h100 on a node attested as sha256:aa11: found on none of 11 nodes: "
+        "1 not selected by the pod, 1 stale evidence, 1 no evidence, 1 banned, 1 conflicting evidence, 1 other hash, "
+        "1 not ready, 1 cordoned, 1 tainted, 1 with fewer than 1 matching GPUs, 1 with fewer than 1 free; "
+        "wait until one is free, or ask for fewer"
+    )
+    assert found.causes == tuple(f"1 {words}" for words in OBJECTIONS.values())
+
+
+def test_every_node_has_its_own_answer() -> None:
+    fits = {fit.name: fit for fit in explain(WANTED, everything_wrong(), LAX)}
+    assert list(fits) == sorted(OBJECTIONS)
+    assert {name: fit.objection.said_of(WANTED) for name, fit in fits.items() if fit.objection} == OBJECTIONS
+
+
+@pytest.mark.parametrize(
+    ("gone", "reason", "hint"),
+    [
+        pytest.param((), Reason.NO_FREE_DEVICE, "wait until one is free, or ask for fewer", id="a-gpu-is-held"),
+        pytest.param(("busy",), Reason.NO_MATCHING_DEVICE, "ask for what a node has", id="a-gpu-is-of-another-kind"),
+        pytest.param(
+            ("busy", "lesser"),
+            Reason.NODE_NOT_READY,
+            "wait for the nodes, or tolerate their taints",
+            id="nodes-are-out",
+        ),
+        pytest.param(
+            ("busy", "lesser", "dark", "cordoned", "tainted"),
+            Reason.NO_PROVEN_NODE,
+            "ask for a hash that a node has proven, or have the node attested",
+            id="nodes-are-not-proven",
+        ),
+        pytest.param(
+            tuple(OBJECTIONS)[1:],
+            Reason.NO_SUITABLE_NODE,
+            "loosen the pod's nodeName, nodeSelector or node affinity",
+            id="nodes-are-not-selected",
+        ),
+        pytest.param(
+            tuple(OBJECTIONS),
+            Reason.NO_PROVEN_NODE,
+            "ask for a hash that a node has proven, or have the node attested",
+            id="there-are-none",
+        ),
+    ],
+)
+def test_the_last_hurdle_that_a_node_reached_is_the_reason(gone: tuple[str, ...], reason: Reason, hint: str) -> None:
+    there = everything_wrong()
+    for name in gone:
+        there.remove(name)
+    found = denial(WANTED, there)
+    assert (found.reason, found.hint) == (reason, hint)
+
+
+def test_no_proven_node_for_the_hash_is_policy_and_no_free_gpu_is_a_shortage() -> None:
+    there = fleet(node("node-a", device("GPU-1")), proven={"node-a": HASH})
+    assert denial(gpus(1, hashes=(OTHER_HASH,)), there).reason is Reason.NO_PROVEN_NODE
+    hold(there, slot("GPU-1"))
+    assert denial(gpus(1, hashes=(HASH,)), there).reason is Reason.NO_FREE_DEVICE
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        pytest.param({"is_ready": False}, Reason.NODE_NOT_READY, id="not-ready"),
+        pytest.param({"is_cordoned": True}, Reason.NODE_NOT_READY, id="cordoned"),
+        pytest.param({"taints": [Taint("gpu", effect="NoExecute")]}, Reason.NODE_NOT_READY, id="tainted"),
+    ],
+)
+@pytest.mark.defect("S4-10")
+def test_a_node_where_the_pod_cannot_run_is_never_chosen(members: Raw, reason: Reason) -> None:
+    assert denial(gpus(1), fleet(node("node-a", device("GPU-1"), **members))).reason is reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        pytest.param({"nodeName": "node-b"}, ["node-b"], id="node-name"),
+        pytest.param({"nodeSelector": {"zone": "a"}}, ["node-a"], id="node-selector"),
+        pytest.param({"nodeSelector": {"gpu-node-name": "rack-2"}}, ["node-b"], id="logical-name"),
+        pytest.param({"affinity": required_affinity(on_node("node-b"))}, ["node-b"], id="name-field"),
+        pytest.param(
+            {"affinity": required_affinity(on_node("node-b"), on_node("node-a"))}, ["node-a", "node-b"], id="two-names"
+        ),
+        pytest.param(
+            {"affinity": required_affinity(term(fields=[expression("metadata.name", "NotIn", "node-a")]))},
+            ["node-b"],
+            id="all-names-but-one",
+        ),
+        pytest.param(
+            {"affinity": required_affinity(term(expression("zone", "NotIn", "a")))}, ["node-b"], id="all-zones-but-one"
+        ),
+    ],
+)
+def test_the_pods_own_wishes_narrow_the_choice(spec: Raw, names: list[str]) -> None:
+    there = fleet(
+        node("node-a", device("GPU-1"), labels={"zone": "a"}),
+        node("node-b", device("GPU-2"), labels={"zone": "b", "gpu-node-name": "rack-2"}),
+    )
+    assert sorted(name for name, _ in places(claim(raw_pod(raw_container(gpus=1), **spec)), there)) == names
+
+
+def test_asking_holds_nothing() -> None:
+    there = fleet(node("node-a", device("GPU-1")))
+    assert places(gpus(1), there) == places(gpus(1), there) == [("node-a", ["GPU-1/0"])]
+    assert there.is_slot_free(slot("GPU-1"))

@@ -1,0 +1,170 @@
+"""What may be done to the reservations of one node: pure, so that a model can drive it and any store can keep it.
+
+Each move is applied to what the store held (`stored`) on top of what earlier moves of the same write have changed
+(`held`). A holder gives way only if the store already has it as `releasing`: the store's own rules say the same, so a
+move that cannot be done in this write marks what is in its way and asks for another turn.
+"""
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Protocol
+
+from attrs import evolve, frozen
+
+from webhook.core.errors import (
+    ReservationConflictError,
+    ReservationExpiredError,
+    SlotsTakenError,
+    UnknownReservationError,
+)
+from webhook.core.reservation import Ask, Event, Phase, Placement, PodIdentity, Reservation, ReservationId
+
+Stored = Mapping[ReservationId, Reservation]
+Held = dict[ReservationId, Reservation]
+
+
+class AgainError(Exception):
+    """The way has been cleared in this write; the move itself needs the next one."""
+
+
+@frozen
+class Times:
+    """What a ledger counts with."""
+
+    pending_deadline: timedelta
+    clock_skew: timedelta
+
+
+class Move(Protocol):
+    """One change to a node's reservations. Done twice it is done once."""
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
+        """Change `held`; the reservation as it then is, or a LedgerError."""
+
+
+@frozen
+class Take:
+    """Hold a placement, whole or not at all."""
+
+    ask: Ask
+    placement: Placement
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
+        known = held.get(self.ask.id)
+        if known is not None:
+            return same_ask(known, self.ask)
+        in_the_way = [one for one in held.values() if collides(one, self)]
+        for one in in_the_way:
+            if not may_give_way(one, now, times):
+                raise SlotsTakenError(self.ask.id)
+        if in_the_way:
+            give_way(in_the_way, stored, held)
+        taken = Reservation(
+            id=self.ask.id,
+            namespace=self.ask.namespace,
+            claim_digest=self.ask.claim_digest,
+            node=self.placement.node,
+            slots=self.placement.slots,
+            since=now,
+            deadline=now + times.pending_deadline,
+            pod_name=self.ask.pod_name,
+            is_shared=self.ask.is_shared,
+        )
+        held[taken.id] = taken
+        return taken
+
+
+def collides(one: Reservation, take: Take) -> bool:
+    """The same slot, or the same device where one of the two did not ask to share."""
+    if set(one.slots) & set(take.placement.slots):
+        return True
+    alone = not one.is_shared or not take.ask.is_shared
+    return alone and bool(set(one.uuids) & {slot.uuid for slot in take.placement.slots})
+
+
+def may_give_way(one: Reservation, now: datetime, times: Times) -> bool:
+    """Others count a reservation out a clock skew later than its holder does."""
+    return one.phase is Phase.RELEASING or one.is_past_deadline(now - times.clock_skew)
+
+
+def give_way(in_the_way: list[Reservation], stored: Stored, held: Held) -> None:
+    marked = [one for one in in_the_way if is_stored_as_releasing(one, stored)]
+    if len(marked) < len(in_the_way):
+        for one in in_the_way:
+            if one.phase is not Phase.RELEASING:
+                held[one.id] = one.after(Event.DEADLINE_PASSED)
+        raise AgainError
+    for one in marked:
+        del held[one.id]
+
+
+def is_stored_as_releasing(one: Reservation, stored: Stored) -> bool:
+    before = stored.get(one.id)
+    return before is not None and before.phase is Phase.RELEASING
+
+
+@frozen
+class Name:
+    """The pod's uid has become known; with `exists`, the pod too."""
+
+    reservation_id: ReservationId
+    pod: PodIdentity
+    exists: bool
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
+        known = held.get(self.reservation_id)
+        if known is None:
+            raise UnknownReservationError(self.reservation_id)
+        if not known.may_be(self.pod):
+            raise ReservationConflictError(self.reservation_id)
+        # Its holder counts a reservation out before anybody else does.
+        if known.phase is Phase.RELEASING or known.is_past_deadline(now + times.clock_skew):
+            raise ReservationExpiredError(self.reservation_id)
+        if known.phase is Phase.PENDING and known.uid is None:
+            known = evolve(known, deadline=now + times.pending_deadline)
+        event = Event.POD_EXISTS if self.exists else Event.POD_NAMED
+        named = held[known.id] = known.of_pod(self.pod).after(event)
+        return named
+
+
+@frozen
+class Release:
+    """The pod has ended; only its own reservation goes."""
+
+    reservation_id: ReservationId
+    pod: PodIdentity
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
+        known = held.get(self.reservation_id)
+        if known is None or not known.may_be(self.pod):
+            return None
+        return drop(known, stored, held, Event.POD_ENDED)
+
+
+@frozen
+class Expire:
+    """A pending reservation is past its deadline, by a clock skew more than its holder thinks."""
+
+    reservation_id: ReservationId
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
+        known = held.get(self.reservation_id)
+        if known is None or not may_give_way(known, now, times):
+            return None
+        return drop(known, stored, held, Event.DEADLINE_PASSED)
+
+
+def drop(known: Reservation, stored: Stored, held: Held, event: Event) -> Reservation:
+    if is_stored_as_releasing(known, stored):
+        del held[known.id]
+        return known
+    if known.phase is not Phase.RELEASING:
+        held[known.id] = known.after(event)
+    raise AgainError
+
+
+def same_ask(known: Reservation, ask: Ask) -> Reservation:
+    """What an earlier try of the same ask has made; another's under the same id is a conflict."""
+    if known.phase is Phase.RELEASING or (known.namespace, known.claim_digest) != (ask.namespace, ask.claim_digest):
+        raise ReservationConflictError(ask.id)
+    return known

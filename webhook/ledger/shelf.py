@@ -1,0 +1,76 @@
+"""What is known here of the reservations of all nodes, for those who ask without waiting; and who tells the fleet."""
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import datetime
+
+from webhook.core.device import DeviceUuid
+from webhook.core.fleet import Fleet
+from webhook.core.reservation import Reservation, ReservationId
+
+Held = Mapping[ReservationId, Reservation]
+
+
+class Shelf:
+    """Reservations by id, pod and device. The fleet hears of every change."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._by_id: dict[ReservationId, Reservation] = {}
+        self._by_uid: dict[str, ReservationId] = {}
+        self._nodes: dict[str, Held] = {}
+        self._deadlines: list[tuple[datetime, ReservationId]] = []  # a heap; entries may be out of date
+
+    def on(self, node: str) -> Held:
+        return self._nodes.get(node, {})
+
+    def replace(self, node: str, held: Held) -> None:
+        """What is held on a node is now this."""
+        before = self.on(node)
+        for gone in before.keys() - held.keys():
+            self._drop(before[gone])
+        for one in held.values():
+            if before.get(one.id) != one:
+                self._put(one, is_new=one.id not in before)
+        if held:
+            self._nodes[node] = held
+        else:
+            self._nodes.pop(node, None)
+
+    def _put(self, one: Reservation, *, is_new: bool) -> None:
+        self._by_id[one.id] = one
+        if one.uid is not None:
+            self._by_uid[one.uid] = one.id
+        if one.deadline is not None:
+            heapq.heappush(self._deadlines, (one.deadline, one.id))
+        if is_new:
+            self._fleet.hold(one)
+
+    def _drop(self, one: Reservation) -> None:
+        if self._by_id.get(one.id) == one:
+            del self._by_id[one.id]
+        if one.uid is not None and self._by_uid.get(one.uid) == one.id:
+            del self._by_uid[one.uid]
+        self._fleet.free(one)
+
+    def past_deadline(self, now: datetime) -> Iterator[Reservation]:
+        """Each reservation once, as its deadline passes."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, reservation_id = heapq.heappop(self._deadlines)
+            one = self._by_id.get(reservation_id)
+            if one is not None and one.is_past_deadline(now):
+                yield one
+
+    def find(self, reservation_id: ReservationId) -> Reservation | None:
+        return self._by_id.get(reservation_id)
+
+    def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
+        holders = self._fleet.holders(uuid)
+        return [self._by_id[holder] for _, holder in sorted(holders.items()) if holder in self._by_id]
+
+    def of_pod(self, uid: str) -> Reservation | None:
+        reservation_id = self._by_uid.get(uid)
+        return None if reservation_id is None else self._by_id.get(reservation_id)
+
+    def all(self) -> Collection[Reservation]:
+        return self._by_id.values()
