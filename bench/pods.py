@@ -1,16 +1,18 @@
 """Pods as the API server sends them for review: what real manifests hold, and every way of asking."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench.inventory import HASHES, MODELS, TEAM_TAINT, ZONES
+from bench.inventory import HASHES, MODELS, NODES_PER_RACK, TEAM_TAINT, ZONES
 
 Raw = dict[str, Any]
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 RESOURCE = "nvidia.com/gpu"
 HASH = "gpuwarden.io/required-hash"
+# How many of a hundred pods ask for how many GPUs.
+SIZES = {1: 60, 2: 20, 4: 12, 8: 8}
 TEAM = {"key": TEAM_TAINT["key"], "operator": "Equal", "value": TEAM_TAINT["value"], "effect": TEAM_TAINT["effect"]}
 
 
@@ -125,10 +127,11 @@ def expression(key: str, operator: str, *values: str) -> Raw:
 class Asker:
     """Makes pods of each way of asking, for a fleet with these nodes."""
 
-    def __init__(self, node_names: Sequence[str], rng: random.Random) -> None:
+    def __init__(self, node_names: Sequence[str], rng: random.Random, sizes: Mapping[int, int] = SIZES) -> None:
         self.nodes = node_names
         self.rng = rng
-        self.racks = -(-len(node_names) // 16)
+        self.sizes = sizes
+        self.racks = -(-len(node_names) // NODES_PER_RACK)
         self.made = 0
 
     def make(self, way: "Way") -> Raw:
@@ -140,7 +143,7 @@ class Asker:
         return pod(f"train-{self.made}", count, **wishes)
 
     def _gpus(self) -> int:
-        return self.rng.choices((1, 2, 4, 8), (60, 20, 12, 8))[0]
+        return self.rng.choices(list(self.sizes), list(self.sizes.values()))[0]
 
     def _hash(self) -> str:
         return self.rng.choice(HASHES)

@@ -13,13 +13,12 @@ from pathlib import Path
 from attrs import frozen
 
 from bench import inventory
-from webhook.clock import utc_now
-from webhook.tls import make_dev_certificates
 
 MIB = 1024  # in the kB of /proc
 START_LIMIT = 60.0
 STOP_LIMIT = 40.0
 TICKS_PER_SECOND = 100  # of /proc/<pid>/stat: Linux has never told user space another number
+GPUWARDEN = Path(sys.executable).parent / "gpuwarden"
 ROOT = Path(__file__).resolve().parent.parent
 CERTIFICATES = Path("certs/dev")  # where `gpuwarden serve` looks for and makes its own
 
@@ -36,6 +35,7 @@ class Running:
     url: str
     ca: Path
     seconds_to_ready: float
+    path: str = "/mutate"
 
     def memory_mib(self, row: str) -> float:
         """VmRSS or VmHWM."""
@@ -58,15 +58,18 @@ def write_inventory(directory: Path, gpus: int) -> Path:
 
 def write_certificates(directory: Path) -> Path:
     """The pair that all servers show; the directory that holds it."""
-    made = make_dev_certificates(directory / CERTIFICATES, now=utc_now())
-    return made.cert.parent
+    made = directory / CERTIFICATES
+    subprocess.run([GPUWARDEN, "certs", "dev", "--dir", made], check=True, stdout=subprocess.DEVNULL)
+    return made
 
 
 @contextmanager
 def started(command: Sequence[str | Path], directory: Path, *, name: str) -> Iterator["subprocess.Popen[str]"]:
     """The process, with its log in a file; terminated in the end."""
     with (directory / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(list(map(str, command)), cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True
+        )
         try:
             yield process
         finally:
@@ -84,7 +87,7 @@ def started(command: Sequence[str | Path], directory: Path, *, name: str) -> Ite
 def gpuwarden(directory: Path, *options: str | Path) -> Iterator[Running]:
     """`gpuwarden serve` on free ports, once it says that it is ready."""
     begun = time.perf_counter()
-    command = [Path(sys.executable).parent / "gpuwarden", "serve", "--port", "0", "--ui-port", "0", *options]
+    command = [GPUWARDEN, "serve", "--port", "0", "--ui-port", "0", *options]
     with started([*command, "--extender-port", "0"], directory, name="gpuwarden") as process:
         line = "" if process.stdout is None else process.stdout.readline()
         took = time.perf_counter() - begun

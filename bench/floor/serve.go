@@ -8,6 +8,7 @@ import (
 	"syscall"
 
 	"github.com/go-logr/logr"
+	"gomodules.xyz/jsonpatch/v2"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/controller-runtime/pkg/log"
@@ -15,7 +16,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/webhook/admission"
 )
 
-// serve runs the webhook as controller-runtime's own examples write it, until SIGTERM.
+// serve runs two webhooks until SIGTERM: one as controller-runtime's own examples write it, and the least that there is.
 func serve(port int, certificates string) error {
 	log.SetLogger(logr.Discard())
 	scheme := runtime.NewScheme()
@@ -24,6 +25,7 @@ func serve(port int, certificates string) error {
 	}
 	server := webhook.NewServer(webhook.Options{Host: "127.0.0.1", Port: port, CertDir: certificates})
 	server.Register("/mutate", &admission.Webhook{Handler: &annotator{admission.NewDecoder(scheme)}})
+	server.Register("/minimal", &admission.Webhook{Handler: admission.HandlerFunc(patched)})
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
 	return server.Start(ctx)
@@ -45,4 +47,9 @@ func (a *annotator) Handle(_ context.Context, request admission.Request) admissi
 		return admission.Errored(http.StatusInternalServerError, err)
 	}
 	return admission.PatchResponseFromRaw(request.Object.Raw, raw)
+}
+
+// patched does not even look at the pod.
+func patched(context.Context, admission.Request) admission.Response {
+	return admission.Patched("", jsonpatch.NewOperation("add", "/metadata/annotations/bench.example~1seen", "true"))
 }

@@ -26,8 +26,11 @@ SECOND = timedelta(seconds=1)
 class Bench(Protocol):
     """A ledger over node-a (GPU-a0 .. GPU-a3; GPU-s with four shares) and node-b (GPU-b0), under a settable clock."""
 
-    ledger: Ledger
-    fleet: Fleet
+    @property
+    def ledger(self) -> Ledger: ...
+    @property
+    def fleet(self) -> Fleet: ...
+
     now: datetime
 
 
@@ -240,7 +243,12 @@ class LedgerContract:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += after
         assert bool(await bench.ledger.collect(bench.now)) is is_collected
-        assert (await bench.ledger.find(ReservationId("r1")) is None) is is_collected
+        if is_collected:
+            await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
+            assert await bench.ledger.find(ReservationId("r1")) is None
+        else:
+            with pytest.raises(SlotsTakenError):
+                await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
 
     @pytest.mark.parametrize(
         ("after", "is_refused"),

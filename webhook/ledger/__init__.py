@@ -33,6 +33,9 @@ class Ledger(Protocol):
         Raises UnknownReservationError, ReservationConflictError or ReservationExpiredError; so does `bind`.
         """
 
+    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+        """The pod exists, and it is the API server that says so: no deadline matters any more."""
+
     async def release(self, reservation_id: ReservationId, pod: PodIdentity) -> bool:
         """The pod has ended: its devices are free. Another pod's or another reservation's stay held."""
 

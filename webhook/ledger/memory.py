@@ -8,8 +8,11 @@ from webhook.core.device import DeviceUuid
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
-from webhook.ledger.moves import AgainError, Expire, Held, Move, Name, Release, Take, Times, same_ask
+from webhook.ledger.moves import AgainError, Everybody, Expire, Held, Move, Name, Release, Take, Times, same_ask
 from webhook.ledger.shelf import Shelf
+
+# Embedded, a uid is bound and its pod believed to exist in one step: a pending reservation has no pod.
+EVERYBODY = Everybody()
 
 
 class MemoryLedger:
@@ -30,7 +33,7 @@ class MemoryLedger:
             return same_ask(known, ask)
         for placement in placements:
             try:
-                taken = self._moved(placement.node, Take(ask, placement), now)
+                taken = self._moved(placement.node, Take(ask, placement, EVERYBODY), now)
             except SlotsTakenError:
                 continue
             if taken is not None:
@@ -59,6 +62,9 @@ class MemoryLedger:
     async def finalize(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
         return self._named(Name(reservation_id, pod, exists=True))
 
+    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+        return self._named(Name(reservation_id, pod, exists=True, is_proven=True))
+
     def _named(self, move: Name) -> Reservation:
         known = self._shelf.find(move.reservation_id)
         named = None if known is None else self._moved(known.node, move, self._clock())
@@ -75,7 +81,7 @@ class MemoryLedger:
 
     def _collect(self, now: datetime) -> list[Reservation]:
         past = list(self._shelf.past_deadline(now - self._times.clock_skew))
-        return [gone for one in past if (gone := self._moved(one.node, Expire(one.id), now)) is not None]
+        return [gone for one in past if (gone := self._moved(one.node, Expire(one.id, EVERYBODY), now)) is not None]
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         return self._shelf.of_device(uuid)

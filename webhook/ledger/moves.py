@@ -5,7 +5,7 @@ Each move is applied to what the store held (`stored`) on top of what earlier mo
 move that cannot be done in this write marks what is in its way and asks for another turn.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import datetime, timedelta
 from typing import Protocol
 
@@ -42,12 +42,20 @@ class Move(Protocol):
         """Change `held`; the reservation as it then is, or a LedgerError."""
 
 
+class Everybody:
+    """All pods that are still only promised are gone: where a pod that exists is never only promised."""
+
+    def __contains__(self, uid: object) -> bool:
+        return True
+
+
 @frozen
 class Take:
-    """Hold a placement, whole or not at all."""
+    """Hold a placement, whole or not at all. `gone` are pods that are known not to exist."""
 
     ask: Ask
     placement: Placement
+    gone: Container[str] = ()
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
         known = held.get(self.ask.id)
@@ -55,7 +63,7 @@ class Take:
             return same_ask(known, self.ask)
         in_the_way = [one for one in held.values() if collides(one, self)]
         for one in in_the_way:
-            if not may_give_way(one, now, times):
+            if not may_give_way(one, now, times, self.gone):
                 raise SlotsTakenError(self.ask.id)
         if in_the_way:
             give_way(in_the_way, stored, held)
@@ -82,9 +90,12 @@ def collides(one: Reservation, take: Take) -> bool:
     return alone and bool(set(one.uuids) & {slot.uuid for slot in take.placement.slots})
 
 
-def may_give_way(one: Reservation, now: datetime, times: Times) -> bool:
-    """Others count a reservation out a clock skew later than its holder does."""
-    return one.phase is Phase.RELEASING or one.is_past_deadline(now - times.clock_skew)
+def may_give_way(one: Reservation, now: datetime, times: Times, gone: Container[str]) -> bool:
+    """Others count a reservation out a clock skew later than its holder does; and never while its pod may exist,
+    which from the moment its uid was bound is a question for the API server, not for a clock."""
+    if one.phase is Phase.RELEASING:
+        return True
+    return one.is_past_deadline(now - times.clock_skew) and (one.uid is None or one.uid in gone)
 
 
 def give_way(in_the_way: list[Reservation], stored: Stored, held: Held) -> None:
@@ -105,11 +116,12 @@ def is_stored_as_releasing(one: Reservation, stored: Stored) -> bool:
 
 @frozen
 class Name:
-    """The pod's uid has become known; with `exists`, the pod too."""
+    """The pod's uid has become known; with `exists`, somebody says that the pod exists; with `is_proven`, it does."""
 
     reservation_id: ReservationId
     pod: PodIdentity
     exists: bool
+    is_proven: bool = False
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
         known = held.get(self.reservation_id)
@@ -118,7 +130,8 @@ class Name:
         if not known.may_be(self.pod):
             raise ReservationConflictError(self.reservation_id)
         # Its holder counts a reservation out before anybody else does.
-        if known.phase is Phase.RELEASING or known.is_past_deadline(now + times.clock_skew):
+        is_late = known.is_past_deadline(now + times.clock_skew) and not self.is_proven
+        if known.phase is Phase.RELEASING or is_late:
             raise ReservationExpiredError(self.reservation_id)
         if known.phase is Phase.PENDING and known.uid is None:
             known = evolve(known, deadline=now + times.pending_deadline)
@@ -146,10 +159,11 @@ class Expire:
     """A pending reservation is past its deadline, by a clock skew more than its holder thinks."""
 
     reservation_id: ReservationId
+    gone: Container[str] = ()
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
-        if known is None or not may_give_way(known, now, times):
+        if known is None or not may_give_way(known, now, times, self.gone):
             return None
         return drop(known, stored, held, Event.DEADLINE_PASSED)
 

@@ -31,20 +31,19 @@ class Shelf:
             self._drop(before[gone])
         for one in held.values():
             if before.get(one.id) != one:
-                self._put(one, is_new=one.id not in before)
+                self._put(one)
         if held:
             self._nodes[node] = held
         else:
             self._nodes.pop(node, None)
 
-    def _put(self, one: Reservation, *, is_new: bool) -> None:
+    def _put(self, one: Reservation) -> None:
         self._by_id[one.id] = one
         if one.uid is not None:
             self._by_uid[one.uid] = one.id
         if one.deadline is not None:
             heapq.heappush(self._deadlines, (one.deadline, one.id))
-        if is_new:
-            self._fleet.hold(one)
+        self._fleet.hold(one)
 
     def _drop(self, one: Reservation) -> None:
         if self._by_id.get(one.id) == one:
@@ -53,10 +52,25 @@ class Shelf:
             del self._by_uid[one.uid]
         self._fleet.free(one)
 
+    def offer(self, one: Reservation) -> None:
+        """Let decisions have its devices, though it still stands."""
+        self._fleet.free(one)
+
+    def show_again(self, node: str) -> None:
+        """What was offered and turned out not to be free."""
+        for one in self.on(node).values():
+            self._fleet.hold(one)
+
+    def look_again(self, one: Reservation, at: datetime) -> None:
+        """Its deadline has passed, and nothing could be decided."""
+        heapq.heappush(self._deadlines, (at, one.id))
+
     def past_deadline(self, now: datetime) -> Iterator[Reservation]:
         """Each reservation once, as its deadline passes."""
+        past: dict[ReservationId, None] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, reservation_id = heapq.heappop(self._deadlines)
+            past[heapq.heappop(self._deadlines)[1]] = None
+        for reservation_id in past:
             one = self._by_id.get(reservation_id)
             if one is not None and one.is_past_deadline(now):
                 yield one

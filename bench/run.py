@@ -1,0 +1,120 @@
+"""`make bench` measures everything and writes `bench/results/`; `make bench-check` is the short form with limits.
+
+Limits of the short form are wider than the targets: it is there to notice a change for the worse on any machine.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from bench import decision, machine, memory, throughput
+from bench.figures import Target
+from bench.servers import BenchError
+from webhook.clock import utc_now
+
+Raw = dict[str, Any]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# How much worse than its target a figure of the short form may be.
+SLACK = 2.0
+
+
+@frozen
+class Part:
+    """One benchmark: how it is run, what it has to reach, how it is shown."""
+
+    name: str
+    title: str
+    run: Callable[[bool], Raw]
+    targets: Callable[[Raw, float], list[Target]]
+    lines: Callable[[Raw], list[str]]
+
+
+PARTS = (
+    Part(
+        "decision",
+        "The decision",
+        lambda is_short: decision.run(decision.SHORT if is_short else decision.Plan()),
+        decision.targets,
+        decision.lines,
+    ),
+    Part(
+        "memory",
+        "Memory and start",
+        lambda is_short: memory.run(memory.SHORT if is_short else memory.Plan()),
+        memory.targets,
+        memory.lines,
+    ),
+    Part(
+        "throughput",
+        "Throughput",
+        lambda is_short: throughput.run(throughput.SHORT if is_short else throughput.Plan()),
+        throughput.targets,
+        throughput.lines,
+    ),
+)
+
+
+def main() -> int:
+    parser = ArgumentParser(prog="python -m bench.run", description="Measures gpuwarden's speed and memory.")
+    parser.add_argument("--check", action="store_true", help="the short form; exit code 1 if a limit is broken")
+    parser.add_argument("--only", choices=[part.name for part in PARTS], help="one part; nothing is written")
+    asked = parser.parse_args()
+    parts = [part for part in PARTS if asked.only in (None, part.name)]
+    described = machine.description()
+    slack = SLACK if asked.check else 1.0
+    try:
+        found = {part.name: measured(part, is_short=asked.check, slack=slack) for part in parts}
+    except BenchError as exc:
+        print(f"bench: {exc}", file=sys.stderr)
+        return 1
+    if asked.check:
+        return int(not all(one.is_met for part in parts for one in part.targets(found[part.name], slack)))
+    if asked.only is None:
+        write(described, found)
+    return 0
+
+
+def measured(part: Part, *, is_short: bool, slack: float) -> Raw:
+    print(f"\n{part.title}\n", flush=True)
+    found = part.run(is_short)
+    verdicts = [one.sentence for one in part.targets(found, slack)]
+    print("\n".join([*part.lines(found), "", *verdicts]), flush=True)
+    return found
+
+
+def write(described: Raw, found: Raw) -> None:
+    """The figures for machines and for people."""
+    RESULTS.mkdir(exist_ok=True)
+    day = utc_now().date().isoformat()
+    kept = {"date": day, "command": "make bench", "machine": described, **found}
+    (RESULTS / f"{day}.json").write_text(json.dumps(kept, indent=2) + "\n")
+    (RESULTS / "README.md").write_text("\n".join(report(day, described, found)) + "\n")
+    print(f"\nwritten to {RESULTS.relative_to(Path.cwd())}/")
+
+
+def report(day: str, described: Raw, found: Raw) -> list[str]:
+    text = [
+        "# Measured",
+        "",
+        f"By `make bench` on {day}, which wrote this page and [{day}.json]({day}.json). What is measured, and how,",
+        "stands at the top of each module in `bench/`. Compare figures within one run: those of two machines, or of",
+        "two days on a shared one, differ by more than most changes do.",
+        "",
+        "| machine | |",
+        "|---|---|",
+        *(f"| {key.replace('_', ' ')} | {value} |" for key, value in described.items()),
+    ]
+    for part in PARTS:
+        targets = part.targets(found[part.name], 1.0)
+        text += ["", f"## {part.title}", "", *part.lines(found[part.name]), "", *(f"- {t.sentence}" for t in targets)]
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

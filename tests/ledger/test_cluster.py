@@ -1,0 +1,301 @@
+"""The ledger in GPUNode objects keeps the contract, and what replicas, lost answers and lagging watches do to it."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
+from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
+from webhook.core.device import Node
+from webhook.core.errors import DeadlinePassedError, LedgerUnavailableError, SlotsTakenError, UnknownReservationError
+from webhook.core.fleet import Fleet
+from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
+from webhook.ledger.gpu_node import GpuNode
+from webhook.ledger.moves import Times
+from webhook.ledger.store import RefusedError
+
+R1 = ReservationId("r1")
+NODE_A = gpu_node("node-a", "GPU-a0", "GPU-a1", "GPU-a2", "GPU-a3", "GPU-s", shares={"GPU-s": 4})
+NODE_B = gpu_node("node-b", "GPU-b0")
+
+
+class Pods:
+    """The pods that the API server has, by uid."""
+
+    def __init__(self) -> None:
+        self.uids: set[str] = set()
+        self.is_away = False
+
+    async def is_gone(self, pod: PodIdentity) -> bool:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise WitnessAwayError("away")
+        return pod.uid not in self.uids
+
+
+class Replica:
+    """One process over a store that others use too."""
+
+    def __init__(self, store: FakeStore, pods: Pods, clock: Callable[[], datetime]) -> None:
+        self.fleet = Fleet()
+        self.ledger = ClusterLedger(self.fleet, store, pods, clock, Times(PENDING_DEADLINE, CLOCK_SKEW))
+        self.watch = Watch(store, self.ledger.learn)
+        for raw in store.objects.values():
+            node = GpuNode.parse(raw)
+            self.fleet.put(Node(node.name, devices=node.devices), clock())
+        self.watch.start_over()
+
+
+class ClusterBench:
+    """The contract's bench, and as many replicas as a case wants."""
+
+    def __init__(self) -> None:
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+        self.pods = Pods()
+        self.store = FakeStore()
+        self.store.put(NODE_A)
+        self.store.put(NODE_B)
+        self.replica = self.another()
+        self.ledger = self.replica.ledger
+        self.fleet = self.replica.fleet
+
+    def another(self) -> Replica:
+        return Replica(self.store, self.pods, lambda: self.now)
+
+    def held(self, node: str = "node-a") -> dict[str, Any]:
+        held: dict[str, Any] = self.store.objects[node]["status"]["held"]
+        return held
+
+    async def reserve(self, what: Ask, *places: Placement, by: Replica | None = None) -> Reservation:
+        ledger = (by or self.replica).ledger
+        return await ledger.reserve(what, places, answer_by=self.now + timedelta(seconds=10))
+
+
+@pytest.fixture
+def bench() -> ClusterBench:
+    return ClusterBench()
+
+
+class TestClusterLedger(LedgerContract):
+    """All of the contract."""
+
+
+# What stands in the store.
+
+
+async def test_a_reservation_stands_in_the_object_once_a_slot(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1, pod_name="pod-1"), on("node-a", "GPU-a0", "GPU-a1"))
+    entry = {
+        "reservation": "r1",
+        "phase": "pending",
+        "namespace": "ml",
+        "digest": "d1",
+        "pod": "pod-1",
+        "since": "2026-01-01T00:00:00Z",
+        "deadline": "2026-01-01T00:01:30Z",
+    }
+    assert bench.held() == {"GPU-a0/0": entry, "GPU-a1/0": entry}
+    status = bench.store.objects["node-a"]["status"]
+    assert (status["total"], status["taken"], status["free"]) == (8, 2, 6)
+
+
+async def test_many_at_once_on_one_node_share_few_writes(bench: ClusterBench) -> None:
+    places = [on("node-a", f"GPU-a{k}") for k in range(4)]
+    await asyncio.gather(*(bench.reserve(ask(n), places[n]) for n in range(4)))
+    assert bench.store.writes <= 2
+
+
+# Others.
+
+
+async def test_of_four_replicas_that_see_nothing_of_each_other_one_wins_each_device(bench: ClusterBench) -> None:
+    replicas = [bench.another() for _ in range(4)]
+    places = [on("node-a", f"GPU-a{k}") for k in range(4)]
+    asks = [bench.reserve(ask(n), *places, by=replicas[n % 4]) for n in range(40)]
+    results = await asyncio.gather(*asks, return_exceptions=True)
+    winners = [one for one in results if isinstance(one, Reservation)]
+    assert sorted(one.uuids for one in winners) == [("GPU-a0",), ("GPU-a1",), ("GPU-a2",), ("GPU-a3",)]
+    assert all(isinstance(one, Reservation | SlotsTakenError) for one in results)
+
+
+async def test_what_another_replica_holds_is_not_taken_though_the_watch_is_behind(bench: ClusterBench) -> None:
+    other = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=other)
+
+
+async def test_a_pod_of_another_replica_is_bound_here(bench: ClusterBench) -> None:
+    other = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    assert await other.ledger.find(R1) is None
+    assert await other.ledger.find(R1, node="node-a") is not None
+    bound = await other.ledger.bind(R1, pod(1))
+    assert bound.uid == "uid-1"
+    bench.replica.watch.catch_up()
+    assert bench.ledger.of_pod("uid-1") == bound
+
+
+async def test_of_two_pods_with_one_reservation_the_first_uid_wins_whatever_each_replica_has_seen(
+    bench: ClusterBench,
+) -> None:
+    other = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await other.ledger.find(R1, node="node-a")
+    results = await asyncio.gather(
+        bench.ledger.bind(R1, pod(1)), other.ledger.bind(R1, pod(2, name="pod-2")), return_exceptions=True
+    )
+    assert sum(isinstance(one, Reservation) for one in results) == 1
+
+
+async def test_what_expired_is_taken_over_in_two_writes_and_its_owner_is_too_late(bench: ClusterBench) -> None:
+    other = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    other.watch.catch_up()
+    bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    await other.ledger.collect(bench.now)
+    taken = await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=other)
+    assert bench.store.writes == 3
+    with pytest.raises(UnknownReservationError):
+        await bench.ledger.bind(R1, pod(1))
+    assert [one["reservation"] for one in bench.held().values()] == [taken.id]
+
+
+async def test_what_was_offered_and_found_alive_is_shown_as_held_again(bench: ClusterBench) -> None:
+    other = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    other.watch.catch_up()
+    bench.now += timedelta(seconds=60)
+    await bench.ledger.bind(R1, pod(1))  # the other's watch has not told it of the longer wait
+    bench.now += timedelta(seconds=35)
+    assert [one.id for one in await other.ledger.collect(bench.now)] == ["r1"]
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=other)
+    assert not other.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
+
+
+async def test_a_promised_pod_that_exists_keeps_its_devices_though_nobody_finalized_it(bench: ClusterBench) -> None:
+    """The reconciler may be down for longer than the deadline: the pod is there all the same."""
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(R1, pod(1))
+    bench.pods.uids.add("uid-1")
+    bench.now += timedelta(hours=1)
+    assert not await bench.ledger.collect(bench.now)
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), on("node-a", "GPU-a0"))
+    held = bench.ledger.of_pod("uid-1")
+    assert held is not None
+    assert held.phase is Phase.FINALIZED
+
+
+async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(R1, pod(1))
+    bench.pods.is_away = True
+    bench.now += timedelta(hours=1)
+    assert not await bench.ledger.collect(bench.now)
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), on("node-a", "GPU-a0"))
+    bench.pods.is_away = False
+    bench.now += timedelta(seconds=20)
+    assert [one.id for one in await bench.ledger.collect(bench.now)] == ["r1"]
+    assert (await bench.reserve(ask(2), on("node-a", "GPU-a0"))).id == "r2"
+
+
+# Faults.
+
+
+@pytest.mark.parametrize("fault", list(Fault), ids=lambda fault: fault.name)
+@pytest.mark.parametrize("times", [1, 3])
+async def test_a_fault_in_the_write_costs_a_try_and_never_a_second_holding(
+    bench: ClusterBench, fault: Fault, times: int
+) -> None:
+    bench.store.faults = [fault] * times
+    held = await bench.reserve(ask(1), on("node-a", "GPU-a0"), on("node-b", "GPU-b0"))
+    assert held.node == "node-a"
+    assert list(bench.held()) == ["GPU-a0/0"]
+    assert not bench.held("node-b")
+    assert bench.store.writes == 1
+
+
+async def test_a_store_that_stays_away_is_said_when_nobody_waits_any_more(bench: ClusterBench) -> None:
+    async def time_passes() -> None:
+        await asyncio.sleep(0.05)
+        bench.now += timedelta(seconds=11)
+
+    with bench.store.away():
+        passing = asyncio.create_task(time_passes())
+        with pytest.raises((DeadlinePassedError, LedgerUnavailableError)):
+            await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+        await passing
+    assert bench.held() == {}
+    assert (await bench.reserve(ask(1), on("node-a", "GPU-a0"))).node == "node-a"
+
+
+async def test_one_bad_move_does_not_fail_its_neighbours(bench: ClusterBench) -> None:
+    """The store refuses a write of several: here because a hand has put a pod's uid behind our back."""
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    original = bench.store.put_status
+    refusals = 0
+
+    async def picky(raw: Any) -> Any:
+        nonlocal refusals
+        if any(entry["reservation"] == "r3" for entry in raw["status"]["held"].values()):
+            refusals += 1
+            raise RefusedError("no r3 here")
+        return await original(raw)
+
+    bench.store.put_status = picky  # type: ignore[method-assign]  # a store with a rule of its own
+    results = await asyncio.gather(
+        *(bench.reserve(ask(n), on("node-a", f"GPU-a{n - 1}")) for n in (2, 3, 4)), return_exceptions=True
+    )
+    assert [isinstance(one, Reservation) for one in results] == [True, False, True]
+    assert refusals
+
+
+async def test_a_node_whose_object_is_gone_gives_nothing_and_forgets_nothing(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    del bench.store.objects["node-a"]
+    bench.ledger.forget("node-a")
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), on("node-a", "GPU-a1"))
+    assert await bench.ledger.find(R1) is not None
+    assert not bench.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
+
+
+async def test_an_object_that_cannot_be_read_changes_nothing(bench: ClusterBench) -> None:
+    held = await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    bad = {**bench.store.objects["node-a"], "status": {"held": {"no slot": {"phase": "odd"}}}}
+    bad["metadata"] = {**bad["metadata"], "resourceVersion": "999"}
+    bench.ledger.learn(bad)
+    assert await bench.ledger.find(R1) == held
+
+
+async def test_older_news_is_no_news(bench: ClusterBench) -> None:
+    before = bench.store.history[-2]
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    bench.ledger.learn(before)
+    assert await bench.ledger.find(R1) is not None
+
+
+# The second lock, as the fake has it; the e2e shows that the real one is the same.
+
+PENDING: dict[str, Any] = {"reservation": "r1", "phase": "pending", "namespace": "ml", "digest": "d"}
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param({}, id="dropped"),
+        pytest.param({"s": {**PENDING, "reservation": "r2"}}, id="another's"),
+        pytest.param({"s": {**PENDING, "namespace": "x"}}, id="another namespace"),
+        pytest.param({"s": {**PENDING, "digest": "x"}}, id="another claim"),
+    ],
+)
+def test_the_store_refuses_to_give_away_what_is_held(after: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError):
+        check_rules({"s": PENDING}, after)

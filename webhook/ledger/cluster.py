@@ -1,0 +1,304 @@
+"""Reservations in GPUNode objects: the store's version is the lock, its own rules are the second one.
+
+Each node has a desk. Moves that arrive while one write is under way share the next one, so many reservations on one
+node cost few writes. After an answer that was lost, late or stale the object is read again and the moves are made on
+what is really there: a move that was made already is found made.
+"""
+
+import asyncio
+import random
+from collections.abc import Collection, Sequence
+from datetime import datetime, timedelta
+from typing import Protocol
+
+import structlog
+from attrs import define, field
+
+from webhook.clock import Clock
+from webhook.core.device import DeviceUuid
+from webhook.core.errors import (
+    DeadlinePassedError,
+    GpuwardenError,
+    LedgerError,
+    LedgerUnavailableError,
+    SlotsTakenError,
+    UnknownReservationError,
+)
+from webhook.core.fleet import Fleet
+from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.ledger.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, with_held
+from webhook.ledger.moves import AgainError, Expire, Held, Move, Name, Release, Take, Times, may_give_way
+from webhook.ledger.shelf import Shelf
+from webhook.ledger.store import GpuNodeStore, RefusedError, StaleError, StoreAwayError
+
+log = structlog.get_logger(__name__)
+
+# For moves that no review waits for.
+PATIENCE = timedelta(seconds=10)
+# Between two tries on one object: long enough for the others' writes, shorter than anybody's patience.
+PAUSE = 0.02
+
+
+class WitnessAwayError(GpuwardenError):
+    """Nobody can say at this moment whether a pod exists."""
+
+
+class Witness(Protocol):
+    """Knows for certain which pods do not exist: by a quorum read, never by a cache."""
+
+    async def is_gone(self, pod: PodIdentity) -> bool:
+        """Whether there is no pod of that uid. Raises WitnessAwayError."""
+
+
+@define(eq=False)
+class Turn:
+    """A move that somebody waits for."""
+
+    move: Move
+    answer_by: datetime
+    done: asyncio.Future[Reservation | None]
+    result: Reservation | None = None
+
+    def fail(self, error: LedgerError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def succeed(self) -> None:
+        if not self.done.done():
+            self.done.set_result(self.result)
+
+
+@define(eq=False)
+class Desk:
+    """One node: the object as last seen, and who wants to change it."""
+
+    name: str
+    raw: Raw | None = None
+    node: GpuNode | None = None
+    waiting: list[Turn] = field(factory=list)
+    worker: asyncio.Task[None] | None = None
+
+
+class ClusterLedger:
+    """Any number of these may share a store."""
+
+    def __init__(self, fleet: Fleet, store: GpuNodeStore, witness: Witness, clock: Clock, times: Times) -> None:
+        self._shelf = Shelf(fleet)
+        self._store = store
+        self._witness = witness
+        self._gone: set[str] = set()  # uids of pods that will not come, until their reservations are cleared away
+        self._clock = clock
+        self._times = times
+        self._desks: dict[str, Desk] = {}
+
+    # What the watch tells.
+
+    def learn(self, raw: Raw) -> None:
+        """A GPUNode as somebody saw it; older than what is known, it is nothing new."""
+        try:
+            node = GpuNode.parse(raw)
+        except UnreadableGpuNodeError as exc:
+            log.warning("GPUNode left as it was known", exc_info=exc)
+            return
+        desk = self._desk(node.name)
+        if desk.node is not None and desk.node.version >= node.version:
+            return
+        desk.raw, desk.node = raw, node
+        self._shelf.replace(node.name, node.reservations)
+
+    def forget(self, name: str) -> None:
+        """The object has gone. What was held is remembered: its devices are offered to nobody meanwhile."""
+        desk = self._desk(name)
+        desk.raw = desk.node = None
+
+    def _desk(self, name: str) -> Desk:
+        return self._desks.setdefault(name, Desk(name))
+
+    # What the ledger does.
+
+    async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
+        if self._clock() >= answer_by:
+            raise DeadlinePassedError(ask.id)
+        known = self._shelf.find(ask.id)
+        if known is not None and not may_give_way(known, self._clock(), self._times, self._gone):
+            placements = [Placement(known.node, known.slots)]
+        for placement in placements:
+            try:
+                taken = await self._moved(placement.node, Take(ask, placement, self._gone), answer_by)
+            except SlotsTakenError:
+                self._shelf.show_again(placement.node)
+                continue
+            if taken is not None:
+                return taken
+        raise SlotsTakenError(ask.id)
+
+    async def find(self, reservation_id: ReservationId, *, node: str | None = None) -> Reservation | None:
+        known = self._shelf.find(reservation_id)
+        if known is None and node is not None:
+            await self._read(self._desk(node))
+            known = self._shelf.find(reservation_id)
+        return known
+
+    async def bind(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+        return await self._named(Name(reservation_id, pod, exists=False))
+
+    async def finalize(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+        return await self._named(Name(reservation_id, pod, exists=True))
+
+    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+        return await self._named(Name(reservation_id, pod, exists=True, is_proven=True))
+
+    async def _named(self, move: Name) -> Reservation:
+        known = self._shelf.find(move.reservation_id)
+        named = None if known is None else await self._moved(known.node, move)
+        if named is None:
+            raise UnknownReservationError(move.reservation_id)
+        return named
+
+    async def release(self, reservation_id: ReservationId, pod: PodIdentity) -> bool:
+        known = self._shelf.find(reservation_id)
+        return known is not None and await self._moved(known.node, Release(known.id, pod)) is not None
+
+    async def expire(self, reservation_id: ReservationId) -> bool:
+        """Clear away what nobody came for; the reconciler's part."""
+        known = self._shelf.find(reservation_id)
+        return known is not None and await self._moved(known.node, Expire(known.id, self._gone)) is not None
+
+    async def collect(self, now: datetime) -> Collection[Reservation]:
+        """Offer what is past its deadline; whoever takes it clears it away in the store."""
+        past = list(self._shelf.past_deadline(now - self._times.clock_skew))
+        return [one for one in past if one.phase is Phase.PENDING and await self._is_given_up(one, now)]
+
+    async def _is_given_up(self, one: Reservation, now: datetime) -> bool:
+        """A reservation whose pod's uid is known ends only with proof that there is no such pod."""
+        if one.uid is not None:
+            pod = PodIdentity(one.namespace, one.pod_name or "", one.uid)
+            try:
+                if not await self._witness.is_gone(pod):
+                    await self.confirm(one.id, pod)
+                    return False
+            except (WitnessAwayError, LedgerError) as exc:
+                log.warning("expired reservation left as it is", reservation=one.id, exc_info=exc)
+                self._shelf.look_again(one, now + PATIENCE)
+                return False
+            self._gone.add(one.uid)
+        self._shelf.offer(one)
+        return True
+
+    def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
+        return self._shelf.of_device(uuid)
+
+    def of_pod(self, uid: str) -> Reservation | None:
+        return self._shelf.of_pod(uid)
+
+    def reservations(self) -> Collection[Reservation]:
+        return self._shelf.all()
+
+    # How a move gets into the store.
+
+    async def _moved(self, node: str, move: Move, answer_by: datetime | None = None) -> Reservation | None:
+        desk = self._desk(node)
+        done: asyncio.Future[Reservation | None] = asyncio.get_running_loop().create_future()
+        desk.waiting.append(Turn(move, answer_by or self._clock() + PATIENCE, done))
+        if desk.worker is None or desk.worker.done():
+            desk.worker = asyncio.create_task(self._work(desk))
+        return await done
+
+    async def _work(self, desk: Desk) -> None:
+        while desk.waiting:
+            turns, desk.waiting = desk.waiting, []
+            try:
+                await self._serve(desk, turns)
+            except StoreAwayError as exc:
+                for turn in turns:
+                    turn.fail(LedgerUnavailableError("the store cannot be reached"))
+                log.warning("store away", node=desk.name, exc_info=exc)
+
+    async def _serve(self, desk: Desk, turns: list[Turn]) -> None:
+        """All turns to their end: made, failed, or out of time."""
+        is_current = desk.node is None
+        if desk.node is None:
+            await self._read(desk)
+        while turns := self._in_time(turns):
+            if desk.raw is None or desk.node is None:
+                for turn in turns:
+                    turn.fail(SlotsTakenError(f"there is no GPUNode {desk.name}"))
+                return
+            held: Held = dict(desk.node.reservations)
+            made, again, doubtful = self._apply(desk.node, held, turns, is_current=is_current)
+            try:
+                if held != desk.node.reservations:
+                    self.learn(await self._store.put_status(with_held(desk.raw, held.values(), desk.node.devices)))
+                    is_current = True
+            except RefusedError:
+                await self._one_by_one(desk, turns)
+                return
+            except (StaleError, StoreAwayError):
+                await asyncio.sleep(PAUSE * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
+                await self._read_in_time(desk, turns)
+                is_current = True
+                continue
+            for turn in made:
+                turn.succeed()
+            if doubtful:
+                await self._read(desk)
+                is_current = True
+            turns = again + doubtful
+
+    def _apply(
+        self, node: GpuNode, held: Held, turns: list[Turn], *, is_current: bool
+    ) -> tuple[list[Turn], list[Turn], list[Turn]]:
+        """Make the moves on `held`: those made, those that need another write, and those that failed on what may be
+        out of date: absence in a cache is no reason to refuse."""
+        made: list[Turn] = []
+        again: list[Turn] = []
+        doubtful: list[Turn] = []
+        now = self._clock()
+        for turn in turns:
+            try:
+                turn.result = turn.move.apply(node.reservations, held, now, self._times)
+                made.append(turn)
+            except AgainError:
+                again.append(turn)
+            except SlotsTakenError as exc:
+                turn.fail(exc)
+            except LedgerError as exc:
+                if is_current:
+                    turn.fail(exc)
+                else:
+                    doubtful.append(turn)
+        return made, again, doubtful
+
+    async def _one_by_one(self, desk: Desk, turns: list[Turn]) -> None:
+        """The store refused the write of several moves: one bad one must not fail its neighbours."""
+        await self._read(desk)
+        if len(turns) > 1:
+            for turn in turns:
+                await self._serve(desk, [turn])
+            return
+        log.error("the store refused a move", node=desk.name, move=type(turns[0].move).__name__)
+        turns[0].fail(SlotsTakenError("the store refused it"))
+
+    def _in_time(self, turns: list[Turn]) -> list[Turn]:
+        now = self._clock()
+        for turn in turns:
+            if now >= turn.answer_by:
+                turn.fail(DeadlinePassedError("nobody waits any more"))
+        return [turn for turn in turns if not turn.done.done()]
+
+    async def _read_in_time(self, desk: Desk, turns: list[Turn]) -> None:
+        """Read until it works or nobody waits any more."""
+        while self._in_time(turns):
+            try:
+                await self._read(desk)
+            except StoreAwayError:
+                await asyncio.sleep(PAUSE * 5)
+            else:
+                return
+
+    async def _read(self, desk: Desk) -> None:
+        raw = await self._store.get(desk.name)
+        if raw is None:
+            self.forget(desk.name)
+        else:
+            self.learn(raw)

@@ -1,0 +1,32 @@
+"""Where GPUNode objects are kept: versions, one winner a version, and answers that may get lost."""
+
+from typing import Any, Protocol
+
+from webhook.core.errors import LedgerError
+
+Raw = dict[str, Any]
+
+
+class StaleError(LedgerError):
+    """Somebody else has written since: nothing was written."""
+
+
+class RefusedError(LedgerError):
+    """The store's own rules forbid it: nothing was written."""
+
+
+class StoreAwayError(LedgerError):
+    """No answer, or one that says nothing: it may have been written, or not."""
+
+
+class GpuNodeStore(Protocol):
+    """Keeps one object a node. What it answers is what every replica would be answered at that moment."""
+
+    async def get(self, name: str) -> Raw | None:
+        """The object as it is now, not as a cache has it; None if there is none."""
+
+    async def put_status(self, raw: Raw) -> Raw:
+        """Replace the status under the version that `raw` carries; the object as it then is.
+
+        Raises StaleError, RefusedError or StoreAwayError.
+        """
