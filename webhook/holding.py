@@ -4,7 +4,7 @@ from datetime import datetime
 
 from webhook.clock import Clock
 from webhook.core.claim import Claim
-from webhook.core.decide import EvidencePolicy, decide
+from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, decide
 from webhook.core.errors import (
     DeadlinePassedError,
     LedgerUnavailableError,
@@ -29,24 +29,26 @@ class Holder:
         self._clock = clock
         self._metrics = metrics
 
-    def places(self, claim: Claim) -> tuple[Placement, ...] | Deny:
+    def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
         """Where the claim could be served at this moment; nothing is held."""
         self.fleet.advance(self._clock())
-        return decide(claim, self.fleet, self.policy)
+        return decide(claim, self.fleet, self.policy, most=most)
 
     async def hold(self, ask: Ask, claim: Claim, *, answer_by: datetime) -> Reservation | Deny:
         """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding."""
+        most = 1  # the best one is nearly always still free
         while True:
             await self.ledger.collect(self._clock())
             # The same review may have come before, and its answer been lost: then there is nothing to decide.
             known = await self.ledger.find(ask.id)
-            places = self.places(claim) if known is None else ()
+            places = self.places(claim, most) if known is None else ()
             if isinstance(places, Deny):
                 return places
             try:
                 return await self.ledger.reserve(ask, places, answer_by=answer_by)
             except SlotsTakenError:
                 self._metrics.count_ledger_conflict()
+                most = MAX_PLACEMENTS
             except DeadlinePassedError:
                 return Deny(Reason.DEADLINE_PASSED, "the review's time is over: nothing was reserved", hint="try again")
             except ReservationConflictError:

@@ -1,6 +1,7 @@
 """One process of `gpuwarden serve`: its listeners, its background tasks, its beginning and its end."""
 
 import asyncio
+import gc
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -92,12 +93,20 @@ class Server:
             for listener in self._listeners:
                 await listener.start()
                 undo.push_async_callback(listener.stop, 0.0)
-            await self._parts.feed.load()
+            await self._load()
             undo.pop_all()
         for name, source in self._certificates.items():
             self._parts.metrics.show_certificate(name, source.not_after)
         self._health.stage = Stage.SERVING
         log.info("serving", urls=[listener.url for listener in self._listeners], nodes=len(self._parts.fleet.berths))
+
+    async def _load(self) -> None:
+        gc.disable()  # loading makes no garbage, and each look at all of it would cost a third of a second
+        try:
+            await self._parts.feed.load()
+        finally:
+            gc.freeze()  # the fleet stays: no later collection has to look at it
+            gc.enable()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, or a background task fails: that is a bug, and a restart beats half a server."""

@@ -1,7 +1,7 @@
 """The decision: which nodes and devices can serve a claim, best first, or why none can."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import islice
 
@@ -10,7 +10,7 @@ from attrs import frozen
 from webhook.core.claim import Claim
 from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
-from webhook.core.fleet import Berth, Cell, Fleet, Group
+from webhook.core.fleet import FEWER_FREE, FEWER_MATCHING, Berth, Fleet, Group, Row
 from webhook.core.gpu_map import MapEntry
 from webhook.core.keys import LOGICAL_NODE_LABEL
 from webhook.core.reasons import Reason
@@ -48,6 +48,8 @@ EVIDENCE_OBJECTIONS = {
     EvidenceState.BANNED: Objection.BANNED,
     EvidenceState.CONFLICT: Objection.CONFLICT,
 }
+
+ROOM_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
 
 # The last hurdle that any node reached is the one to tell of.
 REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
@@ -87,10 +89,12 @@ class NodeFit:
         return self.objection is None
 
 
-def decide(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[Placement, ...] | Deny:
+def decide(
+    claim: Claim, fleet: Fleet, policy: EvidencePolicy, *, most: int = MAX_PLACEMENTS
+) -> tuple[Placement, ...] | Deny:
     """Placements for the claim, best first, or a denial. `fleet` has been advanced to now."""
     question = Question(claim, fleet, policy)
-    return tuple(question.placements()) or question.denial()
+    return tuple(islice(question.placements(), most if claim.count else None)) or question.denial()
 
 
 def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[NodeFit, ...]:
@@ -109,29 +113,37 @@ class Question:
         self.directory_keys = fleet.learn(claim.nodes)  # may number kinds anew, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
         self._class_objections: dict[int, Objection | None] = {}
-        self._shape_answers: dict[int, tuple[int, Objection | None]] = {}
+        self.room = fleet.room(self.kinds, claim.count)
+        self.most_room = max(self.room, default=FEWER_MATCHING)
 
     # Placements.
 
     def placements(self) -> Iterator[Placement]:
-        limit = MAX_PLACEMENTS if self.claim.count else max(1, MAX_PROVEN_NODES // len(self.claim.nodes.terms or "1"))
         names = self.named()
-        if names is not None:
-            fits = (self.fit(self.fleet.berths[name]) for name in names if name in self.fleet.berths)
-            return (Placement(f.name, f.slots) for f in islice((f for f in fits if f.fits), limit))
-        return islice(self._ranked(), limit)
+        found = self._ranked() if names is None else self._among(names)
+        return found if self.claim.count else islice(found, self._most_proven())
+
+    def _among(self, names: Iterable[str]) -> Iterator[Placement]:
+        fits = (self.fit(self.fleet.berths[name]) for name in names if name in self.fleet.berths)
+        return (Placement(fit.name, fit.slots) for fit in fits if fit.fits)
+
+    def _most_proven(self) -> int:
+        return max(1, MAX_PROVEN_NODES // len(self.claim.nodes.terms or "1"))
 
     def _ranked(self) -> Iterator[Placement]:
         """From the cells, tightest fit first, so that large gaps stay for large claims."""
-        fitting: list[tuple[int, Cell, Group]] = []
+        fitting: list[tuple[int, Mapping[str, None]]] = []
+        room = self.room
+        if self.most_room < 0:
+            return
         for group in self.groups():
-            for cell in self.fleet.cells(group):
-                left, objection = self._shape_answer(cell.shape)
-                if objection is None and self.class_objection(cell.node_class) is None:
-                    fitting.append((left, cell, group))
-        fitting.sort(key=lambda fit: fit[0])
-        for _, cell, group in fitting:
-            for name in self.fleet.cells(group)[cell]:
+            for node_class, row in self.fleet.rows(group).items():
+                if self.class_objection(node_class) is None:
+                    fitting += [(room[shape], names) for shape, names in row.shapes.items() if room[shape] >= 0]
+        while fitting:
+            tightest = min(fitting, key=tightness)
+            fitting.remove(tightest)
+            for name in tuple(tightest[1]) if self.needs_each_node else tightest[1]:
                 berth = self.fleet.berths[name]
                 if self.is_selected(berth):
                     yield Placement(name, self.slots(berth))
@@ -198,7 +210,7 @@ class Question:
         return (
             self.evidence_objection(berth)
             or self._condition_objection(berth.cell.node_class)
-            or (None if self.claim.place else self._shape_answer(berth.cell.shape)[1])
+            or (None if self.claim.place else self.shape_objection(berth.cell.shape))
         )
 
     def _map_objection(self, berth: Berth, place: MapEntry, found: int) -> Objection | None:
@@ -226,7 +238,13 @@ class Question:
         return self._class_objections[number]
 
     def _class_is_selected(self, number: int) -> bool:
-        return self.needs_each_node or self.claim.nodes.matches("", dict(self.fleet.node_class(number).labels))
+        if self.takes_any_node or self.needs_each_node:
+            return True
+        return self.claim.nodes.matches("", self.fleet.class_labels(number))
+
+    @property
+    def takes_any_node(self) -> bool:
+        return not self.claim.nodes.selector and self.claim.nodes.terms is None
 
     @property
     def needs_each_node(self) -> bool:
@@ -242,23 +260,12 @@ class Question:
             return Objection.NOT_READY
         if node_class.is_cordoned:
             return Objection.CORDONED
-        if not all(self.claim.nodes.tolerates(taint) for taint in node_class.taints):
+        if node_class.taints and not all(map(self.claim.nodes.tolerates, node_class.taints)):
             return Objection.TAINTED
         return None
 
-    def _shape_answer(self, number: int) -> tuple[int, Objection | None]:
-        """How many matching devices would stay free, or what is missing."""
-        answer = self._shape_answers.get(number)
-        if answer is None:
-            free = total = 0
-            for stock in self.fleet.shape(number):
-                if stock.kind in self.kinds:
-                    free += stock.free
-                    total += stock.total
-            count = self.claim.count
-            objection = Objection.FEWER_MATCHING if total < count else Objection.FEWER_FREE if free < count else None
-            answer = self._shape_answers[number] = (free - count, objection)
-        return answer
+    def shape_objection(self, number: int) -> Objection | None:
+        return ROOM_OBJECTIONS.get(self.room[number])
 
     # Denial.
 
@@ -287,32 +294,54 @@ class Question:
             return self._count_one_by_one(berths, others=len(self.fleet.berths) - len(berths))
         if self.needs_each_node:
             return self._count_one_by_one(self.fleet.berths.values(), others=0)
-        return self._count_by_cells()
+        return self._count_by_rows()
 
     def _count_one_by_one(self, berths: Iterable[Berth], others: int) -> Counter[Objection]:
         counts = Counter({Objection.NOT_SELECTED: others})
         counts.update(o for berth in berths if (o := self.fit(berth).objection) is not None)
         return counts
 
-    def _count_by_cells(self) -> Counter[Objection]:
+    def _count_by_rows(self) -> Counter[Objection]:
         counts: Counter[Objection] = Counter()
         for state in EvidenceState:
-            for cell, names in self.fleet.cells((state, None)).items():
-                self._count_cell(counts, state, cell, len(names))
+            for node_class, row in self.fleet.rows((state, None)).items():
+                if not self._class_is_selected(node_class):
+                    counts[Objection.NOT_SELECTED] += row.count
+                elif self.needs_evidence and state is not EvidenceState.FRESH:
+                    counts[EVIDENCE_OBJECTIONS[state]] += row.count
+                else:
+                    self._count_proven(counts, node_class, row)
         return counts
 
-    def _count_cell(self, counts: Counter[Objection], state: EvidenceState, cell: Cell, nodes: int) -> None:
-        if not self._class_is_selected(cell.node_class):
-            counts[Objection.NOT_SELECTED] += nodes
+    def _count_proven(self, counts: Counter[Objection], node_class: int, row: Row) -> None:
+        """Of the nodes of a class whose evidence is good enough, or that need none, those with the right hash."""
+        if not self.claim.hashes:
+            self._count_row(counts, node_class, row)
             return
-        proven = nodes
-        if self.needs_evidence and state is not EvidenceState.FRESH:
-            counts[EVIDENCE_OBJECTIONS[state]] += nodes
+        groups = [self.fleet.rows((EvidenceState.FRESH, one)) for one in self.claim.hashes]
+        named = [rows[node_class] for rows in groups if node_class in rows]
+        counts[Objection.OTHER_HASH] += row.count - sum(one.count for one in named)
+        for one in named:
+            self._count_row(counts, node_class, one)
+
+    def _count_row(self, counts: Counter[Objection], node_class: int, row: Row) -> None:
+        objection = self._condition_objection(node_class)
+        if objection is not None:
+            counts[objection] += row.count
             return
-        if self.claim.hashes:
-            cells = [self.fleet.cells((EvidenceState.FRESH, one)) for one in self.claim.hashes]
-            proven = sum(len(named.get(cell, ())) for named in cells)
-            counts[Objection.OTHER_HASH] += nodes - proven
-        rest = self._condition_objection(cell.node_class) or self._shape_answer(cell.shape)[1]
-        if rest is not None:
-            counts[rest] += proven
+        room = self.room
+        if self.most_room == FEWER_MATCHING:
+            counts[Objection.FEWER_MATCHING] += row.count
+            return
+        matching = free = 0
+        for shape, names in row.shapes.items():
+            if room[shape] == FEWER_FREE:
+                free += len(names)
+            elif room[shape] == FEWER_MATCHING:
+                matching += len(names)
+        counts[Objection.FEWER_MATCHING] += matching
+        counts[Objection.FEWER_FREE] += free
+
+
+def tightness(fitting: tuple[int, Mapping[str, None]]) -> int:
+    return fitting[0]

@@ -15,18 +15,21 @@ from attrs import define, frozen
 
 from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
 from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
-from webhook.core.keys import LOGICAL_NODE_LABEL
+from webhook.core.keys import HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.reservation import Reservation, ReservationId
 
 # A label with more values than this names nodes rather than kinds of nodes: it gets a directory, not classes.
-MAX_CLASS_VALUES = 256
+MAX_CLASS_VALUES = 32
+# These name nodes however few there are.
+ALWAYS_DIRECTORIES = (LOGICAL_NODE_LABEL, HOSTNAME_LABEL)
 # More classes than this, and the label with the most values gets a directory too: cells have to stay few.
 MAX_CLASSES = 256
 # Classes and shapes that nodes once had are forgotten when there are so many.
 MAX_NUMBERED = 10_000
 # Bounds the memory that odd claims can take; past it the cache starts anew.
 MAX_CACHED_REQUIREMENTS = 4096
+MAX_CACHED_ROOMS = 512
 
 Thing = TypeVar("Thing", bound=Hashable)
 
@@ -69,6 +72,31 @@ class Cell(NamedTuple):
 # A state of evidence; and for fresh evidence, its hash too.
 Group = tuple[EvidenceState, str | None]
 NodeNames = dict[str, None]  # in the order of their coming
+
+# What `room` says of a shape that cannot serve: too few devices that match, or too few of them free.
+FEWER_MATCHING = -2
+FEWER_FREE = -1
+
+
+class Row:
+    """The nodes of a group that share a class: how many, and which ones of each shape."""
+
+    __slots__ = ("count", "shapes")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shapes: dict[int, NodeNames] = {}
+
+    def add(self, shape: int, name: str) -> None:
+        self.shapes.setdefault(shape, {})[name] = None
+        self.count += 1
+
+    def remove(self, shape: int, name: str) -> None:
+        names = self.shapes[shape]
+        del names[name]
+        self.count -= 1
+        if not names:
+            del self.shapes[shape]
 
 
 @define(eq=False)
@@ -119,7 +147,7 @@ class Fleet:
         self._kinds: Numbered[Kind] = Numbered()
         self._shapes: Numbered[Shape] = Numbered()
         self._classes: Numbered[NodeClass] = Numbered()
-        self._groups: dict[Group, dict[Cell, NodeNames]] = {}
+        self._groups: dict[Group, dict[int, Row]] = {}  # of rows by class
         self._homes: dict[DeviceUuid, str] = {}
         # All homes of a UUID that has several, or that stands on its node several times.
         self._disputed: dict[DeviceUuid, list[str]] = {}
@@ -129,11 +157,14 @@ class Fleet:
         self._changes: list[tuple[datetime, str]] = []  # a heap: when which node's evidence changes by itself
         self._topics: tuple[str, ...] = ()
         self._class_nodes: Counter[int] = Counter()
+        self._class_labels: dict[int, Labels] = {}
         self._label_uses: Counter[str] = Counter()
         self._directories: dict[str, dict[str, NodeNames]] = {}
         self._kinds_serving: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
         self._kinds_known = 0  # how many kinds there were when that cache began
-        self._learn_directory(LOGICAL_NODE_LABEL)
+        self._rooms: dict[tuple[frozenset[int], int], list[int]] = {}
+        for key in ALWAYS_DIRECTORIES:
+            self._learn_directory(key)
 
     # What is learnt of nodes and devices.
 
@@ -281,21 +312,28 @@ class Fleet:
         if (groups, cell) == (berth.groups, berth.cell):
             return
         self._leave(berth)
+        self._enter(berth, groups, cell)
+
+    def _enter(self, berth: Berth, groups: tuple[Group, ...], cell: Cell) -> None:
         berth.groups, berth.cell = groups, cell
         self._class_nodes[cell.node_class] += 1
         for group in groups:
-            self._groups.setdefault(group, {}).setdefault(cell, {})[berth.node.name] = None
+            rows = self._groups.setdefault(group, {})
+            row = rows.get(cell.node_class)
+            if row is None:
+                row = rows[cell.node_class] = Row()
+            row.add(cell.shape, berth.node.name)
 
     def _leave(self, berth: Berth) -> None:
         if berth.groups:
             lessen(self._class_nodes, berth.cell.node_class)
+        node_class, shape = berth.cell
         for group in berth.groups:
-            cells = self._groups[group]
-            names = cells[berth.cell]
-            del names[berth.node.name]
-            if not names:
-                del cells[berth.cell]
-            if not cells:
+            rows = self._groups[group]
+            rows[node_class].remove(shape, berth.node.name)
+            if not rows[node_class].count:
+                del rows[node_class]
+            if not rows:
                 del self._groups[group]
 
     def _class_of(self, node: Node) -> int:
@@ -350,17 +388,34 @@ class Fleet:
 
     # What decisions ask.
 
-    def groups(self) -> Iterable[Group]:
-        return tuple(self._groups)
-
-    def cells(self, group: Group) -> Mapping[Cell, Mapping[str, None]]:
+    def rows(self, group: Group) -> Mapping[int, Row]:
+        """The nodes of a group, by class."""
         return self._groups.get(group, {})
 
     def node_class(self, number: int) -> NodeClass:
         return self._classes[number]
 
-    def shape(self, number: int) -> Shape:
-        return self._shapes[number]
+    def class_labels(self, number: int) -> Labels:
+        labels = self._class_labels.get(number)
+        if labels is None:
+            labels = self._class_labels[number] = dict(self._classes[number].labels)
+        return labels
+
+    @property
+    def cell_count(self) -> int:
+        """What a decision's cost goes by."""
+        return sum(len(row.shapes) for rows in self._groups.values() for row in rows.values())
+
+    def room(self, kinds: frozenset[int], count: int) -> list[int]:
+        """By shape: how many devices of these kinds would stay free, or what there are too few of."""
+        answers = self._rooms.get((kinds, count))
+        if answers is None:
+            if len(self._rooms) >= MAX_CACHED_ROOMS:
+                self._rooms.clear()
+            answers = self._rooms[kinds, count] = []
+        for number in range(len(answers), len(self._shapes)):
+            answers.append(room_on(self._shapes[number], kinds, count))
+        return answers
 
     def kinds_serving(self, requirements: frozenset[str], *, is_shared: bool) -> frozenset[int]:
         """The kinds of device that have all the labels asked for."""
@@ -387,7 +442,7 @@ class Fleet:
         new_topics = [key for key in unknown if self._label_uses[key] and not self._learn_directory(key)]
         if new_topics:
             self._topics += tuple(new_topics)
-            self._place_all()
+            self._class_all()
         while len(self._class_nodes) > MAX_CLASSES and self._topics:
             self._demote()
         return frozenset(k for k in asked.keys if k in self._directories)
@@ -395,7 +450,7 @@ class Fleet:
     def _learn_directory(self, key: str) -> bool:
         """Keep a directory for a label with many values; False if it has few."""
         directory = self._directory_of(key)
-        if len(directory) <= MAX_CLASS_VALUES and key != LOGICAL_NODE_LABEL:
+        if len(directory) <= MAX_CLASS_VALUES and key not in ALWAYS_DIRECTORIES:
             return False
         self._directories[key] = directory
         return True
@@ -413,13 +468,21 @@ class Fleet:
         key = max(directories, key=lambda topic: len(directories[topic]))
         self._directories[key] = directories[key]
         self._topics = tuple(topic for topic in self._topics if topic != key)
-        self._place_all()
+        self._class_all()
+
+    def _class_all(self) -> None:
+        """Other labels count now: every node's class anew, its shape stays."""
+        self._groups, self._class_nodes = {}, Counter()
+        self._classes, self._class_labels = Numbered(), {}
+        for berth in self.berths.values():
+            self._enter(berth, berth.groups, Cell(self._class_of(berth.node), berth.cell.shape))
 
     def _place_all(self) -> None:
         """Everything anew, without the classes and shapes that no node has any more."""
         self._groups, self._class_nodes = {}, Counter()
         self._classes, self._shapes, self._kinds = Numbered(), Numbered(), Numbered()
-        self._kinds_serving, self._kinds_known = {}, 0
+        self._class_labels = {}
+        self._kinds_serving, self._kinds_known, self._rooms = {}, 0, {}
         for berth in self.berths.values():
             berth.groups = ()
             self._place(berth)
@@ -428,6 +491,15 @@ class Fleet:
         """The nodes whose label has one of the values, from the directory."""
         directory = self._directories[key]
         return [name for value in sorted(values) for name in directory.get(value, ())]
+
+
+def room_on(shape: Shape, kinds: frozenset[int], count: int) -> int:
+    free = total = 0
+    for stock in shape:
+        if stock.kind in kinds:
+            free += stock.free
+            total += stock.total
+    return FEWER_MATCHING if total < count else FEWER_FREE if free < count else free - count
 
 
 def lessen(counter: Counter[Thing], thing: Thing) -> None:

@@ -152,8 +152,11 @@ class Admission:
         return outfit_of(claim, known)
 
     async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
-        clean = undressed(raw) if keys.OUTPUT_NAMES & pod.annotations.keys() else raw
-        claim = self._claim(pod, clean)
+        if not keys.OUTPUT_NAMES & pod.annotations.keys():
+            clean, claim = raw, claim_of(pod, self._rules.claims)
+        else:
+            clean = undressed(raw)
+            claim = self._claim_of_copy(pod, clean)
         if claim is None:
             if clean is raw:
                 return NOT_ASKED
@@ -166,8 +169,8 @@ class Admission:
             return outfit
         return self._dressed(raw, pod, outfit, clean, () if clean is raw else (COPIED,))
 
-    def _claim(self, pod: Pod, clean: RawPod) -> Claim | None:
-        """What is asked, by a copy of a dressed pod too: its request was taken off when it was dressed."""
+    def _claim_of_copy(self, pod: Pod, clean: RawPod) -> Claim | None:
+        """What a copy of a dressed pod asks for: its request was taken off when it was dressed."""
         recorded = recorded_or_none(pod)
         taken_off = recorded.record.asked if recorded is not None else {}
         return claim_of(Pod.parse(clean), self._rules.claims, taken_off)
@@ -191,7 +194,7 @@ class Admission:
             ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared)
             held = await self._holder.hold(ask, claim, answer_by=answer_by)
             return held if isinstance(held, Deny) else outfit_of(claim, held)
-        places = self._holder.places(claim)
+        places = self._holder.places(claim, most=1)
         if isinstance(places, Deny):
             return places
         if not claim.count:

@@ -1,0 +1,106 @@
+"""`python -m scripts.controlplane`: a control plane to try things on."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from scripts.controlplane.build import BuildError, ToolMissingError, binaries
+from scripts.controlplane.cluster import ROOT, Cluster, StartError, gpu_node
+
+DIRECTORY = ROOT / ".cluster"
+# As pytest's own codes go on from 2, and make's is 2: "what this needs is not here" has one of its own.
+TOOL_MISSING = 3
+
+
+def main() -> int:
+    args = parser().parse_args()
+    try:
+        return int(args.run(args))
+    except ToolMissingError as exc:
+        print(exc, file=sys.stderr)
+        return TOOL_MISSING
+    except (BuildError, StartError) as exc:
+        print(exc, file=sys.stderr)
+        return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(prog="python -m scripts.controlplane", description=__doc__)
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+
+    one = commands.add_parser("build", help="build the binaries and say where they are")
+    one.set_defaults(run=build)
+
+    one = commands.add_parser("up", help="start a cluster")
+    with_directory(one)
+    one.add_argument("--nodes", type=int, default=3, help="how many (default: 3)")
+    one.add_argument("--gpus", type=int, default=8, help="of each node (default: 8)")
+    one.add_argument("--flag", action="append", default=[], metavar="COMPONENT=--FLAG", help="an extra flag")
+    one.set_defaults(run=up)
+
+    one = commands.add_parser("down", help="stop it")
+    with_directory(one)
+    one.add_argument("--after-stdin", action="store_true", help=argparse.SUPPRESS)  # `Cluster` uses it on itself
+    one.set_defaults(run=down)
+
+    one = commands.add_parser("status", help="say what runs")
+    with_directory(one)
+    one.set_defaults(run=status)
+    return whole
+
+
+def with_directory(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--dir", type=Path, default=DIRECTORY, help="where its data and logs are (default: .cluster)")
+
+
+def build(_args: argparse.Namespace) -> int:
+    print(binaries())
+    return 0
+
+
+def up(args: argparse.Namespace) -> int:
+    flags: dict[str, list[str]] = {}
+    for text in args.flag:
+        name, _, flag = text.partition("=")
+        flags.setdefault(name, []).append(flag)
+    binaries()
+    started = time.monotonic()
+    cluster = Cluster(args.dir, flags=flags)
+    cluster.start()
+    cluster.add_nodes(gpu_node(f"node-{number}", args.gpus) for number in range(args.nodes))
+    print(
+        f"up after {time.monotonic() - started:.1f} s: {args.nodes} nodes with {args.gpus} GPUs each at {cluster.url}"
+    )
+    show(cluster)
+    return 0
+
+
+def down(args: argparse.Namespace) -> int:
+    if args.after_stdin:
+        sys.stdin.read()
+    cluster = Cluster(args.dir)
+    stopped = cluster.status()
+    cluster.stop()
+    print(f"stopped {', '.join(stopped)}" if stopped else f"nothing runs in {args.dir}")
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    cluster = Cluster(args.dir)
+    if not cluster.status():
+        print(f"nothing runs in {args.dir}")
+        return 1
+    show(cluster)
+    return 0
+
+
+def show(cluster: Cluster) -> None:
+    for name, record in cluster.processes.records().items():
+        print(f"  {name:24} {record.state:8} pid {record.pid:<8} {cluster.processes.log(name)}")
+    print(f"export KUBECONFIG={cluster.kubeconfig}")
+    print(f"# kubectl is {cluster.kubectl[0]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

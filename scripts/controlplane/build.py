@@ -1,0 +1,148 @@
+"""Builds what the rig runs, once, from the Go module proxy with the ordinary `go` command. Standard library only."""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+PINS = HERE / "pins.toml"
+GO_VERSION = re.compile(r"go version go(\d+)\.(\d+)")
+
+
+class BuildError(Exception):
+    """The binaries cannot be had; the text says what to do about it."""
+
+
+class ToolMissingError(BuildError):
+    """There is no Go to build with, or not one that can read these modules."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Go module of ours and the commands that are built from it."""
+
+    name: str
+    version: str
+    ldflags: str
+    binaries: Mapping[str, str]
+
+    @property
+    def directory(self) -> Path:
+        return HERE / self.name
+
+
+@dataclass(frozen=True)
+class Pins:
+    """The content of pins.toml."""
+
+    go: str
+    modules: tuple[Module, ...]
+
+    @property
+    def binaries(self) -> frozenset[str]:
+        return frozenset(name for module in self.modules for name in module.binaries)
+
+
+def read_pins() -> Pins:
+    raw = tomllib.loads(PINS.read_text())
+    go = raw.pop("go")
+    return Pins(go, tuple(checked(name, one) for name, one in raw.items()))
+
+
+def checked(name: str, raw: dict[str, Any]) -> Module:
+    """The module as pinned, which its go.mod has to agree with: that is what `go` goes by."""
+    requirement = f"require {raw['module']} {raw['version']}"
+    if requirement not in (HERE / name / "go.mod").read_text().splitlines():
+        raise BuildError(f"{name}/go.mod and pins.toml disagree: go.mod has to say `{requirement}`")
+    ldflags = "-s -w " + raw.get("ldflags", "").format(version=raw["version"])
+    return Module(name, raw["version"], ldflags.strip(), raw["binaries"])
+
+
+def digest_of(pins: Pins) -> str:
+    """What the binaries depend on, so that another checkout with other pins has a place of its own."""
+    whole = hashlib.sha256(PINS.read_bytes())
+    for module in pins.modules:
+        for name in ("go.mod", "go.sum"):
+            whole.update((module.directory / name).read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - where the user's caches are is no setting of ours
+    return (Path(base) if base else Path.home() / ".cache") / "gpuwarden" / "controlplane"
+
+
+def binaries() -> Path:
+    """The directory of the binaries, built if they are not there. Who comes second waits for the first."""
+    pins = read_pins()
+    cache = cache_directory() / digest_of(pins)
+    bin_directory = cache / "bin"
+    if is_complete(bin_directory, pins):
+        return bin_directory
+    go = find_go(pins)
+    cache.mkdir(parents=True, exist_ok=True)
+    with locked(cache / "lock"):
+        if not is_complete(bin_directory, pins):
+            build_all(go, pins, bin_directory)
+    return bin_directory
+
+
+def is_complete(directory: Path, pins: Pins) -> bool:
+    """It is filled under another name and renamed when done, so what is there is whole."""
+    return all((directory / name).exists() for name in pins.binaries)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def find_go(pins: Pins) -> str:
+    wanted = ".".join(pins.go.split(".")[:2])
+    install = f"install Go {wanted} or newer and have `go` on the PATH"
+    go = shutil.which("go")
+    if go is None:
+        raise ToolMissingError(f"the control plane is built with Go, which is not here: {install}")
+    # Asked inside a module of ours: a `go` that may fetch a newer toolchain by itself answers with that one's version.
+    asked = subprocess.run([go, "version"], cwd=HERE / "kube", capture_output=True, text=True, check=False)
+    found = GO_VERSION.match(asked.stdout)
+    if found is None or tuple(map(int, found.groups())) < tuple(map(int, wanted.split("."))):
+        said = (asked.stdout or asked.stderr).strip()
+        raise ToolMissingError(f"the control plane is built with Go, and this one is too old ({said}): {install}")
+    return go
+
+
+def build_all(go: str, pins: Pins, target: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="new.", dir=target.parent) as work:
+        made = Path(work, "bin")
+        made.mkdir()
+        for module in pins.modules:
+            names = ", ".join(module.binaries)
+            print(f"building {names} {module.version}: minutes the first time", file=sys.stderr)
+            build(go, module, made)
+        shutil.rmtree(target, ignore_errors=True)
+        made.rename(target)
+
+
+def build(go: str, module: Module, target: Path) -> None:
+    """All commands of a module in one go, for they share most packages; `go` then names them after their directories.
+    etcd's is not called after its own, but it is alone."""
+    names = list(module.binaries)
+    output = f"{target}/{names[0] if len(names) == 1 else ''}"
+    flags = ["-mod=readonly", "-buildvcs=false", f"-ldflags={module.ldflags}", "-o", output]
+    command = ["env", "GOWORK=off", go, "build", *flags, *module.binaries.values()]
+    if subprocess.run(command, cwd=module.directory, stdout=sys.stderr, check=False).returncode:
+        raise BuildError(f"building {module.name} {module.version} failed; what `go` said stands above")

@@ -1,0 +1,242 @@
+"""One control plane: in which order it is started and stopped, what can be done to it, and how to get at it."""
+
+import fcntl
+import signal
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from scripts.controlplane.build import binaries
+from scripts.controlplane.components import API_SERVER, COMPONENTS, CONTROLLERS, ETCD, KWOK, SCHEDULERS, Components
+from scripts.controlplane.credentials import ADMIN, TOKEN_USERS, Credentials, encoded
+from scripts.controlplane.processes import Processes, State
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+START_TIMEOUT = 90.0
+LOOK_EVERY = 0.05
+
+
+class StartError(Exception):
+    """A component did not come up; the text names its log."""
+
+
+class Cluster:
+    """A control plane in one directory, started and stopped here or by another process.
+
+    `flags` are extra flags for a component; `scheduler` is laid over the scheduler's configuration.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        flags: Mapping[str, Sequence[str]] | None = None,
+        scheduler: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.directory = directory.resolve()
+        self.processes = Processes(self.directory)
+        self.credentials = Credentials(self.directory)
+        self._flags = dict(flags or {})
+        self._components = Components(self.directory, self.credentials, scheduler or {})
+        self._tether: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start(tied=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # Where it is and who may come in.
+
+    @property
+    def url(self) -> str:
+        return self._components.api_server
+
+    @property
+    def ca(self) -> Path:
+        return self.credentials.ca
+
+    @property
+    def admin_token(self) -> str:
+        return self.credentials.token_of(ADMIN)
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.credentials.kubeconfig_of(ADMIN)
+
+    @property
+    def kubectl(self) -> list[str]:
+        """kubectl as the administrator; its caches stay in the cluster's directory."""
+        return [
+            str(binaries() / "kubectl"),
+            f"--kubeconfig={self.kubeconfig}",
+            f"--cache-dir={self.directory / 'kubectl'}",
+        ]
+
+    def as_user(self, name: str, groups: Sequence[str] = ()) -> Path:
+        """The kubeconfig of a person, who may do what RBAC allows that name and those groups: nothing at first."""
+        certificate, key = self.credentials.client_certificate(name, groups)
+        user = {"client-certificate-data": encoded(certificate), "client-key-data": encoded(key)}
+        return self.credentials.kubeconfig(name, self.url, user)
+
+    def service_account_token(self, namespace: str, name: str, audience: str | None = None) -> str:
+        """A token as a pod of that service account would have it; the account is made if it does not exist."""
+        accounts = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+        with self.api() as api:
+            ensure(api, accounts, {"metadata": {"name": name}})
+            spec = {"audiences": [audience]} if audience else {}
+            reply = api.post(f"{accounts}/{name}/token", json={"spec": spec}).raise_for_status()
+        return str(reply.json()["status"]["token"])
+
+    def service_account_kubeconfig(self, namespace: str, name: str, audience: str | None = None) -> Path:
+        token = self.service_account_token(namespace, name, audience)
+        return self.credentials.kubeconfig(f"{namespace}:{name}", self.url, {"token": token})
+
+    def api(self) -> httpx.Client:
+        """The API as the administrator sees it."""
+        return httpx.Client(
+            base_url=self.url,
+            verify=ssl.create_default_context(cafile=str(self.ca)),
+            headers={"Authorization": f"Bearer {self.admin_token}"},
+            timeout=10,
+            trust_env=False,
+        )
+
+    # Its life.
+
+    def start(self, *, tied: bool = False) -> None:
+        """Up and answering. `tied` to this process, nothing stays behind however that ends, SIGKILL included."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.processes.any_left:
+                raise StartError(f"{self.directory} is up already")
+            try:
+                if tied:
+                    self._tie()
+                self._start()
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """End what runs, clients before what they are clients of."""
+        for names in ((KWOK, SCHEDULERS, CONTROLLERS), (API_SERVER,), (ETCD,)):
+            self.processes.stop(names)
+        self.processes.forget()
+        self._untie()
+
+    def restart(self, name: str, *flags: str) -> None:
+        """Stop a component if it runs, and start it as before, on the same port. Flags added here win and stay."""
+        command = [*self.processes.records()[name].command, *flags]
+        self.processes.stop([name])
+        self._run(name, command)
+
+    def kill(self, name: str) -> None:
+        """As the kernel would when memory runs out. `restart` brings it back."""
+        self.processes.kill(name)
+
+    def pause(self, name: str) -> None:
+        """It keeps its connections and answers nothing."""
+        self.processes.signal(name, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        self.processes.signal(name, signal.SIGCONT)
+
+    def status(self) -> dict[str, State]:
+        return {name: record.state for name, record in self.processes.records().items()}
+
+    def add_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> None:
+        """Create the nodes that are missing, and wait until all are ready and without the taint of a new node."""
+        names = []
+        with self.api() as api:
+            for node in nodes:
+                names.append(node["metadata"]["name"])
+                ensure(api, "/api/v1/nodes", node)
+            self._wait(KWOK, lambda: all(is_ready(api, name) for name in names))
+
+    def _start(self) -> None:
+        self.credentials.ensure()
+        self._components.choose_ports()
+        for user in TOKEN_USERS:
+            self.credentials.kubeconfig(user, self.url, {"token": self.credentials.token_of(user)})
+        for name in COMPONENTS:
+            self._run(name, [*self._components.command(name), *self._flags.get(name, ())])
+        with self.api() as api:
+            # Before that no pod can be created there.
+            self._wait(CONTROLLERS, lambda: answers(api, "/api/v1/namespaces/default/serviceaccounts/default"))
+
+    def _run(self, name: str, command: Sequence[str]) -> None:
+        self.processes.spawn(name, command)
+        if name == ETCD:
+            with httpx.Client(base_url=self._components.etcd, trust_env=False) as client:
+                self._wait(name, lambda: answers(client, "/health"))
+        elif name == API_SERVER:
+            with self.api() as api:
+                self._wait(name, lambda: answers(api, "/readyz"))
+
+    def _wait(self, name: str, is_there: Callable[[], bool]) -> None:
+        until = time.monotonic() + START_TIMEOUT
+        while not is_there():
+            if self.processes.state(name) is State.GONE or time.monotonic() > until:
+                log = self.processes.log(name)
+                raise StartError(f"{name} is not ready; its last words in {log}:\n{last_lines(log)}")
+            time.sleep(LOOK_EVERY)
+
+    def _tie(self) -> None:
+        """A process that waits for the end of ours, which it learns from the pipe between us, and then cleans up."""
+        command = [sys.executable, "-m", "scripts.controlplane", "down", "--dir", str(self.directory), "--after-stdin"]
+        self._tether = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+
+    def _untie(self) -> None:
+        if self._tether is not None:
+            self._tether.communicate()
+            self._tether = None
+
+
+def last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+
+
+def answers(client: httpx.Client, path: str) -> bool:
+    try:
+        return client.get(path, timeout=2).is_success
+    except httpx.TransportError:
+        return False
+
+
+def ensure(api: httpx.Client, path: str, content: Mapping[str, Any]) -> None:
+    reply = api.post(path, json=content)
+    if reply.status_code != httpx.codes.CONFLICT:
+        reply.raise_for_status()
+
+
+def is_ready(api: httpx.Client, name: str) -> bool:
+    node = api.get(f"/api/v1/nodes/{name}").raise_for_status().json()
+    conditions = {one["type"]: one["status"] for one in node["status"].get("conditions", ())}
+    return conditions.get("Ready") == "True" and not node["spec"].get("taints")
+
+
+def gpu_node(name: str, gpus: int = 8, *, cpu: str = "64", memory: str = "512Gi", **labels: str) -> dict[str, Any]:
+    """A node as its kubelet would register it."""
+    capacity = {"cpu": cpu, "memory": memory, "pods": "250"} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64", **labels}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": labels},
+        "status": {"capacity": capacity, "allocatable": capacity},
+    }

@@ -1,0 +1,53 @@
+"""One cluster for all of these tests, and a namespace for each."""
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+
+import pytest
+
+from scripts.controlplane.build import BuildError, binaries
+from scripts.controlplane.cluster import Cluster, gpu_node
+from tests.e2e.kube import NAMESPACES, SERVICE_ACCOUNTS, Kube, wait_until
+
+NODES = ("node-0", "node-1", "node-2")
+GPUS = 8
+# What `python -m scripts.controlplane` ends with too.
+TOOL_MISSING = 3
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Who runs these tests wants them run: where they cannot be, the run fails with a sentence that says what to do."""
+    try:
+        binaries()
+    except BuildError as exc:
+        pytest.exit(str(exc), returncode=TOOL_MISSING)
+    with Cluster(tmp_path_factory.mktemp("cluster")) as running:
+        running.add_nodes(gpu_node(name, GPUS) for name in NODES)
+        yield running
+
+
+@pytest.fixture
+async def kube(cluster: Cluster) -> AsyncIterator[Kube]:
+    """The API server as its administrator sees it."""
+    async with Kube(cluster.kubeconfig) as client:
+        yield client
+
+
+@asynccontextmanager
+async def new_namespace(kube: Kube, labels: Mapping[str, str] | None = None) -> AsyncIterator[str]:
+    """Ready for pods: the controller manager has put the default service account there."""
+    made = await kube.create(NAMESPACES, {"metadata": {"generateName": "e2e-", "labels": dict(labels or {})}})
+    name = str(made["metadata"]["name"])
+    await wait_until(lambda: kube.find(SERVICE_ACCOUNTS, "default", name))
+    try:
+        yield name
+    finally:
+        await kube.delete(NAMESPACES, name)
+
+
+@pytest.fixture
+async def namespace(kube: Kube) -> AsyncIterator[str]:
+    """Where nobody has asked for gpuwarden."""
+    async with new_namespace(kube) as name:
+        yield name

@@ -1,0 +1,83 @@
+"""Webhook configurations that bring a server of the test's own before the API server."""
+
+import base64
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, pod, wait_until
+
+ENABLED = {"gpuwarden.io/enabled": "true"}
+POD_RULES = {"apiGroups": [""], "apiVersions": ["v1"], "scope": "Namespaced"}
+
+
+def at_url(base: str) -> Raw:
+    """On a loopback address the API server speaks HTTP/2."""
+    return {"url": base}
+
+
+def at_service(namespace: str, name: str, port: int) -> Raw:
+    """The way of a cluster, and HTTP/1.1."""
+    return {"service": {"namespace": namespace, "name": name, "port": port}}
+
+
+def behind(client: Raw, path: str, ca: Path) -> Raw:
+    bundle = base64.b64encode(ca.read_bytes()).decode()
+    if "url" in client:
+        return {"url": client["url"] + path, "caBundle": bundle}
+    return {"service": {**client["service"], "path": path}, "caBundle": bundle}
+
+
+def hook(name: str, client: Raw, path: str, ca: Path, selector: Raw, rules: list[Raw]) -> Raw:
+    return {
+        "name": name,
+        "clientConfig": behind(client, path, ca),
+        "rules": [{**POD_RULES, **rule} for rule in rules],
+        "namespaceSelector": {"matchLabels": selector},
+        "admissionReviewVersions": ["v1"],
+        "sideEffects": "NoneOnDryRun",
+        "failurePolicy": "Fail",
+        "timeoutSeconds": 10,
+    }
+
+
+MUTATED: list[Raw] = [{"operations": ["CREATE"], "resources": ["pods"]}]
+VALIDATED: list[Raw] = [
+    {"operations": ["CREATE", "UPDATE", "DELETE"], "resources": ["pods"]},
+    {"operations": ["UPDATE"], "resources": ["pods/status", "pods/ephemeralcontainers", "pods/resize"]},
+]
+
+
+@asynccontextmanager
+async def reviewed(kube: Kube, namespace: str, client: Raw, ca: Path) -> AsyncIterator[None]:
+    """The pods of one namespace are reviewed by that server, from the first line of the block to its last."""
+    selector = {**ENABLED, "kubernetes.io/metadata.name": namespace}
+    meta = {"name": f"gpuwarden-{namespace}"}
+    mutate = hook("mutate.gpuwarden.io", client, "/mutate", ca, selector, MUTATED)
+    validate = hook("validate.gpuwarden.io", client, "/validate", ca, selector, VALIDATED)
+    await kube.create(MUTATING, {"metadata": meta, "webhooks": [{**mutate, "reinvocationPolicy": "IfNeeded"}]})
+    await kube.create(VALIDATING, {"metadata": meta, "webhooks": [validate]})
+    try:
+        await wait_until(lambda: is_reviewed(kube, namespace))
+        yield
+    finally:
+        await kube.delete(MUTATING, meta["name"])
+        await kube.delete(VALIDATING, meta["name"])
+
+
+async def is_reviewed(kube: Kube, namespace: str) -> bool:
+    """Both hooks act: the mutating one refuses what cannot be had, and the validating one a forged annotation in a pod
+    that the mutating one lets pass. A new configuration takes effect some milliseconds after it is written."""
+    refused = [
+        pod("probe", annotations={"gpuwarden.io/required-hash": "sha256:nobody-has-this"}),
+        pod("probe", annotations={"cdi.k8s.io/probe": "nvidia.com/gpu=all"}),
+    ]
+    for one in refused:
+        try:
+            await kube.create(PODS, one, namespace, dryRun="All")
+        except ApiError as exc:
+            if "denied the request" not in exc.message:
+                return False
+        else:
+            return False
+    return True

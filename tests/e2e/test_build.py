@@ -1,0 +1,111 @@
+"""The building of the rig's binaries, with a `go` that only pretends: what is needed, said and made."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from scripts.controlplane.build import read_pins
+from scripts.controlplane.cluster import ROOT
+
+# Makes the files it is asked for, slowly, and keeps count.
+GO = """#!/bin/sh
+if [ "$1" = version ]; then echo "{version}"; exit {status}; fi
+echo build >>"{log}"
+while [ "$1" != -o ]; do shift; done
+sleep 0.3
+case "$2" in
+    */) target=$2; shift 2; for package; do : >"$target${{package##*/}}"; done ;;
+    *) : >"$2" ;;
+esac
+"""
+
+
+class FakeGo:
+    def __init__(self, directory: Path, version: str = "go version go1.26.1 linux/amd64", status: int = 0) -> None:
+        self.directory = directory
+        self.log = directory / "log"
+        self.more_path = ":/usr/bin:/bin"
+        go = directory / "bin" / "go"
+        go.parent.mkdir()
+        go.write_text(GO.format(version=version, status=status, log=self.log))
+        go.chmod(0o755)
+
+    @property
+    def command(self) -> Sequence[str]:
+        path = f"PATH={self.directory / 'bin'}{self.more_path}"
+        cache = f"XDG_CACHE_HOME={self.directory / 'cache'}"
+        return ["/usr/bin/env", path, cache, sys.executable, "-m", "scripts.controlplane", "build"]
+
+    def build(self) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+
+    @property
+    def runs(self) -> int:
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+
+def test_the_binaries_are_built_once_and_found_again(tmp_path: Path) -> None:
+    go = FakeGo(tmp_path)
+    first = go.build()
+    assert first.returncode == 0, first.stderr
+    made = Path(first.stdout.strip())
+    assert made.is_relative_to(tmp_path / "cache" / "gpuwarden" / "controlplane")
+    names = ["etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "kwok"]
+    assert sorted(file.name for file in made.iterdir()) == names
+    second = go.build()
+    assert (second.returncode, second.stdout, second.stderr) == (0, first.stdout, "")
+    assert go.runs == len(read_pins().modules)
+
+
+def test_two_at_once_build_once(tmp_path: Path) -> None:
+    go = FakeGo(tmp_path)
+    both = [
+        subprocess.Popen(go.command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in range(2)
+    ]
+    said = {process.communicate(timeout=60)[0] for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(said) == 1
+    assert go.runs == len(read_pins().modules)
+
+
+def test_a_build_that_fails_leaves_nothing_that_looks_like_one(tmp_path: Path) -> None:
+    go = FakeGo(tmp_path)
+    working = (tmp_path / "bin" / "go").read_text()
+    (tmp_path / "bin" / "go").write_text(working.replace("sleep 0.3", "exit 1"))
+    failed = go.build()
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.splitlines()[-1] == "building etcd v3.7.3 failed; what `go` said stands above"
+    (tmp_path / "bin" / "go").write_text(working)
+    assert go.build().returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ("go version go1.25.9 linux/amd64", 0),
+        ("go: go.mod requires go >= 1.26.0 (running go 1.22.2; GOTOOLCHAIN=local)", 1),
+    ],
+    ids=["older", "told not to fetch a newer one"],
+)
+def test_a_go_that_is_too_old_is_named_with_what_to_install(tmp_path: Path, version: str, status: int) -> None:
+    done = FakeGo(tmp_path, version, status).build()
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == (
+        f"the control plane is built with Go, and this one is too old ({version}): "
+        "install Go 1.26 or newer and have `go` on the PATH\n"
+    )
+
+
+def test_without_go_one_sentence_says_what_to_install(tmp_path: Path) -> None:
+    go = FakeGo(tmp_path)
+    (tmp_path / "bin" / "go").unlink()
+    go.more_path = ""
+    done = go.build()
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == (
+        "the control plane is built with Go, which is not here: install Go 1.26 or newer and have `go` on the PATH\n"
+    )

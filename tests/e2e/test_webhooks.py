@@ -1,0 +1,199 @@
+"""Our server behind a real API server: what it patches is what runs, and what it says reaches the client."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+
+from tests.e2e.conftest import new_namespace
+from tests.e2e.hooks import ENABLED, at_service, at_url, reviewed
+from tests.e2e.kube import (
+    DEPLOYMENTS,
+    EVENTS,
+    JOBS,
+    PODS,
+    SERVICES,
+    ApiError,
+    Kube,
+    Raw,
+    deployment,
+    gone,
+    job,
+    pod,
+    pod_in_phase,
+    pods_in_phase,
+    wait_until,
+)
+from tests.running import Running, serving
+
+PROVEN = "sha256:aa11"
+HASH = {"gpuwarden.io/required-hash": PROVEN}
+# Only node-1 is proven; it is not the scheduler's first choice, nor its only one.
+INVENTORY = {
+    "nodes": [
+        {"name": "node-0", "devices": [{"uuid": f"GPU-0-{n}"} for n in range(8)]},
+        {"name": "node-1", "evidence": {"hash": PROVEN}, "devices": [{"uuid": f"GPU-1-{n}"} for n in range(3)]},
+        {"name": "node-2", "evidence": {"hash": "sha256:bb22"}, "devices": [{"uuid": f"GPU-2-{n}"} for n in range(8)]},
+    ]
+}
+# Nobody reads the log while a test runs, and a pipe holds 64 KiB.
+QUIET = ("--log-level", "warn")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Running]:
+    with serving(tmp_path, INVENTORY, QUIET) as running:
+        yield running
+
+
+@pytest.fixture
+async def enabled(kube: Kube) -> AsyncIterator[str]:
+    """A namespace that has asked for gpuwarden."""
+    async with new_namespace(kube, ENABLED) as name:
+        yield name
+
+
+@pytest.fixture
+async def trained(kube: Kube, enabled: str, server: Running) -> AsyncIterator[str]:
+    """The same, reviewed by the server."""
+    ca = server.directory / "certs/dev/ca.crt"
+    async with reviewed(kube, enabled, at_url(server.urls["https"]), ca):
+        yield enabled
+
+
+async def devices(server: Running) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=server.urls["http"]) as client:
+        return dict((await client.get("/devices")).raise_for_status().json())
+
+
+async def held(server: Running) -> set[str]:
+    return {uuid for uuid, one in (await devices(server)).items() if one["state"] != "available"}
+
+
+def gpus_of(one: Raw) -> list[str]:
+    return list(one["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"].split(","))
+
+
+def seen_by_container(one: Raw) -> dict[str, str]:
+    return {env["name"]: env["value"] for env in one["spec"]["containers"][0].get("env", [])}
+
+
+@pytest.mark.parametrize("name", ["named", None], ids=["by name", "by generateName"])
+async def test_a_gpu_pod_runs_where_its_gpus_are(kube: Kube, server: Running, trained: str, name: str | None) -> None:
+    made = await kube.create(PODS, pod(name, gpus=2, annotations=HASH), trained)
+    gpus = gpus_of(made)
+    assert len(gpus) == 2
+    assert seen_by_container(made) == {
+        "NVIDIA_VISIBLE_DEVICES": ",".join(gpus),
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+    }
+    assert "nvidia.com/gpu" not in made["spec"]["containers"][0]["resources"].get("limits", {})
+    running = await pod_in_phase(kube, trained, made["metadata"]["name"], "Running")
+    assert running["spec"]["nodeName"] == made["metadata"]["annotations"]["gpuwarden.io/node"] == "node-1"
+    assert await held(server) == set(gpus)
+
+
+async def test_the_pods_of_a_deployment_share_nothing(kube: Kube, server: Running, trained: str) -> None:
+    await kube.create(DEPLOYMENTS, deployment("infer", 3, gpus=1, annotations=HASH), trained)
+    running = await pods_in_phase(kube, trained, 3, "Running")
+    assert {one["spec"]["nodeName"] for one in running} == {"node-1"}
+    assert sorted(uuid for one in running for uuid in gpus_of(one)) == ["GPU-1-0", "GPU-1-1", "GPU-1-2"]
+    await kube.delete(DEPLOYMENTS, "infer", trained)
+    await pods_in_phase(kube, trained, 0, "")
+    assert await held(server) == set()
+
+
+async def test_a_job_runs_to_its_end(kube: Kube, trained: str) -> None:
+    await kube.create(JOBS, job("train", pods=3, gpus=1, annotations=HASH), trained)
+    await wait_until(lambda: kube.get(JOBS, "train", trained), lambda one: one["status"].get("succeeded") == 3)
+
+
+async def test_a_denial_reaches_the_client_as_it_was_said(kube: Kube, server: Running, trained: str) -> None:
+    await kube.create(PODS, pod("first", gpus=3, annotations=HASH), trained)
+    with pytest.raises(ApiError) as refused:
+        await kube.create(PODS, pod("second", gpus=1, annotations=HASH), trained)
+    assert (refused.value.status, refused.value.reason) == (429, "NoFreeDevice")
+    assert refused.value.message.startswith('admission webhook "mutate.gpuwarden.io" denied the request: ')
+    assert refused.value.said.get("details", {}).get("retryAfterSeconds", 0) == 0
+
+    nobody = {"gpuwarden.io/required-hash": "sha256:cc33"}
+    with pytest.raises(ApiError) as refused:
+        await kube.create(PODS, pod("third", gpus=1, annotations=nobody), trained)
+    assert (refused.value.status, refused.value.reason) == (403, "NoProvenNode")
+    assert "sha256:cc33" in refused.value.message
+    assert len(await held(server)) == 3
+
+
+async def test_a_controllers_pod_that_is_denied_is_told_of_in_an_event(kube: Kube, trained: str) -> None:
+    nobody = {"gpuwarden.io/required-hash": "sha256:cc33"}
+    await kube.create(DEPLOYMENTS, deployment("infer", 1, gpus=1, annotations=nobody), trained)
+    told = await wait_until(lambda: kube.list(EVENTS, trained, fieldSelector="reason=FailedCreate"))
+    assert "denied the request" in told[0]["message"]
+    assert await kube.list(PODS, trained) == []
+
+
+async def test_what_a_deleted_pod_held_goes_to_the_next(kube: Kube, server: Running, trained: str) -> None:
+    first = await kube.create(PODS, pod("first", gpus=3, annotations=HASH), trained)
+    await pod_in_phase(kube, trained, "first", "Running")
+    await kube.delete(PODS, "first", trained)
+    await gone(kube, PODS, "first", trained)
+    assert await held(server) == set()
+    second = await kube.create(PODS, pod("second", gpus=3, annotations=HASH), trained)
+    assert gpus_of(second) == gpus_of(first)
+    await pod_in_phase(kube, trained, "second", "Running")
+
+
+async def test_a_dry_run_shows_the_patch_and_holds_nothing(kube: Kube, server: Running, trained: str) -> None:
+    shown = await kube.create(PODS, pod("a", gpus=2, annotations=HASH), trained, dryRun="All")
+    assert len(gpus_of(shown)) == 2
+    assert await held(server) == set()
+
+
+async def test_a_promise_cannot_be_edited(kube: Kube, trained: str) -> None:
+    await kube.create(PODS, pod("a", gpus=1, annotations=HASH), trained)
+    stolen = {"metadata": {"annotations": {"gpuwarden.io/gpu-uuid": "GPU-2-0"}}}
+    for subresource in ("", "status"):
+        with pytest.raises(ApiError) as refused:
+            await kube.patch(PODS, "a", stolen, trained, subresource)
+        assert (refused.value.status, refused.value.reason) == (403, "Immutable")
+    await pod_in_phase(kube, trained, "a", "Running")
+
+
+async def test_a_pod_without_a_claim_is_left_alone(kube: Kube, server: Running, trained: str) -> None:
+    made = await kube.create(PODS, pod("a"), trained)
+    assert made["metadata"].get("annotations", {}) == {}
+    assert seen_by_container(made) == {}
+    assert await held(server) == set()
+
+
+async def test_without_a_server_pods_are_refused_there_and_nowhere_else(
+    kube: Kube, server: Running, trained: str, namespace: str
+) -> None:
+    server.stop()
+    with pytest.raises(ApiError, match=r'500 InternalError: .*failed calling webhook "mutate\.gpuwarden\.io"'):
+        await kube.create(PODS, pod("a", gpus=1), trained)
+    await kube.create(PODS, pod("a", gpus=1), namespace)
+    await pod_in_phase(kube, namespace, "a", "Running")
+
+
+async def test_it_is_reached_through_a_service(kube: Kube, enabled: str, tmp_path: Path) -> None:
+    """As in a cluster, but that the Service's name leads to this machine."""
+    name = f"gpuwarden.{enabled}.svc"
+    ca = trustme.CA()
+    leaf = ca.issue_cert(name)
+    leaf.private_key_pem.write_to_path(tmp_path / "tls.key")
+    leaf.cert_chain_pems[0].write_to_path(tmp_path / "tls.crt")
+    ca.cert_pem.write_to_path(tmp_path / "ca.crt")
+    flags = (*QUIET, "--tls-cert", "tls.crt", "--tls-key", "tls.key")
+    with serving(tmp_path, INVENTORY, flags) as running:
+        spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": running.port}]}
+        await kube.create(SERVICES, {"metadata": {"name": "gpuwarden"}, "spec": spec}, enabled)
+        client = at_service(enabled, "gpuwarden", running.port)
+        async with reviewed(kube, enabled, client, tmp_path / "ca.crt"):
+            await kube.create(PODS, pod("a", gpus=3, annotations=HASH), enabled)
+            started = await pod_in_phase(kube, enabled, "a", "Running")
+            assert started["spec"]["nodeName"] == "node-1"
+            assert len(await held(running)) == 3
