@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check fmt bench bench-check lock clean
+.PHONY: help run demo test check fmt cluster cluster-down e2e bench bench-check lock clean
 
 help: ## what can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "gpuwarden needs Python 3.11 or newer; this is " + sys.version.split()[0])'
@@ -31,7 +31,7 @@ demo: $(VENV)/dev.stamp ## one pod's whole story in the terminal
 	@$(BIN)/python -m scripts.demo
 
 test: $(VENV)/dev.stamp ## the tests (Python only)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests --ignore=tests/e2e $(PYTEST_ARGS)
 
 check: $(VENV)/dev.stamp ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -42,6 +42,16 @@ check: $(VENV)/dev.stamp ## format, lint, types, import rules
 fmt: $(VENV)/dev.stamp ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+cluster: $(VENV)/run.stamp ## a real control plane with simulated nodes (needs Go)
+	@$(BIN)/python -m scripts.controlplane up $(CLUSTER_ARGS)
+
+cluster-down: $(VENV)/run.stamp ## stop it
+	@$(BIN)/python -m scripts.controlplane down
+
+e2e: $(VENV)/dev.stamp ## the tests on a real control plane (needs Go)
+	@$(BIN)/python -m scripts.controlplane build
+	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
 
 bench: $(VENV)/dev.stamp ## measure; results go to bench/results/
 	$(BIN)/python -m bench.run

@@ -95,6 +95,9 @@ def make_parser() -> Parser:
     one.add_argument("--dir", type=Path, default=Path("certs/dev"), help="where to (default: certs/dev)")
     one.set_defaults(parser=one, run=without_settings(certs_dev))
 
+    one = commands.add_parser("crds", help="the custom resource definitions, as YAML")
+    one.set_defaults(parser=one, run=without_settings(crds))
+
     config = commands.add_parser("config", help="settings").add_subparsers(metavar="COMMAND", required=True)
     with_settings(config.add_parser("show", help="the settings in effect and where each comes from"), config_show)
     with_settings(config.add_parser("check", help="name every mistake in the settings"), config_check)
@@ -137,6 +140,13 @@ def explain(args: Namespace, chosen: Settings) -> int:
     configure_logging(chosen.log_level)
     complain(args.parser.prog, chosen.notes)
     return run(args.file, chosen, args.output)
+
+
+def crds(args: Namespace) -> int:
+    from webhook.crds import as_yaml
+
+    print(as_yaml(), end="")
+    return 0
 
 
 def certs_dev(args: Namespace) -> int:

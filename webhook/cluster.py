@@ -1,7 +1,8 @@
 """The connection to the API server. Nobody but this module and those built on it imports `kubernetes`."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -9,11 +10,14 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.reservation import PodIdentity
+from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
 from webhook.pods import PodsUnavailableError
 from webhook.settings import Settings
 
 # Longer than a busy API server needs, shorter than the patience of whoever waits for us.
 REQUEST_TIMEOUT = 5.0
+
+GPU_NODES = ("gpuwarden.io", "v1alpha1", "gpunodes")
 
 Load = Callable[..., Awaitable[None]]
 RefreshKey = Callable[[client.Configuration], Awaitable[None]]
@@ -42,6 +46,54 @@ def token_reader(path: Path) -> RefreshKey:
         configuration.api_key["BearerToken"] = f"Bearer {token.strip()}"
 
     return read
+
+
+@asynccontextmanager
+async def translated() -> AsyncIterator[None]:
+    """The API server's refusals in the ledger's words. A request without an answer may have been carried out."""
+    try:
+        yield
+    except ApiException as exc:
+        if exc.status == 409:
+            raise StaleError(str(exc.reason)) from exc
+        if exc.status == 422:
+            raise RefusedError(str(exc.reason)) from exc
+        raise StoreAwayError(f"the API server answered {exc.status}") from exc
+    except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+        raise StoreAwayError("the API server did not answer") from exc
+
+
+class ApiGpuNodes:
+    """GPUNode objects of the API server, which is the store, the lock and the second lock."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._objects = client.CustomObjectsApi(api)
+
+    async def get(self, name: str) -> Raw | None:
+        try:
+            async with translated():
+                return as_raw(
+                    await self._objects.get_cluster_custom_object(*GPU_NODES, name, _request_timeout=REQUEST_TIMEOUT)
+                )
+        except StoreAwayError as exc:
+            if isinstance(exc.__cause__, ApiException) and exc.__cause__.status == 404:
+                return None
+            raise
+
+    async def put_status(self, raw: Raw) -> Raw:
+        name = raw["metadata"]["name"]
+        async with translated():
+            return as_raw(
+                await self._objects.replace_cluster_custom_object_status(
+                    *GPU_NODES, name, raw, _request_timeout=REQUEST_TIMEOUT
+                )
+            )
+
+
+def as_raw(answer: object) -> Raw:
+    if not isinstance(answer, dict):
+        raise StoreAwayError("the API server answered with something else than an object")
+    return answer
 
 
 class ApiPods:

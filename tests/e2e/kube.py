@@ -15,11 +15,13 @@ import httpx
 from attrs import frozen
 
 Raw = dict[str, Any]
+Changes = list[dict[str, Any]]
 Query = Mapping[str, str] | None
 Found = TypeVar("Found")
 
 # The machine may be busy with other things; what is right is there long before.
 PATIENCE = 30.0
+PATCH_KINDS = {True: "application/merge-patch+json", False: "application/json-patch+json"}
 
 
 @frozen
@@ -122,9 +124,14 @@ class Kube:
         return await self.call("PUT", of.path(namespace, content["metadata"]["name"], subresource), content)
 
     async def patch(
-        self, of: Resource, name: str, content: Raw, namespace: str | None = None, subresource: str = ""
+        self,
+        of: Resource,
+        name: str,
+        content: Raw | Changes,
+        namespace: str | None = None,
+        subresource: str = "",
     ) -> Raw:
-        """A merge patch: null takes away."""
+        """A merge patch, where null takes away; or a list of JSON patch operations."""
         return await self.call("PATCH", of.path(namespace, name, subresource), content)
 
     async def delete(self, of: Resource, name: str, namespace: str | None = None, grace: int | None = None) -> Raw:
@@ -145,8 +152,8 @@ class Kube:
             async for line in got.aiter_lines():
                 yield json.loads(line)
 
-    async def call(self, method: str, path: str, content: Raw | None = None, query: Query = None) -> Raw:
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+    async def call(self, method: str, path: str, content: Raw | Changes | None = None, query: Query = None) -> Raw:
+        kind = "application/json" if method != "PATCH" else PATCH_KINDS[isinstance(content, dict)]
         body = None if content is None else json.dumps(content)
         got = await self.http.request(method, path, content=body, params=query, headers={"Content-Type": kind})
         said: Raw = json.loads(got.content) if "json" in got.headers.get("content-type", "") else {"message": got.text}

@@ -1,0 +1,174 @@
+"""The ledger on a real API server: the same contract, and the second lock against hands that go round us."""
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from kubernetes.aio import client
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.kube import ApiError, Kube, Resource, wait_until
+from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
+from tests.ledger.fake_store import gpu_node
+from tests.ledger.test_cluster import Pods
+from webhook.cluster import ApiGpuNodes, connected
+from webhook.core.device import Node
+from webhook.core.errors import SlotsTakenError
+from webhook.core.fleet import Fleet
+from webhook.core.reservation import Ask, Placement, Reservation, ReservationId
+from webhook.crds import manifests
+from webhook.ledger.cluster import ClusterLedger
+from webhook.ledger.gpu_node import GpuNode
+from webhook.ledger.moves import Times
+from webhook.settings import Settings
+
+CRDS = Resource("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", is_namespaced=False)
+GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)
+
+NODE_A = gpu_node("node-a", "GPU-a0", "GPU-a1", "GPU-a2", "GPU-a3", "GPU-s", shares={"GPU-s": 4})
+NODE_B = gpu_node("node-b", "GPU-b0")
+
+
+class ApiBench:
+    """The contract's nodes as objects of the API server, under a clock that the test turns."""
+
+    def __init__(self, api: client.ApiClient, kube: Kube) -> None:
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+        self.api = api
+        self.kube = kube
+        self.ledger, self.fleet = self.another()
+
+    def another(self) -> tuple[ClusterLedger, Fleet]:
+        """A replica that has seen no reservation."""
+        fleet = Fleet()
+        for raw in (NODE_A, NODE_B):
+            node = GpuNode.parse({**raw, "metadata": {**raw["metadata"], "resourceVersion": "0"}})
+            fleet.put(Node(node.name, devices=node.devices), self.now)
+        times = Times(PENDING_DEADLINE, CLOCK_SKEW)
+        return ClusterLedger(fleet, ApiGpuNodes(self.api), Pods(), lambda: self.now, times), fleet
+
+    async def reserve(self, ledger: ClusterLedger, what: Ask, *places: Placement) -> Reservation:
+        return await ledger.reserve(what, places, answer_by=self.now + timedelta(seconds=10))
+
+    async def held(self, node: str = "node-a") -> dict[str, Any]:
+        held: dict[str, Any] = (await self.kube.get(GPU_NODES, node))["status"].get("held", {})
+        return held
+
+
+async def installed(kube: Kube) -> None:
+    """Our CRDs, as an installer applies them; the API server checks their rules and what those may cost."""
+    for manifest in manifests():
+        name = manifest["metadata"]["name"]
+        if await kube.find(CRDS, name) is None:
+            await kube.create(CRDS, manifest)
+        await wait_until(lambda name=name: is_established(kube, name))  # type: ignore[misc]  # bound now, not later
+
+
+async def is_established(kube: Kube, name: str) -> bool:
+    conditions = (await kube.get(CRDS, name)).get("status", {}).get("conditions", [])
+    return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
+
+
+@pytest.fixture
+async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
+    await installed(kube)
+    for raw in (NODE_A, NODE_B):
+        await kube.create(GPU_NODES, copy.deepcopy(raw))
+    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+        yield ApiBench(api, kube)
+    for raw in (NODE_A, NODE_B):
+        await kube.delete(GPU_NODES, raw["metadata"]["name"])
+
+
+class TestClusterLedgerOnTheApiServer(LedgerContract):
+    """All of the contract."""
+
+
+async def test_replicas_that_see_nothing_of_each_other_never_hold_the_same_device(bench: ApiBench) -> None:
+    ledgers = [bench.another()[0] for _ in range(4)]
+    places = [on("node-a", f"GPU-a{k}") for k in range(4)]
+    asks = [bench.reserve(ledgers[n % 4], ask(n), *places) for n in range(80)]
+    results = await asyncio.gather(*asks, return_exceptions=True)
+    winners = [one for one in results if isinstance(one, Reservation)]
+    assert sorted(one.uuids for one in winners) == [("GPU-a0",), ("GPU-a1",), ("GPU-a2",), ("GPU-a3",)]
+    assert all(isinstance(one, Reservation | SlotsTakenError) for one in results)
+    assert {slot: entry["reservation"] for slot, entry in (await bench.held()).items()} == {
+        str(slot): one.id for one in winners for slot in one.slots
+    }
+
+
+async def test_what_expired_is_taken_over_by_whoever_needs_it(bench: ApiBench) -> None:
+    other, _ = bench.another()
+    await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0"))
+    await other.find(ReservationId("r1"), node="node-a")
+    bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    await other.collect(bench.now)
+    taken = await bench.reserve(other, ask(2), on("node-a", "GPU-a0"))
+    assert [entry["reservation"] for entry in (await bench.held()).values()] == [taken.id]
+
+
+# The second lock: whatever hand writes, the API server refuses to give a held device away.
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param([{"op": "remove", "path": "/status/held/GPU-a0~10"}], id="dropped"),
+        pytest.param([{"op": "remove", "path": "/status/held"}], id="all-dropped"),
+        pytest.param([{"op": "remove", "path": "/status"}], id="the-status-dropped"),
+        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/reservation", "value": "r9"}], id="anothers"),
+        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/namespace", "value": "x"}], id="namespace"),
+        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/digest", "value": "x"}], id="another-claim"),
+        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/uid", "value": "x"}], id="another-pod"),
+        pytest.param([{"op": "remove", "path": "/status/held/GPU-a0~10/uid"}], id="no-pod"),
+        pytest.param(
+            [
+                {"op": "remove", "path": "/status/held/GPU-a0~10"},
+                {
+                    "op": "add",
+                    "path": "/status/held/GPU-a0~10",
+                    "value": {"reservation": "r9", "phase": "pending", "namespace": "ml", "digest": "d1"},
+                },
+            ],
+            id="dropped-and-taken-in-one-write",
+        ),
+    ],
+)
+async def test_a_hand_that_goes_round_us_cannot_give_a_held_device_away(
+    bench: ApiBench, change: list[dict[str, Any]]
+) -> None:
+    await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(ReservationId("r1"), pod(1))
+    before = await bench.held()
+    with pytest.raises(ApiError) as refused:
+        await bench.kube.patch(GPU_NODES, "node-a", change, subresource="status")
+    assert refused.value.status == 422
+    assert await bench.held() == before
+
+
+async def test_of_blind_writers_to_one_slot_one_wins(bench: ApiBench) -> None:
+    async def write(number: int) -> int:
+        entry = {"reservation": f"blind-{number}", "phase": "pending", "namespace": "ml", "digest": "d"}
+        change = {"status": {"held": {"GPU-b0/0": entry}}}
+        try:
+            await bench.kube.patch(GPU_NODES, "node-b", change, subresource="status")
+        except ApiError as exc:
+            return exc.status
+        return 200
+
+    statuses = await asyncio.gather(*(write(number) for number in range(16)))
+    assert statuses.count(200) == 1
+    assert set(statuses) <= {200, 409, 422}
+    assert len(await bench.held("node-b")) == 1
+
+
+async def test_kubectl_shows_what_is_free_and_held(bench: ApiBench, cluster: Cluster) -> None:
+    await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0", "GPU-a1"))
+    process = await asyncio.create_subprocess_exec(
+        *cluster.kubectl, "get", "gn", "node-a", "--no-headers", stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    assert out.decode().split()[:4] == ["node-a", "8", "6", "2"]
