@@ -2,10 +2,9 @@
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property
 
 import msgspec
-from attrs import define, field, frozen
+from attrs import field, frozen
 
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
@@ -64,25 +63,27 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 ENCODER = msgspec.json.Encoder(order="sorted")
 
 
-@define(frozen=True, slots=False)
+@frozen
 class Claim:
     """What one pod asks for."""
 
     record: ClaimRecord
     nodes: NodesAsked = field(factory=NodesAsked)
     warnings: tuple[str, ...] = field(default=(), eq=False)
+    hashes: frozenset[str] = field(init=False, eq=False, repr=False)
+    requirements: frozenset[str] = field(init=False, eq=False, repr=False)
+
+    @hashes.default
+    def _hashes(self) -> frozenset[str]:
+        return frozenset(self.record.hashes)
+
+    @requirements.default
+    def _requirements(self) -> frozenset[str]:
+        return frozenset(self.record.requirements)
 
     @property
     def count(self) -> int:
         return self.record.gpus
-
-    @cached_property
-    def hashes(self) -> frozenset[str]:
-        return frozenset(self.record.hashes)
-
-    @cached_property
-    def requirements(self) -> frozenset[str]:
-        return frozenset(self.record.requirements)
 
     @property
     def is_shared(self) -> bool:
@@ -93,11 +94,11 @@ class Claim:
         """Where a placement map puts it."""
         return MapEntry(self.record.node, self.record.devices) if self.record.node else None
 
-    @cached_property
+    @property
     def digest(self) -> str:
         return self.record.digest()
 
-    @cached_property
+    @property
     def sentence(self) -> str:
         """What is asked, as a person would say it."""
         parts = [f"{self.count} GPU{'' if self.count == 1 else 's'}" if self.count else "a node"]

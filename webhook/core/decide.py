@@ -174,7 +174,8 @@ class Question:
         """The devices of a node that fits: plain ones before special ones, begun shares before whole ones."""
         if self.claim.place is not None:
             return self._mapped_slots(berth, self.claim.place.gpus)
-        able = [d for d in berth.node.devices if self.can_serve(d) and self.fleet.is_available(d)]
+        known = zip(berth.node.devices, berth.kinds, strict=True)
+        able = [device for device, kind in known if kind in self.kinds and self.fleet.is_available(device)]
         able.sort(key=lambda d: (-len(self.fleet.holders(d.uuid)), len(d.labels)))
         return tuple(self.free_slot(device) for device in able[: self.claim.count])
 

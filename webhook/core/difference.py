@@ -33,11 +33,10 @@ def of_objects(old: dict[str, Any], new: dict[str, Any], path: str) -> Iterator[
         if key not in new:
             yield {"op": "remove", "path": f"{path}/{escape(key)}"}
     for key, member in new.items():
-        place = f"{path}/{escape(key)}"
-        if key in old:
-            yield from difference(old[key], member, place)
-        else:
-            yield {"op": "add", "path": place, "value": member}
+        if key not in old:
+            yield {"op": "add", "path": f"{path}/{escape(key)}", "value": member}
+        elif old[key] is not member:
+            yield from difference(old[key], member, f"{path}/{escape(key)}")
 
 
 def starts_alike(old: list[Any], new: list[Any]) -> bool:

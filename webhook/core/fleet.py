@@ -108,6 +108,7 @@ class Berth:
     state: EvidenceState
     groups: tuple[Group, ...]
     cell: Cell
+    kinds: tuple[int, ...] = ()  # of its devices, in their order
 
     @property
     def labels(self) -> Labels:
@@ -177,13 +178,14 @@ class Fleet:
             self._forget(known.node)
         evidence = known.evidence if known else None
         self._remember(node)
+        kinds = tuple(map(self.kind_of, node.devices))
         if known is None:
             state = state_of(evidence, now)
             self.states[state] += 1
-            berth = Berth(node, evidence, state, (), Cell(-1, -1))
+            berth = Berth(node, evidence, state, (), Cell(-1, -1), kinds)
             self.berths[node.name] = berth
         else:
-            known.node = node
+            known.node, known.kinds = node, kinds
             berth = known
         self._place(berth)
 
@@ -308,7 +310,7 @@ class Fleet:
         groups: tuple[Group, ...] = ((berth.state, None),)
         if berth.state is EvidenceState.FRESH and berth.evidence is not None:
             groups += ((berth.state, berth.evidence.hash),)
-        cell = Cell(self._class_of(berth.node), self._shape_of(berth.node))
+        cell = Cell(self._class_of(berth.node), self._shape_of(berth))
         if (groups, cell) == (berth.groups, berth.cell):
             return
         self._leave(berth)
@@ -340,11 +342,10 @@ class Fleet:
         labels = tuple((topic, node.labels[topic]) for topic in self._topics if topic in node.labels)
         return self._classes.number(NodeClass(node.is_ready, node.is_cordoned, node.taints, labels))
 
-    def _shape_of(self, node: Node) -> int:
+    def _shape_of(self, berth: Berth) -> int:
         free: dict[int, int] = {}
         total: dict[int, int] = {}
-        for device in node.devices:
-            kind = self.kind_of(device)
+        for device, kind in zip(berth.node.devices, berth.kinds, strict=True):
             total[kind] = total.get(kind, 0) + 1
             free[kind] = free.get(kind, 0) + self.is_available(device)
         return self._shapes.number(tuple(Stock(kind, free[kind], total[kind]) for kind in sorted(total)))
@@ -484,7 +485,7 @@ class Fleet:
         self._class_labels = {}
         self._kinds_serving, self._kinds_known, self._rooms = {}, 0, {}
         for berth in self.berths.values():
-            berth.groups = ()
+            berth.groups, berth.kinds = (), tuple(map(self.kind_of, berth.node.devices))
             self._place(berth)
 
     def names_with(self, key: str, values: Iterable[str]) -> list[str]:

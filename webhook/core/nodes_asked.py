@@ -1,10 +1,10 @@
 """Which nodes a pod lets itself be put on: nodeName, nodeSelector, required affinity, tolerations."""
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
 
-from attrs import define, frozen
+from attrs import field, frozen
 
 from webhook.core.device import Taint
 from webhook.core.pod import Pod, Requirement, Term, Toleration
@@ -79,7 +79,7 @@ class NodeTerm:
         return None
 
 
-@define(frozen=True, slots=False)
+@frozen
 class NodesAsked:
     """A pod's own wishes about nodes; they narrow the candidates before anything is chosen."""
 
@@ -87,6 +87,13 @@ class NodesAsked:
     selector: tuple[tuple[str, str], ...] = ()
     terms: tuple[NodeTerm, ...] | None = None
     tolerations: tuple[Toleration, ...] = ()
+    keys: frozenset[str] = field(init=False, eq=False, repr=False)
+    """The node labels that decide."""
+
+    @keys.default
+    def _keys(self) -> frozenset[str]:
+        in_terms = (e.key for term in self.terms or () for e in term.labels)
+        return frozenset(itertools.chain((key for key, _ in self.selector), in_terms))
 
     @classmethod
     def of(cls, pod: Pod) -> "NodesAsked":
@@ -99,16 +106,6 @@ class NodesAsked:
             terms=None if required is None else tuple(map(node_term, required.node_selector_terms or ())),
             tolerations=tuple(spec.tolerations or ()),
         )
-
-    @cached_property
-    def keys(self) -> frozenset[str]:
-        """The node labels that decide."""
-        return frozenset(self._keys())
-
-    def _keys(self) -> Iterator[str]:
-        yield from (key for key, _ in self.selector)
-        for term in self.terms or ():
-            yield from (e.key for e in term.labels)
 
     def matches(self, name: str, labels: Labels) -> bool:
         if self.node_name is not None and self.node_name != name:

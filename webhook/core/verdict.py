@@ -12,6 +12,8 @@ WARNING_LENGTH = 250
 
 def plain(text: str, length: int = WARNING_LENGTH) -> str:
     """`text` as it survives a header line: printable, on one line, of bounded length."""
+    if len(text) <= length and text.isprintable():
+        return text
     cleaned = "".join(c if c.isprintable() else " " for c in text[: length + 1])
     return cleaned if len(cleaned) <= length else cleaned[: length - 1] + "…"
 

@@ -41,7 +41,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=10)
 MAX_TIMEOUT = timedelta(seconds=30)
 # Our answer has to travel back before the API server hangs up.
 MARGIN = timedelta(milliseconds=300)
-GO_DURATION = re.compile(r"(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)s)?(?:(\d{1,6})ms)?")
+TIMEOUT = re.compile(rb"(?:^|&)timeout=(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)s)?(?:(\d{1,6})ms)?(?=&|$)")
 
 NOT_ASKED = Admit(reason=Reason.NOT_ASKED)
 Door = Callable[[Review, datetime], Awaitable[Verdict]]
@@ -83,7 +83,7 @@ class Admission:
 
     async def _answered(self, request: Request, door: Door) -> Response:
         started = time.perf_counter()
-        answer_by = self._clock() + time_to_answer(request.query_params.get("timeout", ""))
+        answer_by = self._clock() + time_to_answer(request.scope["query_string"])
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         try:
@@ -383,12 +383,11 @@ def no_reservation(reservation_id: str) -> Deny:
     )
 
 
-def time_to_answer(timeout: str) -> timedelta:
+def time_to_answer(query: bytes) -> timedelta:
     """How long the API server will wait, from its own `?timeout=`, less what the way back takes."""
-    read = GO_DURATION.fullmatch(timeout)
-    if not timeout or read is None:
-        asked = DEFAULT_TIMEOUT
-    else:
-        minutes, seconds, milliseconds = read.groups()
-        asked = timedelta(minutes=int(minutes or 0), seconds=float(seconds or 0), milliseconds=int(milliseconds or 0))
+    read = TIMEOUT.search(query)
+    if read is None or not any(read.groups()):
+        return DEFAULT_TIMEOUT - MARGIN
+    minutes, seconds, milliseconds = read.groups()
+    asked = timedelta(minutes=int(minutes or 0), seconds=float(seconds or 0), milliseconds=int(milliseconds or 0))
     return min(asked, MAX_TIMEOUT) - MARGIN
