@@ -27,6 +27,10 @@ class ReviewedPods:
         if pod.name:
             self._uids[pod.namespace, pod.name] = pod.uid
 
+    def uid_of(self, namespace: str, name: str) -> str:
+        """Empty if no such pod was seen."""
+        return self._uids.get((namespace, name), "")
+
     def ended(self, pod: PodIdentity) -> None:
         if self._uids.get((pod.namespace, pod.name)) == pod.uid:
             del self._uids[pod.namespace, pod.name]

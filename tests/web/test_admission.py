@@ -552,6 +552,53 @@ async def test_a_debug_container_of_a_pod_without_gpus_sees_none(house: House) -
     assert refusal(response) == (403, "Immutable")
 
 
+# A pod put on a node.
+
+
+def binding(node: str, *, uid: str | None = POD_UID, annotations: dict[str, str] | None = None) -> Raw:
+    """The review of a Binding, by the route that names no subresource if there is no uid in it."""
+    meta = {"name": "train-0", "namespace": "ml", "uid": uid, "annotations": annotations}
+    raw_review = builders.review("CREATE", new={"kind": "Binding", "apiVersion": "v1", "metadata": meta})
+    raw_review["request"]["kind"] = {"group": "", "version": "v1", "kind": "Binding"}
+    raw_review["request"]["subResource"] = "binding" if uid else None
+    raw_review["request"]["object"]["target"] = {"kind": "Node", "name": node}
+    return raw_review
+
+
+@pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
+async def test_a_binding_has_to_lead_where_the_gpus_are(house: House, uid: str | None) -> None:
+    await house.create(gpu_pod())
+    assert (await house.validate(binding("node-b", uid=uid)))["allowed"]
+    refused = await house.validate(binding("node-a", uid=uid))
+    assert refusal(refused) == (403, "NotReserved")
+    assert "reserved on node-b, not on node-a" in refused["status"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "is_allowed"),
+    [
+        (GPU_UUID, "GPU-b0", True),
+        (GPU_UUID, "GPU-a0", False),
+        ("fudo.org/gpu.uuid", "GPU-a0", False),
+        (CLAIM, "{}", False),
+        ("cdi.k8s.io/gpu", "nvidia.com/gpu=all", False),
+        ("team", "x", True),
+    ],
+)
+async def test_a_binding_plants_nothing_that_only_we_may_write(
+    house: House, key: str, value: str, is_allowed: bool
+) -> None:
+    await house.create(gpu_pod())
+    response = await house.validate(binding("node-b", annotations={key: value}))
+    assert response["allowed"] is is_allowed
+    assert is_allowed or refusal(response) == (403, "Forged")
+
+
+async def test_a_binding_of_a_pod_without_a_reservation_passes_if_it_plants_nothing(house: House) -> None:
+    assert (await house.validate(binding("node-c")))["allowed"]
+    assert refusal(await house.validate(binding("node-c", annotations={GPU_UUID: "GPU-c0"}))) == (403, "Forged")
+
+
 # The end.
 
 

@@ -3,9 +3,19 @@
 from collections.abc import Collection, Iterator
 
 from webhook.core import keys
+from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.decide import EvidencePolicy, Question
-from webhook.core.dress import DressRules, Outfit, RawPod, changes, dressed, is_harmless, nodes_pinned_to
+from webhook.core.dress import (
+    DressRules,
+    Outfit,
+    RawPod,
+    changes,
+    dressed,
+    is_harmless,
+    nodes_pinned_to,
+    reservation_values,
+)
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Container, EnvVar, Pod
 from webhook.core.reasons import Reason
@@ -138,6 +148,30 @@ def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) 
         return Deny(Reason.NO_SUITABLE_NODE, f"node {node} is no longer known")
     objection = Question(claim, fleet, policy).evidence_objection(berth)
     return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {node}: {objection}") if objection else None
+
+
+# A pod on its way to a node.
+
+
+def bound_as_reserved(binding: Binding, held: Reservation | None) -> Deny | None:
+    """The Binding leads where the pod's GPUs are, and plants nothing that only we may write."""
+    if held is not None and binding.node != held.node:
+        return Deny(
+            Reason.NOT_RESERVED,
+            f"target.name: the GPUs of pod {binding.pod.namespace}/{binding.pod.name} are reserved on {held.node}, "
+            f"not on {binding.node}",
+            hint="let a scheduler that obeys node affinity place the pod",
+        )
+    values = () if held is None else reservation_values(held.id, ",".join(held.uuids), held.node)
+    ours = {name: value for key, value in values for name in key.names}
+    planted = sorted(
+        key
+        for key, value in binding.annotations.items()
+        if keys.is_protected_annotation(key) and ours.get(key) != value
+    )
+    if planted:
+        return Deny(Reason.FORGED, f"metadata.annotations[{planted[0]}]: written by gpuwarden only")
+    return None
 
 
 # A pod that exists.

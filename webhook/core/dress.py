@@ -89,14 +89,14 @@ def without_outputs(raw: RawPod) -> dict[str, Json]:
 def annotations(outfit: Outfit, rules: DressRules) -> dict[str, str]:
     written = {keys.CLAIM.name: outfit.claim.record.text()}
     if outfit.reservation_id is not None:
-        values: tuple[tuple[Key, str], ...] = (
-            (keys.RESERVATION_ID, outfit.reservation_id),
-            (keys.GPU_UUID, outfit.visible),
-            (keys.NODE, outfit.nodes[0]),
-        )
-        for key, value in values:
+        for key, value in reservation_values(outfit.reservation_id, outfit.visible, outfit.nodes[0]):
             written.update(dict.fromkeys(key.names if rules.writes_aliases else (key.name,), value))
     return written
+
+
+def reservation_values(reservation_id: str, visible: str, node: str) -> tuple[tuple[Key, str], ...]:
+    """What a reservation is to a pod."""
+    return ((keys.RESERVATION_ID, reservation_id), (keys.GPU_UUID, visible), (keys.NODE, node))
 
 
 # Affinity: the terms are ORed by Kubernetes, so the node is ANDed into each. A term without expressions matches

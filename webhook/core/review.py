@@ -111,6 +111,11 @@ class Review:
         return self.kind in ("Pod", "v1/Pod")
 
     @property
+    def is_of_bindings(self) -> bool:
+        """`pods/binding` and `bindings` alike, which are two rules for one thing."""
+        return self.kind == "Binding" and self.operation == Operation.CREATE
+
+    @property
     def subject(self) -> str:
         """What it is of, as a person would say it."""
         return f"{self.operation or 'an operation without a name'} of {self.kind or 'something without a kind'}" + (

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from webhook.clock import Clock
 from webhook.core import check, keys
+from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
 from webhook.core.dress import DressRules, Injection, Outfit, RawPod, changes, dressed, replaced_env, undressed
 from webhook.core.errors import (
@@ -219,6 +220,8 @@ class Admission:
     # The validating door.
 
     async def _validated(self, review: Review, answer_by: datetime) -> Verdict:
+        if review.is_of_bindings:
+            return await self._put_on_a_node(review)
         refused = not_reviewed(review)
         if refused is not None:
             return refused
@@ -311,6 +314,13 @@ class Admission:
         if review.subresource == "ephemeralcontainers":
             own = await self._own_values(old)
         return check.unchanged(new, old, own, self._rules.dress) or NOT_ASKED
+
+    async def _put_on_a_node(self, review: Review) -> Verdict:
+        """A Binding, by whichever route and whoever sends it; one that names no uid is of the living pod."""
+        binding = Binding.parse(required_object(review), review.namespace, review.name)
+        uid = binding.pod.uid or self._pods.uid_of(binding.pod.namespace, binding.pod.name)
+        held = self._ledger.of_pod(uid) if uid else None
+        return check.bound_as_reserved(binding, held) or NOT_ASKED
 
     async def _own_values(self, pod: Pod) -> tuple[str, ...]:
         """What a debug container may set: the GPUs that the pod holds already."""
