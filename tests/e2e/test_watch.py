@@ -1,0 +1,109 @@
+"""A view that stays current through restarts, compaction and silence, and is never emptied by a failure."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+import pytest
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.kube import CONFIG_MAPS, Kube, Raw, wait_until
+from webhook.cluster import connected
+from webhook.settings import Settings
+from webhook.watch import Watch, key_of
+
+
+class View:
+    """What a listener was told, by name."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Raw] = {}
+        self.emptied = 0
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self.emptied += bool(self.objects) and not objects
+        self.objects = dict(objects)
+
+    def changed(self, raw: Raw) -> None:
+        self.objects[key_of(raw)] = raw
+
+    def deleted(self, raw: Raw) -> None:
+        self.objects.pop(key_of(raw), None)
+
+    def values(self, namespace: str) -> dict[str, str]:
+        return {
+            raw["metadata"]["name"]: raw.get("data", {}).get("value", "")
+            for key, raw in self.objects.items()
+            if key.startswith(f"{namespace}/") and raw["metadata"]["name"] != "kube-root-ca.crt"
+        }
+
+
+@pytest.fixture
+async def watching(cluster: Cluster) -> AsyncIterator[tuple[Watch, View]]:
+    view = View()
+    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+        watch = Watch(api, "/api/v1/configmaps", view)
+        task = asyncio.create_task(watch.run())
+        await asyncio.wait_for(watch.ready.wait(), 30)
+        yield watch, view
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def shows(view: View, namespace: str, **expected: str) -> bool:
+    await asyncio.sleep(0)
+    return view.values(namespace) == expected
+
+
+async def test_what_comes_changes_and_goes_is_seen(watching: tuple[Watch, View], kube: Kube, namespace: str) -> None:
+    watch, view = watching
+    await kube.create(CONFIG_MAPS, {"metadata": {"name": "a"}, "data": {"value": "1"}}, namespace)
+    await wait_until(lambda: shows(view, namespace, a="1"))
+    await kube.patch(CONFIG_MAPS, "a", {"data": {"value": "2"}}, namespace)
+    await wait_until(lambda: shows(view, namespace, a="2"))
+    await kube.delete(CONFIG_MAPS, "a", namespace)
+    await wait_until(lambda: shows(view, namespace))
+    assert watch.is_current
+    assert watch.lists == 1
+
+
+async def test_a_long_list_comes_whole(cluster: Cluster, kube: Kube, namespace: str) -> None:
+    names = [f"n{number}" for number in range(620)]  # more than a page
+
+    async def create(some: list[str]) -> None:
+        for name in some:
+            await kube.create(CONFIG_MAPS, {"metadata": {"name": name}, "data": {"value": "x"}}, namespace)
+
+    await asyncio.gather(*(create(names[start::16]) for start in range(16)))
+    view = View()
+    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+        task = asyncio.create_task(Watch(api, "/api/v1/configmaps", view).run())
+        await wait_until(lambda: shows(view, namespace, **dict.fromkeys(names, "x")))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_restart_of_the_api_server_empties_nothing_and_what_came_meanwhile_is_seen(
+    watching: tuple[Watch, View], cluster: Cluster, kube: Kube, namespace: str
+) -> None:
+    watch, view = watching
+    await kube.create(CONFIG_MAPS, {"metadata": {"name": "a"}, "data": {"value": "1"}}, namespace)
+    await wait_until(lambda: shows(view, namespace, a="1"))
+    await asyncio.to_thread(cluster.restart, "kube-apiserver")
+    assert view.values(namespace) == {"a": "1"}
+    async with Kube(cluster.kubeconfig) as after:
+        await after.create(CONFIG_MAPS, {"metadata": {"name": "b"}, "data": {"value": "2"}}, namespace)
+        await wait_until(lambda: shows(view, namespace, a="1", b="2"))
+    assert view.emptied == 0
+    assert watch.is_current
+
+
+async def test_a_version_that_the_server_has_forgotten_starts_it_over(
+    watching: tuple[Watch, View], kube: Kube, namespace: str
+) -> None:
+    watch, view = watching
+    await kube.create(CONFIG_MAPS, {"metadata": {"name": "a"}, "data": {"value": "1"}}, namespace)
+    await wait_until(lambda: shows(view, namespace, a="1"))
+    watch._tell({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}})  # as if asleep for a day
+    with pytest.raises(Exception, match="configmaps"):
+        watch._tell({"type": "ERROR", "object": {"code": 410, "reason": "Expired"}})
+    assert view.values(namespace) == {"a": "1"}

@@ -1,0 +1,152 @@
+"""A view of one kind of object, kept current: list, watch, bookmarks, and starting over where the server says so.
+
+The client library has no informer for asyncio. A list that failed says nothing, and neither does a watch that ended:
+what is known stays known until a later answer says otherwise.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+import structlog
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.core.errors import GpuwardenError
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+
+# The server ends a watch after this; a little less than what proxies in between tend to allow.
+WATCH_SECONDS = 290
+LIST_TIMEOUT = 60.0
+PAGE = 500
+# After a failure: soon, then less and less often. A server that comes back is noticed within this.
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 5.0
+
+TROUBLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError)
+
+
+class StartOverError(GpuwardenError):
+    """The server no longer knows the version we were at."""
+
+
+class Listener(Protocol):
+    """Hears what there is."""
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        """All there is at one moment, by `namespace/name`: what is not among them is gone."""
+
+    def changed(self, raw: Raw) -> None:
+        """One object has come or changed."""
+
+    def deleted(self, raw: Raw) -> None:
+        """One object has gone; this is what it was last."""
+
+
+class Watch:
+    """The objects under one path of the API server."""
+
+    def __init__(self, api: client.ApiClient, path: str, listener: Listener) -> None:
+        self._api = api
+        self._path = path
+        self._listener = listener
+        self._version = ""
+        self.is_current = False
+        """Whether there has been a list, and no failure since the last answer."""
+        self.ready = asyncio.Event()
+        """Set once the first list is in."""
+        self.lists = 0
+
+    async def run(self) -> None:
+        """For ever."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                async for event in self._events():
+                    self._tell(event)
+                    pause = FIRST_PAUSE
+            except StartOverError:
+                self._version = ""
+            except TROUBLE as exc:
+                self.is_current = False
+                log.warning("watch interrupted", path=self._path, error=type(exc).__name__)
+                log.debug("watch interrupted", path=self._path, exc_info=exc)
+                if isinstance(exc, ApiException) and exc.status == 410:
+                    self._version = ""
+                await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def _list(self) -> None:
+        """Page by page, and told only when it is whole."""
+        found: dict[str, Raw] = {}
+        query = {"limit": str(PAGE)}
+        while True:
+            response = await self._get(query, LIST_TIMEOUT)
+            async with response:
+                page = msgspec.json.decode(await response.read())
+            kind, version = page["kind"].removesuffix("List"), page["apiVersion"]
+            for raw in page["items"] or ():
+                found[key_of(raw)] = {"kind": kind, "apiVersion": version, **raw}
+            rest = page["metadata"].get("continue")
+            if not rest:
+                break
+            query["continue"] = rest
+        self._version = page["metadata"]["resourceVersion"]
+        self.lists += 1
+        self._listener.replaced(found)
+        self.is_current = True
+        self.ready.set()
+
+    async def _events(self) -> AsyncIterator[Raw]:
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(WATCH_SECONDS),
+        }
+        response = await self._get(query, WATCH_SECONDS + 30)
+        self.is_current = True
+        async with response:
+            async for line in response.content:
+                yield msgspec.json.decode(line)
+
+    async def _get(self, query: Mapping[str, str], seconds: float) -> aiohttp.ClientResponse:
+        """The response with its body still to be read, whatever kind of object it is."""
+        request = await self._api.param_serialize(
+            method="GET",
+            resource_path=self._path,
+            query_params=list(query.items()),
+            header_params={"Accept": "application/json"},
+            auth_settings=["BearerToken"],
+        )
+        answer = await self._api.call_api(*request, _request_timeout=seconds)
+        response: aiohttp.ClientResponse = answer.response
+        if response.status >= 400:
+            async with response:
+                raise ApiException(status=response.status, reason=response.reason)
+        return response
+
+    def _tell(self, event: Raw) -> None:
+        kind, raw = event["type"], event["object"]
+        if kind == "ERROR":
+            if raw.get("code") == 410:
+                raise StartOverError(self._path)
+            raise ApiException(status=raw.get("code"), reason=raw.get("reason"))
+        self._version = raw["metadata"]["resourceVersion"]
+        if kind == "DELETED":
+            self._listener.deleted(raw)
+        elif kind != "BOOKMARK":
+            self._listener.changed(raw)
+
+
+def key_of(raw: Raw) -> str:
+    meta = raw["metadata"]
+    return f"{meta.get('namespace', '')}/{meta['name']}"
