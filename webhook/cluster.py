@@ -10,6 +10,7 @@ from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.reservation import PodIdentity
+from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
 from webhook.pods import PodsUnavailableError
 from webhook.settings import Settings
@@ -97,20 +98,32 @@ def as_raw(answer: object) -> Raw:
 
 
 class ApiPods:
-    """The pods that the API server has."""
+    """The pods that the API server has. A read without a version is a quorum read: no cache answers it."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self._pods = client.CoreV1Api(api)
 
     async def contradicts(self, pod: PodIdentity) -> str | None:
         name = f"pod {pod.namespace}/{pod.name}"
+        uid = await self._uid_of(pod)
+        if uid is None:
+            return f"there is no {name}"
+        return None if uid == pod.uid else f"{name} has another uid"
+
+    async def is_gone(self, pod: PodIdentity) -> bool:
+        try:
+            return await self._uid_of(pod) != pod.uid
+        except PodsUnavailableError as exc:
+            raise WitnessAwayError(str(exc)) from exc
+
+    async def _uid_of(self, pod: PodIdentity) -> str | None:
+        """The uid of the pod of that name; None if there is none."""
         try:
             found = await self._pods.read_namespaced_pod(pod.name, pod.namespace, _request_timeout=REQUEST_TIMEOUT)
         except ApiException as exc:
             if exc.status == 404:
-                return f"there is no {name}"
+                return None
             raise PodsUnavailableError(f"the API server answered {exc.status}") from exc
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise PodsUnavailableError("the API server cannot be reached") from exc
-        uid = found.metadata.uid if found.metadata else None
-        return None if uid == pod.uid else f"{name} has another uid"
+        return found.metadata.uid if found.metadata else None

@@ -68,7 +68,7 @@ async def installed(kube: Kube) -> None:
 
 
 async def is_established(kube: Kube, name: str) -> bool:
-    conditions = (await kube.get(CRDS, name)).get("status", {}).get("conditions", [])
+    conditions = (await kube.get(CRDS, name))["status"].get("conditions") or []
     return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
 
 

@@ -262,6 +262,13 @@ async def test_a_hash_alone_holds_the_pod_to_proven_nodes_and_reserves_nothing(h
     assert (await house.validate(builders.validating_create(dressed)))["allowed"]
 
 
+async def test_a_reinvocation_of_a_pod_held_to_proven_nodes_changes_nothing(house: House) -> None:
+    dressed = await house.dress(raw_pod(annotations=hashed(HASH)))
+    again = await house.mutate(dressed, "another-review")
+    assert patched(dressed, again) == dressed
+    assert "warnings" not in again
+
+
 async def test_with_evidence_always_required_an_unproven_gpu_is_not_given(build: Build) -> None:
     house = await build(require_evidence="all")
     sharing = {"gpuwarden.io/gpu-count": "1", "gpuwarden.io/shared": "true"}

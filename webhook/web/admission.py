@@ -168,7 +168,8 @@ class Admission:
         outfit = await self._outfit(claim, pod, review, answer_by)
         if isinstance(outfit, Deny):
             return outfit
-        return self._dressed(raw, pod, outfit, clean, () if clean is raw else (COPIED,))
+        is_copy = keys.RESERVATION_ID.name in pod.annotations
+        return self._dressed(raw, pod, outfit, clean, (COPIED,) if is_copy else ())
 
     def _claim_of_copy(self, pod: Pod, clean: RawPod) -> Claim | None:
         """What a copy of a dressed pod asks for: its request was taken off when it was dressed."""
