@@ -14,7 +14,7 @@ from webhook.core.errors import DeadlinePassedError, LedgerUnavailableError, Slo
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
-from webhook.ledger.gpu_node import GpuNode
+from webhook.gpu_node import GpuNode
 from webhook.ledger.moves import Times
 from webhook.ledger.store import RefusedError
 

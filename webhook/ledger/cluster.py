@@ -26,7 +26,7 @@ from webhook.core.errors import (
 )
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
-from webhook.ledger.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, with_held
+from webhook.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, with_held
 from webhook.ledger.moves import AgainError, Expire, Held, Move, Name, Release, Take, Times, may_give_way
 from webhook.ledger.shelf import Shelf
 from webhook.ledger.store import GpuNodeStore, RefusedError, StaleError, StoreAwayError

@@ -1,0 +1,126 @@
+"""The inventory of a cluster: two kinds of objects make a node, in whatever order they are heard of."""
+
+from typing import Any
+
+import pytest
+
+from tests.builders import NOW, Raw
+from tests.ledger.fake_store import gpu_node
+from webhook.core.device import Device, DeviceUuid, Node, Taint
+from webhook.core.fleet import Fleet
+from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
+
+
+class Scene:
+    """Both listeners, and what the ledger was told."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet()
+        self.told: list[str] = []
+        inventory = ClusterInventory(self.fleet, lambda: NOW)
+        self.nodes = NodesListener(inventory)
+        self.gpu_nodes = GpuNodesListener(
+            inventory,
+            learn=lambda raw: self.told.append(f"learn {raw['metadata']['name']}"),
+            forget=lambda name: self.told.append(f"forget {name}"),
+        )
+
+    def node(self, name: str = "node-a") -> Node | None:
+        berth = self.fleet.berths.get(name)
+        return berth.node if berth else None
+
+
+def raw_node(name: str = "node-a", *, ready: str = "True", **spec: Any) -> Raw:
+    return {
+        "metadata": {"name": name, "labels": {"zone": "a"}},
+        "spec": spec,
+        "status": {"conditions": [{"type": "MemoryPressure", "status": "False"}, {"type": "Ready", "status": ready}]},
+    }
+
+
+def raw_gpu_node(name: str = "node-a", *uuids: str) -> Raw:
+    raw = gpu_node(name, *uuids)
+    raw["metadata"]["resourceVersion"] = "7"
+    return raw
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+DEVICES = (Device(DeviceUuid("GPU-1")),)
+
+
+@pytest.mark.parametrize("nodes_first", [True, False], ids=["node first", "devices first"])
+def test_a_node_and_its_devices_come_together(scene: Scene, *, nodes_first: bool) -> None:
+    if nodes_first:
+        scene.nodes.changed(raw_node())
+    scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
+    if not nodes_first:
+        scene.nodes.changed(raw_node())
+    assert scene.node() == Node("node-a", {"zone": "a"}, DEVICES)
+
+
+@pytest.mark.defect("S4-10")
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        pytest.param(raw_node(ready="False"), {"is_ready": False}, id="not ready"),
+        pytest.param(raw_node(ready="Unknown"), {"is_ready": False}, id="silent"),
+        pytest.param(raw_node(unschedulable=True), {"is_cordoned": True}, id="cordoned"),
+        pytest.param(
+            raw_node(taints=[{"key": "gpu", "effect": "NoSchedule"}]), {"taints": (Taint("gpu"),)}, id="tainted"
+        ),
+        pytest.param({"metadata": {"name": "node-a"}}, {"is_ready": False, "labels": {}}, id="just born"),
+    ],
+)
+def test_the_nodes_own_conditions_count(scene: Scene, raw: Raw, expected: dict[str, Any]) -> None:
+    scene.nodes.changed(raw)
+    node = scene.node()
+    assert node is not None
+    assert {member: getattr(node, member) for member in expected} == expected
+
+
+def test_without_its_node_a_gpu_is_offered_to_nobody(scene: Scene) -> None:
+    scene.nodes.changed(raw_node())
+    scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
+    scene.nodes.deleted(raw_node())
+    assert scene.node() is None
+    scene.nodes.changed(raw_node())
+    assert scene.node() == Node("node-a", {"zone": "a"}, DEVICES)
+
+
+def test_a_list_is_all_there_is(scene: Scene) -> None:
+    for name in ("node-a", "node-b"):
+        scene.nodes.changed(raw_node(name))
+        scene.gpu_nodes.changed(raw_gpu_node(name, f"GPU-{name}"))
+    scene.nodes.replaced({"/node-b": raw_node("node-b")})
+    scene.gpu_nodes.replaced({"/node-a": raw_gpu_node("node-a", "GPU-1")})
+    assert scene.node("node-a") is None
+    assert scene.node("node-b") == Node("node-b", {"zone": "a"})
+    assert scene.told[-2:] == ["forget node-b", "learn node-a"]
+
+
+@pytest.mark.defect("S4-14")
+def test_one_object_that_cannot_be_read_leaves_the_others_alone(scene: Scene) -> None:
+    scene.nodes.changed(raw_node())
+    scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
+    scene.nodes.changed({"metadata": {"name": "node-a", "labels": 5}})
+    scene.gpu_nodes.changed({**raw_gpu_node("node-a"), "spec": {"devices": [{"uuid": 5}]}})
+    scene.nodes.changed(raw_node("node-b"))
+    assert scene.node("node-a") == Node("node-a", {"zone": "a"}, DEVICES)
+    assert scene.node("node-b") is not None
+
+
+def test_what_is_held_is_learnt_before_devices_are_offered(scene: Scene) -> None:
+    """Else a decision in between would take a held device for a free one."""
+    scene.nodes.changed(raw_node())
+    offered: list[bool] = []
+    listener = GpuNodesListener(
+        ClusterInventory(scene.fleet, lambda: NOW),
+        learn=lambda raw: offered.append(bool(scene.fleet.device_count)),
+        forget=lambda name: None,
+    )
+    listener.changed(raw_gpu_node("node-a", "GPU-1"))
+    assert offered == [False]

@@ -1,0 +1,165 @@
+"""The inventory of a cluster: devices from GPUNode objects, everything else about a node from its Node object."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import structlog
+from attrs import evolve
+
+from webhook.clock import Clock
+from webhook.core.device import Device, Node, Taint
+from webhook.core.fleet import Fleet
+from webhook.core.pod import Wire
+from webhook.gpu_node import GpuNode, UnreadableGpuNodeError
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+
+
+class TaintWire(Wire, frozen=True):
+    key: str = ""
+    value: str | None = None
+    effect: str = ""
+
+
+class NodeSpecWire(Wire, frozen=True):
+    unschedulable: bool | None = None
+    taints: list[TaintWire] | None = None
+
+
+class ConditionWire(Wire, frozen=True):
+    type: str = ""
+    status: str = ""
+
+
+class NodeStatusWire(Wire, frozen=True):
+    conditions: list[ConditionWire] | None = None
+
+
+class NodeMetaWire(Wire, frozen=True):
+    name: str
+    labels: dict[str, str] | None = None
+
+
+class NodeWire(Wire, frozen=True):
+    metadata: NodeMetaWire
+    spec: NodeSpecWire | None = None
+    status: NodeStatusWire | None = None
+
+
+def node_of(raw: Raw) -> Node:
+    """A Node object, without its devices."""
+    wire = msgspec.convert(raw, NodeWire)
+    spec, status = wire.spec or NodeSpecWire(), wire.status or NodeStatusWire()
+    return Node(
+        name=wire.metadata.name,
+        labels=wire.metadata.labels or {},
+        is_ready=any(one.type == "Ready" and one.status == "True" for one in status.conditions or ()),
+        is_cordoned=bool(spec.unschedulable),
+        taints=tuple(Taint(one.key, one.value or "", one.effect) for one in spec.taints or ()),
+    )
+
+
+class ClusterInventory:
+    """Tells the fleet of nodes with their devices, from two watches that know nothing of each other.
+
+    A node whose object cannot be read stays as it was known, and the others are served on.
+    """
+
+    def __init__(self, fleet: Fleet, clock: Clock) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._nodes: dict[str, Node] = {}
+        self._devices: dict[str, tuple[Device, ...]] = {}
+
+    def know_node(self, raw: Raw) -> None:
+        try:
+            node = node_of(raw)
+        except msgspec.ValidationError as exc:
+            log.warning("Node left as it was known", exc_info=exc)
+            return
+        self._nodes[node.name] = node
+        self._show(node.name)
+
+    def forget_node(self, name: str) -> None:
+        self._nodes.pop(name, None)
+        self._show(name)
+
+    def know_devices(self, name: str, devices: tuple[Device, ...]) -> None:
+        self._devices[name] = devices
+        self._show(name)
+
+    def forget_devices(self, name: str) -> None:
+        self._devices.pop(name, None)
+        self._show(name)
+
+    def _show(self, name: str) -> None:
+        node = self._nodes.get(name)
+        if node is None:
+            self._fleet.remove(name)
+        else:
+            self._fleet.put(evolve(node, devices=self._devices.get(name, ())), self._clock())
+
+    @property
+    def node_names(self) -> set[str]:
+        return set(self._nodes)
+
+    @property
+    def names_with_devices(self) -> set[str]:
+        return set(self._devices)
+
+
+class NodesListener:
+    """Hears of Node objects."""
+
+    def __init__(self, inventory: ClusterInventory) -> None:
+        self._inventory = inventory
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        names = {raw["metadata"]["name"] for raw in objects.values()}
+        for name in self._inventory.node_names - names:
+            self._inventory.forget_node(name)
+        for raw in objects.values():
+            self._inventory.know_node(raw)
+
+    def changed(self, raw: Raw) -> None:
+        self._inventory.know_node(raw)
+
+    def deleted(self, raw: Raw) -> None:
+        self._inventory.forget_node(raw["metadata"]["name"])
+
+
+class GpuNodesListener:
+    """Hears of GPUNode objects: devices for the inventory, reservations for the ledger."""
+
+    def __init__(
+        self, inventory: ClusterInventory, *, learn: Callable[[Raw], None], forget: Callable[[str], None]
+    ) -> None:
+        self._inventory = inventory
+        self._learn = learn
+        self._forget = forget
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        names = {raw["metadata"]["name"] for raw in objects.values()}
+        for name in self._inventory.names_with_devices - names:
+            self._gone(name)
+        for raw in objects.values():
+            self.changed(raw)
+
+    def changed(self, raw: Raw) -> None:
+        try:
+            node = GpuNode.parse(raw)
+        except UnreadableGpuNodeError as exc:
+            log.warning("GPUNode left as it was known", exc_info=exc)
+            return
+        self._learn(raw)  # before its devices are offered: what is held of them has to be known first
+        self._inventory.know_devices(node.name, node.devices)
+
+    def deleted(self, raw: Raw) -> None:
+        self._gone(raw["metadata"]["name"])
+
+    def _gone(self, name: str) -> None:
+        self._inventory.forget_devices(name)
+        self._forget(name)
