@@ -7,10 +7,11 @@ from itertools import islice
 
 from attrs import frozen
 
+from webhook.core.cells import FEWER_FREE, FEWER_MATCHING, Berth, Group, Row
 from webhook.core.claim import Claim
 from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
-from webhook.core.fleet import FEWER_FREE, FEWER_MATCHING, Berth, Fleet, Group, Row
+from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapEntry
 from webhook.core.keys import LOGICAL_NODE_LABEL
 from webhook.core.reasons import Reason

@@ -7,13 +7,24 @@ learns of a change says so here; nothing is scanned to answer a review.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from datetime import datetime
-from typing import Generic, NamedTuple, TypeVar
 
-from attrs import define, frozen
-
-from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
+from webhook.core.cells import (
+    Berth,
+    Cell,
+    Group,
+    Kind,
+    NodeClass,
+    NodeNames,
+    Numbered,
+    Row,
+    Shape,
+    Stock,
+    lessen,
+    room_on,
+)
+from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
 from webhook.core.keys import HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
@@ -30,113 +41,6 @@ MAX_NUMBERED = 10_000
 # Bounds the memory that odd claims can take; past it the cache starts anew.
 MAX_CACHED_REQUIREMENTS = 4096
 MAX_CACHED_ROOMS = 512
-
-Thing = TypeVar("Thing", bound=Hashable)
-
-
-class Kind(NamedTuple):
-    """All that a claim can ask of a device."""
-
-    labels: frozenset[str]
-    is_shared: bool
-
-
-class Stock(NamedTuple):
-    """Devices of one kind on a node."""
-
-    kind: int
-    free: int
-    total: int
-
-
-Shape = tuple[Stock, ...]
-
-
-@frozen
-class NodeClass:
-    """All that the claims so far can ask of a node's conditions and labels."""
-
-    is_ready: bool
-    is_cordoned: bool
-    taints: tuple[Taint, ...]
-    labels: tuple[tuple[str, str], ...]
-
-
-class Cell(NamedTuple):
-    """Which class and shape the nodes of a cell have."""
-
-    node_class: int
-    shape: int
-
-
-# A state of evidence; and for fresh evidence, its hash too.
-Group = tuple[EvidenceState, str | None]
-NodeNames = dict[str, None]  # in the order of their coming
-
-# What `room` says of a shape that cannot serve: too few devices that match, or too few of them free.
-FEWER_MATCHING = -2
-FEWER_FREE = -1
-
-
-class Row:
-    """The nodes of a group that share a class: how many, and which ones of each shape."""
-
-    __slots__ = ("count", "shapes")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.shapes: dict[int, NodeNames] = {}
-
-    def add(self, shape: int, name: str) -> None:
-        self.shapes.setdefault(shape, {})[name] = None
-        self.count += 1
-
-    def remove(self, shape: int, name: str) -> None:
-        names = self.shapes[shape]
-        del names[name]
-        self.count -= 1
-        if not names:
-            del self.shapes[shape]
-
-
-@define(eq=False)
-class Berth:
-    """One node and its place in the index."""
-
-    node: Node
-    evidence: Evidence | None
-    state: EvidenceState
-    groups: tuple[Group, ...]
-    cell: Cell
-    kinds: tuple[int, ...] = ()  # of its devices, in their order
-
-    @property
-    def labels(self) -> Labels:
-        return self.node.labels
-
-
-class Numbered(Generic[Thing]):
-    """Small numbers for large values, the same number for equal ones."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Thing, int] = {}
-        self._things: list[Thing] = []
-
-    def number(self, thing: Thing) -> int:
-        number = self._numbers.get(thing)
-        if number is None:
-            number = self._numbers[thing] = len(self._things)
-            self._things.append(thing)
-        return number
-
-    def __getitem__(self, number: int) -> Thing:
-        return self._things[number]
-
-    def __len__(self) -> int:
-        return len(self._things)
-
-    def __iter__(self) -> Iterator[Thing]:
-        return iter(self._things)
 
 
 class Fleet:
@@ -492,19 +396,3 @@ class Fleet:
         """The nodes whose label has one of the values, from the directory."""
         directory = self._directories[key]
         return [name for value in sorted(values) for name in directory.get(value, ())]
-
-
-def room_on(shape: Shape, kinds: frozenset[int], count: int) -> int:
-    free = total = 0
-    for stock in shape:
-        if stock.kind in kinds:
-            free += stock.free
-            total += stock.total
-    return FEWER_MATCHING if total < count else FEWER_FREE if free < count else free - count
-
-
-def lessen(counter: Counter[Thing], thing: Thing) -> None:
-    """One less; what counts none is not kept."""
-    counter[thing] -= 1
-    if not counter[thing]:
-        del counter[thing]
