@@ -100,30 +100,37 @@ def as_raw(answer: object) -> Raw:
 class ApiPods:
     """The pods that the API server has. A read without a version is a quorum read: no cache answers it."""
 
+    believes_reviews = False
+
     def __init__(self, api: client.ApiClient) -> None:
         self._pods = client.CoreV1Api(api)
 
     async def contradicts(self, pod: PodIdentity) -> str | None:
         name = f"pod {pod.namespace}/{pod.name}"
-        uid = await self._uid_of(pod)
-        if uid is None:
+        uid = await self.uid_of(pod.namespace, pod.name)
+        if not uid:
             return f"there is no {name}"
         return None if uid == pod.uid else f"{name} has another uid"
 
     async def is_gone(self, pod: PodIdentity) -> bool:
         try:
-            return await self._uid_of(pod) != pod.uid
+            return await self.uid_of(pod.namespace, pod.name) != pod.uid
         except PodsUnavailableError as exc:
             raise WitnessAwayError(str(exc)) from exc
 
-    async def _uid_of(self, pod: PodIdentity) -> str | None:
-        """The uid of the pod of that name; None if there is none."""
+    def created(self, pod: PodIdentity) -> None:
+        """Nothing: a review is no proof that the pod will exist, the watch is."""
+
+    def ended(self, pod: PodIdentity) -> None:
+        """Nothing: eviction sends no DELETE review, and a terminating pod still holds its devices."""
+
+    async def uid_of(self, namespace: str, name: str) -> str:
         try:
-            found = await self._pods.read_namespaced_pod(pod.name, pod.namespace, _request_timeout=REQUEST_TIMEOUT)
+            found = await self._pods.read_namespaced_pod(name, namespace, _request_timeout=REQUEST_TIMEOUT)
         except ApiException as exc:
             if exc.status == 404:
-                return None
+                return ""
             raise PodsUnavailableError(f"the API server answered {exc.status}") from exc
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise PodsUnavailableError("the API server cannot be reached") from exc
-        return found.metadata.uid if found.metadata else None
+        return (found.metadata.uid if found.metadata else None) or ""

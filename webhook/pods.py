@@ -16,9 +16,27 @@ class PodFacts(Protocol):
     async def contradicts(self, pod: PodIdentity) -> str | None:
         """What speaks against there being such a pod, in words; None if nothing does."""
 
+    async def uid_of(self, namespace: str, name: str) -> str:
+        """Empty if there is no such pod."""
+
+
+class PodSource(PodFacts, Protocol):
+    """Where this process learns which pods exist."""
+
+    believes_reviews: bool
+    """Whether a review is all we shall ever hear: a validated CREATE is a pod, a DELETE review ends it."""
+
+    def created(self, pod: PodIdentity) -> None:
+        """A review, or a /finalize, has shown the pod."""
+
+    def ended(self, pod: PodIdentity) -> None:
+        """A review has shown its end."""
+
 
 class ReviewedPods:
-    """The embedded source: a validated CREATE or a /finalize is a pod, a DELETE review ends it."""
+    """The embedded source: what reviews have shown."""
+
+    believes_reviews = True
 
     def __init__(self) -> None:
         self._uids: dict[tuple[str, str], str] = {}
@@ -27,10 +45,6 @@ class ReviewedPods:
         if pod.name:
             self._uids[pod.namespace, pod.name] = pod.uid
 
-    def uid_of(self, namespace: str, name: str) -> str:
-        """Empty if no such pod was seen."""
-        return self._uids.get((namespace, name), "")
-
     def ended(self, pod: PodIdentity) -> None:
         if self._uids.get((pod.namespace, pod.name)) == pod.uid:
             del self._uids[pod.namespace, pod.name]
@@ -38,3 +52,6 @@ class ReviewedPods:
     async def contradicts(self, pod: PodIdentity) -> str | None:
         known = self._uids.get((pod.namespace, pod.name), pod.uid)
         return None if known == pod.uid else f"pod {pod.namespace}/{pod.name} has another uid"
+
+    async def uid_of(self, namespace: str, name: str) -> str:
+        return self._uids.get((namespace, name), "")

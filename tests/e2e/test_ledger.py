@@ -20,8 +20,8 @@ from webhook.core.errors import SlotsTakenError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, Reservation, ReservationId
 from webhook.crds import manifests
-from webhook.ledger.cluster import ClusterLedger
 from webhook.gpu_node import GpuNode
+from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.moves import Times
 from webhook.settings import Settings
 

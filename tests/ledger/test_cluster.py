@@ -13,8 +13,8 @@ from webhook.core.device import Node
 from webhook.core.errors import DeadlinePassedError, LedgerUnavailableError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
-from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
 from webhook.gpu_node import GpuNode
+from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
 from webhook.ledger.moves import Times
 from webhook.ledger.store import RefusedError
 

@@ -161,6 +161,9 @@ class FactsAway:
     async def contradicts(self, pod: PodIdentity) -> str | None:
         raise PodsUnavailableError("the API server cannot be reached")
 
+    async def uid_of(self, namespace: str, name: str) -> str:
+        raise PodsUnavailableError("the API server cannot be reached")
+
 
 @pytest.mark.defect("S4-6")
 async def test_without_facts_nothing_is_believed_and_nothing_freed(build: Build) -> None:

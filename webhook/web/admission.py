@@ -30,7 +30,7 @@ from webhook.core.review import Operation, Review, answer
 from webhook.core.verdict import Admit, Deny, Verdict
 from webhook.holding import Holder
 from webhook.ledger import Ledger
-from webhook.pods import ReviewedPods
+from webhook.pods import PodSource, PodsUnavailableError
 from webhook.telemetry import Metrics
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
@@ -62,7 +62,7 @@ class Admission:
     def __init__(
         self,
         holder: Holder,
-        pods: ReviewedPods,
+        pods: PodSource,
         rules: Rules,
         clock: Clock,
         metrics: Metrics,
@@ -103,7 +103,7 @@ class Admission:
             return await door(review, answer_by)
         except InvalidPodError as exc:
             return Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]), causes=exc.mistakes[:20])
-        except LedgerUnavailableError as exc:
+        except (LedgerUnavailableError, PodsUnavailableError) as exc:
             log.warning("ledger away", uid=review.uid, exc_info=exc)
             return Deny(Reason.LEDGER_AWAY, "reservations cannot be looked up at this moment", hint="try again")
 
@@ -298,8 +298,11 @@ class Admission:
 
     async def _named(self, reservation_id: ReservationId, pod: PodIdentity) -> Deny | None:
         try:
-            await self._ledger.finalize(reservation_id, pod)
-            self._pods.created(pod)
+            if self._pods.believes_reviews:
+                await self._ledger.finalize(reservation_id, pod)
+                self._pods.created(pod)
+            else:
+                await self._ledger.bind(reservation_id, pod)
         except UnknownReservationError:
             return no_reservation(reservation_id)
         except ReservationExpiredError:
@@ -319,7 +322,7 @@ class Admission:
     async def _put_on_a_node(self, review: Review) -> Verdict:
         """A Binding, by whichever route and whoever sends it; one that names no uid is of the living pod."""
         binding = Binding.parse(required_object(review), review.namespace, review.name)
-        uid = binding.pod.uid or self._pods.uid_of(binding.pod.namespace, binding.pod.name)
+        uid = binding.pod.uid or await self._pods.uid_of(binding.pod.namespace, binding.pod.name)
         held = self._ledger.of_pod(uid) if uid else None
         return check.bound_as_reserved(binding, held) or NOT_ASKED
 
@@ -332,8 +335,8 @@ class Admission:
         return (",".join(known.uuids),)
 
     async def _ended(self, review: Review) -> Verdict:
-        """Embedded, a DELETE review is all we shall hear of a pod's end."""
-        if review.is_dry_run or review.subresource:
+        """Embedded, a DELETE review is all we shall hear of a pod's end; in a cluster only the watch ends pods."""
+        if review.is_dry_run or review.subresource or not self._pods.believes_reviews:
             return NOT_ASKED
         old = Pod.parse(review.raw_old or {})
         pod = PodIdentity(review.namespace, old.meta.name or review.name, old.meta.uid or "")

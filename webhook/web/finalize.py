@@ -19,7 +19,7 @@ from webhook.core.errors import (
 )
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger import Ledger
-from webhook.pods import PodFacts, PodsUnavailableError, ReviewedPods
+from webhook.pods import PodFacts, PodSource, PodsUnavailableError
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
 
@@ -76,7 +76,7 @@ def is_blank(raw: Mapping[str, Any], field: str) -> bool:
 class Finalize:
     """The route."""
 
-    def __init__(self, ledger: Ledger, pods: ReviewedPods, facts: PodFacts, health: Health) -> None:
+    def __init__(self, ledger: Ledger, pods: PodSource, facts: PodFacts, health: Health) -> None:
         self._ledger = ledger
         self._pods = pods
         self._facts = facts
