@@ -51,10 +51,13 @@ class Running:
 
 @contextmanager
 def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Iterator[Running]:
-    """Started and ready; killed at the end if the test has not stopped it."""
-    (directory / "inventory.json").write_text(json.dumps(inventory))
+    """Started and ready; killed at the end if the test has not stopped it. With no inventory `flags` name a cluster."""
+    own = []
+    if inventory is not None:
+        (directory / "inventory.json").write_text(json.dumps(inventory))
+        own = ["--inventory", "inventory.json"]
     ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
-    command = [GPUWARDEN, "serve", "--inventory", "inventory.json", *ports, *flags]
+    command = [GPUWARDEN, "serve", *own, *ports, *flags]
     with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Running(process, ready_line(process), directory)

@@ -64,10 +64,9 @@ def test_options_nobody_knows_are_named_with_the_other_mistakes(capsys: pytest.C
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("gpuwarden serve: ")] == [
         "gpuwarden serve: there is no option --frob",
         "gpuwarden serve: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
-        "gpuwarden serve: flag --ledger: 'cluster' cannot be had: this version keeps reservations in memory only; "
-        "allowed: memory",
         "gpuwarden serve: flag --log-level: 'loud' is none of the words; "
         "allowed: trace, debug, info, warn, error, fatal, report",
+        "gpuwarden serve: flag --ledger: a ledger in a cluster needs one; name it by --kubeconfig",
     ]
 
 

@@ -45,8 +45,14 @@ def test_the_answer_for_a_person_names_every_node() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("kind: Service\n", "no pod, and nothing that makes pods"), ("a: [", "not YAML"), ("- 5\n", "no pod")],
-    ids=["no pod in it", "not YAML", "a list"],
+    [
+        ("kind: Service\n", "no pod, and nothing that makes pods"),
+        ("a: [", "not YAML"),
+        ("- 5\n", "no pod"),
+        ("kind: Deployment\nspec: 7\n", "no pod"),
+        ("kind: PodList\nitems: null\n", "no pod"),
+    ],
+    ids=["no pod in it", "not YAML", "a list", "a spec that is none", "an empty list"],
 )
 def test_what_holds_no_pod_is_an_error_in_a_sentence(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "manifest.yaml"

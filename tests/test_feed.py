@@ -13,7 +13,7 @@ POD = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": 
 
 async def rewrite(house: House, inventory: Raw | str) -> None:
     house.file.write_text(inventory if isinstance(inventory, str) else json.dumps(inventory))
-    await house.parts.feed.refresh()
+    await house.feed.refresh()
 
 
 async def verdict(house: House, uid: str) -> str:

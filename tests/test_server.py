@@ -169,6 +169,7 @@ async def within(seconds: float, look: Any, is_right: Any) -> bool:
 # The API server behind S4's three flags.
 
 
+@pytest.mark.defect("S4-16")
 async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -> None:
     pods = {"ml/train-a": "uid-a"}
     seen: list[str] = []
@@ -180,14 +181,31 @@ async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -
             return JSONResponse({"kind": "Status", "code": 404, "reason": "NotFound"}, status_code=404)
         return JSONResponse({"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "train-a", "uid": uid}})
 
-    app = Starlette(routes=[Route("/api/v1/namespaces/{namespace}/pods/{name}", read_pod)])
+    async def review_token(request: Request) -> Response:
+        review = await request.json()
+        is_known = review["spec"]["token"] == "the-caller"
+        return JSONResponse({**review, "status": {"authenticated": is_known}}, status_code=201)
+
+    routes = [
+        Route("/api/v1/namespaces/{namespace}/pods/{name}", read_pod),
+        Route("/apis/authentication.k8s.io/v1/tokenreviews", review_token, methods=["POST"]),
+    ]
+    app = Starlette(routes=routes)
     api = Listener(app, host="127.0.0.1", port=0)
     await api.start()
     (tmp_path / "token").write_text("the-token\n")
     trustme.CA().cert_pem.write_to_path(tmp_path / "ca.crt")
-    flags = ["-k", api.url, "-t", "token", "-c", "ca.crt"]
+    flags = ["-k", api.url, "-t", "token", "-c", "ca.crt", "--ledger", "memory"]
     with serving(tmp_path, INVENTORY, flags) as running:
-        async with running.client() as client:
+        for path in ("/finalize", "/explain"):
+            async with running.client() as stranger:
+                assert (await stranger.post(path, json={})).status_code == 401
+        async with running.client(headers={"Authorization": "Bearer another"}) as stranger:
+            assert (await stranger.get("/devices")).status_code == 401
+            assert (await stranger.get(f"{running.urls['http']}/")).status_code == 401
+            assert (await stranger.get("/readyz")).status_code == 200
+        async with running.client(headers={"Authorization": "Bearer the-caller"}) as client:
+            assert (await client.get("/devices")).status_code == 200
             reserved = (await client.post("/mutate", json=gpu_review("r1"))).json()["response"]["auditAnnotations"]
             told = {"namespace": "ml", "name": "train-a", "uid": "uid-a", "reservation-id": "r1"}
             told["gpu-uuid"] = reserved["gpus"]
@@ -232,7 +250,8 @@ async def test_twenty_thousand_reviews_over_one_http2_connection(tmp_path: Path)
 
 async def idle_client(running: Running, idle: float) -> None:
     """As the API server: a connection rests for 90 s, and is used again."""
-    async with running.client(http2=False, timeout=10) as client:
+    kept = httpx.Limits(keepalive_expiry=None)  # by itself the client would open a new connection after 5 s
+    async with running.client(http2=False, timeout=10, limits=kept) as client:
         for uid in ("idle-1", "idle-2"):
             reply = await client.post("/mutate", json=gpu_review(uid))
             assert reply.json()["response"]["allowed"]

@@ -58,6 +58,7 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "ca_certificate": ("FILE", "FILE", "FILE"),
     "inventory": ("FILE", "FILE", "FILE"),
     "ledger": ("memory", "memory", "memory"),
+    "lease_namespace": ("gpuwarden", "gpuwarden", "gpuwarden"),
     "pending_deadline": ("5m", "5m", timedelta(minutes=5)),
     "evidence": ("static", ["static"], ("static",)),
     "require_evidence": ("all", "all", "all"),
@@ -222,8 +223,8 @@ WRONG = [
     ("injection", "cdi", "'cdi' is none of the words; allowed: nvidia, cuda"),
     ("require_evidence", "none", "'none' is none of the words; allowed: asked, all"),
     ("write_aliases", "yes", "'yes' is neither true nor false; allowed: true, false"),
-    ("ledger", "cluster", "'cluster' cannot be had: this version keeps reservations in memory only; allowed: memory"),
-    ("ledger", "redis", "'redis' is none of the words; allowed: memory"),
+    ("lease_namespace", "a.b", "'a.b' is not the name of a namespace; allowed: the name of a namespace"),
+    ("ledger", "redis", "'redis' is none of the words; allowed: memory, cluster"),
     (
         "evidence",
         "static,spire-server",
@@ -344,7 +345,7 @@ def test_a_bad_port_is_not_taken_for_its_default() -> None:
 
 def test_all_mistakes_are_named_at_once_and_each_with_where_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
-    path.write_text("ledger: cluster\nuiprot: 1\n")
+    path.write_text("ledger: redis\nuiprot: 1\n")
     environ = {"GPUWARDEN_CONFIG": str(path), "GPUWARDEN_TLS_CERT": "/nowhere", "GPUWARDEN_LOGLEVEL": "info"}
     with pytest.raises(SettingsError) as caught:
         settings.load({"port": "x"}, environ, also=["there is no option --frob"])
@@ -353,7 +354,7 @@ def test_all_mistakes_are_named_at_once_and_each_with_where_it_stands(tmp_path: 
         "key uiprot in FILE: there is no such setting; did you mean uiPort?",
         f"flag --port: 'x' is not a port; allowed: {PORT_RULE}",
         "variable GPUWARDEN_TLS_CERT: '/nowhere' is not a file that can be read here; allowed: a readable file",
-        "key ledger in FILE: 'cluster' cannot be had: this version keeps reservations in memory only; allowed: memory",
+        "key ledger in FILE: 'redis' is none of the words; allowed: memory, cluster",
         "variable GPUWARDEN_LOGLEVEL: there is no such setting; did you mean GPUWARDEN_LOG_LEVEL?",
         "variable GPUWARDEN_TLS_CERT: --tls-key not set; allowed: both or neither",
     ]
@@ -498,3 +499,23 @@ def test_what_is_shown_can_be_read_back(there: Path, tmp_path: Path) -> None:
 
 def test_the_written_reference_is_the_one_of_this_version() -> None:
     assert (ROOT / "docs" / "settings.md").read_text() == settings.reference()
+
+
+@pytest.mark.parametrize(
+    ("flags", "keeps_in_cluster"),
+    [
+        ({}, False),
+        ({"kubeconfig": __file__}, True),
+        ({"kubeconfig": __file__, "ledger": "cluster"}, True),
+        ({"kubeconfig": __file__, "ledger": "memory"}, False),
+    ],
+    ids=["embedded", "a cluster", "so said", "otherwise said"],
+)
+def test_reservations_live_in_the_cluster_if_there_is_one(flags: dict[str, str], *, keeps_in_cluster: bool) -> None:
+    assert settings.load(flags, {}).keeps_in_cluster is keeps_in_cluster
+
+
+def test_a_ledger_in_a_cluster_needs_a_cluster() -> None:
+    assert mistakes({"ledger": "cluster"}) == (
+        "flag --ledger: a ledger in a cluster needs one; name it by --kubeconfig",
+    )

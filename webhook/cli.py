@@ -85,6 +85,9 @@ def make_parser() -> Parser:
     one.add_argument("--hints", action="store_true", help=SUPPRESS)  # `make run` explains itself to a person
     with_settings(one, serve)
 
+    one = commands.add_parser("reconcile", help="bring reservations and pods of a cluster together; one of many acts")
+    with_settings(one, reconcile)
+
     one = commands.add_parser("explain", help="say what would become of a pod, node by node; reserves nothing")
     one.add_argument("file", metavar="FILE", help="a manifest, - for stdin")
     one.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
@@ -130,6 +133,19 @@ def serve(args: Namespace, chosen: Settings) -> int:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_all(chosen, hints=args.hints))
+    return 0
+
+
+def reconcile(args: Namespace, chosen: Settings) -> int:
+    import asyncio
+
+    from webhook.core.errors import GpuwardenError
+
+    if chosen.is_embedded:
+        raise GpuwardenError("there is nothing to reconcile without a cluster: name one by --kubeconfig")
+    from webhook.reconciling import reconcile as reconcile_all
+
+    asyncio.run(reconcile_all(chosen))
     return 0
 
 

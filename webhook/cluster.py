@@ -14,6 +14,7 @@ from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
 from webhook.pods import PodsUnavailableError
 from webhook.settings import Settings
+from webhook.web.callers import CallersUnavailableError
 
 # Longer than a busy API server needs, shorter than the patience of whoever waits for us.
 REQUEST_TIMEOUT = 5.0
@@ -95,6 +96,21 @@ def as_raw(answer: object) -> Raw:
     if not isinstance(answer, dict):
         raise StoreAwayError("the API server answered with something else than an object")
     return answer
+
+
+class ApiCallers:
+    """The API server's word on whose a token is."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._reviews = client.AuthenticationV1Api(api)
+
+    async def is_authentic(self, token: str) -> bool:
+        review = client.V1TokenReview(spec=client.V1TokenReviewSpec(token=token))
+        try:
+            answer = await self._reviews.create_token_review(review, _request_timeout=REQUEST_TIMEOUT)
+        except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise CallersUnavailableError("the API server cannot be asked") from exc
+        return bool(answer.status and answer.status.authenticated)
 
 
 class ApiPods:

@@ -85,13 +85,20 @@ def run(path: str, settings: Settings, output: str) -> int:
     A denial is an answer too: the exit code says only whether there is one.
     """
     parts = asyncio.run(loaded(settings))
-    pods = list(pods_of(sys.stdin.read() if path == "-" else Path(path).read_text()))
+    pods = list(pods_of(read(path)))
     if not pods:
         raise UnreadableManifestError(f"{path}: no pod, and nothing that makes pods")
     results = [explained(raw, parts) for raw in pods]
     for result in results:
         sys.stdout.write(as_json(result) if output == "json" else as_text(result))
     return 0
+
+
+def read(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text()
+    except UnicodeDecodeError as exc:
+        raise UnreadableManifestError(f"{path}: not text") from exc
 
 
 async def loaded(settings: Settings) -> Parts:
@@ -108,7 +115,7 @@ def pods_of(text: str) -> list[Json]:
     except yaml.YAMLError as exc:
         raise UnreadableManifestError(f"not YAML: {exc}") from exc
     for document in documents:
-        for item in document.get("items", []) if is_list(document) else [document]:
+        for item in (document.get("items") or []) if is_list(document) else [document]:
             template = template_of(item)
             if template is not None:
                 pods.append(template)
@@ -124,10 +131,17 @@ def template_of(item: Any) -> Json | None:
         return None
     if item.get("kind") == "Pod":
         return item
-    spec = item.get("spec") or {}
-    job = (spec.get("jobTemplate") or {}).get("spec")
-    template: Json | None = (job or spec).get("template")
-    return template
+    spec = mapping(item, "spec")
+    job = mapping(spec, "jobTemplate", "spec")
+    return mapping(job or spec, "template") or None
+
+
+def mapping(whole: Json, *steps: str) -> Json:
+    """What stands there if it is a mapping."""
+    found: Any = whole
+    for step in steps:
+        found = found.get(step) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def as_json(result: Json) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from attrs import frozen
+from starlette.types import ASGIApp
 
 from webhook.clock import utc_now
 from webhook.dev_certificates import make_dev_certificates
@@ -21,6 +23,7 @@ from webhook.telemetry import configure_logging
 from webhook.tls import CertificateSource, Reload
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, tls_app
+from webhook.web.callers import Guarded, IsAuthentic
 from webhook.web.devices import Devices
 from webhook.web.explain import Explain
 from webhook.web.finalize import Finalize
@@ -29,6 +32,9 @@ from webhook.wiring import Parts, embedded
 
 log = structlog.get_logger(__name__)
 
+# What names tenants' pods, or changes something. Reviews come from the API server, which shows no credentials unless
+# its administrator has set some; health and metrics are for probes.
+KNOWN_CALLERS_ONLY = frozenset({"/", "/devices", "/explain", "/finalize"})
 DEV_CERTIFICATES = Path("certs/dev")
 # How often expired reservations are collected where nobody needs their devices.
 COLLECT_INTERVAL = 1.0
@@ -40,12 +46,11 @@ async def serve(settings: Settings, *, hints: bool = False) -> None:
     stop = asyncio.Event()
     for one in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(one, stop.set)
-    parts = embedded(settings, utc_now)
-    for note in parts.notes:
-        log.warning(note)
     warn_if_open(settings)
-    async with pod_facts(settings, parts) as facts:
-        server = Server(settings, parts, facts)
+    async with assembled(settings) as assembly:
+        for note in assembly.parts.notes:
+            log.warning(note)
+        server = Server(settings, assembly)
         await server.start()
         sys.stdout.write(server.ready_line + "\n")
         sys.stdout.flush()
@@ -55,27 +60,43 @@ async def serve(settings: Settings, *, hints: bool = False) -> None:
     log.info("stopped")
 
 
+@frozen
+class Assembly:
+    """What a server is made of; where callers are asked who they are, who is asked about them."""
+
+    parts: Parts
+    facts: PodFacts
+    is_authentic: IsAuthentic | None
+
+    def guarded(self, app: ASGIApp) -> ASGIApp:
+        if self.is_authentic is None:
+            return app
+        return Guarded(app, KNOWN_CALLERS_ONLY, self.is_authentic, self.parts.clock)
+
+
 class Server:
     """The listeners and what keeps them supplied."""
 
-    def __init__(self, settings: Settings, parts: Parts, facts: PodFacts) -> None:
+    def __init__(self, settings: Settings, assembly: Assembly) -> None:
         self._settings = settings
-        self._parts = parts
+        self._parts = parts = assembly.parts
         self._health = Health()
         self._certificates = certificates(settings)
         health, metrics = self._health, parts.metrics
         admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health)
-        finalize = Finalize(parts.ledger, parts.pods, facts, health)
+        finalize = Finalize(parts.ledger, parts.pods, assembly.facts, health)
         devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
         explain = Explain(parts, health)
         host, tls = settings.host, self._certificates["tls"].context
         self._tls = Listener(
-            tls_app(admission, finalize, devices, explain, health, metrics),
+            assembly.guarded(tls_app(admission, finalize, devices, explain, health, metrics)),
             host=host,
             port=settings.port,
             ssl_context=tls,
         )
-        self._plain = Listener(plain_app(finalize, devices, health, metrics), host=host, port=settings.ui_port)
+        self._plain = Listener(
+            assembly.guarded(plain_app(finalize, devices, health, metrics)), host=host, port=settings.ui_port
+        )
         self._extender = Listener(
             extender_app(health, metrics),
             host=host,
@@ -193,16 +214,22 @@ def warn_if_open(settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def pod_facts(settings: Settings, parts: Parts) -> AsyncIterator[PodFacts]:
-    """Who is asked whether a pod exists."""
+async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
+    """The parts that the settings ask for, and who is asked whether a pod exists."""
     if settings.is_embedded:
-        yield parts.pods
+        parts = embedded(settings, utc_now)
+        yield Assembly(parts, parts.pods, None)
         return
-    from webhook.cluster import ApiPods, connected  # the client takes half a second to import
+    from webhook.cluster import ApiCallers, ApiPods, connected  # the client takes half a second to import
+    from webhook.clustered import clustered
 
-    log.warning("reservations are kept in memory: they end with this process")
     async with await connected(settings) as api:
-        yield ApiPods(api)
+        pods, callers = ApiPods(api), ApiCallers(api)
+        if settings.keeps_in_cluster:
+            yield Assembly(clustered(settings, utc_now, api, pods), pods, callers.is_authentic)
+        else:
+            log.warning("reservations are kept in memory, and reviews are believed: for development only")
+            yield Assembly(embedded(settings, utc_now), pods, callers.is_authentic)
 
 
 async def every(interval: float, step: Callable[[], Awaitable[None]]) -> None:

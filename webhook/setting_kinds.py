@@ -101,6 +101,12 @@ def read_annotation_key(text: str) -> str:
     return text
 
 
+def read_namespace(text: str) -> str:
+    if len(text) > 63 or "." in text or not SUBDOMAIN.fullmatch(text):
+        raise ValueError(f"{text!r} is not the name of a namespace")
+    return text
+
+
 def read_resource(text: str) -> str:
     # Quota counts it as requests.<name>, which therefore has to be a name too, and may not be one already.
     is_native = "/" not in text or "kubernetes.io/" in text
@@ -166,13 +172,14 @@ INTERVAL: Final = Kind(DURATION.allowed + "; not 0", read_interval)
 HOST: Final = Kind("an address or a name of this machine", read_host)
 URL: Final = Kind("a URL with http or https, without user, query or fragment", read_url)
 ANNOTATION_KEY: Final = Kind("an annotation key", read_annotation_key)
+NAMESPACE: Final = Kind("the name of a namespace", read_namespace)
 RESOURCE: Final = Kind("an extended resource, such as `nvidia.com/gpu`", read_resource)
 TRUTH: Final = Kind("true, false", read_truth)
 HASHES: Final = Kind("a JSON object, node name to hash", read_hashes, dict)
 LOG_LEVEL: Final = one_of(*LOG_LEVELS)
 INJECTION: Final = one_of("nvidia", "cuda")
 REQUIRE_EVIDENCE: Final = one_of("asked", "all")
-LEDGER: Final = one_of("memory", refused={"cluster": "this version keeps reservations in memory only"})
+LEDGER: Final = one_of("memory", "cluster")
 EVIDENCE: Final = several_of(
     "static",
     refused={

@@ -31,6 +31,7 @@ from webhook.setting_kinds import (
     INTERVAL,
     LEDGER,
     LOG_LEVEL,
+    NAMESPACE,
     PORT,
     REQUIRE_EVIDENCE,
     RESOURCE,
@@ -109,7 +110,13 @@ class Settings:
         default=None,
         metadata=declared(FILE, "nodes and devices (YAML, JSON); not set and no cluster: examples/inventory.yaml"),
     )
-    ledger: str = field(default="memory", metadata=declared(LEDGER, "where reservations live"))
+    ledger: str = field(
+        default="memory", metadata=declared(LEDGER, "where reservations live; not set, in the cluster if one is named")
+    )
+    lease_namespace: str = field(
+        default="default",
+        metadata=declared(NAMESPACE, "where the Lease is that elects one of several reconcilers"),
+    )
     pending_deadline: timedelta = field(
         default=timedelta(seconds=90),
         metadata=declared(INTERVAL, "how long a reservation waits for its pod to exist"),
@@ -162,6 +169,12 @@ class Settings:
     def is_embedded(self) -> bool:
         """Whether there is no cluster to talk to."""
         return self.kubeconfig is None and self.kubernetes_url is None
+
+    @property
+    def keeps_in_cluster(self) -> bool:
+        """Whether reservations live in the cluster: if so said, or if there is one and nothing is said."""
+        is_said = self.sources.get("ledger", "default") != "default"
+        return self.ledger == "cluster" or not (self.is_embedded or is_said)
 
     @property
     def inventory_file(self) -> Path | None:
@@ -362,6 +375,8 @@ class Reader:
         rivals = [n for n in ("kubernetes_url", "access_token", "ca_certificate") if n in self.given]
         if "kubeconfig" in self.given and rivals:
             self.mistakes.append(f"{self._where(['kubeconfig', *rivals])}: a cluster is named twice; choose one way")
+        if values.get("ledger") == "cluster" and "kubeconfig" not in self.given and not rivals:
+            self.mistakes.append(f"{self._where(['ledger'])}: a ledger in a cluster needs one; name it by --kubeconfig")
         ports: dict[object, list[str]] = {}
         for one in SETTINGS:
             is_bad = one.name in self.given and one.name not in values

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Protocol
 
 from attrs import frozen
 
@@ -12,17 +13,29 @@ from webhook.core.device_state import DeviceState, device_state
 from webhook.core.dress import DressRules, Injection
 from webhook.core.errors import GpuwardenError
 from webhook.core.fleet import Fleet
-from webhook.evidence import EvidenceProvider
-from webhook.evidence.static import NOTE, StaticEvidence
+from webhook.core.keys import REQUIRED_HASH
+from webhook.evidence.static import NOTE as STATIC_NOTE
+from webhook.evidence.static import StaticEvidence
 from webhook.feed import Feed
 from webhook.holding import Holder
 from webhook.inventory.file import InventoryFile
+from webhook.ledger import Ledger
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
-from webhook.pods import ReviewedPods
+from webhook.pods import PodSource, ReviewedPods
 from webhook.settings import Settings
 from webhook.telemetry import FleetCounts, Metrics
 from webhook.web.admission import Rules
+
+
+class Feeding(Protocol):
+    """Keeps the fleet up to date."""
+
+    async def load(self) -> None:
+        """The first readings; what cannot be read stops the start."""
+
+    async def run(self, interval: float) -> None:
+        """For ever."""
 
 
 @frozen
@@ -30,10 +43,10 @@ class Parts:
     """What one process works with."""
 
     fleet: Fleet
-    ledger: MemoryLedger
+    ledger: Ledger
     holder: Holder
-    feed: Feed
-    pods: ReviewedPods
+    feed: Feeding
+    pods: PodSource
     rules: Rules
     clock: Clock
     metrics: Metrics
@@ -42,24 +55,41 @@ class Parts:
 
 def embedded(settings: Settings, clock: Clock) -> Parts:
     """Everything in this process: no cluster is asked."""
-    fleet = Fleet()
-    metrics = Metrics()
-    ledger = MemoryLedger(fleet, clock, Times(settings.pending_deadline, settings.clock_skew))
-    providers: list[EvidenceProvider] = [StaticEvidence(settings.node_hash_map)]
+    fleet, metrics = Fleet(), Metrics()
+    ledger = MemoryLedger(fleet, clock, times_of(settings))
+    evidence = StaticEvidence(settings.node_hash_map)
+    feed = Feed(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
+    return assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods())
+
+
+def assembled(
+    settings: Settings,
+    clock: Clock,
+    fleet: Fleet,
+    metrics: Metrics,
+    ledger: Ledger,
+    feed: Feeding,
+    pods: PodSource,
+) -> Parts:
+    """What follows from the parts that differ."""
     policy = EvidencePolicy(is_always_required=settings.require_evidence == "all")
     parts = Parts(
         fleet=fleet,
         ledger=ledger,
         holder=Holder(fleet, ledger, policy, clock, metrics),
-        feed=Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics),
-        pods=ReviewedPods(),
+        feed=feed,
+        pods=pods,
         rules=rules_of(settings),
         clock=clock,
         metrics=metrics,
-        notes=(*settings.notes, *(NOTE for one in providers if one.is_for_development)),
+        notes=(*settings.notes, STATIC_NOTE),
     )
     metrics.watch_fleet(lambda: counts(parts))
     return parts
+
+
+def times_of(settings: Settings) -> Times:
+    return Times(settings.pending_deadline, settings.clock_skew)
 
 
 def inventory_path(settings: Settings) -> Path:
@@ -68,9 +98,14 @@ def inventory_path(settings: Settings) -> Path:
     return settings.inventory_file
 
 
+def hash_aliases(settings: Settings) -> tuple[str, ...]:
+    """The alias that is set, and the one that always was: a hash that nobody reads would be asked for in vain."""
+    return tuple(dict.fromkeys((settings.required_hash_alias, *REQUIRED_HASH.aliases)))
+
+
 def rules_of(settings: Settings) -> Rules:
     return Rules(
-        claims=ClaimRules(settings.gpu_resource, (settings.required_hash_alias,)),
+        claims=ClaimRules(settings.gpu_resource, hash_aliases(settings)),
         dress=DressRules(Injection(settings.injection), settings.gpu_resource, settings.write_aliases),
     )
 

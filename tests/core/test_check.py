@@ -587,12 +587,11 @@ ILLEGAL: dict[str, tuple[Change, str]] = {
     ),
     "a-containers-variable": (
         lambda raw: main(raw)["env"].__setitem__(1, ALL),
-        "spec.containers[0].env, spec.containers[0].env[NVIDIA_VISIBLE_DEVICES]: "
-        "GPU variables cannot change after creation",
+        "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES]: GPU variables cannot change after creation",
     ),
     "a-containers-variable-taken-away": (
         lambda raw: main(raw)["env"].pop(),
-        "spec.containers[0].env: GPU variables cannot change after creation",
+        "spec.containers[0].env[CUDA_VISIBLE_DEVICES]: GPU variables cannot change after creation",
     ),
     "a-resource-claim": (
         lambda raw: raw["spec"].update(resourceClaims=[{"name": "x"}]),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import NOW, Raw
+from tests.builders import NOW, Raw, evidence
 from tests.ledger.fake_store import gpu_node
 from webhook.core.device import Device, DeviceUuid, Node, Taint
 from webhook.core.fleet import Fleet
@@ -17,7 +17,7 @@ class Scene:
     def __init__(self) -> None:
         self.fleet = Fleet()
         self.told: list[str] = []
-        inventory = ClusterInventory(self.fleet, lambda: NOW)
+        inventory = ClusterInventory(self.fleet, lambda: NOW, {"node-a": evidence("node-a")}.get)
         self.nodes = NodesListener(inventory)
         self.gpu_nodes = GpuNodesListener(
             inventory,
@@ -118,9 +118,15 @@ def test_what_is_held_is_learnt_before_devices_are_offered(scene: Scene) -> None
     scene.nodes.changed(raw_node())
     offered: list[bool] = []
     listener = GpuNodesListener(
-        ClusterInventory(scene.fleet, lambda: NOW),
+        ClusterInventory(scene.fleet, lambda: NOW, lambda name: None),
         learn=lambda raw: offered.append(bool(scene.fleet.device_count)),
         forget=lambda name: None,
     )
     listener.changed(raw_gpu_node("node-a", "GPU-1"))
     assert offered == [False]
+
+
+def test_a_node_comes_with_its_evidence(scene: Scene) -> None:
+    for name in ("node-a", "node-b"):
+        scene.nodes.changed(raw_node(name))
+    assert {name: berth.state for name, berth in scene.fleet.berths.items()} == {"node-a": "fresh", "node-b": "absent"}

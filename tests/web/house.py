@@ -12,6 +12,7 @@ import jsonpatch
 
 from tests import builders
 from tests.builders import NOW, Raw
+from webhook.feed import Feed
 from webhook.pods import PodFacts
 from webhook.settings import Settings
 from webhook.web.admission import Admission
@@ -63,6 +64,12 @@ class House:
         plain = plain_app(finalize, devices, self.health, parts.metrics)
         self.tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=tls), base_url="https://house")
         self.plain = httpx.AsyncClient(transport=httpx.ASGITransport(app=plain), base_url="http://house")
+
+    @property
+    def feed(self) -> Feed:
+        """The embedded feed, which can be told to look now."""
+        assert isinstance(self.parts.feed, Feed)
+        return self.parts.feed
 
     async def start(self) -> "House":
         await self.parts.feed.load()

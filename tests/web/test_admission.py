@@ -253,6 +253,26 @@ async def test_the_node_is_anded_into_every_term_of_an_affinity(house: House) ->
     assert pinned_nodes(dressed) == ["node-a", "node-a"]
 
 
+@pytest.mark.parametrize(("terms", "expressions"), [(33, 1), (1, 129)], ids=["terms", "expressions"])
+async def test_an_affinity_beyond_all_reason_is_refused_before_any_node_is_asked(
+    house: House, terms: int, expressions: int
+) -> None:
+    one = builders.term(*(builders.expression("zone", "NotIn", str(n)) for n in range(expressions)))
+    raw = gpu_pod(affinity=builders.required_affinity(*[one] * terms))
+    assert refusal(await house.mutate(raw)) == (403, "InvalidPod")
+
+
+async def test_a_vendors_cdi_annotation_is_a_way_to_a_gpu_too(house: House) -> None:
+    raw = raw_pod(annotations={"nvidia.cdi.k8s.io/x": "nvidia.com/gpu=all"})
+    assert refusal(await house.validate(builders.validating_create(raw))) == (403, "GpuWithoutClaim")
+
+
+async def test_with_another_alias_set_the_old_one_is_still_heard(build: Build) -> None:
+    house = await build(required_hash_alias="acme.io/hash")
+    for key in ("acme.io/hash", "attestation-hash.my-company.com/required-hash", "gpuwarden.io/required-hash"):
+        assert pinned_nodes(await house.dress(raw_pod(annotations={key: HASH}), key)) == ["node-a"]
+
+
 async def test_a_hash_alone_holds_the_pod_to_proven_nodes_and_reserves_nothing(house: House) -> None:
     raw = raw_pod(annotations=hashed(HASH, OTHER_HASH))
     dressed = await house.dress(raw)

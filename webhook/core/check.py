@@ -46,7 +46,7 @@ def env_markers(pod: Pod) -> Iterator[str]:
 def other_ways(pod: Pod, rules: DressRules) -> Iterator[str]:
     """Ways that lead past the ledger, whether or not the pod has a claim."""
     for key in pod.annotations:
-        if key.startswith(f"{keys.CDI_DOMAIN}/"):
+        if keys.is_cdi(key):
             yield f"metadata.annotations[{key}]"
     for path, container in pod.containers():
         for name in container.resource_names():
@@ -203,13 +203,13 @@ def protected(pod: Pod) -> dict[str, str | None]:
 def changed_env(new: Pod, old: Pod, reserved: Collection[str]) -> Iterator[str]:
     known = {(group_of(path), one.name): gpu_env(one) for path, one in old.containers()}
     for path, container in new.containers():
-        was = known.get((group_of(path), container.name))
-        for one in container.env or ():
-            is_new = was is None or one not in was
-            if one.name in keys.GPU_ENV and is_new and not (was is None and is_own(one, reserved)):
-                yield f"{path}.env[{one.name}]"
-        if was is not None and [e for e in was if e not in (container.env or ())]:
-            yield f"{path}.env"
+        was, now = known.get((group_of(path), container.name)), gpu_env(container)
+        if was is None:
+            yield from (f"{path}.env[{one.name}]" for one in now if not is_own(one, reserved))
+        elif was != now:
+            for name in keys.GPU_ENV:
+                if [one for one in was if one.name == name] != [one for one in now if one.name == name]:
+                    yield f"{path}.env[{name}]"
 
 
 def is_own(one: EnvVar, reserved: Collection[str]) -> bool:

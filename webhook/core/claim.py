@@ -18,6 +18,9 @@ MAX_GPUS = 1024
 # A pod with more is not one that a kubelet can run, and its record would not fit an annotation.
 MAX_CONTAINERS = 512
 MAX_HASHES = 64
+# More than people and tools write; each is asked of nodes while other reviews wait.
+MAX_TERMS = 32
+MAX_EXPRESSIONS = 128
 MAX_HASH = 256
 
 
@@ -156,7 +159,8 @@ class Reader:
         shared = self._shared()
         if not names_something:
             return None
-        self._check_size(asked)
+        nodes = NodesAsked.of(self.pod)
+        self._check_size(asked, nodes)
         record = ClaimRecord(
             gpus=gpus,
             hashes=hashes,
@@ -168,7 +172,7 @@ class Reader:
             containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
         )
         self._warn_of_unknown_keys()
-        return Claim(record, NodesAsked.of(self.pod), tuple(self.warnings))
+        return Claim(record, nodes, tuple(self.warnings))
 
     def _annotation(self, key: Key) -> str | None:
         """The value under the canonical name or an alias; two that differ are a mistake."""
@@ -274,7 +278,12 @@ class Reader:
             return entries[ordinal]
         return None
 
-    def _check_size(self, asked: Mapping[str, int]) -> None:
+    def _check_size(self, asked: Mapping[str, int], nodes: NodesAsked) -> None:
+        if len(nodes.terms or ()) > MAX_TERMS or nodes.expressions > MAX_EXPRESSIONS:
+            self.mistakes.append(
+                f"the node affinity has {len(nodes.terms or ())} terms with {nodes.expressions} expressions; "
+                f"a claim may have {MAX_TERMS} with {MAX_EXPRESSIONS}"
+            )
         containers = sum(1 for _ in self.pod.containers())
         if containers > MAX_CONTAINERS:
             self.mistakes.append(f"{containers} containers are more than the {MAX_CONTAINERS} a claim may have")

@@ -52,6 +52,9 @@ EVIDENCE_OBJECTIONS = {
 
 ROOM_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
 
+# Nodes times expressions that one decision may ask, where the index cannot answer; it takes some 20 ms.
+MAX_ASKED = 20_000
+
 # The last hurdle that any node reached is the one to tell of.
 REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
     (Reason.NO_FREE_DEVICE, frozenset({Objection.FEWER_FREE})),
@@ -124,6 +127,10 @@ class Question:
         found = self._ranked() if names is None else self._among(names)
         return found if self.claim.count else islice(found, self._most_proven())
 
+    def _patience(self) -> int:
+        """How many nodes may be asked one by one, where classes cannot tell."""
+        return MAX_ASKED // max(1, self.claim.nodes.expressions) if self.needs_each_node else len(self.fleet.berths)
+
     def _among(self, names: Iterable[str]) -> Iterator[Placement]:
         fits = (self.fit(self.fleet.berths[name]) for name in names if name in self.fleet.berths)
         return (Placement(fit.name, fit.slots) for fit in fits if fit.fits)
@@ -141,10 +148,14 @@ class Question:
             for node_class, row in self.fleet.rows(group).items():
                 if self.class_objection(node_class) is None:
                     fitting += [(room[shape], names) for shape, names in row.shapes.items() if room[shape] >= 0]
+        patience = self._patience()
         while fitting:
             tightest = min(fitting, key=tightness)
             fitting.remove(tightest)
-            for name in tuple(tightest[1]) if self.needs_each_node else tightest[1]:
+            for name in tightest[1]:
+                patience -= 1
+                if patience < 0:
+                    return
                 berth = self.fleet.berths[name]
                 if self.is_selected(berth):
                     yield Placement(name, self.slots(berth))
@@ -294,9 +305,12 @@ class Question:
         if names is not None:
             berths = [self.fleet.berths[name] for name in names if name in self.fleet.berths]
             return self._count_one_by_one(berths, others=len(self.fleet.berths) - len(berths))
-        if self.needs_each_node:
+        if self.needs_each_node and len(self.fleet.berths) <= self._patience():
             return self._count_one_by_one(self.fleet.berths.values(), others=0)
-        return self._count_by_rows()
+        counts = self._count_by_rows()
+        # Where there are too many to be asked one by one, those against whom nothing else speaks were not selected.
+        counts[Objection.NOT_SELECTED] += len(self.fleet.berths) - sum(counts.values())
+        return counts
 
     def _count_one_by_one(self, berths: Iterable[Berth], others: int) -> Counter[Objection]:
         counts = Counter({Objection.NOT_SELECTED: others})

@@ -51,6 +51,12 @@ POD_INDEX_LABEL: Final = "apps.kubernetes.io/pod-index"
 LOGICAL_NODE_LABEL: Final = "gpu-node-name"
 
 
+def is_cdi(key: str) -> bool:
+    """An instruction to a container runtime about devices, under CDI's own domain or a vendor's."""
+    domain, slash, _ = key.partition("/")
+    return bool(slash) and (domain == CDI_DOMAIN or domain.endswith(f".{CDI_DOMAIN}"))
+
+
 def is_protected_annotation(key: str) -> bool:
     """Ours to write, or an instruction to a container runtime about GPUs."""
-    return key in OUTPUT_NAMES or key.startswith(f"{CDI_DOMAIN}/")
+    return key in OUTPUT_NAMES or is_cdi(key)

@@ -107,6 +107,11 @@ class NodesAsked:
             tolerations=tuple(spec.tolerations or ()),
         )
 
+    @property
+    def expressions(self) -> int:
+        """What one node is asked at the most."""
+        return len(self.selector) + sum(len(term.labels) + len(term.fields) for term in self.terms or ())
+
     def matches(self, name: str, labels: Labels) -> bool:
         if self.node_name is not None and self.node_name != name:
             return False

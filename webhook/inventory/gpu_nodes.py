@@ -9,6 +9,7 @@ from attrs import evolve
 
 from webhook.clock import Clock
 from webhook.core.device import Device, Node, Taint
+from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Wire
 from webhook.gpu_node import GpuNode, UnreadableGpuNodeError
@@ -68,9 +69,10 @@ class ClusterInventory:
     A node whose object cannot be read stays as it was known, and the others are served on.
     """
 
-    def __init__(self, fleet: Fleet, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, clock: Clock, proven: Callable[[str], Evidence | None]) -> None:
         self._fleet = fleet
         self._clock = clock
+        self._proven = proven
         self._nodes: dict[str, Node] = {}
         self._devices: dict[str, tuple[Device, ...]] = {}
 
@@ -100,7 +102,9 @@ class ClusterInventory:
         if node is None:
             self._fleet.remove(name)
         else:
-            self._fleet.put(evolve(node, devices=self._devices.get(name, ())), self._clock())
+            now = self._clock()
+            self._fleet.put(evolve(node, devices=self._devices.get(name, ())), now)
+            self._fleet.prove(name, self._proven(name), now)
 
     @property
     def node_names(self) -> set[str]:

@@ -210,9 +210,10 @@ class ClusterLedger:
             try:
                 await self._serve(desk, turns)
             except StoreAwayError as exc:
+                log.warning("store away", node=desk.name, exc_info=exc)
+            finally:  # whatever went wrong, nobody is left waiting
                 for turn in turns:
                     turn.fail(LedgerUnavailableError("the store cannot be reached"))
-                log.warning("store away", node=desk.name, exc_info=exc)
 
     async def _serve(self, desk: Desk, turns: list[Turn]) -> None:
         """All turns to their end: made, failed, or out of time."""

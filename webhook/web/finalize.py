@@ -104,7 +104,10 @@ class Finalize:
         if against is not None:
             raise RefusedFinalizeError(422, against)
         try:
-            await self._ledger.finalize(held.id, told.pod)
+            if self._pods.believes_reviews:
+                await self._ledger.finalize(held.id, told.pod)
+            else:
+                await self._ledger.confirm(held.id, told.pod)
         except UnknownReservationError as exc:
             raise RefusedFinalizeError(404, f"reservation {held.id} is gone") from exc
         except ReservationConflictError as exc:

@@ -1,0 +1,451 @@
+"""What the API server refuses by itself. No server of ours runs here."""
+
+import base64
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.conftest import new_namespace
+from tests.e2e.kube import (
+    CLUSTER_ROLE_BINDINGS,
+    CLUSTER_ROLES,
+    MUTATING,
+    NAMESPACES,
+    PODS,
+    ROLE_BINDINGS,
+    ROLES,
+    VALIDATING,
+    ApiError,
+    Changes,
+    Kube,
+    Raw,
+    Resource,
+    gone,
+    pod,
+    pod_in_phase,
+    wait_until,
+)
+from webhook.crds import manifests as crds
+from webhook.policies import Installation, Manifest, policies, webhooks
+
+REGISTRATION = "apis/admissionregistration.k8s.io/v1"
+CRDS = Resource("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", is_namespaced=False)
+GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)
+PLURALS = {
+    "ValidatingAdmissionPolicy": "validatingadmissionpolicies",
+    "ValidatingAdmissionPolicyBinding": "validatingadmissionpolicybindings",
+    "MutatingAdmissionPolicy": "mutatingadmissionpolicies",
+    "MutatingAdmissionPolicyBinding": "mutatingadmissionpolicybindings",
+}
+CANONICAL, ALIAS = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
+
+OUTPUTS = (
+    "gpuwarden.io/claim",
+    "gpuwarden.io/gpu-uuid",
+    "gpuwarden.io/reservation-id",
+    "gpuwarden.io/node",
+    "fudo.org/gpu.uuid",
+    "fudo.org/gpu.reservation-id",
+    "fudo.org/gpu.node",
+)
+STRIPPED = OUTPUTS[1:]
+GATE = "gpuwarden.io/evidence"
+
+# All that the tests do, and much that an administrator of a part of the cluster may do; `manage` is not in it.
+MUCH = [
+    {"apiGroups": [""], "resources": ["pods", "pods/status", "pods/finalizers"], "verbs": ["*"]},
+    {"apiGroups": ["gpuwarden.io"], "resources": ["gpunodes", "gpunodes/status"], "verbs": ["*"]},
+    {"apiGroups": ["admissionregistration.k8s.io", "apiextensions.k8s.io"], "resources": ["*"], "verbs": ["*"]},
+]
+MANAGE = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["manage"]}
+
+# The fixtures of this module live as long as it does, and so does the loop that their connections belong to.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def resource_of(manifest: Manifest) -> Resource:
+    return Resource(REGISTRATION, PLURALS[manifest["kind"]], is_namespaced=False)
+
+
+@frozen
+class People:
+    """Who tries what."""
+
+    admin: Kube
+    user: Kube  # may write pods, GPUNodes and webhook configurations, and holds no `manage`
+    warden: Kube  # a service account with `manage` as well
+    boss: Kube  # bound to cluster-admin
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def people(cluster: Cluster) -> AsyncIterator[People]:
+    """Everybody is there, and every policy acts."""
+    async with AsyncExitStack() as stack:
+        admin = await stack.enter_async_context(Kube(cluster.kubeconfig))
+        await grant(admin, stack, "much", MUCH, {"kind": "User", "name": "pat"})
+        account = {"kind": "ServiceAccount", "namespace": "default", "name": "warden"}
+        await grant(admin, stack, "warden", [*MUCH, MANAGE], account)
+        await bind(admin, stack, "boss", "cluster-admin", {"kind": "User", "name": "boss"})
+        user = await stack.enter_async_context(Kube(cluster.as_user("pat")))
+        warden = await stack.enter_async_context(Kube(cluster.service_account_kubeconfig("default", "warden")))
+        boss = await stack.enter_async_context(Kube(cluster.as_user("boss")))
+        found = People(admin, user, warden, boss)
+        await install(found, stack)
+        yield found
+
+
+async def grant(admin: Kube, stack: AsyncExitStack, name: str, rules: list[Raw], subject: Raw) -> None:
+    await admin.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": rules})
+    stack.push_async_callback(admin.delete, CLUSTER_ROLES, name)
+    await bind(admin, stack, name, name, subject)
+
+
+async def bind(admin: Kube, stack: AsyncExitStack, name: str, role: str, subject: Raw) -> None:
+    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role}
+    content = {"metadata": {"name": name}, "roleRef": ref, "subjects": [subject]}
+    await admin.create(CLUSTER_ROLE_BINDINGS, content)
+    stack.push_async_callback(admin.delete, CLUSTER_ROLE_BINDINGS, name)
+
+
+async def install(people: People, stack: AsyncExitStack) -> None:
+    admin = people.admin
+    for manifest in crds():
+        if await admin.find(CRDS, manifest["metadata"]["name"]) is None:
+            await admin.create(CRDS, manifest)
+    await wait_until(lambda: served(admin))
+    for manifest in policies(Installation()):
+        await admin.create(resource_of(manifest), manifest)
+        stack.push_async_callback(admin.delete, resource_of(manifest), manifest["metadata"]["name"])
+    # Webhooks that call nobody: they are for pods of a namespace that does not exist.
+    for manifest in webhooks(Installation(opt_in="example.test/nowhere")):
+        of = MUTATING if manifest["kind"].startswith("Mutating") else VALIDATING
+        await admin.create(of, {**manifest, "webhooks": manifest["webhooks"][:1]})
+        stack.push_async_callback(admin.delete, of, "gpuwarden")
+    await admin.create(GPU_NODES, {**GPU_NODE, "metadata": {"name": "node-p"}})
+    stack.push_async_callback(admin.delete, GPU_NODES, "node-p")
+    async with new_namespace(admin, CANONICAL) as name:
+        await wait_until(lambda: all_act(people, name))
+
+
+GPU_NODE: Raw = {
+    "apiVersion": "gpuwarden.io/v1alpha1",
+    "kind": "GPUNode",
+    "spec": {"devices": [{"uuid": "GPU-p0"}]},
+}
+FORGED_STATUS: Raw = {"status": {"free": 1000}}
+
+
+async def served(admin: Kube) -> bool:
+    try:
+        await admin.list(GPU_NODES)
+    except ApiError:
+        return False
+    return True
+
+
+async def all_act(people: People, namespace: str) -> bool:
+    """A policy acts about a second after it is written, each by itself."""
+    probe = pod("probe", annotations=dict.fromkeys(STRIPPED, "forged"))
+    made = await people.user.create(PODS, probe, namespace, dryRun="All")
+    if made["metadata"].get("annotations"):
+        return False
+    if await people.user.find(PODS, "probe", namespace) is None:
+        await people.user.create(PODS, pod("probe"), namespace)
+    return all(
+        [
+            await is_refused(people.user, PODS.path(namespace, "probe"), forged("gpuwarden.io/node")),
+            await is_refused(people.user, GPU_NODES.path(None, "node-p", "status"), FORGED_STATUS),
+            await is_refused(people.user, MUTATING.path(None, "gpuwarden"), failing_open(0)),
+        ]
+    )
+
+
+async def is_refused(kube: Kube, path: str, change: Raw | Changes) -> bool:
+    try:
+        await kube.call("PATCH", path, change, {"dryRun": "All"})
+    except ApiError as exc:
+        return exc.status == 403
+    return False
+
+
+def forged(key: str, value: str | None = "forged") -> Raw:
+    return {"metadata": {"annotations": {key: value}}}
+
+
+def failing_open(hook: int) -> Changes:
+    return [{"op": "replace", "path": f"/webhooks/{hook}/failurePolicy", "value": "Ignore"}]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def enabled(people: People) -> AsyncIterator[str]:
+    async with new_namespace(people.admin, CANONICAL) as name:
+        yield name
+
+
+async def promised(people: People, namespace: str, **spec: Any) -> Raw:
+    """A pod as we would have dressed it. Who has the permission writes after its creation what may not be forged."""
+    made = await people.admin.create(PODS, pod("a", **spec), namespace)
+    notes = {key: f"value of {key}" for key in OUTPUTS}
+    await people.warden.patch(PODS, "a", {"metadata": {"annotations": notes}}, namespace)
+    return made
+
+
+async def refused(what: Awaitable[Raw], *words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        await what
+    assert (caught.value.status, caught.value.reason) == (403, "Forbidden")
+    for word in words:
+        assert word in caught.value.message
+
+
+async def annotations(people: People, namespace: str, name: str = "a") -> Mapping[str, str]:
+    found: dict[str, str] = (await people.admin.get(PODS, name, namespace))["metadata"].get("annotations", {})
+    return found
+
+
+# Every object is as the API server wants it.
+
+
+async def test_the_api_server_has_no_complaint(people: People) -> None:
+    """Types are checked in the background; what does not fit is said in the status."""
+    names = {"gpuwarden-pods", "gpuwarden-gpunodes", "gpuwarden-installation"}
+
+    async def statuses() -> dict[str, Raw]:
+        found = await people.admin.list(Resource(REGISTRATION, "validatingadmissionpolicies", is_namespaced=False))
+        return {one["metadata"]["name"]: one.get("status", {}) for one in found if one["metadata"]["name"] in names}
+
+    found = await wait_until(statuses, lambda seen: all("observedGeneration" in one for one in seen.values()))
+    assert found.keys() == names
+    assert [one.get("typeChecking", {}) for one in found.values()] == [{}, {}, {}]
+
+
+async def test_every_webhook_is_accepted(people: People) -> None:
+    whole = Installation(opt_in="example.test/nowhere", reviews_deletes=True, reviews_bindings=True)
+    for manifest in webhooks(whole):
+        of = MUTATING if manifest["kind"].startswith("Mutating") else VALIDATING
+        await people.admin.create(of, {**manifest, "metadata": {"name": "all-of-it"}}, dryRun="All")
+
+
+# Annotations and gates of a pod that exists.
+
+
+@pytest.mark.parametrize("subresource", ["", "status"], ids=["pod", "status"])
+@pytest.mark.parametrize("key", OUTPUTS)
+@pytest.mark.parametrize("value", ["another", None], ids=["changed", "removed"])
+async def test_a_user_cannot_change_what_was_promised(
+    people: People, enabled: str, key: str, value: str | None, subresource: str
+) -> None:
+    await promised(people, enabled)
+    before = await annotations(people, enabled)
+    change = forged(key, value)
+    await refused(people.user.patch(PODS, "a", change, enabled, subresource), f"[{key}] is changed by gpuwarden", "pat")
+    assert await annotations(people, enabled) == before
+
+
+@pytest.mark.parametrize("subresource", ["", "status"], ids=["pod", "status"])
+@pytest.mark.parametrize("labels", [CANONICAL, ALIAS], ids=["canonical label", "older label"])
+async def test_a_user_cannot_make_a_promise_up(people: People, labels: dict[str, str], subresource: str) -> None:
+    async with new_namespace(people.admin, labels) as namespace:
+        await people.user.create(PODS, pod("a"), namespace)
+        for key in OUTPUTS:
+            await refused(people.user.patch(PODS, "a", forged(key), namespace, subresource), key)
+        assert await annotations(people, namespace) == {}
+
+
+@pytest.mark.parametrize("subresource", ["ephemeralcontainers", "resize"])
+async def test_the_narrower_doors_need_no_guard(people: People, enabled: str, subresource: str) -> None:
+    """The API server itself lets nothing of the metadata through them, whoever asks."""
+    # On a node, a resize would also need a kubelet that can.
+    await promised(people, enabled, schedulerName="nobody")
+    before = await annotations(people, enabled)
+    await people.admin.patch(PODS, "a", forged("gpuwarden.io/node"), enabled, subresource)
+    assert await annotations(people, enabled) == before
+
+
+async def test_who_has_the_permission_may(people: People, enabled: str) -> None:
+    await promised(people, enabled, schedulingGates=[{"name": GATE}])
+    for subresource in ("", "status"):
+        await people.warden.patch(PODS, "a", forged("gpuwarden.io/node", f"by{subresource}"), enabled, subresource)
+        assert (await annotations(people, enabled))["gpuwarden.io/node"] == f"by{subresource}"
+    await people.warden.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/0"}], enabled)
+    await pod_in_phase(people.admin, enabled, "a", "Running")
+
+
+async def test_the_permission_may_be_for_one_namespace(people: People, enabled: str) -> None:
+    await people.admin.create(ROLES, {"metadata": {"name": "manage"}, "rules": [MANAGE]}, enabled)
+    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "manage"}
+    given = {"metadata": {"name": "manage"}, "roleRef": ref, "subjects": [{"kind": "User", "name": "pat"}]}
+    await people.admin.create(ROLE_BINDINGS, given, enabled)
+    await people.user.create(PODS, pod("a"), enabled)
+    await wait_until(lambda: is_allowed(people.user, PODS.path(enabled, "a"), forged("gpuwarden.io/node")))
+    async with new_namespace(people.admin, CANONICAL) as other:
+        await people.user.create(PODS, pod("a"), other)
+        await refused(people.user.patch(PODS, "a", forged("gpuwarden.io/node"), other))
+    # What is not in a namespace needs the permission everywhere.
+    await refused(people.user.patch(GPU_NODES, "node-p", FORGED_STATUS, subresource="status"))
+
+
+async def is_allowed(kube: Kube, path: str, change: Raw) -> bool:
+    return not await is_refused(kube, path, change)
+
+
+async def test_a_user_cannot_open_the_gate(people: People, enabled: str) -> None:
+    gates = [{"name": "example.test/mine"}, {"name": GATE}]
+    await people.user.create(PODS, pod("a", schedulingGates=gates), enabled)
+    await refused(
+        people.user.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/1"}], enabled),
+        f"The scheduling gate {GATE} is opened by gpuwarden",
+        "not by pat.",
+    )
+    await people.user.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/0"}], enabled)
+    assert (await people.admin.get(PODS, "a", enabled))["spec"]["schedulingGates"] == [{"name": GATE}]
+    await people.user.delete(PODS, "a", enabled)
+    await gone(people.admin, PODS, "a", enabled)
+
+
+async def test_taking_the_label_off_the_namespace_unlocks_nothing(people: People, enabled: str) -> None:
+    await promised(people, enabled)
+    await people.admin.patch(NAMESPACES, enabled, {"metadata": {"labels": {"gpuwarden.io/enabled": None}}})
+    for key in OUTPUTS:
+        # The API server learns of the label a moment later; it makes no difference.
+        await refused(people.user.patch(PODS, "a", forged(key), enabled), key)
+
+
+async def test_everything_else_of_a_promised_pod_is_its_owners(people: People, enabled: str) -> None:
+    await promised(people, enabled)
+    await pod_in_phase(people.admin, enabled, "a", "Running")
+    free: Raw = {
+        "metadata": {
+            "annotations": {"example.test/note": "x", "gpuwarden.io/required-hash": "sha256:any"},
+            "labels": {"a": "b"},
+            "finalizers": ["example.test/hold"],
+        }
+    }
+    await people.user.patch(PODS, "a", free, enabled)
+    ready = {"status": {"conditions": [{"type": "Mine", "status": "True"}]}}
+    await people.user.patch(PODS, "a", ready, enabled, "status")
+    await people.user.delete(PODS, "a", enabled, grace=0)
+    await people.user.patch(PODS, "a", {"metadata": {"finalizers": None}}, enabled)
+    await gone(people.admin, PODS, "a", enabled)
+
+
+async def test_where_nobody_asked_the_older_names_are_anothers(people: People) -> None:
+    async with new_namespace(people.admin) as namespace:
+        old = dict.fromkeys(STRIPPED, "as given")
+        await people.user.create(PODS, pod("a", annotations=old), namespace)
+        assert await annotations(people, namespace) == old
+        await people.user.patch(PODS, "a", forged("fudo.org/gpu.uuid", "another"), namespace)
+        await refused(people.user.patch(PODS, "a", forged("gpuwarden.io/gpu-uuid"), namespace))
+        await people.user.delete(PODS, "a", namespace)
+        await gone(people.admin, PODS, "a", namespace)
+
+
+# At creation.
+
+
+@pytest.mark.parametrize("labels", [CANONICAL, ALIAS, CANONICAL | ALIAS], ids=["canonical", "older", "both"])
+async def test_a_forgery_at_creation_vanishes(people: People, labels: dict[str, str]) -> None:
+    notes = {**dict.fromkeys(STRIPPED, "forged"), "gpuwarden.io/required-hash": "sha256:a", "example.test/a.b": "x"}
+    async with new_namespace(people.admin, labels) as namespace:
+        await people.user.create(PODS, pod("a", annotations=notes), namespace)
+        kept = {"gpuwarden.io/required-hash": "sha256:a", "example.test/a.b": "x"}
+        assert await annotations(people, namespace) == kept
+        await people.user.create(PODS, pod("b"), namespace)
+        assert await annotations(people, namespace, "b") == {}
+
+
+async def test_a_copied_manifest_keeps_its_request(people: People, enabled: str) -> None:
+    notes = {"gpuwarden.io/claim": '{"gpus":1}', "gpuwarden.io/gpu-uuid": "GPU-0"}
+    await people.user.create(PODS, pod("a", annotations=notes), enabled)
+    assert await annotations(people, enabled) == {"gpuwarden.io/claim": '{"gpus":1}'}
+
+
+# Reservations, and the installation.
+
+
+async def test_reservations_are_written_by_gpuwarden(people: People) -> None:
+    await refused(
+        people.user.patch(GPU_NODES, "node-p", FORGED_STATUS, subresource="status"),
+        "The reservations on node-p are written by gpuwarden only, not by pat.",
+    )
+    await people.warden.patch(GPU_NODES, "node-p", {"status": {"free": 1}}, subresource="status")
+    # What a node has is not a reservation.
+    await people.user.patch(GPU_NODES, "node-p", {"metadata": {"labels": {"a": "b"}}})
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (MUTATING, "gpuwarden"),
+        (VALIDATING, "gpuwarden"),
+        (CRDS, "gpunodes.gpuwarden.io"),
+        (CRDS, "nodeevidences.gpuwarden.io"),
+    ],
+    ids=["mutating", "validating", "gpunodes", "nodeevidences"],
+)
+async def test_the_installation_cannot_be_taken_away(people: People, of: Resource, name: str) -> None:
+    said = f"{of.plural} {name} belongs to gpuwarden"
+    await refused(people.user.delete(of, name), said, "pat does not have it")
+    if of is CRDS:
+        await refused(people.user.patch(of, name, {"metadata": {"labels": {"a": "b"}}}), said)
+    await people.warden.patch(of, name, {"metadata": {"labels": {"by": "warden"}}})
+
+
+async def test_deleting_all_of_them_is_no_way_round(people: People) -> None:
+    """The request has no name then; each object is asked about all the same."""
+    for of in (MUTATING, VALIDATING):
+        await refused(people.user.call("DELETE", of.path(None)), "belongs to gpuwarden")
+        assert await people.admin.find(of, "gpuwarden")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(failing_open(0), id="failing open"),
+        pytest.param([{"op": "remove", "path": "/webhooks/0/matchConditions"}], id="a member taken away"),
+        pytest.param([{"op": "remove", "path": "/webhooks/0"}], id="a hook taken away"),
+        pytest.param([{"op": "replace", "path": "/webhooks/0/name", "value": "x.gpuwarden.io"}], id="another name"),
+        pytest.param([{"op": "replace", "path": "/webhooks/0/rules/0/operations", "value": ["UPDATE"]}], id="rules"),
+        pytest.param(
+            [{"op": "replace", "path": "/webhooks/0/clientConfig/service/name", "value": "evil"}], id="service"
+        ),
+        pytest.param(
+            [
+                {"op": "remove", "path": "/webhooks/0/clientConfig/service"},
+                {"op": "add", "path": "/webhooks/0/clientConfig/url", "value": "https://evil.test/"},
+            ],
+            id="url",
+        ),
+    ],
+)
+async def test_a_webhook_cannot_be_turned_away(people: People, change: Changes) -> None:
+    for of in (MUTATING, VALIDATING):
+        await refused(people.user.patch(of, "gpuwarden", change), "belongs to gpuwarden")
+
+
+async def test_a_ca_injector_renews_the_bundle(people: People, cluster: Cluster) -> None:
+    bundle = base64.b64encode(cluster.ca.read_bytes()).decode()
+    change = [{"op": "add", "path": "/webhooks/0/clientConfig/caBundle", "value": bundle}]
+    for of in (MUTATING, VALIDATING):
+        await people.user.patch(of, "gpuwarden", change)
+
+
+async def test_other_configurations_are_not_ours_to_guard(people: People) -> None:
+    manifest = webhooks(Installation(opt_in="example.test/nowhere"))[0]
+    other = {**manifest, "metadata": {"name": "anothers"}, "webhooks": manifest["webhooks"][:1]}
+    await people.user.create(MUTATING, other)
+    await people.user.patch(MUTATING, "anothers", failing_open(0))
+    await people.user.delete(MUTATING, "anothers")
+
+
+async def test_who_may_do_everything_has_the_permission_too(people: People, enabled: str) -> None:
+    """The permission holds off whoever has less than cluster-admin. Nobody can be held off who grants permissions."""
+    await promised(people, enabled)
+    assert await is_allowed(people.boss, PODS.path(enabled, "a"), forged("gpuwarden.io/node"))
+    assert await is_allowed(people.boss, GPU_NODES.path(None, "node-p", "status"), FORGED_STATUS)
+    await people.boss.call("DELETE", MUTATING.path(None, "gpuwarden"), query={"dryRun": "All"})

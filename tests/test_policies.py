@@ -1,0 +1,274 @@
+"""What the API server is told of us, read as text: nothing is forgotten, nothing can fail. That it is obeyed is shown
+in tests/e2e."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from webhook.core import keys
+from webhook.core.check import GPU_RESOURCES
+from webhook.policies import POLICIES, WEBHOOKS, Installation, Manifest, manifests, policies, webhooks
+
+EVERYTHING = Installation(ca_bundle=b"PEM", reviews_deletes=True, reviews_bindings=True)
+BOTH_LABELS = ["gpuwarden.io/enabled", "scheduler.radix.ai/enabled"]
+
+
+def expressions(tree: Any) -> Iterator[str]:
+    """Every CEL expression in a manifest."""
+    match tree:
+        case dict():
+            yield from (one for key in ("expression", "messageExpression") if isinstance(one := tree.get(key), str))
+            for member in tree.values():
+                yield from expressions(member)
+        case list():
+            for member in tree:
+                yield from expressions(member)
+        case _:
+            pass
+
+
+def all_of(*lists: list[Manifest]) -> list[Manifest]:
+    return [one for some in lists for one in some]
+
+
+EVERY = all_of(manifests(*WEBHOOKS), manifests(*POLICIES))
+EXPRESSIONS = [one for manifest in EVERY for one in expressions(manifest)]
+
+
+def hooks(kind: str, installation: Installation = EVERYTHING) -> dict[str, Any]:
+    manifest = next(one for one in webhooks(installation) if one["kind"] == kind)
+    return {hook["name"]: hook for hook in manifest["webhooks"]}
+
+
+MUTATING, VALIDATING = hooks("MutatingWebhookConfiguration"), hooks("ValidatingWebhookConfiguration")
+
+
+def condition(hook: Manifest) -> str:
+    return str(hook["matchConditions"][0]["expression"])
+
+
+def policy(name: str) -> str:
+    manifest = next(one for one in EVERY if one["metadata"]["name"] == name and one["kind"].endswith("Policy"))
+    return " ".join(expressions(manifest))
+
+
+def test_the_files_hold_what_is_meant() -> None:
+    assert [(one["kind"], one["metadata"]["name"]) for one in EVERY] == [
+        ("MutatingWebhookConfiguration", "gpuwarden"),
+        ("ValidatingWebhookConfiguration", "gpuwarden"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-pods"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-pods"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-gpunodes"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpunodes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-installation"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-installation"),
+        ("MutatingAdmissionPolicy", "gpuwarden-strip"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-strip"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-strip-alias"),
+    ]
+
+
+# Every key.
+
+
+@pytest.mark.parametrize("hook", ["mutate.gpuwarden.io", "validate.gpuwarden.io"])
+@pytest.mark.parametrize(
+    "word",
+    sorted(
+        {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names}  # what a pod asks with
+        | {keys.REQUIREMENT_PREFIX, keys.S4_REQUIREMENT, f"{keys.S4_REQUIREMENT}."}
+        | keys.OUTPUT_NAMES
+        | {*keys.GPU_ENV, *GPU_RESOURCES, f"{keys.CDI_DOMAIN}/", f".{keys.CDI_DOMAIN}/"}  # what shows it a GPU
+    ),
+)
+def test_whatever_asks_or_shows_a_gpu_is_called_for(hook: str, word: str) -> None:
+    assert f"'{word}'" in condition((MUTATING | VALIDATING)[hook])
+
+
+def test_what_only_adds_to_a_claim_calls_nobody() -> None:
+    assert keys.SHARED.name not in condition(MUTATING["mutate.gpuwarden.io"])
+
+
+@pytest.mark.parametrize("word", sorted(keys.OUTPUT_NAMES))
+def test_whatever_we_write_is_guarded(word: str) -> None:
+    assert f"'{word}'" in condition(VALIDATING["validate-update.gpuwarden.io"])
+    assert f"'{word}'" in policy("gpuwarden-pods")
+    # In a copied manifest the claim is where the request is kept.
+    assert (f"'{word}'" in policy("gpuwarden-strip")) == (word != keys.CLAIM.name)
+
+
+@pytest.mark.parametrize("word", [*keys.GPU_ENV, *GPU_RESOURCES, f"{keys.CDI_DOMAIN}/", f".{keys.CDI_DOMAIN}/"])
+def test_whatever_shows_a_gpu_is_reviewed_when_it_changes(word: str) -> None:
+    found = condition(VALIDATING["validate-update.gpuwarden.io"])
+    assert f"'{word}'" in found
+
+
+# Every door.
+
+
+def test_both_webhooks_go_by_the_same_condition() -> None:
+    assert condition(MUTATING["mutate.gpuwarden.io"]) == condition(VALIDATING["validate.gpuwarden.io"])
+
+
+def test_every_door_is_there() -> None:
+    doors = {
+        (name.split(".")[0], operation, resource)
+        for name, hook in (MUTATING | VALIDATING).items()
+        for rule in hook["rules"]
+        for operation in rule["operations"]
+        for resource in rule["resources"]
+    }
+    assert doors == {
+        ("mutate", "CREATE", "pods"),
+        ("validate", "CREATE", "pods"),
+        ("validate-update", "UPDATE", "pods"),
+        ("validate-update", "UPDATE", "pods/status"),
+        ("validate-update", "UPDATE", "pods/ephemeralcontainers"),
+        ("validate-update", "UPDATE", "pods/resize"),
+        ("validate-delete", "DELETE", "pods"),
+        ("validate-binding", "CREATE", "pods/binding"),
+        ("validate-binding", "CREATE", "bindings"),
+    }
+
+
+def test_deletes_and_bindings_are_reviewed_where_they_are_wanted() -> None:
+    kind = "ValidatingWebhookConfiguration"
+    usual = {"validate", "validate-update"}
+    assert {name.split(".")[0] for name in hooks(kind, Installation())} == usual
+    deletes, bindings = Installation(reviews_deletes=True), Installation(reviews_bindings=True)
+    assert {name.split(".")[0] for name in hooks(kind, deletes)} == usual | {"validate-delete"}
+    assert {name.split(".")[0] for name in hooks(kind, bindings)} == usual | {"validate-binding"}
+
+
+@pytest.mark.parametrize("name", sorted(MUTATING | VALIDATING))
+def test_a_hook_is_set_as_promised(name: str) -> None:
+    hook = (MUTATING | VALIDATING)[name]
+    assert hook["sideEffects"] == "NoneOnDryRun"
+    assert hook["failurePolicy"] == ("Ignore" if name.startswith("validate-delete.") else "Fail")
+    assert hook["timeoutSeconds"] == 10
+    assert hook["matchPolicy"] == "Equivalent"
+    assert hook.get("reinvocationPolicy") == ("IfNeeded" if name.startswith("mutate.") else None)
+    assert "objectSelector" not in hook
+    assert {rule["scope"] for rule in hook["rules"]} == {"Namespaced"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MUTATING | VALIDATING if ".alias." not in name))
+def test_each_hook_has_a_twin_for_the_older_label(name: str) -> None:
+    every = MUTATING | VALIDATING
+    one, twin = every[name], every[name.replace(".gpuwarden.io", ".alias.gpuwarden.io")]
+    not_ours = {
+        "key": "kubernetes.io/metadata.name",
+        "operator": "NotIn",
+        "values": ["kube-system", "gpuwarden"],
+    }
+    assert one["namespaceSelector"] == {
+        "matchLabels": {"gpuwarden.io/enabled": "true"},
+        "matchExpressions": [not_ours],
+    }
+    assert twin["namespaceSelector"] == {
+        "matchLabels": {"scheduler.radix.ai/enabled": "true"},
+        "matchExpressions": [{"key": "gpuwarden.io/enabled", "operator": "NotIn", "values": ["true"]}, not_ours],
+    }
+    differing = {"name", "namespaceSelector"}
+    assert {k: v for k, v in one.items() if k not in differing} == {k: v for k, v in twin.items() if k not in differing}
+
+
+def test_the_strip_has_the_namespaces_of_the_hooks() -> None:
+    found = [one["spec"]["matchResources"] for one in EVERY if one["kind"] == "MutatingAdmissionPolicyBinding"]
+    both = [MUTATING["mutate.gpuwarden.io"], MUTATING["mutate.alias.gpuwarden.io"]]
+    assert found == [{"namespaceSelector": hook["namespaceSelector"]} for hook in both]
+
+
+def test_the_strip_runs_once_before_we_write() -> None:
+    """A second time it would take off what we have written."""
+    strip = next(one for one in EVERY if one["kind"] == "MutatingAdmissionPolicy")
+    assert strip["spec"]["reinvocationPolicy"] == "Never"
+
+
+# Nothing that can fail: an expression that does refuses the request, a delete included.
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS, ids=lambda text: text[:40])
+def test_no_member_is_read_that_may_be_missing(expression: str) -> None:
+    outside_quotes = re.sub(r"'[^']*'", "''", expression)
+    assert not re.search(r"\.metadata\.(annotations|labels)\b(?!\[k\]\.lowerAscii)", outside_quotes)
+    assert not re.search(
+        r"\.(env|limits|requests|resourceClaims|initContainers|ephemeralContainers|schedulingGates|webhooks)\.",
+        outside_quotes,
+    )
+
+
+@pytest.mark.parametrize("name", ["validate-delete.gpuwarden.io", "validate-delete.alias.gpuwarden.io"])
+def test_a_delete_has_no_object(name: str) -> None:
+    assert not re.search(r"\bobject\b", condition(VALIDATING[name]))
+
+
+@pytest.mark.parametrize(
+    "manifest", [one for one in EVERY if one["kind"].endswith("Policy")], ids=lambda one: one["metadata"]["name"]
+)
+def test_a_policy_that_fails_refuses(manifest: Manifest) -> None:
+    assert manifest["spec"]["failurePolicy"] == "Fail"
+    for validation in manifest["spec"].get("validations", ()):
+        assert validation["reason"] == "Forbidden"
+        assert validation["message"].endswith(".")
+        assert "request.userInfo.username" in validation["messageExpression"]
+
+
+# What an installer says.
+
+
+def test_the_names_of_an_installation_are_filled_in() -> None:
+    installation = Installation(
+        namespace="wardens",
+        service="door",
+        port=8443,
+        ca_bundle=b"PEM",
+        opt_in="example.test/gpus",
+        hash_aliases=("example.test/hash", "example.test/other"),
+        resource="example.test/gpu",
+    )
+    first = hooks("MutatingWebhookConfiguration", installation)["mutate.gpuwarden.io"]
+    assert first["clientConfig"] == {
+        "service": {"namespace": "wardens", "name": "door", "port": 8443, "path": "/mutate"},
+        "caBundle": base64.b64encode(b"PEM").decode(),
+    }
+    assert first["namespaceSelector"]["matchLabels"] == {"example.test/gpus": "true"}
+    assert first["namespaceSelector"]["matchExpressions"][0]["values"] == ["kube-system", "wardens"]
+    assert "'gpuwarden.io/required-hash', 'example.test/hash', 'example.test/other'" in condition(first)
+    assert "r == 'example.test/gpu' || r.startsWith('nvidia.com/')" in condition(first)
+    update = hooks("ValidatingWebhookConfiguration", installation)["validate-update.alias.gpuwarden.io"]
+    assert "'system:serviceaccount:wardens:'" in condition(update)
+    whole = json.dumps(all_of(webhooks(installation), policies(installation)))
+    for gone in (
+        "gpuwarden.io/enabled",
+        "my-company",
+        "system:serviceaccount:gpuwarden:",
+        '"kube-system", "gpuwarden"',
+    ):
+        assert gone not in whole
+
+
+def test_a_server_outside_of_the_cluster_has_a_url() -> None:
+    installation = Installation(url="https://127.0.0.1:8443/")
+    for manifest in webhooks(installation):
+        path = "/mutate" if manifest["kind"].startswith("Mutating") else "/validate"
+        assert {json.dumps(hook["clientConfig"]) for hook in manifest["webhooks"]} == {
+            json.dumps({"url": f"https://127.0.0.1:8443{path}"})
+        }
+
+
+def test_nothing_is_put_into_an_expression_that_is_not_a_name() -> None:
+    with pytest.raises(ValueError, match=r"\"x' \|\| true \|\| 'x\": not the name of a label"):
+        Installation(hash_aliases=("x' || true || 'x",))
+    with pytest.raises(ValueError, match="'': not the name"):
+        Installation(opt_in="")
+
+
+def test_what_is_filled_in_leaves_the_files_as_they_are() -> None:
+    first = webhooks(Installation(namespace="wardens"))
+    assert first != webhooks(Installation())
+    assert webhooks(Installation()) == webhooks(Installation())

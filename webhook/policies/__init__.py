@@ -1,0 +1,132 @@
+"""What the API server is told of us: which pods it sends, and what it refuses by itself when no replica is up.
+
+The files stand by themselves for an installation in the namespace `gpuwarden`, but for the CA bundle.
+"""
+
+import base64
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import yaml
+from attrs import field, frozen
+
+from webhook.core import keys
+
+Manifest = dict[str, Any]
+
+WEBHOOKS = ("mutating.yaml", "validating.yaml")
+POLICIES = ("protect.yaml", "strip.yaml")
+
+# As the files have them.
+NAMESPACE = "gpuwarden"
+SERVICE = "gpuwarden"
+OPT_IN = f"{keys.DOMAIN}/enabled"
+RESOURCE = "nvidia.com/gpu"
+OWN_ACCOUNTS = "system:serviceaccount:{}:"
+
+# Names of labels, annotations and resources; what else could stand in a quoted word of CEL has no place there.
+QUALIFIED_NAME = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+
+
+@frozen
+class Installation:
+    """What only an installer knows."""
+
+    namespace: str = NAMESPACE
+    service: str = SERVICE
+    port: int = 443
+    # Instead of the service, for a server outside of the cluster.
+    url: str | None = None
+    # In PEM; without it the API server goes by the roots of its own machine.
+    ca_bundle: bytes = b""
+    opt_in: str = OPT_IN
+    hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
+    resource: str = RESOURCE
+    # A server that watches pods hears of their end by itself, and one that reserves at creation needs no Binding.
+    reviews_deletes: bool = False
+    reviews_bindings: bool = False
+    names: Mapping[str, str] = field(init=False, eq=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        wrong = [name for name in self._given() if not QUALIFIED_NAME.fullmatch(name)]
+        if wrong:
+            raise ValueError(f"{', '.join(map(repr, wrong))}: not the name of a label, an annotation or a resource")
+
+    @names.default
+    def _names(self) -> dict[str, str]:
+        """What the files say, and what is said here instead."""
+        aliases = [f"'{name}'" for name in (keys.REQUIRED_HASH.name, *self.hash_aliases)]
+        return {
+            OPT_IN: self.opt_in,
+            ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names): ", ".join(aliases),
+            f"'{RESOURCE}'": f"'{self.resource}'",
+            OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
+        }
+
+    def _given(self) -> tuple[str, ...]:
+        return (self.namespace, self.service, self.opt_in, self.resource, *self.hash_aliases)
+
+
+def webhooks(installation: Installation) -> list[Manifest]:
+    """The webhook configurations: after these the API server calls, so the server has to be up."""
+    found = [filled(one, installation) for one in manifests(*WEBHOOKS)]
+    for manifest in found:
+        manifest["webhooks"] = [
+            {**hook, "clientConfig": client_config(installation, hook["clientConfig"]["service"]["path"])}
+            for hook in manifest["webhooks"]
+            if is_wanted(hook["name"], installation)
+        ]
+    return found
+
+
+def policies(installation: Installation) -> list[Manifest]:
+    """The policies and their bindings, which need no server."""
+    return [filled(one, installation) for one in manifests(*POLICIES)]
+
+
+def manifests(*files: str) -> list[Manifest]:
+    """The objects as they are shipped."""
+    return [one for name in files for one in yaml.safe_load_all(text(name))]
+
+
+def text(name: str) -> str:
+    return (resources.files("webhook") / "policies" / name).read_text()
+
+
+def is_wanted(name: str, installation: Installation) -> bool:
+    if name.startswith("validate-delete."):
+        return installation.reviews_deletes
+    return installation.reviews_bindings or not name.startswith("validate-binding.")
+
+
+def client_config(installation: Installation, path: str) -> Manifest:
+    bundle = base64.b64encode(installation.ca_bundle).decode()
+    trust = {"caBundle": bundle} if bundle else {}
+    if installation.url is not None:
+        return {"url": installation.url.rstrip("/") + path, **trust}
+    place = {"namespace": installation.namespace, "name": installation.service, "port": installation.port}
+    return {"service": {**place, "path": path}, **trust}
+
+
+def filled(tree: Any, installation: Installation) -> Any:
+    """The same tree with the installation's names, in keys and values; it shares nothing with the old one."""
+    match tree:
+        case {"key": "kubernetes.io/metadata.name", "values": list(values), **rest}:
+            own = [installation.namespace if name == NAMESPACE else name for name in values]
+            return {"key": "kubernetes.io/metadata.name", **rest, "values": own}
+        case dict():
+            return {filled(k, installation): filled(v, installation) for k, v in tree.items()}
+        case list():
+            return [filled(one, installation) for one in tree]
+        case str():
+            return renamed(tree, installation)
+        case _:
+            return tree
+
+
+def renamed(value: str, installation: Installation) -> str:
+    for ours, theirs in installation.names.items():
+        value = value.replace(ours, theirs)
+    return value
