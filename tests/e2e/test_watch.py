@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import CONFIG_MAPS, Kube, Raw, wait_until
+from tests.e2e.kube import CONFIG_MAPS, NAMESPACES, PODS, SERVICE_ACCOUNTS, Kube, Raw, pod, pod_in_phase, wait_until
 from webhook.cluster import connected
 from webhook.settings import Settings
 from webhook.watch import Watch, key_of
@@ -93,8 +93,19 @@ async def test_a_restart_of_the_api_server_empties_nothing_and_what_came_meanwhi
     async with Kube(cluster.kubeconfig) as after:
         await after.create(CONFIG_MAPS, {"metadata": {"name": "b"}, "data": {"value": "2"}}, namespace)
         await wait_until(lambda: shows(view, namespace, a="1", b="2"))
-    assert view.emptied == 0
-    assert watch.is_current
+        assert view.emptied == 0
+        assert watch.is_current
+        await everybody_is_back(after)
+
+
+async def everybody_is_back(kube: Kube) -> None:
+    """The other components notice a dead connection after 45 s; the tests that follow need them."""
+    made = await kube.create(NAMESPACES, {"metadata": {"generateName": "e2e-"}})
+    name = str(made["metadata"]["name"])
+    await wait_until(lambda: kube.find(SERVICE_ACCOUNTS, "default", name), seconds=120)
+    await kube.create(PODS, pod("back"), name)
+    await pod_in_phase(kube, name, "back", "Running", seconds=120)
+    await kube.delete(NAMESPACES, name)
 
 
 async def test_a_version_that_the_server_has_forgotten_starts_it_over(
