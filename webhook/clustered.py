@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
+import structlog
 from kubernetes.aio import client
 
 from webhook.clock import Clock
@@ -17,6 +18,8 @@ from webhook.telemetry import Metrics
 from webhook.watch import Watch
 from webhook.wiring import Parts, assembled, times_of
 
+log = structlog.get_logger(__name__)
+
 GPU_NODES_PATH = "/apis/" + "/".join(GPU_NODES)
 NODES_PATH = "/api/v1/nodes"
 PODS_PATH = "/api/v1/pods"
@@ -24,6 +27,8 @@ PODS_PATH = "/api/v1/pods"
 
 def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: ApiPods) -> Parts:
     """Any number of processes put together like this may serve one cluster."""
+    if settings.inventory is not None:
+        log.warning("the inventory file is not read: nodes and devices come from the cluster")
     fleet, metrics = Fleet(), Metrics()
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
     evidence = StaticEvidence(settings.node_hash_map)

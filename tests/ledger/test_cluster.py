@@ -236,6 +236,11 @@ async def test_a_store_that_stays_away_is_said_when_nobody_waits_any_more(bench:
     assert (await bench.reserve(ask(1), on("node-a", "GPU-a0"))).node == "node-a"
 
 
+async def test_a_store_that_cannot_be_asked_is_not_a_reservation_that_is_not_there(bench: ClusterBench) -> None:
+    with bench.store.away(), pytest.raises(LedgerUnavailableError):
+        await bench.ledger.find(R1, node="node-a")
+
+
 async def test_one_bad_move_does_not_fail_its_neighbours(bench: ClusterBench) -> None:
     """The store refuses a write of several: here because a hand has put a pod's uid behind our back."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))

@@ -9,6 +9,7 @@ from tests import builders
 from tests.builders import HASH, OTHER_HASH, POD_UID, REVIEW_UID, Raw, raw_container, raw_env, raw_pod
 from tests.conftest import Build
 from tests.web.house import INVENTORY, House, patched
+from webhook.core.errors import DeadlinePassedError, LedgerError, LedgerUnavailableError, SlotsTakenError
 from webhook.core.reservation import Phase
 
 CLAIM = "gpuwarden.io/claim"
@@ -656,6 +657,23 @@ async def test_a_pod_that_never_comes_holds_its_gpu_until_the_deadline_only(hous
     assert refusal(await house.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r2")) == (429, "NoFreeDevice")
     house.wait(5)
     assert (await house.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r3"))["allowed"]
+
+
+# The ledger away.
+
+
+@pytest.mark.parametrize("error", [LedgerUnavailableError, DeadlinePassedError, SlotsTakenError])
+async def test_a_ledger_that_fails_is_a_denial_and_never_an_error_of_ours(
+    house: House, error: type[LedgerError]
+) -> None:
+    final = builders.created(await house.dress(gpu_pod()))
+
+    async def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    house.parts.ledger.find = fail  # type: ignore[method-assign]  # a ledger that cannot be asked
+    assert refusal(await house.mutate(gpu_pod(), "another")) == (503, "LedgerAway")
+    assert refusal(await house.validate(builders.review("CREATE", new=final))) == (503, "LedgerAway")
 
 
 # What is not ours.

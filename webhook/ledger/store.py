@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from webhook.core.errors import LedgerError
+from webhook.core.errors import LedgerError, LedgerUnavailableError
 
 Raw = dict[str, Any]
 
@@ -15,7 +15,7 @@ class RefusedError(LedgerError):
     """The store's own rules forbid it: nothing was written."""
 
 
-class StoreAwayError(LedgerError):
+class StoreAwayError(LedgerUnavailableError):
     """No answer, or one that says nothing: it may have been written, or not."""
 
 

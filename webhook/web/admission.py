@@ -17,7 +17,7 @@ from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
 from webhook.core.dress import DressRules, Injection, Outfit, RawPod, changes, dressed, replaced_env, undressed
 from webhook.core.errors import (
     InvalidPodError,
-    LedgerUnavailableError,
+    LedgerError,
     MalformedReviewError,
     ReservationConflictError,
     ReservationExpiredError,
@@ -103,7 +103,7 @@ class Admission:
             return await door(review, answer_by)
         except InvalidPodError as exc:
             return Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]), causes=exc.mistakes[:20])
-        except (LedgerUnavailableError, PodsUnavailableError) as exc:
+        except (LedgerError, PodsUnavailableError) as exc:
             log.warning("ledger away", uid=review.uid, exc_info=exc)
             return Deny(Reason.LEDGER_AWAY, "reservations cannot be looked up at this moment", hint="try again")
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import (
     GpuwardenError,
-    LedgerUnavailableError,
+    LedgerError,
     ReservationConflictError,
     ReservationExpiredError,
     UnknownReservationError,
@@ -90,7 +90,7 @@ class Finalize:
             await self._believe(told)
         except (RefusedBodyError, RefusedFinalizeError) as exc:
             return error(exc.code, str(exc))
-        except (PodsUnavailableError, LedgerUnavailableError) as exc:
+        except (PodsUnavailableError, LedgerError) as exc:
             log.warning("finalize could not be checked", exc_info=exc)
             return error(503, "what was told cannot be checked at this moment")
         log.info("reservation finalized", reservation=told.reservation_id, namespace=told.pod.namespace)
