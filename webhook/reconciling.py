@@ -81,6 +81,14 @@ async def lead_again_and_again(settings: Settings, api: client.ApiClient, reconc
                 task.cancel()
 
 
+async def one_pass(reconciler: Reconciler) -> None:
+    """A bug in one pass must not end them all: the Lease would be held on, and nobody would reconcile."""
+    try:
+        await reconciler.step()
+    except Exception:
+        log.exception("a pass failed")
+
+
 async def make_lease(settings: Settings, api: client.ApiClient) -> None:
     """An empty Lease to be held. The client library cannot create one: it sends a parameter that it refuses itself."""
     leases = client.CoordinationV1Api(api)
@@ -101,7 +109,7 @@ def election(
             leading.append(task)  # the library leaves it running when the API server goes away
         log.info("leading")
         while True:
-            await reconciler.step()
+            await one_pass(reconciler)
             await asyncio.sleep(PAUSE)
 
     async def follow() -> None:

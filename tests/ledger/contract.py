@@ -289,6 +289,14 @@ class LedgerContract:
         again = await self.reserve(bench, ask(1, digest="d2"), on("node-b", "GPU-b0"))
         assert again.node == "node-b"
 
+    async def test_an_expired_id_is_gone_once_it_is_asked_for_even_with_nowhere_to_go(self, bench: Bench) -> None:
+        """Who asks again and again would otherwise find it standing and untakeable for ever."""
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += PENDING_DEADLINE + CLOCK_SKEW
+        with pytest.raises(SlotsTakenError):
+            await self.reserve(bench, ask(1))
+        assert await bench.ledger.find(ReservationId("r1")) is None
+
     # The fleet, which decides the next.
 
     async def test_the_fleet_hears_of_every_change(self, bench: Bench) -> None:

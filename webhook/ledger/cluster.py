@@ -120,8 +120,11 @@ class ClusterLedger:
         if self._clock() >= answer_by:
             raise DeadlinePassedError(ask.id)
         known = self._shelf.find(ask.id)
-        if known is not None and not may_give_way(known, self._clock(), self._times, self._gone):
-            placements = [Placement(known.node, known.slots)]
+        if known is not None:
+            if may_give_way(known, self._clock(), self._times, self._gone):
+                await self.expire(known.id)  # asked for again, it is a new one
+            else:
+                placements = [Placement(known.node, known.slots)]
         for placement in placements:
             try:
                 taken = await self._moved(placement.node, Take(ask, placement, self._gone), answer_by)
@@ -181,6 +184,7 @@ class ClusterLedger:
                 log.warning("expired reservation left as it is", reservation=one.id, exc_info=exc)
                 self._shelf.look_again(one, now + PATIENCE)
                 return False
+            self._gone.difference_update([uid for uid in self._gone if self._shelf.of_pod(uid) is None])
             self._gone.add(one.uid)
         self._shelf.offer(one)
         return True
