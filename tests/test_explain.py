@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import HASH, Raw, raw_container, raw_pod
+from tests.conftest import Build
 from tests.web.house import House
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +85,14 @@ async def test_the_route_answers_the_same_and_reserves_nothing(house: House) -> 
         ],
     }
     assert house.held == []
+
+
+async def test_the_route_refuses_at_once_what_a_review_refuses_at_once(build: Build) -> None:
+    house = await build(injection="cuda")
+    raw = raw_pod(raw_container(gpus=1))
+    answer: Raw = (await house.tls.post("/explain", json=raw)).json()
+    response = await house.mutate(raw)
+    assert answer["reason"] == response["status"]["reason"] == "InjectionConflict"
 
 
 async def test_the_route_sees_what_is_held(house: House) -> None:

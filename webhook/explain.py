@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from webhook.clock import utc_now
-from webhook.core.check import no_markers, no_other_ways
+from webhook.core.check import no_markers, refused_at_once
 from webhook.core.claim import Claim, claim_of
 from webhook.core.decide import NodeFit, explain
 from webhook.core.errors import GpuwardenError, InvalidPodError
@@ -39,7 +39,7 @@ def explained(raw: Json, parts: Parts) -> Json:
     if claim is None:
         refused = no_markers(pod, parts.rules.dress)
         return verdict(refused) if refused else verdict(None, Reason.NOT_ASKED, "the pod asks for nothing of gpuwarden")
-    refused = no_other_ways(pod, parts.rules.dress) if claim.count else no_markers(pod, parts.rules.dress)
+    refused = refused_at_once(pod, claim, parts.rules.dress)
     return verdict(refused) if refused else decided(claim, parts.holder)
 
 

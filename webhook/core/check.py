@@ -8,6 +8,7 @@ from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.decide import EvidencePolicy, Question
 from webhook.core.dress import (
     DressRules,
+    Injection,
     Outfit,
     RawPod,
     changes,
@@ -71,6 +72,20 @@ def no_other_ways(pod: Pod, rules: DressRules) -> Deny | None:
     """A pod with a claim gets its GPUs in one way only."""
     fields = sorted(set(other_ways(pod, rules)))
     return gpu_without_claim(fields, "a claim is served in one way only") if fields else None
+
+
+def refused_at_once(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
+    """What speaks against a pod with a claim before any node is looked at."""
+    if not claim.count:
+        return no_markers(pod, rules)
+    if rules.injection is Injection.CUDA and claim.record.asked:
+        return Deny(
+            Reason.INJECTION_CONFLICT,
+            f"the containers ask for {rules.resource}, and this installation only sets {keys.CUDA_ENV}: "
+            "the device plugin would hand out another GPU",
+            hint=f"ask with {keys.GPU_COUNT.name} instead",
+        )
+    return no_other_ways(pod, rules)
 
 
 def gpu_without_claim(fields: list[str], why: str) -> Deny:

@@ -14,7 +14,7 @@ from webhook.clock import Clock
 from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
-from webhook.core.dress import DressRules, Injection, Outfit, RawPod, changes, dressed, replaced_env, undressed
+from webhook.core.dress import DressRules, Outfit, RawPod, changes, dressed, replaced_env, undressed
 from webhook.core.errors import (
     InvalidPodError,
     LedgerError,
@@ -162,7 +162,7 @@ class Admission:
             if clean is raw:
                 return NOT_ASKED
             return Admit(changes(raw, clean), warnings=(COPIED,))
-        refused = self._refused_at_once(pod, claim)
+        refused = check.refused_at_once(pod, claim, self._rules.dress)
         if refused is not None:
             return refused
         outfit = await self._outfit(claim, pod, review, answer_by)
@@ -176,18 +176,6 @@ class Admission:
         recorded = recorded_or_none(pod)
         taken_off = recorded.record.asked if recorded is not None else {}
         return claim_of(Pod.parse(clean), self._rules.claims, taken_off)
-
-    def _refused_at_once(self, pod: Pod, claim: Claim) -> Deny | None:
-        if not claim.count:
-            return check.no_markers(pod, self._rules.dress)
-        if self._rules.dress.injection is Injection.CUDA and claim.record.asked:
-            return Deny(
-                Reason.INJECTION_CONFLICT,
-                f"the containers ask for {self._rules.dress.resource}, and this installation only sets "
-                f"{keys.CUDA_ENV}: the device plugin would hand out another GPU",
-                hint=f"ask with {keys.GPU_COUNT.name} instead",
-            )
-        return check.no_other_ways(pod, self._rules.dress)
 
     async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Outfit | Deny:
         """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
