@@ -150,8 +150,8 @@ async def served(admin: Kube) -> bool:
 
 async def all_act(people: People, namespace: str) -> bool:
     """A policy acts about a second after it is written, each by itself."""
-    probe = pod("probe", annotations=dict.fromkeys(STRIPPED, "forged"))
-    made = await people.user.create(PODS, probe, namespace, dryRun="All")
+    dressed = pod("dressed", annotations=dict.fromkeys(STRIPPED, "forged"))
+    made = await people.user.create(PODS, dressed, namespace, dryRun="All")
     if made["metadata"].get("annotations"):
         return False
     if await people.user.find(PODS, "probe", namespace) is None:
