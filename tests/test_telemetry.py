@@ -157,6 +157,7 @@ def test_the_names_of_the_metrics_stay() -> None:
     assert families(metrics) == {
         "gpuwarden_admission_duration_seconds": "histogram",
         "gpuwarden_verdicts_total": "counter",
+        "gpuwarden_events_total": "counter",
         "gpuwarden_ledger_conflicts_total": "counter",
         "gpuwarden_certificate_reloads_total": "counter",
         "gpuwarden_certificate_not_after_seconds": "gauge",
@@ -203,12 +204,14 @@ def test_what_happens_is_counted_under_its_labels() -> None:
     metrics.count_ledger_conflict()
     metrics.count_certificate_reload("https", "refused")
     metrics.count_file_reload("inventory", "reloaded")
+    metrics.count_event("DeviceVanished")
     metrics.count_http_request("/mutate", 200)
     metrics.count_http_request("/mutate", 200)
     metrics.show_certificate("https", datetime(2026, 3, 1, tzinfo=UTC))
-    counted = {series: value for series, value in samples(metrics).items() if "verdicts" not in series}
+    counted = {series: value for series, value in samples(metrics).items() if value and "verdicts" not in series}
     assert counted == {
         "gpuwarden_ledger_conflicts_total": 1,
+        'gpuwarden_events_total{reason="DeviceVanished"}': 1,
         'gpuwarden_certificate_reloads_total{listener="https",outcome="refused"}': 1,
         'gpuwarden_file_reloads_total{file="inventory",outcome="reloaded"}': 1,
         'gpuwarden_http_requests_total{route="/mutate",status="200"}': 2,

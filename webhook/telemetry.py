@@ -22,7 +22,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from webhook.clock import Clock, utc_now
 from webhook.core.device_state import DeviceState
 from webhook.core.evidence import EvidenceState
-from webhook.core.reasons import Reason
+from webhook.core.reasons import EVENTS_ONLY, Reason
 from webhook.core.reservation import Phase
 from webhook.setting_kinds import LOG_LEVELS
 
@@ -195,15 +195,17 @@ class Metrics:
             ["listener"],
             registry=self.registry,
         )
+        events = self._counter("gpuwarden_events_total", "Events told about pods and nodes", "reason")
         self._conflicts = self._counter("gpuwarden_ledger_conflicts_total", "Placements that somebody else was given")
         self._seconds = Bound[tuple[str, str], Histogram](lambda key: seconds.labels(*key))
+        self._events = Bound[str, Counter](events.labels)
         self._verdicts = Bound[str, Counter](verdicts.labels)
         self._certificates = Bound[tuple[str, Outcome], Counter](lambda key: certificates.labels(*key))
         self._files = Bound[tuple[str, Outcome], Counter](lambda key: files.labels(*key))
         self._requests = Bound[tuple[str, int], Counter](lambda key: requests.labels(*key))
         self._not_after = Bound[str, Gauge](not_after.labels)
         for reason in Reason:
-            verdicts.labels(reason)
+            (events if reason in EVENTS_ONLY else verdicts).labels(reason)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(name, about, labels, registry=self.registry)
@@ -215,6 +217,9 @@ class Metrics:
 
     def count_ledger_conflict(self) -> None:
         self._conflicts.inc()
+
+    def count_event(self, reason: str) -> None:
+        self._events[reason].inc()
 
     def count_certificate_reload(self, listener: str, outcome: Outcome) -> None:
         self._certificates[listener, outcome].inc()

@@ -1,4 +1,4 @@
-"""Why a review was denied: one word each, the same in the status, the metric, the event and docs/reasons.md."""
+"""Why a review was denied, or what else became of a pod or a node: one word each, the same in the status, the metric, the event and docs/reasons.md."""
 
 from enum import StrEnum
 
@@ -28,6 +28,15 @@ class Reason(StrEnum):
     DEADLINE_PASSED = "DeadlinePassed"
     LEDGER_AWAY = "LedgerAway"
 
+    BIND_DEADLINE_PASSED = "BindDeadlinePassed"
+    RESERVATION_LOST = "ReservationLost"
+    RESERVATION_RESTORED = "ReservationRestored"
+    DEVICES_UNREADABLE = "DevicesUnreadable"
+    DEVICE_VANISHED = "DeviceVanished"
+    DEVICE_DISPUTED = "DeviceDisputed"
+    GPU_NODE_UNREADABLE = "GPUNodeUnreadable"
+    NODE_GONE = "NodeGone"
+
 
 # What a client of the API server gets to see beside the reason.
 # 403: policy or the pod's own mistake. 409: somebody else's. 429: nothing free now. 503: a part of ours is away.
@@ -49,3 +58,17 @@ STATUS_CODES: dict[Reason, int] = {
     Reason.DEADLINE_PASSED: 503,
     Reason.LEDGER_AWAY: 503,
 }
+
+# What happens to pods and nodes that no review is about.
+EVENTS_ONLY = frozenset(
+    {
+        Reason.BIND_DEADLINE_PASSED,
+        Reason.RESERVATION_LOST,
+        Reason.RESERVATION_RESTORED,
+        Reason.DEVICES_UNREADABLE,
+        Reason.DEVICE_VANISHED,
+        Reason.DEVICE_DISPUTED,
+        Reason.GPU_NODE_UNREADABLE,
+        Reason.NODE_GONE,
+    }
+)
