@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check fmt cluster cluster-down e2e bench bench-check lock clean
+.PHONY: help run demo test check fmt cluster cluster-down e2e chaos bench bench-check lock clean
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -52,6 +52,10 @@ cluster-down: $(VENV)/run.stamp ## stop it
 e2e: $(VENV)/dev.stamp ## the tests on a real control plane (needs Go)
 	@$(BIN)/python -m scripts.controlplane build
 	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+
+chaos: $(VENV)/dev.stamp ## the proofs in their long form, for hours (needs Go)
+	@$(BIN)/python -m scripts.controlplane build
+	$(BIN)/python -m pytest tests/e2e -m long $(PYTEST_ARGS)
 
 bench: $(VENV)/dev.stamp ## measure; results go to bench/results/
 	$(BIN)/python -m bench.run

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from bench import decision, machine, memory, throughput
+from bench import decision, extender, machine, memory, proofs, spire, throughput
 from bench.figures import Target
 from bench.servers import BenchError
 from webhook.clock import utc_now
@@ -44,11 +44,32 @@ PARTS = (
         decision.lines,
     ),
     Part(
+        "extender",
+        "The extender",
+        lambda is_short: extender.run(extender.SHORT if is_short else extender.Plan()),
+        extender.targets,
+        extender.lines,
+    ),
+    Part(
         "memory",
         "Memory and start",
         lambda is_short: memory.run(memory.SHORT if is_short else memory.Plan()),
         memory.targets,
         memory.lines,
+    ),
+    Part(
+        "proofs",
+        "Proofs of nodes",
+        lambda is_short: proofs.run(proofs.SHORT if is_short else proofs.Plan()),
+        proofs.targets,
+        proofs.lines,
+    ),
+    Part(
+        "spire",
+        "SPIRE's agents",
+        lambda is_short: spire.run(spire.SHORT if is_short else spire.Plan()),
+        spire.targets,
+        spire.lines,
     ),
     Part(
         "throughput",

@@ -65,6 +65,17 @@ def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Itera
             process.kill()
 
 
+@contextmanager
+def reconciling(directory: Path, flags: Sequence[str]) -> Iterator[Running]:
+    """A `gpuwarden reconcile` that watches; killed at the end if the test has not stopped it."""
+    command = [GPUWARDEN, "reconcile", "--ui-port", "0", *flags]
+    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield Running(process, ready_line(process), directory)
+        finally:
+            process.kill()
+
+
 def ready_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     found, _, _ = select([process.stdout], [], [], START_TIMEOUT)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from webhook import __version__, cli, settings
 from webhook.core.errors import GpuwardenError
@@ -106,6 +107,30 @@ def test_config_show_shows_what_is_in_effect(
 def test_config_reference_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("config", "reference") == 0
     assert capsys.readouterr() == (settings.reference(), "")
+
+
+def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "ca.crt"
+    bundle.write_text("-----BEGIN CERTIFICATE-----\n")
+    flags = ["--namespace", "wardens", "--url", "https://127.0.0.1:8443", "--ca-bundle", str(bundle)]
+    assert run("manifests", "webhooks", *flags) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    first = next(yaml.safe_load_all(out))["webhooks"][0]["clientConfig"]
+    assert first == {"url": "https://127.0.0.1:8443/mutate", "caBundle": "LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0tCg=="}
+    assert run("manifests", "rbac") == 0
+    assert "namespace: gpuwarden\n" in capsys.readouterr().out
+
+
+def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "ca.crt"
+    bundle.write_text("no certificate")
+    flags = ["--namespace", "A.b", "--service", "", "--url", "http://h", "--ca-bundle", str(bundle)]
+    assert run("manifests", *flags) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    for name in ("--namespace: 'A.b'", "--service: ''", "--url: 'http://h'", f"no certificate in {bundle}"):
+        assert name in err
 
 
 def test_certs_dev_prints_where_the_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,15 @@ async def test_the_route_refuses_at_once_what_a_review_refuses_at_once(build: Bu
     assert answer["reason"] == response["status"]["reason"] == "InjectionConflict"
 
 
+async def test_a_copy_of_a_dressed_pod_is_explained_as_the_mutating_door_serves_it(house: House) -> None:
+    final = await house.create(raw_pod(raw_container(gpus=1)))
+    copied = raw_pod(name="copy", annotations=final["metadata"]["annotations"])
+    answer: Raw = (await house.tls.post("/explain", json=copied)).json()
+    assert (answer["verdict"], answer["message"]) == ("admit", "1 GPU: GPU-a0 on node node-a")
+    served = await house.dress(copied, "another")
+    assert served["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-a0"
+
+
 async def test_the_route_sees_what_is_held(house: House) -> None:
     raw = raw_pod(raw_container(gpus=2), annotations={"gpuwarden.io/required-hash": HASH})
     await house.create(raw)

@@ -179,7 +179,8 @@ async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -
         uid = pods.get(f"{request.path_params['namespace']}/{request.path_params['name']}")
         if uid is None:
             return JSONResponse({"kind": "Status", "code": 404, "reason": "NotFound"}, status_code=404)
-        return JSONResponse({"kind": "Pod", "apiVersion": "v1", "metadata": {"name": "train-a", "uid": uid}})
+        meta = {"name": "train-a", "namespace": "ml", "uid": uid}
+        return JSONResponse({"kind": "Pod", "apiVersion": "v1", "metadata": meta})
 
     async def review_token(request: Request) -> Response:
         review = await request.json()

@@ -15,6 +15,8 @@ from webhook.settings import SETTINGS, Settings, SettingsError
 
 ROOT = Path(__file__).parents[1]
 PORT_RULE = "0 to 65535; 0 picks a free one"
+SOCKET_RULE = "`unix:PATH` or `unix:///PATH`"
+SPIRE_SERVER_RULE = "`HOST:PORT`, or `unix:PATH` for tests"
 DURATION_RULE = "`500ms`, `90s`, `5m`, `1h`, or a number of seconds; at most `168h`"
 TRIO = {"kubernetes_url": "https://k:6443", "access_token": "FILE", "ca_certificate": "FILE"}
 
@@ -52,17 +54,45 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "tls_key": ("FILE", "FILE", "FILE"),
     "client_ca": ("FILE", "FILE", "FILE"),
     "extender_client_ca": ("FILE", "FILE", "FILE"),
+    "extender_plain_address": (":8000", ":8000", ":8000"),
+    "extender_plain_anywhere": ("true", True, True),
     "kubeconfig": ("FILE", "FILE", "FILE"),
     "kubernetes_url": ("https://10.0.0.1:6443/x", "https://10.0.0.1:6443/x", "https://10.0.0.1:6443/x"),
     "access_token": ("FILE", "FILE", "FILE"),
     "ca_certificate": ("FILE", "FILE", "FILE"),
+    "in_cluster": ("true", True, True),
+    "review_token_audience": ("gpuwarden", "gpuwarden", "gpuwarden"),
+    "review_callers": ("a:b, c", ["a:b", "c"], ("a:b", "c")),
+    "pending_per_namespace": ("50", 50, 50),
     "inventory": ("FILE", "FILE", "FILE"),
     "ledger": ("memory", "memory", "memory"),
     "lease_namespace": ("gpuwarden", "gpuwarden", "gpuwarden"),
     "pending_deadline": ("5m", "5m", timedelta(minutes=5)),
+    "bind_deadline": ("10m", "10m", timedelta(minutes=10)),
+    "on_bind_deadline": ("keep", "keep", "keep"),
     "evidence": ("static", ["static"], ("static",)),
     "require_evidence": ("all", "all", "all"),
     "node_hash_map": ('{"node-a": "aa11"}', {"node-a": "aa11"}, {"node-a": "aa11"}),
+    "spire_server": ("[::1]:8081", "[::1]:8081", "[::1]:8081"),
+    "spire_trust_domain": ("example.org", "example.org", "example.org"),
+    "spire_workload_api": ("unix:///run/agent.sock", "unix:/run/agent.sock", "unix:/run/agent.sock"),
+    "spire_own_id": ("spiffe://example.org/v", "spiffe://example.org/v", "spiffe://example.org/v"),
+    "spire_attestors": ("x509pop, tpm", ["x509pop", "tpm"], ("x509pop", "tpm")),
+    "spire_node_selector": ("tpm:node", "tpm:node", "tpm:node"),
+    "spire_hash_selector": ("tpm:pcr:0", "tpm:pcr:0", "tpm:pcr:0"),
+    "spire_agent_ttl": ("15m", "15m", timedelta(minutes=15)),
+    "max_evidence_age": ("10m", "10m", timedelta(minutes=10)),
+    "evidence_poll": ("2s", 2, timedelta(seconds=2)),
+    "bundle_endpoint": ("https://spire:8443", "https://spire:8443", "https://spire:8443"),
+    "bundle_endpoint_profile": ("https_spiffe", "https_spiffe", "https_spiffe"),
+    "bundle_endpoint_ca": ("FILE", "FILE", "FILE"),
+    "bundle_endpoint_id": ("spiffe://example.org/s", "spiffe://example.org/s", "spiffe://example.org/s"),
+    "max_bundle_age": ("10m", "10m", timedelta(minutes=10)),
+    "evidence_id": ("spiffe://a/{node}/{hash}", "spiffe://a/{node}/{hash}", "spiffe://a/{node}/{hash}"),
+    "nonce_key": ("FILE", "FILE", "FILE"),
+    "server": ("https://gpuwarden:8443", "https://gpuwarden:8443", "https://gpuwarden:8443"),
+    "server_ca": ("FILE", "FILE", "FILE"),
+    "node": ("node-a.internal", "node-a.internal", "node-a.internal"),
     "clock_skew": ("1.5", 1.5, timedelta(seconds=1.5)),
     "reload_interval": ("500ms", "500ms", timedelta(milliseconds=500)),
     "injection": ("cuda", "cuda", "cuda"),
@@ -78,6 +108,8 @@ COMPANIONS: dict[str, dict[str, str]] = {
     "kubernetes_url": TRIO,
     "access_token": TRIO,
     "ca_certificate": TRIO,
+    "review_token_audience": {"kubeconfig": "FILE"},
+    "review_callers": {"kubeconfig": "FILE", "review_token_audience": "gpuwarden"},
 }
 
 
@@ -224,20 +256,34 @@ WRONG = [
     ("require_evidence", "none", "'none' is none of the words; allowed: asked, all"),
     ("write_aliases", "yes", "'yes' is neither true nor false; allowed: true, false"),
     ("lease_namespace", "a.b", "'a.b' is not the name of a namespace; allowed: the name of a namespace"),
+    (
+        "pending_per_namespace",
+        "-1",
+        "'-1' is not a count; allowed: a whole number, 0 to 9999999",
+    ),
     ("ledger", "redis", "'redis' is none of the words; allowed: memory, cluster"),
+    ("spire_workload_api", "/run/a.sock", f"'/run/a.sock' is not a unix socket; allowed: {SOCKET_RULE}"),
+    ("spire_workload_api", "unix://run/a", f"'unix://run/a' is not a unix socket; allowed: {SOCKET_RULE}"),
+    ("spire_server", "::1:8081", f"'::1:8081' is not HOST:PORT; allowed: {SPIRE_SERVER_RULE}"),
+    ("spire_server", "spire:0", f"'spire:0' is not HOST:PORT; allowed: {SPIRE_SERVER_RULE}"),
+    ("spire_server", "spire", f"'spire' is not a port; allowed: {SPIRE_SERVER_RULE}"),
+    (
+        "spire_trust_domain",
+        "spiffe://a",
+        "'spiffe://a' is not the name of a trust domain; allowed: the name of a trust domain, such as `example.org`",
+    ),
+    ("spire_own_id", "spiffe://A/b", "'spiffe://A/b' is not a SPIFFE ID; allowed: a SPIFFE ID"),
+    (
+        "spire_attestors",
+        "x509pop,",
+        "'' is not the name of an attestor; allowed: a comma list of node attestors, such as `x509pop,tpm_devid`",
+    ),
+    ("evidence", "", "'' is none of the words; allowed: a comma list of: static, spire-server, jwt-svid"),
     (
         "evidence",
-        "static,spire-server",
-        "'spire-server' cannot be had: this version does not ask a SPIRE server; allowed: a comma list of: static",
+        "static,static",
+        "in 'static,static' a word stands twice; allowed: a comma list of: static, spire-server, jwt-svid",
     ),
-    (
-        "evidence",
-        "jwt-svid",
-        "'jwt-svid' cannot be had: this version does not challenge nodes for a JWT-SVID; "
-        "allowed: a comma list of: static",
-    ),
-    ("evidence", "", "'' is none of the words; allowed: a comma list of: static"),
-    ("evidence", "static,static", "in 'static,static' a word stands twice; allowed: a comma list of: static"),
     ("clock_skew", "5 s", f"'5 s' is not a duration; allowed: {DURATION_RULE}"),
     ("clock_skew", "-5s", f"'-5s' is not a duration; allowed: {DURATION_RULE}"),
     ("clock_skew", "nan", f"'nan' is not a duration; allowed: {DURATION_RULE}"),
@@ -314,6 +360,21 @@ def test_a_url_that_is_none_is_refused(url: str, there: Path) -> None:
             "a cluster is named twice; choose one way",
             id="two-clusters",
         ),
+        pytest.param(
+            ["kubeconfig", "in_cluster"],
+            "flag --kubeconfig, flag --in-cluster: a cluster is named twice; choose one way",
+            id="another-cluster-from-a-pod",
+        ),
+        pytest.param(
+            ["review_token_audience"],
+            "flag --review-token-audience: only a cluster knows whose a token is; name it by --kubeconfig",
+            id="tokens-without-a-cluster",
+        ),
+        pytest.param(
+            ["kubeconfig", "review_callers"],
+            "flag --review-callers: nobody is asked for a token; allowed: with --review-token-audience",
+            id="callers-without-tokens",
+        ),
     ],
 )
 def test_what_belongs_together(names: list[str], mistake: str, there: Path) -> None:
@@ -333,6 +394,39 @@ def test_what_belongs_together(names: list[str], mistake: str, there: Path) -> N
 )
 def test_listeners_have_ports_of_their_own(flags: dict[str, str], where: str) -> None:
     assert mistakes(flags) == (where,)
+
+
+@pytest.mark.defect("S0-7")
+@pytest.mark.parametrize(
+    ("address", "anywhere", "at"),
+    [
+        (":8000", "false", ("127.0.0.1", 8000)),
+        (":8000", "true", ("0.0.0.0", 8000)),  # noqa: S104 - what was asked for
+        ("127.0.0.2:0", "false", ("127.0.0.2", 0)),
+        ("[::1]:8000", "false", ("::1", 8000)),
+        ("localhost:8000", "false", ("localhost", 8000)),
+        ("10.0.0.1:8000", "true", ("10.0.0.1", 8000)),
+    ],
+)
+def test_the_plain_extender_is_on_loopback_unless_allowed(address: str, anywhere: str, at: tuple[str, int]) -> None:
+    found = settings.load({"extender_plain_anywhere": anywhere}, {"BGS_LISTEN_ADDR": address})
+    assert found.plain_extender_at == at
+
+
+@pytest.mark.defect("S0-7")
+@pytest.mark.parametrize("address", ["10.0.0.1:8000", "[::]:8000", "0.0.0.0:8000", "gpu-plane:8000"])
+def test_a_plain_extender_elsewhere_has_to_be_allowed(address: str) -> None:
+    host = address.rpartition(":")[0].strip("[]")
+    assert mistakes({}, {"BGS_LISTEN_ADDR": address}) == (
+        f"variable BGS_LISTEN_ADDR: {host} is not on loopback, and plain HTTP proves nobody; "
+        "allowed: with --extender-plain-anywhere true",
+    )
+
+
+@pytest.mark.parametrize("address", ["8000", "::1:8000", "host:x", "host:70000", "a b:1", ""])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    (mistake,) = mistakes({"extender_plain_address": address})
+    assert mistake.startswith("flag --extender-plain-address: ")
 
 
 def test_port_zero_may_be_given_to_all_listeners() -> None:
@@ -373,7 +467,8 @@ def test_all_mistakes_are_named_at_once_and_each_with_where_it_stands(tmp_path: 
         ),
         pytest.param(
             "evidence: [1]\n",
-            "key evidence in FILE: a YAML list cannot stand here; allowed: a comma list of: static",
+            "key evidence in FILE: a YAML list cannot stand here; "
+            "allowed: a comma list of: static, spire-server, jwt-svid",
             id="a-list-of-numbers",
         ),
         pytest.param(
@@ -459,7 +554,7 @@ def test_the_single_letters_of_s4_are_flags(short: str, name: str) -> None:
     assert vars(parser.parse_args([short, "x"]))[name] == "x"
 
 
-@pytest.mark.parametrize("name", ["kubeconfig", "kubernetes_url"])
+@pytest.mark.parametrize("name", ["kubeconfig", "kubernetes_url", "in_cluster"])
 def test_with_a_cluster_nothing_is_embedded(name: str, there: Path) -> None:
     found = settings.load({name: as_text(name, there), **companions(name, there)}, {})
     assert not found.is_embedded
@@ -486,8 +581,8 @@ def test_what_is_shown_says_where_each_value_comes_from(tmp_path: Path) -> None:
 
 
 def every_setting(there: Path) -> dict[str, Any]:
-    """All settings but the one that excludes others."""
-    return {name: as_text(name, there) for name in EXAMPLES if name not in ("config", "kubeconfig")}
+    """All settings but those that exclude others."""
+    return {name: as_text(name, there) for name in EXAMPLES if name not in ("config", "kubeconfig", "in_cluster")}
 
 
 def test_what_is_shown_can_be_read_back(there: Path, tmp_path: Path) -> None:
@@ -515,7 +610,120 @@ def test_reservations_live_in_the_cluster_if_there_is_one(flags: dict[str, str],
     assert settings.load(flags, {}).keeps_in_cluster is keeps_in_cluster
 
 
+def test_a_pod_is_no_cluster_until_somebody_says_so() -> None:
+    """`make run` in a Pod is as embedded as anywhere."""
+    environ = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+    assert settings.load({}, environ).is_embedded
+    assert not settings.load({"in_cluster": "true"}, environ).is_embedded
+    assert settings.load({"in_cluster": "true", "ledger": "cluster"}, environ).keeps_in_cluster
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "url"),
+    [
+        ("10.0.0.1", "443", "https://10.0.0.1:443"),
+        ("fd00::1", "6443", "https://[fd00::1]:6443"),
+        ("", "443", None),
+        ("10.0.0.1", "", None),
+    ],
+    ids=["IPv4", "IPv6", "no host", "no port"],
+)
+def test_a_pod_is_told_where_the_api_server_is(host: str, port: str, url: str | None) -> None:
+    found = settings.load({}, {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port})
+    assert found.api_server_of_pod == url
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ({}, 0),
+        ({"pending_per_namespace": "5"}, 5),
+        ({"kubeconfig": __file__}, 1000),
+        ({"kubeconfig": __file__, "pending_per_namespace": "5"}, 5),
+        ({"kubeconfig": __file__, "pending_per_namespace": "0"}, 0),
+        ({"kubeconfig": __file__, "client_ca": __file__}, 0),
+        ({"kubeconfig": __file__, "review_token_audience": "gpuwarden", "pending_per_namespace": "5"}, 0),
+    ],
+    ids=["embedded", "embedded and said", "a cluster", "said", "any number", "certificates", "tokens"],
+)
+def test_what_waits_is_limited_where_anybody_may_have_asked(flags: dict[str, str], limit: int) -> None:
+    assert settings.load(flags, {}).pending_limit == limit
+
+
+def test_nobody_set_to_call_is_not_everybody() -> None:
+    """A list that came out empty is a mistake, not an open door."""
+    flags = {"kubeconfig": __file__, "review_token_audience": "gpuwarden", "review_callers": ""}
+    (mistake,) = mistakes(flags)
+    assert mistake.startswith(
+        "flag --review-callers: '' is not one printable word; allowed: a comma list of user names"
+    )
+
+
 def test_a_ledger_in_a_cluster_needs_a_cluster() -> None:
     assert mistakes({"ledger": "cluster"}) == (
         "flag --ledger: a ledger in a cluster needs one; name it by --kubeconfig",
     )
+
+
+@pytest.mark.parametrize(("deadline", "is_said"), [("15s", True), ("16s", False)])
+def test_a_deadline_that_clocks_may_eat_up_is_told_of(tmp_path: Path, deadline: str, is_said: bool) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text("{}")
+    chosen = settings.load({"kubeconfig": str(kubeconfig), "pending_deadline": deadline, "clock_skew": "5s"}, {})
+    assert any("--clock-skew" in note for note in chosen.notes) is is_said
+
+
+CHALLENGING = {"evidence": "jwt-svid", "spire_trust_domain": "example.org", "spire_workload_api": "unix:/run/a.sock"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            {"evidence": "jwt-svid"},
+            (
+                "flag --evidence: jwt-svid needs --spire-trust-domain",
+                "flag --evidence: jwt-svid needs keys from --bundle-endpoint or --spire-workload-api",
+            ),
+        ),
+        (
+            {**CHALLENGING, "kubeconfig": "FILE"},
+            ("flag --evidence: jwt-svid in a cluster needs a key that all replicas share, by --nonce-key",),
+        ),
+        (
+            {**CHALLENGING, "client_ca": "FILE"},
+            (
+                "flag --evidence: nodes cannot post proofs where every caller needs a certificate; "
+                "instead of --client-ca use --review-token-audience",
+            ),
+        ),
+        (
+            {**CHALLENGING, "bundle_endpoint": "https://spire", "bundle_endpoint_profile": "https_spiffe"},
+            ("flag --bundle-endpoint-profile: an SVID is known by its roots; name them by --bundle-endpoint-ca",),
+        ),
+    ],
+    ids=["alone", "in a cluster", "with client certificates", "an SVID without roots"],
+)
+def test_what_challenging_nodes_takes(flags: dict[str, str], expected: tuple[str, ...], there: Path) -> None:
+    assert mistakes({name: str(there) if text == "FILE" else text for name, text in flags.items()}) == expected
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"kubeconfig": "FILE", "ledger": "memory"}, {"kubeconfig": "FILE", "nonce_key": "FILE"}],
+    ids=["embedded", "for development", "in a cluster"],
+)
+def test_what_challenging_nodes_does_not_take(more: dict[str, str], there: Path) -> None:
+    flags = {**CHALLENGING, **more}
+    assert settings.load({n: str(there) if text == "FILE" else text for n, text in flags.items()}, {}).notes == ()
+
+
+@pytest.mark.parametrize("url", ["http://spire", "spire", "https://u:p@spire", "https://"])
+def test_keys_come_over_https_alone(url: str) -> None:
+    (mistake,) = mistakes({"bundle_endpoint": url})
+    assert mistake.startswith("flag --bundle-endpoint: ")
+
+
+def test_an_id_of_evidence_that_could_be_read_two_ways_is_refused() -> None:
+    (mistake,) = mistakes({"evidence_id": "spiffe://a/{node}.{hash}"})
+    assert "{node} and {hash} have to be in segments of their own" in mistake

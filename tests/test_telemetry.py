@@ -158,6 +158,8 @@ def test_the_names_of_the_metrics_stay() -> None:
         "gpuwarden_admission_duration_seconds": "histogram",
         "gpuwarden_verdicts_total": "counter",
         "gpuwarden_events_total": "counter",
+        "gpuwarden_evidence_proofs_total": "counter",
+        "gpuwarden_trust_bundle_looks_total": "counter",
         "gpuwarden_ledger_conflicts_total": "counter",
         "gpuwarden_certificate_reloads_total": "counter",
         "gpuwarden_certificate_not_after_seconds": "gauge",
@@ -166,6 +168,8 @@ def test_the_names_of_the_metrics_stay() -> None:
         "gpuwarden_devices": "gauge",
         "gpuwarden_reservations": "gauge",
         "gpuwarden_evidence_nodes": "gauge",
+        "gpuwarden_extender_duration_seconds": "histogram",
+        "gpuwarden_extender_nodes_total": "counter",
     }
 
 

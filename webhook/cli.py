@@ -14,6 +14,7 @@ import webhook
 from webhook import settings
 from webhook.clock import utc_now
 from webhook.core.errors import GpuwardenError
+from webhook.setting_kinds import NAMESPACE, read_namespace, read_url
 from webhook.settings import Settings, SettingsError
 
 FAILED: Final = 1
@@ -88,6 +89,10 @@ def make_parser() -> Parser:
     one = commands.add_parser("reconcile", help="bring reservations and pods of a cluster together; one of many acts")
     with_settings(one, reconcile)
 
+    one = commands.add_parser("attest", help="prove the node that this is, again and again, to a server")
+    one.add_argument("--once", action="store_true", help="once, and the exit code says whether it was proven")
+    with_settings(one, attest)
+
     one = commands.add_parser("explain", help="say what would become of a pod, node by node; reserves nothing")
     one.add_argument("file", metavar="FILE", help="a manifest, - for stdin")
     one.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
@@ -101,12 +106,26 @@ def make_parser() -> Parser:
     one = commands.add_parser("crds", help="the custom resource definitions, as YAML")
     one.set_defaults(parser=one, run=without_settings(crds))
 
+    one = commands.add_parser("manifests", help="what a cluster is told of gpuwarden, as YAML for kubectl apply")
+    add_installation(one)
+    one.set_defaults(parser=one, run=without_settings(manifests))
+
     config = commands.add_parser("config", help="settings").add_subparsers(metavar="COMMAND", required=True)
     with_settings(config.add_parser("show", help="the settings in effect and where each comes from"), config_show)
     with_settings(config.add_parser("check", help="name every mistake in the settings"), config_check)
     one = config.add_parser("reference", help="the table of all settings, as Markdown")
     one.set_defaults(parser=one, run=without_settings(config_reference))
     return parser
+
+
+def add_installation(parser: Parser) -> None:
+    parser.add_argument(
+        "what", nargs="?", choices=("rbac", "webhooks", "policies", "crds", "all"), default="all", help="default: all"
+    )
+    parser.add_argument("--namespace", default="gpuwarden", help="where gpuwarden runs (default: gpuwarden)")
+    parser.add_argument("--service", default="gpuwarden", help="the Service of `serve` there (default: gpuwarden)")
+    parser.add_argument("--url", help="where `serve` is, if not behind that Service")
+    parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="the CA of its certificate (PEM)")
 
 
 def with_settings(parser: Parser, command: Callable[[Namespace, Settings], int]) -> None:
@@ -149,6 +168,15 @@ def reconcile(args: Namespace, chosen: Settings) -> int:
     return 0
 
 
+def attest(args: Namespace, chosen: Settings) -> int:
+    import asyncio
+
+    from webhook.attest import attest as attest_node
+
+    asyncio.run(attest_node(chosen, once=args.once))
+    return 0
+
+
 def explain(args: Namespace, chosen: Settings) -> int:
     from webhook.explain import run
     from webhook.telemetry import configure_logging
@@ -163,6 +191,35 @@ def crds(args: Namespace) -> int:
 
     print(as_yaml(), end="")
     return 0
+
+
+def manifests(args: Namespace) -> int:
+    from webhook.policies import Installation, as_yaml
+
+    mistakes = []
+    for name, text in (("namespace", args.namespace), ("service", args.service)):
+        try:
+            read_namespace(text)
+        except ValueError:
+            mistakes.append(f"flag --{name}: {text!r} is not a name; allowed: {NAMESPACE.allowed}, or one like it")
+    if args.url is not None and not is_https(args.url):
+        mistakes.append(f"flag --url: {args.url!r} is not a URL with https")
+    bundle = b"" if args.ca_bundle is None else args.ca_bundle.read_bytes()
+    if args.ca_bundle is not None and b"-----BEGIN CERTIFICATE-----" not in bundle:
+        mistakes.append(f"flag --ca-bundle: there is no certificate in {args.ca_bundle}")
+    if mistakes:
+        raise SettingsError(mistakes)
+    installation = Installation(namespace=args.namespace, service=args.service, url=args.url, ca_bundle=bundle)
+    print(as_yaml(args.what, installation), end="")
+    return 0
+
+
+def is_https(text: str) -> bool:
+    """Whether the API server would call a webhook there."""
+    try:
+        return read_url(text).startswith("https:")
+    except ValueError:
+        return False
 
 
 def certs_dev(args: Namespace) -> int:

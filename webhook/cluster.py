@@ -1,43 +1,72 @@
 """The connection to the API server. Nobody but this module and those built on it imports `kubernetes`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
+import msgspec
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.core.errors import GpuwardenError
+from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
+from webhook.ledger.carrier import Carrier
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
 from webhook.pods import PodsUnavailableError
 from webhook.settings import Settings
+from webhook.watch import TROUBLE, whole_list
 from webhook.web.callers import CallersUnavailableError
+
+# Where Kubernetes puts a Pod's service account.
+MOUNTED = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 # Longer than a busy API server needs, shorter than the patience of whoever waits for us.
 REQUEST_TIMEOUT = 5.0
 
+PODS_PATH = "/api/v1/pods"
 GPU_NODES = ("gpuwarden.io", "v1alpha1", "gpunodes")
 
 Load = Callable[..., Awaitable[None]]
 RefreshKey = Callable[[client.Configuration], Awaitable[None]]
 
 
-async def connected(settings: Settings) -> client.ApiClient:
-    """A client by kubeconfig, or by the three flags of S4."""
+class NotInAPodError(GpuwardenError):
+    """There is no service account to be used."""
+
+
+async def connected(settings: Settings, mounted: Path = MOUNTED) -> client.ApiClient:
+    """A client by kubeconfig, by the three flags of S4, or by the service account of the Pod that this is."""
     configuration = client.Configuration()
     if settings.kubeconfig is not None:
         load: Load = config.load_kube_config
         await load(str(settings.kubeconfig), client_configuration=configuration)
     elif settings.kubernetes_url is not None and settings.access_token is not None:
-        configuration.host = settings.kubernetes_url
-        configuration.ssl_ca_cert = str(settings.ca_certificate)
-        refresh = token_reader(settings.access_token)
-        await refresh(configuration)  # without a first token the client would not ask for the next
-        vars(configuration)["refresh_api_key_hook"] = refresh
+        await use_token(configuration, settings.kubernetes_url, settings.access_token, settings.ca_certificate)
+    elif settings.in_cluster:
+        await use_service_account(configuration, settings.api_server_of_pod, mounted)
     return client.ApiClient(configuration)
+
+
+async def use_service_account(configuration: client.Configuration, host: str | None, mounted: Path) -> None:
+    token, ca = mounted / "token", mounted / "ca.crt"
+    if host is None:
+        raise NotInAPodError("--in-cluster: KUBERNETES_SERVICE_HOST and _PORT are not set, so this is no Pod")
+    missing = [str(path) for path in (token, ca) if not path.is_file()]
+    if missing:
+        raise NotInAPodError(f"--in-cluster: no service account is mounted here, {' and '.join(missing)} not found")
+    await use_token(configuration, host, token, ca)
+
+
+async def use_token(configuration: client.Configuration, host: str, token: Path, ca: Path | None) -> None:
+    configuration.host = host
+    configuration.ssl_ca_cert = str(ca)
+    refresh = token_reader(token)
+    await refresh(configuration)  # without a first token the client would not ask for the next
+    vars(configuration)["refresh_api_key_hook"] = refresh
 
 
 def token_reader(path: Path) -> RefreshKey:
@@ -82,6 +111,15 @@ class ApiGpuNodes:
                 return None
             raise
 
+    async def put(self, raw: Raw) -> Raw:
+        name = raw["metadata"]["name"]
+        async with translated():
+            return as_raw(
+                await self._objects.replace_cluster_custom_object(
+                    *GPU_NODES, name, raw, _request_timeout=REQUEST_TIMEOUT
+                )
+            )
+
     async def put_status(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
         async with translated():
@@ -105,12 +143,41 @@ class ApiCallers:
         self._reviews = client.AuthenticationV1Api(api)
 
     async def is_authentic(self, token: str) -> bool:
-        review = client.V1TokenReview(spec=client.V1TokenReviewSpec(token=token))
+        """Whether it is the token of anybody for the API server."""
+        return await self._user_of(token) is not None
+
+    async def is_reviewer(self, token: str, audience: str, users: Collection[str]) -> bool:
+        """Whether it was made out for `audience`, to one of `users` if any are named."""
+        user = await self._user_of(token, audience)
+        return user is not None and (not users or user in users)
+
+    async def _user_of(self, token: str, audience: str | None = None) -> str | None:
+        """Whose it is. Who authenticates tokens and knows nothing of audiences leaves them out of the answer: such a
+        token is for the API server, and whoever is shown it there could have sent it here."""
+        audiences = None if audience is None else [audience]
+        review = client.V1TokenReview(spec=client.V1TokenReviewSpec(token=token, audiences=audiences))
         try:
             answer = await self._reviews.create_token_review(review, _request_timeout=REQUEST_TIMEOUT)
         except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise CallersUnavailableError("the API server cannot be asked") from exc
-        return bool(answer.status and answer.status.authenticated)
+        status = answer.status
+        if not (status and status.authenticated):
+            return None
+        if audience is not None and audience not in (status.audiences or ()):
+            return None
+        return (status.user.username if status.user else None) or ""
+
+
+def pod_in(body: bytes, namespace: str, name: str) -> Raw:
+    """The pod that was asked for: names come from whoever sends reviews, and `..` is the path of something else."""
+    try:
+        raw = msgspec.json.decode(body, type=Raw)
+        meta = raw["metadata"]
+        if (raw["kind"], meta["namespace"], meta["name"]) == ("Pod", namespace, name) and meta["uid"]:
+            return raw
+    except (msgspec.DecodeError, KeyError, TypeError) as exc:
+        raise PodsUnavailableError("the API server answered with something else than a pod") from exc
+    raise PodsUnavailableError("the API server answered with something else than that pod")
 
 
 class ApiPods:
@@ -119,6 +186,7 @@ class ApiPods:
     believes_reviews = False
 
     def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
         self._pods = client.CoreV1Api(api)
 
     async def contradicts(self, pod: PodIdentity) -> str | None:
@@ -129,6 +197,8 @@ class ApiPods:
         return None if uid == pod.uid else f"{name} has another uid"
 
     async def is_gone(self, pod: PodIdentity) -> bool:
+        if not pod.name:  # written by hand: then only a whole list tells
+            return all(one.pod.uid != pod.uid for one in await self.carriers())
         try:
             return await self.uid_of(pod.namespace, pod.name) != pod.uid
         except PodsUnavailableError as exc:
@@ -141,12 +211,46 @@ class ApiPods:
         """Nothing: eviction sends no DELETE review, and a terminating pod still holds its devices."""
 
     async def uid_of(self, namespace: str, name: str) -> str:
+        raw = await self._read(namespace, name)
+        return "" if raw is None else str(raw["metadata"]["uid"])
+
+    async def find(self, namespace: str, name: str) -> Pod | None:
+        raw = await self._read(namespace, name)
+        return None if raw is None else Pod.parse(raw)
+
+    async def _read(self, namespace: str, name: str) -> Raw | None:
         try:
-            found = await self._pods.read_namespaced_pod(name, namespace, _request_timeout=REQUEST_TIMEOUT)
-        except ApiException as exc:
-            if exc.status == 404:
-                return ""
-            raise PodsUnavailableError(f"the API server answered {exc.status}") from exc
-        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            async with await self._pods.read_namespaced_pod_without_preload_content(
+                name, namespace, _request_timeout=REQUEST_TIMEOUT
+            ) as response:
+                status, body = response.status, await response.read()
+        except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as exc:
             raise PodsUnavailableError("the API server cannot be reached") from exc
-        return (found.metadata.uid if found.metadata else None) or ""
+        if status == 404:
+            return None
+        if status != 200:
+            raise PodsUnavailableError(f"the API server answered {status}")
+        return pod_in(body, namespace, name)
+
+    async def carriers(self) -> Sequence[Carrier]:
+        try:
+            raws, _ = await whole_list(self._api, PODS_PATH)
+        except TROUBLE as exc:
+            raise WitnessAwayError("pods cannot be listed") from exc
+        return [one for one in map(Carrier.of, raws.values()) if one is not None]
+
+    async def look(self, pod: PodIdentity) -> Carrier | None:
+        try:
+            raw = await self._read(pod.namespace, pod.name)
+        except PodsUnavailableError as exc:
+            raise WitnessAwayError(str(exc)) from exc
+        found = None if raw is None else Carrier.of(raw)
+        return found if found is not None and found.pod.uid == pod.uid else None
+
+    async def remove(self, pod: PodIdentity) -> None:
+        body = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid))
+        try:
+            await self._pods.delete_namespaced_pod(pod.name, pod.namespace, body=body, _request_timeout=REQUEST_TIMEOUT)
+        except TROUBLE as exc:
+            if not (isinstance(exc, ApiException) and exc.status in (404, 409)):  # gone, or of another uid
+                raise WitnessAwayError("the pod cannot be removed") from exc

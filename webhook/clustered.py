@@ -1,57 +1,75 @@
-"""The parts of a process in a cluster: reservations in GPUNode objects, nodes and devices from watches."""
+"""The parts of a process in a cluster: reservations in GPUNode objects, nodes, devices and evidence from watches."""
 
 import asyncio
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 
 import structlog
+from attrs import evolve
 from kubernetes.aio import client
 
+from webhook.api_objects import ApiNodes, ApiObjects
+from webhook.attestation import attestation_of
 from webhook.clock import Clock
 from webhook.cluster import GPU_NODES, ApiGpuNodes, ApiPods
 from webhook.core.evidence import Evidence
-from webhook.core.fleet import Fleet
-from webhook.evidence.static import StaticEvidence
+from webhook.core.fleet import SPREAD, Fleet
+from webhook.discovery import Discovery, WrittenInventory
+from webhook.events import Events
+from webhook.evidence.static import StaticEvidence, written_by_hand
+from webhook.evidence_providers import providers_of, retired_of
+from webhook.inventory.file import InventoryFile
 from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 from webhook.ledger.cluster import ClusterLedger
+from webhook.node_evidences import EvidenceView, EvidenceWriter
+from webhook.node_proofs import ApiBirths, ClusterProofs
 from webhook.settings import Settings
 from webhook.telemetry import Metrics
-from webhook.watch import Watch
+from webhook.view import Several
+from webhook.watch import Listener, Watch
 from webhook.wiring import Parts, assembled, times_of
 
 log = structlog.get_logger(__name__)
 
+NODE_EVIDENCES = ("gpuwarden.io", "v1alpha1", "nodeevidences")
 GPU_NODES_PATH = "/apis/" + "/".join(GPU_NODES)
+NODE_EVIDENCES_PATH = "/apis/" + "/".join(NODE_EVIDENCES)
 NODES_PATH = "/api/v1/nodes"
-PODS_PATH = "/api/v1/pods"
 
 
 def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: ApiPods) -> Parts:
     """Any number of processes put together like this may serve one cluster."""
     if settings.inventory is not None:
-        log.warning("the inventory file is not read: nodes and devices come from the cluster")
-    fleet, metrics = Fleet(), Metrics()
+        log.warning(
+            "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
+        )
+    fleet, metrics = Fleet(turn=random.randrange(SPREAD)), Metrics()  # noqa: S311 - only to keep out of step
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
-    evidence = StaticEvidence(settings.node_hash_map)
-    feed = ClusterFeed(api, fleet, ledger, evidence, clock)
-    return assembled(settings, clock, fleet, metrics, ledger, feed, pods)
+    own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
+    feed = ClusterFeed(api, fleet, ledger, own, clock)
+    parts = assembled(settings, clock, fleet, metrics, ledger, feed, pods)
+    proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiBirths(api), settings.clock_skew)
+    return evolve(parts, attestation=attestation_of(settings, proofs, clock, metrics))
 
 
 class ClusterFeed:
     """Keeps the fleet and the ledger up to date with what the API server shows."""
 
     def __init__(
-        self, api: client.ApiClient, fleet: Fleet, ledger: ClusterLedger, evidence: StaticEvidence, clock: Clock
+        self, api: client.ApiClient, fleet: Fleet, ledger: ClusterLedger, own: Mapping[str, Evidence], clock: Clock
     ) -> None:
-        self._evidence = evidence
-        self._known: Mapping[str, Evidence] = {}
-        inventory = ClusterInventory(fleet, clock, proven=lambda name: self._known.get(name))
+        inventory = ClusterInventory(fleet, clock, proven=lambda name: evidence.word_on(name))
+        evidence = EvidenceView(own, show=inventory.prove)
         gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
-        self._watches = (Watch(api, NODES_PATH, NodesListener(inventory)), Watch(api, GPU_NODES_PATH, gpu_nodes))
+        self._watches = (
+            Watch(api, NODES_PATH, NodesListener(inventory)),
+            Watch(api, GPU_NODES_PATH, gpu_nodes),
+            Watch(api, NODE_EVIDENCES_PATH, evidence),
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def load(self) -> None:
         """The first lists; an API server that is away is waited for."""
-        self._known = await self._evidence.poll()
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
         for watch in self._watches:
             await watch.ready.wait()
@@ -63,3 +81,48 @@ class ClusterFeed:
         finally:
             for task in self._tasks:
                 task.cancel()
+
+
+class Discovering:
+    """The writers of inventory and evidence, with the watches they hear from; others hear the same."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        api: client.ApiClient,
+        events: Events,
+        clock: Clock,
+        *,
+        gpu_nodes: Listener,
+        also_nodes: Sequence[Listener] = (),
+        also_evidences: Sequence[Listener] = (),
+    ) -> None:
+        static = StaticEvidence(settings.node_hash_map)
+        file = None if settings.inventory is None else InventoryFile(settings.inventory)
+        written = WrittenInventory(file, static)
+        self._discovery = Discovery(
+            ApiObjects(api, GPU_NODES),
+            ApiNodes(api),
+            written,
+            events,
+            is_current=lambda: nodes.is_current and devices.is_current,
+        )
+        self._evidence = EvidenceWriter(
+            ApiObjects(api, NODE_EVIDENCES),
+            providers_of(settings, clock, static),
+            clock,
+            is_current=lambda: evidences.is_current and written.is_known,
+            poll_every=settings.evidence_poll,
+            retired=retired_of(settings),
+        )
+        nodes = Watch(api, NODES_PATH, Several(self._discovery.nodes, *also_nodes))
+        devices = Watch(api, GPU_NODES_PATH, Several(gpu_nodes, self._discovery.gpu_nodes))
+        evidences = Watch(api, NODE_EVIDENCES_PATH, Several(self._evidence.view, *also_evidences))
+        self.watches = (nodes, devices, evidences)
+
+    async def step(self) -> None:
+        """One pass of each; a failure of the one does not keep the other from its turn."""
+        done = await asyncio.gather(self._discovery.step(), self._evidence.step(), return_exceptions=True)
+        for one in done:
+            if isinstance(one, BaseException):
+                raise one

@@ -1,4 +1,4 @@
-"""What somebody reads under `kubectl describe`: what became of a pod or a node, and why. A hint: nothing waits for it."""
+"""What somebody reads under `kubectl describe`: what became of a pod or a node, and why. Nothing waits for it."""
 
 import asyncio
 from collections.abc import Callable

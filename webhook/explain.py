@@ -10,8 +10,9 @@ import yaml
 
 from webhook.clock import utc_now
 from webhook.core.check import no_markers, refused_at_once
-from webhook.core.claim import Claim, claim_of
+from webhook.core.claim import Claim
 from webhook.core.decide import NodeFit, explain
+from webhook.core.dress import asked_anew
 from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
@@ -33,7 +34,7 @@ def explained(raw: Json, parts: Parts) -> Json:
     """The verdict on a pod, and every node's part in it."""
     try:
         pod = Pod.parse(raw)
-        claim = claim_of(pod, parts.rules.claims)
+        _, claim = asked_anew(raw, pod, parts.rules.claims)
     except InvalidPodError as exc:
         return verdict(Deny(Reason.INVALID_POD, "; ".join(exc.mistakes)))
     if claim is None:

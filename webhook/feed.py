@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from webhook.clock import Clock
-from webhook.core.device import Inventory
+from webhook.core.device import Inventory, Node
 from webhook.core.evidence import Evidence, combined
 from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceProvider, EvidenceUnavailableError
@@ -38,6 +38,8 @@ class Feed:
         self._clock = clock
         self._metrics = metrics
         self._said: dict[str, Mapping[str, Evidence]] = {}
+        # Whether the fleet knows all that was said.
+        self._is_told = False
 
     async def load(self) -> None:
         """The first reading; what cannot be read stops the start."""
@@ -51,19 +53,24 @@ class Feed:
 
     async def refresh(self) -> None:
         """One look at everything."""
-        try:
-            inventory = await self._inventory.poll()
-        except InventoryUnavailableError as exc:
-            self._metrics.count_file_reload("inventory", "refused")
-            log.warning("inventory refused, the old one stays", mistakes=exc.mistakes, file=str(self._inventory.path))
-            return
+        inventory = await self._new_inventory()
         if inventory is not None:
             await self._take_in(inventory)
             self._metrics.count_file_reload("inventory", "reloaded")
             log.info("inventory reloaded", nodes=len(inventory), file=str(self._inventory.path))
         await self._poll_evidence()
 
+    async def _new_inventory(self) -> Inventory | None:
+        """None if nothing is new, or what is new cannot be used: evidence is asked for all the same."""
+        try:
+            return await self._inventory.poll()
+        except InventoryUnavailableError as exc:
+            self._metrics.count_file_reload("inventory", "refused")
+            log.warning("inventory refused, the old one stays", mistakes=exc.mistakes, file=str(self._inventory.path))
+            return None
+
     async def _take_in(self, inventory: Inventory) -> None:
+        inventory = {name: Node(name) for name in self._mapped()} | dict(inventory)
         for name in [name for name in self._fleet.berths if name not in inventory]:
             self._fleet.remove(name)
         for number, node in enumerate(inventory.values()):
@@ -72,10 +79,13 @@ class Feed:
         for provider in self._providers:
             if isinstance(provider, StaticEvidence):
                 provider.read_from_file(self._inventory.evidence)
-        self._said.clear()
+        self._is_told = False
+
+    def _mapped(self) -> set[str]:
+        """Nodes that are known by a map of hashes alone."""
+        return {name for one in self._providers if isinstance(one, StaticEvidence) for name in one.mapped}
 
     async def _poll_evidence(self) -> None:
-        is_new = False
         for provider in self._providers:
             try:
                 said = await provider.poll()
@@ -83,10 +93,11 @@ class Feed:
                 log.warning("evidence provider away, what it said stays until its own end", provider=provider.name)
                 log.debug("evidence provider away", provider=provider.name, exc_info=exc)
                 continue
-            is_new = is_new or said is not self._said.get(provider.name)
+            self._is_told = self._is_told and said is self._said.get(provider.name)
             self._said[provider.name] = said
-        if is_new:
+        if not self._is_told:
             await self._take_evidence_in()
+            self._is_told = True
 
     async def _take_evidence_in(self) -> None:
         for number, name in enumerate(list(self._fleet.berths)):

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from attrs import frozen
+from attrs import evolve, frozen
 
 from webhook.core.device import Device, DeviceUuid, Slot
 from webhook.core.errors import GpuwardenError
@@ -13,6 +13,11 @@ from webhook.core.reservation import Phase, Reservation, ReservationId
 
 Raw = dict[str, Any]
 API_VERSION = "gpuwarden.io/v1alpha1"
+# Keeps a deleted object as long as something is held on it.
+FINALIZER = "gpuwarden.io/held"
+
+
+LONG_AGO = datetime.fromtimestamp(0, UTC)
 
 
 class UnreadableGpuNodeError(GpuwardenError):
@@ -53,6 +58,8 @@ class StatusWire(msgspec.Struct, frozen=True):
 class MetadataWire(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     resource_version: str = "0"
+    deletion_timestamp: datetime | None = None
+    finalizers: list[str] | None = None
 
 
 class GpuNodeWire(msgspec.Struct, frozen=True):
@@ -69,6 +76,12 @@ class GpuNode:
     version: int
     devices: tuple[Device, ...]
     reservations: Mapping[ReservationId, Reservation]
+    # Whether what is held here is known: an object that is new says nothing of the pods that are there already.
+    is_rebuilt: bool
+    # Being deleted: it stays as long as something is held, and gives nothing any more.
+    is_leaving: bool = False
+    # Whether it cannot go before we let it.
+    is_kept: bool = False
 
     @classmethod
     def parse(cls, raw: Raw) -> "GpuNode":
@@ -77,9 +90,20 @@ class GpuNode:
             version = int(wire.metadata.resource_version)
         except (msgspec.ValidationError, ValueError) as exc:
             raise UnreadableGpuNodeError(f"GPUNode cannot be read: {exc}") from exc
-        name = wire.metadata.name
+        name, is_leaving = wire.metadata.name, wire.metadata.deletion_timestamp is not None
         devices = tuple(map(device, (wire.spec and wire.spec.devices) or ()))
-        return cls(name, version, devices, reservations(name, (wire.status and wire.status.held) or {}))
+        if is_leaving:
+            devices = tuple(evolve(one, is_healthy=False) for one in devices)
+        held = wire.status and wire.status.held
+        return cls(
+            name=name,
+            version=version,
+            devices=devices,
+            reservations=reservations(name, held or {}),
+            is_rebuilt=held is not None,
+            is_leaving=is_leaving,
+            is_kept=FINALIZER in (wire.metadata.finalizers or ()),
+        )
 
 
 def device(wire: DeviceWire) -> Device:
@@ -112,14 +136,18 @@ def reservations(node: str, held: Mapping[str, HeldWire]) -> dict[ReservationId,
 
 
 def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservation:
+    """Only a pod holds without end: what has neither a pod nor a deadline somebody wrote by hand, and it is past."""
+    deadline = entry.deadline
+    if deadline is None and entry.phase is Phase.PENDING:
+        deadline = LONG_AGO
     return Reservation(
         id=ReservationId(entry.reservation),
         namespace=entry.namespace,
         claim_digest=entry.digest,
         node=node,
         slots=slots,
-        since=entry.since or datetime.fromtimestamp(0, UTC),
-        deadline=entry.deadline,
+        since=entry.since or LONG_AGO,
+        deadline=deadline,
         phase=entry.phase,
         pod_name=entry.pod,
         uid=entry.uid,
@@ -161,3 +189,10 @@ def with_held(raw: Raw, held: Iterable[Reservation], devices: Iterable[Device]) 
     total = sum(one.shares for one in devices)
     status = {**(raw.get("status") or {}), "held": entries, "total": total, "taken": len(entries)}
     return {**raw, "status": {**status, "free": max(0, total - len(entries))}}
+
+
+def with_finalizer(raw: Raw, *, is_kept: bool) -> Raw:
+    """The object as one that cannot go, or as one that may."""
+    meta = raw["metadata"]
+    others = [one for one in meta.get("finalizers") or () if one != FINALIZER]
+    return {**raw, "metadata": {**meta, "finalizers": [*others, FINALIZER] if is_kept else others}}

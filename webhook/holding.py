@@ -1,5 +1,8 @@
 """Decide and reserve, over and over while others are faster: the step that every door into the product shares."""
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 
 from webhook.clock import Clock
@@ -20,14 +23,29 @@ from webhook.telemetry import Metrics
 
 
 class Holder:
-    """Finds a place for a claim and holds it."""
+    """Finds a place for a claim and holds it.
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, policy: EvidencePolicy, clock: Clock, metrics: Metrics) -> None:
+    Where anybody may post a review, at most `pending_limit` reservations of a namespace wait for their pods at once;
+    0 is no limit. Each replica counts what it knows of, and what it is about to add.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        policy: EvidencePolicy,
+        clock: Clock,
+        metrics: Metrics,
+        *,
+        pending_limit: int = 0,
+    ) -> None:
         self.fleet = fleet
         self.ledger = ledger
         self.policy = policy
         self._clock = clock
         self._metrics = metrics
+        self._pending_limit = pending_limit
+        self._entering = Counter[str]()
 
     def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
         """Where the claim could be served at this moment; nothing is held."""
@@ -36,6 +54,27 @@ class Holder:
 
     async def hold(self, ask: Ask, claim: Claim, *, answer_by: datetime) -> Reservation | Deny:
         """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding."""
+        await self.ledger.collect(self._clock())
+        if self._is_full(ask.namespace) and await self.ledger.find(ask.id) is None:
+            return full(ask.namespace, self._pending_limit)
+        with self._enters(ask.namespace):
+            return await self._held(ask, claim, answer_by)
+
+    def _is_full(self, namespace: str) -> bool:
+        taken = self.ledger.waiting_in(namespace) + self._entering[namespace]
+        return 0 < self._pending_limit <= taken
+
+    @contextmanager
+    def _enters(self, namespace: str) -> Iterator[None]:
+        self._entering[namespace] += 1
+        try:
+            yield
+        finally:
+            self._entering[namespace] -= 1
+            if not self._entering[namespace]:
+                del self._entering[namespace]
+
+    async def _held(self, ask: Ask, claim: Claim, answer_by: datetime) -> Reservation | Deny:
         most = 1  # the best one is nearly always still free
         while True:
             await self.ledger.collect(self._clock())
@@ -55,6 +94,14 @@ class Holder:
                 return conflict(ask)
             except LedgerUnavailableError:
                 return Deny(Reason.LEDGER_AWAY, "reservations cannot be made at this moment", hint="try again")
+
+
+def full(namespace: str, limit: int) -> Deny:
+    return Deny(
+        Reason.NAMESPACE_FULL,
+        f"in namespace {namespace!r} as many reservations wait for their pods as may at once: {limit}",
+        hint="try again when they have come or their time is over",
+    )
 
 
 def conflict(ask: Ask) -> Deny:

@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from webhook.core.errors import GpuwardenError
+from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 
 
@@ -25,6 +26,9 @@ class PodSource(PodFacts, Protocol):
 
     believes_reviews: bool
     """Whether a review is all we shall ever hear: a validated CREATE is a pod, a DELETE review ends it."""
+
+    async def find(self, namespace: str, name: str) -> Pod | None:
+        """The pod as it is at this moment; None if there is none, or where reviews are all there is to know."""
 
     def created(self, pod: PodIdentity) -> None:
         """A review, or a /finalize, has shown the pod."""
@@ -55,3 +59,6 @@ class ReviewedPods:
 
     async def uid_of(self, namespace: str, name: str) -> str:
         return self._uids.get((namespace, name), "")
+
+    async def find(self, namespace: str, name: str) -> Pod | None:
+        return None

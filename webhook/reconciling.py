@@ -4,7 +4,9 @@ import asyncio
 import os
 import signal
 import socket
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
 
 import structlog
 from kubernetes.aio import client
@@ -14,23 +16,36 @@ from kubernetes.aio.leaderelection.leaderelection import LeaderElection
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
 from webhook.clock import utc_now
-from webhook.cluster import ApiGpuNodes, ApiPods, connected
-from webhook.clustered import GPU_NODES_PATH, PODS_PATH
+from webhook.cluster import PODS_PATH, ApiGpuNodes, ApiPods, connected
+from webhook.clustered import Discovering
 from webhook.core.fleet import Fleet
-from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener
+from webhook.events import ApiEvents
+from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 from webhook.ledger.cluster import ClusterLedger
-from webhook.ledger.reconcile import Reconciler
+from webhook.ledger.reconcile import OnBindDeadline, Reconciler, Waiting
+from webhook.node_evidences import EvidenceView
+from webhook.probes import Probes
+from webhook.scheduler.api_pods import ApiAlarm
+from webhook.scheduler.waking import Waking
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
+from webhook.view import Several
 from webhook.watch import TROUBLE, Watch
-from webhook.wiring import times_of
+from webhook.wiring import policy_of, rules_of, times_of
 
 log = structlog.get_logger(__name__)
 
 LEASE = "gpuwarden-reconcile"
 LEASE_DURATION, RENEW_DEADLINE, RETRY_PERIOD = 15, 10, 2  # seconds, and whole ones: the client's Lease takes no others
-# Between two passes: a pod that came or went is acted on this soon.
+# Between two passes: what nobody tells of is looked at this often, and what somebody does, this soon.
 PAUSE = 0.5
+BREATH = 0.05
+
+
+class Stepping(Protocol):
+    """What is done by the elected one alone, a step a pass."""
+
+    async def step(self) -> None: ...
 
 
 async def reconcile(settings: Settings) -> None:
@@ -39,8 +54,8 @@ async def reconcile(settings: Settings) -> None:
     stop = asyncio.Event()
     for one in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(one, stop.set)
-    async with await connected(settings) as api:
-        background = [asyncio.ensure_future(work(settings, api)), asyncio.ensure_future(stop.wait())]
+    async with await connected(settings) as api, Probes(settings).listening() as probes:
+        background = [asyncio.ensure_future(work(settings, api, probes)), asyncio.ensure_future(stop.wait())]
         done, pending = await asyncio.wait(background, return_when=asyncio.FIRST_COMPLETED)
         for task in pending:
             task.cancel()
@@ -50,29 +65,45 @@ async def reconcile(settings: Settings) -> None:
     log.info("stopped")
 
 
-async def work(settings: Settings, api: client.ApiClient) -> None:
-    fleet, pods = Fleet(), ApiPods(api)
+async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> None:
+    fleet, pods, metrics = Fleet(), ApiPods(api), probes.metrics
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
-    reconciler = Reconciler(ledger, pods, utc_now)
-    inventory = ClusterInventory(fleet, utc_now, proven=lambda name: None)
-    gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
-    watches = (Watch(api, GPU_NODES_PATH, gpu_nodes), Watch(api, PODS_PATH, reconciler))
+    events = ApiEvents(api, utc_now, metrics.count_event)
+    waiting = Waiting(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline))
+    reconciler = Reconciler(ledger, pods, events, utc_now, waiting)
+    inventory = ClusterInventory(fleet, utc_now, proven=lambda name: evidence.word_on(name))
+    evidence = EvidenceView({}, show=inventory.prove)
+    discovering = Discovering(
+        settings,
+        api,
+        events,
+        utc_now,
+        gpu_nodes=GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget),
+        also_nodes=[NodesListener(inventory)],
+        also_evidences=[evidence],
+    )
+    waking = Waking(fleet, policy_of(settings), rules_of(settings).claims, ApiAlarm(api), utc_now)
+    watches = (*discovering.watches, Watch(api, PODS_PATH, Several(reconciler, waking)))
     async with asyncio.TaskGroup() as tasks:
         for watch in watches:
             tasks.create_task(watch.run())
+        tasks.create_task(events.run())
         for watch in watches:
             await watch.ready.wait()
         log.info("watching", reservations=len(ledger.reservations()))
-        await lead_again_and_again(settings, api, reconciler)
+        probes.begin()
+        await lead_again_and_again(settings, api, (reconciler, discovering, waking), reconciler.news)
 
 
-async def lead_again_and_again(settings: Settings, api: client.ApiClient, reconciler: Reconciler) -> None:
+async def lead_again_and_again(
+    settings: Settings, api: client.ApiClient, parts: Sequence[Stepping], news: asyncio.Event
+) -> None:
     """Be elected, lead until the Lease is lost, and stand again. An API server that is away ends a leadership too."""
     while True:
         leading: list[asyncio.Task[Any]] = []
         try:
             await make_lease(settings, api)
-            await election(settings, api, reconciler, leading).run()
+            await election(settings, api, parts, news, leading).run()
         except TROUBLE as exc:
             log.warning("election interrupted", error=type(exc).__name__)
             await asyncio.sleep(RETRY_PERIOD)
@@ -81,12 +112,20 @@ async def lead_again_and_again(settings: Settings, api: client.ApiClient, reconc
                 task.cancel()
 
 
-async def one_pass(reconciler: Reconciler) -> None:
+async def one_pass(*parts: Stepping) -> None:
     """A bug in one pass must not end them all: the Lease would be held on, and nobody would reconcile."""
-    try:
-        await reconciler.step()
-    except Exception:
-        log.exception("a pass failed")
+    for part in parts:
+        try:
+            await part.step()
+        except Exception:
+            log.exception("a pass failed")
+
+
+async def rest(news: asyncio.Event) -> None:
+    """Until something has happened, and what comes with it is there as well; or for a while."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(news.wait(), PAUSE)
+    await asyncio.sleep(BREATH)
 
 
 async def make_lease(settings: Settings, api: client.ApiClient) -> None:
@@ -101,7 +140,11 @@ async def make_lease(settings: Settings, api: client.ApiClient) -> None:
 
 
 def election(
-    settings: Settings, api: client.ApiClient, reconciler: Reconciler, leading: list[asyncio.Task[Any]]
+    settings: Settings,
+    api: client.ApiClient,
+    parts: Sequence[Stepping],
+    news: asyncio.Event,
+    leading: list[asyncio.Task[Any]],
 ) -> LeaderElection:
     async def lead() -> None:
         task = asyncio.current_task()
@@ -109,8 +152,8 @@ def election(
             leading.append(task)  # the library leaves it running when the API server goes away
         log.info("leading")
         while True:
-            await one_pass(reconciler)
-            await asyncio.sleep(PAUSE)
+            await one_pass(*parts)
+            await rest(news)
 
     async def follow() -> None:
         log.warning("no longer leading")

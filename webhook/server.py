@@ -6,9 +6,9 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from ipaddress import ip_address
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from attrs import frozen
@@ -18,23 +18,33 @@ from webhook.clock import utc_now
 from webhook.dev_certificates import make_dev_certificates
 from webhook.listener import Listener
 from webhook.pods import PodFacts
+from webhook.scheduler.extender import Bindings, Extender
+from webhook.setting_kinds import is_loopback
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
 from webhook.tls import CertificateSource, Reload
 from webhook.web.admission import Admission
-from webhook.web.app import extender_app, plain_app, tls_app
+from webhook.web.app import extender_app, plain_app, plain_extender_app, tls_app
 from webhook.web.callers import Guarded, IsAuthentic
 from webhook.web.devices import Devices
+from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
+from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health, Stage
 from webhook.wiring import Parts, embedded
 
+if TYPE_CHECKING:
+    from webhook.cluster import ApiCallers
+
 log = structlog.get_logger(__name__)
 
-# What names tenants' pods, or changes something. Reviews come from the API server, which shows no credentials unless
-# its administrator has set some; health and metrics are for probes.
+# What names tenants' pods, or changes something; health and metrics are for probes.
 KNOWN_CALLERS_ONLY = frozenset({"/", "/devices", "/explain", "/finalize"})
+# Reviews come from the API server, which shows no credentials unless its administrator has set some.
+REVIEWERS_ONLY = frozenset({"/mutate", "/validate"})
+# The scheduler's; where the listener demands client certificates, that is how it is known.
+SCHEDULERS_ONLY = frozenset({"/filter", "/prioritize", "/preempt", "/bind"})
 DEV_CERTIFICATES = Path("certs/dev")
 # How often expired reservations are collected where nobody needs their devices.
 COLLECT_INTERVAL = 1.0
@@ -66,12 +76,20 @@ class Assembly:
 
     parts: Parts
     facts: PodFacts
-    is_authentic: IsAuthentic | None
+    is_authentic: IsAuthentic | None = None
+    is_reviewer: IsAuthentic | None = None
+    bindings: Bindings | None = None
 
-    def guarded(self, app: ASGIApp) -> ASGIApp:
-        if self.is_authentic is None:
+    def guarded(self, app: ASGIApp, paths: frozenset[str] = KNOWN_CALLERS_ONLY) -> ASGIApp:
+        return self._guarded(app, paths, self.is_authentic)
+
+    def guarded_reviews(self, app: ASGIApp) -> ASGIApp:
+        return self._guarded(app, REVIEWERS_ONLY, self.is_reviewer)
+
+    def _guarded(self, app: ASGIApp, paths: frozenset[str], is_known: IsAuthentic | None) -> ASGIApp:
+        if is_known is None:
             return app
-        return Guarded(app, KNOWN_CALLERS_ONLY, self.is_authentic, self.parts.clock)
+        return Guarded(app, paths, is_known, self.parts.clock, self.parts.metrics)
 
 
 class Server:
@@ -84,12 +102,14 @@ class Server:
         self._certificates = certificates(settings)
         health, metrics = self._health, parts.metrics
         admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health)
-        finalize = Finalize(parts.ledger, parts.pods, assembly.facts, health)
+        finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health)
         devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
         explain = Explain(parts, health)
         host, tls = settings.host, self._certificates["tls"].context
+        evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)
+        app = tls_app(admission, finalize, devices, explain, health, metrics, evidence)
         self._tls = Listener(
-            assembly.guarded(tls_app(admission, finalize, devices, explain, health, metrics)),
+            assembly.guarded_reviews(assembly.guarded(app)),
             host=host,
             port=settings.port,
             ssl_context=tls,
@@ -97,16 +117,23 @@ class Server:
         self._plain = Listener(
             assembly.guarded(plain_app(finalize, devices, health, metrics)), host=host, port=settings.ui_port
         )
+        routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health)
+        extender = extender_app(routes, health, metrics)
         self._extender = Listener(
-            extender_app(health, metrics),
+            extender if settings.extender_client_ca else assembly.guarded(extender, SCHEDULERS_ONLY),
             host=host,
             port=settings.extender_port,
             ssl_context=self._certificates["extender"].context,
         )
+        plain_at = settings.plain_extender_at
+        self._plain_extender = plain_at and Listener(
+            plain_extender_app(routes, health, metrics), host=plain_at[0], port=plain_at[1]
+        )
 
     @property
     def _listeners(self) -> tuple[Listener, ...]:
-        return (self._tls, self._plain, self._extender)
+        asked = () if self._plain_extender is None else (self._plain_extender,)
+        return (self._tls, self._plain, self._extender, *asked)
 
     async def start(self) -> None:
         """Listen at once, answering 503 until the first readings are in."""
@@ -125,6 +152,8 @@ class Server:
         gc.disable()  # loading makes no garbage, and each look at all of it would cost a third of a second
         try:
             await self._parts.feed.load()
+            if self._parts.attestation is not None:
+                await self._parts.attestation.load()
         finally:
             gc.freeze()  # the fleet stays: no later collection has to look at it
             gc.enable()
@@ -139,6 +168,7 @@ class Server:
                 self._parts.feed.run(interval),
                 *(source.watch(self._teller(name), every=self._settings.reload_interval) for name, source in pairs),
                 every(COLLECT_INTERVAL, self._collect),
+                *([] if self._parts.attestation is None else [self._parts.attestation.run()]),
             )
         ]
         waiting = asyncio.ensure_future(stop.wait())
@@ -204,13 +234,16 @@ def certificates(settings: Settings) -> dict[str, CertificateSource]:
 
 
 def warn_if_open(settings: Settings) -> None:
-    """Embedded, nobody is asked who he is: on loopback that is fine."""
-    try:
-        is_loopback = settings.host == "localhost" or ip_address(settings.host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not is_loopback:
+    """On loopback it is fine to ask nobody who he is."""
+    if settings.plain_extender_at is not None:
+        host, port = settings.plain_extender_at
+        log.warning("the extender answers in plain HTTP, to whoever reaches it", host=host, port=port)
+    if is_loopback(settings.host):
+        return
+    if settings.is_embedded:
         log.warning("everyone who reaches this server may use all of it", host=settings.host)
+    elif not settings.proves_reviewers:
+        log.warning("everyone who reaches the TLS listener may post reviews", host=settings.host)
 
 
 @asynccontextmanager
@@ -218,18 +251,29 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
     """The parts that the settings ask for, and who is asked whether a pod exists."""
     if settings.is_embedded:
         parts = embedded(settings, utc_now)
-        yield Assembly(parts, parts.pods, None)
+        yield Assembly(parts, parts.pods)
         return
     from webhook.cluster import ApiCallers, ApiPods, connected  # the client takes half a second to import
     from webhook.clustered import clustered
+    from webhook.scheduler.api_pods import ApiBindings
 
     async with await connected(settings) as api:
         pods, callers = ApiPods(api), ApiCallers(api)
         if settings.keeps_in_cluster:
-            yield Assembly(clustered(settings, utc_now, api, pods), pods, callers.is_authentic)
+            parts = clustered(settings, utc_now, api, pods)
         else:
             log.warning("reservations are kept in memory, and reviews are believed: for development only")
-            yield Assembly(embedded(settings, utc_now), pods, callers.is_authentic)
+            parts = embedded(settings, utc_now)
+        bindings = ApiBindings(api) if settings.keeps_in_cluster else None
+        yield Assembly(parts, pods, callers.is_authentic, reviewers(settings, callers), bindings)
+
+
+def reviewers(settings: Settings, callers: "ApiCallers") -> IsAuthentic | None:
+    """Who may post reviews, where that is asked."""
+    audience = settings.review_token_audience
+    if audience is None:
+        return None
+    return partial(callers.is_reviewer, audience=audience, users=settings.review_callers)
 
 
 async def every(interval: float, step: Callable[[], Awaitable[None]]) -> None:

@@ -13,6 +13,9 @@ from urllib.parse import urlsplit
 
 from attrs import frozen
 
+from webhook.evidence.evidence_id import TRUST_DOMAIN, check_template, trust_domain_of
+from webhook.evidence.naming import naming_of
+
 T = TypeVar("T")
 
 # S4's seven words and what they are to `logging`. Nothing of ours is logged above fatal, so report hides as much.
@@ -25,6 +28,7 @@ UNITS: Final = {"ms": "milliseconds", "s": "seconds", "": "seconds", "m": "minut
 
 # Kubernetes' own rules for names (apimachinery, util/validation).
 SUBDOMAIN: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+WORD: Final = re.compile(r"[!-+\--~]{1,253}")  # no comma: words stand in lists
 LAST_PART: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9]")
 
 
@@ -76,6 +80,29 @@ def read_host(text: str) -> str:
     return text
 
 
+def read_address(text: str) -> str:
+    """As Go writes where to listen: `[host]:port`, an IPv6 address in brackets, no host for every address."""
+    host, colon, port = text.rpartition(":")
+    if not colon or (":" in host and not (host.startswith("[") and host.endswith("]"))):
+        raise ValueError(f"{text!r} is not an address to listen at")
+    read_port(port)
+    if host:
+        read_host(host.strip("[]"))
+    return text
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def read_url(text: str) -> str:
     try:
         url = urlsplit(text)
@@ -86,6 +113,26 @@ def read_url(text: str) -> str:
         raise ValueError(f"{text!r} is not an http or https URL")
     if url.username is not None or url.query or url.fragment:
         raise ValueError("more is in the URL than scheme, host, port and path")
+    return text
+
+
+def read_https_url(text: str) -> str:
+    if not read_url(text).startswith("https:"):
+        raise ValueError(f"{text!r} is not an https URL")
+    return text
+
+
+def read_evidence_id(text: str) -> str:
+    try:
+        check_template(text)
+    except ValueError as exc:
+        raise ValueError(f"{text!r} is no form for the IDs of evidence: {exc}") from exc
+    return text
+
+
+def read_node(text: str) -> str:
+    if not SUBDOMAIN.fullmatch(text):
+        raise ValueError(f"{text!r} is not the name of a node")
     return text
 
 
@@ -119,6 +166,72 @@ def read_truth(text: str) -> bool:
     if text not in ("true", "false"):
         raise ValueError(f"{text!r} is neither true nor false")
     return text == "true"
+
+
+def read_count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,7}", text):
+        raise ValueError(f"{text!r} is not a count")
+    return int(text)
+
+
+def read_word(text: str) -> str:
+    if not WORD.fullmatch(text):
+        raise ValueError(f"{text!r} is not one printable word")
+    return text
+
+
+def read_users(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(read_word(part.strip()) for part in text.split(",")))
+
+
+def read_socket(text: str) -> str:
+    """`unix:/a` and `unix:///a` are one thing."""
+    path = text.removeprefix("unix:")
+    path = path.removeprefix("//") if path.startswith("///") else path
+    if path == text or not path or path.startswith("//") or not path.isprintable():
+        raise ValueError(f"{text!r} is not a unix socket")
+    return f"unix:{path}"
+
+
+def read_trust_domain(text: str) -> str:
+    if not TRUST_DOMAIN.fullmatch(text):
+        raise ValueError(f"{text!r} is not the name of a trust domain")
+    return text
+
+
+def read_spiffe_id(text: str) -> str:
+    if trust_domain_of(text) is None:
+        raise ValueError(f"{text!r} is not a SPIFFE ID")
+    return text
+
+
+def read_spire_server(text: str) -> str:
+    if text.startswith("unix:"):
+        return read_socket(text)
+    host, _, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if (bare == host and ":" in host) or not read_port(port):
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    read_host(bare)
+    return text
+
+
+def read_attestors(text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(","))
+    wrong = [part for part in parts if not re.fullmatch(r"[A-Za-z0-9_.-]+", part)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is not the name of an attestor")
+    return tuple(dict.fromkeys(parts))
+
+
+def read_node_naming(text: str) -> str:
+    naming_of(text, "node")
+    return text
+
+
+def read_hash_naming(text: str) -> str:
+    naming_of(text, "hash")
+    return text
 
 
 def once_only(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,20 +283,44 @@ FILE: Final = Kind("a readable file", read_file)
 DURATION: Final = Kind("`500ms`, `90s`, `5m`, `1h`, or a number of seconds; at most `168h`", read_duration)
 INTERVAL: Final = Kind(DURATION.allowed + "; not 0", read_interval)
 HOST: Final = Kind("an address or a name of this machine", read_host)
+ADDRESS: Final = Kind("`host:port`, or `:port` for no host in particular", read_address)
 URL: Final = Kind("a URL with http or https, without user, query or fragment", read_url)
 ANNOTATION_KEY: Final = Kind("an annotation key", read_annotation_key)
 NAMESPACE: Final = Kind("the name of a namespace", read_namespace)
 RESOURCE: Final = Kind("an extended resource, such as `nvidia.com/gpu`", read_resource)
+COUNT: Final = Kind("a whole number, 0 to 9999999", read_count)
+AUDIENCE: Final = Kind("one printable word", read_word)
+USERS: Final = Kind(
+    "a comma list of user names, such as `system:serviceaccount:kube-system:apiserver-webhook`", read_users, list
+)
+SOCKET: Final = Kind("`unix:PATH` or `unix:///PATH`", read_socket)
+TRUST_DOMAIN_NAME: Final = Kind("the name of a trust domain, such as `example.org`", read_trust_domain)
+SPIFFE_ID: Final = Kind("a SPIFFE ID", read_spiffe_id)
+SPIRE_SERVER: Final = Kind("`HOST:PORT`, or `unix:PATH` for tests", read_spire_server)
+ATTESTORS: Final = Kind("a comma list of node attestors, such as `x509pop,tpm_devid`", read_attestors, list)
+NODE_NAMING: Final = Kind(
+    "`TYPE:PREFIX` of a selector, or an agent's SPIFFE ID with `{node}` in the place of the name", read_node_naming
+)
+HASH_NAMING: Final = Kind(
+    "`TYPE:PREFIX` of a selector, or an agent's SPIFFE ID with `{hash}` in the place of the hash", read_hash_naming
+)
 TRUTH: Final = Kind("true, false", read_truth)
 HASHES: Final = Kind("a JSON object, node name to hash", read_hashes, dict)
 LOG_LEVEL: Final = one_of(*LOG_LEVELS)
 INJECTION: Final = one_of("nvidia", "cuda")
 REQUIRE_EVIDENCE: Final = one_of("asked", "all")
+ON_BIND_DEADLINE: Final = one_of("remove", "keep")
 LEDGER: Final = one_of("memory", "cluster")
 EVIDENCE: Final = several_of(
     "static",
-    refused={
-        "spire-server": "this version does not ask a SPIRE server",
-        "jwt-svid": "this version does not challenge nodes for a JWT-SVID",
-    },
+    "spire-server",
+    "jwt-svid",
+    refused={},
 )
+HTTPS_URL: Final = Kind("a URL with https, without user, query or fragment", read_https_url)
+BUNDLE_PROFILE: Final = one_of("https_web", "https_spiffe")
+EVIDENCE_ID: Final = Kind(
+    "a SPIFFE ID with {node} and {hash} in segments of their own, and {trust_domain} or the trust domain itself",
+    read_evidence_id,
+)
+NODE: Final = Kind("the name of a node", read_node)

@@ -16,28 +16,47 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import yaml
-from attrs import field, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from webhook.core import keys
 from webhook.core.errors import GpuwardenError
+from webhook.evidence.evidence_id import DEFAULT_TEMPLATE
 from webhook.setting_kinds import (
+    ADDRESS,
     ANNOTATION_KEY,
+    ATTESTORS,
+    AUDIENCE,
+    BUNDLE_PROFILE,
+    COUNT,
     DURATION,
     EVIDENCE,
+    EVIDENCE_ID,
     FILE,
+    HASH_NAMING,
     HASHES,
     HOST,
+    HTTPS_URL,
     INJECTION,
     INTERVAL,
     LEDGER,
     LOG_LEVEL,
     NAMESPACE,
+    NODE,
+    NODE_NAMING,
+    ON_BIND_DEADLINE,
     PORT,
     REQUIRE_EVIDENCE,
     RESOURCE,
+    SOCKET,
+    SPIFFE_ID,
+    SPIRE_SERVER,
+    TRUST_DOMAIN_NAME,
     TRUTH,
     URL,
+    USERS,
     Kind,
+    host_and_port,
+    is_loopback,
     read_file,
 )
 
@@ -89,14 +108,52 @@ class Settings:
     )
     tls_key: Path | None = field(default=None, metadata=declared(FILE, "its key (PEM); with --tls-cert"))
     client_ca: Path | None = field(
-        default=None, metadata=declared(FILE, "CAs of the client certificates that the TLS listener asks for (PEM)")
+        default=None,
+        metadata=declared(
+            FILE,
+            "CAs of the client certificates that the TLS listener demands of every caller (PEM); "
+            "they may sign nothing but the API server's",
+        ),
     )
     extender_client_ca: Path | None = field(
         default=None,
-        metadata=declared(FILE, "CAs of the client certificates that the extender listener asks for (PEM)"),
+        metadata=declared(
+            FILE, "CAs of the client certificates that the extender listener demands of every caller (PEM)"
+        ),
+    )
+    extender_plain_address: str | None = field(
+        default=None,
+        metadata=declared(
+            ADDRESS,
+            "where /filter and /healthz are in plain HTTP too; not set: nowhere",
+            older_variable="BGS_LISTEN_ADDR",
+        ),
+    )
+    extender_plain_anywhere: bool = field(
+        default=False,
+        metadata=declared(
+            TRUTH,
+            "that listener may be elsewhere than on loopback: whoever reaches it may ask, and could forge answers",
+        ),
+    )
+    review_token_audience: str | None = field(
+        default=None,
+        metadata=declared(AUDIENCE, "/mutate and /validate are for callers with a bearer token of this audience"),
+    )
+    review_callers: tuple[str, ...] = field(
+        default=(),
+        metadata=declared(USERS, "whose tokens those may be; not set: anybody's. With --review-token-audience"),
+    )
+    pending_per_namespace: int = field(
+        default=1000,
+        metadata=declared(
+            COUNT,
+            "how many reservations of a namespace may wait for their pods at once; 0: any number, "
+            "as where there is no cluster and nothing is set, and where callers of /mutate have to prove who they are",
+        ),
     )
 
-    kubeconfig: Path | None = field(default=None, metadata=declared(FILE, "the cluster; instead of the next three"))
+    kubeconfig: Path | None = field(default=None, metadata=declared(FILE, "the cluster; instead of the next four"))
     kubernetes_url: str | None = field(
         default=None,
         metadata=declared(URL, "the API server; with --access-token and --ca-certificate", short="k"),
@@ -105,6 +162,10 @@ class Settings:
         default=None, metadata=declared(FILE, "bearer token for the API server", short="t")
     )
     ca_certificate: Path | None = field(default=None, metadata=declared(FILE, "CA of the API server (PEM)", short="c"))
+    in_cluster: bool = field(
+        default=False,
+        metadata=declared(TRUTH, "the cluster whose Pod this is, by the service account that is mounted in it"),
+    )
 
     inventory: Path | None = field(
         default=None,
@@ -121,6 +182,14 @@ class Settings:
         default=timedelta(seconds=90),
         metadata=declared(INTERVAL, "how long a reservation waits for its pod to exist"),
     )
+    bind_deadline: timedelta = field(
+        default=timedelta(minutes=5),
+        metadata=declared(INTERVAL, "how long a pod that exists keeps its GPUs without being on their node"),
+    )
+    on_bind_deadline: str = field(
+        default="remove",
+        metadata=declared(ON_BIND_DEADLINE, "what becomes of it then: removed, if a controller makes it anew, or kept"),
+    )
     evidence: tuple[str, ...] = field(
         default=("static",), metadata=declared(EVIDENCE, "who says what a node is; all must agree")
     )
@@ -131,6 +200,73 @@ class Settings:
     node_hash_map: Mapping[str, str] = field(
         default=MappingProxyType({}),
         metadata=declared(HASHES, "static evidence, development only", older_variable="BGS_NODE_HASH_MAP"),
+    )
+    bundle_endpoint: str | None = field(
+        default=None,
+        metadata=declared(HTTPS_URL, "where the trust domain's keys are; not set: from the Workload API"),
+    )
+    bundle_endpoint_profile: str = field(
+        default="https_web",
+        metadata=declared(BUNDLE_PROFILE, "how that endpoint is known: by its name, or by its SPIFFE ID"),
+    )
+    bundle_endpoint_ca: Path | None = field(
+        default=None,
+        metadata=declared(
+            FILE,
+            "CAs of that endpoint (PEM): instead of the system's, or, for https_spiffe, the roots to begin with",
+        ),
+    )
+    bundle_endpoint_id: str | None = field(
+        default=None,
+        metadata=declared(SPIFFE_ID, "its SPIFFE ID, for https_spiffe; not set: that of a SPIRE Server"),
+    )
+    max_bundle_age: timedelta = field(
+        default=timedelta(hours=1),
+        metadata=declared(INTERVAL, "how long the trust domain's keys are good when nobody can be asked for them"),
+    )
+    evidence_id: str = field(
+        default=DEFAULT_TEMPLATE,
+        metadata=declared(EVIDENCE_ID, "the SPIFFE IDs that name node and hash, a dot for each colon of the hash"),
+    )
+    nonce_key: Path | None = field(
+        default=None,
+        metadata=declared(
+            FILE, "key of the challenges, 32 random bytes or more, the same for all replicas; for jwt-svid in a cluster"
+        ),
+    )
+    spire_server: str | None = field(
+        default=None, metadata=declared(SPIRE_SERVER, "the SPIRE Server that is asked about its agents")
+    )
+    spire_trust_domain: str | None = field(
+        default=None, metadata=declared(TRUST_DOMAIN_NAME, "the trust domain whose evidence counts")
+    )
+    spire_workload_api: str | None = field(
+        default=None,
+        metadata=declared(SOCKET, "the SPIFFE Workload API, where our own SVID and the trust bundle come from"),
+    )
+    spire_own_id: str | None = field(
+        default=None,
+        metadata=declared(SPIFFE_ID, "which of our SVIDs SPIRE Server is shown; not set: the Workload API's first"),
+    )
+    spire_attestors: tuple[str, ...] = field(
+        default=("x509pop",),
+        metadata=declared(ATTESTORS, "whose word on an agent counts; all others count for nothing"),
+    )
+    spire_node_selector: str = field(
+        default="x509pop:san:node-name", metadata=declared(NODE_NAMING, "where an agent says which node it is on")
+    )
+    spire_hash_selector: str = field(
+        default="x509pop:san:attestation-hash", metadata=declared(HASH_NAMING, "where an agent says its hash")
+    )
+    spire_agent_ttl: timedelta = field(
+        default=timedelta(hours=1),
+        metadata=declared(INTERVAL, "SPIRE Server's `agent_ttl`, exactly: the age of evidence is taken from it"),
+    )
+    max_evidence_age: timedelta = field(
+        default=timedelta(minutes=40), metadata=declared(INTERVAL, "how long evidence is good after the attestation")
+    )
+    evidence_poll: timedelta = field(
+        default=timedelta(seconds=5), metadata=declared(INTERVAL, "how often providers are asked for news at most")
     )
     clock_skew: timedelta = field(
         default=timedelta(seconds=5), metadata=declared(DURATION, "how far the clocks of others may be off")
@@ -156,6 +292,12 @@ class Settings:
         ),
     )
 
+    server: str | None = field(default=None, metadata=declared(HTTPS_URL, "the TLS listener of `serve`, for `attest`"))
+    server_ca: Path | None = field(
+        default=None, metadata=declared(FILE, "its CAs (PEM); not set: the system's. For `attest`")
+    )
+    node: str | None = field(default=None, metadata=declared(NODE, "the node that this is, for `attest`"))
+
     log_level: str = field(
         default="info", metadata=declared(LOG_LEVEL, "what is logged: this and what is graver", short="l")
     )
@@ -164,17 +306,42 @@ class Settings:
     sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
     # Sentences about what was accepted and does nothing.
     notes: tuple[str, ...] = ()
+    # Where a Pod finds the API server: what Kubernetes tells every one.
+    api_server_of_pod: str | None = field(default=None, eq=False)
 
     @property
     def is_embedded(self) -> bool:
         """Whether there is no cluster to talk to."""
-        return self.kubeconfig is None and self.kubernetes_url is None
+        return self.kubeconfig is None and self.kubernetes_url is None and not self.in_cluster
+
+    @property
+    def plain_extender_at(self) -> tuple[str, int] | None:
+        """Host and port of the extender's plain listener: on loopback unless something else is allowed."""
+        if self.extender_plain_address is None:
+            return None
+        host, port = host_and_port(self.extender_plain_address)
+        if not host:
+            host = "0.0.0.0" if self.extender_plain_anywhere else "127.0.0.1"  # noqa: S104 - somebody has asked for it
+        return host, port
 
     @property
     def keeps_in_cluster(self) -> bool:
         """Whether reservations live in the cluster: if so said, or if there is one and nothing is said."""
         is_said = self.sources.get("ledger", "default") != "default"
         return self.ledger == "cluster" or not (self.is_embedded or is_said)
+
+    @property
+    def proves_reviewers(self) -> bool:
+        """Whether only the API server can post a review."""
+        return self.client_ca is not None or self.review_token_audience is not None
+
+    @property
+    def pending_limit(self) -> int:
+        """How much of a namespace reviews may have waiting that anybody could have posted; 0 is no limit."""
+        is_said = self.sources.get("pending_per_namespace", "default") != "default"
+        if self.proves_reviewers or (self.is_embedded and not is_said):
+            return 0
+        return self.pending_per_namespace
 
     @property
     def inventory_file(self) -> Path | None:
@@ -302,7 +469,8 @@ class Reader:
         if self.mistakes:
             raise SettingsError(self.mistakes)
         sources = {one.name: self.given[one.name].source if one.name in self.given else "default" for one in SETTINGS}
-        return Settings(**values, sources=sources, notes=tuple(self._notes()))
+        chosen = Settings(**values, sources=sources, api_server_of_pod=api_server_of_pod(self.environ))
+        return evolve(chosen, notes=(*self._notes(), *notes_on_times(chosen)))
 
     def _from_flags(self) -> dict[str, Given]:
         return {
@@ -372,11 +540,13 @@ class Reader:
     def _check_together(self, values: Mapping[str, Any]) -> None:
         self._check_all_or_none("tls_cert", "tls_key")
         self._check_all_or_none("kubernetes_url", "access_token", "ca_certificate")
-        rivals = [n for n in ("kubernetes_url", "access_token", "ca_certificate") if n in self.given]
-        if "kubeconfig" in self.given and rivals:
-            self.mistakes.append(f"{self._where(['kubeconfig', *rivals])}: a cluster is named twice; choose one way")
-        if values.get("ledger") == "cluster" and "kubeconfig" not in self.given and not rivals:
-            self.mistakes.append(f"{self._where(['ledger'])}: a ledger in a cluster needs one; name it by --kubeconfig")
+        self._check_cluster(values)
+        self._check_spire(values)
+        if values.get("review_callers") and "review_token_audience" not in self.given:
+            where = self._where(["review_callers"])
+            self.mistakes.append(f"{where}: nobody is asked for a token; allowed: with --review-token-audience")
+        self._check_plain_extender(values)
+        self._check_jwt_svid(values)
         ports: dict[object, list[str]] = {}
         for one in SETTINGS:
             is_bad = one.name in self.given and one.name not in values
@@ -385,6 +555,65 @@ class Reader:
         for port, names in ports.items():
             if port != 0 and len(names) > 1:
                 self.mistakes.append(f"{self._where(names)}: more than one listener at port {port}; allowed: one each")
+
+    def _check_plain_extender(self, values: Mapping[str, Any]) -> None:
+        address = values.get("extender_plain_address")
+        host = host_and_port(address)[0] if address else ""
+        if host and not is_loopback(host) and not values.get("extender_plain_anywhere"):
+            where = self._where(["extender_plain_address"])
+            self.mistakes.append(
+                f"{where}: {host} is not on loopback, and plain HTTP proves nobody; "
+                "allowed: with --extender-plain-anywhere true"
+            )
+
+    def _check_cluster(self, values: Mapping[str, Any]) -> None:
+        trio = [n for n in ("kubernetes_url", "access_token", "ca_certificate") if n in self.given]
+        kubeconfig = ["kubeconfig"] if "kubeconfig" in self.given else []
+        pod = ["in_cluster"] if values.get("in_cluster") else []
+        ways = [way for way in (kubeconfig, trio, pod) if way]
+        if len(ways) > 1:
+            names = [name for way in ways for name in way]
+            self.mistakes.append(f"{self._where(names)}: a cluster is named twice; choose one way")
+        if ways:
+            return
+        if values.get("ledger") == "cluster":
+            self.mistakes.append(f"{self._where(['ledger'])}: a ledger in a cluster needs one; name it by --kubeconfig")
+        if "review_token_audience" in self.given:
+            self.mistakes.append(
+                f"{self._where(['review_token_audience'])}: only a cluster knows whose a token is; "
+                "name it by --kubeconfig"
+            )
+
+    def _check_jwt_svid(self, values: Mapping[str, Any]) -> None:
+        """What it takes to challenge nodes, and what stands in the way."""
+        if "jwt-svid" not in values.get("evidence", ()):
+            return
+        where = self._where(["evidence"])
+        has_cluster = any(n in self.given for n in ("kubeconfig", "kubernetes_url")) or values.get("in_cluster")
+        if "spire_trust_domain" not in self.given:
+            self.mistakes.append(f"{where}: jwt-svid needs --spire-trust-domain")
+        if not {"bundle_endpoint", "spire_workload_api"} & set(self.given):
+            self.mistakes.append(f"{where}: jwt-svid needs keys from --bundle-endpoint or --spire-workload-api")
+        if has_cluster and values.get("ledger") != "memory" and "nonce_key" not in self.given:
+            self.mistakes.append(f"{where}: jwt-svid in a cluster needs a key that all replicas share, by --nonce-key")
+        if "client_ca" in self.given:
+            self.mistakes.append(
+                f"{where}: nodes cannot post proofs where every caller needs a certificate; "
+                "instead of --client-ca use --review-token-audience"
+            )
+        profile = values.get("bundle_endpoint_profile")
+        if profile == "https_spiffe" and "bundle_endpoint_ca" not in self.given:
+            where = self._where(["bundle_endpoint_profile"])
+            self.mistakes.append(f"{where}: an SVID is known by its roots; name them by --bundle-endpoint-ca")
+
+    def _check_spire(self, values: Mapping[str, Any]) -> None:
+        if "spire-server" not in values.get("evidence", ()):
+            return
+        needed = ["spire_server", "spire_trust_domain"]
+        if not values.get("spire_server", "").startswith("unix:"):
+            needed.append("spire_workload_api")
+        if missing := [flag_of(name) for name in needed if name not in self.given]:
+            self.mistakes.append(f"{self._where(['evidence'])}: spire-server needs {' and '.join(missing)}")
 
     def _check_all_or_none(self, *names: str) -> None:
         present = [name for name in names if name in self.given]
@@ -402,6 +631,12 @@ class Reader:
                 yield f"{flag.flag} does nothing: {flag.sentence}"
 
 
+def notes_on_times(chosen: Settings) -> Iterator[str]:
+    """The slowest and the fastest clock are two skews apart, and a pod needs time to come between them."""
+    if not chosen.is_embedded and chosen.pending_deadline <= 3 * chosen.clock_skew:
+        yield "--pending-deadline is not more than three times --clock-skew: pods may come too late for their GPUs"
+
+
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -411,6 +646,14 @@ def is_service_link(name: str, text: str) -> bool:
     if not name.startswith(PREFIX):
         return False
     return bool(SERVICE_LINK.search(name) or (name.endswith("_PORT") and SERVICE_LINK_VALUE.match(text)))
+
+
+def api_server_of_pod(environ: Mapping[str, str]) -> str | None:
+    """What Kubernetes says to every Pod, IPv6 addresses without their brackets."""
+    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+    if not host or not port:
+        return None
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -442,7 +685,7 @@ def plain(value: object) -> object:
         case timedelta():
             return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
         case tuple():
-            return list(value)
+            return list(value) or None
         case Mapping():
             return dict(value)
         case _:

@@ -195,10 +195,26 @@ class Metrics:
             ["listener"],
             registry=self.registry,
         )
+        extender = Histogram(
+            "gpuwarden_extender_duration_seconds",
+            "Time from a scheduler's question to its answer",
+            ["verb", "outcome"],
+            registry=self.registry,
+            buckets=ADMISSION_BUCKETS,
+        )
+        proofs = self._counter("gpuwarden_evidence_proofs_total", "Answers of nodes to challenges", "outcome")
+        bundles = self._counter("gpuwarden_trust_bundle_looks_total", "Looks at the trust bundle", "outcome")
+        nodes = self._counter("gpuwarden_extender_nodes_total", "Nodes that were offered, by our answer", "answer")
         events = self._counter("gpuwarden_events_total", "Events told about pods and nodes", "reason")
         self._conflicts = self._counter("gpuwarden_ledger_conflicts_total", "Placements that somebody else was given")
         self._seconds = Bound[tuple[str, str], Histogram](lambda key: seconds.labels(*key))
         self._events = Bound[str, Counter](events.labels)
+        self._extender = Bound[tuple[str, str], Histogram](lambda key: extender.labels(*key))
+        self._nodes = Bound[str, Counter](nodes.labels)
+        self._proofs = Bound[str, Counter](proofs.labels)
+        self._bundles = Bound[str, Counter](bundles.labels)
+        for outcome in ("accepted", "replayed"):  # what alerts ask about is there from the start
+            proofs.labels(outcome)
         self._verdicts = Bound[str, Counter](verdicts.labels)
         self._certificates = Bound[tuple[str, Outcome], Counter](lambda key: certificates.labels(*key))
         self._files = Bound[tuple[str, Outcome], Counter](lambda key: files.labels(*key))
@@ -215,8 +231,24 @@ class Metrics:
         self._seconds[known, verdict].observe(seconds)
         self._verdicts[reason].inc()
 
+    def observe_extender(self, verb: str, outcome: str, seconds: float) -> None:
+        self._extender[verb, outcome].observe(seconds)
+
+    def count_extender_nodes(self, passed: int, refused: Mapping[str, int]) -> None:
+        """Those that passed, and the others by what speaks against them; the texts are ours and few."""
+        self._nodes["passed"].inc(passed)
+        for text, number in refused.items():
+            self._nodes[text].inc(number)
+
     def count_ledger_conflict(self) -> None:
         self._conflicts.inc()
+
+    def count_proof(self, outcome: str) -> None:
+        """How one answer to a challenge ended: taken, or by what was wrong with it."""
+        self._proofs[outcome].inc()
+
+    def count_bundle(self, outcome: str) -> None:
+        self._bundles[outcome].inc()
 
     def count_event(self, reason: str) -> None:
         self._events[reason].inc()

@@ -75,6 +75,8 @@ class Watch:
                     pause = FIRST_PAUSE
             except StartOverError:
                 self._version = ""
+                await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
+                pause = min(2 * pause, LONGEST_PAUSE)
             except TROUBLE as exc:
                 self.is_current = False
                 log.warning("watch interrupted", path=self._path, error=type(exc).__name__)
@@ -85,21 +87,7 @@ class Watch:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _list(self) -> None:
-        """Page by page, and told only when it is whole."""
-        found: dict[str, Raw] = {}
-        query = {"limit": str(PAGE)}
-        while True:
-            response = await self._get(query, LIST_TIMEOUT)
-            async with response:
-                page = msgspec.json.decode(await response.read())
-            kind, version = page["kind"].removesuffix("List"), page["apiVersion"]
-            for raw in page["items"] or ():
-                found[key_of(raw)] = {"kind": kind, "apiVersion": version, **raw}
-            rest = page["metadata"].get("continue")
-            if not rest:
-                break
-            query["continue"] = rest
-        self._version = page["metadata"]["resourceVersion"]
+        found, self._version = await whole_list(self._api, self._path)
         self.lists += 1
         self._listener.replaced(found)
         self.is_current = True
@@ -112,27 +100,11 @@ class Watch:
             "resourceVersion": self._version,
             "timeoutSeconds": str(WATCH_SECONDS),
         }
-        response = await self._get(query, WATCH_SECONDS + 30)
+        response = await opened(self._api, self._path, query, WATCH_SECONDS + 30)
         self.is_current = True
         async with response:
             async for line in response.content:
                 yield msgspec.json.decode(line)
-
-    async def _get(self, query: Mapping[str, str], seconds: float) -> aiohttp.ClientResponse:
-        """The response with its body still to be read, whatever kind of object it is."""
-        request = await self._api.param_serialize(
-            method="GET",
-            resource_path=self._path,
-            query_params=list(query.items()),
-            header_params={"Accept": "application/json"},
-            auth_settings=["BearerToken"],
-        )
-        answer = await self._api.call_api(*request, _request_timeout=seconds)
-        response: aiohttp.ClientResponse = answer.response
-        if response.status >= 400:
-            async with response:
-                raise ApiException(status=response.status, reason=response.reason)
-        return response
 
     def _tell(self, event: Raw) -> None:
         kind, raw = event["type"], event["object"]
@@ -150,3 +122,36 @@ class Watch:
 def key_of(raw: Raw) -> str:
     meta = raw["metadata"]
     return f"{meta.get('namespace', '')}/{meta['name']}"
+
+
+async def whole_list(api: client.ApiClient, path: str) -> tuple[dict[str, Raw], str]:
+    """All objects at one version, from a quorum and not from a cache, by `namespace/name`; and the version."""
+    found: dict[str, Raw] = {}
+    query = {"limit": str(PAGE)}
+    while True:
+        async with await opened(api, path, query, LIST_TIMEOUT) as response:
+            page = msgspec.json.decode(await response.read())
+        kind, version = page["kind"].removesuffix("List"), page["apiVersion"]
+        for raw in page["items"] or ():
+            found[key_of(raw)] = {"kind": kind, "apiVersion": version, **raw}
+        rest = page["metadata"].get("continue")
+        if not rest:
+            return found, page["metadata"]["resourceVersion"]
+        query["continue"] = rest
+
+
+async def opened(api: client.ApiClient, path: str, query: Mapping[str, str], seconds: float) -> aiohttp.ClientResponse:
+    """The response with its body still to be read, whatever kind of object it is."""
+    request = await api.param_serialize(
+        method="GET",
+        resource_path=path,
+        query_params=list(query.items()),
+        header_params={"Accept": "application/json"},
+        auth_settings=["BearerToken"],
+    )
+    answer = await api.call_api(*request, _request_timeout=seconds)
+    response: aiohttp.ClientResponse = answer.response
+    if response.status >= 400:
+        async with response:
+            raise ApiException(status=response.status, reason=response.reason)
+    return response

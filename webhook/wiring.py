@@ -4,8 +4,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Protocol
 
-from attrs import frozen
+from attrs import evolve, frozen
 
+from webhook.attestation import Attestation, attestation_of
 from webhook.clock import Clock
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
@@ -14,8 +15,10 @@ from webhook.core.dress import DressRules, Injection
 from webhook.core.errors import GpuwardenError
 from webhook.core.fleet import Fleet
 from webhook.core.keys import REQUIRED_HASH
+from webhook.evidence.proofs import MemoryProofs
 from webhook.evidence.static import NOTE as STATIC_NOTE
 from webhook.evidence.static import StaticEvidence
+from webhook.evidence_providers import providers_of
 from webhook.feed import Feed
 from webhook.holding import Holder
 from webhook.inventory.file import InventoryFile
@@ -51,15 +54,18 @@ class Parts:
     clock: Clock
     metrics: Metrics
     notes: tuple[str, ...]
+    attestation: Attestation | None = None
 
 
 def embedded(settings: Settings, clock: Clock) -> Parts:
     """Everything in this process: no cluster is asked."""
     fleet, metrics = Fleet(), Metrics()
     ledger = MemoryLedger(fleet, clock, times_of(settings))
-    evidence = StaticEvidence(settings.node_hash_map)
-    feed = Feed(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
-    return assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods())
+    proofs = MemoryProofs(lambda: fleet.berths.keys(), clock, settings.clock_skew)
+    providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
+    feed = Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
+    parts = assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods())
+    return evolve(parts, attestation=attestation_of(settings, proofs, clock, metrics))
 
 
 def assembled(
@@ -72,20 +78,24 @@ def assembled(
     pods: PodSource,
 ) -> Parts:
     """What follows from the parts that differ."""
-    policy = EvidencePolicy(is_always_required=settings.require_evidence == "all")
+    policy = policy_of(settings)
     parts = Parts(
         fleet=fleet,
         ledger=ledger,
-        holder=Holder(fleet, ledger, policy, clock, metrics),
+        holder=Holder(fleet, ledger, policy, clock, metrics, pending_limit=settings.pending_limit),
         feed=feed,
         pods=pods,
         rules=rules_of(settings),
         clock=clock,
         metrics=metrics,
-        notes=(*settings.notes, STATIC_NOTE),
+        notes=(*settings.notes, *([STATIC_NOTE] if "static" in settings.evidence else [])),
     )
     metrics.watch_fleet(lambda: counts(parts))
     return parts
+
+
+def policy_of(settings: Settings) -> EvidencePolicy:
+    return EvidencePolicy(is_always_required=settings.require_evidence == "all")
 
 
 def times_of(settings: Settings) -> Times:
@@ -107,6 +117,7 @@ def rules_of(settings: Settings) -> Rules:
     return Rules(
         claims=ClaimRules(settings.gpu_resource, hash_aliases(settings)),
         dress=DressRules(Injection(settings.injection), settings.gpu_resource, settings.write_aliases),
+        bind_deadline=settings.bind_deadline,
     )
 
 

@@ -38,6 +38,7 @@ from webhook.core.check import (
     preset_node,
     proven_only,
     readable,
+    still_held,
     still_proven,
     unchanged,
 )
@@ -259,6 +260,34 @@ def test_a_container_that_came_later_and_shows_no_gpu_is_no_forgery() -> None:
 
 def test_a_pod_without_a_record_has_no_recorded_claim() -> None:
     assert recorded_claim(pod()) is None
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        pytest.param(None, "gone", id="gone"),
+        pytest.param({"phase": Phase.RELEASING}, "not this pod's, or not any more", id="on its way out"),
+        pytest.param({"digest": "of-another"}, "not this pod's, or not any more", id="another claim's"),
+        pytest.param({"uid": "another"}, "not this pod's, or not any more", id="another uid's"),
+        pytest.param({"pod_name": "another"}, "not this pod's, or not any more", id="another name's"),
+        pytest.param({"namespace": "other"}, "not this pod's, or not any more", id="another namespace's"),
+    ],
+)
+def test_a_living_pod_goes_nowhere_with_gpus_that_are_not_its_own(held: Raw | None, said: str) -> None:
+    asked = {"id": "r-1", "digest": CLAIM.digest, **(held or {})}
+    known = None if held is None else reservation(slot("GPU-1"), **asked)
+    assert refused(still_held(CLAIM, known, Pod.parse(given_pod()))) == (
+        Reason.NOT_RESERVED,
+        f"metadata.annotations[gpuwarden.io/reservation-id]: reservation 'r-1' is {said}; "
+        "the pod's containers would see GPUs that may be another's",
+    )
+
+
+@pytest.mark.parametrize("phase", [Phase.PENDING, Phase.FINALIZED])
+@pytest.mark.parametrize("uid", [None, identity().uid], ids=["not bound yet", "bound"])
+def test_a_living_pod_goes_where_its_own_gpus_are(phase: Phase, uid: str | None) -> None:
+    known = reservation(slot("GPU-1"), id="r-1", digest=CLAIM.digest, phase=phase, uid=uid)
+    assert still_held(CLAIM, known, Pod.parse(given_pod())) is None
 
 
 def test_a_request_that_comes_later_is_refused_where_it_is_not_taken_off() -> None:

@@ -25,7 +25,7 @@ from tests.builders import (
 )
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
-from webhook.core.device import Slot, Taint
+from webhook.core.device import Device, DeviceUuid, Node, Slot, Taint
 from webhook.core.fleet import Fleet
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.reasons import Reason
@@ -432,3 +432,17 @@ def test_where_the_index_cannot_answer_the_nodes_asked_are_bounded() -> None:
     assert isinstance(found, Deny)
     assert found.reason is Reason.NO_SUITABLE_NODE
     assert found.causes == (f"{count} not selected by the pod",)
+
+
+def test_among_equals_replicas_begin_with_different_nodes_and_devices() -> None:
+    chosen = set()
+    for turn in range(4):
+        fleet = Fleet(turn)
+        for name in ("node-a", "node-b", "node-c", "node-d"):
+            devices = tuple(Device(DeviceUuid(f"{name}-{k}")) for k in range(4))
+            fleet.put(Node(name, is_ready=True, devices=devices), NOW)
+        placements = decide(Claim(ClaimRecord(gpus=1)), fleet, EvidencePolicy())
+        assert not isinstance(placements, Deny)
+        assert {one.node for one in placements} == {"node-a", "node-b", "node-c", "node-d"}
+        chosen.add((placements[0].node, placements[0].slots[0].uuid[-1]))
+    assert len(chosen) == 4

@@ -21,11 +21,12 @@ from tests.builders import (
     required_affinity,
     term,
 )
-from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.claim import Claim, ClaimRecord, ClaimRules
 from webhook.core.dress import (
     DressRules,
     Injection,
     Outfit,
+    asked_anew,
     changes,
     dressed,
     nodes_pinned_to,
@@ -131,6 +132,24 @@ def test_a_claim_without_gpus_gets_its_record_and_nodes_and_nothing_else() -> No
 def test_undressing_takes_off_what_only_we_may_write() -> None:
     forged = {"gpuwarden.io/gpu-uuid": "GPU-9", "fudo.org/gpu.node": "n", "gpuwarden.io/claim": "{}", "team": "x"}
     assert undressed(raw_pod(annotations=forged))["metadata"]["annotations"] == {"team": "x"}
+
+
+def test_a_copy_asks_for_what_the_dressed_pod_asked_for() -> None:
+    raw = raw_pod(raw_container(gpus=2), annotations={"team": "x"})
+    clean, first = asked_anew(raw, Pod.parse(raw), ClaimRules())
+    assert (clean, first is not None and first.count) == (raw, 2)
+    copied = dressed(raw, outfit(main=2), RULES)
+    clean, again = asked_anew(copied, Pod.parse(copied), ClaimRules())
+    assert clean["metadata"]["annotations"] == {"team": "x"}
+    assert again is not None
+    assert first is not None
+    assert again.record == first.record
+
+
+@pytest.mark.parametrize("record", ["{}", "[]", "not ours", '{"gpus":9,"asked":{"another":9}}'])
+def test_a_record_that_somebody_made_up_asks_for_nothing(record: str) -> None:
+    raw = raw_pod(annotations={"gpuwarden.io/claim": record})
+    assert asked_anew(raw, Pod.parse(raw), ClaimRules()) == (undressed(raw), None)
 
 
 def test_an_alias_that_is_not_written_is_not_left_to_others() -> None:

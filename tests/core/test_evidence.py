@@ -22,6 +22,8 @@ MICROSECOND = timedelta(microseconds=1)
         pytest.param(evidence("a", since=NOW), "fresh", id="begins-this-moment"),
         pytest.param(evidence("a", since=NOW + MICROSECOND), "absent", id="of-the-future"),
         pytest.param(evidence("a", since=NOW + SECOND, until=NOW), "absent", id="ends-before-it-begins"),
+        pytest.param(Evidence("a", "", "static"), "absent", id="without-a-hash"),
+        pytest.param(Evidence("a", "", "static", is_banned=True), "banned", id="banned-without-a-hash"),
         pytest.param(evidence("a", is_banned=True), "banned", id="banned"),
         pytest.param(evidence("a", is_banned=True, until=NOW), "banned", id="banned-and-over"),
         pytest.param(evidence("a", is_conflict=True), "conflict", id="in-conflict"),
@@ -83,6 +85,21 @@ def test_providers_that_disagree_prove_nothing() -> None:
 
 def test_one_ban_is_enough() -> None:
     both = combined([evidence("a", HASH), evidence("a", OTHER_HASH, is_banned=True)])
+    assert state_of(both, NOW) is EvidenceState.BANNED
+
+
+def test_two_that_name_no_hash_do_not_agree_on_one() -> None:
+    both = combined([Evidence("a", "", "jwt-svid"), Evidence("a", "", "static")])
+    assert state_of(both, NOW) is EvidenceState.ABSENT
+
+
+def test_one_hash_and_none_prove_nothing() -> None:
+    both = combined([evidence("a", HASH), Evidence("a", "", "jwt-svid")])
+    assert state_of(both, NOW) is EvidenceState.CONFLICT
+
+
+def test_a_ban_without_a_hash_bans() -> None:
+    both = combined([evidence("a", HASH), Evidence("a", "", "spire-server", is_banned=True)])
     assert state_of(both, NOW) is EvidenceState.BANNED
 
 

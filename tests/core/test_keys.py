@@ -39,6 +39,8 @@ def test_a_key_is_called_what_its_readers_call_it(key: Key, names: tuple[str, ..
         pytest.param(keys.REQUIREMENT_PREFIX, "gpuwarden.io/gpu.", id="requirement-prefix"),
         pytest.param(keys.S4_REQUIREMENT, "fudo.org/gpu", id="s4-requirement"),
         pytest.param(keys.S4_ASSIGN, "fudo.org/gpu.assign", id="s4-assign"),
+        pytest.param(keys.S4_DEVICE_LABELS, "fudo.org/gpu.device.labels", id="s4-device-labels"),
+        pytest.param(keys.MANAGED_BY, "app.kubernetes.io/managed-by", id="managed-by"),
         pytest.param(keys.NVIDIA_ENV, "NVIDIA_VISIBLE_DEVICES", id="nvidia-env"),
         pytest.param(keys.CUDA_ENV, "CUDA_VISIBLE_DEVICES", id="cuda-env"),
         pytest.param(keys.NVIDIA_RESOURCES, "nvidia.com/", id="nvidia-resources"),

@@ -21,6 +21,7 @@ def test_every_reason_to_deny_has_a_status_code() -> None:
         pytest.param(Reason.NODE_NOT_READY, "NodeNotReady", 429, id="node-not-ready"),
         pytest.param(Reason.NO_MATCHING_DEVICE, "NoMatchingDevice", 429, id="no-matching-device"),
         pytest.param(Reason.NO_FREE_DEVICE, "NoFreeDevice", 429, id="no-free-device"),
+        pytest.param(Reason.NAMESPACE_FULL, "NamespaceFull", 429, id="namespace-full"),
         pytest.param(Reason.NOT_RESERVED, "NotReserved", 403, id="not-reserved"),
         pytest.param(Reason.FORGED, "Forged", 403, id="forged"),
         pytest.param(Reason.GPU_WITHOUT_CLAIM, "GpuWithoutClaim", 403, id="gpu-without-claim"),

@@ -7,6 +7,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -204,6 +205,14 @@ async def pods_in_phase(kube: Kube, namespace: str, count: int, phase: str, **se
 
 async def gone(kube: Kube, of: Resource, name: str, namespace: str | None = None, seconds: float = PATIENCE) -> None:
     await wait_until(lambda: kube.find(of, name, namespace), lambda found: found is None, seconds)
+
+
+async def forced_away(kube: Kube, of: Resource, name: str) -> None:
+    """Whatever finalizer holds on to it: nobody adds one to an object that is being deleted."""
+    await kube.delete(of, name)
+    with suppress(ApiError):
+        await kube.patch(of, name, {"metadata": {"finalizers": None}})
+    await gone(kube, of, name)
 
 
 # Objects. Only what a test is about has to be said.

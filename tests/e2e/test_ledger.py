@@ -10,13 +10,13 @@ import pytest
 from kubernetes.aio import client
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import ApiError, Kube, Resource, wait_until
+from tests.e2e.kube import ApiError, Kube, Resource, forced_away, wait_until
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import gpu_node
 from tests.ledger.test_cluster import Pods
 from webhook.cluster import ApiGpuNodes, connected
 from webhook.core.device import Node
-from webhook.core.errors import SlotsTakenError
+from webhook.core.errors import SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, Reservation, ReservationId
 from webhook.crds import manifests
@@ -41,20 +41,20 @@ class ApiBench:
         self.kube = kube
         self.ledger, self.fleet = self.another()
 
-    def another(self) -> tuple[ClusterLedger, Fleet]:
-        """A replica that has seen no reservation."""
+    def another(self, skew: timedelta = timedelta(0)) -> tuple[ClusterLedger, Fleet]:
+        """A replica that has seen no reservation, and whose clock is off."""
         fleet = Fleet()
         for raw in (NODE_A, NODE_B):
             node = GpuNode.parse({**raw, "metadata": {**raw["metadata"], "resourceVersion": "0"}})
             fleet.put(Node(node.name, devices=node.devices), self.now)
         times = Times(PENDING_DEADLINE, CLOCK_SKEW)
-        return ClusterLedger(fleet, ApiGpuNodes(self.api), Pods(), lambda: self.now, times), fleet
+        return ClusterLedger(fleet, ApiGpuNodes(self.api), Pods(), lambda: self.now + skew, times), fleet
 
     async def reserve(self, ledger: ClusterLedger, what: Ask, *places: Placement) -> Reservation:
         return await ledger.reserve(what, places, answer_by=self.now + timedelta(seconds=10))
 
     async def held(self, node: str = "node-a") -> dict[str, Any]:
-        held: dict[str, Any] = (await self.kube.get(GPU_NODES, node))["status"].get("held", {})
+        held: dict[str, Any] = (await self.kube.get(GPU_NODES, node)).get("status", {}).get("held", {})
         return held
 
 
@@ -80,7 +80,7 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
     async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
         yield ApiBench(api, kube)
     for raw in (NODE_A, NODE_B):
-        await kube.delete(GPU_NODES, raw["metadata"]["name"])
+        await forced_away(kube, GPU_NODES, raw["metadata"]["name"])
 
 
 class TestClusterLedgerOnTheApiServer(LedgerContract):
@@ -108,6 +108,23 @@ async def test_what_expired_is_taken_over_by_whoever_needs_it(bench: ApiBench) -
     await other.collect(bench.now)
     taken = await bench.reserve(other, ask(2), on("node-a", "GPU-a0"))
     assert [entry["reservation"] for entry in (await bench.held()).values()] == [taken.id]
+
+
+async def test_clocks_that_are_off_by_the_skew_give_nothing_away_too_early(bench: ApiBench) -> None:
+    slow, _ = bench.another(-CLOCK_SKEW)
+    fast, _ = bench.another(CLOCK_SKEW)
+    await bench.reserve(slow, ask(1), on("node-a", "GPU-a0"))
+    await fast.find(ReservationId("r1"), node="node-a")
+    deadline = bench.now - CLOCK_SKEW + PENDING_DEADLINE  # as the slow one wrote it
+    bench.now = deadline - CLOCK_SKEW  # the fast one sees its end here, and waits the skew out
+    await fast.collect(bench.now + CLOCK_SKEW)
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(fast, ask(2), on("node-a", "GPU-a0"))
+    bench.now = deadline + timedelta(seconds=1)
+    await fast.collect(bench.now + CLOCK_SKEW)
+    assert (await bench.reserve(fast, ask(2), on("node-a", "GPU-a0"))).uuids == ("GPU-a0",)
+    with pytest.raises(UnknownReservationError):
+        await slow.bind(ReservationId("r1"), pod(1))
 
 
 # The second lock: whatever hand writes, the API server refuses to give a held device away.

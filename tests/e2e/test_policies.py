@@ -53,7 +53,10 @@ OUTPUTS = (
     "fudo.org/gpu.reservation-id",
     "fudo.org/gpu.node",
 )
+# In a namespace that has asked for us a copied manifest keeps the request; elsewhere the older names are another's.
 STRIPPED = OUTPUTS[1:]
+STRIPPED_ANYWHERE = OUTPUTS[:4]
+OLDER = OUTPUTS[4:]
 GATE = "gpuwarden.io/evidence"
 
 # All that the tests do, and much that an administrator of a part of the cluster may do; `manage` is not in it.
@@ -150,7 +153,7 @@ async def served(admin: Kube) -> bool:
 
 async def all_act(people: People, namespace: str) -> bool:
     """A policy acts about a second after it is written, each by itself."""
-    dressed = pod("dressed", annotations=dict.fromkeys(STRIPPED, "forged"))
+    dressed = pod("dressed", annotations=dict.fromkeys(OUTPUTS[1:], "forged"))
     made = await people.user.create(PODS, dressed, namespace, dryRun="All")
     if made["metadata"].get("annotations"):
         return False
@@ -336,7 +339,7 @@ async def test_everything_else_of_a_promised_pod_is_its_owners(people: People, e
 
 async def test_where_nobody_asked_the_older_names_are_anothers(people: People) -> None:
     async with new_namespace(people.admin) as namespace:
-        old = dict.fromkeys(STRIPPED, "as given")
+        old = dict.fromkeys(OLDER, "as given")
         await people.user.create(PODS, pod("a", annotations=old), namespace)
         assert await annotations(people, namespace) == old
         await people.user.patch(PODS, "a", forged("fudo.org/gpu.uuid", "another"), namespace)
@@ -359,6 +362,15 @@ async def test_a_forgery_at_creation_vanishes(people: People, labels: dict[str, 
         assert await annotations(people, namespace, "b") == {}
 
 
+async def test_where_nobody_asked_our_own_names_vanish_too(people: People) -> None:
+    """No webhook looks there, and whoever goes by the annotations of pods must find none that we did not write."""
+    notes = {**dict.fromkeys(STRIPPED_ANYWHERE, "forged"), "fudo.org/gpu.node": "x", "gpuwarden.io/gpu-count": "1"}
+    async with new_namespace(people.admin) as namespace:
+        await people.user.create(PODS, pod("a", annotations=notes), namespace)
+        kept = {"fudo.org/gpu.node": "x", "gpuwarden.io/gpu-count": "1"}
+        assert await annotations(people, namespace) == kept
+
+
 async def test_a_copied_manifest_keeps_its_request(people: People, enabled: str) -> None:
     notes = {"gpuwarden.io/claim": '{"gpus":1}', "gpuwarden.io/gpu-uuid": "GPU-0"}
     await people.user.create(PODS, pod("a", annotations=notes), enabled)
@@ -376,6 +388,17 @@ async def test_reservations_are_written_by_gpuwarden(people: People) -> None:
     await people.warden.patch(GPU_NODES, "node-p", {"status": {"free": 1}}, subresource="status")
     # What a node has is not a reservation.
     await people.user.patch(GPU_NODES, "node-p", {"metadata": {"labels": {"a": "b"}}})
+
+
+async def test_reservations_are_not_deleted_with_their_node(people: People) -> None:
+    said = "The reservations on node-p are deleted by gpuwarden only, not by pat."
+    await refused(people.user.delete(GPU_NODES, "node-p"), said)
+    # A collection's delete names no object; each is asked about all the same.
+    await refused(
+        people.user.call("DELETE", GPU_NODES.path(None), query={"fieldSelector": "metadata.name=node-p"}), said
+    )
+    assert await people.admin.find(GPU_NODES, "node-p")
+    await people.warden.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,27 @@
 """The reconciler with real pods: they come, run, end and go as the API server and its controllers will have it."""
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import PODS, Kube, Raw, pod_in_phase, wait_until
-from tests.e2e.test_ledger import ApiBench, bench  # noqa: F401 - the fixture
+from tests.e2e.kube import PODS, ApiError, Kube, Raw, Resource, forced_away, gone, pod_in_phase, wait_until
+from tests.e2e.test_ledger import GPU_NODES, NODE_A, ApiBench, bench  # noqa: F401 - the fixture
 from tests.ledger.contract import on
-from webhook.cluster import ApiPods, connected
+from webhook.clock import utc_now
+from webhook.cluster import PODS_PATH, ApiPods, connected
+from webhook.clustered import GPU_NODES_PATH
 from webhook.core.claim import ClaimRecord
+from webhook.core.errors import SlotsTakenError
 from webhook.core.reservation import Ask, ReservationId
-from webhook.ledger.reconcile import Reconciler
+from webhook.events import ApiEvents
+from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener
+from webhook.ledger.reconcile import PATIENCE as LOST_AFTER
+from webhook.ledger.reconcile import Reconciler, Waiting
 from webhook.settings import Settings
 from webhook.watch import Watch
 
@@ -23,16 +32,26 @@ RECORD = ClaimRecord(gpus=1)
 async def reconciling(cluster: Cluster, bench: ApiBench) -> AsyncIterator[ApiBench]:  # noqa: F811 - the fixture
     """A reconciler at work on what a watch of all pods tells it."""
     async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
-        reconciler = Reconciler(bench.ledger, ApiPods(api), lambda: bench.now)
-        watch = Watch(api, "/api/v1/pods", reconciler)
+        await wait_until(ApiPods(api).carriers, lambda found: not found)  # those of earlier tests are on their way out
+        events = ApiEvents(api, utc_now, lambda _: None)
+        reconciler = Reconciler(bench.ledger, ApiPods(api), events, lambda: bench.now)
+        watch = Watch(api, PODS_PATH, reconciler)
+        objects = GpuNodesListener(
+            ClusterInventory(bench.fleet, utc_now, proven=lambda _: None),
+            learn=bench.ledger.learn,
+            forget=bench.ledger.forget,
+        )
+        gpu_nodes = Watch(api, GPU_NODES_PATH, objects)
 
         async def step_on() -> None:
             while True:
                 await reconciler.step()
                 await asyncio.sleep(0.05)
 
-        tasks = [asyncio.create_task(watch.run()), asyncio.create_task(step_on())]
+        running = (watch.run(), gpu_nodes.run(), events.run(), step_on())
+        tasks = [asyncio.create_task(one) for one in running]
         await asyncio.wait_for(watch.ready.wait(), 30)
+        await asyncio.wait_for(gpu_nodes.ready.wait(), 30)
         yield bench
         for task in tasks:
             task.cancel()
@@ -44,6 +63,7 @@ def dressed_pod(reservation_id: str, **annotations: str) -> Raw:
     ours = {
         "gpuwarden.io/reservation-id": reservation_id,
         "gpuwarden.io/node": "node-a",
+        "gpuwarden.io/gpu-uuid": "GPU-a0",
         "gpuwarden.io/claim": RECORD.text(),
     }
     return {
@@ -94,3 +114,89 @@ async def test_a_terminating_pod_holds_its_devices_until_it_is_gone(
     assert await is_in_phase(reconciling, "finalized")
     await wait_until(lambda: is_in_phase(reconciling, None))
     assert await kube.find(PODS, "train", namespace) is None
+
+
+# What the watch alone would never mend.
+
+EVENTS = Resource("api/v1", "events")
+CONFIG_MAPS = Resource("api/v1", "configmaps")
+
+
+async def reasons(kube: Kube, namespace: str) -> set[str]:
+    return {one["reason"] for one in await kube.list(EVENTS, namespace)}
+
+
+async def test_an_owned_pod_that_is_never_bound_is_removed_by_uid_and_an_event_says_why(
+    reconciling: ApiBench, kube: Kube, namespace: str
+) -> None:
+    owner = await kube.create(CONFIG_MAPS, {"metadata": {"name": "owner"}}, namespace)
+    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["metadata"]["uid"]}
+    waiting = dressed_pod("r1")
+    waiting["metadata"]["ownerReferences"] = [{**reference, "controller": True}]
+    waiting["spec"]["schedulerName"] = "nobody"
+    await reserved(reconciling, namespace)
+    await kube.create(PODS, waiting, namespace)
+    await wait_until(lambda: is_in_phase(reconciling, "finalized"))
+    reconciling.now = utc_now() + Waiting().bind_deadline + timedelta(seconds=10)
+    await gone(kube, PODS, "train", namespace)
+    await wait_until(lambda: is_in_phase(reconciling, None))
+    await wait_until(lambda: reasons(kube, namespace), lambda found: "BindDeadlinePassed" in found)
+
+
+async def test_a_pod_that_comes_after_its_reservation_is_gone_gets_it_back_or_is_told(
+    reconciling: ApiBench, kube: Kube, namespace: str
+) -> None:
+    await kube.create(PODS, dressed_pod("r1"), namespace)
+    await wait_until(lambda: is_in_phase(reconciling, "finalized"))
+    second = dressed_pod("r2")
+    second["metadata"]["name"] = "second"
+    await kube.create(PODS, second, namespace)
+    await wait_until(lambda: reasons(kube, namespace), lambda found: "ReservationRestored" in found)
+
+    async def told() -> set[str]:
+        reconciling.now += LOST_AFTER
+        return await reasons(kube, namespace)
+
+    await wait_until(told, lambda found: "ReservationLost" in found)
+    assert (await reconciling.held())["GPU-a0/0"]["reservation"] == "r1"
+
+
+async def test_a_deleted_gpu_node_stays_until_its_last_pod_is_gone(
+    reconciling: ApiBench, kube: Kube, namespace: str
+) -> None:
+    await reserved(reconciling, namespace)
+    await kube.create(PODS, dressed_pod("r1"), namespace)
+    await wait_until(lambda: is_in_phase(reconciling, "finalized"))
+    await kube.delete(GPU_NODES, "node-a")
+    await wait_until(lambda: kube.get(GPU_NODES, "node-a"), lambda raw: "deletionTimestamp" in raw["metadata"])
+    other, _ = reconciling.another()
+    with pytest.raises(SlotsTakenError):
+        await reconciling.reserve(other, Ask(ReservationId("r2"), namespace, "d"), on("node-a", "GPU-a1"))
+    await kube.delete(PODS, "train", namespace)
+    await gone(kube, GPU_NODES, "node-a")
+    await kube.create(GPU_NODES, copy.deepcopy(NODE_A))
+
+
+async def test_a_gpu_node_that_was_deleted_by_force_and_made_anew_is_rebuilt_from_the_pods(
+    reconciling: ApiBench, kube: Kube, namespace: str
+) -> None:
+    await reserved(reconciling, namespace)
+    created = await kube.create(PODS, dressed_pod("r1"), namespace)
+    await wait_until(lambda: is_in_phase(reconciling, "finalized"))
+    await forced_away(kube, GPU_NODES, "node-a")
+    await kube.create(GPU_NODES, copy.deepcopy(NODE_A))
+    await wait_until(lambda: is_in_phase(reconciling, "finalized"))
+    assert (await reconciling.held())["GPU-a0/0"]["uid"] == created["metadata"]["uid"]
+
+
+async def test_a_hold_that_a_hand_took_out_is_put_back(reconciling: ApiBench, kube: Kube, namespace: str) -> None:
+    await reserved(reconciling, namespace)
+    await kube.create(PODS, dressed_pod("r1"), namespace)
+    await wait_until(lambda: is_in_phase(reconciling, "finalized"))
+    path = "/status/held/GPU-a0~10"
+    await kube.patch(
+        GPU_NODES, "node-a", [{"op": "replace", "path": f"{path}/phase", "value": "releasing"}], subresource="status"
+    )
+    with suppress(ApiError):  # the reconciler may have been faster
+        await kube.patch(GPU_NODES, "node-a", [{"op": "remove", "path": path}], subresource="status")
+    await wait_until(lambda: is_in_phase(reconciling, "finalized"))

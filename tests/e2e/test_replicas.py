@@ -11,7 +11,7 @@ import pytest
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import GPUS, NODES, new_namespace
 from tests.e2e.hooks import ENABLED, MUTATED, VALIDATED, at_url, hook
-from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, pod, pods_in_phase, wait_until
+from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, forced_away, pod, pods_in_phase, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node
 from tests.running import GPUWARDEN, Running, serving
@@ -28,7 +28,7 @@ async def gpu_nodes(kube: Kube) -> AsyncIterator[None]:
         await kube.create(GPU_NODES, gpu_node(name, *(f"GPU-{name}-{k}" for k in range(GPUS))))
     yield
     for name in NODES:
-        await kube.delete(GPU_NODES, name)
+        await forced_away(kube, GPU_NODES, name)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def replicas(cluster: Cluster, gpu_nodes: None, tmp_path: Path) -> Iterator[list
 
 @pytest.fixture
 def reconciler(cluster: Cluster, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [GPUWARDEN, "reconcile", "--kubeconfig", str(cluster.kubeconfig)]
+    command = [GPUWARDEN, "reconcile", "--ui-port", "0", "--kubeconfig", str(cluster.kubeconfig)]
     with (tmp_path / "reconcile.log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
         yield process
         process.kill()

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.builders import NOW, Raw, evidence
+from tests.builders import NOW, SECOND, Raw, evidence
 from tests.ledger.fake_store import gpu_node
 from webhook.core.device import Device, DeviceUuid, Node, Taint
+from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 
@@ -124,6 +125,25 @@ def test_what_is_held_is_learnt_before_devices_are_offered(scene: Scene) -> None
     )
     listener.changed(raw_gpu_node("node-a", "GPU-1"))
     assert offered == [False]
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        pytest.param(evidence("node-a", since=NOW - 2 * SECOND, until=NOW + SECOND), "absent", id="of the node before"),
+        pytest.param(evidence("node-a", since=NOW - SECOND, until=NOW + SECOND), "absent", id="of the same moment"),
+        pytest.param(evidence("node-a", since=NOW, until=NOW + SECOND), "fresh", id="its own"),
+        pytest.param(evidence("node-a"), "fresh", id="written by hand"),
+        pytest.param(evidence("node-a", since=NOW - 2 * SECOND, is_banned=True), "banned", id="banned before"),
+    ],
+)
+def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(word: Evidence, state: str) -> None:
+    fleet = Fleet()
+    inventory = ClusterInventory(fleet, lambda: NOW, lambda name: word)
+    born = (NOW - SECOND).isoformat().replace("+00:00", "Z")
+    raw = raw_node()
+    NodesListener(inventory).changed({**raw, "metadata": {**raw["metadata"], "creationTimestamp": born}})
+    assert fleet.berths["node-a"].state == state
 
 
 def test_a_node_comes_with_its_evidence(scene: Scene) -> None:

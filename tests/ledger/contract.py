@@ -73,6 +73,11 @@ class LedgerContract:
         assert await bench.ledger.find(ReservationId("r1")) == held
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a1"))) == [held]
 
+    async def test_devices_stand_in_one_order_whatever_the_decisions_was(self, bench: Bench) -> None:
+        held = await self.reserve(bench, ask(1), on("node-a", "GPU-a2", "GPU-a0"))
+        assert held.uuids == ("GPU-a0", "GPU-a2")
+        assert await bench.ledger.find(held.id, node="node-a", is_fresh=True) == held
+
     @pytest.mark.defect("S4-1")
     @pytest.mark.defect("S1-3")
     async def test_a_slot_has_one_live_reservation(self, bench: Bench) -> None:
@@ -296,6 +301,29 @@ class LedgerContract:
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(1))
         assert await bench.ledger.find(ReservationId("r1")) is None
+
+    # What waits, by namespace.
+
+    async def test_what_waits_is_counted_by_namespace_until_its_pod_exists(self, bench: Bench) -> None:
+        waiting = bench.ledger.waiting_in
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0", "GPU-a1"))
+        await self.reserve(bench, ask(2), on("node-b", "GPU-b0"))
+        await self.reserve(bench, ask(2), on("node-b", "GPU-b0"))
+        await self.reserve(bench, ask(3, namespace="other"), on("node-a", "GPU-a2"))
+        assert (waiting("ml"), waiting("other"), waiting("third")) == (2, 1, 0)
+        await bench.ledger.bind(ReservationId("r1"), pod(1))  # which anybody can ask for: it proves no pod
+        assert waiting("ml") == 2
+        await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        await bench.ledger.release(ReservationId("r2"), pod(2))
+        assert (waiting("ml"), waiting("other")) == (0, 1)
+
+    async def test_what_is_given_up_waits_no_more(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        bench.now += PENDING_DEADLINE + CLOCK_SKEW
+        await bench.ledger.collect(bench.now)
+        assert bench.ledger.waiting_in("ml") == 0
+        await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
+        assert bench.ledger.waiting_in("ml") == 1
 
     # The fleet, which decides the next.
 

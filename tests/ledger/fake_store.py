@@ -31,11 +31,30 @@ class FakeStore:
         self.is_away = False
         self.writes = 0
 
-    def put(self, raw: Raw) -> None:
-        """A spec written by somebody else; the status stays."""
+    def apply(self, raw: Raw) -> None:
+        """A spec written by somebody else; the status stays. A new object says nothing of what is held."""
         name = raw["metadata"]["name"]
         old = self.objects.get(name, {})
-        self._keep({**raw, "status": raw.get("status", old.get("status", {"held": {}}))})
+        self._keep({**raw, "status": raw.get("status", old.get("status", {}))})
+
+    def delete(self, name: str) -> None:
+        """It goes at once, unless a finalizer keeps it."""
+        raw = self.objects[name]
+        if raw["metadata"].get("finalizers"):
+            self._keep({**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
+        else:
+            del self.objects[name]
+
+    async def put(self, raw: Raw) -> Raw:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise StoreAwayError("away")
+        name = raw["metadata"]["name"]
+        current = self._current(raw)
+        kept = self._keep({**raw, "status": current["status"]})
+        if "deletionTimestamp" in raw["metadata"] and not raw["metadata"].get("finalizers"):
+            del self.objects[name]
+        return copy.deepcopy(kept)
 
     async def get(self, name: str) -> Raw | None:
         await asyncio.sleep(0)
@@ -49,9 +68,7 @@ class FakeStore:
         if self.is_away or fault is Fault.NOT_WRITTEN:
             raise StoreAwayError("away")
         name = raw["metadata"]["name"]
-        current = self.objects.get(name)
-        if current is None or current["metadata"]["resourceVersion"] != raw["metadata"]["resourceVersion"]:
-            raise StaleError(name)
+        current = self._current(raw)
         if fault is Fault.STALE:
             raise StaleError(name)
         check_rules(current["status"].get("held", {}), raw["status"]["held"])
@@ -60,6 +77,13 @@ class FakeStore:
         if fault is Fault.ANSWER_LOST:
             raise StoreAwayError("the answer was lost")
         return copy.deepcopy(kept)
+
+    def _current(self, raw: Raw) -> Raw:
+        name = raw["metadata"]["name"]
+        current = self.objects.get(name)
+        if current is None or current["metadata"]["resourceVersion"] != raw["metadata"]["resourceVersion"]:
+            raise StaleError(name)
+        return current
 
     def _keep(self, raw: Raw) -> Raw:
         kept = copy.deepcopy(raw)

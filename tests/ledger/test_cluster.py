@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
+from webhook.core.claim import ClaimRecord
 from webhook.core.device import Node
 from webhook.core.errors import DeadlinePassedError, LedgerUnavailableError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.gpu_node import GpuNode
+from webhook.ledger.carrier import Carrier
 from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
 from webhook.ledger.moves import Times
 from webhook.ledger.store import RefusedError
@@ -21,6 +24,7 @@ from webhook.ledger.store import RefusedError
 R1 = ReservationId("r1")
 NODE_A = gpu_node("node-a", "GPU-a0", "GPU-a1", "GPU-a2", "GPU-a3", "GPU-s", shares={"GPU-s": 4})
 NODE_B = gpu_node("node-b", "GPU-b0")
+KNOWN: Raw = {"status": {"held": {}}}
 
 
 class Pods:
@@ -28,6 +32,9 @@ class Pods:
 
     def __init__(self) -> None:
         self.uids: set[str] = set()
+        self.raws: dict[str, Raw] = {}
+        self.removed: list[PodIdentity] = []
+        self.lists = 0
         self.is_away = False
 
     async def is_gone(self, pod: PodIdentity) -> bool:
@@ -35,6 +42,22 @@ class Pods:
         if self.is_away:
             raise WitnessAwayError("away")
         return pod.uid not in self.uids
+
+    async def carriers(self) -> list[Carrier]:
+        self.lists += 1
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise WitnessAwayError("away")
+        return [one for one in map(Carrier.of, self.raws.values()) if one is not None]
+
+    async def look(self, pod: PodIdentity) -> Carrier | None:
+        if self.is_away:
+            raise WitnessAwayError("away")
+        raw = self.raws.get(pod.uid)
+        return None if raw is None else Carrier.of(raw)
+
+    async def remove(self, pod: PodIdentity) -> None:
+        self.removed.append(pod)
 
 
 class Replica:
@@ -57,8 +80,8 @@ class ClusterBench:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.pods = Pods()
         self.store = FakeStore()
-        self.store.put(NODE_A)
-        self.store.put(NODE_B)
+        self.store.apply({**NODE_A, **KNOWN})
+        self.store.apply({**NODE_B, **KNOWN})
         self.replica = self.another()
         self.ledger = self.replica.ledger
         self.fleet = self.replica.fleet
@@ -110,6 +133,25 @@ async def test_many_at_once_on_one_node_share_few_writes(bench: ClusterBench) ->
 
 
 # Others.
+
+
+async def test_what_one_review_is_about_to_take_another_does_not_want(bench: ClusterBench) -> None:
+    slot = on("node-a", "GPU-a0").slots[0]
+    taking = asyncio.create_task(bench.reserve(ask(1), on("node-a", "GPU-a0")))
+    await asyncio.sleep(0)
+    assert not bench.fleet.is_slot_free(slot)
+    bench.store.faults = [Fault.NOT_WRITTEN] * 3
+    await taking
+    assert not bench.fleet.is_slot_free(slot)
+
+
+async def test_what_could_not_be_taken_is_seen_as_what_it_is(bench: ClusterBench) -> None:
+    other = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"), by=other)
+    slots = on("node-a", "GPU-a0", "GPU-a1")
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), slots)
+    assert [bench.fleet.is_slot_free(slot) for slot in slots.slots] == [False, True]
 
 
 async def test_of_four_replicas_that_see_nothing_of_each_other_one_wins_each_device(bench: ClusterBench) -> None:
@@ -260,6 +302,78 @@ async def test_one_bad_move_does_not_fail_its_neighbours(bench: ClusterBench) ->
     )
     assert [isinstance(one, Reservation) for one in results] == [True, False, True]
     assert refusals
+
+
+def carrying(uid: str, uuid: str, *, node: str = "node-a", reservation: str = "r9", is_on_node: bool = True) -> Raw:
+    """A pod that exists and carries a reservation."""
+    annotations = {
+        "gpuwarden.io/reservation-id": reservation,
+        "gpuwarden.io/node": node,
+        "gpuwarden.io/gpu-uuid": uuid,
+        "gpuwarden.io/claim": ClaimRecord(gpus=1).text(),
+    }
+    meta = {"namespace": "ml", "name": uid, "uid": uid, "annotations": annotations}
+    return {"metadata": meta, "spec": {"nodeName": node} if is_on_node else {}, "status": {"phase": "Running"}}
+
+
+async def test_an_object_that_says_nothing_of_what_is_held_is_rebuilt_before_it_gives_anything(
+    bench: ClusterBench,
+) -> None:
+    bench.pods.raws = {"u1": carrying("u1", "GPU-a0"), "u2": carrying("u2", "GPU-b0", node="node-b", reservation="r8")}
+    for raw in (NODE_A, NODE_B):
+        del bench.store.objects[raw["metadata"]["name"]]
+        bench.store.apply(raw)
+    replica = bench.another()
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(1), on("node-b", "GPU-b0"), by=replica)
+    held = await bench.reserve(ask(2), on("node-a", "GPU-a0"), on("node-a", "GPU-a1"), by=replica)
+    assert held.uuids == ("GPU-a1",)
+    assert {slot: entry.get("uid") for slot, entry in bench.held().items()} == {"GPU-a0/0": "u1", "GPU-a1/0": None}
+    assert bench.pods.lists == 1
+
+
+async def test_pods_listed_before_an_object_was_made_anew_do_not_speak_for_it(bench: ClusterBench) -> None:
+    bench.store.objects.clear()
+    bench.store.apply(NODE_B)
+    replica = bench.another()
+    await bench.reserve(ask(1), on("node-b", "GPU-b0"), by=replica)
+    bench.pods.raws = {"u1": carrying("u1", "GPU-a0")}
+    bench.store.apply(NODE_A)
+    replica.watch.catch_up()
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=replica)
+
+
+async def test_an_object_that_cannot_be_rebuilt_gives_nothing(bench: ClusterBench) -> None:
+    bench.store.objects.clear()
+    bench.store.apply(NODE_A)
+    replica = bench.another()
+    bench.pods.is_away = True
+    with pytest.raises(LedgerUnavailableError):
+        await bench.reserve(ask(1), on("node-a", "GPU-a0"), by=replica)
+    assert "held" not in bench.store.objects["node-a"]["status"]
+
+
+async def test_of_two_pods_with_one_device_the_one_on_the_node_is_rebuilt(bench: ClusterBench) -> None:
+    bench.pods.raws = {
+        "u1": carrying("u1", "GPU-a0", is_on_node=False),
+        "u2": carrying("u2", "GPU-a0", reservation="r8"),
+    }
+    bench.store.objects.clear()
+    bench.store.apply(NODE_A)
+    await bench.reserve(ask(1), on("node-a", "GPU-a1"), by=bench.another())
+    assert bench.held()["GPU-a0/0"]["uid"] == "u2"
+
+
+async def test_an_object_that_is_being_deleted_gives_nothing_new(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    raw = bench.store.objects["node-a"]
+    bench.store.apply({**raw, "metadata": {**raw["metadata"], "finalizers": ["gpuwarden.io/held"]}})
+    bench.store.delete("node-a")
+    replica = bench.another()
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), on("node-a", "GPU-a1"), by=replica)
+    assert (await bench.reserve(ask(1), by=replica)).uuids == ("GPU-a0",)
 
 
 async def test_a_node_whose_object_is_gone_gives_nothing_and_forgets_nothing(bench: ClusterBench) -> None:

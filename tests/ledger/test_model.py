@@ -15,17 +15,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
+from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Pods, Replica
+from webhook.core.claim import ClaimRecord
 from webhook.core.errors import LedgerError
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, ReservationId
+from webhook.ledger.carrier import Carrier
 
 T = TypeVar("T")
 
 # The API server gives up a request after 60 s, whatever its webhooks have said.
 REQUEST_TIMEOUT = timedelta(seconds=60)
 REPLICAS = 3
+RECORD = ClaimRecord(gpus=1)
 PLACES = st.lists(
     st.sampled_from(
         [
@@ -38,6 +42,10 @@ PLACES = st.lists(
     min_size=1,
     max_size=3,
 )
+
+
+NODES = st.lists(st.sampled_from(["node-a", "node-b"]), min_size=1, max_size=2, unique=True)
+ARRIVALS = st.lists(st.tuples(st.integers(0, REPLICAS - 1), PLACES), min_size=1, max_size=4)
 
 
 @define
@@ -62,8 +70,8 @@ class Protocol(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.true_now = datetime(2026, 1, 1, tzinfo=UTC)
         self.store = FakeStore()
-        self.store.put(gpu_node("node-a", "GPU-a0", "GPU-a1"))
-        self.store.put(gpu_node("node-b", "GPU-b0"))
+        self.store.apply({**gpu_node("node-a", "GPU-a0", "GPU-a1"), "status": {"held": {}}})
+        self.store.apply({**gpu_node("node-b", "GPU-b0"), "status": {"held": {}}})
         self.facts = Pods()
         self.existing: dict[str, Creation] = {}
         self.skews = [timedelta(0)] * REPLICAS
@@ -95,7 +103,7 @@ class Protocol(RuleBasedStateMachine):
         self.number += 1
         pod = PodIdentity("ml", f"pod-{self.number}", f"uid-{self.number}")
         replica = self.replicas[which]
-        ask = Ask(ReservationId(f"r{self.number}"), "ml", "d")
+        ask = Ask(ReservationId(f"r{self.number}"), "ml", RECORD.digest())
         self.run(replica.ledger.collect(self.true_now + self.skews[which]))
         answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
         held = self.run(replica.ledger.reserve(ask, places, answer_by=answer_by))
@@ -226,3 +234,142 @@ class Protocol(RuleBasedStateMachine):
 
 Protocol.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestProtocol = Protocol.TestCase
+
+
+class Remade(Protocol):
+    """Objects are taken away by force and made anew, as well. Whoever puts a pod on a node then asks the ledger first,
+    so what must hold is said of the pods that are on their node."""
+
+    on_node: set[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_node = set()
+
+    @initialize(target=Protocol.pods, arrivals=ARRIVALS)
+    def settle_in(self, arrivals: list[tuple[int, list[Placement]]]) -> Any:
+        made = [self.come_to_run(which, places) for which, places in arrivals if self.replicas]
+        return multiple(*(one for one in made if isinstance(one, Creation)))
+
+    @rule(target=Protocol.pods, one=consumes(Protocol.creations))
+    def create(self, one: Creation) -> Any:
+        made = super().create(one)
+        if isinstance(made, Creation):
+            self.facts.raws[one.pod.uid] = carrying(one)
+        return made
+
+    @rule(one=consumes(Protocol.pods))
+    def end(self, one: Creation) -> None:
+        self.gone(one)
+
+    def gone(self, one: Creation) -> None:
+        self.existing.pop(one.pod.uid, None)
+        self.facts.uids.discard(one.pod.uid)
+        self.facts.raws.pop(one.pod.uid, None)
+        self.on_node.discard(one.pod.uid)
+
+    @rule(one=Protocol.pods, which=st.integers(0, REPLICAS - 1))
+    def put_on_its_node(self, one: Creation, which: int) -> None:
+        """The binding door: a reservation of this very pod, as the store has it."""
+        if one.pod.uid not in self.existing:
+            return
+        assert one.placement is not None
+        assert one.reservation_id is not None
+        ledger = self.replicas[which].ledger
+        found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
+        if found is None or found.slots != one.placement.slots:
+            return
+        confirmed = self.run(ledger.confirm(one.reservation_id, one.pod))
+        if confirmed is not None and confirmed.uid == one.pod.uid:
+            self.on_node.add(one.pod.uid)
+
+    @rule(target=Protocol.pods, which=st.integers(0, REPLICAS - 1), places=PLACES)
+    def come_to_run(self, which: int, places: list[Placement]) -> Any:
+        """The whole story of a pod at once, as it goes nearly always."""
+        one = super().mutate(which, places, True)
+        if not isinstance(one, Creation):
+            return multiple()
+        self.validate(one, which, True)
+        made = self.create(one)
+        if isinstance(made, Creation):
+            self.put_on_its_node(made, which)
+        return made
+
+    @rule(target=Protocol.pods, nodes=NODES, arrivals=ARRIVALS)
+    def remake(self, nodes: list[str], arrivals: list[tuple[int, list[Placement]]]) -> Any:
+        """By force, past their finalizers; and before anybody has looked, pods come that want what was held there."""
+        self.true_now += timedelta(seconds=1)
+        for node in nodes:
+            uuids = [one["uuid"] for one in self.store.objects.pop(node)["spec"]["devices"]]
+            self.store.apply(gpu_node(node, *uuids))
+        for replica in self.replicas:
+            replica.watch.catch_up()
+        made = [self.come_to_run(which, places) for which, places in arrivals]
+        return multiple(*(one for one in made if isinstance(one, Creation)))
+
+    @rule(which=st.integers(0, REPLICAS - 1))
+    def restore(self, which: int) -> None:
+        """What the reconciler does about objects that say nothing, and about pods without their reservation."""
+        ledger = self.replicas[which].ledger
+        for name in ledger.unsettled():
+            self.run(ledger.settle(name))
+        for one in list(self.existing.values()):
+            assert one.reservation_id is not None
+            assert one.placement is not None
+            found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
+            carrier = Carrier.of(self.facts.raws[one.pod.uid])
+            if found is None and carrier is not None:
+                self.run(ledger.adopt(carrier))
+
+    @invariant()
+    def no_slot_is_with_two_pods(self) -> None:
+        running = [self.existing[uid] for uid in self.on_node]
+        slots = [slot for one in running if one.placement for slot in one.placement.slots]
+        assert len(slots) == len(set(slots))
+
+    @invariant()
+    def an_existing_pod_holds_what_it_was_promised(self) -> None:
+        for uid in self.on_node:
+            one = self.existing[uid]
+            assert one.placement is not None
+            held = self.store.objects[one.placement.node]["status"].get("held")
+            if held is not None:
+                entries = [held.get(str(slot)) for slot in one.placement.slots]
+                assert [entry and entry.get("uid") for entry in entries] == [uid] * len(entries)
+
+    @invariant()
+    def several_devices_are_held_together(self) -> None:
+        """Said of what is stored in the plain protocol; an object that says nothing has nothing to be judged."""
+
+    @rule()
+    def in_the_end_nothing_leaks(self) -> None:
+        """Once no request lives and the reconciler has looked, what no pod carries can be had."""
+        self.store.faults, self.facts.is_away = [], False
+        self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
+        last = self.replicas[0] = self.fresh(0)
+        self.restore(0)
+        self.reconcile(0)
+        self.reconcile(0)
+        carried = {slot for one in self.existing.values() if one.placement for slot in one.placement.slots}
+        now = self.true_now + self.skews[0]
+        for place in (on("node-a", "GPU-a0"), on("node-a", "GPU-a1"), on("node-b", "GPU-b0")):
+            if place.slots[0] not in carried:
+                self.number += 1
+                ask = Ask(ReservationId(f"end-{self.number}"), "ml", "d")
+                assert self.run(last.ledger.reserve(ask, [place], answer_by=now + timedelta(seconds=10))) is not None
+
+
+def carrying(one: Creation) -> Raw:
+    """The pod as the API server lists it."""
+    assert one.placement is not None
+    annotations = {
+        "gpuwarden.io/reservation-id": one.reservation_id,
+        "gpuwarden.io/node": one.placement.node,
+        "gpuwarden.io/gpu-uuid": ",".join(slot.uuid for slot in one.placement.slots),
+        "gpuwarden.io/claim": RECORD.text(),
+    }
+    return {"metadata": {"namespace": "ml", "name": one.pod.name, "uid": one.pod.uid, "annotations": annotations}}
+
+
+Remade.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestRemade = Remade.TestCase

@@ -7,12 +7,16 @@ import pytest
 
 from tests import builders
 from tests.builders import Raw
+from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
-from tests.ledger.test_cluster import ClusterBench
+from tests.ledger.test_cluster import NODE_A, ClusterBench
 from webhook.core.claim import ClaimRecord
+from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, PodIdentity, ReservationId
-from webhook.ledger.reconcile import Reconciler
+from webhook.ledger.cluster import ClusterLedger
+from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, OnBindDeadline, Reconciler, Waiting
 
+BIND_DEADLINE = timedelta(minutes=5)
 R1 = ReservationId("r1")
 RECORD = ClaimRecord(gpus=1)
 POD = PodIdentity("ml", "pod-1", "uid-1")
@@ -23,8 +27,19 @@ class Scene:
 
     def __init__(self) -> None:
         self.bench = ClusterBench()
-        self.reconciler = Reconciler(self.bench.ledger, self.bench.pods, lambda: self.bench.now)
+        self.heard = Heard()
+        self.reconciler = self.another(self.bench.ledger)
         self.reconciler.replaced({})
+
+    def another(self, ledger: ClusterLedger, afterwards: OnBindDeadline = OnBindDeadline.REMOVE) -> Reconciler:
+        waiting = Waiting(BIND_DEADLINE, afterwards)
+        return Reconciler(ledger, self.bench.pods, self.heard, lambda: self.bench.now, waiting)
+
+    def show(self, raw: Raw) -> None:
+        """The pod exists, and the watch says so."""
+        self.bench.pods.uids.add(raw["metadata"]["uid"])
+        self.bench.pods.raws[raw["metadata"]["uid"]] = raw
+        self.reconciler.changed(raw)
 
     async def reserve(self) -> None:
         await self.bench.reserve(Ask(R1, "ml", RECORD.digest()), on("node-a", "GPU-a0"))
@@ -47,8 +62,10 @@ def raw_pod(*, phase: str = "Pending", uid: str = POD.uid, record: ClaimRecord =
     annotations = {
         "gpuwarden.io/reservation-id": "r1",
         "gpuwarden.io/node": "node-a",
+        "gpuwarden.io/gpu-uuid": "GPU-a0",
         "gpuwarden.io/claim": record.text(),
     }
+    meta = {"creationTimestamp": "2026-01-01T00:00:00Z", **meta}
     raw = builders.raw_pod(name=POD.name, namespace=POD.namespace, uid=uid, annotations=annotations)
     return {**raw, "metadata": {**raw["metadata"], **meta}, "status": {"phase": phase}}
 
@@ -126,7 +143,7 @@ async def test_before_the_first_list_nothing_is_done(scene: Scene) -> None:
     await scene.run_a_pod()
     fresh = scene.bench.another()
     scene.bench.pods.uids.clear()
-    await Reconciler(fresh.ledger, scene.bench.pods, lambda: scene.bench.now).step()
+    await scene.another(fresh.ledger).step()
     assert scene.phase is Phase.FINALIZED
 
 
@@ -157,7 +174,7 @@ async def test_after_a_long_absence_what_exists_is_confirmed_and_what_does_not_i
     await scene.bench.ledger.bind(ReservationId("r2"), second)
     scene.bench.pods.uids.add(POD.uid)
     scene.bench.now += timedelta(hours=5)
-    returned = Reconciler(scene.bench.another().ledger, scene.bench.pods, lambda: scene.bench.now)
+    returned = scene.another(scene.bench.another().ledger)
     returned.replaced({"ml/pod-1": raw_pod(phase="Running")})
     await returned.step()
     assert {slot: entry["phase"] for slot, entry in scene.bench.held().items()} == {"GPU-a0/0": "finalized"}
@@ -167,8 +184,205 @@ async def test_a_release_that_was_begun_is_ended(scene: Scene) -> None:
     await scene.run_a_pod()
     raw = scene.bench.store.objects["node-a"]
     raw["status"]["held"]["GPU-a0/0"]["phase"] = "releasing"  # a crash between the two writes
-    scene.bench.store.put(raw)
+    scene.bench.store.apply(raw)
     scene.bench.replica.watch.catch_up()
     scene.reconciler.deleted(raw_pod())
     await scene.reconciler.step()
     assert scene.bench.held() == {}
+
+
+# A pod that exists and is not put on its node.
+
+OWNED: Raw = {"ownerReferences": [{"kind": "ReplicaSet", "name": "rs", "uid": "u", "controller": True}]}
+ON_NODE: Raw = {"nodeName": "node-a"}
+
+
+async def confirmed(scene: Scene, **meta: Any) -> None:
+    await scene.run_a_pod()
+    scene.show(raw_pod(**meta))
+
+
+async def test_an_owned_pod_that_is_not_bound_in_time_is_removed_and_holds_until_it_is_gone(scene: Scene) -> None:
+    await confirmed(scene, **OWNED)
+    scene.bench.now += BIND_DEADLINE - timedelta(seconds=1)
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
+    scene.bench.now += timedelta(seconds=1)
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == [POD]
+    assert scene.heard.told == [("pod-1", Reason.BIND_DEADLINE_PASSED)]
+    assert scene.phase is Phase.FINALIZED
+    scene.reconciler.deleted(raw_pod())
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
+async def test_a_bare_pod_that_is_not_bound_in_time_stays_and_holds_nothing_once_no_binding_can_come(
+    scene: Scene,
+) -> None:
+    await confirmed(scene)
+    scene.bench.now += BIND_DEADLINE + LAST_BINDING - timedelta(seconds=1)
+    await scene.reconciler.step()
+    assert scene.phase is Phase.FINALIZED
+    scene.bench.now += timedelta(seconds=1)
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+    scene.bench.now += 2 * PATIENCE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
+    assert scene.bench.held() == {}
+
+
+async def test_an_owned_pod_stays_where_nothing_is_to_be_removed(scene: Scene) -> None:
+    await confirmed(scene, **OWNED)
+    keeping = scene.another(scene.bench.ledger, OnBindDeadline.KEEP)
+    keeping.replaced({"ml/pod-1": raw_pod(**OWNED)})
+    scene.bench.now += BIND_DEADLINE + LAST_BINDING
+    await keeping.step()
+    assert scene.bench.held() == {}
+    assert scene.bench.pods.removed == []
+
+
+async def test_a_pod_that_was_bound_at_last_keeps_its_devices_though_the_watch_is_behind(scene: Scene) -> None:
+    await confirmed(scene)
+    scene.bench.pods.raws[POD.uid] = {**raw_pod(), "spec": ON_NODE}
+    scene.bench.now += BIND_DEADLINE + LAST_BINDING
+    await scene.reconciler.step()
+    assert scene.phase is Phase.FINALIZED
+
+
+async def test_a_pod_on_its_node_has_no_deadline_any_more(scene: Scene) -> None:
+    await confirmed(scene, **OWNED)
+    scene.show({**raw_pod(**OWNED), "spec": ON_NODE})
+    scene.bench.now += 10 * BIND_DEADLINE
+    await scene.reconciler.step()
+    assert scene.phase is Phase.FINALIZED
+    assert scene.heard.told == []
+
+
+# A pod that exists and whose reservation is gone.
+
+
+async def expired(scene: Scene) -> None:
+    await scene.reserve()
+    scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
+async def taken_by_another(scene: Scene) -> None:
+    await scene.bench.reserve(Ask(ReservationId("r2"), "ml", "d2"), on("node-a", "GPU-a0"))
+
+
+async def test_a_pod_that_comes_late_has_its_devices_again_if_nobody_else_does(scene: Scene) -> None:
+    await expired(scene)
+    scene.show(raw_pod())
+    await scene.reconciler.step()
+    assert scene.bench.held()["GPU-a0/0"]["uid"] == POD.uid
+    assert scene.phase is Phase.FINALIZED
+    assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
+
+
+async def test_a_pod_that_comes_too_late_is_removed_by_uid_and_frees_nobody_else(scene: Scene) -> None:
+    await expired(scene)
+    await taken_by_another(scene)
+    scene.show(raw_pod(**OWNED))
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
+    scene.bench.now += PATIENCE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == [POD]
+    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+    assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r2"
+
+
+async def test_a_bare_pod_that_comes_too_late_stays_to_say_why(scene: Scene) -> None:
+    await expired(scene)
+    await taken_by_another(scene)
+    scene.show(raw_pod())
+    await scene.reconciler.step()
+    scene.bench.now += PATIENCE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
+    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+
+
+async def test_a_pod_that_is_on_a_node_with_anothers_devices_is_removed_before_it_starts(scene: Scene) -> None:
+    await expired(scene)
+    await taken_by_another(scene)
+    scene.show({**raw_pod(), "spec": ON_NODE})
+    await scene.reconciler.step()
+    scene.bench.now += PATIENCE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == [POD]
+
+
+async def test_a_running_pod_is_told_of_and_never_killed(scene: Scene) -> None:
+    await expired(scene)
+    await taken_by_another(scene)
+    scene.show({**raw_pod(phase="Running"), "spec": ON_NODE})
+    await scene.reconciler.step()
+    scene.bench.now += PATIENCE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
+    assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+
+
+# Hands that write what we never do.
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param({"phase": "pending"}, id="pending-without-a-deadline"),
+        pytest.param({"phase": "finalized"}, id="finalized-without-a-pod"),
+        pytest.param({"phase": "finalized", "uid": "nobody"}, id="finalized-for-a-pod-that-is-not"),
+        pytest.param({"phase": "pending", "uid": "nobody"}, id="pending-for-a-pod-that-is-not"),
+    ],
+)
+async def test_what_was_written_by_hand_and_is_of_no_pod_goes_again(scene: Scene, entry: Raw) -> None:
+    raw = scene.bench.store.objects["node-a"]
+    by_hand = {"reservation": "x", "namespace": "ml", "digest": "d", **entry}
+    scene.bench.store.apply({**raw, "status": {"held": {"GPU-a0/0": by_hand}}})
+    scene.bench.replica.watch.catch_up()
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
+async def test_a_hold_that_was_dropped_by_hand_is_there_again(scene: Scene) -> None:
+    await confirmed(scene)
+    scene.show({**raw_pod(phase="Running"), "spec": ON_NODE})
+    scene.bench.store.apply({**scene.bench.store.objects["node-a"], "status": {"held": {}}})
+    scene.bench.replica.watch.catch_up()
+    await scene.reconciler.step()
+    assert scene.bench.held()["GPU-a0/0"]["uid"] == POD.uid
+    assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
+
+
+# Objects that come and go.
+
+
+async def test_an_object_is_kept_while_something_is_held_and_let_go_after(scene: Scene) -> None:
+    await confirmed(scene)
+    store = scene.bench.store
+    assert store.objects["node-a"]["metadata"]["finalizers"] == ["gpuwarden.io/held"]
+    store.delete("node-a")
+    scene.bench.replica.watch.catch_up()
+    await scene.reconciler.step()
+    assert scene.phase is Phase.FINALIZED
+    scene.reconciler.deleted(raw_pod())
+    await scene.reconciler.step()
+    scene.bench.replica.watch.catch_up()
+    await scene.reconciler.step()
+    assert "node-a" not in store.objects
+
+
+async def test_a_new_object_is_rebuilt_from_the_pods(scene: Scene) -> None:
+    await confirmed(scene)
+    del scene.bench.store.objects["node-a"]  # by force, past its finalizer
+    scene.bench.ledger.forget("node-a")
+    scene.bench.store.apply(NODE_A)
+    scene.bench.replica.watch.catch_up()
+    await scene.reconciler.step()
+    entry = scene.bench.held()["GPU-a0/0"]
+    assert (entry["reservation"], entry["uid"], entry["phase"]) == ("r1", POD.uid, "finalized")

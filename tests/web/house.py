@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ import jsonpatch
 
 from tests import builders
 from tests.builders import NOW, Raw
+from webhook.clock import Clock
 from webhook.feed import Feed
 from webhook.pods import PodFacts
 from webhook.settings import Settings
 from webhook.web.admission import Admission
 from webhook.web.app import plain_app, tls_app
 from webhook.web.devices import Devices
+from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health, Stage
-from webhook.wiring import embedded
+from webhook.wiring import Parts, embedded
 
 H100 = ["model=h100", "fudo.org/gpu.memory-80g"]
 INVENTORY: Raw = {
@@ -47,20 +49,31 @@ INVENTORY: Raw = {
 }
 
 
-class House:
-    """One server, embedded."""
+Assemble = Callable[[Settings, Clock], Parts]
 
-    def __init__(self, directory: Path, inventory: Raw, facts: PodFacts | None, **settings: Any) -> None:
+
+class House:
+    """One server, embedded if nothing else is said."""
+
+    def __init__(
+        self,
+        directory: Path,
+        inventory: Raw,
+        facts: PodFacts | None,
+        assemble: Assemble = embedded,
+        **settings: Any,
+    ) -> None:
         self.now = NOW
         self.file = directory / "inventory.json"
         self.file.write_text(json.dumps(inventory))
-        self.parts = embedded(Settings(inventory=self.file, **settings), lambda: self.now)
+        self.parts = assemble(Settings(inventory=self.file, **settings), lambda: self.now)
         self.health = Health()
         parts = self.parts
         admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, self.health)
-        finalize = Finalize(parts.ledger, parts.pods, facts or parts.pods, self.health)
+        finalize = Finalize(parts.ledger, parts.fleet, parts.pods, facts or parts.pods, self.health)
         devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
-        tls = tls_app(admission, finalize, devices, Explain(parts, self.health), self.health, parts.metrics)
+        evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, self.health)
+        tls = tls_app(admission, finalize, devices, Explain(parts, self.health), self.health, parts.metrics, evidence)
         plain = plain_app(finalize, devices, self.health, parts.metrics)
         self.tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=tls), base_url="https://house")
         self.plain = httpx.AsyncClient(transport=httpx.ASGITransport(app=plain), base_url="http://house")

@@ -9,6 +9,7 @@ from tests import builders
 from tests.builders import HASH, OTHER_HASH, POD_UID, REVIEW_UID, Raw, raw_container, raw_env, raw_pod
 from tests.conftest import Build
 from tests.web.house import INVENTORY, House, patched
+from tests.web.replica import binding
 from webhook.core.errors import DeadlinePassedError, LedgerError, LedgerUnavailableError, SlotsTakenError
 from webhook.core.reservation import Phase
 
@@ -581,16 +582,6 @@ async def test_a_debug_container_of_a_pod_without_gpus_sees_none(house: House) -
 
 
 # A pod put on a node.
-
-
-def binding(node: str, *, uid: str | None = POD_UID, annotations: dict[str, str] | None = None) -> Raw:
-    """The review of a Binding, by the route that names no subresource if there is no uid in it."""
-    meta = {"name": "train-0", "namespace": "ml", "uid": uid, "annotations": annotations}
-    raw_review = builders.review("CREATE", new={"kind": "Binding", "apiVersion": "v1", "metadata": meta})
-    raw_review["request"]["kind"] = {"group": "", "version": "v1", "kind": "Binding"}
-    raw_review["request"]["subResource"] = "binding" if uid else None
-    raw_review["request"]["object"]["target"] = {"kind": "Node", "name": node}
-    return raw_review
 
 
 @pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])

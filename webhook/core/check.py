@@ -1,6 +1,7 @@
 """Whether a pod that someone else had in hand is still the pod that we dressed: every refusal names the field."""
 
 from collections.abc import Collection, Iterator
+from datetime import datetime, timedelta
 
 from webhook.core import keys
 from webhook.core.binding import Binding
@@ -166,6 +167,42 @@ def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) 
 
 
 # A pod on its way to a node.
+
+
+def still_held(claim: Claim, held: Reservation | None, living: Pod) -> Deny | None:
+    """The GPUs that a living pod was created with are its own at this moment too."""
+    is_its_own = (
+        held is not None
+        and held.phase is not Phase.RELEASING
+        and held.claim_digest == claim.digest
+        and held.may_be(identity_of(living))
+    )
+    if is_its_own:
+        return None
+    said = "gone" if held is None else "not this pod's, or not any more"
+    return Deny(
+        Reason.NOT_RESERVED,
+        f"metadata.annotations[{keys.RESERVATION_ID.name}]: reservation "
+        f"{living.annotations.get(keys.RESERVATION_ID.name)!r} is {said}; "
+        "the pod's containers would see GPUs that may be another's",
+        hint="create the pod anew",
+    )
+
+
+def in_time(living: Pod, now: datetime, bind_deadline: timedelta) -> Deny | None:
+    """Its GPUs have not been given up meanwhile, and will not be while the API server puts it on its node."""
+    created = living.meta.creation_timestamp
+    if created is None or now < created + bind_deadline:
+        return None
+    return Deny(
+        Reason.RESERVATION_EXPIRED,
+        f"the pod was created more than {bind_deadline} ago: the GPUs that waited for it are given up",
+        hint="create the pod anew",
+    )
+
+
+def identity_of(living: Pod) -> PodIdentity:
+    return PodIdentity(living.meta.namespace or "", living.meta.name or "", living.meta.uid or "")
 
 
 def bound_as_reserved(binding: Binding, held: Reservation | None) -> Deny | None:

@@ -137,6 +137,14 @@ def recorded_claim(pod: Pod) -> Claim | None:
     return Claim(ClaimRecord.parse(text), NodesAsked.of(pod))
 
 
+def recorded_or_none(pod: Pod) -> Claim | None:
+    """The record in a pod that may be a copy, or somebody's invention."""
+    try:
+        return recorded_claim(pod)
+    except InvalidPodError:
+        return None
+
+
 class Reader:
     """One pass over a pod that collects what is asked and what is wrong."""
 
@@ -292,7 +300,7 @@ class Reader:
 
     def _warn_of_unknown_keys(self) -> None:
         """A misspelt wish would otherwise be a wish that nobody hears."""
-        known = keys.INPUT_NAMES | keys.OUTPUT_NAMES
+        known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | {keys.WOKEN_AT}
         for key in (*self.pod.annotations, *self.pod.labels):
             ours = key.startswith(f"{keys.DOMAIN}/") and not key.startswith(keys.REQUIREMENT_PREFIX)
             if ours and key not in known:

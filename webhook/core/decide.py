@@ -152,7 +152,7 @@ class Question:
         while fitting:
             tightest = min(fitting, key=tightness)
             fitting.remove(tightest)
-            for name in tightest[1]:
+            for name in self.fleet.in_own_order(tightest[1]):
                 patience -= 1
                 if patience < 0:
                     return
@@ -188,6 +188,7 @@ class Question:
             return self._mapped_slots(berth, self.claim.place.gpus)
         known = zip(berth.node.devices, berth.kinds, strict=True)
         able = [device for device, kind in known if kind in self.kinds and self.fleet.is_available(device)]
+        able = list(self.fleet.in_own_order(able))
         able.sort(key=lambda d: (-len(self.fleet.holders(d.uuid)), len(d.labels)))
         return tuple(self.free_slot(device) for device in able[: self.claim.count])
 
@@ -214,6 +215,10 @@ class Question:
         if self.claim.place is not None:
             objection = self._map_objection(berth, self.claim.place, len(slots))
         return NodeFit(berth.node.name, () if objection else slots, objection)
+
+    def objection(self, berth: Berth) -> Objection | None:
+        """What speaks against one node; no devices are chosen where the index can tell."""
+        return self.fit(berth).objection if self.claim.place else self._objection(berth)
 
     def _objection(self, berth: Berth) -> Objection | None:
         if not self.claim.nodes.matches(berth.node.name, berth.labels):

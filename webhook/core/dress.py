@@ -7,7 +7,7 @@ from typing import Any
 from attrs import frozen
 
 from webhook.core import keys
-from webhook.core.claim import Claim
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
 from webhook.core.difference import Change, difference
 from webhook.core.keys import Key
 from webhook.core.pod import EnvVar, Pod
@@ -77,6 +77,17 @@ def dressed(raw: RawPod, outfit: Outfit, rules: DressRules) -> dict[str, Json]:
 def undressed(raw: RawPod) -> dict[str, Json]:
     """The pod without annotations that only we may write."""
     return {**raw, "metadata": without_outputs(raw)}
+
+
+def asked_anew(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim | None]:
+    """The pod without what only we may write, and what it asks for.
+
+    A copy of a dressed pod asks for what that one asked for: its request was taken off when it was dressed.
+    """
+    if not keys.OUTPUT_NAMES & pod.annotations.keys():
+        return raw, claim_of(pod, rules)
+    clean, recorded = undressed(raw), recorded_or_none(pod)
+    return clean, claim_of(Pod.parse(clean), rules, recorded.record.asked if recorded is not None else None)
 
 
 def without_outputs(raw: RawPod) -> dict[str, Json]:

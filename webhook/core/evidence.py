@@ -31,7 +31,7 @@ class Evidence:
 
 
 def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
-    """What `evidence` is worth at `now`. What is said of the future proves nothing yet."""
+    """What `evidence` is worth at `now`. What is said of the future proves nothing yet, and no hash proves nothing."""
     match evidence:
         case None:
             return EvidenceState.ABSENT
@@ -39,6 +39,8 @@ def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
             return EvidenceState.BANNED
         case Evidence(is_conflict=True):
             return EvidenceState.CONFLICT
+        case Evidence(hash=""):
+            return EvidenceState.ABSENT
         case Evidence(since=datetime() as since) if since > now:
             return EvidenceState.ABSENT
         case Evidence(until=datetime() as until) if until <= now:

@@ -7,8 +7,10 @@ learns of a change says so here; nothing is scanned to answer a review.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping
 from datetime import datetime
+from itertools import chain, islice
+from typing import TypeVar
 
 from webhook.core.cells import (
     Berth,
@@ -41,12 +43,18 @@ MAX_NUMBERED = 10_000
 # Bounds the memory that odd claims can take; past it the cache starts anew.
 MAX_CACHED_REQUIREMENTS = 4096
 MAX_CACHED_ROOMS = 512
+# Among so many equal nodes each replica begins with another one.
+SPREAD = 16
+
+Thing = TypeVar("Thing")
 
 
 class Fleet:
     """Everything a decision needs to know, kept current by those who learn it."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: int = 0) -> None:
+        """Fleets with different turns prefer different nodes among equals, so that replicas seldom want the same."""
+        self._turn = turn
         self.berths: dict[str, Berth] = {}
         self.states: Counter[EvidenceState] = Counter()
         self._kinds: Numbered[Kind] = Numbered()
@@ -70,6 +78,12 @@ class Fleet:
         self._rooms: dict[tuple[frozenset[int], int], list[int]] = {}
         for key in ALWAYS_DIRECTORIES:
             self._learn_directory(key)
+
+    def in_own_order(self, equals: Collection[Thing]) -> Iterator[Thing]:
+        """The same things; of the first few, another one first than elsewhere."""
+        first = list(islice(equals, SPREAD))
+        own = self._turn % len(first) if first else 0
+        return chain(first[own:], first[:own], islice(equals, SPREAD, None))
 
     # What is learnt of nodes and devices.
 

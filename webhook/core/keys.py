@@ -39,6 +39,15 @@ OUTPUTS: Final = (GPU_UUID, RESERVATION_ID, NODE, CLAIM)
 OUTPUT_NAMES: Final = frozenset(name for key in OUTPUTS for name in key.names)
 INPUT_NAMES: Final = frozenset(name for key in (REQUIRED_HASH, GPU_COUNT, GPU_MAP, SHARED) for name in key.names)
 
+# When a pod that waits was last shown to its scheduler again. Nobody goes by it.
+WOKEN_AT: Final = f"{DOMAIN}/woken-at"
+
+# What a node has, as it says itself: base64 of a JSON object, GPU UUID to a list of labels.
+S4_DEVICE_LABELS: Final = f"{S4_DOMAIN}/gpu.device.labels"
+# On objects that we have made and may take away again.
+MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+OURS: Final = "gpuwarden"
+
 # What decides which GPUs a container sees.
 NVIDIA_ENV: Final = "NVIDIA_VISIBLE_DEVICES"
 CUDA_ENV: Final = "CUDA_VISIBLE_DEVICES"

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -96,6 +97,7 @@ class Metadata(Wire, frozen=True):
     labels: dict[str, str | None] | None = None
     annotations: dict[str, str | None] | None = None
     owner_references: list[OwnerReference] | None = None
+    creation_timestamp: datetime | None = None
 
 
 class Spec(Wire, frozen=True):

@@ -1,4 +1,7 @@
-"""Why a review was denied, or what else became of a pod or a node: one word each, the same in the status, the metric, the event and docs/reasons.md."""
+"""Why a review was denied, or what else became of a pod or a node: one word each.
+
+The same word stands in the status, the metric, the event and docs/reasons.md.
+"""
 
 from enum import StrEnum
 
@@ -17,6 +20,7 @@ class Reason(StrEnum):
     NODE_NOT_READY = "NodeNotReady"
     NO_MATCHING_DEVICE = "NoMatchingDevice"
     NO_FREE_DEVICE = "NoFreeDevice"
+    NAMESPACE_FULL = "NamespaceFull"
 
     NOT_RESERVED = "NotReserved"
     FORGED = "Forged"
@@ -49,6 +53,7 @@ STATUS_CODES: dict[Reason, int] = {
     Reason.NODE_NOT_READY: 429,
     Reason.NO_MATCHING_DEVICE: 429,
     Reason.NO_FREE_DEVICE: 429,
+    Reason.NAMESPACE_FULL: 429,
     Reason.NOT_RESERVED: 403,
     Reason.FORGED: 403,
     Reason.GPU_WITHOUT_CLAIM: 403,

@@ -1,6 +1,6 @@
 """Evidence that somebody wrote down: nothing is attested. For development only, and it says so."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from webhook.core.evidence import Evidence, combined
 
@@ -14,8 +14,13 @@ class StaticEvidence:
     is_for_development = True
 
     def __init__(self, node_hash_map: Mapping[str, str]) -> None:
-        self._from_map = {node: Evidence(node, one, "static") for node, one in node_hash_map.items()}
+        self._from_map = written_by_hand(node_hash_map)
         self._agreed: Mapping[str, Evidence] = self._from_map
+
+    @property
+    def mapped(self) -> Collection[str]:
+        """The nodes that the map names, which may have no GPU that anybody has told of."""
+        return self._from_map.keys()
 
     def read_from_file(self, entries: Mapping[str, Evidence]) -> None:
         """What the inventory file says now, in place of what it said before."""
@@ -26,3 +31,7 @@ class StaticEvidence:
 
     async def poll(self) -> Mapping[str, Evidence]:
         return self._agreed
+
+
+def written_by_hand(node_hash_map: Mapping[str, str]) -> dict[str, Evidence]:
+    return {node: Evidence(node, one, StaticEvidence.name) for node, one in node_hash_map.items()}

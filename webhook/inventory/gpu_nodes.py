@@ -1,7 +1,8 @@
 """The inventory of a cluster: devices from GPUNode objects, everything else about a node from its Node object."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from datetime import datetime
+from typing import Annotated, Any
 
 import msgspec
 import structlog
@@ -42,6 +43,7 @@ class NodeStatusWire(Wire, frozen=True):
 class NodeMetaWire(Wire, frozen=True):
     name: str
     labels: dict[str, str] | None = None
+    creation_timestamp: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
 
 
 class NodeWire(Wire, frozen=True):
@@ -63,6 +65,17 @@ def node_of(raw: Raw) -> Node:
     )
 
 
+def born_of(raw: Raw) -> datetime | None:
+    return msgspec.convert(raw, NodeWire).metadata.creation_timestamp
+
+
+def is_older(word: Evidence, born: datetime | None) -> bool:
+    """Whether it speaks of the node that had this name before: one that was made anew has to prove itself anew."""
+    if word.is_banned or word.is_conflict or word.since is None or born is None:
+        return False
+    return word.since <= born
+
+
 class ClusterInventory:
     """Tells the fleet of nodes with their devices, from two watches that know nothing of each other.
 
@@ -75,18 +88,20 @@ class ClusterInventory:
         self._proven = proven
         self._nodes: dict[str, Node] = {}
         self._devices: dict[str, tuple[Device, ...]] = {}
+        self._born: dict[str, datetime | None] = {}
 
     def know_node(self, raw: Raw) -> None:
         try:
-            node = node_of(raw)
+            node, born = node_of(raw), born_of(raw)
         except msgspec.ValidationError as exc:
             log.warning("Node left as it was known", exc_info=exc)
             return
-        self._nodes[node.name] = node
+        self._nodes[node.name], self._born[node.name] = node, born
         self._show(node.name)
 
     def forget_node(self, name: str) -> None:
         self._nodes.pop(name, None)
+        self._born.pop(name, None)
         self._show(name)
 
     def know_devices(self, name: str, devices: tuple[Device, ...]) -> None:
@@ -97,14 +112,19 @@ class ClusterInventory:
         self._devices.pop(name, None)
         self._show(name)
 
+    def prove(self, name: str) -> None:
+        """The word on a node's evidence may have changed."""
+        word = self._proven(name)
+        is_of_another = word is not None and is_older(word, self._born.get(name))
+        self._fleet.prove(name, None if is_of_another else word, self._clock())
+
     def _show(self, name: str) -> None:
         node = self._nodes.get(name)
         if node is None:
             self._fleet.remove(name)
         else:
-            now = self._clock()
-            self._fleet.put(evolve(node, devices=self._devices.get(name, ())), now)
-            self._fleet.prove(name, self._proven(name), now)
+            self._fleet.put(evolve(node, devices=self._devices.get(name, ())), self._clock())
+            self.prove(name)
 
     @property
     def node_names(self) -> set[str]:

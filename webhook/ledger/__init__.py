@@ -21,8 +21,10 @@ class Ledger(Protocol):
         Raises SlotsTakenError, ReservationConflictError, DeadlinePassedError or LedgerUnavailableError.
         """
 
-    async def find(self, reservation_id: ReservationId, *, node: str | None = None) -> Reservation | None:
-        """The reservation, of whatever phase; `node` says where to look if it is not known here."""
+    async def find(
+        self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
+    ) -> Reservation | None:
+        """The reservation, of whatever phase; `node` says where to look if it is not known here, or to be sure."""
 
     async def bind(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
         """The pod's uid has become known; its reservation is that uid's from now on, and waits anew."""
@@ -41,6 +43,10 @@ class Ledger(Protocol):
 
     async def collect(self, now: datetime) -> Collection[Reservation]:
         """Give up what waited past its deadline; others count it out a clock skew later than its holder does."""
+
+    def waiting_in(self, namespace: str) -> int:
+        """How many reservations of a namespace wait for their pods, as far as it is known here; those given up do not
+        count."""
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         """Who holds a device's slots, as far as it is known here."""

@@ -26,8 +26,9 @@ from webhook.core.errors import (
 )
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
-from webhook.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, with_held
-from webhook.ledger.moves import AgainError, Expire, Held, Move, Name, Release, Take, Times, may_give_way
+from webhook.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, with_finalizer, with_held
+from webhook.ledger.carrier import Carrier
+from webhook.ledger.moves import Adopt, AgainError, Expire, Held, Look, Move, Name, Release, Take, Times, may_give_way
 from webhook.ledger.shelf import Shelf
 from webhook.ledger.store import GpuNodeStore, RefusedError, StaleError, StoreAwayError
 
@@ -44,10 +45,13 @@ class WitnessAwayError(GpuwardenError):
 
 
 class Witness(Protocol):
-    """Knows for certain which pods do not exist: by a quorum read, never by a cache."""
+    """Knows for certain which pods exist and which do not: by a quorum read, never by a cache."""
 
     async def is_gone(self, pod: PodIdentity) -> bool:
         """Whether there is no pod of that uid. Raises WitnessAwayError."""
+
+    async def carriers(self) -> Sequence[Carrier]:
+        """All pods that carry a reservation. Raises WitnessAwayError."""
 
 
 @define(eq=False)
@@ -75,8 +79,18 @@ class Desk:
     name: str
     raw: Raw | None = None
     node: GpuNode | None = None
+    # When it was last read, on the ledger's own count.
+    seen: int = 0
     waiting: list[Turn] = field(factory=list)
     worker: asyncio.Task[None] | None = None
+
+
+@define(eq=False)
+class Census:
+    """All carriers, as a read found them that was begun at this count."""
+
+    begun: int
+    found: asyncio.Future[Sequence[Carrier]]
 
 
 class ClusterLedger:
@@ -90,6 +104,8 @@ class ClusterLedger:
         self._clock = clock
         self._times = times
         self._desks: dict[str, Desk] = {}
+        self._count = 0
+        self._census: Census | None = None
 
     # What the watch tells.
 
@@ -103,13 +119,15 @@ class ClusterLedger:
         desk = self._desk(node.name)
         if desk.node is not None and desk.node.version >= node.version:
             return
-        desk.raw, desk.node = raw, node
+        self._count += 1
+        desk.raw, desk.node, desk.seen = raw, node, self._count
         self._shelf.replace(node.name, node.reservations)
 
     def forget(self, name: str) -> None:
         """The object has gone. What was held is remembered: its devices are offered to nobody meanwhile."""
-        desk = self._desk(name)
-        desk.raw = desk.node = None
+        desk = self._desks.get(name)
+        if desk is not None:
+            desk.raw = desk.node = None
 
     def _desk(self, name: str) -> Desk:
         return self._desks.setdefault(name, Desk(name))
@@ -126,19 +144,21 @@ class ClusterLedger:
             else:
                 placements = [Placement(known.node, known.slots)]
         for placement in placements:
-            try:
-                taken = await self._moved(placement.node, Take(ask, placement, self._gone), answer_by)
-            except SlotsTakenError:
-                self._shelf.show_again(placement.node)
-                continue
+            with self._shelf.wished(ask, placement):
+                try:
+                    taken = await self._moved(placement.node, Take(ask, placement, self._gone), answer_by)
+                except SlotsTakenError:
+                    continue
             if taken is not None:
                 return taken
         raise SlotsTakenError(ask.id)
 
-    async def find(self, reservation_id: ReservationId, *, node: str | None = None) -> Reservation | None:
+    async def find(
+        self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
+    ) -> Reservation | None:
         known = self._shelf.find(reservation_id)
-        if known is None and node is not None:
-            await self._read(self._desk(node))
+        if node is not None and (known is None or is_fresh):
+            await self._read(node)
             known = self._shelf.find(reservation_id)
         return known
 
@@ -167,6 +187,26 @@ class ClusterLedger:
         known = self._shelf.find(reservation_id)
         return known is not None and await self._moved(known.node, Expire(known.id, self._gone)) is not None
 
+    async def adopt(self, carrier: Carrier) -> Reservation | None:
+        """Hold again what an existing pod carries and nobody else has; the reconciler's part.
+
+        Raises SlotsTakenError, ReservationConflictError or ReservationExpiredError.
+        """
+        if carrier.node is None:
+            raise SlotsTakenError(carrier.reservation_id)
+        return await self._moved(carrier.node, Adopt(carrier, carrier.node))
+
+    def unsettled(self) -> Collection[str]:
+        """Nodes whose object has to be rebuilt, kept from being deleted, or let go."""
+        return [name for name, desk in self._desks.items() if desk.node is not None and not is_settled(desk.node)]
+
+    async def settle(self, name: str) -> None:
+        """One step towards it; the reconciler's part."""
+        await self._moved(name, Look())
+        desk = self._desk(name)
+        if desk.raw is not None and desk.node is not None and not is_settled(desk.node):
+            self.learn(await self._store.put(with_finalizer(desk.raw, is_kept=not desk.node.is_leaving)))
+
     async def collect(self, now: datetime) -> Collection[Reservation]:
         """Offer what is past its deadline; whoever takes it clears it away in the store."""
         past = list(self._shelf.past_deadline(now - self._times.clock_skew))
@@ -188,6 +228,9 @@ class ClusterLedger:
             self._gone.add(one.uid)
         self._shelf.offer(one)
         return True
+
+    def waiting_in(self, namespace: str) -> int:
+        return self._shelf.waiting_in(namespace)
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         return self._shelf.of_device(uuid)
@@ -223,15 +266,20 @@ class ClusterLedger:
         """All turns to their end: made, failed, or out of time."""
         is_current = desk.node is None
         if desk.node is None:
-            await self._read(desk)
+            await self._read(desk.name)
         while turns := self._in_time(turns):
             if desk.raw is None or desk.node is None:
                 for turn in turns:
                     turn.fail(SlotsTakenError(f"there is no GPUNode {desk.name}"))
                 return
-            held: Held = dict(desk.node.reservations)
-            made, again, doubtful = self._apply(desk.node, held, turns, is_current=is_current)
+            carriers = () if desk.node.is_rebuilt else await self._carriers(desk.seen)
             try:
+                if not desk.node.is_rebuilt:
+                    await self._rebuild(desk.node, desk.raw, carriers)
+                    is_current = True
+                    continue
+                held: Held = dict(desk.node.reservations)
+                made, again, doubtful = self._apply(desk.node, held, turns, is_current=is_current)
                 if held != desk.node.reservations:
                     self.learn(await self._store.put_status(with_held(desk.raw, held.values(), desk.node.devices)))
                     is_current = True
@@ -246,7 +294,7 @@ class ClusterLedger:
             for turn in made:
                 turn.succeed()
             if doubtful:
-                await self._read(desk)
+                await self._read(desk.name)
                 is_current = True
             turns = again + doubtful
 
@@ -260,6 +308,9 @@ class ClusterLedger:
         doubtful: list[Turn] = []
         now = self._clock()
         for turn in turns:
+            if node.is_leaving and isinstance(turn.move, Take) and turn.move.ask.id not in held:
+                turn.fail(SlotsTakenError(f"GPUNode {node.name} is being deleted"))
+                continue
             try:
                 turn.result = turn.move.apply(node.reservations, held, now, self._times)
                 made.append(turn)
@@ -274,9 +325,35 @@ class ClusterLedger:
                     doubtful.append(turn)
         return made, again, doubtful
 
+    async def _rebuild(self, node: GpuNode, raw: Raw, carriers: Sequence[Carrier]) -> None:
+        """A new object says nothing of the pods that are there already: they say it. Those that are on the node come
+        first, then the older ones."""
+        held: Held = {}
+        there = [one for one in carriers if one.node == node.name and not one.has_ended]
+        for one in sorted(there, key=lambda one: (not one.is_on_node, one.created, one.pod.uid)):
+            try:
+                Adopt(one, node.name).apply({}, held, self._clock(), self._times)
+            except LedgerError:
+                log.warning("not rebuilt: somebody else has its devices", reservation=one.reservation_id)
+        self.learn(await self._store.put_status(with_held(raw, held.values(), node.devices)))
+        log.info("GPUNode rebuilt from pods", node=node.name, reservations=len(held))
+
+    async def _carriers(self, seen: int) -> Sequence[Carrier]:
+        """As a read finds them that was begun later than `seen`; whoever needs one at the same time shares it."""
+        if self._census is None or self._census.begun < seen:
+            self._count += 1
+            self._census = Census(self._count, asyncio.ensure_future(self._witness.carriers()))
+        census = self._census
+        try:
+            return await asyncio.shield(census.found)
+        except WitnessAwayError as exc:
+            if self._census is census:
+                self._census = None
+            raise StoreAwayError("pods cannot be listed") from exc
+
     async def _one_by_one(self, desk: Desk, turns: list[Turn]) -> None:
         """The store refused the write of several moves: one bad one must not fail its neighbours."""
-        await self._read(desk)
+        await self._read(desk.name)
         if len(turns) > 1:
             for turn in turns:
                 await self._serve(desk, [turn])
@@ -295,15 +372,22 @@ class ClusterLedger:
         """Read until it works or nobody waits any more."""
         while self._in_time(turns):
             try:
-                await self._read(desk)
+                await self._read(desk.name)
             except StoreAwayError:
                 await asyncio.sleep(PAUSE * 5)
             else:
                 return
 
-    async def _read(self, desk: Desk) -> None:
-        raw = await self._store.get(desk.name)
+    async def _read(self, name: str) -> None:
+        raw = await self._store.get(name)
         if raw is None:
-            self.forget(desk.name)
+            self.forget(name)
         else:
             self.learn(raw)
+
+
+def is_settled(node: GpuNode) -> bool:
+    """Whether it says what is held, and goes neither too early nor never."""
+    if not node.is_rebuilt:
+        return False
+    return not (node.is_kept and not node.reservations) if node.is_leaving else node.is_kept

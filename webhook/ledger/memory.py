@@ -53,7 +53,9 @@ class MemoryLedger:
             self._shelf.replace(node, held)
             return result
 
-    async def find(self, reservation_id: ReservationId, *, node: str | None = None) -> Reservation | None:
+    async def find(
+        self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
+    ) -> Reservation | None:
         return self._shelf.find(reservation_id)
 
     async def bind(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
@@ -82,6 +84,9 @@ class MemoryLedger:
     def _collect(self, now: datetime) -> list[Reservation]:
         past = list(self._shelf.past_deadline(now - self._times.clock_skew))
         return [gone for one in past if (gone := self._moved(one.node, Expire(one.id, EVERYBODY), now)) is not None]
+
+    def waiting_in(self, namespace: str) -> int:
+        return self._shelf.waiting_in(namespace)
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         return self._shelf.of_device(uuid)

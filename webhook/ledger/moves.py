@@ -5,12 +5,13 @@ Each move is applied to what the store held (`stored`) on top of what earlier mo
 move that cannot be done in this write marks what is in its way and asks for another turn.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from datetime import datetime, timedelta
 from typing import Protocol
 
 from attrs import evolve, frozen
 
+from webhook.core.device import DeviceUuid, Slot
 from webhook.core.errors import (
     ReservationConflictError,
     ReservationExpiredError,
@@ -18,6 +19,7 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.reservation import Ask, Event, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.ledger.carrier import Carrier
 
 Stored = Mapping[ReservationId, Reservation]
 Held = dict[ReservationId, Reservation]
@@ -61,7 +63,7 @@ class Take:
         known = held.get(self.ask.id)
         if known is not None:
             return same_ask(known, self.ask)
-        in_the_way = [one for one in held.values() if collides(one, self)]
+        in_the_way = [one for one in held.values() if collides(one, self.placement.slots, self.ask.is_shared)]
         for one in in_the_way:
             if not may_give_way(one, now, times, self.gone):
                 raise SlotsTakenError(self.ask.id)
@@ -72,7 +74,7 @@ class Take:
             namespace=self.ask.namespace,
             claim_digest=self.ask.claim_digest,
             node=self.placement.node,
-            slots=self.placement.slots,
+            slots=tuple(sorted(self.placement.slots)),  # as every other replica will read them
             since=now,
             deadline=now + times.pending_deadline,
             pod_name=self.ask.pod_name,
@@ -82,12 +84,12 @@ class Take:
         return taken
 
 
-def collides(one: Reservation, take: Take) -> bool:
+def collides(one: Reservation, slots: Collection[Slot], is_shared: bool) -> bool:
     """The same slot, or the same device where one of the two did not ask to share."""
-    if set(one.slots) & set(take.placement.slots):
+    if set(one.slots) & set(slots):
         return True
-    alone = not one.is_shared or not take.ask.is_shared
-    return alone and bool(set(one.uuids) & {slot.uuid for slot in take.placement.slots})
+    alone = not one.is_shared or not is_shared
+    return alone and bool(set(one.uuids) & {slot.uuid for slot in slots})
 
 
 def may_give_way(one: Reservation, now: datetime, times: Times, gone: Container[str]) -> bool:
@@ -138,6 +140,54 @@ class Name:
         event = Event.POD_EXISTS if self.exists else Event.POD_NAMED
         named = held[known.id] = known.of_pod(self.pod).after(event)
         return named
+
+
+@frozen
+class Adopt:
+    """A pod exists and carries a reservation that is not known: it has its devices again, if nobody has them since."""
+
+    carrier: Carrier
+    node: str
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
+        carrier = self.carrier
+        known = held.get(carrier.reservation_id)
+        if known is not None:
+            if known.claim_digest != carrier.claim_digest:
+                raise ReservationConflictError(known.id)
+            return Name(known.id, carrier.pod, exists=True, is_proven=True).apply(stored, held, now, times)
+        slots = tuple(sorted(Slot(uuid, first_free(uuid, held)) for uuid in carrier.uuids))
+        if not slots or any(collides(one, slots, carrier.is_shared) for one in held.values()):
+            raise SlotsTakenError(carrier.reservation_id)
+        adopted = Reservation(
+            id=carrier.reservation_id,
+            namespace=carrier.pod.namespace,
+            claim_digest=carrier.claim_digest,
+            node=self.node,
+            slots=slots,
+            since=now,
+            deadline=None,
+            phase=Phase.FINALIZED,
+            pod_name=carrier.pod.name,
+            uid=carrier.pod.uid,
+            is_shared=carrier.is_shared,
+        )
+        held[adopted.id] = adopted
+        return adopted
+
+
+def first_free(uuid: DeviceUuid, held: Held) -> int:
+    """Which share of a device an annotation means it does not say: the lowest that nobody has."""
+    taken = {slot.k for one in held.values() for slot in one.slots if slot.uuid == uuid}
+    return min(set(range(len(taken) + 1)) - taken)
+
+
+@frozen
+class Look:
+    """Nothing is changed; whoever waits for it has seen the object as it is now."""
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> None:
+        return None
 
 
 @frozen

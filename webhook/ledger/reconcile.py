@@ -4,98 +4,103 @@ Nothing is freed because a pod is absent from a list or a cache: either the watc
 the API server is asked for it by name.
 """
 
-from collections.abc import Awaitable, Mapping
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any, Protocol
 
-import msgspec
 import structlog
 from attrs import frozen
 
 from webhook.clock import Clock
-from webhook.core import keys
-from webhook.core.claim import ClaimRecord
-from webhook.core.errors import InvalidPodError, LedgerError
-from webhook.core.pod import Metadata, Wire
-from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Phase, PodIdentity, Reservation
+from webhook.events import Events, Subject
+from webhook.ledger.carrier import Carrier
 from webhook.ledger.cluster import ClusterLedger, Witness, WitnessAwayError
 
 log = structlog.get_logger(__name__)
 
 Raw = dict[str, Any]
-# A pod in these phases runs no more, and its devices are free. A terminating pod still holds its own.
-ENDED = frozenset({"Succeeded", "Failed"})
+
+# A pod whose reservation is missing is looked at this often, and is not removed before: whoever is restoring a node's
+# object needs a moment.
+PATIENCE = timedelta(seconds=10)
+# Actions of one pass that are under way together.
+AT_ONCE = 32
+# The API server may still carry out a binding that was reviewed this long ago.
+LAST_BINDING = timedelta(seconds=60)
 
 
-class StatusWire(Wire, frozen=True):
-    phase: str | None = None
+class OnBindDeadline(StrEnum):
+    """What becomes of a pod that can never be bound any more."""
 
-
-class PodWire(Wire, frozen=True):
-    metadata: Metadata | None = None
-    status: StatusWire | None = None
+    REMOVE = "remove"
+    KEEP = "keep"
 
 
 @frozen
-class SeenPod:
-    """A pod that carries a reservation, as the API server last showed it."""
+class Waiting:
+    """How long a pod's devices wait for it to be put on their node, and what comes then."""
 
-    pod: PodIdentity
-    reservation_id: ReservationId
-    node: str | None
-    claim_digest: str
-    has_ended: bool
+    bind_deadline: timedelta = timedelta(minutes=5)
+    afterwards: OnBindDeadline = OnBindDeadline.REMOVE
 
 
-def seen(raw: Raw) -> SeenPod | None:
-    """What matters of a pod; None if it carries no reservation."""
-    try:
-        wire = msgspec.convert(raw, PodWire)
-        meta = wire.metadata or Metadata()
-        annotations = meta.annotations or {}
-        record = ClaimRecord.parse(annotations.get(keys.CLAIM.name) or "")
-    except (msgspec.ValidationError, InvalidPodError):
-        return None
-    reservation_id = annotations.get(keys.RESERVATION_ID.name)
-    if not reservation_id or not meta.uid:
-        return None
-    return SeenPod(
-        pod=PodIdentity(meta.namespace or "", meta.name or "", meta.uid),
-        reservation_id=ReservationId(reservation_id),
-        node=annotations.get(keys.NODE.name),
-        claim_digest=record.digest(),
-        has_ended=wire.status is not None and wire.status.phase in ENDED,
-    )
+class Pods(Witness, Protocol):
+    """Pods that can be looked at and removed, by a quorum read and by uid."""
+
+    async def look(self, pod: PodIdentity) -> Carrier | None:
+        """The pod as it is now; None if it is gone, or carries nothing. Raises WitnessAwayError."""
+
+    async def remove(self, pod: PodIdentity) -> None:
+        """This pod, by its uid, and no other of its name; one that is gone is no mistake. Raises WitnessAwayError."""
 
 
 class Reconciler:
     """Hears of pods from a watch; acts in `step`. Two that act at once do nothing twice."""
 
-    def __init__(self, ledger: ClusterLedger, witness: Witness, clock: Clock) -> None:
+    def __init__(
+        self, ledger: ClusterLedger, pods: Pods, events: Events, clock: Clock, waiting: Waiting | None = None
+    ) -> None:
         self._ledger = ledger
-        self._witness = witness
+        self._api = pods
+        self._events = events
         self._clock = clock
-        self._pods: dict[str, SeenPod] = {}
+        self._waiting = waiting or Waiting()
+        self._pods: dict[str, Carrier] = {}
         self._deleted: set[str] = set()  # uids of which the watch has said so, until their reservations are gone
+        self._look_again: dict[str, datetime] = {}  # pods without their reservation, by uid
         self._has_listed = False
+        self.news = asyncio.Event()
+        """Set when a pod has come, changed or gone since the last pass."""
 
     # What the watch tells.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         """A whole list. Who is not in it is asked for by name before anything is freed."""
-        found = (seen(raw) for raw in objects.values())
+        found = (Carrier.of(raw) for raw in objects.values())
         self._pods = {one.pod.uid: one for one in found if one is not None}
+        self._look_again = {uid: at for uid, at in self._look_again.items() if uid in self._pods}
         self._has_listed = True
+        self.news.set()
 
     def changed(self, raw: Raw) -> None:
-        one = seen(raw)
+        one = Carrier.of(raw)
         if one is not None:
             self._pods[one.pod.uid] = one
+            if not self._is_at_rest(one):
+                self.news.set()
 
     def deleted(self, raw: Raw) -> None:
-        one = seen(raw)
+        one = Carrier.of(raw)
         if one is not None:
             self._pods.pop(one.pod.uid, None)
+            self._look_again.pop(one.pod.uid, None)
             self._deleted.add(one.pod.uid)
+            self.news.set()
 
     # What is done about it.
 
@@ -103,40 +108,129 @@ class Reconciler:
         """One pass. What cannot be done now is left for the next one."""
         if not self._has_listed:
             return
-        for one in list(self._pods.values()):
-            await self._attempt(self._meet(one), one.reservation_id)
-        for held in list(self._ledger.reservations()):
-            await self._attempt(self._part(held), held.id)
-        for given_up in await self._ledger.collect(self._clock()):
-            await self._attempt(self._expire(given_up), given_up.id)
+        self.news.clear()
+        await self._all(self._attempt(self._ledger.settle(name), node=name) for name in self._ledger.unsettled())
+        await self._all(
+            self._attempt(self._meet(one), reservation=one.reservation_id)
+            for one in list(self._pods.values())
+            if not self._is_at_rest(one)
+        )
+        await self._all(
+            self._attempt(self._part(held), reservation=held.id)
+            for held in list(self._ledger.reservations())
+            if held.phase is Phase.RELEASING or held.uid not in self._pods
+        )
+        given_up = await self._ledger.collect(self._clock())
+        await self._all(self._attempt(self._expire(one), reservation=one.id) for one in given_up)
+        self._deleted = {uid for uid in self._deleted if self._ledger.of_pod(uid) is not None}
 
-    async def _attempt(self, action: Awaitable[None], reservation_id: ReservationId) -> None:
+    async def _all(self, actions: Iterable[Awaitable[None]]) -> None:
+        """At once as far as the API server likes it: what is done on one node shares its writes."""
+        waiting = iter(actions)
+
+        async def work() -> None:
+            for action in waiting:
+                await action
+
+        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+
+    async def _attempt(self, action: Awaitable[None], **about: str) -> None:
         try:
             await action
         except (LedgerError, WitnessAwayError) as exc:
-            log.warning("reservation left for the next pass", reservation=reservation_id, error=type(exc).__name__)
+            log.warning("left for the next pass", error=type(exc).__name__, **about)
 
-    async def _meet(self, one: SeenPod) -> None:
+    def _is_at_rest(self, one: Carrier) -> bool:
+        """Nothing is to be done about nearly every pod, nearly always."""
+        held = self._ledger.of_pod(one.pod.uid)
+        if held is None or held.phase is not Phase.FINALIZED or held.id != one.reservation_id or one.has_ended:
+            return False
+        return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one)
+
+    async def _meet(self, one: Carrier) -> None:
         """A pod that exists and its reservation: confirmed while it runs, released when it has ended."""
+        if one.pod.uid in self._look_again and self._look_again[one.pod.uid] > self._clock():
+            return
         held = self._ledger.of_pod(one.pod.uid) or await self._ledger.find(one.reservation_id, node=one.node)
         if held is None or held.claim_digest != one.claim_digest or not held.may_be(one.pod):
+            if not one.has_ended:
+                await self._miss(one)
             return
+        self._look_again.pop(one.pod.uid, None)
         if one.has_ended:
             await self._release(held, one.pod, "ended")
-        elif held.phase is Phase.PENDING:
+            return
+        if held.phase is Phase.PENDING or held.uid is None:
             await self._ledger.confirm(held.id, one.pod)
             log.info("reservation confirmed", reservation=held.id, pod=f"{one.pod.namespace}/{one.pod.name}")
+        if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one):
+            await self._give_up(one, held)
+
+    # A pod that waits too long.
+
+    def _is_past_bind_deadline(self, one: Carrier) -> bool:
+        return one.created + self._waiting.bind_deadline <= self._clock()
+
+    async def _give_up(self, one: Carrier, held: Reservation) -> None:
+        """Its devices go back. Where it is removed, its controller makes a new one. Where it stays, nobody may put it
+        on a node any more, and its devices are free once no binding can be under way."""
+        text = f"not on node {held.node} within {self._waiting.bind_deadline}: {','.join(held.uuids)} can be had again"
+        self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
+        if self._is_removed(one):
+            await self._api.remove(one.pod)  # the watch will tell, and then its devices are free
+        elif one.created + self._waiting.bind_deadline + LAST_BINDING <= self._clock():
+            seen = await self._api.look(one.pod)
+            if seen is not None and not seen.is_on_node:
+                await self._release(held, one.pod, "not bound in time")
+
+    def _is_removed(self, one: Carrier) -> bool:
+        """A pod that nobody would make anew is left for its owner to see why."""
+        return self._waiting.afterwards is OnBindDeadline.REMOVE and one.has_controller
+
+    # A pod without its reservation.
+
+    async def _miss(self, one: Carrier) -> None:
+        """It has its devices again if nobody else does. It must not run with another's."""
+        is_known_to_miss = one.pod.uid in self._look_again
+        self._look_again[one.pod.uid] = self._clock() + PATIENCE
+        if one.is_on_node or not self._is_past_bind_deadline(one):
+            try:
+                await self._restore(one)
+            except (SlotsTakenError, ReservationConflictError, ReservationExpiredError):
+                log.info("devices of a pod without reservation are not free", reservation=one.reservation_id)
+            else:
+                return
+        if not is_known_to_miss:
+            return
+        text = f"{','.join(one.uuids)} on {one.node} is not reserved for this pod"
+        self._events.tell(Subject.of_pod(one.pod), Reason.RESERVATION_LOST, text)
+        is_unsafe = one.is_on_node and not one.has_started
+        if not one.is_leaving and (is_unsafe or (not one.is_on_node and self._is_removed(one))):
+            await self._api.remove(one.pod)
+
+    async def _restore(self, one: Carrier) -> None:
+        if await self._ledger.adopt(one) is not None:
+            del self._look_again[one.pod.uid]
+            text = f"{','.join(one.uuids)} on {one.node} is reserved for this pod again"
+            self._events.tell(Subject.of_pod(one.pod), Reason.RESERVATION_RESTORED, text, is_warning=False)
+
+    # A reservation without its pod.
 
     async def _part(self, held: Reservation) -> None:
         """A reservation whose pod is not among those seen: freed only if the pod is known to be gone."""
         if held.phase is Phase.RELEASING:
             await self._release(held, PodIdentity(held.namespace, "", held.uid or ""), "was being released")
-        if held.phase is not Phase.FINALIZED or held.uid is None or held.uid in self._pods:
-            return
-        pod = PodIdentity(held.namespace, held.pod_name or "", held.uid)
-        if held.uid in self._deleted or await self._witness.is_gone(pod):
-            await self._release(held, pod, "gone")
-            self._deleted.discard(held.uid)
+        elif held.uid is None:
+            await self._part_unnamed(held)
+        elif held.uid not in self._pods:
+            pod = PodIdentity(held.namespace, held.pod_name or "", held.uid)
+            if held.uid in self._deleted or (held.phase is Phase.FINALIZED and await self._api.is_gone(pod)):
+                await self._release(held, pod, "gone")
+
+    async def _part_unnamed(self, held: Reservation) -> None:
+        """Finalized is what has a pod. One without was written by hand; whose it could be, only a whole list tells."""
+        if held.phase is Phase.FINALIZED and all(one.reservation_id != held.id for one in await self._api.carriers()):
+            await self._release(held, PodIdentity(held.namespace, "", ""), "of no pod")
 
     async def _release(self, held: Reservation, pod: PodIdentity, why: str) -> None:
         if await self._ledger.release(held.id, pod):

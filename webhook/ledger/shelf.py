@@ -2,13 +2,15 @@
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from datetime import datetime
+from contextlib import contextmanager
+from datetime import UTC, datetime
 
 from webhook.core.device import DeviceUuid
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Reservation, ReservationId
+from webhook.core.reservation import Ask, Phase, Placement, Reservation, ReservationId
 
 Held = Mapping[ReservationId, Reservation]
+NEVER = datetime.fromtimestamp(0, UTC)
 
 
 class Shelf:
@@ -20,6 +22,7 @@ class Shelf:
         self._by_uid: dict[str, ReservationId] = {}
         self._nodes: dict[str, Held] = {}
         self._deadlines: list[tuple[datetime, ReservationId]] = []  # a heap; entries may be out of date
+        self._waiting: dict[str, set[ReservationId]] = {}  # by namespace
 
     def on(self, node: str) -> Held:
         return self._nodes.get(node, {})
@@ -43,23 +46,63 @@ class Shelf:
             self._by_uid[one.uid] = one.id
         if one.deadline is not None:
             heapq.heappush(self._deadlines, (one.deadline, one.id))
+        self._count(one, is_waiting=one.phase is Phase.PENDING)
         self._fleet.hold(one)
 
     def _drop(self, one: Reservation) -> None:
         if self._by_id.get(one.id) == one:
             del self._by_id[one.id]
+            self._count(one, is_waiting=False)
         if one.uid is not None and self._by_uid.get(one.uid) == one.id:
             del self._by_uid[one.uid]
         self._fleet.free(one)
 
     def offer(self, one: Reservation) -> None:
         """Let decisions have its devices, though it still stands."""
+        self._count(one, is_waiting=False)
         self._fleet.free(one)
 
-    def show_again(self, node: str) -> None:
-        """What was offered and turned out not to be free."""
-        for one in self.on(node).values():
-            self._fleet.hold(one)
+    @contextmanager
+    def wished(self, ask: Ask, placement: Placement) -> Iterator[None]:
+        """Meanwhile no other decision here wants the same. After it the fleet sees what is really held: that may be
+        what was offered and turned out not to be free."""
+        wish = Reservation(
+            ask.id,
+            ask.namespace,
+            ask.claim_digest,
+            placement.node,
+            placement.slots,
+            NEVER,
+            None,
+            is_shared=ask.is_shared,
+        )
+        self._fleet.hold(wish)
+        try:
+            yield
+        finally:
+            known = self._by_id.get(wish.id)
+            if known is None or set(known.slots) != set(wish.slots):
+                self._fleet.free(wish)
+                self._show_again(placement)
+
+    def _show_again(self, placement: Placement) -> None:
+        uuids = {slot.uuid for slot in placement.slots}
+        for one in self.on(placement.node).values():
+            if uuids.intersection(one.uuids):
+                self._count(one, is_waiting=one.phase is Phase.PENDING)
+                self._fleet.hold(one)
+
+    def _count(self, one: Reservation, *, is_waiting: bool) -> None:
+        ids = self._waiting.setdefault(one.namespace, set())
+        if is_waiting:
+            ids.add(one.id)
+        else:
+            ids.discard(one.id)
+        if not ids:
+            del self._waiting[one.namespace]
+
+    def waiting_in(self, namespace: str) -> int:
+        return len(self._waiting.get(namespace, ()))
 
     def look_again(self, one: Reservation, at: datetime) -> None:
         """Its deadline has passed, and nothing could be decided."""

@@ -25,6 +25,12 @@ class GpuNodeStore(Protocol):
     async def get(self, name: str) -> Raw | None:
         """The object as it is now, not as a cache has it; None if there is none."""
 
+    async def put(self, raw: Raw) -> Raw:
+        """Replace all but the status, under the version that `raw` carries; the object as it then is, or last was.
+
+        Raises StaleError, RefusedError or StoreAwayError.
+        """
+
     async def put_status(self, raw: Raw) -> Raw:
         """Replace the status under the version that `raw` carries; the object as it then is.
 

@@ -1,23 +1,26 @@
-"""What the API server is told of us: which pods it sends, and what it refuses by itself when no replica is up.
+"""What the API server is told of us: which pods it sends, what it refuses by itself when no replica is up, and what
+we may do.
 
 The files stand by themselves for an installation in the namespace `gpuwarden`, but for the CA bundle.
 """
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
 import yaml
 from attrs import field, frozen
 
+from webhook import crds
 from webhook.core import keys
 
 Manifest = dict[str, Any]
 
 WEBHOOKS = ("mutating.yaml", "validating.yaml")
 POLICIES = ("protect.yaml", "strip.yaml")
+RBAC = ("rbac.yaml",)
 
 # As the files have them.
 NAMESPACE = "gpuwarden"
@@ -44,9 +47,9 @@ class Installation:
     opt_in: str = OPT_IN
     hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
     resource: str = RESOURCE
-    # A server that watches pods hears of their end by itself, and one that reserves at creation needs no Binding.
+    # A server that watches pods hears of their end by itself. A Binding is the last look before a pod is on its node.
     reviews_deletes: bool = False
-    reviews_bindings: bool = False
+    reviews_bindings: bool = True
     names: Mapping[str, str] = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -86,6 +89,27 @@ def policies(installation: Installation) -> list[Manifest]:
     return [filled(one, installation) for one in manifests(*POLICIES)]
 
 
+def rbac(installation: Installation) -> list[Manifest]:
+    """Our service accounts and what they may do."""
+    return [filled(one, installation) for one in manifests(*RBAC)]
+
+
+# In the order in which they are applied. The webhooks come last: from then on pods wait for the server.
+PRINTED: Mapping[str, Callable[[Installation], list[Manifest]]] = {
+    "crds": lambda installation: crds.manifests(),
+    "rbac": rbac,
+    "policies": policies,
+    "webhooks": webhooks,
+}
+
+
+def as_yaml(what: str, installation: Installation) -> str:
+    """One of `PRINTED`, or `all` of them, as YAML documents."""
+    wanted = PRINTED if what == "all" else (what,)
+    found = [one for name in wanted for one in PRINTED[name](installation)]
+    return yaml.safe_dump_all(found, sort_keys=False, width=120, explicit_start=True)
+
+
 def manifests(*files: str) -> list[Manifest]:
     """The objects as they are shipped."""
     return [one for name in files for one in yaml.safe_load_all(text(name))]
@@ -116,6 +140,8 @@ def filled(tree: Any, installation: Installation) -> Any:
         case {"key": "kubernetes.io/metadata.name", "values": list(values), **rest}:
             own = [installation.namespace if name == NAMESPACE else name for name in values]
             return {"key": "kubernetes.io/metadata.name", **rest, "values": own}
+        case {"namespace": str(name), **rest} if name == NAMESPACE:
+            return {**filled(rest, installation), "namespace": installation.namespace}
         case dict():
             return {filled(k, installation): filled(v, installation) for k, v in tree.items()}
         case list():

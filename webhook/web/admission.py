@@ -1,5 +1,6 @@
 """The way of a pod: parse, gather, decide, reserve, dress, respond. The one module that awaits in that order."""
 
+import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -10,18 +11,16 @@ from attrs import frozen
 from starlette.requests import Request
 from starlette.responses import Response
 
+from webhook.binding_door import BindingDoor, named, no_reservation, recorded_reservation
 from webhook.clock import Clock
 from webhook.core import check, keys
 from webhook.core.binding import Binding
-from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
-from webhook.core.dress import DressRules, Outfit, RawPod, changes, dressed, replaced_env, undressed
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim, recorded_or_none
+from webhook.core.dress import DressRules, Outfit, RawPod, asked_anew, changes, dressed, replaced_env
 from webhook.core.errors import (
     InvalidPodError,
     LedgerError,
     MalformedReviewError,
-    ReservationConflictError,
-    ReservationExpiredError,
-    UnknownReservationError,
 )
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
@@ -41,7 +40,7 @@ log = structlog.get_logger(__name__)
 DEFAULT_TIMEOUT = timedelta(seconds=10)
 MAX_TIMEOUT = timedelta(seconds=30)
 # Our answer has to travel back before the API server hangs up.
-MARGIN = timedelta(milliseconds=300)
+MARGIN = timedelta(milliseconds=800)
 TIMEOUT = re.compile(rb"(?:^|&)timeout=(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)s)?(?:(\d{1,6})ms)?(?=&|$)")
 
 NOT_ASKED = Admit(reason=Reason.NOT_ASKED)
@@ -54,6 +53,8 @@ class Rules:
 
     claims: ClaimRules
     dress: DressRules
+    # Past this age a pod is put on no node any more: its GPUs may have been given up.
+    bind_deadline: timedelta = timedelta(minutes=5)
 
 
 class Admission:
@@ -75,6 +76,7 @@ class Admission:
         self._clock = clock
         self._metrics = metrics
         self._health = health
+        self._door = BindingDoor(holder, pods, rules.claims, rules.bind_deadline, clock)
 
     async def mutate(self, request: Request) -> Response:
         return await self._answered(request, self._mutated)
@@ -99,8 +101,14 @@ class Admission:
 
     async def _judged(self, review: Review, door: Door, answer_by: datetime) -> Verdict:
         """The door's verdict; whatever goes wrong behind it is a denial with its own reason."""
+        left = (answer_by - self._clock()).total_seconds()
         try:
-            return await door(review, answer_by)
+            async with asyncio.timeout(left) as patience:
+                return await door(review, answer_by)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            return Deny(Reason.DEADLINE_PASSED, "the review's time is over", hint="try again")
         except InvalidPodError as exc:
             return Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]), causes=exc.mistakes[:20])
         except (LedgerError, PodsUnavailableError) as exc:
@@ -144,20 +152,13 @@ class Admission:
         """What an earlier round of this same creation was given: another webhook's change brings the pod back to us
         under a new review uid, with our own annotations in it."""
         claim = recorded_or_none(pod)
-        reservation_id = pod.annotations.get(keys.RESERVATION_ID.name)
-        if claim is None or not reservation_id:
-            return None
-        known = await self._ledger.find(ReservationId(reservation_id), node=pod.annotations.get(keys.NODE.name) or None)
-        if known is None or not is_this_creation(known, claim, pod, review):
+        known = await recorded_reservation(self._ledger, pod) if claim is not None else None
+        if claim is None or known is None or not is_this_creation(known, claim, pod, review):
             return None
         return outfit_of(claim, known)
 
     async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
-        if not keys.OUTPUT_NAMES & pod.annotations.keys():
-            clean, claim = raw, claim_of(pod, self._rules.claims)
-        else:
-            clean = undressed(raw)
-            claim = self._claim_of_copy(pod, clean)
+        clean, claim = asked_anew(raw, pod, self._rules.claims)
         if claim is None:
             if clean is raw:
                 return NOT_ASKED
@@ -170,12 +171,6 @@ class Admission:
             return outfit
         is_copy = keys.RESERVATION_ID.name in pod.annotations
         return self._dressed(raw, pod, outfit, clean, (COPIED,) if is_copy else ())
-
-    def _claim_of_copy(self, pod: Pod, clean: RawPod) -> Claim | None:
-        """What a copy of a dressed pod asks for: its request was taken off when it was dressed."""
-        recorded = recorded_or_none(pod)
-        taken_off = recorded.record.asked if recorded is not None else {}
-        return claim_of(Pod.parse(clean), self._rules.claims, taken_off)
 
     async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Outfit | Deny:
         """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
@@ -190,7 +185,7 @@ class Admission:
         if not claim.count:
             return Outfit(claim, tuple(sorted(place.node for place in places)))
         first = places[0]
-        return Outfit(claim, (first.node,), review.uid, tuple(slot.uuid for slot in first.slots))
+        return Outfit(claim, (first.node,), review.uid, tuple(slot.uuid for slot in sorted(first.slots)))
 
     def _dressed(
         self, raw: RawPod, pod: Pod, outfit: Outfit, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
@@ -265,11 +260,9 @@ class Admission:
 
     async def _bound(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
         """The final pod against its reservation; from here on the reservation is this uid's."""
-        reservation_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
-        node = pod.annotations.get(keys.NODE.name) or None
-        known = await self._ledger.find(reservation_id, node=node) if reservation_id else None
+        known = await recorded_reservation(self._ledger, pod)
         if known is None:
-            return no_reservation(reservation_id)
+            return no_reservation(pod.annotations.get(keys.RESERVATION_ID.name) or "")
         identity = PodIdentity(review.namespace, pod.meta.name or review.name, pod.meta.uid or "")
         fleet, policy = self._holder.fleet, self._holder.policy
         fleet.advance(self._clock())
@@ -281,23 +274,11 @@ class Admission:
         if refused is not None:
             return refused
         if identity.uid:
-            refused = await self._named(known.id, identity)
+            name = self._ledger.finalize if self._pods.believes_reviews else self._ledger.bind
+            refused = await named(name, known.id, identity)
+            if refused is None:
+                self._pods.created(identity)
         return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
-
-    async def _named(self, reservation_id: ReservationId, pod: PodIdentity) -> Deny | None:
-        try:
-            if self._pods.believes_reviews:
-                await self._ledger.finalize(reservation_id, pod)
-                self._pods.created(pod)
-            else:
-                await self._ledger.bind(reservation_id, pod)
-        except UnknownReservationError:
-            return no_reservation(reservation_id)
-        except ReservationExpiredError:
-            return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation_id} has expired: create the pod anew")
-        except ReservationConflictError:
-            return Deny(Reason.RESERVATION_CONFLICT, f"reservation {reservation_id} belongs to another pod")
-        return None
 
     async def _updated(self, review: Review) -> Verdict:
         new = Pod.parse(required_object(review))
@@ -310,14 +291,11 @@ class Admission:
     async def _put_on_a_node(self, review: Review) -> Verdict:
         """A Binding, by whichever route and whoever sends it; one that names no uid is of the living pod."""
         binding = Binding.parse(required_object(review), review.namespace, review.name)
-        uid = binding.pod.uid or await self._pods.uid_of(binding.pod.namespace, binding.pod.name)
-        held = self._ledger.of_pod(uid) if uid else None
-        return check.bound_as_reserved(binding, held) or NOT_ASKED
+        return await self._door.refusal(binding, is_dry_run=review.is_dry_run) or NOT_ASKED
 
     async def _own_values(self, pod: Pod) -> tuple[str, ...]:
         """What a debug container may set: the GPUs that the pod holds already."""
-        reservation_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
-        known = await self._ledger.find(reservation_id, node=pod.annotations.get(keys.NODE.name) or None)
+        known = await recorded_reservation(self._ledger, pod)
         if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
             return ()
         return (",".join(known.uuids),)
@@ -355,14 +333,6 @@ def required_object(review: Review) -> RawPod:
     return review.raw
 
 
-def recorded_or_none(pod: Pod) -> Claim | None:
-    """The record in a pod that may be a copy, or somebody's invention."""
-    try:
-        return recorded_claim(pod)
-    except InvalidPodError:
-        return None
-
-
 def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review) -> bool:
     return (
         known.phase is Phase.PENDING
@@ -375,14 +345,6 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
 
 def outfit_of(claim: Claim, held: Reservation) -> Outfit:
     return Outfit(claim, (held.node,), held.id, held.uuids)
-
-
-def no_reservation(reservation_id: str) -> Deny:
-    return Deny(
-        Reason.NOT_RESERVED,
-        f"metadata.annotations[{keys.RESERVATION_ID.name}]: there is no reservation {reservation_id!r}",
-        hint="take the gpuwarden.io/ annotations off a copied manifest, or create the pod anew",
-    )
 
 
 def time_to_answer(query: bytes) -> timedelta:

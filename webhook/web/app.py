@@ -1,6 +1,6 @@
 """The routes of each listener."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,7 +13,9 @@ from webhook.telemetry import Metrics
 from webhook.web.admission import Admission
 from webhook.web.body import error
 from webhook.web.devices import Devices
+from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
+from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health
 
@@ -21,8 +23,22 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def tls_app(
-    admission: Admission, finalize: Finalize, devices: Devices, explain: Explain, health: Health, metrics: Metrics
+    admission: Admission,
+    finalize: Finalize,
+    devices: Devices,
+    explain: Explain,
+    health: Health,
+    metrics: Metrics,
+    evidence: EvidenceRoutes | None = None,
 ) -> ASGIApp:
+    proofs = (
+        []
+        if evidence is None
+        else [
+            get("/evidence/challenge", evidence.challenge),
+            post("/evidence", evidence.answer),
+        ]
+    )
     return application(
         metrics,
         post("/mutate", admission.mutate),
@@ -30,29 +46,53 @@ def tls_app(
         post("/finalize", finalize.finalize),
         post("/explain", explain.explain),
         get("/devices", devices.listing),
+        *proofs,
         get("/healthz", health.live),
         get("/readyz", health.ready),
     )
 
 
 def plain_app(finalize: Finalize, devices: Devices, health: Health, metrics: Metrics) -> ASGIApp:
-    async def render(request: Request) -> Response:
-        body, media_type = metrics.render()
-        return Response(body, headers={"content-type": media_type})
-
     return application(
         metrics,
         get("/", devices.page),
         get("/devices", devices.listing),
-        get("/metrics", render),
-        *(get(path, health.live) for path in ("/healthz", "/health")),
-        *(get(path, health.ready) for path in ("/readyz", "/ready")),
+        *probes(health, metrics),
         post("/finalize", finalize.finalize),
     )
 
 
-def extender_app(health: Health, metrics: Metrics) -> ASGIApp:
-    return application(metrics, get("/healthz", health.live), get("/readyz", health.ready))
+def probes_app(health: Health, metrics: Metrics) -> ASGIApp:
+    return application(metrics, *probes(health, metrics))
+
+
+def probes(health: Health, metrics: Metrics) -> Iterator[Route]:
+    """What names nobody and is open to everybody."""
+
+    async def render(request: Request) -> Response:
+        body, media_type = metrics.render()
+        return Response(body, headers={"content-type": media_type})
+
+    yield get("/metrics", render)
+    yield from (get(path, health.live) for path in ("/healthz", "/health"))
+    yield from (get(path, health.ready) for path in ("/readyz", "/ready"))
+
+
+def extender_app(extender: ExtenderRoutes, health: Health, metrics: Metrics) -> ASGIApp:
+    return application(
+        metrics,
+        post("/filter", extender.filter),
+        post("/prioritize", extender.prioritize),
+        post("/preempt", extender.preempt),
+        post("/bind", extender.bind),
+        get("/healthz", health.live),
+        get("/readyz", health.ready),
+    )
+
+
+def plain_extender_app(extender: ExtenderRoutes, health: Health, metrics: Metrics) -> ASGIApp:
+    """S0's two routes: what is asked there changes nothing."""
+    return application(metrics, post("/filter", extender.filter), get("/healthz", health.live))
 
 
 def application(metrics: Metrics, *routes: Route) -> ASGIApp:

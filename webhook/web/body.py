@@ -17,15 +17,15 @@ class RefusedBodyError(GpuwardenError):
         self.code = code
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, most: int = MAX_BODY) -> bytes:
     """The whole body, or `RefusedBodyError`."""
     chunks: list[bytes] = []
     size = 0
     try:
         async for chunk in request.stream():
             size += len(chunk)
-            if size > MAX_BODY:
-                raise RefusedBodyError(413, f"the body is larger than {MAX_BODY} bytes")
+            if size > most:
+                raise RefusedBodyError(413, f"the body is larger than {most} bytes")
             chunks.append(chunk)
     except ClientDisconnect as exc:
         raise RefusedBodyError(408, "the body ended early, or did not come in time") from exc

@@ -5,10 +5,12 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
+from webhook.telemetry import Metrics
 from webhook.web.body import error
 
 # A token that was taken back is refused after this at the latest.
@@ -24,30 +26,38 @@ class CallersUnavailableError(GpuwardenError):
 
 
 class Guarded:
-    """Some paths of an app for known callers only; the others are open."""
+    """Some paths of an app for known callers only; the others are open. What is refused is counted as any answer."""
 
-    def __init__(self, app: ASGIApp, paths: frozenset[str], is_authentic: IsAuthentic, clock: Clock) -> None:
+    def __init__(
+        self, app: ASGIApp, paths: frozenset[str], is_authentic: IsAuthentic, clock: Clock, metrics: Metrics
+    ) -> None:
         self._app = app
         self._paths = paths
         self._is_authentic = is_authentic
         self._clock = clock
+        self._metrics = metrics
         self._known: dict[bytes, datetime] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
-        try:
-            is_known = await self._is_known(Request(scope).headers.get("authorization", ""))
-        except CallersUnavailableError:
-            await error(503, "callers cannot be checked at this moment")(scope, receive, send)
-            return
-        if is_known:
+        refusal = await self._refusal(Request(scope).headers.get("authorization", ""))
+        if refusal is None:
             await self._app(scope, receive, send)
         else:
-            refusal = error(401, "a bearer token is needed that the API server knows")
-            refusal.headers["WWW-Authenticate"] = "Bearer"
+            self._metrics.count_http_request(scope["path"], refusal.status_code)
             await refusal(scope, receive, send)
+
+    async def _refusal(self, authorization: str) -> Response | None:
+        try:
+            if await self._is_known(authorization):
+                return None
+        except CallersUnavailableError:
+            return error(503, "callers cannot be checked at this moment")
+        refusal = error(401, "a bearer token is needed that the API server knows and that is for this")
+        refusal.headers["WWW-Authenticate"] = "Bearer"
+        return refusal
 
     async def _is_known(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")

@@ -1,6 +1,6 @@
 """`POST /finalize`: somebody tells us that a pod exists. Only what fits every known fact is believed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from webhook.core.errors import (
     ReservationExpiredError,
     UnknownReservationError,
 )
+from webhook.core.fleet import Fleet
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger import Ledger
 from webhook.pods import PodFacts, PodSource, PodsUnavailableError
@@ -76,8 +77,9 @@ def is_blank(raw: Mapping[str, Any], field: str) -> bool:
 class Finalize:
     """The route."""
 
-    def __init__(self, ledger: Ledger, pods: PodSource, facts: PodFacts, health: Health) -> None:
+    def __init__(self, ledger: Ledger, fleet: Fleet, pods: PodSource, facts: PodFacts, health: Health) -> None:
         self._ledger = ledger
+        self._fleet = fleet
         self._pods = pods
         self._facts = facts
         self._health = health
@@ -97,7 +99,7 @@ class Finalize:
         return JSONResponse({"status": "ok"})
 
     async def _believe(self, told: Told) -> None:
-        held = self._held(told)
+        held = await self._held(told)
         if not held.may_be(told.pod):
             raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod")
         against = await self._facts.contradicts(told.pod)
@@ -116,15 +118,27 @@ class Finalize:
             raise RefusedFinalizeError(409, f"reservation {held.id} has expired") from exc
         self._pods.created(told.pod)
 
-    def _held(self, told: Told) -> Reservation:
+    async def _held(self, told: Told) -> Reservation:
         """The reservation that holds the devices told, all of them under the id told."""
-        for uuid in told.uuids:
-            holders = self._ledger.of_device(uuid)
-            if not holders:
-                raise RefusedFinalizeError(404, f"no reservation holds {uuid}")
-            if all(holder.id != told.reservation_id for holder in holders):
-                raise RefusedFinalizeError(409, f"{uuid} is held by another reservation")
-        held = next(one for one in self._ledger.of_device(told.uuids[0]) if one.id == told.reservation_id)
+        held = await self._found(told)
+        if held is None or not set(told.uuids) <= set(held.uuids):
+            raise self._not_held(told, () if held is None else held.uuids)
         if len(told.uuids) > 1 and set(told.uuids) != set(held.uuids):
             raise RefusedFinalizeError(409, f"reservation {held.id} holds other GPUs as well: name one, or all")
         return held
+
+    def _not_held(self, told: Told, held: Collection[DeviceUuid]) -> RefusedFinalizeError:
+        uuid = next(one for one in told.uuids if one not in held)
+        if self._ledger.of_device(uuid):
+            return RefusedFinalizeError(409, f"{uuid} is held by another reservation")
+        return RefusedFinalizeError(404, f"no reservation holds {uuid}")
+
+    async def _found(self, told: Told) -> Reservation | None:
+        """By the id told: known here, or on a node that says it has the device. A reservation is on one node, so where
+        one of its devices can be, it is."""
+        first = told.uuids[0]
+        for node in self._fleet.claimants(first) or (self._fleet.home_of(first),):
+            held = await self._ledger.find(told.reservation_id, node=node)
+            if held is not None:
+                return held
+        return None

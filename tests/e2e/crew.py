@@ -1,0 +1,338 @@
+"""An installation to be treated badly: replicas behind one Service, reconcilers, nodes with GPUs of its own."""
+
+import asyncio
+import itertools
+import re
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import trustme
+from attrs import define, field, frozen
+
+from scripts.controlplane.cluster import ROOT, Cluster
+from scripts.controlplane.cluster import gpu_node as node_object
+from tests.e2e.conftest import new_namespace
+from tests.e2e.hooks import is_reviewed
+from tests.e2e.judge import Judge, judging
+from tests.e2e.kube import MUTATING, NODES, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.ledger.fake_store import gpu_node as gpu_node_object
+from tests.running import GPUWARDEN
+from webhook.policies import Installation, webhooks
+
+# The machine may be busy with other things.
+START_TIMEOUT = 60.0
+OPT_IN = {"gpuwarden.io/enabled": "true"}
+
+
+@frozen(eq=False)
+class Worker:
+    """A process of ours, and its log."""
+
+    process: asyncio.subprocess.Process
+    log: Path
+    urls: dict[str, str] = field(factory=dict)
+
+    @property
+    def port(self) -> int:
+        return int(self.urls["https"].rpartition(":")[2])
+
+    async def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+    async def says(self, words: str) -> None:
+        """Wait for these words in its log."""
+
+        async def last_words() -> str:
+            text = self.log.read_text()
+            return words if words in text else text[-2000:]
+
+        await wait_until(last_words, lambda text: text == words, START_TIMEOUT)
+
+    async def metric(self, name: str) -> float:
+        """The sum over all label values."""
+        async with httpx.AsyncClient(base_url=self.urls["http"], trust_env=False) as client:
+            text = (await client.get("/metrics")).raise_for_status().text
+        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([\d.e+]+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+
+class Balancer:
+    """As a Service: each connection goes to the next server that takes it."""
+
+    def __init__(self) -> None:
+        self.servers: list[Worker] = []
+        self._turn = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
+        self.port = int(self._server.sockets[0].getsockname()[1])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def only(self, *servers: Worker) -> None:
+        """From now on these; connections to others end, as when a Service loses an endpoint that died."""
+        self.servers = list(servers)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            there = await self._connected()
+            if there is not None:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.gather(pumped(reader, there[1]), pumped(there[0], writer))
+                there[1].close()
+        finally:
+            writer.close()
+
+    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        first = next(self._turn)
+        for offset in range(len(self.servers)):
+            server = self.servers[(first + offset) % len(self.servers)]
+            with suppress(OSError):
+                return await asyncio.open_connection("127.0.0.1", server.port)
+        return None
+
+
+async def pumped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """All bytes, until one side has no more; the other side then hears so."""
+    with suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    with suppress(OSError):
+        writer.close()
+
+
+@define(eq=False)
+class Site:
+    """Where a test takes place."""
+
+    kube: Kube
+    judge: Judge
+    balancer: Balancer
+    directory: Path
+    kubeconfig: Path
+    namespace: str
+    own_namespace: str
+    nodes: tuple[str, ...]
+    gpus: frozenset[str]
+    flags: tuple[str, ...]
+    replicas: list[Worker] = field(factory=list)
+    reconcilers: list[Worker] = field(factory=list)
+    _numbers: Any = field(factory=itertools.count)
+
+    async def replica(self, kubeconfig: Path | None = None, *, serves: bool = True, skew: float = 0) -> Worker:
+        """Started and ready; with `serves`, the API server's calls reach it; its clock is off by `skew` seconds."""
+        ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
+        files = ["--tls-cert", str(self.directory / "tls.crt"), "--tls-key", str(self.directory / "tls.key")]
+        worker = await self._started("serve", ["--ledger", "cluster", *ports, *files], kubeconfig, skew)
+        assert worker.process.stdout is not None
+        line = (await asyncio.wait_for(worker.process.stdout.readline(), START_TIMEOUT)).decode()
+        assert line.startswith("ready "), worker.log.read_text()[-3000:]
+        for part in line.split()[1:]:
+            listener, _, url = part.partition("=")
+            worker.urls[listener] = url
+        self.replicas.append(worker)
+        if serves:
+            self.balancer.servers.append(worker)
+        return worker
+
+    async def reconciler(self, kubeconfig: Path | None = None, *, leads: bool = True) -> Worker:
+        flags = ["--ui-port", "0", "--lease-namespace", self.own_namespace, "--log-level", "info"]
+        worker = await self._started("reconcile", flags, kubeconfig)
+        self.reconcilers.append(worker)
+        await worker.says("leading" if leads else "watching")
+        return worker
+
+    async def _started(self, command: str, flags: Sequence[str], kubeconfig: Path | None, skew: float = 0) -> Worker:
+        directory = self.directory / f"{command}-{next(self._numbers)}"
+        directory.mkdir()
+        where = ["--kubeconfig", str(kubeconfig or self.kubeconfig)]
+        log = directory / "log"
+        with log.open("wb") as file:
+            process = await asyncio.create_subprocess_exec(
+                *([] if skew == 0 else skewed(directory, skew)),
+                GPUWARDEN,
+                command,
+                "--log-level",
+                "warn",
+                *where,
+                *self.flags,
+                *flags,
+                cwd=directory,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=file,
+            )
+        return Worker(process, log)
+
+    async def stop(self) -> None:
+        for worker in (*self.replicas, *self.reconcilers):
+            await worker.kill()
+
+    async def held(self) -> dict[str, Raw]:
+        """What the ledger has, slot by slot."""
+        found = [one for one in await self.kube.list(GPU_NODES) if one["metadata"]["name"] in self.nodes]
+        return {slot: entry for one in found for slot, entry in one.get("status", {}).get("held", {}).items()}
+
+    async def versions(self) -> dict[str, str]:
+        found = await self.kube.list(GPU_NODES)
+        return {one["metadata"]["name"]: one["metadata"]["resourceVersion"] for one in found}
+
+    async def reviewed(self) -> None:
+        """Wait until the API server sends pods to us."""
+        await wait_until(lambda: is_reviewed(self.kube, self.namespace))
+
+    async def offered(self) -> None:
+        """Wait until a pod could have all the GPUs of any node."""
+        (one,) = {len(self.gpus) // len(self.nodes)}
+        for node in self.nodes:
+            whole = pod("probe", gpus=one, nodeSelector={"kubernetes.io/hostname": node})
+            await wait_until(lambda whole=whole: self._is_possible(whole))  # type: ignore[misc]  # bound now, not later
+
+    async def _is_possible(self, content: Raw) -> bool:
+        try:
+            made = await self.kube.create(PODS, content, self.namespace, dryRun="All")
+        except ApiError:
+            return False
+        return "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"]
+
+    async def held_on(self, node: str) -> dict[str, Raw]:
+        return dict((await self.kube.get(GPU_NODES, node)).get("status", {}).get("held", {}))
+
+    async def free_all(self) -> None:
+        """Every pod of the test is deleted."""
+        found = await self.kube.list(PODS, self.namespace)
+        gate = asyncio.Semaphore(32)
+
+        async def delete(name: str) -> None:
+            async with gate:
+                with suppress(ApiError):
+                    await self.kube.delete(PODS, name, self.namespace)
+
+        await asyncio.gather(*(delete(one["metadata"]["name"]) for one in found))
+
+    def all_used(self) -> bool:
+        return self.judge.gpus >= self.gpus
+
+
+@asynccontextmanager
+async def site(
+    cluster: Cluster,
+    kube: Kube,
+    directory: Path,
+    *,
+    nodes: int,
+    gpus: int,
+    name: str,
+    replicas: int = 0,
+    flags: Iterable[str] = (),
+) -> AsyncIterator[Site]:
+    """Nodes, a Service, the configurations that are shipped, a judge; replicas if so many are asked for."""
+    names = tuple(f"{name}-{number}" for number in range(nodes))
+    devices = {node: [f"GPU-{node}-{k}" for k in range(gpus)] for node in names}
+    async with AsyncExitStack() as stack:
+        await installed(kube)
+        stack.push_async_callback(removed, kube, names)
+        await asyncio.to_thread(cluster.add_nodes, [node_object(node, gpus) for node in names])
+        for node, uuids in devices.items():
+            await kube.create(GPU_NODES, gpu_node_object(node, *uuids))
+        own = await stack.enter_async_context(new_namespace(kube))
+        balancer = await stack.enter_async_context(Balancer())
+        judge = await stack.enter_async_context(judging(kube))
+        namespace = await stack.enter_async_context(new_namespace(kube, OPT_IN))
+        ca = certified(directory, f"gpuwarden.{own}.svc")
+        here = Site(
+            kube=kube,
+            judge=judge,
+            balancer=balancer,
+            directory=directory,
+            kubeconfig=cluster.kubeconfig,
+            namespace=namespace,
+            own_namespace=own,
+            nodes=names,
+            gpus=frozenset(uuid for uuids in devices.values() for uuid in uuids),
+            flags=tuple(flags),
+        )
+        stack.push_async_callback(here.stop)
+        for _ in range(replicas):
+            await here.replica()
+        await kube.create(SERVICES, external_service(balancer.port), own)
+        await stack.enter_async_context(registered(kube, Installation(own, port=balancer.port, ca_bundle=ca)))
+        if replicas:
+            await here.reviewed()
+        stack.push_async_callback(here.free_all)
+        yield here
+
+
+# Run by every Python that finds it, before anything of ours is imported: a clock cannot be set for one process alone.
+SKEWED_CLOCK = """
+from datetime import timedelta
+import webhook.clock
+true_now = webhook.clock.utc_now
+webhook.clock.utc_now = lambda: true_now() + timedelta(seconds={seconds})
+"""
+
+
+def skewed(directory: Path, seconds: float) -> list[str]:
+    """What a command is put behind, so that it takes another time for the right one."""
+    (directory / "sitecustomize.py").write_text(SKEWED_CLOCK.format(seconds=seconds))
+    return ["/usr/bin/env", f"PYTHONPATH={directory}:{ROOT}"]
+
+
+def certified(directory: Path, name: str) -> bytes:
+    """A certificate for the Service, in two files; its CA."""
+    ca = trustme.CA()
+    issued = ca.issue_cert(name, "localhost", "127.0.0.1")
+    (directory / "tls.crt").write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))
+    (directory / "tls.key").write_bytes(issued.private_key_pem.bytes())
+    return ca.cert_pem.bytes()
+
+
+def external_service(port: int) -> Raw:
+    """Without a cluster network this leads the API server to loopback by the way that it takes to any Service."""
+    spec = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": port}]}
+    return {"metadata": {"name": "gpuwarden"}, "spec": spec}
+
+
+@asynccontextmanager
+async def registered(kube: Kube, installation: Installation) -> AsyncIterator[None]:
+    kinds = {"MutatingWebhookConfiguration": MUTATING, "ValidatingWebhookConfiguration": VALIDATING}
+    for manifest in webhooks(installation):
+        await kube.create(kinds[manifest["kind"]], manifest)
+    try:
+        yield
+    finally:
+        for of in kinds.values():
+            await kube.delete(of, "gpuwarden")
+
+
+async def removed(kube: Kube, nodes: Collection[str]) -> None:
+    """The nodes, and their GPUNodes whatever still holds on to them."""
+    for node in nodes:
+        for of in (GPU_NODES, NODES):
+            with suppress(ApiError):
+                await kube.patch(of, node, {"metadata": {"finalizers": None}})
+            with suppress(ApiError):
+                await kube.delete(of, node)

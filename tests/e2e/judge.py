@@ -1,0 +1,147 @@
+"""Who has which GPU, judged from the pods alone: neither our ledger nor our word for anything is asked.
+
+The API server's watch tells of pods in the order in which they were written, so two holders at one moment are seen.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from attrs import frozen
+
+from tests.e2e.kube import PODS, ApiError, Kube, Raw
+
+ENDED = ("Succeeded", "Failed")
+
+
+@frozen
+class Holder:
+    """A pod that lives, as the API server last showed it. A terminating one lives."""
+
+    uid: str
+    name: str
+    namespace: str
+    gpus: tuple[str, ...]
+    phase: str
+    is_terminating: bool
+
+
+class Judge:
+    """All pods with GPUs, from a watch; what must never be is noted with the version at which it was."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self.living: dict[str, Holder] = {}
+        self.of_gpu: dict[str, str] = {}
+        self.wrongs: list[str] = []
+        self.seen: set[str] = set()
+        """The uid of every pod that has ever held a GPU."""
+        self.ready = asyncio.Event()
+        self.breaks = 0
+
+    @property
+    def gpus(self) -> set[str]:
+        return set(self.of_gpu)
+
+    async def run(self) -> None:
+        """For ever; a watch that ends is begun anew with a list, which is one moment too."""
+        while True:
+            try:
+                version = await self._list()
+                self.ready.set()
+                async for event in self._kube.watch(PODS, resourceVersion=version):
+                    if event["type"] == "ERROR":
+                        break
+                    self._tell(event)
+            except (httpx.HTTPError, ApiError):
+                pass
+            self.breaks += 1
+            await asyncio.sleep(0.1)
+
+    async def _list(self) -> str:
+        whole = await self._kube.call("GET", PODS.path(None))
+        self.living.clear()
+        self.of_gpu.clear()
+        for raw in whole["items"]:
+            self._see(raw)
+        return str(whole["metadata"]["resourceVersion"])
+
+    def _tell(self, event: Raw) -> None:
+        if event["type"] == "DELETED":
+            self._leave(event["object"]["metadata"]["uid"])
+        else:
+            self._see(event["object"])
+
+    def _see(self, raw: Raw) -> None:
+        holder = holder_of(raw)
+        if not holder.gpus:
+            return
+        if holder.phase in ENDED:
+            self._leave(holder.uid)
+            return
+        self._check(raw, holder)
+        self.living[holder.uid] = holder
+        self.seen.add(holder.uid)
+        for gpu in holder.gpus:
+            self.of_gpu[gpu] = holder.uid
+
+    def _check(self, raw: Raw, holder: Holder) -> None:
+        meta, spec = raw["metadata"], raw["spec"]
+        version = f"{holder.namespace}/{holder.name} at {meta['resourceVersion']}"
+        for gpu in holder.gpus:
+            other = self.of_gpu.get(gpu, holder.uid)
+            if other != holder.uid:
+                self.wrongs.append(f"{version}: {gpu} is also of {self.living[other].name}")
+        if shown_gpus(spec) != {",".join(holder.gpus)}:
+            self.wrongs.append(f"{version}: its containers see {shown_gpus(spec)}, its annotation says {holder.gpus}")
+        on, reserved = spec.get("nodeName"), meta["annotations"].get("gpuwarden.io/node")
+        if on and on != reserved:
+            self.wrongs.append(f"{version}: on {on}, reserved on {reserved}")
+        if len(set(holder.gpus)) != len(holder.gpus):
+            self.wrongs.append(f"{version}: {holder.gpus}")
+        before = self.living.get(holder.uid)
+        if before is not None and before.gpus != holder.gpus:
+            self.wrongs.append(f"{version}: had {before.gpus}, has {holder.gpus}")
+
+    def _leave(self, uid: str) -> None:
+        holder = self.living.pop(uid, None)
+        for gpu in holder.gpus if holder is not None else ():
+            if self.of_gpu.get(gpu) == uid:
+                del self.of_gpu[gpu]
+
+
+def holder_of(raw: Raw) -> Holder:
+    meta = raw["metadata"]
+    text = (meta.get("annotations") or {}).get("gpuwarden.io/gpu-uuid", "")
+    return Holder(
+        uid=meta["uid"],
+        name=meta["name"],
+        namespace=meta["namespace"],
+        gpus=tuple(text.split(",")) if text else (),
+        phase=raw.get("status", {}).get("phase", ""),
+        is_terminating="deletionTimestamp" in meta,
+    )
+
+
+def shown_gpus(spec: dict[str, Any]) -> set[str]:
+    """What a container runtime would go by."""
+    return {
+        env.get("value", "")
+        for container in spec["containers"]
+        for env in container.get("env", ())
+        if env["name"] == "NVIDIA_VISIBLE_DEVICES"
+    }
+
+
+@asynccontextmanager
+async def judging(kube: Kube) -> AsyncIterator[Judge]:
+    judge = Judge(kube)
+    task = asyncio.create_task(judge.run())
+    try:
+        await judge.ready.wait()
+        yield judge
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,116 @@
+"""Many clients at once that want pods with GPUs, take no for an answer, and come again."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import httpx
+from attrs import define, field
+
+from tests.e2e.crew import Site
+from tests.e2e.kube import PODS, ApiError, Raw, pod
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
+SHORT_LIVED = {"kubelet.test/ends": "Succeeded", "kubelet.test/runs-for": "500ms"}
+
+
+@define(eq=False)
+class Tally:
+    """What the clients were answered."""
+
+    made: list[float] = field(factory=list)
+    """How long each creation took that brought a pod."""
+    denied: list[float] = field(factory=list)
+    why: Counter[tuple[int, str]] = field(factory=Counter)
+    unclear: list[str] = field(factory=list)
+    """Answers that are no verdict of ours."""
+
+
+@define(eq=False)
+class Storm:
+    """Clients of one site. `seed` fixes what they ask for, not who is first."""
+
+    site: Site
+    clients: int = 64
+    seed: int = 1
+    tally: Tally = field(factory=Tally)
+    chance: random.Random = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.chance = random.Random(self.seed)  # noqa: S311 - a plan, not a secret
+
+    async def create(self, count: int, wanted: Callable[[random.Random], Raw]) -> None:
+        """So many pods, each tried until it is made."""
+        left = iter(range(count))
+
+        async def client() -> None:
+            for _ in left:
+                await self.created(wanted(self.chance))
+
+        await asyncio.gather(*(client() for _ in range(min(self.clients, count))))
+
+    async def created(self, content: Raw) -> Raw:
+        pause = FIRST_PAUSE
+        while True:
+            made = await self.tried(content)
+            if made is not None:
+                return made
+            await asyncio.sleep(pause * (0.5 + self.chance.random()))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    async def tried(self, content: Raw) -> Raw | None:
+        """One try; None if it was refused."""
+        started = time.monotonic()
+        try:
+            made = await self.site.kube.create(PODS, content, self.site.namespace)
+        except ApiError as exc:
+            self.tally.denied.append(time.monotonic() - started)
+            if "denied the request" in exc.message:
+                self.tally.why[exc.status, exc.reason] += 1
+            else:
+                self.tally.unclear.append(str(exc))
+        except httpx.HTTPError as exc:
+            self.tally.unclear.append(repr(exc))
+        else:
+            self.tally.made.append(time.monotonic() - started)
+            return made
+        return None
+
+    async def reap(self, share: float = 0.9, *, forgives: bool = False) -> None:
+        """For ever: whenever more than this share of the GPUs is in use, somebody who runs has to go. With `forgives`,
+        an API server that is away costs a delay."""
+        asked: set[str] = set()
+
+        async def delete(uid: str, name: str) -> None:
+            try:
+                await self.site.kube.delete(PODS, name, self.site.namespace)
+            except ApiError as exc:
+                asked.discard(uid)
+                if exc.status != httpx.codes.NOT_FOUND and not forgives:
+                    raise
+            except httpx.HTTPError:
+                asked.discard(uid)
+                if not forgives:
+                    raise
+
+        judge = self.site.judge
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                room = len(judge.gpus) - int(share * len(self.site.gpus))
+                running = [one for one in judge.living.values() if one.phase == "Running" and one.uid not in asked]
+                for one in self.chance.sample(running, min(len(running), max(0, room), 8)):
+                    asked.add(one.uid)
+                    tasks.create_task(delete(one.uid, one.name))
+                await asyncio.sleep(0.05)
+
+
+def plain(_: random.Random) -> Raw:
+    return pod(None, gpus=1)
+
+
+def mixed(chance: random.Random) -> Raw:
+    """Mostly one GPU, sometimes two; a third of them end by themselves."""
+    annotations = SHORT_LIVED if chance.random() < 1 / 3 else {}
+    return pod(None, gpus=2 if chance.random() < 0.1 else 1, annotations=annotations)

@@ -1,0 +1,374 @@
+"""Inventory and evidence from their sources to pods: a real reconciler writes them, a real server goes by them."""
+
+import asyncio
+import base64
+import json
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from scripts.controlplane.cluster import gpu_node as node_object
+from tests.e2e.conftest import new_namespace
+from tests.e2e.hooks import ENABLED, at_url, reviewed
+from tests.e2e.kube import (
+    EVENTS,
+    NODES,
+    PODS,
+    ApiError,
+    Kube,
+    Raw,
+    Resource,
+    forced_away,
+    gone,
+    pod,
+    pod_in_phase,
+    wait_until,
+)
+from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.ledger.fake_store import gpu_node
+from tests.running import GPUWARDEN, serving
+from webhook.evidence.node_evidence import new_node_evidence
+
+NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
+ANNOTATION = "fudo.org/gpu.device.labels"
+NAMES = ("disco-a", "disco-b")
+A, B = NAMES
+HASH, OTHER_HASH = "sha256:aa11", "sha256:bb22"
+
+
+def said(*uuids: str, **labels: Sequence[str]) -> str:
+    devices = {uuid: list(labels.get(uuid.replace("-", "_"), ())) for uuid in uuids}
+    return base64.b64encode(json.dumps(devices).encode()).decode()
+
+
+@frozen(eq=False)
+class Scene:
+    """A server and a reconciler, and nodes that come and go."""
+
+    cluster: Cluster
+    kube: Kube
+    namespace: str
+    inventory: Path
+
+    async def node(self, name: str, annotation: str | None = None) -> None:
+        """As kubelet registers it, with what a labeller has written."""
+        one = node_object(name)
+        if annotation is not None:
+            one["metadata"]["annotations"] = {ANNOTATION: annotation}
+        await asyncio.to_thread(self.cluster.add_nodes, [one])
+
+    async def says(self, name: str, annotation: str | None) -> None:
+        await self.kube.patch(NODES, name, {"metadata": {"annotations": {ANNOTATION: annotation}}})
+
+    async def has(self, name: str, **healthy: bool) -> Raw:
+        """Wait until the GPUNode names these devices and no others."""
+        expected = {uuid.replace("_", "-"): is_healthy for uuid, is_healthy in healthy.items()}
+
+        async def look() -> Raw | None:
+            return await self.kube.find(GPU_NODES, name)
+
+        found = await wait_until(look, lambda raw: raw is not None and devices_in(raw) == expected)
+        assert found is not None
+        return found
+
+    def asking(self, node: str, name: str = "probe", annotations: Mapping[str, str] | None = None) -> Raw:
+        return pod(name, 1, annotations, nodeSelector={"kubernetes.io/hostname": node})
+
+    async def has_gpu(self, node: str, name: str, *, labels: Mapping[str, str] | None = None) -> str:
+        """Create the pod as soon as it can have a GPU there; which."""
+        asked = self.asking(node, name)
+        asked["metadata"]["labels"] = dict(labels or {})
+        await wait_until(
+            lambda: self.answer({**asked, "metadata": {**asked["metadata"], "name": "probe"}}), is_admitted
+        )
+        made = await self.kube.create(PODS, asked, self.namespace)
+        return str(made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"])
+
+    async def answer(self, asked: Raw) -> str:
+        """The GPU that it would have, or the reason why it has none."""
+        try:
+            made = await self.kube.create(PODS, asked, self.namespace, dryRun="All")
+        except ApiError as exc:
+            return f"denied {exc.reason}"
+        return str(made["metadata"]["annotations"].get("gpuwarden.io/gpu-uuid", "admitted"))
+
+    async def is_answered(self, asked: Raw, expected: str) -> None:
+        await wait_until(lambda: self.answer(asked), lambda answer: answer == expected)
+
+    async def is_held(self, node: str, uuid: str) -> None:
+        await wait_until(lambda: self.phase(node, uuid), lambda phase: phase == "finalized")
+
+    async def phase(self, node: str, uuid: str) -> str | None:
+        held = (await self.kube.get(GPU_NODES, node)).get("status", {}).get("held", {})
+        phase: str | None = held.get(f"{uuid}/0", {}).get("phase")
+        return phase
+
+    async def told(self, node: str, reason: str) -> str:
+        """Wait for that event on the node; what it says."""
+        found = await wait_until(lambda: self.events(node, reason))
+        assert len(found) == 1
+        return found[0]
+
+    async def events(self, node: str, reason: str) -> list[str]:
+        selector = f"involvedObject.kind=Node,involvedObject.name={node},reason={reason}"
+        return [one["message"] for one in await self.kube.list(EVENTS, "default", fieldSelector=selector)]
+
+    async def sources(self, name: str) -> Raw | None:
+        found = await self.kube.find(NODE_EVIDENCES, name)
+        return None if found is None else dict(found.get("status", {}).get("sources", {}))
+
+
+def devices_in(raw: Raw) -> dict[str, bool]:
+    return {one["uuid"]: one.get("healthy", True) for one in raw["spec"].get("devices", ())}
+
+
+def is_admitted(answer: str) -> bool:
+    return not answer.startswith("denied")
+
+
+@pytest.fixture
+def flags() -> list[str]:
+    """What the reconciler is started with beside what it always is."""
+    return []
+
+
+@pytest.fixture
+async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, flags: list[str]) -> AsyncIterator[Scene]:
+    await installed(kube)
+    where = ["--kubeconfig", str(cluster.kubeconfig)]
+    async with AsyncExitStack() as stack:
+        namespace = await stack.enter_async_context(new_namespace(kube, ENABLED))
+        stack.push_async_callback(cleared, kube, namespace)
+        inventory = tmp_path / "inventory.json"
+        if flags:
+            inventory.write_text('{"nodes": []}')
+        own = ["--lease-namespace", namespace, *(flag.format(inventory=inventory) for flag in flags)]
+        stack.enter_context(reconciling(tmp_path, *where, *own))
+        server = stack.enter_context(serving(tmp_path, None, ["--ledger", "cluster", *where]))
+        ca = server.directory / "certs/dev/ca.crt"
+        await stack.enter_async_context(reviewed(kube, namespace, at_url(server.urls["https"]), ca))
+        yield Scene(cluster, kube, namespace, inventory)
+
+
+@contextmanager
+def reconciling(directory: Path, *flags: str) -> Iterator[None]:
+    """A reconciler of its own; it is elected at once where nobody else stands."""
+    command = [GPUWARDEN, "reconcile", "--ui-port", "0", *flags]
+    log = (directory / "reconcile.log").open("wb")
+    with log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+async def cleared(kube: Kube, namespace: str) -> None:
+    """Nothing of one test is there in the next, the events told included."""
+    for one in await kube.list(PODS, namespace):
+        with suppress(ApiError):
+            await kube.delete(PODS, one["metadata"]["name"], namespace, grace=0)
+    for of in (NODES, GPU_NODES, NODE_EVIDENCES):
+        for one in await kube.list(of):
+            if one["metadata"]["name"].startswith("disco-"):
+                await forced_away(kube, of, one["metadata"]["name"])
+    for one in await kube.list(EVENTS, "default"):
+        if one["involvedObject"]["name"] in NAMES:
+            with suppress(ApiError):
+                await kube.delete(EVENTS, one["metadata"]["name"], "default")
+
+
+async def test_what_a_node_says_it_has_a_pod_gets(scene: Scene) -> None:
+    await scene.node(A, said("GPU-1", "GPU-2", GPU_2=["fudo.org/gpu.memory-80g"]))
+    made = await scene.has(A, GPU_1=True, GPU_2=True)
+    assert made["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "gpuwarden"
+    assert made["metadata"]["finalizers"] == ["gpuwarden.io/held"]
+    assert await scene.has_gpu(A, "train", labels={"fudo.org/gpu.memory-80g": ""}) == "GPU-2"
+    running = await pod_in_phase(scene.kube, scene.namespace, "train", "Running")
+    assert running["spec"]["nodeName"] == A
+
+
+@pytest.mark.defect("S4-14")
+async def test_one_bad_annotation_is_told_on_its_node_and_the_others_are_served(scene: Scene) -> None:
+    await scene.node(A, said("GPU-a"))
+    await scene.has(A, GPU_a=True)
+    await scene.says(A, "not base64!")
+    await scene.node(B, said("GPU-b"))
+    await scene.has(B, GPU_b=True)
+    assert "it is not base64" in await scene.told(A, "DevicesUnreadable")
+    assert await scene.has_gpu(B, "train-b") == "GPU-b"
+    assert await scene.has_gpu(A, "train-a") == "GPU-a"  # what was known stays
+
+
+async def test_a_gpu_that_changes_its_uuid_while_held_is_quarantined_until_its_pod_ends(scene: Scene) -> None:
+    await scene.node(A, said("GPU-old"))
+    assert await scene.has_gpu(A, "first") == "GPU-old"
+    await scene.is_held(A, "GPU-old")
+    await scene.says(A, said("GPU-new"))
+    await scene.has(A, GPU_old=False, GPU_new=True)
+    assert (await scene.told(A, "DeviceVanished")).startswith("GPU-old")
+    assert await scene.has_gpu(A, "second") == "GPU-new"
+    assert await scene.answer(scene.asking(A)) == "denied NoFreeDevice"
+    await scene.kube.delete(PODS, "first", scene.namespace)
+    await scene.has(A, GPU_new=True)
+    assert await scene.answer(scene.asking(A)) == "denied NoFreeDevice"
+
+
+async def test_a_gpu_that_comes_back_is_had_again_and_one_that_nobody_holds_goes_at_once(scene: Scene) -> None:
+    await scene.node(A, said("GPU-1", "GPU-2"))
+    held = await scene.has_gpu(A, "first")
+    await scene.is_held(A, held)
+    (free,) = {"GPU-1", "GPU-2"} - {held}
+    await scene.says(A, None)
+    await scene.has(A, **{held: False})
+    await scene.says(A, said("GPU-1", "GPU-2"))
+    await scene.has(A, GPU_1=True, GPU_2=True)
+    assert await scene.has_gpu(A, "second") == free
+
+
+async def test_a_gpu_on_two_nodes_is_nobodys_until_one_of_them_is_left(scene: Scene) -> None:
+    await scene.node(A, said("GPU-twin"))
+    await scene.node(B, said("GPU-twin"))
+    assert f"GPU-twin is on {B} too" in await scene.told(A, "DeviceDisputed")
+    assert f"GPU-twin is on {A} too" in await scene.told(B, "DeviceDisputed")
+    for name in NAMES:
+        await wait_until(lambda name=name: scene.answer(scene.asking(name)), lambda one: not is_admitted(one))  # type: ignore[misc]  # bound now
+    await scene.kube.delete(NODES, B)
+    assert await scene.has_gpu(A, "train") == "GPU-twin"
+    await gone(scene.kube, GPU_NODES, B)
+
+
+async def test_a_node_that_goes_and_comes_back_gives_nobodys_gpu_away(scene: Scene) -> None:
+    await scene.node(A, said("GPU-1", "GPU-2"))
+    held = await scene.has_gpu(A, "first")
+    (free,) = {"GPU-1", "GPU-2"} - {held}
+    await scene.is_held(A, held)
+    before = (await scene.kube.get(GPU_NODES, A))["metadata"]["uid"]
+    await scene.kube.delete(NODES, A)
+    await scene.told(A, "NodeGone")
+    await scene.node(A, said("GPU-1", "GPU-2"))
+    assert await scene.has_gpu(A, "second") == free
+    after = await scene.has(A, GPU_1=True, GPU_2=True)
+    assert after["metadata"]["uid"] == before
+
+
+async def test_a_gpu_node_goes_with_its_node_when_the_last_pod_has_gone(scene: Scene) -> None:
+    await scene.node(A, said("GPU-1"))
+    await scene.has_gpu(A, "train")
+    await scene.is_held(A, "GPU-1")
+    await scene.kube.delete(NODES, A)
+    await scene.told(A, "NodeGone")
+    assert await scene.phase(A, "GPU-1") == "finalized"
+    await scene.kube.delete(PODS, "train", scene.namespace, grace=0)
+    await gone(scene.kube, GPU_NODES, A)
+    await scene.node(A, said("GPU-1"))
+    assert await scene.has_gpu(A, "again") == "GPU-1"
+
+
+async def test_what_somebody_made_by_hand_is_left_alone(scene: Scene) -> None:
+    await scene.kube.create(GPU_NODES, gpu_node(A, "GPU-hand"))
+    await scene.node(A)
+    assert await scene.has_gpu(A, "train") == "GPU-hand"
+    await scene.kube.delete(PODS, "train", scene.namespace, grace=0)
+    await scene.kube.delete(NODES, A)
+    await scene.node(B, said("GPU-b"))  # seen to after the other
+    await scene.has(B, GPU_b=True)
+    assert "deletionTimestamp" not in (await scene.kube.get(GPU_NODES, A))["metadata"]
+
+
+class TestWithAnInventoryFile:
+    @pytest.fixture
+    def flags(self) -> list[str]:
+        return [
+            "--inventory",
+            "{inventory}",
+            "--node-hash-map",
+            json.dumps({A: HASH}).replace("{", "{{").replace("}", "}}"),
+        ]
+
+    async def test_evidence_reaches_the_pods_that_ask_for_it(self, scene: Scene) -> None:
+        await scene.node(A, said("GPU-a"))
+        scene.inventory.write_text(
+            json.dumps({"nodes": [{"name": B, "evidence": {"hash": OTHER_HASH}, "devices": [{"uuid": "GPU-b"}]}]})
+        )
+        await scene.node(B)
+        hashes = {A: HASH, B: OTHER_HASH}
+        for name, one in hashes.items():
+            asked = pod("probe", 1, {"gpuwarden.io/required-hash": one})
+            await scene.is_answered(asked, f"GPU-{name[-1]}")
+        assert await scene.sources(A) == {"static": {"hash": HASH, "banned": False, "conflict": False}}
+        scene.inventory.write_text(json.dumps({"nodes": [{"name": A, "evidence": {"hash": OTHER_HASH}}]}))
+        await wait_until(lambda: scene.sources(B), lambda sources: sources == {})
+        for one in hashes.values():  # nobody speaks for the one node, and two things are said of the other
+            await scene.is_answered(pod("probe", 1, {"gpuwarden.io/required-hash": one}), "denied NoProvenNode")
+
+    async def test_a_node_with_2000_gpus_is_one_object_and_holds_nobody_up(self, scene: Scene) -> None:
+        devices = [
+            {"uuid": f"GPU-{k:08x}-0000-4000-8000-000000000000", "index": k, "model": "H100", "memory": "80Gi"}
+            | {"serial": f"16503{k:08}", "labels": ["fudo.org/gpu.memory-80g", "model=h100", "zone=a"]}
+            for k in range(2000)
+        ]
+        scene.inventory.write_text(json.dumps({"nodes": [{"name": A, "devices": devices}]}))
+        await scene.node(A)
+        await scene.node(B, said("GPU-b"))
+        assert await scene.has_gpu(B, "train-b") == "GPU-b"
+        uuid = await scene.has_gpu(A, "train-a")
+        await scene.is_held(A, uuid)
+        found = await scene.kube.get(GPU_NODES, A)
+        assert len(devices_in(found)) == 2000
+        assert len(json.dumps(found)) < 1.5 * 1024 * 1024
+
+
+PROOF = {"hash": HASH, "banned": False, "conflict": False, "nonceDigest": "n2"}
+SINCE, UNTIL = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
+
+
+@pytest.fixture
+async def proven(kube: Kube) -> AsyncIterator[Kube]:
+    """A node with a proof from twelve to one."""
+    await installed(kube)
+    await kube.create(NODE_EVIDENCES, new_node_evidence(A))
+    await kube.patch(NODE_EVIDENCES, A, sources({**PROOF, "since": SINCE, "until": UNTIL}), subresource="status")
+    yield kube
+    await kube.delete(NODE_EVIDENCES, A)
+
+
+def sources(entry: Raw | None, source: str = "jwt-svid") -> Raw:
+    return {"status": {"sources": {source: entry}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "source"),
+    [
+        pytest.param({"nonceDigest": "n1"}, "jwt-svid", id="issued at the same time"),
+        pytest.param({"nonceDigest": "n1", "since": "2026-03-02T11:59:59.999999Z"}, "jwt-svid", id="issued before"),
+        pytest.param({"nonceDigest": None, "since": "2026-03-02T12:30:00Z"}, "jwt-svid", id="without a nonce"),
+        pytest.param({"hash": OTHER_HASH}, "jwt-svid", id="another hash"),
+        pytest.param({"until": "2026-03-02T14:00:00Z"}, "jwt-svid", id="made to last longer"),
+        pytest.param({"banned": None}, "jwt-svid", id="not said whether banned"),
+        pytest.param({"hash": HASH, "banned": False, "conflict": False}, "spire-server", id="without an end"),
+        pytest.param({"banned": False, "conflict": False}, "static", id="without a hash"),
+    ],
+)
+async def test_the_api_server_refuses_evidence_that_cannot_be(proven: Kube, changes: Raw, source: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        await proven.patch(NODE_EVIDENCES, A, sources(changes, source), subresource="status")
+    assert refused.value.status == 422
+
+
+@pytest.mark.parametrize(
+    ("changes", "source"),
+    [
+        pytest.param({"nonceDigest": "n3", "since": "2026-03-02T12:30:00Z", "until": UNTIL}, "jwt-svid", id="later"),
+        pytest.param({"banned": True}, "jwt-svid", id="banned"),
+        pytest.param({"until": "2026-03-02T12:30:00Z"}, "jwt-svid", id="ended earlier"),
+        pytest.param({"hash": HASH, "banned": False, "conflict": False}, "static", id="another source"),
+    ],
+)
+async def test_the_api_server_takes_evidence_that_can_be(proven: Kube, changes: Raw, source: str) -> None:
+    await proven.patch(NODE_EVIDENCES, A, sources(changes, source), subresource="status")
+    await proven.patch(NODE_EVIDENCES, A, sources(None, source), subresource="status")

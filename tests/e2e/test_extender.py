@@ -1,0 +1,382 @@
+"""The real kube-scheduler asks us: a scheduler of this module's own, a real server, a real reconciler."""
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from datetime import UTC, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+import yaml
+from attrs import define, field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from scripts.controlplane.build import binaries
+from scripts.controlplane.cluster import ROOT, Cluster
+from scripts.controlplane.cluster import gpu_node as node_object
+from scripts.controlplane.components import SCHEDULERS
+from scripts.controlplane.credentials import SCHEDULER
+from tests.e2e.conftest import new_namespace
+from tests.e2e.kube import EVENTS, NODES, PATIENCE, PODS, ApiError, Kube, Raw, Resource, pod, wait_until
+from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.ledger.fake_store import gpu_node as gpu_node_object
+from tests.running import GPUWARDEN, Running, reconciling, serving
+from webhook.clock import utc_now
+from webhook.core.evidence import Evidence
+from webhook.evidence.node_evidence import new_node_evidence, with_entries
+from webhook.listener import Listener
+
+NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
+PRIORITIES = Resource("apis/scheduling.k8s.io/v1", "priorityclasses", is_namespaced=False)
+LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
+NAMES = ("ext-0", "ext-1", "ext-2")
+HASH, OTHER_HASH = "sha256:ee11", "sha256:ee22"
+ASKING = {"attestation-hash.my-company.com/required-hash": HASH}
+SCHEDULER_NAME = "asking-scheduler"
+OURS = "gpuwarden"
+# What is promised of evidence that arrives: the pod is on its node within this.
+SOON = 5.0
+
+
+@define(eq=False)
+class Scene:
+    """A namespace that has not asked for webhooks: the scheduler alone stands between its pods and nodes."""
+
+    cluster: Cluster
+    kube: Kube
+    namespace: str
+    directory: Path
+    running: Running
+    identity: trustme.CA
+    evidence: dict[str, str] = field(factory=dict)
+
+    async def prove(self, name: str, digest: str | None) -> None:
+        """As a provider's writer would; None takes its word back."""
+        now = utc_now().astimezone(UTC)
+        word = digest and Evidence(name, digest, "test", now, now + timedelta(hours=1))
+        if await self.kube.find(NODE_EVIDENCES, name) is None:
+            await self.kube.create(NODE_EVIDENCES, new_node_evidence(name))
+        raw = await self.kube.get(NODE_EVIDENCES, name)
+        await self.kube.replace(NODE_EVIDENCES, with_entries(raw, {"test": word or None}), subresource="status")
+
+    def client(self) -> httpx.AsyncClient:
+        """Shows what the scheduler shows."""
+        trust = self.running.trust
+        self.identity.issue_cert("scheduler").configure_cert(trust)
+        return httpx.AsyncClient(base_url=self.running.urls["extender"], verify=trust, trust_env=False)
+
+    async def said_of(self, name: str) -> str:
+        """What the extender has against the node for a pod with the hash; nothing if it passes."""
+        content = pod("probe", annotations=ASKING)
+        async with self.client() as client:
+            asked = {"Pod": content, "Nodes": None, "NodeNames": [name]}
+            found = (await client.post("/filter", json=asked)).raise_for_status().json()
+        return "" if found["NodeNames"] == [name] else str(found["FailedAndUnresolvableNodes"][name])
+
+    async def is_known(self, name: str, *, proven: bool) -> None:
+        await wait_until(lambda: self.said_of(name), lambda said: (not said) is proven)
+
+    async def create(self, name: str, annotations: Raw | None = None, **spec: Any) -> Raw:
+        content = pod(name, annotations=annotations, schedulerName=SCHEDULER_NAME, **spec)
+        return await self.kube.create(PODS, content, self.namespace)
+
+    async def node_of(self, name: str) -> str | None:
+        node: str | None = (await self.kube.get(PODS, name, self.namespace))["spec"].get("nodeName")
+        return node
+
+    async def is_on(self, name: str, node: str | None = None, seconds: float = PATIENCE) -> str:
+        found = await wait_until(lambda: self.node_of(name), lambda on: on is not None, seconds)
+        assert found is not None
+        assert node in (None, found)
+        return found
+
+    async def waits(self, name: str, *words: str) -> str:
+        """Until its events say so, and its condition."""
+
+        async def said() -> str:
+            selector = f"involvedObject.name={name},reason=FailedScheduling"
+            return "\n".join(
+                one.get("message") or one.get("note", "")
+                for one in await self.kube.list(EVENTS, self.namespace, fieldSelector=selector)
+            )
+
+        def is_right(text: str) -> bool:
+            return all(word in text for word in words)
+
+        async def condition() -> str:
+            found = (await self.kube.get(PODS, name, self.namespace))["status"].get("conditions", ())
+            return "\n".join(one.get("message", "") for one in found if one["type"] == "PodScheduled")
+
+        await wait_until(condition, is_right)
+        return await wait_until(said, is_right)
+
+    @contextmanager
+    def scheduler(self, *after: Raw, **members: Any) -> Iterator[None]:
+        """A kube-scheduler that asks us, as shipped; and others after us."""
+        own = {
+            "urlPrefix": self.running.urls["extender"],
+            "filterVerb": "filter",
+            "prioritizeVerb": "prioritize",
+            "preemptVerb": "preempt",
+            "weight": 1,
+            "nodeCacheCapable": True,
+            "ignorable": False,
+            "httpTimeout": "5s",
+            "enableHTTPS": True,
+            "tlsConfig": {
+                "caFile": str(self.running.directory / "certs/dev/ca.crt"),
+                "certFile": str(self.directory / "scheduler.crt"),
+                "keyFile": str(self.directory / "scheduler.key"),
+            },
+            **members,
+        }
+        content = {
+            "apiVersion": "kubescheduler.config.k8s.io/v1",
+            "kind": "KubeSchedulerConfiguration",
+            "leaderElection": {"leaderElect": False},
+            "clientConnection": {"kubeconfig": str(self.cluster.credentials.kubeconfig_of(SCHEDULER))},
+            "profiles": [{"schedulerName": SCHEDULER_NAME}],
+            "extenders": [own, *after],
+        }
+        config = self.directory / "scheduler.json"
+        config.write_text(json.dumps(content))
+        command = [str(binaries() / SCHEDULERS), f"--config={config}", "--secure-port=0"]
+        with (
+            (self.directory / "scheduler.log").open("wb") as log,
+            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
+        ):
+            try:
+                yield
+            finally:
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def accounts(cluster: Cluster) -> Iterator[tuple[Path, Path]]:
+    """Who `serve` and `reconcile` are: they may do what is shipped for them, and what is shipped beside a scheduler."""
+    printed = subprocess.run([GPUWARDEN, "manifests", "rbac"], check=True, capture_output=True, text=True).stdout
+    wanted = printed + "---\n" + (ROOT / "examples/scheduler/rbac.yaml").read_text()
+
+    def kubectl(*arguments: str) -> None:
+        done = subprocess.run([*cluster.kubectl, *arguments], input=wanted, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    kubectl("create", "namespace", OURS)
+    kubectl("apply", "-f", "-")
+    names = (OURS, f"{OURS}-reconcile")
+    serve, reconcile = (cluster.service_account_kubeconfig(OURS, name) for name in names)
+    yield serve, reconcile
+    kubectl("delete", "-f", "-")
+    kubectl("delete", "namespace", OURS)
+
+
+@pytest.fixture
+async def scene(cluster: Cluster, kube: Kube, accounts: tuple[Path, Path], tmp_path: Path) -> AsyncIterator[Scene]:
+    await installed(kube)
+    identity = trustme.CA()
+    identity.cert_pem.write_to_path(tmp_path / "schedulers.crt")
+    shown = identity.issue_cert("kube-scheduler")
+    shown.cert_chain_pems[0].write_to_path(tmp_path / "scheduler.crt")
+    shown.private_key_pem.write_to_path(tmp_path / "scheduler.key")
+    serve, reconcile = accounts
+    async with AsyncExitStack() as stack:
+        await asyncio.to_thread(cluster.add_nodes, [node_object(name) for name in NAMES])
+        stack.push_async_callback(removed, kube)
+        namespace = await stack.enter_async_context(new_namespace(kube))
+        stack.push_async_callback(cleared, kube, namespace)
+        (tmp_path / "serve").mkdir()
+        flags = ["--kubeconfig", str(serve), "--extender-client-ca", str(tmp_path / "schedulers.crt")]
+        running = stack.enter_context(serving(tmp_path / "serve", None, flags))
+        (tmp_path / "reconcile").mkdir()
+        # Killed as it is in the end, it would be waited for by the next.
+        stack.push_async_callback(kube.delete, LEASES, "gpuwarden-reconcile", OURS)
+        own = ["--kubeconfig", str(reconcile), "--lease-namespace", OURS]
+        stack.enter_context(reconciling(tmp_path / "reconcile", own))
+        yield Scene(cluster, kube, namespace, tmp_path, running, identity)
+
+
+async def removed(kube: Kube) -> None:
+    for name in NAMES:
+        for of in (NODE_EVIDENCES, GPU_NODES, NODES):
+            with suppress(ApiError):
+                await kube.patch(of, name, {"metadata": {"finalizers": None}})
+            with suppress(ApiError):
+                await kube.delete(of, name)
+
+
+async def cleared(kube: Kube, namespace: str) -> None:
+    for one in await kube.list(PODS, namespace):
+        with suppress(ApiError):
+            await kube.delete(PODS, one["metadata"]["name"], namespace, grace=0)
+    await wait_until(lambda: kube.list(PODS, namespace), lambda pods: not pods)
+
+
+@pytest.mark.defect("S0-3")
+@pytest.mark.defect("S0-4")
+@pytest.mark.parametrize("capable", [True, False], ids=["names", "objects"])
+async def test_a_pod_with_a_hash_lands_on_proven_nodes_only_and_others_anywhere(scene: Scene, *, capable: bool) -> None:
+    await scene.prove("ext-0", OTHER_HASH)
+    await scene.prove("ext-1", HASH)
+    await scene.is_known("ext-1", proven=True)
+    with scene.scheduler(nodeCacheCapable=capable):
+        for number in range(4):
+            await scene.create(f"secure-{number}", ASKING)
+        await scene.create("plain")
+        for number in range(4):
+            await scene.is_on(f"secure-{number}", "ext-1")
+        await scene.is_on("plain")
+
+
+async def test_a_pod_waits_with_the_reason_in_its_events_until_evidence_arrives(scene: Scene) -> None:
+    await scene.prove("ext-0", OTHER_HASH)
+    await wait_until(lambda: scene.said_of("ext-0"), lambda said: said.endswith("differs from the required one"))
+    with scene.scheduler():
+        await scene.create("secure", ASKING)
+        said = await scene.waits("secure", "1 attestation hash differs", "no attestation evidence for this node")
+        assert "Preemption is not helpful" in said
+        assert not any(name in said for name in NAMES)
+        started = time.monotonic()
+        await scene.prove("ext-2", HASH)
+        await scene.is_on("secure", "ext-2")
+        assert time.monotonic() - started < SOON
+    woken = (await scene.kube.get(PODS, "secure", scene.namespace))["metadata"]["annotations"]
+    assert "gpuwarden.io/woken-at" in woken
+
+
+async def test_a_gpu_that_comes_back_wakes_who_waited_for_it(scene: Scene) -> None:
+    """No scheduler sees which of a node's GPUs are well."""
+
+    def devices(*, healthy: bool) -> Raw:
+        return {"spec": {"devices": [{"uuid": "GPU-ext-0", "healthy": healthy}]}}
+
+    await scene.kube.create(GPU_NODES, {**gpu_node_object("ext-0", "GPU-ext-0"), **devices(healthy=False)})
+    await scene.prove("ext-0", HASH)
+    await scene.is_known("ext-0", proven=True)
+    limits = {"limits": {"nvidia.com/gpu": "1"}}
+    with scene.scheduler():
+        container = {"name": "main", "image": "example.test/main:1", "resources": limits}
+        await scene.create("secure", ASKING, containers=[container])
+        await scene.waits("secure", "1 too few free GPUs")
+        started = time.monotonic()
+        await scene.kube.patch(GPU_NODES, "ext-0", devices(healthy=True))
+        await scene.is_on("secure", "ext-0")
+        assert time.monotonic() - started < SOON
+
+
+@pytest.mark.defect("S0-5")
+async def test_nobody_is_evicted_for_a_pod_that_the_node_could_never_have(scene: Scene) -> None:
+    """The node is full: its scheduler would make room before it asks anybody about evidence."""
+    classes = {"ext-low": 1, "ext-high": 1_000_000}
+    for name, value in classes.items():
+        await scene.kube.create(PRIORITIES, {"metadata": {"name": name}, "value": value})
+    try:
+        whole = {"resources": {"requests": {"cpu": "60"}, "limits": {"cpu": "60"}}}
+        container: list[Raw] = [{"name": "main", "image": "example.test/main:1", **whole}]
+        for node in ("ext-0", "ext-1"):
+            here: Raw = {"nodeSelector": {"kubernetes.io/hostname": node}, "containers": container}
+            with scene.scheduler():
+                await scene.create(f"low-{node}", priorityClassName="ext-low", **here)
+                await scene.is_on(f"low-{node}", node)
+        await scene.prove("ext-1", HASH)
+        await scene.is_known("ext-1", proven=True)
+        with scene.scheduler():
+            for node in ("ext-0", "ext-1"):
+                here = {"nodeSelector": {"kubernetes.io/hostname": node}, "containers": container}
+                await scene.create(f"high-{node}", ASKING, priorityClassName="ext-high", **here)
+            # Where the evidence is right, room is made; then the other one has long been looked at too.
+            await scene.is_on("high-ext-1", "ext-1")
+            await scene.waits("high-ext-0", "Insufficient cpu")
+        survivor = await scene.kube.get(PODS, "low-ext-0", scene.namespace)
+        assert "deletionTimestamp" not in survivor["metadata"]
+        assert await scene.kube.find(PODS, "low-ext-1", scene.namespace) is None
+    finally:
+        for name in classes:
+            await scene.kube.delete(PRIORITIES, name)
+
+
+@pytest.mark.defect("S0-7")
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/scheduler").glob("*config.yaml")), ids=lambda path: path.name)
+def test_a_scheduler_takes_the_configurations_that_are_shipped(cluster: Cluster, path: Path, tmp_path: Path) -> None:
+    """With the files where this machine has them; it writes down what it has read."""
+    identity = trustme.CA()
+    shown = identity.issue_cert("kube-scheduler")
+    identity.cert_pem.write_to_path(tmp_path / "ca.crt")
+    shown.cert_chain_pems[0].write_to_path(tmp_path / "scheduler.crt")
+    shown.private_key_pem.write_to_path(tmp_path / "scheduler.key")
+    here = yaml.safe_load(path.read_text().replace("/etc/kubernetes/gpuwarden", str(tmp_path)))
+    here["clientConnection"] = {"kubeconfig": str(cluster.credentials.kubeconfig_of(SCHEDULER))}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(here))
+    command = [str(binaries() / SCHEDULERS), "--config=config.yaml", "--secure-port=0", "--write-config-to=read"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (extender,) = yaml.safe_load((tmp_path / "read").read_text())["extenders"]
+    extender.setdefault("ignorable", False)  # a no is left out
+    assert extender | here["extenders"][0] == extender
+
+
+class Meddler:
+    """An extender that is asked after us, and does something in between; it lets all nodes pass."""
+
+    def __init__(self, meddle: Callable[[], Awaitable[None]]) -> None:
+        self._meddle = meddle
+        self.times = 0
+
+    async def filter(self, request: Request) -> Response:
+        asked = await request.json()
+        self.times += 1
+        if self.times == 1:
+            await self._meddle()
+        return JSONResponse({"NodeNames": asked["NodeNames"], "FailedNodes": {}, "Error": ""})
+
+
+@pytest.mark.defect("S0-6")
+async def test_evidence_that_goes_between_filter_and_bind_ends_the_binding(scene: Scene) -> None:
+    async def withdraw() -> None:
+        await scene.prove("ext-1", None)
+        await scene.is_known("ext-1", proven=False)
+
+    await scene.prove("ext-1", HASH)
+    await scene.is_known("ext-1", proven=True)
+    meddler = Meddler(withdraw)
+    app = Starlette(routes=[Route("/filter", meddler.filter, methods=["POST"])])
+    listener = Listener(app, host="127.0.0.1", port=0)
+    await listener.start()
+    try:
+        other = {"urlPrefix": listener.url, "filterVerb": "filter", "nodeCacheCapable": True, "httpTimeout": "60s"}
+        with scene.scheduler(other, bindVerb="bind"):
+            await scene.create("secure", ASKING)
+            await scene.waits("secure", "node ext-1: no evidence")
+            assert await scene.node_of("secure") is None
+            await scene.prove("ext-1", HASH)
+            await scene.is_on("secure", "ext-1")
+    finally:
+        await listener.stop(0)
+
+
+@pytest.mark.defect("S0-6")
+async def test_a_binding_is_made_once_and_only_of_the_pod_that_is_meant(scene: Scene) -> None:
+    await scene.prove("ext-1", HASH)
+    await scene.is_known("ext-1", proven=True)
+    made = await scene.create("secure", ASKING)
+    wish = {"PodName": "secure", "PodNamespace": scene.namespace, "PodUID": made["metadata"]["uid"], "Node": "ext-1"}
+    async with scene.client() as client:
+
+        async def bound(**members: str) -> str:
+            return str((await client.post("/bind", json={**wish, **members})).raise_for_status().json()["Error"])
+
+        assert "no pod" in await bound(PodUID="another")
+        assert "no evidence" in await bound(Node="ext-0")
+        assert await scene.node_of("secure") is None
+        assert await bound() == ""
+        assert await scene.node_of("secure") == "ext-1"
+        assert await bound() == ""
+        assert await bound(Node="ext-0") == "the pod is on ext-1 already"

@@ -1,0 +1,259 @@
+"""An API server that refuses, loses answers or is away: a creation is denied clearly or succeeds, and nothing leaks."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.crew import Site, site
+from tests.e2e.faults import (
+    Fault,
+    Match,
+    Proxy,
+    answering,
+    cut,
+    delayed,
+    expired,
+    expired_inside,
+    is_ledger_call,
+    is_reservation_write,
+    is_watch,
+    lost,
+    swallowed,
+)
+from tests.e2e.figures import percentile, tell
+from tests.e2e.kube import PODS, Kube, wait_until
+from tests.e2e.storm import Storm, plain
+from tests.e2e.test_watch import everybody_is_back
+from webhook.core.reasons import Reason
+
+DEADLINE, SKEW = 4, 1
+FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
+# The faults go on while things are put in order: each write may need several tries.
+LEAK_LIMIT = DEADLINE + SKEW + 25.0
+# The API server gives a review 10 s; mutating and validating are two of them.
+ANSWER_LIMIT = 20.0
+SHAPE: dict[str, Any] = {"nodes": 2, "gpus": 8, "flags": FLAGS, "name": "fault"}
+PODS_OF = pytest.mark.parametrize("pods", [40, pytest.param(400, marks=pytest.mark.long)])
+
+
+@frozen
+class Kind:
+    match: Match
+    fault: Fault
+    share: float = 0.2
+
+
+KINDS = {
+    "409": Kind(is_reservation_write, answering(409)),
+    "429": Kind(is_ledger_call, answering(429)),
+    "500": Kind(is_ledger_call, answering(500)),
+    "503": Kind(is_ledger_call, answering(503)),
+    "answer lost": Kind(is_reservation_write, lost),
+    "connection cut": Kind(is_ledger_call, cut),
+    "answer swallowed": Kind(is_reservation_write, swallowed, 0.1),
+    "answer late": Kind(is_ledger_call, delayed(0.5)),
+}
+
+
+async def true(look: Callable[[], object]) -> bool:
+    return bool(look())
+
+
+async def confirmed(here: Site) -> bool:
+    """Each pod that lives is held for, finalized, and nothing else is."""
+    held = await here.held()
+    return {(entry.get("uid"), entry["phase"]) for entry in held.values()} == {
+        (uid, "finalized") for uid in here.judge.living
+    } and {slot.partition("/")[0] for slot in held} == here.judge.gpus
+
+
+async def emptied(here: Site, seconds: float = LEAK_LIMIT) -> float:
+    """How long after the last pod has gone until nothing is held."""
+    await here.free_all()
+    await wait_until(lambda: true(lambda: not here.judge.living), seconds=60)
+    started = time.monotonic()
+    await wait_until(here.held, lambda held: not held, seconds)
+    return time.monotonic() - started
+
+
+# The short form has one of each sort; `make chaos` has all.
+SHORT = ("409", "500", "answer lost", "answer swallowed")
+
+
+@PODS_OF
+@pytest.mark.parametrize("kind", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in KINDS])
+async def test_a_creation_is_denied_clearly_or_succeeds(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, kind: str, pods: int
+) -> None:
+    chosen = KINDS[kind]
+    async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
+        through = proxy.kubeconfig(tmp_path)
+        for _ in range(2):
+            await here.replica(through)
+        await here.reviewed()
+        await here.reconciler(through)
+        await here.offered()
+        proxy.on(kind, chosen.match, chosen.fault, chosen.share)
+        storm = Storm(here, clients=16)
+        await asyncio.gather(*(once_each(storm, pods // 16 + 1) for _ in range(16)))
+        alive = len(here.judge.living)
+        await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
+        free_after = await emptied(here)
+        answers = storm.tally.made + storm.tally.denied
+        tell(
+            request,
+            asked=len(answers),
+            made=len(storm.tally.made),
+            refused=dict(storm.tally.why),
+            faults=proxy.struck[kind],
+            p99_s=percentile(answers, 0.99),
+            alive_at_the_end=alive,
+            free_after_s=free_after,
+            unclear=storm.tally.unclear[:3],
+        )
+        assert not here.judge.wrongs
+        assert len(storm.tally.unclear) <= len(answers) // 20, storm.tally.unclear[:5]
+        assert {reason for _, reason in storm.tally.why} <= {reason.value for reason in Reason}
+        assert proxy.struck[kind]
+        assert storm.tally.made
+        assert max(answers) < ANSWER_LIMIT
+
+
+async def once_each(storm: Storm, count: int) -> None:
+    """Try so many pods, each once; half of those that come are deleted at once."""
+    for number in range(count):
+        made = await storm.tried(plain(storm.chance))
+        if made is not None and number % 2:
+            await storm.site.kube.delete(PODS, made["metadata"]["name"], storm.site.namespace)
+
+
+@pytest.mark.parametrize("how", [expired, expired_inside], ids=["the answer", "the first event"])
+async def test_a_410_to_every_watch_is_lived_with_and_the_server_is_not_flooded(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, how: Fault
+) -> None:
+    async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
+        proxy.on("410", is_watch, how)
+        through = proxy.kubeconfig(tmp_path)
+        await here.replica(through)
+        await here.reviewed()
+        await here.reconciler(through)
+        await here.offered()
+        storm = Storm(here, clients=8)
+        await asyncio.wait_for(storm.create(len(here.gpus), plain), 60)
+        await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
+        before, started = proxy.struck["410"], time.monotonic()
+        free_after = await emptied(here)
+        await asyncio.sleep(5)
+        rate = (proxy.struck["410"] - before) / (time.monotonic() - started)
+        proxy.rules.clear()
+        await asyncio.wait_for(storm.create(len(here.gpus), plain), 60)
+        await wait_until(lambda: confirmed(here))
+        after_recovery = await emptied(here)
+        tell(request, watches_refused_per_s=rate, free_after_s=free_after, free_after_recovery_s=after_recovery)
+        assert not here.judge.wrongs
+        # A handful of watches, each begun anew a few times a second at most.
+        assert rate < 20
+
+
+async def test_a_path_that_freezes_costs_denials_and_nothing_else(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
+        through = proxy.kubeconfig(tmp_path)
+        await here.replica(through)
+        await here.reviewed()
+        await here.reconciler(through)
+        await here.offered()
+        storm = Storm(here, clients=8)
+        await storm.create(4, plain)
+        proxy.freeze()
+        asked = [asyncio.create_task(storm.tried(plain(storm.chance))) for _ in range(8)]
+        await asyncio.wait(asked, timeout=ANSWER_LIMIT)
+        assert all(one.done() for one in asked)
+        assert len(storm.tally.made) == 4
+        proxy.thaw()
+        await asyncio.wait_for(storm.create(8, plain), 60)
+        await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
+        free_after = await emptied(here)
+        tell(request, refused=dict(storm.tally.why), slowest_answer_s=max(storm.tally.denied), free_after_s=free_after)
+        assert not here.judge.wrongs
+        assert len(storm.tally.unclear) <= 2, storm.tally.unclear  # two of ten, on a machine that is busy elsewhere
+
+
+def restarts(cluster: Cluster) -> Coroutine[Any, Any, None]:
+    return asyncio.to_thread(cluster.restart, "kube-apiserver")
+
+
+async def pauses(cluster: Cluster) -> None:
+    cluster.pause("etcd")
+    try:
+        await asyncio.sleep(10)
+    finally:
+        cluster.resume("etcd")
+
+
+@pytest.mark.parametrize("happens", [restarts, pauses], ids=["API server restarted", "etcd paused for 10 s"])
+async def test_what_happens_to_the_control_plane_in_the_middle_leaves_all_well(
+    cluster: Cluster,
+    kube: Kube,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    happens: Callable[[Cluster], Coroutine[Any, Any, None]],
+) -> None:
+    async with site(cluster, kube, tmp_path, **SHAPE, replicas=2) as here:
+        await here.reconciler()
+        await here.offered()
+        storm = Storm(here, clients=8)
+        reaping = asyncio.create_task(storm.reap(0.5, forgives=True))
+        coming = asyncio.create_task(storm.create(100, plain))
+        await wait_until(lambda: true(lambda: len(storm.tally.made) >= 10))
+        await happens(cluster)
+        started = time.monotonic()
+        await everybody_is_back(kube)
+        back = time.monotonic() - started
+        await asyncio.wait_for(coming, 300)
+        reaping.cancel()
+        await asyncio.gather(reaping, return_exceptions=True)
+        await wait_until(lambda: confirmed(here), seconds=60)
+        free_after = await emptied(here, 60)
+        tell(
+            request,
+            others_back_s=back,
+            made=len(storm.tally.made),
+            refused=dict(storm.tally.why),
+            without_verdict=len(storm.tally.unclear),
+            free_after_s=free_after,
+        )
+        assert not here.judge.wrongs
+
+
+async def test_replicas_whose_clocks_differ_by_the_skew_give_nothing_away(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    flags = ("--clock-skew", "5s")  # the slowest and the fastest clock are 10 s apart: the deadline is the usual one
+    async with site(cluster, kube, tmp_path, **{**SHAPE, "flags": flags}) as here:
+        for skew in (-5, 5, 0):
+            await here.replica(skew=skew)
+        await here.reviewed()
+        await here.reconciler()
+        await here.offered()
+        storm = Storm(here, clients=16)
+        reaping = asyncio.create_task(storm.reap(0.7))
+        try:
+            await asyncio.wait_for(storm.create(60, plain), 300)
+        except TimeoutError:
+            pytest.fail(f"{len(storm.tally.made)} made, {dict(storm.tally.why)}, {storm.tally.unclear[:3]}")
+        finally:
+            reaping.cancel()
+            await asyncio.gather(reaping, return_exceptions=True)
+        await wait_until(lambda: confirmed(here))
+        free_after = await emptied(here, 60)
+        tell(request, made=len(storm.tally.made), refused=dict(storm.tally.why), free_after_s=free_after)
+        assert not here.judge.wrongs
+        assert {reason for _, reason in storm.tally.why} <= {"NoFreeDevice", "DeadlinePassed"}

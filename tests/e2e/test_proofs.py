@@ -1,0 +1,228 @@
+"""Challenged nodes on a real API server: replicas that share nothing but it and a key, with the shipped permissions."""
+
+import asyncio
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from scripts.controlplane.cluster import gpu_node as node_object
+from tests import builders
+from tests.builders import HASH, OTHER_HASH
+from tests.e2e.conftest import new_namespace
+from tests.e2e.kube import (
+    CLUSTER_ROLE_BINDINGS,
+    CLUSTER_ROLES,
+    NODES,
+    SERVICE_ACCOUNTS,
+    ApiError,
+    Kube,
+    Raw,
+    forced_away,
+    gone,
+    pod,
+    wait_until,
+)
+from tests.e2e.test_discovery import NODE_EVIDENCES
+from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
+from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, evidence_id, token
+from tests.ledger.fake_store import gpu_node
+from tests.running import GPUWARDEN, Running, serving
+from webhook.clock import utc_now
+from webhook.policies import Installation, rbac
+
+NODE = "proof-a"
+KEY = SigningKey.make()
+RBAC = {"ServiceAccount": SERVICE_ACCOUNTS, "ClusterRole": CLUSTER_ROLES, "ClusterRoleBinding": CLUSTER_ROLE_BINDINGS}
+
+
+@frozen(eq=False)
+class Scene:
+    """Replicas, one node, and its agent."""
+
+    cluster: Cluster
+    kube: Kube
+    agent: JwtWorkloadApiDouble
+    replicas: tuple[Running, ...]
+
+    async def is_old_enough(self) -> None:
+        """What is issued within the skew of a node's making might be of the node before it."""
+        made = datetime.fromisoformat((await self.kube.get(NODES, NODE))["metadata"]["creationTimestamp"])
+
+        async def age() -> timedelta:
+            return utc_now() - made
+
+        await wait_until(age, lambda found: found > timedelta(seconds=7))
+
+    async def challenged(self, replica: Running) -> str:
+        async with replica.client() as client:
+            reply = await client.get("/evidence/challenge", params={"node": NODE})
+        return str(reply.json()["nonce"])
+
+    async def token(self, replica: Running, hash: str = HASH) -> str:
+        return token(KEY, await self.challenged(replica), utc_now(), sub=evidence_id(NODE, hash))
+
+    async def posted(self, replica: Running, text: str) -> int:
+        async with replica.client(timeout=30) as client:
+            reply: httpx.Response = await client.post("/evidence", json={"token": text})
+        return reply.status_code
+
+    async def proves(self, replica: Running, hash: str = HASH) -> None:
+        """Post new proofs until one is taken: in one and the same second only one can be."""
+
+        async def attempt() -> int:
+            return await self.posted(replica, await self.token(replica, hash))
+
+        assert await wait_until(attempt, lambda status: status == 200) == 200
+
+    async def admits(self, replica: Running, hash: str) -> bool:
+        raw = pod("probe", 1, {"gpuwarden.io/required-hash": hash}, nodeSelector={"kubernetes.io/hostname": NODE})
+        asked = builders.mutating_create(raw, uid=builders.REVIEW_UID, dry_run=True)
+        async with replica.client(timeout=30) as client:
+            reply = await client.post("/mutate", json=asked)
+        return bool(reply.json()["response"]["allowed"])
+
+    async def all_admit(self, hash: str, *, admitted: bool) -> None:
+        for replica in self.replicas:
+            await wait_until(lambda one=replica: self.admits(one, hash), lambda found: found is admitted)  # type: ignore[misc]  # bound now
+
+    async def entry(self) -> Raw:
+        found: Raw = (await self.kube.get(NODE_EVIDENCES, NODE))["status"]["sources"]["jwt-svid"]
+        return found
+
+
+@pytest.fixture
+async def account(cluster: Cluster, kube: Kube) -> AsyncIterator[Path]:
+    """A kubeconfig that may do what `serve` may, and nothing else."""
+    async with new_namespace(kube) as namespace:
+        manifests = [
+            one
+            for one in rbac(Installation(namespace=namespace))
+            if one["kind"] in RBAC and one["metadata"]["name"] == "gpuwarden"
+        ]
+        for one in manifests:
+            await kube.create(RBAC[one["kind"]], one, one["metadata"].get("namespace"))
+        yield cluster.service_account_kubeconfig(namespace, "gpuwarden")
+        for one in manifests:
+            await kube.delete(RBAC[one["kind"]], "gpuwarden", one["metadata"].get("namespace"))
+
+
+async def came_up(cluster: Cluster, kube: Kube) -> None:
+    await asyncio.to_thread(cluster.add_nodes, [node_object(NODE)])
+    with suppress(ApiError):
+        await kube.create(GPU_NODES, gpu_node(NODE, "GPU-proof"))
+
+
+@pytest.fixture
+async def scene(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -> AsyncIterator[Scene]:
+    await installed(kube)
+    agent = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY, [evidence_id(NODE)])
+    (tmp_path / "nonce.key").write_bytes(os.urandom(32))
+    flags = ["--ledger", "cluster", "--kubeconfig", str(account), "--log-level", "warn", "--evidence", "jwt-svid"]
+    flags += ["--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{agent.path}"]
+    flags += ["--nonce-key", str(tmp_path / "nonce.key")]
+    await agent.start()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(agent.stop)
+        for of in (NODES, GPU_NODES, NODE_EVIDENCES):
+            stack.push_async_callback(away, kube, of)
+        await came_up(cluster, kube)
+        replicas = []
+        for number in range(2):
+            (tmp_path / f"replica-{number}").mkdir()
+            starting = serving(tmp_path / f"replica-{number}", None, flags)
+            processes = stack.enter_context(ExitStack())
+            replicas.append(await asyncio.to_thread(processes.enter_context, starting))
+        scene = Scene(cluster, kube, agent, tuple(replicas))
+        await scene.is_old_enough()
+        yield scene
+
+
+async def away(kube: Kube, of: object) -> None:
+    with suppress(ApiError):
+        await forced_away(kube, of, NODE)  # type: ignore[arg-type]  # a Resource
+
+
+async def test_a_proof_told_to_one_replica_counts_with_all(scene: Scene) -> None:
+    first, second = scene.replicas
+    assert not await scene.admits(first, HASH)
+    text = token(KEY, await scene.challenged(first), utc_now(), sub=evidence_id(NODE))
+    assert await scene.posted(second, text) == 200
+    await scene.all_admit(HASH, admitted=True)
+    entry = await scene.entry()
+    assert (entry["hash"], entry["banned"], len(entry["nonceDigest"])) == (HASH, False, 64)
+    await scene.proves(first, OTHER_HASH)
+    await scene.all_admit(HASH, admitted=False)
+    await scene.all_admit(OTHER_HASH, admitted=True)
+
+
+async def test_a_token_is_taken_once_by_all_replicas_together(scene: Scene) -> None:
+    text = await scene.token(scene.replicas[0])
+    answers = await asyncio.gather(*(scene.posted(one, text) for one in scene.replicas * 10))
+    assert Counter(answers) == {200: 1, 409: 19}
+
+
+async def test_a_token_is_refused_after_a_restart_too(scene: Scene, account: Path, tmp_path: Path) -> None:
+    text = await scene.token(scene.replicas[0])
+    assert await scene.posted(scene.replicas[0], text) == 200
+    flags = ["--ledger", "cluster", "--kubeconfig", str(account), "--evidence", "jwt-svid"]
+    flags += ["--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{scene.agent.path}"]
+    (tmp_path / "again").mkdir()
+    with ExitStack() as stack:
+        starting = serving(tmp_path / "again", None, [*flags, "--nonce-key", str(tmp_path / "nonce.key")])
+        again = await asyncio.to_thread(stack.enter_context, starting)
+        assert await scene.posted(again, text) == 409
+        assert await scene.admits(again, HASH)
+
+
+async def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(scene: Scene) -> None:
+    first, _ = scene.replicas
+    await scene.proves(first)
+    await scene.all_admit(HASH, admitted=True)
+    in_hand = await scene.token(first)
+    await scene.kube.delete(NODES, NODE)
+    await gone(scene.kube, NODES, NODE)
+    assert await scene.posted(first, in_hand) == 403
+    await came_up(scene.cluster, scene.kube)
+    assert await scene.posted(first, in_hand) == 403
+    assert (await scene.entry())["hash"] == HASH  # what the old one proved is there, and counts for nothing
+    await scene.all_admit(HASH, admitted=False)
+    await scene.proves(first)
+    await scene.all_admit(HASH, admitted=True)
+
+
+async def test_a_node_attests_itself(scene: Scene) -> None:
+    first, second = scene.replicas
+    command = [GPUWARDEN, "attest", "--once", "--server", first.urls["https"], "--node", NODE]
+    command += ["--server-ca", str(first.directory / "certs/dev/ca.crt"), "--spire-trust-domain", TRUST_DOMAIN]
+    command += ["--spire-workload-api", f"unix:{scene.agent.path}"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
+    _, log = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, log.decode()
+    assert json.loads(log.splitlines()[-1])["hash"] == HASH
+    await scene.all_admit(HASH, admitted=True)
+    assert second.process.poll() is None
+
+
+async def test_an_api_server_that_is_away_takes_nothing_and_loses_nothing(scene: Scene) -> None:
+    """What was not written down was not accepted, and the answer says so in time."""
+    first, _ = scene.replicas
+    text = await scene.token(first)
+    scene.cluster.pause("kube-apiserver")
+    try:
+        assert await scene.posted(first, text) == 503
+    finally:
+        scene.cluster.resume("kube-apiserver")
+    await wait_until(lambda: scene.kube.find(NODES, NODE))
+    await scene.proves(first)
+    await scene.all_admit(HASH, admitted=True)

@@ -1,0 +1,185 @@
+"""Many clients, several replicas, pods that come and go: judged from the pods."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.crew import Site, site
+from tests.e2e.figures import percentile, tell
+from tests.e2e.kube import DEPLOYMENTS, EVENTS, JOBS, PODS, Kube, deployment, job, pod, wait_until
+from tests.e2e.storm import SHORT_LIVED, Storm, mixed, plain
+
+REPLICAS = 4
+GPUS = 8
+# A pending reservation's deadline and, for others, the clock skew; then a pass of the reconciler and its writes.
+DEADLINE, SKEW, SLACK = 20, 1, 10
+# On a machine that is too small for all of this a review may run out of time; it says so.
+CLEAR = {(429, "NoFreeDevice"), (503, "DeadlinePassed"), (409, "ReservationExpired")}
+FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
+# Whole tests; a machine with two cores carries out 15 to 40 creations a second, everything included.
+PATIENCE = 120.0
+
+
+@frozen
+class Size:
+    nodes: int
+    pods: int
+    seconds: float
+
+
+SIZES = [
+    pytest.param(Size(6, 300, 300), id="300 pods"),
+    pytest.param(Size(50, 10_000, 3000), id="10000 pods", marks=pytest.mark.long),
+]
+
+
+async def true(look: Callable[[], object]) -> bool:
+    return bool(look())
+
+
+async def freed(here: Site) -> float:
+    """How long it takes after the last pod has gone until nothing is held."""
+    await here.free_all()
+    await wait_until(lambda: true(lambda: not here.judge.living), seconds=PATIENCE)
+    started = time.monotonic()
+    await wait_until(here.held, lambda held: not held, seconds=DEADLINE + SKEW + SLACK)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, size: Size
+) -> None:
+    shape: dict[str, Any] = {"nodes": size.nodes, "gpus": GPUS, "replicas": REPLICAS, "flags": FLAGS, "name": "storm"}
+    async with site(cluster, kube, tmp_path, **shape) as here, asyncio.timeout(size.seconds):
+        await here.reconciler()
+        slots = len(here.gpus)
+        storm = Storm(here)
+        started = time.monotonic()
+        await storm.create(slots, plain)
+        await wait_until(lambda: true(here.all_used))
+        filled = time.monotonic() - started
+        tell(request, gpus=slots, filled_s=filled, refused=dict(storm.tally.why))
+
+        reaping = asyncio.create_task(storm.reap())
+        churned = time.monotonic()
+        await storm.create(size.pods - 2 * slots, mixed)
+        rate = (size.pods - 2 * slots) / (time.monotonic() - churned)
+        reaping.cancel()
+        await asyncio.gather(reaping, return_exceptions=True)
+        tell(request, churned=size.pods - 2 * slots, rate=rate, refused=dict(storm.tally.why))
+
+        again = time.monotonic()
+        topping = asyncio.create_task(storm.create(slots, plain))
+        await wait_until(lambda: true(here.all_used), seconds=PATIENCE)
+        refilled = time.monotonic() - again
+        reaping = asyncio.create_task(storm.reap())
+        await topping
+        reaping.cancel()
+        await asyncio.gather(reaping, return_exceptions=True)
+
+        freed_after = await freed(here)
+        conflicts = sum([await one.metric("gpuwarden_ledger_conflicts_total") for one in here.replicas])
+        verdicts = [await one.metric("gpuwarden_verdicts_total") for one in here.replicas]
+        tell(
+            request,
+            creations=len(storm.tally.made),
+            gpus=slots,
+            filled_s=filled,
+            churn_per_s=rate,
+            p50_ms=1000 * percentile(storm.tally.made, 0.5),
+            p99_ms=1000 * percentile(storm.tally.made, 0.99),
+            refused=dict(storm.tally.why),
+            refused_p99_ms=1000 * percentile(storm.tally.denied, 0.99),
+            conflicts=int(conflicts),
+            verdicts_by_replica=[int(one) for one in verdicts],
+            refilled_s=refilled,
+            free_after_the_last_pod_s=freed_after,
+            wrongs=len(here.judge.wrongs),
+            unclear=len(storm.tally.unclear),
+        )
+        assert not here.judge.wrongs[:5]
+        assert len(storm.tally.unclear) <= size.pods // 100, storm.tally.unclear[:5]
+        assert set(storm.tally.why) <= CLEAR
+        assert len(here.judge.seen) == len(storm.tally.made) == size.pods
+        assert all(verdicts)
+
+
+AT_ONCE = pytest.mark.parametrize("pods", [16, 256, pytest.param(4000, marks=pytest.mark.long)])
+
+
+@AT_ONCE
+async def test_many_at_once_onto_full_nodes_are_refused_soon_and_all_served_when_there_is_room(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, pods: int
+) -> None:
+    shape: dict[str, Any] = {"nodes": 4, "gpus": GPUS, "replicas": 2, "flags": FLAGS, "name": "full"}
+    async with site(cluster, kube, tmp_path, **shape) as here, asyncio.timeout(2 * PATIENCE + pods):
+        await here.reconciler()
+        storm = Storm(here)
+        await storm.create(len(here.gpus), plain)
+        await wait_until(lambda: true(here.all_used))
+
+        onto_full = Storm(here, clients=pods)
+        refusals = await asyncio.gather(*(onto_full.tried(plain(onto_full.chance)) for _ in range(pods)))
+        assert not any(refusals)
+        assert (429, "NoFreeDevice") in onto_full.tally.why
+        assert set(onto_full.tally.why) <= CLEAR
+        assert len(onto_full.tally.unclear) <= pods // 50, onto_full.tally.unclear[:5]
+
+        waiting = Storm(here, clients=pods)
+        coming = asyncio.create_task(waiting.create(pods, lambda _: pod(None, gpus=1, annotations=SHORT_LIVED)))
+        started = time.monotonic()
+        await here.free_all()
+        await coming
+        served = time.monotonic() - started
+        tell(
+            request,
+            refused_p50_ms=1000 * percentile(onto_full.tally.denied, 0.5),
+            refused_last_ms=1000 * max(onto_full.tally.denied),
+            served_s=served,
+            refused_meanwhile=sum(waiting.tally.why.values()),
+            free_after_the_last_pod_s=await freed(here),
+        )
+        assert not here.judge.wrongs
+        assert len(waiting.tally.unclear) <= pods // 50, waiting.tally.unclear[:5]
+        assert len(waiting.tally.made) == pods
+
+
+@pytest.mark.parametrize("pods", [16, pytest.param(256, marks=pytest.mark.long)])
+async def test_what_controllers_could_not_have_they_get_when_there_is_room(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, pods: int
+) -> None:
+    shape: dict[str, Any] = {"nodes": 4, "gpus": GPUS, "replicas": 2, "flags": FLAGS, "name": "full"}
+    async with site(cluster, kube, tmp_path, **shape) as here, asyncio.timeout(2 * PATIENCE + 4 * pods):
+        await here.reconciler()
+        storm = Storm(here)
+        await storm.create(len(here.gpus), plain)
+        await wait_until(lambda: true(here.all_used))
+        holders = {one.name for one in here.judge.living.values()}
+        await kube.create(JOBS, job("later", pods=pods, gpus=1), here.namespace)
+        await kube.create(DEPLOYMENTS, deployment("later", 4, gpus=1), here.namespace)
+        await wait_until(lambda: kube.list(EVENTS, here.namespace, fieldSelector="reason=FailedCreate"))
+        started = time.monotonic()
+        for name in holders:
+            await kube.delete(PODS, name, here.namespace)
+        await wait_until(
+            lambda: kube.get(JOBS, "later", here.namespace),
+            lambda one: one["status"].get("succeeded") == pods,
+            seconds=4 * pods + PATIENCE,
+        )
+        job_done = time.monotonic() - started
+        await wait_until(
+            lambda: kube.get(DEPLOYMENTS, "later", here.namespace),
+            lambda one: one["status"].get("readyReplicas") == 4,
+            seconds=PATIENCE,
+        )
+        tell(request, job_done_s=job_done, deployment_ready_s=time.monotonic() - started)
+        assert not here.judge.wrongs
+        await kube.delete(DEPLOYMENTS, "later", here.namespace)
+        await kube.delete(JOBS, "later", here.namespace)

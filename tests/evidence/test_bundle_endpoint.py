@@ -1,0 +1,181 @@
+"""The HTTPS bundle endpoint: a real one over real TLS, and answers that a good one would not give."""
+
+import ssl
+from base64 import b64encode
+from pathlib import Path
+
+import httpx
+import pytest
+import respx
+import trustme
+
+from tests.evidence.certificates import Authority, Issued, server_context
+from tests.evidence.jwt_doubles import endpoint
+from tests.evidence.tokens import SigningKey, document
+from webhook.evidence import EvidenceUnavailableError
+from webhook.evidence.bundle_endpoint import BadRootsError, BundleEndpoint, SpiffeTrust, WebTrust
+from webhook.evidence.jwt_bundle import BadBundleError
+
+KEY = SigningKey.make()
+SERVER_ID = "spiffe://example.org/spire/server"
+URL = "https://spire.example/bundle"
+
+
+@pytest.fixture(scope="module")
+def ca() -> trustme.CA:
+    return trustme.CA()
+
+
+def web_context(ca: trustme.CA, name: str = "localhost") -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert(name).configure_cert(context)
+    return context
+
+
+def pem(directory: Path, *roots: bytes) -> Path:
+    path = directory / "roots.pem"
+    path.write_text("".join(map(ssl.DER_cert_to_PEM_cert, roots)))
+    return path
+
+
+def with_roots(*roots: bytes, sequence: int = 1) -> bytes:
+    extra = tuple({"use": "x509-svid", "kty": "EC", "x5c": [b64encode(der).decode()]} for der in roots)
+    return document(KEY, extra=extra, sequence=sequence)
+
+
+# https_web.
+
+
+async def test_an_ordinary_endpoint_is_known_by_its_name(ca: trustme.CA, tmp_path: Path) -> None:
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    async with endpoint(web_context(ca), document(KEY, sequence=3)) as double:
+        bundle = await BundleEndpoint(double.url, WebTrust(tmp_path / "ca.pem")).fetch()
+    assert (set(bundle.keys), bundle.sequence) == ({"key-1"}, 3)
+    assert double.requests[0].startswith(b"GET / HTTP/1.1\r\n")
+
+
+@pytest.mark.parametrize("case", ["another CA", "another name", "the system's CAs"])
+async def test_an_endpoint_that_is_another_is_asked_nothing(ca: trustme.CA, tmp_path: Path, case: str) -> None:
+    (trustme.CA() if case == "another CA" else ca).cert_pem.write_to_path(tmp_path / "ca.pem")
+    name = "elsewhere.example" if case == "another name" else "localhost"
+    trust = WebTrust(None if case == "the system's CAs" else tmp_path / "ca.pem")
+    async with endpoint(web_context(ca, name), document(KEY)) as double:
+        with pytest.raises(EvidenceUnavailableError, match="certificate verify failed"):
+            await BundleEndpoint(double.url, trust).fetch()
+    assert double.requests == []
+
+
+async def test_an_endpoint_that_is_not_there_is_away(tmp_path: Path, ca: trustme.CA) -> None:
+    async with endpoint(web_context(ca), b"") as double:
+        pass
+    with pytest.raises(EvidenceUnavailableError):
+        await BundleEndpoint(double.url, WebTrust(None)).fetch()
+
+
+@pytest.mark.respx
+@pytest.mark.parametrize("status", [301, 302, 404, 405, 500, 503])
+async def test_any_other_status_is_no_bundle(status: int, respx_mock: respx.MockRouter) -> None:
+    elsewhere = {"Location": "https://attacker.example/"}
+    respx_mock.get(URL).respond(status, content=document(KEY), headers=elsewhere)
+    with pytest.raises(EvidenceUnavailableError, match=str(status)):
+        await BundleEndpoint(URL, WebTrust(None)).fetch()
+
+
+@pytest.mark.respx
+@pytest.mark.parametrize("fault", [httpx.ConnectError, httpx.ReadTimeout, httpx.RemoteProtocolError, httpx.ReadError])
+async def test_an_endpoint_that_fails_is_away(fault: type[httpx.TransportError], respx_mock: respx.MockRouter) -> None:
+    respx_mock.get(URL).mock(side_effect=fault)
+    with pytest.raises(EvidenceUnavailableError, match="did not answer"):
+        await BundleEndpoint(URL, WebTrust(None)).fetch()
+
+
+@pytest.mark.respx
+@pytest.mark.parametrize("content", [b"", b"<html>", b"[]", b'{"keys": [1]}', b" " * (2**20 + 1)])
+async def test_what_is_no_bundle_is_refused(content: bytes, respx_mock: respx.MockRouter) -> None:
+    respx_mock.get(URL).respond(200, content=content)
+    with pytest.raises(BadBundleError):
+        await BundleEndpoint(URL, WebTrust(None)).fetch()
+
+
+async def test_the_file_of_cas_is_read_anew(ca: trustme.CA, tmp_path: Path) -> None:
+    trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
+    trust = WebTrust(tmp_path / "ca.pem")
+    async with endpoint(web_context(ca), document(KEY)) as double:
+        with pytest.raises(EvidenceUnavailableError):
+            await BundleEndpoint(double.url, trust).fetch()
+        ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+        assert (await BundleEndpoint(double.url, trust).fetch()).keys
+        (tmp_path / "ca.pem").write_text("nothing")
+        assert (await BundleEndpoint(double.url, trust).fetch()).keys
+
+
+# https_spiffe.
+
+
+async def fetched(trust: SpiffeTrust, shown: Issued, authority: Authority, content: bytes) -> int:
+    """How many requests the endpoint got."""
+    async with endpoint(server_context(shown, authority), content) as double:
+        found = BundleEndpoint(double.url, trust)
+        try:
+            found.accepted(await found.fetch())
+        finally:
+            seen = len(double.requests)
+    return seen
+
+
+async def test_a_spire_server_is_known_by_its_id(tmp_path: Path) -> None:
+    authority = Authority()
+    trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)
+    assert await fetched(trust, authority.issue(SERVER_ID), authority, document(KEY)) == 1
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [
+        ("spiffe://example.org/web",),
+        ("spiffe://example.org/spire/server2",),
+        ("spiffe://other.org/spire/server",),
+        (SERVER_ID, "spiffe://example.org/web"),
+        ("spiffe://example.org/web", SERVER_ID),
+        (),
+    ],
+    ids=["workload", "longer", "other domain", "both", "both, other order", "none"],
+)
+async def test_any_workload_of_the_trust_domain_is_asked_nothing(tmp_path: Path, uris: tuple[str, ...]) -> None:
+    authority = Authority()
+    trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)
+    async with endpoint(server_context(authority.issue(*uris), authority), document(KEY)) as double:
+        with pytest.raises(EvidenceUnavailableError, match="did not answer"):
+            await BundleEndpoint(double.url, trust).fetch()
+    assert double.requests == []
+
+
+async def test_an_authority_of_the_same_name_is_not_trusted(tmp_path: Path) -> None:
+    authority, impostor = Authority(), Authority()
+    trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)
+    with pytest.raises(EvidenceUnavailableError):
+        await fetched(trust, impostor.issue(SERVER_ID), impostor, document(KEY))
+
+
+async def test_each_bundle_says_whom_to_trust_next(tmp_path: Path) -> None:
+    old, new = Authority(), Authority()
+    trust = SpiffeTrust(pem(tmp_path, old.root), SERVER_ID)
+    assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root, new.root)) == 1
+    assert await fetched(trust, new.issue(SERVER_ID), new, with_roots(new.root)) == 1
+    with pytest.raises(EvidenceUnavailableError):
+        await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root))
+
+
+async def test_a_bundle_without_roots_changes_nothing(tmp_path: Path) -> None:
+    authority = Authority()
+    trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)
+    for content in (document(KEY), with_roots(b"\x30\x00")):
+        assert await fetched(trust, authority.issue(SERVER_ID), authority, content) == 1
+
+
+def test_a_file_without_roots_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "roots.pem"
+    path.write_text("nothing")
+    for make in (lambda: WebTrust(path), lambda: SpiffeTrust(path, SERVER_ID)):
+        with pytest.raises(BadRootsError):
+            make()

@@ -1,0 +1,107 @@
+"""Bundle documents: only keys that sign tokens, and never back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from tests.evidence.tokens import ES384, ES512, RS256, SigningKey, document
+from webhook.evidence.jwt_bundle import BadBundleError, JwtBundle, check_succession, parse_bundle
+
+KEY, OTHER = SigningKey.make("key-1"), SigningKey.make("key-2")
+
+
+def test_the_bundle_of_a_real_server_is_read() -> None:
+    bundle = parse_bundle((Path(__file__).parent / "recorded/bundle-endpoint.json").read_bytes())
+    assert set(bundle.keys) == {"d72lgjPqT6oqAmC8dmQqQ96ME1GpfzOu"}
+    assert (bundle.sequence, bundle.refresh_hint, len(bundle.x509_roots)) == (1, 10, 1)
+
+
+def test_keys_of_other_uses_and_kinds_sign_nothing() -> None:
+    short = rsa.generate_private_key(public_exponent=65537, key_size=1024)  # noqa: S505 - to see it refused
+    weak = SigningKey("weak", RS256, short)
+    keys = [
+        KEY,
+        SigningKey.make("key-3", ES384),
+        SigningKey.make("key-4", RS256),
+        SigningKey.make("key-5", ES512),
+        weak,
+    ]
+    others = tuple(OTHER.jwk(use) for use in ("x509-svid", "wit-svid", "sig", None))
+    secret = {"kty": "oct", "k": "AAAA", "kid": "key-6", "use": "jwt-svid"}
+    off_curve = KEY.jwk() | {"kid": "key-7", "x": "AAAA"}
+    bundle = parse_bundle(document(*keys, extra=(*others, secret, off_curve)))
+    assert set(bundle.keys) == {"key-1", "key-3", "key-4"}
+
+
+def test_a_private_key_is_taken_for_its_public_half() -> None:
+    bundle = parse_bundle(document(extra=(KEY.jwk() | {"d": "AAAA"},)))
+    assert bundle.keys["key-1"].key == KEY.private.public_key()
+
+
+def test_what_agents_hand_out_has_no_use() -> None:
+    content = json.dumps({"keys": [KEY.jwk(use=None)]}).encode()
+    assert set(parse_bundle(content, uses=frozenset({"jwt-svid", None})).keys) == {"key-1"}
+    assert not parse_bundle(content).keys
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"keys": {}}',
+        b'{"keys": [1]}',
+        b'{"keys": [], "spiffe_sequence": "1"}',
+        b'{"keys": [], "spiffe_sequence": 1.5}',
+        b"[" * 100_000,
+        b" " * (2**20 + 1),
+        document(KEY, SigningKey.make("key-1")),
+        document(SigningKey.make("")),
+        document(KEY, extra=({"use": "x509-svid", "x5c": ["***"]},)),
+    ],
+    ids=["empty", "list", "no keys", "keys", "key", "sequence", "half", "deep", "huge", "twice", "nameless", "root"],
+)
+def test_what_is_no_bundle_is_refused(content: bytes) -> None:
+    with pytest.raises(BadBundleError):
+        parse_bundle(content)
+
+
+def bundle(*keys: SigningKey, **members: Any) -> JwtBundle:
+    return parse_bundle(document(*keys, **members))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (None, bundle(KEY, sequence=7)),
+        (bundle(KEY, sequence=7), bundle(KEY, sequence=7)),
+        (bundle(KEY, sequence=7), bundle(KEY, OTHER, sequence=8)),
+        (bundle(KEY, OTHER, sequence=7), bundle(OTHER, KEY, sequence=7)),
+        (bundle(KEY, sequence=None), bundle(OTHER, sequence=None)),
+        (bundle(KEY, sequence=None), bundle(OTHER, sequence=1)),
+    ],
+    ids=["first", "same", "later", "other order", "never numbered", "numbered from now on"],
+)
+def test_a_later_bundle_takes_the_place(old: JwtBundle | None, new: JwtBundle) -> None:
+    check_succession(old, new)
+
+
+@pytest.mark.parametrize(
+    ("new", "problem"),
+    [
+        (bundle(KEY, sequence=6), "went back"),
+        (bundle(KEY, sequence=None), "went back"),
+        (bundle(KEY, OTHER, sequence=7), "same sequence"),
+        (bundle(OTHER, sequence=7), "same sequence"),
+        (bundle(SigningKey.make("key-1"), sequence=7), "same sequence"),
+        (bundle(sequence=8), "no key"),
+    ],
+    ids=["lower", "unnumbered", "one more", "another", "same name", "empty"],
+)
+def test_a_bundle_never_goes_back(new: JwtBundle, problem: str) -> None:
+    with pytest.raises(BadBundleError, match=problem):
+        check_succession(bundle(KEY, sequence=7), new)

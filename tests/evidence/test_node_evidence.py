@@ -1,0 +1,162 @@
+"""NodeEvidence objects both ways: what goes in comes out, and what is left out proves nothing."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw
+from webhook.core.evidence import Evidence, EvidenceState, state_of
+from webhook.evidence.node_evidence import (
+    NodeEvidence,
+    UnreadableEvidenceError,
+    entry_in,
+    is_due,
+    new_node_evidence,
+    with_entries,
+)
+
+HOUR = timedelta(hours=1)
+PROOF = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + HOUR, nonce_digest="n1")
+SAID = "2026-03-02T12:00:00Z"
+
+
+def raw(**sources: Any) -> Raw:
+    return {"metadata": {"name": "node-a"}, "status": {"sources": {k.replace("_", "-"): v for k, v in sources.items()}}}
+
+
+def entry(**members: Any) -> Raw:
+    return {"hash": HASH, "banned": False, "conflict": False, **members}
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        pytest.param(PROOF, id="proof"),
+        pytest.param(Evidence("node-a", HASH, "static"), id="without-ends"),
+        pytest.param(Evidence("node-a", "", "spire-server", is_banned=True), id="banned"),
+        pytest.param(Evidence("node-a", HASH, "static", is_conflict=True), id="conflict"),
+        pytest.param(Evidence("node-a", HASH, "spire-server", NOW, NOW + timedelta(microseconds=7)), id="microseconds"),
+    ],
+)
+def test_what_is_written_is_read_again(one: Evidence) -> None:
+    written = with_entries(new_node_evidence("node-a"), {one.source: one})
+    assert NodeEvidence.parse(written) == NodeEvidence("node-a", {one.source: one})
+    assert NodeEvidence.parse(written).word == one
+
+
+def test_the_object_is_as_others_read_it() -> None:
+    assert with_entries(new_node_evidence("node-a"), {"jwt-svid": PROOF}) == {
+        "apiVersion": "gpuwarden.io/v1alpha1",
+        "kind": "NodeEvidence",
+        "metadata": {"name": "node-a", "labels": {"app.kubernetes.io/managed-by": "gpuwarden"}},
+        "status": {
+            "source": "jwt-svid",
+            "hash": HASH,
+            "since": SAID,
+            "until": "2026-03-02T13:00:00Z",
+            "banned": False,
+            "conflict": False,
+            "sources": {
+                "jwt-svid": {
+                    "hash": HASH,
+                    "since": SAID,
+                    "until": "2026-03-02T13:00:00Z",
+                    "nonceDigest": "n1",
+                    "banned": False,
+                    "conflict": False,
+                }
+            },
+        },
+    }
+
+
+def test_each_source_has_its_own_entry() -> None:
+    both = with_entries(
+        raw(jwt_svid=entry(since=SAID, until=SAID)), {"static": Evidence("node-a", OTHER_HASH, "static")}
+    )
+    assert set(both["status"]["sources"]) == {"jwt-svid", "static"}
+    assert (both["status"]["source"], both["status"]["conflict"]) == ("jwt-svid+static", True)
+    alone = with_entries(both, {"static": None})
+    assert alone["status"]["sources"] == raw(jwt_svid=entry(since=SAID, until=SAID))["status"]["sources"]
+    assert (alone["status"]["source"], alone["status"]["conflict"]) == ("jwt-svid", False)
+
+
+def test_an_entry_replaces_the_old_one_whole() -> None:
+    banned = raw(static=entry(banned=True, since=SAID, until=SAID))
+    written = with_entries(banned, {"static": Evidence("node-a", HASH, "static")})
+    assert written["status"]["sources"] == {"static": entry()}
+
+
+def test_without_an_entry_nothing_is_said() -> None:
+    empty = with_entries(raw(static=entry()), {"static": None})
+    assert empty["status"] == {"sources": {}}
+    assert NodeEvidence.parse(empty).word is None
+    assert NodeEvidence.parse({"metadata": {"name": "node-a"}}).word is None
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        pytest.param({"static": {}}, id="nothing"),
+        pytest.param({"static": {"hash": HASH, "conflict": False}}, id="not said whether banned"),
+        pytest.param({"static": {"hash": HASH, "banned": False}}, id="not said whether in conflict"),
+        pytest.param({"static": entry(hash=None)}, id="no hash"),
+        pytest.param({"static": entry(hash="")}, id="empty hash"),
+        pytest.param({"static": entry(banned="no")}, id="a word for a truth value"),
+        pytest.param({"jwt_svid": entry(since=SAID)}, id="no end"),
+        pytest.param({"jwt_svid": entry(until=SAID)}, id="no beginning"),
+        pytest.param({"jwt_svid": entry(since=SAID, until="2026-03-02T12:00:00")}, id="an end in no time zone"),
+        pytest.param({"jwt_svid": entry(since=SAID, until=5)}, id="a number for an end"),
+        pytest.param({"static": None}, id="null"),
+        pytest.param({"static": entry(), "jwt_svid": {}}, id="one of two"),
+    ],
+)
+def test_what_is_left_out_proves_nothing(entries: Raw) -> None:
+    with pytest.raises(UnreadableEvidenceError):
+        NodeEvidence.parse(raw(**entries))
+
+
+def test_one_entry_can_be_read_beside_one_that_cannot() -> None:
+    both = raw(static=entry(), jwt_svid={})
+    assert entry_in(both, "static") == Evidence("node-a", HASH, "static")
+    assert (entry_in(both, "jwt-svid"), entry_in(both, "spire-server")) == (None, None)
+    assert "hash" not in with_entries(both, {"static": Evidence("node-a", HASH, "static")})["status"]
+
+
+def test_sources_that_disagree_prove_nothing() -> None:
+    both = NodeEvidence.parse(raw(static=entry(), jwt_svid=entry(hash=OTHER_HASH, since=SAID, until=SAID)))
+    assert state_of(both.word, NOW) is EvidenceState.CONFLICT
+
+
+ENDING = Evidence("node-a", HASH, "spire-server", NOW, NOW + HOUR)
+
+
+def lasting(minutes: float, since: float = 0) -> Evidence:
+    minute = timedelta(minutes=1)
+    return Evidence("node-a", HASH, "spire-server", NOW + since * minute, NOW + minutes * minute)
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "after", "due"),
+    [
+        pytest.param(None, None, 0, False, id="nothing-and-nothing"),
+        pytest.param(None, ENDING, 0, True, id="new"),
+        pytest.param(ENDING, None, 0, True, id="gone"),
+        pytest.param(ENDING, ENDING, 0, False, id="the-same"),
+        pytest.param(ENDING, lasting(60, since=1), 0, True, id="another-beginning"),
+        pytest.param(ENDING, lasting(59), 0, True, id="an-earlier-end"),
+        pytest.param(ENDING, lasting(61, since=1), 1, False, id="a-little-longer"),
+        pytest.param(ENDING, lasting(89, since=29), 29, False, id="not-yet-half"),
+        pytest.param(ENDING, lasting(90, since=30), 30, True, id="half-is-over"),
+        pytest.param(ENDING, lasting(150, since=90), 90, True, id="it-has-ended"),
+        pytest.param(ENDING, Evidence("node-a", HASH, "spire-server", NOW), 0, True, id="no-end-any-more"),
+        pytest.param(ENDING, Evidence("node-a", OTHER_HASH, "spire-server", NOW, NOW + HOUR), 0, True, id="hash"),
+        pytest.param(ENDING, Evidence("node-a", HASH, "spire-server", NOW, NOW + HOUR, None, True), 0, True, id="ban"),
+        pytest.param(PROOF, Evidence("node-a", HASH, "jwt-svid", NOW, NOW + HOUR, "n2"), 0, True, id="another-proof"),
+    ],
+)
+def test_evidence_is_written_on_change_or_at_half_its_life(
+    have: Evidence | None, want: Evidence | None, after: float, due: bool
+) -> None:
+    assert is_due(have, want, now=NOW + after * 60 * SECOND) is due

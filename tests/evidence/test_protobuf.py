@@ -1,0 +1,121 @@
+"""The codec against the wire of a real server where that was recorded, and against Google's codec everywhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.evidence.doubles import MESSAGES, agent
+from webhook.evidence.protobuf import MalformedMessageError, as_int64, as_text, fields_of, int_field, text_field, varint
+from webhook.evidence.spire_messages import Agent, Page, Selector, list_agents_request
+
+RECORDED = Path(__file__).resolve().parents[3] / "shared" / "contracts" / "fixtures" / "spire-wire"
+recorded = pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded wire of a real server is not beside us")
+
+
+def expected(row: Any) -> Agent:
+    """A row as the server's own tool shows it."""
+    return Agent(
+        trust_domain=row["id"]["trust_domain"],
+        path=row["id"]["path"],
+        attestation_type=row["attestation_type"],
+        serial=row["x509svid_serial_number"],
+        expires_at=int(row["x509svid_expires_at"]),
+        selectors=tuple(Selector(one["type"], one["value"]) for one in row["selectors"]),
+        is_banned=row["banned"],
+        can_reattest=row["can_reattest"],
+    )
+
+
+@recorded
+def test_a_recorded_list_reads_as_the_servers_own_tool_shows_it() -> None:
+    page = Page.parse((RECORDED / "list-agents.response.bin").read_bytes())
+    shown = json.loads((RECORDED / "list-agents.decoded.json").read_text())
+    assert [Agent.parse(one) for one in page.agents] == [expected(row) for row in shown["agents"]]
+    assert page.next_token == ""
+
+
+@recorded
+def test_a_recorded_ban_takes_the_serial_number_away_and_nothing_else() -> None:
+    first, second = Page.parse((RECORDED / "list-agents-banned.response.bin").read_bytes()).agents
+    before = json.loads((RECORDED / "list-agents.decoded.json").read_text())["agents"]
+    assert Agent.parse(first) == expected(before[0])
+    assert Agent.parse(second) == expected({**before[1], "banned": True, "x509svid_serial_number": ""})
+
+
+@recorded
+def test_a_recorded_agent_reads_alone_as_in_the_list() -> None:
+    alone = (RECORDED / "get-agent.response.bin").read_bytes()
+    assert Agent.parse(alone) == Agent.parse(Page.parse((RECORDED / "list-agents.response.bin").read_bytes()).agents[0])
+
+
+@pytest.mark.parametrize("token", ["", "250"])
+def test_all_that_is_read_is_asked_for_by_name(token: str) -> None:
+    asked = MESSAGES["ListAgentsRequest"].FromString(list_agents_request(250, token))
+    mask = {field.name: value for field, value in asked.output_mask.ListFields()}
+    assert mask == dict.fromkeys(
+        ["attestation_type", "x509svid_serial_number", "x509svid_expires_at", "selectors", "banned", "can_reattest"],
+        True,
+    )
+    assert (asked.page_size, asked.page_token) == (250, token)
+
+
+@given(number=st.integers(-(2**63), 2**63 - 1), text=st.text())
+def test_what_is_written_reads_as_it_was(number: int, text: str) -> None:
+    found = dict(fields_of(int_field(4, number) + text_field(2, text)))
+    assert (as_int64(found.get(4, 0)), as_text(found.get(2, b""))) == (number, text)
+
+
+@given(
+    node=st.text(),
+    hash=st.text(),
+    expires_at=st.integers(-(2**63), 2**63 - 1),
+    banned=st.booleans(),
+    can_reattest=st.booleans(),
+)
+def test_it_reads_what_googles_codec_writes(
+    node: str, hash: str, expires_at: int, banned: bool, can_reattest: bool
+) -> None:
+    wire = agent(node, hash, expires_at=expires_at, banned=banned, can_reattest=can_reattest).SerializeToString()
+    found = Agent.parse(wire)
+    assert (found.expires_at, found.is_banned, found.can_reattest) == (expires_at, banned, can_reattest)
+    assert Selector("x509pop", f"san:node-name:{node}") in found.selectors
+
+
+@given(st.binary())
+def test_any_bytes_read_as_something_or_are_refused(wire: bytes) -> None:
+    try:
+        for raw in Page.parse(wire).agents:
+            Agent.parse(raw)
+    except MalformedMessageError:
+        pass
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        pytest.param(b"\x00\x01", id="no-field-number"),
+        pytest.param(b"\x0b", id="a-group"),
+        pytest.param(b"\x0a\x05abc", id="text-cut-off"),
+        pytest.param(b"\x08", id="number-cut-off"),
+        pytest.param(b"\x09abc", id="fixed-cut-off"),
+        pytest.param(b"\x08" + b"\xff" * 11, id="number-without-end"),
+        pytest.param(b"\x32\x01\x01", id="a-text-for-a-truth"),
+        pytest.param(b"\x18\x01", id="a-number-for-a-text"),
+        pytest.param(b"\x1a\x01\xff", id="no-utf-8"),
+    ],
+)
+def test_what_is_no_agent_is_refused(wire: bytes) -> None:
+    with pytest.raises(MalformedMessageError):
+        Agent.parse(wire)
+
+
+def test_fields_that_nobody_knows_are_passed_over() -> None:
+    known = agent(expires_at=1794993696).SerializeToString()
+    unknown = (
+        int_field(99, 7) + text_field(100, "x") + varint(101 << 3 | 1) + bytes(8) + varint(102 << 3 | 5) + bytes(4)
+    )
+    assert Agent.parse(unknown + known) == Agent.parse(known)

@@ -1,0 +1,130 @@
+"""What a node's annotation says of its GPUs: read whole or not at all, with every mistake named."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from webhook.core.device import Device, DeviceUuid
+from webhook.inventory.node_annotations import (
+    MAX_DEVICES,
+    MAX_LABEL,
+    MAX_LABELS,
+    UUID,
+    UnreadableDevicesError,
+    devices_in,
+)
+
+
+def encoded(content: Any) -> str:
+    text = content if isinstance(content, str) else json.dumps(content)
+    return base64.b64encode(text.encode()).decode()
+
+
+def mistakes(text: str) -> tuple[str, ...]:
+    with pytest.raises(UnreadableDevicesError) as refused:
+        devices_in(text)
+    return refused.value.mistakes
+
+
+def test_every_device_comes_with_its_labels() -> None:
+    said = {"GPU-1": ["fudo.org/gpu.memory-80g", "model=h100"], "GPU-2": []}
+    assert devices_in(encoded(said)) == (
+        Device(DeviceUuid("GPU-1"), labels=frozenset({"fudo.org/gpu.memory-80g", "model=h100"})),
+        Device(DeviceUuid("GPU-2")),
+    )
+
+
+def test_a_node_may_have_none() -> None:
+    assert devices_in(encoded({})) == ()
+
+
+def test_folded_lines_are_as_good() -> None:
+    text = encoded({"GPU-1": ["a"], "GPU-2": ["b"]})
+    assert devices_in("\n".join(text[at : at + 8] for at in range(0, len(text), 8)) + "\n") == devices_in(text)
+
+
+def test_a_label_said_twice_is_one_label() -> None:
+    assert devices_in(encoded({"GPU-1": ["a", "a"]})) == (Device(DeviceUuid("GPU-1"), labels=frozenset({"a"})),)
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        pytest.param("", "what is in the base64 is not JSON", id="empty"),
+        pytest.param("{}", "it is not base64", id="plain JSON"),
+        pytest.param("e30", "it is not base64", id="cut off"),
+        pytest.param("schön", "it is not base64", id="not ASCII"),
+        pytest.param("/w==", "what is in the base64 is not JSON", id="not UTF-8"),
+        pytest.param(encoded('{"GPU-1": ['), "what is in the base64 is not JSON", id="half a JSON"),
+        pytest.param(encoded("[" * 100_000), "what is in the base64 is not JSON", id="nested without end"),
+        pytest.param(encoded([]), "the JSON is no object, GPU UUID to a list of labels", id="a list"),
+        pytest.param(encoded("null"), "the JSON is no object, GPU UUID to a list of labels", id="null"),
+        pytest.param(encoded('{"GPU-1": [], "GPU-1": ["a"]}'), "'GPU-1' stands there twice", id="twice"),
+        pytest.param(
+            encoded({"GPU 1": []}),
+            "'GPU 1' is no UUID: up to 128 visible ASCII characters without a comma",
+            id="white space",
+        ),
+        pytest.param(
+            encoded({"GPU-1,GPU-2": []}),
+            "'GPU-1,GPU-2' is no UUID: up to 128 visible ASCII characters without a comma",
+            id="comma",
+        ),
+        pytest.param(
+            encoded({"G" * 129: []}),
+            f"'{'G' * 59}… is no UUID: up to 128 visible ASCII characters without a comma",
+            id="too long",
+        ),
+        pytest.param(encoded({"GPU-1": {"a": 1}}), "'GPU-1': its labels are no list", id="labels as an object"),
+        pytest.param(encoded({"GPU-1": None}), "'GPU-1': its labels are no list", id="labels left out"),
+        pytest.param(encoded({"GPU-1": [5]}), "'GPU-1': 5 is no text", id="a number for a label"),
+        pytest.param(
+            encoded({"GPU-1": [""]}),
+            "'GPU-1': label '' is empty, longer than 320 or not printable",
+            id="empty label",
+        ),
+        pytest.param(
+            encoded('{"GPU-1": ["\\ud800"]}'),
+            r"'GPU-1': label '\ud800' is empty, longer than 320 or not printable",
+            id="half a character",
+        ),
+    ],
+)
+def test_a_mistake_is_named(text: str, mistake: str) -> None:
+    assert mistakes(text) == (mistake,)
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    assert mistakes(encoded({"GPU 1": [], "GPU-2": [5, "x" * 321], "GPU-3": 0})) == (
+        "'GPU 1' is no UUID: up to 128 visible ASCII characters without a comma",
+        "'GPU-2': 5 is no text",
+        f"'GPU-2': label '{'x' * 59}… is empty, longer than 320 or not printable",
+        "'GPU-3': its labels are no list",
+    )
+
+
+def test_very_many_mistakes_are_counted() -> None:
+    named = mistakes(encoded({f"GPU-{k}": 0 for k in range(100)}))
+    assert (len(named), named[-1]) == (11, "and 90 more")
+
+
+def test_as_much_as_the_api_server_takes_and_no_more() -> None:
+    labels = [f"{k:03}".ljust(MAX_LABEL, "x") for k in range(MAX_LABELS)]
+    assert len(devices_in(encoded({"GPU-1": labels}))[0].labels) == MAX_LABELS
+    assert mistakes(encoded({"GPU-1": [*labels, "one"]})) == ("'GPU-1': 65 labels are more than 64",)
+    many: dict[str, list[str]] = {f"GPU-{k}": [] for k in range(MAX_DEVICES)}
+    assert len(devices_in(encoded(many))) == MAX_DEVICES
+    assert mistakes(encoded({**many, "one": []})) == ("4097 devices are more than 4096",)
+
+
+def test_the_bounds_are_those_of_the_object_that_is_written() -> None:
+    crd = yaml.safe_load(Path("webhook/manifests/gpunodes.yaml").read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["devices"]
+    uuid, labels = schema["items"]["properties"]["uuid"], schema["items"]["properties"]["labels"]
+    assert schema["maxItems"] == MAX_DEVICES
+    assert (labels["maxItems"], labels["items"]["maxLength"]) == (MAX_LABELS, MAX_LABEL)
+    assert UUID.pattern == uuid["pattern"].removeprefix("^").removesuffix("+$") + f"{{1,{uuid['maxLength']}}}"

@@ -1,0 +1,276 @@
+"""What a replica in a cluster says of living pods, and how it binds them."""
+
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import HASH, NOW, OTHER_HASH, POD_UID, Raw, raw_container, raw_pod
+from tests.conftest import Build
+from tests.scheduler.bindings import FakeBindings
+from tests.web.house import House
+from tests.web.replica import Shared, sharing
+from webhook.core.extender_wire import BindArgs, ExtenderArgs, Offer
+from webhook.core.pod import Pod
+from webhook.core.reservation import PodIdentity
+from webhook.scheduler.extender import Extender
+
+NODES = ("node-a", "node-b", "node-c")
+
+
+@pytest.fixture
+def shared() -> Shared:
+    return Shared()
+
+
+@pytest.fixture
+def bindings(shared: Shared) -> FakeBindings:
+    return FakeBindings(shared)
+
+
+@pytest.fixture
+async def house(build: Build, shared: Shared) -> House:
+    """The replica that has seen the pod created."""
+    return await build(assemble=sharing(shared))
+
+
+@pytest.fixture
+def extender(house: House, bindings: FakeBindings) -> Extender:
+    return Extender(house.parts, bindings)
+
+
+@pytest.fixture
+async def other(build: Build, shared: Shared, bindings: FakeBindings) -> Extender:
+    """A replica that has seen nothing."""
+    return Extender((await build(assemble=sharing(shared))).parts, bindings)
+
+
+def attested(*hashes: str) -> dict[str, str]:
+    return {"attestation-hash.my-company.com/required-hash": ",".join(hashes)}
+
+
+async def created(house: House, shared: Shared, raw: Raw) -> Raw:
+    """Through both doors of the webhook, and into the cluster."""
+    final = await house.create(raw)
+    shared.has(final)
+    return final
+
+
+def gpu_pod(**members: Any) -> Raw:
+    return raw_pod(raw_container(gpus=1), annotations=attested(HASH), **members)
+
+
+def about(raw: Raw) -> ExtenderArgs:
+    return ExtenderArgs(Pod.parse(raw), Offer(NODES))
+
+
+def onto(node: str, uid: str = POD_UID) -> BindArgs:
+    return BindArgs(PodIdentity("ml", "train-0", uid), node)
+
+
+async def unproven(house: House) -> None:
+    for name in NODES:
+        house.parts.fleet.prove(name, None, NOW)
+
+
+async def test_a_pod_with_a_reservation_passes_on_its_node_whoever_is_asked(
+    house: House, extender: Extender, other: Extender, shared: Shared
+) -> None:
+    final = await created(house, shared, gpu_pod())
+    for one in (extender, other):
+        found = await one.sift(about(final))
+        assert found.passed == {"node-a"}
+        assert set(found.unresolvable) == {"node-b", "node-c"}
+        assert dict(await one.scores(about(final))) == {"node-a": 10, "node-b": 0, "node-c": 0}
+
+
+@pytest.mark.parametrize(
+    "members", [{}, {"uid": "uid-of-another"}, {"phase": "releasing"}, {"digest": "of-another-claim"}], ids=str
+)
+async def test_a_reservation_that_is_not_the_pods_leads_nowhere(
+    house: House, other: Extender, shared: Shared, members: Raw
+) -> None:
+    final = await created(house, shared, gpu_pod())
+    shared.change("node-a", **members)
+    found = await other.sift(about(final))
+    assert found.unresolvable == dict.fromkeys(NODES, "the pod's GPU reservation is gone")
+    assert dict(await other.scores(about(final))) == dict.fromkeys(NODES, 0)
+
+
+async def test_a_pod_that_waited_too_long_passes_nowhere(house: House, extender: Extender, shared: Shared) -> None:
+    final = await created(house, shared, gpu_pod())
+    final["metadata"]["creationTimestamp"] = NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
+    house.wait(299)
+    assert (await extender.sift(about(final))).passed == {"node-a"}
+    house.wait(1)
+    assert len((await extender.sift(about(final))).unresolvable) == 3
+
+
+@pytest.mark.parametrize(
+    "annotations", [{"gpuwarden.io/claim": "[]"}, attested(HASH + ",,"), attested(" " + HASH)], ids=str
+)
+async def test_a_claim_that_cannot_be_read_is_served_by_no_node(
+    extender: Extender, annotations: dict[str, str]
+) -> None:
+    found = await extender.sift(about(builders.created(raw_pod(annotations=annotations))))
+    assert found.unresolvable == dict.fromkeys(NODES, "the pod's claim cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("record", "passed"),
+    [
+        ("{}", {"node-a"}),
+        (f'{{"hashes":["{HASH}"]}}', {"node-a"}),
+        (f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', {"node-a"}),
+        (f'{{"hashes":["{OTHER_HASH}"]}}', set()),
+    ],
+)
+async def test_a_record_that_nobody_vouches_for_takes_nothing_back(
+    extender: Extender, record: str, passed: set[str]
+) -> None:
+    """Without a webhook in front, whoever writes the pod writes its record."""
+    raw = raw_pod(raw_container(gpus=1), annotations={**attested(HASH), "gpuwarden.io/claim": record})
+    assert (await extender.sift(about(builders.created(raw)))).passed == passed
+
+
+async def test_a_pod_held_to_proven_nodes_passes_on_those(house: House, extender: Extender, shared: Shared) -> None:
+    final = await created(house, shared, raw_pod(annotations=attested(HASH)))
+    assert (await extender.sift(about(final))).passed == {"node-a"}
+    final["metadata"]["annotations"].pop("attestation-hash.my-company.com/required-hash")
+    assert (await extender.sift(about(final))).passed == {"node-a"}
+
+
+async def test_the_annotation_may_have_another_name_too(build: Build, shared: Shared) -> None:
+    house = await build(assemble=sharing(shared), required_hash_alias="mine.example/hash")
+    raw = raw_pod(annotations={"mine.example/hash": OTHER_HASH})
+    assert (await Extender(house.parts, None).sift(about(raw))).passed == {"node-b"}
+
+
+# Binding.
+
+
+@pytest.mark.parametrize("who", ["extender", "other"])
+async def test_a_pod_is_bound_for_real_and_bound_again_for_nothing(
+    request: pytest.FixtureRequest,
+    house: House,
+    extender: Extender,
+    other: Extender,
+    shared: Shared,
+    bindings: FakeBindings,
+    who: str,
+) -> None:
+    await created(house, shared, gpu_pod())
+    one = {"extender": extender, "other": other}[who]
+    assert await one.bind(onto("node-a")) == ""
+    assert shared.pods["ml", "train-0"]["spec"]["nodeName"] == "node-a"
+    assert bindings.asked == [(PodIdentity("ml", "train-0", POD_UID), "node-a")]
+    assert await one.bind(onto("node-a")) == ""
+    assert len(bindings.asked) == 1
+    assert await one.bind(onto("node-b")) == "the pod is on node-a already"
+
+
+@pytest.mark.defect("S0-6")
+async def test_evidence_that_went_between_filter_and_bind_ends_it(
+    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+) -> None:
+    final = await created(house, shared, gpu_pod())
+    assert (await extender.sift(about(final))).passed == {"node-a"}
+    await unproven(house)
+    assert "node node-a: no evidence" in await extender.bind(onto("node-a"))
+    assert bindings.asked == []
+
+
+@pytest.mark.defect("S0-6")
+@pytest.mark.parametrize(
+    ("raw", "settings", "problem"),
+    [
+        (raw_pod(annotations=attested(HASH)), {}, "no evidence"),
+        (gpu_pod(), {}, "no evidence"),
+        (raw_pod(raw_container(gpus=1)), {"require_evidence": "all"}, "no evidence"),
+        (raw_pod(raw_container(gpus=1)), {}, ""),
+        (raw_pod(), {"require_evidence": "all"}, ""),
+    ],
+    ids=["a hash", "a hash and a GPU", "evidence demanded of all", "a GPU alone", "nothing"],
+)
+async def test_a_pod_that_no_review_has_seen_is_looked_at_once_more_too(
+    build: Build, shared: Shared, bindings: FakeBindings, raw: Raw, settings: Raw, problem: str
+) -> None:
+    house = await build(assemble=sharing(shared), **settings)
+    extender = Extender(house.parts, bindings)
+    shared.has(builders.created(raw))
+    await unproven(house)
+    assert problem in await extender.bind(onto("node-a"))
+    assert len(bindings.asked) == (0 if problem else 1)
+
+
+async def test_only_the_reserved_node_will_do(
+    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+) -> None:
+    await created(house, shared, gpu_pod())
+    assert "reserved on node-a, not on node-b" in await extender.bind(onto("node-b"))
+    assert bindings.asked == []
+
+
+async def test_another_pod_of_the_name_is_left_alone(
+    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+) -> None:
+    await created(house, shared, gpu_pod())
+    assert "there is no pod ml/train-0 of uid other" in await extender.bind(onto("node-a", uid="other"))
+    shared.pods.clear()
+    assert "there is no pod ml/train-0" in await extender.bind(onto("node-a"))
+    assert bindings.asked == []
+
+
+async def test_a_binding_without_a_uid_is_of_the_living_pod(
+    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+) -> None:
+    await created(house, shared, gpu_pod())
+    assert await extender.bind(onto("node-a", uid="")) == ""
+    assert bindings.asked == [(PodIdentity("ml", "train-0", POD_UID), "node-a")]
+
+
+@pytest.mark.parametrize(("lost", "problem"), [("answer", ""), ("question", "the API server cannot be reached")])
+async def test_after_a_lost_answer_the_pod_itself_is_asked(
+    house: House, extender: Extender, shared: Shared, bindings: FakeBindings, lost: str, problem: str
+) -> None:
+    await created(house, shared, gpu_pod())
+    bindings.loses = lost
+    assert await extender.bind(onto("node-a")) == problem
+
+
+async def test_a_refusal_of_the_api_server_is_handed_on(
+    house: House, extender: Extender, shared: Shared, bindings: FakeBindings
+) -> None:
+    await created(house, shared, gpu_pod())
+    bindings.refuses = "pod train-0 has non-empty .spec.schedulingGates"
+    assert await extender.bind(onto("node-a")) == bindings.refuses
+
+
+async def test_a_bound_pod_is_its_reservations_owner(
+    house: House, other: Extender, shared: Shared, bindings: FakeBindings
+) -> None:
+    shared.has(builders.created(await house.dress(gpu_pod())))
+    assert await other.bind(onto("node-a")) == ""
+    (entry,) = shared.held.values()
+    assert (entry["phase"], entry["uid"]) == ("finalized", POD_UID)
+
+
+async def test_while_nobody_can_be_asked_nothing_is_bound(
+    house: House, extender: Extender, other: Extender, shared: Shared, bindings: FakeBindings
+) -> None:
+    final = await created(house, shared, gpu_pod())
+    shared.is_away = True
+    assert "cannot be looked up" in await extender.bind(onto("node-a"))
+    shared.is_away = False
+    with shared.store.away():
+        assert "cannot be looked up" in await other.bind(onto("node-a"))
+    shared.has({**final, "metadata": {**final["metadata"], "annotations": {"gpuwarden.io/claim": "[]"}}})
+    assert "gpuwarden.io/claim" in await extender.bind(onto("node-a"))
+    assert bindings.asked == []
+
+
+async def test_without_a_cluster_nothing_is_said_to_be_bound(build: Build) -> None:
+    house = await build()
+    await house.create(gpu_pod())
+    for one in (Extender(house.parts, None), Extender(house.parts, FakeBindings(Shared()))):
+        assert (await one.bind(onto("node-a"))).startswith("there is no cluster here")

@@ -1,0 +1,210 @@
+"""Pods that wait because we spoke against every node are shown to their scheduler again when something changes."""
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, device, node, raw_container, raw_pod, reservation, slot
+from webhook.core.claim import ClaimRules
+from webhook.core.decide import EvidencePolicy
+from webhook.core.fleet import Fleet
+from webhook.core.reservation import PodIdentity
+from webhook.scheduler.waking import NotWokenError, Waking
+
+OURS = "0/3 nodes are available: 2 attestation hash differs from the required one, 1 Insufficient cpu."
+OTHERS = "0/3 nodes are available: 3 Insufficient cpu."
+
+
+class FakeAlarm:
+    """Keeps whom it has woken; cannot while `is_away`."""
+
+    def __init__(self) -> None:
+        self.woken: list[str] = []
+        self.is_away = False
+
+    async def wake(self, pod: PodIdentity, at: str) -> None:
+        if self.is_away:
+            raise NotWokenError("away")
+        assert datetime.fromisoformat(at) >= NOW
+        self.woken.append(pod.uid)
+
+
+class Scene:
+    """One node with two GPUs, a clock that the test turns, and pods that wait."""
+
+    def __init__(self, fleet: Fleet | None = None) -> None:
+        self.now = NOW
+        self.alarm = FakeAlarm()
+        self.fleet = fleet or builders.fleet(node("node-a", device("GPU-a0"), device("GPU-a1")))
+        self.waking = Waking(self.fleet, EvidencePolicy(), ClaimRules(), self.alarm, lambda: self.now)
+
+    def prove(self, hash_: str | None = HASH, name: str = "node-a", **members: Any) -> None:
+        word = None if hash_ is None else builders.evidence(name, hash_, **members)
+        self.fleet.prove(name, word, self.now)
+
+    async def woken(self, wait: float = 0) -> list[str]:
+        """Who is woken by a pass, so many seconds later."""
+        self.now += timedelta(seconds=wait)
+        self.alarm.woken.clear()
+        await self.waking.step()
+        return list(self.alarm.woken)
+
+
+def waiting(uid: str = "u1", *, message: str = OURS, gpus: int = 0, hash_: str = HASH, **members: Any) -> Raw:
+    """A pod as the scheduler has left it."""
+    raw = raw_pod(
+        raw_container(gpus=gpus or None), annotations={"gpuwarden.io/required-hash": hash_}, name=f"pod-{uid}", uid=uid
+    )
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+    return {**raw, "status": {"phase": "Pending", "conditions": [condition]}, **members}
+
+
+async def test_evidence_that_arrives_wakes_those_that_asked_for_it() -> None:
+    scene = Scene()
+    scene.waking.changed(waiting("u1"))
+    scene.waking.changed(waiting("u2", hash_=OTHER_HASH))
+    assert await scene.woken() == []
+    scene.prove(HASH)
+    assert await scene.woken() == ["u1"]
+    scene.prove(OTHER_HASH)
+    assert await scene.woken() == ["u2"]
+
+
+async def test_evidence_that_begins_later_wakes_then() -> None:
+    scene = Scene()
+    scene.waking.changed(waiting())
+    scene.prove(since=NOW + 10 * SECOND, until=NOW + 90 * SECOND)
+    assert await scene.woken(9) == []
+    assert await scene.woken(1) == ["u1"]
+
+
+async def test_a_gpu_that_comes_back_wakes_those_that_it_is_enough_for() -> None:
+    scene = Scene()
+    held = reservation(slot("GPU-a0"), slot("GPU-a1"))
+    scene.prove()
+    scene.fleet.hold(held)
+    scene.waking.replaced({"1": waiting("u1", gpus=1), "3": waiting("u3", gpus=3)})
+    assert await scene.woken() == []
+    scene.fleet.free(held)
+    assert await scene.woken() == ["u1"]
+
+
+async def test_a_pod_with_a_reservation_waits_for_its_own_node() -> None:
+    scene = Scene(builders.fleet(node("node-a"), node("node-b")))
+    raw = waiting(gpus=1)
+    record = builders.claim(raw).record.text()
+    raw["metadata"]["annotations"] |= {"gpuwarden.io/claim": record, "gpuwarden.io/node": "node-b"}
+    scene.waking.changed(raw)
+    scene.prove(HASH, "node-a")
+    assert await scene.woken() == []
+    scene.prove(HASH, "node-b")
+    assert await scene.woken() == ["u1"]
+
+
+async def test_a_node_without_gpus_that_we_know_of_is_enough_where_the_scheduler_counts_them() -> None:
+    scene = Scene(builders.fleet(node("node-a", device("GPU-a0")), node("node-b")))
+    scene.waking.changed(waiting(gpus=2))
+    scene.prove(HASH, "node-a")
+    assert await scene.woken() == []
+    scene.prove(HASH, "node-b")
+    assert await scene.woken() == ["u1"]
+
+
+async def test_a_pod_that_its_scheduler_goes_on_refusing_is_woken_less_and_less() -> None:
+    scene = Scene()
+    scene.waking.changed(waiting())
+    scene.prove()
+    at = []
+    for second in range(300):
+        if await scene.woken(1):
+            at.append(second)
+    pauses = [later - earlier for earlier, later in pairwise(at)]
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60]
+
+
+async def test_another_node_that_will_do_ends_the_long_pause_and_no_pod_is_woken_all_the_time() -> None:
+    scene = Scene(builders.fleet(*(node(f"node-{n}") for n in range(6))))
+    scene.waking.changed(waiting())
+    scene.prove(HASH, "node-0")
+    for wait in (0, 2, 4, 8):
+        assert await scene.woken(wait) == ["u1"]
+    scene.prove(HASH, "node-1")
+    assert await scene.woken() == []
+    assert await scene.woken(2) == ["u1"]
+    for number in range(2, 6):
+        scene.prove(HASH, f"node-{number}")
+        assert await scene.woken(0.4) == []
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        waiting(message=OTHERS),
+        waiting(spec={**raw_pod()["spec"], "nodeName": "node-a"}),
+        waiting(status={"phase": "Pending"}),
+        waiting(status={"conditions": [{"type": "PodScheduled", "status": "True", "message": OURS}]}),
+        waiting(status={"conditions": "none"}),
+        {**raw_pod(uid="u1"), "status": waiting()["status"]},
+        {**raw_pod(uid="u1", annotations={"gpuwarden.io/claim": "[]"}), "status": waiting()["status"]},
+    ],
+    ids=["refused by others", "bound", "not looked at yet", "scheduled", "unreadable", "no claim", "a bad claim"],
+)
+async def test_who_does_not_wait_for_us_is_left_alone(raw: Raw) -> None:
+    scene = Scene()
+    scene.prove()
+    scene.waking.changed(raw)
+    assert await scene.woken() == []
+    assert len(scene.waking) == 0
+
+
+async def test_who_waits_no_more_is_forgotten() -> None:
+    leaving = waiting()
+    leaving["metadata"]["deletionTimestamp"] = "2026-03-02T12:00:00Z"
+    scene = Scene()
+    ends: list[Callable[[], None]] = [
+        lambda: scene.waking.deleted(waiting()),
+        lambda: scene.waking.changed(leaving),
+        lambda: scene.waking.changed(waiting(message=OTHERS)),
+        lambda: scene.waking.replaced({}),
+    ]
+    for end in ends:
+        scene.waking.changed(waiting())
+        assert len(scene.waking) == 1
+        end()
+        assert len(scene.waking) == 0
+
+
+async def test_a_pod_that_could_not_be_woken_is_tried_again() -> None:
+    scene = Scene()
+    scene.waking.changed(waiting())
+    scene.prove()
+    scene.alarm.is_away = True
+    assert await scene.woken() == []
+    scene.alarm.is_away = False
+    assert await scene.woken() == []
+    assert await scene.woken(2) == ["u1"]
+
+
+async def test_our_own_change_of_the_pod_does_not_make_it_new() -> None:
+    scene = Scene()
+    scene.waking.changed(waiting())
+    scene.prove()
+    assert await scene.woken() == ["u1"]
+    changed = waiting()
+    changed["metadata"]["annotations"]["gpuwarden.io/woken-at"] = "2026-03-02T12:00:00.000+00:00"
+    scene.waking.changed(changed)
+    assert await scene.woken() == []
+
+
+async def test_of_very_many_each_gets_its_turn() -> None:
+    scene = Scene()
+    scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(2_500)})
+    scene.prove()
+    seen: set[str] = set()
+    for _ in range(20):
+        seen.update(await scene.woken())
+    assert len(seen) == 2_500

@@ -1,0 +1,122 @@
+"""Reading one pod: what the API server says, and what is no answer at all."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from attrs import define, field
+from kubernetes.aio import client
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tests import builders
+from webhook.cluster import ApiPods
+from webhook.core.pod import Pod
+from webhook.ledger.cluster import WitnessAwayError
+from webhook.listener import Listener
+from webhook.pods import PodsUnavailableError
+
+POD = builders.created(builders.raw_pod())
+THE_POD = builders.identity()
+
+
+@define
+class ApiServer:
+    """Says one thing of every pod, and remembers which paths it was asked for."""
+
+    code: int = 200
+    body: bytes = b""
+    asked: list[str] = field(factory=list)
+    port: int = 0
+
+    def says(self, code: int, raw: Any) -> None:
+        self.code, self.body = code, raw if isinstance(raw, bytes) else builders.body(raw)
+
+    async def answer(self, request: Request) -> Response:
+        self.asked.append(request.scope["raw_path"].decode())
+        return Response(self.body, self.code, media_type="application/json")
+
+
+@pytest.fixture
+async def api_server() -> AsyncIterator[ApiServer]:
+    server = ApiServer()
+    app = Starlette(routes=[Route("/{path:path}", server.answer)])
+    listener = Listener(app, host="127.0.0.1", port=0)
+    await listener.start()
+    server.port = listener.port
+    yield server
+    await listener.stop(0)
+
+
+@pytest.fixture
+async def pods(api_server: ApiServer) -> AsyncIterator[ApiPods]:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{api_server.port}"
+    async with client.ApiClient(configuration) as api:
+        yield ApiPods(api)
+
+
+async def test_a_pod_is_read_for_certain(api_server: ApiServer, pods: ApiPods) -> None:
+    api_server.says(200, POD)
+    found = await pods.find("ml", "train-0")
+    assert found == Pod.parse(POD)
+    assert await pods.uid_of("ml", "train-0") == builders.POD_UID
+    assert not await pods.is_gone(THE_POD)
+    assert await pods.contradicts(THE_POD) is None
+    assert set(api_server.asked) == {"/api/v1/namespaces/ml/pods/train-0"}
+
+
+async def test_another_pod_of_the_name_is_not_this_one(api_server: ApiServer, pods: ApiPods) -> None:
+    api_server.says(200, builders.created(POD, uid="another"))
+    assert await pods.is_gone(THE_POD)
+    assert await pods.contradicts(THE_POD) == "pod ml/train-0 has another uid"
+
+
+async def test_a_pod_that_is_not_there_is_gone(api_server: ApiServer, pods: ApiPods) -> None:
+    api_server.says(404, {"kind": "Status"})
+    assert await pods.find("ml", "train-0") is None
+    assert await pods.uid_of("ml", "train-0") == ""
+    assert await pods.is_gone(THE_POD)
+
+
+NO_ANSWERS = {
+    "forbidden": (403, {"kind": "Status"}),
+    "broken": (500, {"kind": "Status"}),
+    "too many": (429, {"kind": "Status"}),
+    "not JSON": (200, b"{"),
+    "a list": (200, {"kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": []}),
+    "no object": (200, []),
+    "something else": (200, {**POD, "kind": "Namespace"}),
+    "another name": (200, builders.created(POD, name="train-1")),
+    "another namespace": (200, builders.created(builders.raw_pod(namespace="other"))),
+    "no uid": (200, {**POD, "metadata": {**POD["metadata"], "uid": ""}}),
+    "nothing": (200, b""),
+}
+
+
+@pytest.mark.parametrize(("code", "raw"), NO_ANSWERS.values(), ids=NO_ANSWERS)
+async def test_what_is_no_answer_proves_no_absence(api_server: ApiServer, pods: ApiPods, code: int, raw: Any) -> None:
+    api_server.says(code, raw)
+    with pytest.raises(PodsUnavailableError):
+        await pods.find("ml", "train-0")
+    with pytest.raises(PodsUnavailableError):
+        await pods.contradicts(THE_POD)
+    with pytest.raises(WitnessAwayError):
+        await pods.is_gone(THE_POD)
+
+
+async def test_nobody_there_proves_no_absence() -> None:
+    configuration = client.Configuration()
+    configuration.host = "http://127.0.0.1:9"  # the discard port, where nobody listens
+    async with client.ApiClient(configuration) as api:
+        with pytest.raises(PodsUnavailableError):
+            await ApiPods(api).find("ml", "train-0")
+
+
+async def test_a_name_leads_nowhere_else(api_server: ApiServer, pods: ApiPods) -> None:
+    """Names come from reviews, which anybody on the network may write."""
+    api_server.says(404, {})
+    await pods.find("ml", "../secrets/x?y")
+    assert api_server.asked == ["/api/v1/namespaces/ml/pods/..%2Fsecrets%2Fx%3Fy"]

@@ -1,0 +1,179 @@
+"""The connection to an API server, as a Pod has it, and what the API server says of tokens."""
+
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from attrs import define, field
+from kubernetes.aio import client
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from webhook import settings
+from webhook.cluster import ApiCallers, NotInAPodError, connected
+from webhook.listener import Listener
+from webhook.settings import Settings
+from webhook.web.callers import CallersUnavailableError
+
+CA = trustme.CA()
+
+
+@define
+class ApiServer:
+    """Says one thing of every token, and remembers what it was shown and asked."""
+
+    status: dict[str, Any] = field(factory=dict)
+    code: int = 201
+    shown: list[str] = field(factory=list)
+    asked: list[dict[str, Any]] = field(factory=list)
+    port: int = 0
+
+    async def review(self, request: Request) -> Response:
+        self.shown.append(request.headers.get("authorization", ""))
+        self.asked.append((await request.json())["spec"])
+        about = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": self.asked[-1]}
+        return JSONResponse({**about, "status": self.status}, status_code=self.code)
+
+
+@pytest.fixture
+async def api_server() -> AsyncIterator[ApiServer]:
+    server = ApiServer()
+    routes = [Route("/apis/authentication.k8s.io/v1/tokenreviews", server.review, methods=["POST"])]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    CA.issue_cert("127.0.0.1").configure_cert(context)
+    listener = Listener(Starlette(routes=routes), host="127.0.0.1", port=0, ssl_context=context)
+    await listener.start()
+    server.port = listener.port
+    yield server
+    await listener.stop(0)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Path:
+    """A service account as it is mounted in every Pod: behind symlinks, so that all of it changes at once."""
+    versions = tmp_path / "..data"
+    (tmp_path / "..first").mkdir()
+    versions.symlink_to("..first")
+    (versions / "token").write_text("first\n")
+    CA.cert_pem.write_to_path(versions / "ca.crt")
+    (versions / "namespace").write_text("gpuwarden")
+    for name in ("token", "ca.crt", "namespace"):
+        (tmp_path / name).symlink_to(f"..data/{name}")
+    return tmp_path
+
+
+def rotate(mounted: Path, token: str) -> None:
+    (mounted / "..second").mkdir()
+    (mounted / "..second" / "token").write_text(token)
+    CA.cert_pem.write_to_path(mounted / "..second" / "ca.crt")
+    (mounted / "..new").symlink_to("..second")
+    (mounted / "..new").replace(mounted / "..data")
+
+
+def in_a_pod(port: int) -> Settings:
+    environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(port)}
+    return settings.load({"in_cluster": "true"}, environ)
+
+
+async def test_a_pod_shows_the_token_that_is_mounted_at_that_moment(api_server: ApiServer, mounted: Path) -> None:
+    async with await connected(in_a_pod(api_server.port), mounted) as api:
+        await ApiCallers(api).is_authentic("x")
+        rotate(mounted, "second")
+        await ApiCallers(api).is_authentic("x")
+    assert api_server.shown == ["Bearer first", "Bearer second"]
+
+
+async def test_a_pod_believes_the_ca_that_is_mounted_and_no_other(api_server: ApiServer, mounted: Path) -> None:
+    trustme.CA().cert_pem.write_to_path(mounted / "ca.crt")
+    async with await connected(in_a_pod(api_server.port), mounted) as api:
+        with pytest.raises(CallersUnavailableError):
+            await ApiCallers(api).is_authentic("x")
+    assert api_server.shown == []
+
+
+@pytest.mark.parametrize("name", ["token", "ca.crt"])
+async def test_a_pod_without_its_service_account_says_what_is_missing(mounted: Path, name: str) -> None:
+    (mounted / name).unlink()
+    with pytest.raises(NotInAPodError, match=f"--in-cluster: no service account is mounted here, .*{name} not found"):
+        await connected(in_a_pod(443), mounted)
+
+
+async def test_what_is_no_pod_says_so(mounted: Path) -> None:
+    with pytest.raises(NotInAPodError, match="so this is no Pod"):
+        await connected(settings.load({"in_cluster": "true"}, {}), mounted)
+
+
+# Whose a token is.
+
+WEBHOOK = "system:serviceaccount:kube-system:apiserver-webhook"
+USER = {"username": WEBHOOK}
+OURS: dict[str, Any] = {"authenticated": True, "user": USER, "audiences": ["gpuwarden"]}
+
+
+@pytest.fixture
+async def api(api_server: ApiServer, mounted: Path) -> AsyncIterator[client.ApiClient]:
+    async with await connected(in_a_pod(api_server.port), mounted) as api:
+        yield api
+
+
+@pytest.mark.parametrize(
+    ("status", "is_known"),
+    [
+        (OURS, True),
+        ({"authenticated": True}, True),
+        ({"authenticated": False, "error": "no"}, False),
+        ({"error": "no"}, False),
+        ({}, False),
+    ],
+    ids=["known", "known without a name", "unknown", "left out", "nothing said"],
+)
+async def test_a_token_is_known_if_the_api_server_says_so(
+    api_server: ApiServer, api: client.ApiClient, status: dict[str, Any], *, is_known: bool
+) -> None:
+    api_server.status = status
+    assert await ApiCallers(api).is_authentic("t") is is_known
+    assert api_server.asked == [{"token": "t"}]
+
+
+@pytest.mark.parametrize(
+    ("status", "users", "is_reviewer"),
+    [
+        (OURS, (), True),
+        (OURS, (WEBHOOK,), True),
+        (OURS, ("somebody", WEBHOOK), True),
+        (OURS, ("somebody",), False),
+        ({**OURS, "audiences": ["another"]}, (), False),
+        ({**OURS, "audiences": []}, (), False),
+        ({"authenticated": True, "user": USER}, (), False),
+        ({**OURS, "authenticated": False}, (), False),
+        ({**OURS, "user": {}}, (WEBHOOK,), False),
+    ],
+    ids=[
+        "of the audience",
+        "of the user",
+        "of one of the users",
+        "of another user",
+        "of another audience",
+        "of no audience",
+        "audiences were not looked at",
+        "unknown",
+        "nobody's",
+    ],
+)
+async def test_a_reviewers_token_is_of_our_audience_and_of_who_may(
+    api_server: ApiServer, api: client.ApiClient, status: dict[str, Any], users: tuple[str, ...], *, is_reviewer: bool
+) -> None:
+    api_server.status = status
+    assert await ApiCallers(api).is_reviewer("t", "gpuwarden", users) is is_reviewer
+    assert api_server.asked == [{"token": "t", "audiences": ["gpuwarden"]}]
+
+
+async def test_an_api_server_that_refuses_to_say_leaves_it_open(api_server: ApiServer, api: client.ApiClient) -> None:
+    api_server.code = 500
+    with pytest.raises(CallersUnavailableError):
+        await ApiCallers(api).is_reviewer("t", "gpuwarden", ())

@@ -1,0 +1,110 @@
+"""A replica of a cluster without its sockets: reservations in a store that replicas share, pods that are read."""
+
+from typing import Any
+
+from tests import builders
+from tests.builders import Raw
+from tests.ledger.fake_store import FakeStore, gpu_node
+from tests.web.house import INVENTORY, Assemble
+from webhook.clock import Clock
+from webhook.core.fleet import Fleet
+from webhook.core.pod import Pod
+from webhook.core.reservation import PodIdentity
+from webhook.evidence.static import StaticEvidence
+from webhook.feed import Feed
+from webhook.inventory.file import InventoryFile
+from webhook.ledger.carrier import Carrier
+from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
+from webhook.pods import PodsUnavailableError
+from webhook.settings import Settings
+from webhook.telemetry import Metrics
+from webhook.wiring import Parts, assembled, inventory_path, times_of
+
+
+class Shared:
+    """What all replicas see the same: the objects in the API server, read for certain or not at all."""
+
+    def __init__(self) -> None:
+        self.store = FakeStore()
+        for node in INVENTORY["nodes"]:
+            shares = {one["uuid"]: one.get("shares", 1) for one in node["devices"]}
+            self.store.apply({**gpu_node(node["name"], *shares, shares=shares), "status": {"held": {}}})
+        self.pods: dict[tuple[str, str], Raw] = {}
+        self.pod_reads = 0
+        self.is_away = False
+
+    believes_reviews = False
+
+    def has(self, raw: Raw) -> None:
+        """The pod exists."""
+        self.pods[raw["metadata"]["namespace"], raw["metadata"]["name"]] = raw
+
+    async def find(self, namespace: str, name: str) -> Pod | None:
+        self.pod_reads += 1
+        if self.is_away:
+            raise PodsUnavailableError("away")
+        raw = self.pods.get((namespace, name))
+        return None if raw is None else Pod.parse(raw)
+
+    async def uid_of(self, namespace: str, name: str) -> str:
+        found = await self.find(namespace, name)
+        return (found.meta.uid if found else None) or ""
+
+    async def contradicts(self, pod: PodIdentity) -> str | None:
+        uid = await self.uid_of(pod.namespace, pod.name)
+        return None if uid == pod.uid else f"pod {pod.namespace}/{pod.name} has another uid"
+
+    async def is_gone(self, pod: PodIdentity) -> bool:
+        try:
+            return await self.uid_of(pod.namespace, pod.name) != pod.uid
+        except PodsUnavailableError as exc:
+            raise WitnessAwayError from exc
+
+    async def carriers(self) -> list[Carrier]:
+        return [one for one in map(Carrier.of, self.pods.values()) if one is not None]
+
+    def created(self, pod: PodIdentity) -> None:
+        """Nothing: a review is no proof."""
+
+    def ended(self, pod: PodIdentity) -> None:
+        """Nothing: a review is no proof."""
+
+    @property
+    def held(self) -> dict[str, Raw]:
+        """What every node's object says, by slot."""
+        return {slot: entry for raw in self.store.objects.values() for slot, entry in raw["status"]["held"].items()}
+
+    def change(self, node: str, **members: Any) -> None:
+        """A hand that goes round everybody: entries with other members, or without any to drop them."""
+        raw = self.store.objects[node]
+        held = {slot: {**entry, **members} for slot, entry in raw["status"]["held"].items()} if members else {}
+        self.store.apply({**raw, "status": {**raw["status"], "held": held}})
+
+
+def sharing(shared: Shared) -> Assemble:
+    """A replica that has watched nothing yet: it knows what it has done itself, and what it reads."""
+
+    def assemble(settings: Settings, clock: Clock) -> Parts:
+        fleet, metrics = Fleet(), Metrics()
+        ledger = ClusterLedger(fleet, shared.store, shared, clock, times_of(settings))
+        evidence = StaticEvidence(settings.node_hash_map)
+        feed = Feed(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
+        return assembled(settings, clock, fleet, metrics, ledger, feed, shared)
+
+    return assemble
+
+
+def binding(
+    node: str,
+    *,
+    uid: str | None = builders.POD_UID,
+    annotations: dict[str, str] | None = None,
+    dry_run: bool = False,
+) -> Raw:
+    """The review of a Binding, by the route that names no subresource if there is no uid in it."""
+    meta = {"name": "train-0", "namespace": "ml", "uid": uid, "annotations": annotations}
+    content = {"kind": "Binding", "apiVersion": "v1", "metadata": meta, "target": {"kind": "Node", "name": node}}
+    raw_review = builders.review("CREATE", new=content, dry_run=dry_run)
+    raw_review["request"]["kind"] = {"group": "", "version": "v1", "kind": "Binding"}
+    raw_review["request"]["subResource"] = "binding" if uid else None
+    return raw_review

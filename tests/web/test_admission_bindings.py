@@ -1,0 +1,269 @@
+"""A pod on its way to a node, in a cluster: the replica that is asked need not be the one that reserved."""
+
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import HASH, NOW, OTHER_HASH, POD_UID, REVIEW_UID, Raw, raw_container, raw_pod
+from tests.conftest import Build
+from tests.web.house import INVENTORY, House
+from tests.web.replica import Shared, binding, sharing
+
+
+def gpu_pod(gpus: int = 1, **members: Any) -> Raw:
+    return raw_pod(raw_container(gpus=gpus), **members)
+
+
+def attested(*hashes: str) -> dict[str, str]:
+    return {"gpuwarden.io/required-hash": ",".join(hashes)}
+
+
+def refusal(response: Raw) -> tuple[int, str]:
+    assert not response["allowed"]
+    return response["status"]["code"], response["status"]["reason"]
+
+
+@pytest.fixture
+def shared() -> Shared:
+    return Shared()
+
+
+@pytest.fixture
+async def first(build: Build, shared: Shared) -> House:
+    """The replica that has seen the pod created."""
+    return await build(assemble=sharing(shared))
+
+
+@pytest.fixture
+async def second(build: Build, shared: Shared) -> House:
+    """One that has seen nothing at all, and is asked about the Binding."""
+    return await build(assemble=sharing(shared))
+
+
+async def reserved(house: House, shared: Shared, raw: Raw) -> Raw:
+    """The pod through the mutating door alone, and into the cluster: nobody has bound its uid."""
+    final = builders.created(await house.dress(raw))
+    shared.has(final)
+    return final
+
+
+async def created(house: House, shared: Shared, raw: Raw) -> Raw:
+    final = await house.create(raw)
+    shared.has(final)
+    return final
+
+
+@pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
+@pytest.mark.parametrize("who", ["first", "second"])
+async def test_a_binding_has_to_lead_where_the_gpus_are_whoever_is_asked(
+    first: House, second: House, shared: Shared, who: str, uid: str | None
+) -> None:
+    await created(first, shared, gpu_pod())
+    house = {"first": first, "second": second}[who]
+    refused = await house.validate(binding("node-a", uid=uid))
+    assert refusal(refused) == (403, "NotReserved")
+    assert "reserved on node-b, not on node-a" in refused["status"]["message"]
+    assert (await house.validate(binding("node-b", uid=uid)))["allowed"]
+
+
+async def test_a_binding_costs_one_read_of_its_pod(first: House, second: House, shared: Shared) -> None:
+    await created(first, shared, gpu_pod())
+    for house in (first, second):
+        shared.pod_reads = 0
+        assert (await house.validate(binding("node-b")))["allowed"]
+        assert shared.pod_reads == 1
+
+
+@pytest.mark.parametrize("dry_run", [False, True], ids=["for real", "dry run"])
+async def test_a_binding_of_another_pod_of_the_name_is_refused(
+    first: House, second: House, shared: Shared, dry_run: bool
+) -> None:
+    await created(first, shared, gpu_pod())
+    stale = binding("node-b", uid="uid-of-the-one-before", dry_run=dry_run)
+    assert refusal(await second.validate(stale)) == (409, "ReservationConflict")
+
+
+@pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
+async def test_a_pod_that_is_not_there_is_put_nowhere(second: House, uid: str | None) -> None:
+    assert refusal(await second.validate(binding("node-b", uid=uid))) == (409, "ReservationConflict")
+
+
+async def test_a_pod_whose_reservation_is_gone_is_put_nowhere(first: House, second: House, shared: Shared) -> None:
+    """Its containers would see GPUs that may be somebody else's by now."""
+    await created(first, shared, gpu_pod())
+    shared.change("node-b")
+    refused = await second.validate(binding("node-b"))
+    assert refusal(refused) == (403, "NotReserved")
+    assert REVIEW_UID in refused["status"]["message"]
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"phase": "releasing"},
+        {"uid": "uid-of-another"},
+        {"namespace": "other"},
+        {"digest": "of-another-claim"},
+        {"reservation": "another"},
+    ],
+    ids=["being released", "another pod's", "another namespace's", "another claim's", "another reservation"],
+)
+@pytest.mark.parametrize("dry_run", [False, True], ids=["for real", "dry run"])
+async def test_a_reservation_that_is_not_the_pods_does_not_carry_it(
+    first: House, second: House, shared: Shared, members: Raw, dry_run: bool
+) -> None:
+    await created(first, shared, gpu_pod())
+    shared.change("node-b", **members)
+    assert refusal(await second.validate(binding("node-b", dry_run=dry_run))) == (403, "NotReserved")
+
+
+async def test_a_record_without_a_reservation_id_carries_no_pod(first: House, second: House, shared: Shared) -> None:
+    final = await created(first, shared, gpu_pod())
+    for name in ("gpuwarden.io/reservation-id", "fudo.org/gpu.reservation-id"):
+        del final["metadata"]["annotations"][name]
+    assert refusal(await second.validate(binding("node-b"))) == (403, "NotReserved")
+
+
+async def test_a_record_that_nobody_of_us_has_written_is_refused(second: House, shared: Shared) -> None:
+    shared.has(builders.created(raw_pod(annotations={"gpuwarden.io/claim": "[]"})))
+    assert refusal(await second.validate(binding("node-b"))) == (403, "InvalidPod")
+
+
+async def test_a_living_pod_becomes_its_reservations_owner_here_at_the_latest(
+    first: House, second: House, shared: Shared
+) -> None:
+    await reserved(first, shared, gpu_pod())
+    writes = shared.store.writes
+    assert (await second.validate(binding("node-b", dry_run=True)))["allowed"]
+    assert shared.store.writes == writes
+    assert (await second.validate(binding("node-b")))["allowed"]
+    entry = shared.held["GPU-b0/0"]
+    assert (entry["phase"], entry["uid"]) == ("finalized", POD_UID)
+
+
+async def test_a_binding_that_is_refused_names_nobody(first: House, second: House, shared: Shared) -> None:
+    await reserved(first, shared, gpu_pod())
+    assert refusal(await second.validate(binding("node-a"))) == (403, "NotReserved")
+    assert "uid" not in shared.held["GPU-b0/0"]
+
+
+async def test_a_reservation_that_went_while_its_pod_was_being_named_carries_nobody(
+    first: House, shared: Shared
+) -> None:
+    """Known here, and gone in the store: what is known here is behind."""
+    await reserved(first, shared, gpu_pod())
+    shared.change("node-b")
+    assert refusal(await first.validate(binding("node-b"))) == (403, "NotReserved")
+
+
+async def test_a_reservation_past_its_deadline_is_still_its_living_pods(
+    first: House, second: House, shared: Shared
+) -> None:
+    await reserved(first, shared, gpu_pod())
+    second.wait(200)
+    assert (await second.validate(binding("node-b")))["allowed"]
+    assert shared.held["GPU-b0/0"]["uid"] == POD_UID
+
+
+def unproven() -> Raw:
+    """The inventory when every node's evidence has gone."""
+    bare = [{key: value for key, value in node.items() if key != "evidence"} for node in INVENTORY["nodes"]]
+    return {"nodes": bare}
+
+
+@pytest.mark.parametrize(
+    ("raw", "node", "settings"),
+    [
+        (gpu_pod(annotations=attested(OTHER_HASH)), "node-b", {}),
+        (gpu_pod(), "node-b", {"require_evidence": "all"}),
+        (raw_pod(annotations=attested(HASH)), "node-a", {}),
+    ],
+    ids=["a hash", "always required", "a hash and no GPU"],
+)
+@pytest.mark.parametrize("dry_run", [False, True], ids=["for real", "dry run"])
+async def test_the_evidence_has_to_hold_when_the_pod_is_put_on_its_node(
+    build: Build, shared: Shared, raw: Raw, node: str, settings: Raw, dry_run: bool
+) -> None:
+    house = await build(assemble=sharing(shared), **settings)
+    await created(house, shared, raw)
+    assert (await house.validate(binding(node, dry_run=dry_run)))["allowed"]
+    house.file.write_text(builders.body(unproven()).decode())
+    await house.feed.refresh()
+    refused = await house.validate(binding(node, dry_run=dry_run))
+    assert refusal(refused) == (403, "NoProvenNode")
+    assert f"node {node}: no evidence" in refused["status"]["message"]
+
+
+async def test_gpus_without_any_wish_for_evidence_need_none(first: House, shared: Shared) -> None:
+    await created(first, shared, gpu_pod())
+    first.file.write_text(builders.body(unproven()).decode())
+    await first.feed.refresh()
+    assert (await first.validate(binding("node-b")))["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [("node-b", "NoProvenNode"), ("node-c", "NoProvenNode"), ("node-nowhere", "NoSuitableNode")],
+    ids=["another hash", "no evidence", "not known"],
+)
+async def test_a_pod_held_to_proven_nodes_is_put_on_no_other(
+    first: House, second: House, shared: Shared, node: str, reason: str
+) -> None:
+    await created(first, shared, raw_pod(annotations=attested(HASH)))
+    assert refusal(await second.validate(binding(node))) == (403, reason)
+    assert (await second.validate(binding("node-a")))["allowed"]
+
+
+@pytest.mark.parametrize(
+    "raw", [raw_pod(), raw_pod(annotations=attested(HASH)), gpu_pod()], ids=["none", "hash", "gpu"]
+)
+async def test_a_binding_plants_nothing_that_only_we_may_write(
+    first: House, second: House, shared: Shared, raw: Raw
+) -> None:
+    final = await created(first, shared, raw)
+    node = final["metadata"].get("annotations", {}).get("gpuwarden.io/node", "node-a")
+    for key, value in {"gpuwarden.io/gpu-uuid": "GPU-c0", "cdi.k8s.io/gpu": "nvidia.com/gpu=all"}.items():
+        planted = binding(node, annotations={key: value})
+        assert refusal(await second.validate(planted)) == (403, "Forged")
+    assert (await second.validate(binding(node, annotations={"team": "x"})))["allowed"]
+
+
+async def test_a_pod_without_a_record_goes_anywhere(second: House, shared: Shared) -> None:
+    shared.has(builders.created(raw_pod()))
+    assert (await second.validate(binding("node-c")))["allowed"]
+
+
+async def test_a_pod_whose_record_was_taken_off_is_still_held_to_its_gpus(first: House, shared: Shared) -> None:
+    final = await created(first, shared, gpu_pod())
+    shared.has({**final, "metadata": {**final["metadata"], "annotations": {}}})
+    assert refusal(await first.validate(binding("node-a"))) == (403, "NotReserved")
+
+
+async def test_while_the_pod_cannot_be_asked_for_nothing_is_put_anywhere(
+    first: House, second: House, shared: Shared
+) -> None:
+    await created(first, shared, gpu_pod())
+    shared.is_away = True
+    assert refusal(await first.validate(binding("node-b"))) == (503, "LedgerAway")
+    assert refusal(await second.validate(binding("node-b"))) == (503, "LedgerAway")
+    shared.is_away = False
+    with shared.store.away():
+        assert refusal(await second.validate(binding("node-b"))) == (503, "LedgerAway")
+    assert (await second.validate(binding("node-b")))["allowed"]
+
+
+async def test_a_pod_that_waited_too_long_is_put_nowhere_any_more(first: House, second: House, shared: Shared) -> None:
+    """Its GPUs are given up a little later: no binding may be under way then."""
+    final = await created(first, shared, gpu_pod())
+    final["metadata"]["creationTimestamp"] = NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
+    second.wait(299)
+    assert (await second.validate(binding("node-b")))["allowed"]
+    second.wait(1)
+    assert refusal(await second.validate(binding("node-b"))) == (409, "ReservationExpired")
+
+
+async def test_a_hold_that_a_hand_dropped_carries_nobody_though_it_is_known_here(first: House, shared: Shared) -> None:
+    await created(first, shared, gpu_pod())
+    shared.change("node-b")
+    assert refusal(await first.validate(binding("node-b"))) == (403, "NotReserved")

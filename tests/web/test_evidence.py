@@ -1,0 +1,262 @@
+"""A node is challenged, answers with a token, and is proven: through the doors, a Workload API behind them."""
+
+import json
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests import builders
+from tests.builders import HASH, NOW, OTHER_HASH, raw_container, raw_pod
+from tests.evidence.bad_tokens import BAD, Bad, World
+from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
+from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, token
+from tests.web.house import INVENTORY, House
+from webhook.evidence.jwt_svid import Fault
+
+KEY, FOREIGN = SigningKey.make("key-1"), SigningKey.make("key-1")
+
+
+class Site:
+    """A server that challenges nodes, and the nodes."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.agent = JwtWorkloadApiDouble(str(directory / "agent.sock"), KEY)
+        self.house = House(
+            directory,
+            INVENTORY,
+            None,
+            evidence=("jwt-svid",),
+            spire_trust_domain=TRUST_DOMAIN,
+            spire_workload_api=f"unix:{self.agent.path}",
+            **settings,
+        )
+
+    async def open(self) -> "Site":
+        await self.agent.start()
+        await self.house.start()
+        assert self.house.parts.attestation is not None
+        await self.house.parts.attestation.load()
+        return self
+
+    async def close(self) -> None:
+        await self.house.close()
+        await self.agent.stop()
+
+    async def nonce(self, node: str = "node-a") -> str:
+        reply = await self.house.tls.get("/evidence/challenge", params={"node": node})
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["nonce"])
+
+    async def token(self, node: str = "node-a", **members: Any) -> str:
+        members.setdefault("sub", evidence_id(node))
+        return token(KEY, await self.nonce(node), self.house.now, **members)
+
+    async def post(self, text: str) -> httpx.Response:
+        return await self.house.tls.post("/evidence", json={"token": text})
+
+    async def admits(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
+        """Whether a pod that asks for a node of these hashes gets one now; nothing is held."""
+        await self.house.feed.refresh()
+        raw = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": ",".join(hashes)})
+        return bool((await self.house.mutate(raw, uid, dry_run=True))["allowed"])
+
+    def counted(self, outcome: str) -> float:
+        name = "gpuwarden_evidence_proofs_total"
+        return self.house.parts.metrics.registry.get_sample_value(name, {"outcome": outcome}) or 0
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    opened = await Site(tmp_path).open()
+    yield opened
+    await opened.close()
+
+
+async def test_a_node_that_answers_is_proven_until_its_time(site: Site) -> None:
+    assert not await site.admits(HASH)
+    reply = await site.post(await site.token())
+    assert (reply.status_code, reply.json()) == (
+        200,
+        {"node": "node-a", "hash": HASH, "since": "2026-03-02T12:00:00Z", "until": "2026-03-02T12:40:00Z"},
+    )
+    assert await site.admits(HASH)
+    assert not await site.admits(OTHER_HASH)
+    site.house.now += timedelta(minutes=40) - timedelta(seconds=1)
+    assert await site.admits(HASH)
+    site.house.now += timedelta(seconds=1)
+    assert not await site.admits(HASH)
+    assert site.counted("accepted") == 1
+
+
+async def test_what_a_challenge_looks_like(site: Site) -> None:
+    reply = await site.house.tls.get("/evidence/challenge?node=node-a")
+    assert set(reply.json()) == {"nonce", "expires"}
+    assert (reply.json()["expires"], reply.headers["cache-control"]) == ("2026-03-02T12:01:00Z", "no-store")
+
+
+@pytest.mark.parametrize("query", ["", "?node=", "?node=Node-A", "?node=a%0Ab", "?node=" + "a" * 254, "?name=node-a"])
+async def test_only_a_node_is_challenged(site: Site, query: str) -> None:
+    assert (await site.house.tls.get(f"/evidence/challenge{query}")).status_code == 400
+
+
+@pytest.mark.parametrize(("bad", "fault"), [pytest.param(bad, fault, id=name) for name, bad, fault in BAD])
+async def test_no_bad_token_proves_a_node(site: Site, bad: Bad, fault: Fault) -> None:
+    nonces = {node: await site.nonce(node) for node in ("node-a", "node-b")}
+    world = World(KEY, FOREIGN, lambda node: nonces.get(node, nonces["node-b"]), NOW)
+    text = bad(world)
+    reply = await site.post(text)
+    expected = {Fault.FORM: 400, Fault.SIZE: 413}.get(fault, 403)
+    assert (reply.status_code, len(reply.content) < 300) == (expected, True), reply.text
+    assert text[:40] not in reply.text or not text
+    assert not await site.admits(HASH)
+    assert not await site.admits(OTHER_HASH)
+
+
+async def test_a_replayed_token_is_refused_and_counted(site: Site) -> None:
+    text = await site.token()
+    assert (await site.post(text)).status_code == 200
+    for _ in range(3):
+        assert (await site.post(text)).status_code == 409
+    assert (site.counted("accepted"), site.counted("replayed")) == (1, 3)
+
+
+async def test_another_token_for_a_used_challenge_is_a_replay(site: Site) -> None:
+    nonce = await site.nonce()
+    assert (await site.post(token(KEY, nonce, site.house.now))).status_code == 200
+    site.house.now += timedelta(seconds=5)
+    assert (await site.post(token(KEY, nonce, site.house.now))).status_code == 409
+
+
+async def test_a_token_that_was_accepted_by_the_process_before_is_refused_after_a_restart(
+    site: Site, tmp_path: Path
+) -> None:
+    """Its evidence ended with the process, and so did its challenges: not even a shared key brings one back."""
+    text, key = await site.token(), tmp_path / "nonce.key"
+    assert (await site.post(text)).status_code == 200
+    key.write_bytes(b"k" * 32)
+    (tmp_path / "again").mkdir()
+    again = await Site(tmp_path / "again", nonce_key=key).open()
+    try:
+        assert (await again.post(text)).status_code == 403
+        assert again.counted("nonce") == 1
+        assert not await again.admits(HASH)
+    finally:
+        await again.close()
+
+
+async def test_a_later_answer_renews(site: Site) -> None:
+    await site.post(await site.token())
+    site.house.now += timedelta(minutes=20)
+    reply = await site.post(await site.token())
+    assert reply.json()["until"] == "2026-03-02T13:00:00Z"
+    site.house.now += timedelta(minutes=30)
+    assert await site.admits(HASH)
+
+
+@pytest.mark.parametrize("hash", ["SHA256:AA11", "sha256:AA11", "sha256:aa11.", "aa11"])
+async def test_a_hash_that_is_spelt_otherwise_is_another(site: Site, hash: str) -> None:
+    assert (await site.post(await site.token(sub=evidence_id(hash=hash)))).status_code == 200
+    assert not await site.admits(HASH)
+
+
+@pytest.mark.parametrize("hash", [" sha256:aa11x", "sha256:aa11\t", "sha256:aa 11", "sha256:aa11\n"])
+async def test_a_hash_with_blanks_proves_nothing(site: Site, hash: str) -> None:
+    assert (await site.post(await site.token(sub=evidence_id(hash=hash)))).status_code == 403
+
+
+async def test_a_node_that_nobody_knows_is_not_proven(site: Site) -> None:
+    assert (await site.post(await site.token("node-x"))).status_code == 403
+    assert site.counted("node") == 1
+
+
+async def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(site: Site) -> None:
+    in_hand = await site.token()
+    site.house.now += timedelta(seconds=1)
+    assert (await site.post(await site.token())).status_code == 200
+    assert await site.admits(HASH)
+    inventory = json.loads(site.house.file.read_text())
+    for nodes in (inventory["nodes"][1:], inventory["nodes"]):
+        site.house.file.write_text(json.dumps({"nodes": nodes}, indent=len(nodes)))
+        site.house.now += timedelta(seconds=1)
+        await site.house.feed.refresh()
+    assert not await site.admits(HASH)
+    assert (await site.post(in_hand)).status_code == 403
+    site.house.now += timedelta(seconds=6)
+    assert (await site.post(await site.token())).status_code == 200
+    assert await site.admits(HASH)
+
+
+async def test_a_key_that_was_taken_back_signs_nothing(site: Site) -> None:
+    other = SigningKey.make("key-2")
+    site.agent.bundles = {f"spiffe://{TRUST_DOMAIN}": document(other)}
+    assert site.house.parts.attestation is not None
+    await site.house.parts.attestation.load()
+    assert (await site.post(await site.token())).status_code == 403
+    text = token(other, await site.nonce(), site.house.now)
+    assert (await site.post(text)).status_code == 200
+
+
+async def test_a_key_of_a_moment_ago_is_looked_for(site: Site) -> None:
+    other = SigningKey.make("key-2")
+    site.agent.bundles = {f"spiffe://{TRUST_DOMAIN}": document(KEY, other)}
+    site.house.now += timedelta(seconds=5)
+    assert (await site.post(token(other, await site.nonce(), site.house.now))).status_code == 200
+
+
+async def test_a_provider_that_is_away_leaves_what_is_known_until_its_end(site: Site) -> None:
+    await site.post(await site.token())
+    await site.agent.stop()
+    site.house.now += timedelta(minutes=35)
+    text = await site.token("node-b", sub=evidence_id("node-b", OTHER_HASH))
+    assert (await site.post(text)).status_code == 200  # the keys are good for an hour
+    site.house.now += timedelta(minutes=5)
+    assert not await site.admits(HASH)
+    site.house.now += timedelta(minutes=20)
+    reply = await site.post(await site.token())
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert site.counted("unavailable") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"{}", 400),
+        (b"[]", 400),
+        (b'{"token": 1}', 400),
+        (b'{"token": "\xff"}', 400),
+        (b"[" * 9000, 400),
+        (b'{"token": ""}', 400),
+        (b'{"token": "' + b"A" * 2**20 + b'"}', 413),
+        (b"x" * (3 * 2**20), 413),
+    ],
+    ids=["empty", "no token", "list", "number", "no UTF-8", "deep", "blank", "one megabyte", "three megabytes"],
+)
+async def test_anything_may_be_posted_and_little_of_it_is_read(site: Site, content: bytes, status: int) -> None:
+    assert (await site.house.tls.post("/evidence", content=content)).status_code == status
+
+
+async def test_a_flood_of_forged_answers_never_gets_to_a_key(site: Site) -> None:
+    """Without a challenge of ours nothing that costs is done: no signature, no look at the bundle."""
+    forged = token(FOREIGN, "gpuwarden/nonce/" + "A" * 76, site.house.now)
+    for _ in range(200):
+        assert (await site.post(forged)).status_code == 403
+    assert (site.counted("nonce"), site.counted("signature")) == (200, 0)
+
+
+async def test_there_are_no_such_routes_where_nodes_are_not_challenged(tmp_path: Path) -> None:
+    house = await House(tmp_path, INVENTORY, None).start()
+    assert (await house.tls.get("/evidence/challenge?node=node-a")).status_code == 404
+    assert (await house.tls.post("/evidence", json={})).status_code == 404
+    await house.close()
+
+
+async def test_a_server_that_starts_or_drains_challenges_nobody(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    assert (await site.house.tls.get("/evidence/challenge?node=node-a")).status_code == 503
+    assert (await site.house.tls.post("/evidence", json={"token": ""})).status_code == 503
+    await site.house.close()

@@ -1,0 +1,261 @@
+"""The extender's routes, embedded: what a scheduler posts, and what it reads."""
+
+import json
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests import builders
+from tests.builders import HASH, NOW, OTHER_HASH, Raw, raw_container, raw_pod
+from tests.conftest import Build
+from tests.core.test_extender_wire import MALFORMED
+from tests.web.house import INVENTORY, House
+from tests.web.replica import Shared, sharing
+from tests.web.test_app import paths
+from webhook.scheduler.extender import Extender
+from webhook.web.app import extender_app, plain_extender_app
+from webhook.web.extender import MAX_BODY, ExtenderRoutes
+from webhook.web.health import Stage
+
+NAMES = ["node-a", "node-b", "node-c"]
+DIFFERS = "attestation hash differs from the required one"
+ABSENT = "no attestation evidence for this node"
+
+
+def of_house(house: House, *, plain: bool = False) -> httpx.AsyncClient:
+    parts = house.parts
+    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, house.health)
+    app = (plain_extender_app if plain else extender_app)(routes, house.health, parts.metrics)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="https://extender")
+
+
+@pytest_asyncio.fixture
+async def client(house: House) -> AsyncIterator[httpx.AsyncClient]:
+    async with of_house(house) as made:
+        yield made
+
+
+def asking(*hashes: str, **members: Any) -> Raw:
+    annotations = {"attestation-hash.my-company.com/required-hash": ",".join(hashes)} if hashes else {}
+    return builders.created(raw_pod(annotations=annotations, **members))
+
+
+def by_name(pod: Raw, *names: str) -> Raw:
+    return {"Pod": pod, "Nodes": None, "NodeNames": list(names)}
+
+
+def by_object(pod: Raw, *names: str) -> Raw:
+    items = [{"metadata": {"name": name, "labels": {"host": name}}, "spec": {}, "status": {}} for name in names]
+    return {"Pod": pod, "Nodes": {"metadata": {}, "items": items}, "NodeNames": None}
+
+
+async def asked(client: httpx.AsyncClient, path: str, content: Any) -> Any:
+    reply = await client.post(path, json=content)
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "application/json"), reply.text
+    return reply.json()
+
+
+@pytest.mark.defect("S0-3")
+async def test_both_forms_are_answered_in_kind(client: httpx.AsyncClient) -> None:
+    refused = {"node-b": DIFFERS, "node-c": ABSENT}
+    assert await asked(client, "/filter", by_name(asking(HASH), *NAMES)) == {
+        "Nodes": None,
+        "NodeNames": ["node-a"],
+        "FailedNodes": {},
+        "FailedAndUnresolvableNodes": refused,
+        "Error": "",
+    }
+    question = by_object(asking(HASH), *NAMES)
+    assert await asked(client, "/filter", question) == {
+        "Nodes": {"metadata": {}, "items": question["Nodes"]["items"][:1]},
+        "NodeNames": None,
+        "FailedNodes": {},
+        "FailedAndUnresolvableNodes": refused,
+        "Error": "",
+    }
+
+
+@pytest.mark.defect("S0-4")
+async def test_ordinary_pods_pass_unchanged(client: httpx.AsyncClient) -> None:
+    names = ["node-c", "node-nowhere", "node-a"]
+    for pod in (asking(), builders.created(raw_pod(raw_container(gpus=1)))):
+        answer = await asked(client, "/filter", by_name(pod, *names))
+        assert (answer["NodeNames"], answer["FailedAndUnresolvableNodes"], answer["Error"]) == (names, {}, "")
+        question = by_object(pod, *names)
+        assert (await asked(client, "/filter", question))["Nodes"]["items"] == question["Nodes"]["items"]
+
+
+async def test_scores_come_in_the_order_of_the_question(client: httpx.AsyncClient) -> None:
+    for form in (by_name, by_object):
+        answer = await asked(client, "/prioritize", form(asking(OTHER_HASH), *NAMES))
+        assert answer == [
+            {"Host": "node-a", "Score": 0},
+            {"Host": "node-b", "Score": 10},
+            {"Host": "node-c", "Score": 0},
+        ]
+
+
+@pytest.mark.defect("S0-5")
+async def test_nobody_is_evicted_from_a_node_that_could_never_do(house: House, client: httpx.AsyncClient) -> None:
+    victims = {name: {"Pods": [{"UID": f"uid-{name}"}], "NumPDBViolations": 0} for name in NAMES}
+    pod = asking(HASH)
+    question = {"Pod": pod, "NodeNameToVictims": None, "NodeNameToMetaVictims": victims}
+    only_a = {"NodeNameToMetaVictims": {"node-a": victims["node-a"]}}
+    assert await asked(client, "/preempt", question) == only_a
+    pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
+    for n in range(2):
+        await house.create(raw_pod(raw_container(gpus=1), name=f"other-{n}", nodeName="node-a"), f"r{n}", f"u{n}")
+    assert list((await asked(client, "/filter", by_name(pod, *NAMES)))["FailedNodes"]) == ["node-a"]
+    assert await asked(client, "/preempt", question) == only_a
+    pod["metadata"]["annotations"] = {"gpuwarden.io/claim": "[]"}
+    assert await asked(client, "/preempt", question) == {"NodeNameToMetaVictims": {}}
+    assert (await asked(client, "/preempt", {**question, "Pod": asking()}))["NodeNameToMetaVictims"] == victims
+
+
+@pytest.mark.defect("S0-1")
+async def test_evidence_that_changes_changes_the_answer(house: House, client: httpx.AsyncClient) -> None:
+    async def passed() -> list[str]:
+        return list((await asked(client, "/filter", by_name(asking(HASH), *NAMES)))["NodeNames"])
+
+    assert await passed() == ["node-a"]
+    nodes = [{**node, "evidence": {"hash": HASH}} for node in INVENTORY["nodes"]]
+    house.file.write_text(json.dumps({"nodes": nodes}))
+    await house.feed.refresh()
+    assert await passed() == NAMES
+    house.file.write_text(json.dumps({"nodes": [{**nodes[1], "evidence": {"hash": OTHER_HASH}}]}))
+    await house.feed.refresh()
+    assert await passed() == []
+
+
+@pytest.mark.defect("S0-2")
+async def test_evidence_ends_at_the_second(build: Build) -> None:
+    (first, *others) = INVENTORY["nodes"]
+    until = (NOW + timedelta(seconds=60)).isoformat()
+    house = await build({"nodes": [{**first, "evidence": {"hash": HASH, "until": until}}, *others]})
+    async with of_house(house) as client:
+        for wait, names in ((59, ["node-a"]), (1, [])):
+            house.wait(wait)
+            assert (await asked(client, "/filter", by_name(asking(HASH), "node-a")))["NodeNames"] == names
+
+
+async def test_nodes_of_the_map_alone_are_known(build: Build) -> None:
+    """As S0 was set up: a map, and no inventory that names the nodes."""
+    house = await build(node_hash_map={"kind-worker": "abc123", "node-a": HASH})
+    async with of_house(house) as client:
+        pod = asking("abc123")
+        answer = await asked(client, "/filter", by_name(pod, "kind-worker", "node-a", "kind-control-plane"))
+        assert answer["NodeNames"] == ["kind-worker"]
+        pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
+        assert (await asked(client, "/filter", by_name(pod, "kind-worker")))["NodeNames"] == ["kind-worker"]
+
+
+async def test_embedded_nothing_is_bound(client: httpx.AsyncClient) -> None:
+    wish = {"PodName": "train-0", "PodNamespace": "ml", "PodUID": builders.POD_UID, "Node": "node-a"}
+    assert (await asked(client, "/bind", wish))["Error"].startswith("there is no cluster here")
+
+
+@pytest.mark.defect("S0-8")
+@pytest.mark.parametrize("body", MALFORMED)
+async def test_what_is_no_question_is_400_in_json(client: httpx.AsyncClient, body: bytes) -> None:
+    for path in ("/filter", "/prioritize", "/bind"):
+        reply = await client.post(path, content=body)
+        assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
+        assert list(reply.json()) == ["Error"]
+        assert reply.json()["Error"]
+
+
+def rich_question() -> Raw:
+    """Something in every member that is read."""
+    pod = asking(
+        HASH,
+        labels={"gpuwarden.io/gpu.model": "h100"},
+        nodeSelector={"zone": "a"},
+        tolerations=[{"key": "a", "operator": "Exists"}],
+        affinity=builders.required_affinity(builders.term(builders.expression("zone", "In", "a"))),
+    )
+    return {**by_object(pod, "node-a"), "NodeNames": ["node-a"], "NodeNameToMetaVictims": {"node-a": {"Pods": []}}}
+
+
+def replaced(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
+    if not path:
+        return junk
+    copy = list(value) if isinstance(value, list) else dict(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], junk)
+    return copy
+
+
+@pytest.mark.defect("S0-8")
+@pytest.mark.parametrize("path", paths(rich_question()), ids=str)
+async def test_junk_in_any_member_is_no_pass_and_no_error_of_ours(
+    client: httpx.AsyncClient, path: tuple[Any, ...]
+) -> None:
+    junk: Any
+    for junk in (None, 5, -1.5, "", "\ud800", True, [], {}, [None], {"": None}, [[]], {"a": {"b": 10**400}}):
+        body = json.dumps(replaced(rich_question(), path, junk))
+        for verb in ("/filter", "/prioritize", "/preempt"):
+            reply = await client.post(verb, content=body)
+            assert reply.status_code in (200, 400), (verb, junk, reply.text)
+            assert reply.headers["content-type"] == "application/json"
+            assert reply.status_code == 200 or reply.json()["Error"]
+
+
+@pytest.mark.defect("S0-8")
+@pytest.mark.parametrize("size", [MAX_BODY + 1, 50_000_000])
+async def test_a_body_beyond_the_limit_is_413_and_the_next_one_is_served(client: httpx.AsyncClient, size: int) -> None:
+    reply = await client.post("/filter", content=b" " * size)
+    assert (reply.status_code, reply.headers["content-type"]) == (413, "application/json")
+    assert reply.json() == {"Error": f"the body is larger than {MAX_BODY} bytes"}
+    assert (await asked(client, "/filter", by_name(asking(HASH), *NAMES)))["NodeNames"] == ["node-a"]
+
+
+@pytest.mark.parametrize("stage", [Stage.STARTING, Stage.DRAINING])
+async def test_starting_and_draining_are_no_answer(house: House, client: httpx.AsyncClient, stage: Stage) -> None:
+    house.health.stage = stage
+    for path in ("/filter", "/prioritize", "/preempt", "/bind"):
+        reply = await client.post(path, json=by_name(asking(), *NAMES))
+        assert (reply.status_code, reply.json()) == (503, {"Error": f"the server is {stage}"})
+
+
+async def test_while_reservations_cannot_be_looked_up_the_scheduler_tries_again(build: Build) -> None:
+    shared = Shared()
+    first, second = await build(assemble=sharing(shared)), await build(assemble=sharing(shared))
+    final = await first.create(raw_pod(raw_container(gpus=1)))
+    async with of_house(second) as client:
+        with shared.store.away():
+            answer = await asked(client, "/filter", by_name(final, *NAMES))
+            assert answer["Error"] == "reservations cannot be looked up at this moment"
+            assert (answer["NodeNames"], answer["Nodes"]) == (None, None)
+            assert (await client.post("/prioritize", json=by_name(final, *NAMES))).status_code == 503
+        assert len((await asked(client, "/filter", by_name(final, *NAMES)))["NodeNames"]) == 1
+
+
+@pytest.mark.defect("S0-8")
+async def test_answers_are_counted(house: House, client: httpx.AsyncClient) -> None:
+    await asked(client, "/filter", by_name(asking(HASH), *NAMES))
+    await asked(client, "/filter", by_name(asking("nobody has it"[:6]), *NAMES))
+    await asked(client, "/prioritize", by_name(asking(HASH), *NAMES))
+    text = (await house.plain.get("/metrics")).text
+    for line in (
+        'gpuwarden_extender_duration_seconds_count{outcome="passed",verb="filter"} 1.0',
+        'gpuwarden_extender_duration_seconds_count{outcome="refused",verb="filter"} 1.0',
+        'gpuwarden_extender_duration_seconds_count{outcome="passed",verb="prioritize"} 1.0',
+        'gpuwarden_extender_nodes_total{answer="passed"} 1.0',
+        f'gpuwarden_extender_nodes_total{{answer="{DIFFERS}"}} 3.0',
+        f'gpuwarden_extender_nodes_total{{answer="{ABSENT}"}} 2.0',
+        'gpuwarden_http_requests_total{route="/filter",status="200"} 2.0',
+    ):
+        assert line in text
+
+
+async def test_the_plain_listener_has_s0s_two_routes(house: House) -> None:
+    async with of_house(house, plain=True) as client:
+        assert (await asked(client, "/filter", by_name(asking(HASH), *NAMES)))["NodeNames"] == ["node-a"]
+        health = await client.get("/healthz")
+        assert (health.status_code, health.text) == (200, "ok")
+        for path in ("/bind", "/prioritize"):
+            assert (await client.post(path, json={})).status_code == 404
+        assert (await client.get("/filter")).status_code == 405

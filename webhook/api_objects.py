@@ -1,0 +1,146 @@
+"""Our own objects in the API server, written under the version that was read."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import msgspec
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.cluster import REQUEST_TIMEOUT, as_raw, translated
+from webhook.ledger.store import Raw, RefusedError, StoreAwayError
+
+# Enough to see which field it is about.
+MAX_SAID = 400
+
+
+class Objects(Protocol):
+    """Objects of one kind. Whatever is refused was not written; without an answer it may have been.
+
+    All raise StaleError, RefusedError or StoreAwayError.
+    """
+
+    async def get(self, name: str) -> Raw | None:
+        """The object as it is now, not as a cache has it; None if there is none."""
+
+    async def create(self, raw: Raw) -> Raw: ...
+
+    async def replace(self, raw: Raw) -> Raw:
+        """All but the status."""
+
+    async def replace_status(self, raw: Raw) -> Raw:
+        """Nothing but the status."""
+
+    async def delete(self, raw: Raw) -> None:
+        """This very object as it was read; one that is gone is no mistake."""
+
+
+class Nodes(Protocol):
+    """Knows for certain which Nodes there are: by a quorum read, never by a cache."""
+
+    async def is_gone(self, name: str) -> bool:
+        """Raises StoreAwayError."""
+
+
+class ApiObjects:
+    """Objects of a custom resource without a namespace."""
+
+    def __init__(self, api: client.ApiClient, kind: tuple[str, str, str]) -> None:
+        self._objects = client.CustomObjectsApi(api)
+        self._kind = kind
+
+    async def get(self, name: str) -> Raw | None:
+        try:
+            async with explained():
+                return as_raw(
+                    await self._objects.get_cluster_custom_object(*self._kind, name, _request_timeout=REQUEST_TIMEOUT)
+                )
+        except StoreAwayError as exc:
+            if is_not_found(exc):
+                return None
+            raise
+
+    async def create(self, raw: Raw) -> Raw:
+        async with explained():
+            return as_raw(
+                await self._objects.create_cluster_custom_object(*self._kind, raw, _request_timeout=REQUEST_TIMEOUT)
+            )
+
+    async def replace(self, raw: Raw) -> Raw:
+        name = raw["metadata"]["name"]
+        async with explained():
+            return as_raw(
+                await self._objects.replace_cluster_custom_object(
+                    *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
+                )
+            )
+
+    async def replace_status(self, raw: Raw) -> Raw:
+        name = raw["metadata"]["name"]
+        async with explained():
+            return as_raw(
+                await self._objects.replace_cluster_custom_object_status(
+                    *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
+                )
+            )
+
+    async def delete(self, raw: Raw) -> None:
+        meta = raw["metadata"]
+        only = client.V1Preconditions(uid=meta["uid"], resource_version=meta["resourceVersion"])
+        try:
+            async with explained():
+                await self._objects.delete_cluster_custom_object(
+                    *self._kind,
+                    meta["name"],
+                    body=client.V1DeleteOptions(preconditions=only),
+                    _request_timeout=REQUEST_TIMEOUT,
+                )
+        except StoreAwayError as exc:
+            if not is_not_found(exc):
+                raise
+
+
+class ApiNodes:
+    """The Nodes of the API server."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._nodes = client.CoreV1Api(api)
+
+    async def is_gone(self, name: str) -> bool:
+        try:
+            async with translated():
+                await self._nodes.read_node(name, _request_timeout=REQUEST_TIMEOUT)
+        except StoreAwayError as exc:
+            if is_not_found(exc):
+                return True
+            raise
+        return False
+
+
+def is_not_found(exc: StoreAwayError) -> bool:
+    return isinstance(exc.__cause__, ApiException) and exc.__cause__.status == 404
+
+
+@asynccontextmanager
+async def explained() -> AsyncIterator[None]:
+    """Refusals with what the API server says of them: an operator has to find the field."""
+    try:
+        async with translated():
+            yield
+    except RefusedError as exc:
+        if isinstance(exc.__cause__, ApiException):
+            raise RefusedError(said_in(exc.__cause__)) from exc
+        raise
+
+
+def said_in(exc: ApiException) -> str:
+    try:
+        said = msgspec.json.decode(exc.body or b"", type=Said)
+    except (msgspec.DecodeError, TypeError):
+        return str(exc.reason)
+    return said.message[:MAX_SAID]
+
+
+class Said(msgspec.Struct, frozen=True):
+    message: str = ""

@@ -1,0 +1,243 @@
+"""The messages of a kube-scheduler extender, both ways: the only module that knows their names.
+
+Go writes them without JSON tags: members have capital letters, and what is absent is null. What comes in is read in any
+casing, as Go would read it. Whole Node objects are handed back byte for byte as they came.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from attrs import field, frozen
+
+from webhook.core.errors import GpuwardenError
+from webhook.core.pod import Pod, Wire
+from webhook.core.reservation import PodIdentity
+from webhook.core.verdict import plain
+
+Members = dict[str, msgspec.Raw]
+T = TypeVar("T")
+
+NULL = msgspec.Raw(b"null")
+MAX_SCORE = 10
+
+
+class MalformedArgsError(GpuwardenError):
+    """The body is not what a scheduler sends."""
+
+
+class NamedWire(Wire, frozen=True):
+    name: str
+
+
+class NodeWire(Wire, frozen=True):
+    metadata: NamedWire
+
+
+class VictimWire(Wire, frozen=True):
+    uid: str
+
+
+class BindingArgsWire(msgspec.Struct, frozen=True):
+    podname: str | None = None
+    podnamespace: str | None = None
+    poduid: str | None = None
+    node: str | None = None
+
+
+MEMBERS = msgspec.json.Decoder(Members)
+NAMES = msgspec.json.Decoder(list[str] | None)
+ITEMS = msgspec.json.Decoder(list[msgspec.Raw] | None)
+POD: "msgspec.json.Decoder[Pod | None]" = msgspec.json.Decoder(Pod | None)
+NODE = msgspec.json.Decoder(NodeWire)
+VICTIMS = msgspec.json.Decoder(dict[str, Members] | None)
+VICTIM = msgspec.json.Decoder(VictimWire)
+NUMBER = msgspec.json.Decoder(int | None)
+NODE_LIST = msgspec.json.Decoder(Members | None)
+ENCODER = msgspec.json.Encoder()
+
+
+@frozen
+class Offer:
+    """The nodes among which a scheduler lets us choose: by name, or as whole objects."""
+
+    names: tuple[str, ...]
+    objects: tuple[msgspec.Raw, ...] | None = None
+    # What stands in the list beside its items.
+    frame: Mapping[str, msgspec.Raw] = field(factory=dict)
+
+
+@frozen
+class ExtenderArgs:
+    """One question: which of these nodes will do for this pod, or how well."""
+
+    pod: Pod
+    offer: Offer
+
+    @classmethod
+    def parse(cls, body: bytes) -> "ExtenderArgs":
+        """Raises MalformedArgsError."""
+        members = members_of(body)
+        return cls(pod_of(members), offer_of(members))
+
+
+@frozen
+class BindArgs:
+    """One wish: this pod onto that node."""
+
+    pod: PodIdentity
+    node: str
+
+    @classmethod
+    def parse(cls, body: bytes) -> "BindArgs":
+        """Raises MalformedArgsError."""
+        members = {name: raw for name, raw in members_of(body).items() if name in BindingArgsWire.__struct_fields__}
+        wire = decoded(BINDING, ENCODER.encode(members), "ExtenderBindingArgs")
+        absent = [
+            name
+            for name, value in (("PodName", wire.podname), ("PodNamespace", wire.podnamespace), ("Node", wire.node))
+            if not value
+        ]
+        if absent:
+            raise MalformedArgsError(f"the body has no {', no '.join(absent)}")
+        return cls(PodIdentity(wire.podnamespace or "", wire.podname or "", wire.poduid or ""), wire.node or "")
+
+
+@frozen
+class Victims:
+    """The pods of one node that would have to go, by uid."""
+
+    uids: tuple[str, ...]
+    budget_violations: int
+
+
+@frozen
+class PreemptArgs:
+    """One question: on which of these nodes is an eviction worth it for this pod's sake."""
+
+    pod: Pod
+    victims: Mapping[str, Victims]
+
+    @classmethod
+    def parse(cls, body: bytes) -> "PreemptArgs":
+        """Raises MalformedArgsError."""
+        members = members_of(body)
+        forms = ("nodenametometavictims", "nodenametovictims")
+        by_uid, whole = (decoded(VICTIMS, members.get(form, NULL), "victims") for form in forms)
+        found = by_uid or whole or {}
+        return cls(pod_of(members), {name: victims_of(one) for name, one in found.items()})
+
+
+BINDING = msgspec.json.Decoder(BindingArgsWire)
+
+
+def members_of(body: bytes) -> Members:
+    """The members of an object, their names in small letters; of two that differ in casing only, the right one."""
+    return folded(decoded(MEMBERS, body, "JSON object"))
+
+
+def folded(members: Members) -> Members:
+    exact_last = sorted(members.items(), key=lambda member: member[0][:1].isupper())
+    return {name.lower(): raw for name, raw in exact_last}
+
+
+def pod_of(members: Members) -> Pod:
+    pod = decoded(POD, members.get("pod", NULL), "Pod")
+    if pod is None:
+        raise MalformedArgsError("the body has no Pod")
+    return pod
+
+
+def victims_of(raw: Members) -> Victims:
+    members = folded(raw)
+    pods = decoded(ITEMS, members.get("pods", NULL), "list of Pods") or ()
+    number = decoded(NUMBER, members.get("numpdbviolations", NULL), "number")
+    return Victims(tuple(map(uid_of, pods)), number or 0)
+
+
+def uid_of(raw: msgspec.Raw) -> str:
+    """Of a pod that is told by its uid alone, or whole."""
+    members = folded(decoded(MEMBERS, raw, "Pod"))
+    return decoded(VICTIM, members["metadata"] if "metadata" in members else ENCODER.encode(members), "Pod").uid
+
+
+def decoded(decoder: "msgspec.json.Decoder[T]", raw: msgspec.Raw | bytes, what: str) -> T:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        raise MalformedArgsError(f"the body holds no {what} that can be read: {plain(str(exc))}") from exc
+
+
+def offer_of(members: Members) -> Offer:
+    """Names win where there are any: a scheduler fills one member and never both."""
+    names = decoded(NAMES, members.get("nodenames", NULL), "NodeNames")
+    nodes = decoded(NODE_LIST, members.get("nodes", NULL), "Nodes")
+    if names or nodes is None:
+        return Offer(tuple(names or ()))
+    frame = {name: raw for name, raw in nodes.items() if name.lower() != "items"}
+    found = next((raw for name, raw in nodes.items() if name.lower() == "items"), NULL)
+    objects = tuple(decoded(ITEMS, found, "Nodes") or ())
+    return Offer(tuple(decoded(NODE, one, "Node").metadata.name for one in objects), objects, frame)
+
+
+@frozen
+class Sifted:
+    """Every node offered, once: those that pass, in their order, and what speaks against the others.
+
+    `failed` is what may change when another pod makes room; `unresolvable` is what no eviction heals.
+    """
+
+    passed: frozenset[str]
+    failed: Mapping[str, str] = field(factory=dict)
+    unresolvable: Mapping[str, str] = field(factory=dict)
+
+
+def filter_result(offer: Offer, sifted: Sifted) -> bytes:
+    """In the form of the question: a scheduler that sent objects looks at nothing but objects."""
+    names = nodes = None
+    if offer.objects is None:
+        names = [name for name in offer.names if name in sifted.passed]
+    else:
+        pairs = zip(offer.names, offer.objects, strict=True)
+        nodes = {"metadata": {}, **offer.frame, "items": [one for name, one in pairs if name in sifted.passed]}
+    return filter_answer(nodes, names, sifted.failed, sifted.unresolvable, "")
+
+
+def filter_error(text: str) -> bytes:
+    """The scheduler tries this pod again later."""
+    return filter_answer(None, None, {}, {}, text)
+
+
+def filter_answer(
+    nodes: Any, names: list[str] | None, failed: Mapping[str, str], unresolvable: Mapping[str, str], text: str
+) -> bytes:
+    return ENCODER.encode(
+        {
+            "Nodes": nodes,
+            "NodeNames": names,
+            "FailedNodes": failed,
+            "FailedAndUnresolvableNodes": unresolvable,
+            "Error": text,
+        }
+    )
+
+
+def priorities(scores: list[tuple[str, int]]) -> bytes:
+    return ENCODER.encode([{"Host": name, "Score": score} for name, score in scores])
+
+
+def preempt_result(victims: Mapping[str, Victims]) -> bytes:
+    """The nodes where an eviction may go on."""
+    return ENCODER.encode(
+        {
+            "NodeNameToMetaVictims": {
+                name: {"Pods": [{"UID": uid} for uid in one.uids], "NumPDBViolations": one.budget_violations}
+                for name, one in victims.items()
+            }
+        }
+    )
+
+
+def error_answer(text: str) -> bytes:
+    """A refusal; for a binding, an empty text says that it is done."""
+    return ENCODER.encode({"Error": text})

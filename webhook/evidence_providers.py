@@ -1,0 +1,67 @@
+"""The evidence providers that the settings name, each with what it needs."""
+
+import structlog
+
+from webhook.clock import Clock
+from webhook.core.errors import GpuwardenError
+from webhook.evidence import EvidenceProvider
+from webhook.evidence.attested import SOURCE, Rules
+from webhook.evidence.naming import naming_of
+from webhook.evidence.spire_server import Server, SocketServer, SpireServer, TcpServer
+from webhook.evidence.static import StaticEvidence
+from webhook.evidence.workload_api import OwnIdentity
+from webhook.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+# How much of the life of its SVID an agent lets pass before it attests anew: 0.55, and some seconds.
+ROUND = 0.6
+
+
+def providers_of(settings: Settings, clock: Clock, *own: EvidenceProvider) -> list[EvidenceProvider]:
+    """In the order of `--evidence`; `own` are those that other parts of the process know too."""
+    known = {one.name: one for one in own}
+    if SOURCE in settings.evidence:
+        known[SOURCE] = spire_server_of(settings, clock)
+    return [known[name] for name in settings.evidence if name in known]
+
+
+def retired_of(settings: Settings) -> set[str]:
+    """The sources that this process would ask and does not. Those that nodes push to are not ours to retire."""
+    return {StaticEvidence.name, SOURCE} - set(settings.evidence)
+
+
+def spire_server_of(settings: Settings, clock: Clock) -> SpireServer:
+    trust_domain = needed(settings.spire_trust_domain, "--spire-trust-domain")
+    server = server_of(settings, trust_domain, clock)
+    if settings.max_evidence_age < ROUND * settings.spire_agent_ttl:
+        log.warning("--max-evidence-age is under 0.6 of --spire-agent-ttl: nodes are stale for a while in every round")
+    return SpireServer(server, rules_of(settings, trust_domain), clock, settings.evidence_poll)
+
+
+def rules_of(settings: Settings, trust_domain: str) -> Rules:
+    return Rules(
+        trust_domain=trust_domain,
+        attestors=frozenset(settings.spire_attestors),
+        node=naming_of(settings.spire_node_selector, "node"),
+        hash=naming_of(settings.spire_hash_selector, "hash"),
+        agent_ttl=settings.spire_agent_ttl,
+        max_age=settings.max_evidence_age,
+        skew=settings.clock_skew,
+    )
+
+
+def server_of(settings: Settings, trust_domain: str, clock: Clock) -> Server:
+    address = needed(settings.spire_server, "--spire-server")
+    if address.startswith("unix:"):
+        return SocketServer(address.removeprefix("unix:"))
+    host, _, port = address.rpartition(":")
+    socket = needed(settings.spire_workload_api, "--spire-workload-api")
+    identity = OwnIdentity(socket.removeprefix("unix:"), trust_domain, clock, own_id=settings.spire_own_id)
+    return TcpServer(host.strip("[]"), int(port), trust_domain, identity)
+
+
+def needed(value: str | None, flag: str) -> str:
+    if value is None:
+        raise GpuwardenError(f"no SPIRE Server can be asked: name one with {flag}")
+    return value

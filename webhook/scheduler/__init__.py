@@ -1,0 +1,1 @@
+"""What schedulers are told, and what is done for pods that wait for one."""

@@ -1,0 +1,72 @@
+"""What is done to pods that wait for a node: put on one by a Binding, or woken by an annotation."""
+
+import aiohttp
+import msgspec
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.core import keys
+from webhook.core.reservation import PodIdentity
+from webhook.scheduler.extender import BindingLostError, BindingRefusedError
+from webhook.scheduler.waking import NotWokenError
+
+# Below the five seconds that a scheduler waits for an extender if nothing else is said.
+REQUEST_TIMEOUT = 4.0
+MERGE_PATCH = "application/merge-patch+json"
+MAX_SAID = 800
+
+LOST = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
+
+
+class StatusWire(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+class ApiBindings:
+    """Bindings in the API server, with the pod's uid as their condition."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._pods = client.CoreV1Api(api)
+
+    async def bind(self, pod: PodIdentity, node: str) -> None:
+        meta = client.V1ObjectMeta(name=pod.name, namespace=pod.namespace, uid=pod.uid or None)
+        target = client.V1ObjectReference(api_version="v1", kind="Node", name=node)
+        try:
+            async with await self._pods.create_namespaced_pod_binding_without_preload_content(
+                pod.name,
+                pod.namespace,
+                client.V1Binding(metadata=meta, target=target),
+                _request_timeout=REQUEST_TIMEOUT,
+            ) as response:
+                status, body = response.status, await response.read()
+        except LOST as exc:
+            raise BindingLostError("the API server cannot be reached") from exc
+        if status >= 400:
+            raise BindingRefusedError(said_in(status, body))
+
+
+class ApiAlarm:
+    """Wakes pods in the API server."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._pods = client.CoreV1Api(api)
+
+    async def wake(self, pod: PodIdentity, at: str) -> None:
+        patch = {"metadata": {"uid": pod.uid, "annotations": {keys.WOKEN_AT: at}}}
+        try:
+            async with await self._pods.patch_namespaced_pod_without_preload_content(
+                pod.name, pod.namespace, patch, _content_type=MERGE_PATCH, _request_timeout=REQUEST_TIMEOUT
+            ) as response:
+                status, body = response.status, await response.read()
+        except LOST as exc:
+            raise NotWokenError("the API server cannot be reached") from exc
+        if status >= 400 and status not in (404, 409):  # gone, or of another uid
+            raise NotWokenError(said_in(status, body))
+
+
+def said_in(status: int, body: bytes) -> str:
+    try:
+        said = msgspec.json.decode(body, type=StatusWire).message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        said = ""
+    return said[:MAX_SAID] or f"the API server answered {status}"

@@ -1,0 +1,178 @@
+"""What a kube-scheduler asks of us about one pod: which nodes will do, how well, and to put it on one."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+import structlog
+from attrs import frozen
+
+from webhook.binding_door import BindingDoor, recorded_reservation
+from webhook.clock import Clock
+from webhook.core import check
+from webhook.core.binding import Binding
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
+from webhook.core.decide import EvidencePolicy
+from webhook.core.errors import GpuwardenError, InvalidPodError, LedgerError
+from webhook.core.extender_wire import BindArgs, ExtenderArgs, PreemptArgs, Sifted, Victims
+from webhook.core.fleet import Fleet
+from webhook.core.pod import Pod
+from webhook.core.reservation import PodIdentity
+from webhook.core.verdict import plain
+from webhook.pods import PodsUnavailableError
+from webhook.scheduler import sieve
+from webhook.scheduler.sieve import Wish
+from webhook.wiring import Parts
+
+log = structlog.get_logger(__name__)
+
+LEDGER_AWAY = "reservations cannot be looked up at this moment"
+NO_CLUSTER = "there is no cluster here to bind pods in: take bindVerb out of the scheduler's configuration"
+MAX_TOLD = 1000
+
+
+class BindingRefusedError(GpuwardenError):
+    """The pod was not put on the node; the text is the API server's."""
+
+
+class BindingLostError(GpuwardenError):
+    """No answer came: the pod may be on the node."""
+
+
+class Bindings(Protocol):
+    """Can put a pod on a node."""
+
+    async def bind(self, pod: PodIdentity, node: str) -> None:
+        """This very pod, by its uid. Raises BindingRefusedError or BindingLostError."""
+
+
+@frozen
+class Refused:
+    """No node will do, whichever it is."""
+
+    text: str
+
+
+class Extender:
+    """Reads a pod, judges nodes in memory; a binding is judged once more, by the door that every Binding passes."""
+
+    def __init__(self, parts: Parts, bindings: Bindings | None) -> None:
+        self._fleet: Fleet = parts.fleet
+        self._policy: EvidencePolicy = parts.holder.policy
+        self._ledger = parts.ledger
+        self._pods = parts.pods
+        self._claims: ClaimRules = parts.rules.claims
+        self._bind_deadline = parts.rules.bind_deadline
+        self._clock: Clock = parts.clock
+        self._bindings = bindings
+        self._door = BindingDoor(parts.holder, parts.pods, self._claims, self._bind_deadline, parts.clock)
+
+    async def sift(self, args: ExtenderArgs) -> Sifted:
+        """Raises LedgerError where reservations cannot be looked up."""
+        wish = await self._wish(args.pod)
+        if isinstance(wish, Refused):
+            return sieve.refusing(args.offer.names, wish.text)
+        self._fleet.advance(self._clock())
+        return sieve.sifted(wish, args.offer.names, self._fleet, self._policy)
+
+    async def scores(self, args: ExtenderArgs) -> list[tuple[str, int]]:
+        """Raises LedgerError where reservations cannot be looked up."""
+        wish = await self._wish(args.pod)
+        if isinstance(wish, Refused):
+            return [(name, 0) for name in args.offer.names]
+        self._fleet.advance(self._clock())
+        return sieve.scores(wish, args.offer.names, self._fleet, self._policy)
+
+    async def worth_an_eviction(self, args: PreemptArgs) -> dict[str, Victims]:
+        """The nodes that would do once there is room. Raises LedgerError where reservations cannot be looked up."""
+        wish = await self._wish(args.pod)
+        if isinstance(wish, Refused):
+            return {}
+        self._fleet.advance(self._clock())
+        never = sieve.sifted(wish, args.victims, self._fleet, self._policy).unresolvable
+        return {name: one for name, one in args.victims.items() if name not in never}
+
+    async def _wish(self, pod: Pod) -> Wish | Refused | None:
+        """What the pod wants of nodes; None if it wants nothing of ours."""
+        try:
+            recorded = recorded_claim(pod)
+            asked = claim_of(pod, self._claims) if recorded is None or not recorded.count else None
+        except InvalidPodError as exc:
+            log.info("claim refused", pod=f"{pod.meta.namespace}/{pod.display_name}", mistakes=exc.mistakes[:20])
+            return Refused(sieve.UNREADABLE)
+        if recorded is None:
+            return None if asked is None else Wish(asked)
+        if not recorded.count:
+            return proven_wish(recorded, asked)
+        return await self._reserved_wish(pod, recorded)
+
+    async def _reserved_wish(self, pod: Pod, claim: Claim) -> Wish | Refused:
+        held = await recorded_reservation(self._ledger, pod)
+        if held is None or check.still_held(claim, held, pod) is not None:
+            return Refused(sieve.NOT_RESERVED)
+        if check.in_time(pod, self._clock(), self._bind_deadline) is not None:
+            return Refused(sieve.TOO_LATE)
+        return Wish(claim, held.node, is_recorded=True)
+
+    # Binding.
+
+    async def bind(self, args: BindArgs) -> str:
+        """Why the pod is not on the node; empty if it is."""
+        if self._bindings is None or self._pods.believes_reviews:
+            return NO_CLUSTER
+        try:
+            said = await self._bound(args, self._bindings)
+        except InvalidPodError as exc:
+            return "; ".join(exc.mistakes[:20])
+        except (LedgerError, PodsUnavailableError) as exc:
+            log.warning("binding could not be checked", exc_info=exc)
+            return "the pod and its reservation cannot be looked up at this moment"
+        return plain(said, MAX_TOLD)
+
+    async def _bound(self, args: BindArgs, bindings: Bindings) -> str:
+        living = await self._pods.find(args.pod.namespace, args.pod.name)
+        there = where(living, args.pod)
+        if there is not None:
+            return "" if there == args.node else f"the pod is on {there} already"
+        refused = await self._door.refusal_of(living, Binding(args.pod, args.node, {}))
+        if refused is not None:
+            log.info("binding refused", pod=args.pod.name, node=args.node, reason=refused.reason)
+            return refused.sentence
+        identity = check.identity_of(living) if living is not None else args.pod
+        try:
+            await bindings.bind(identity, args.node)
+        except (BindingRefusedError, BindingLostError) as exc:
+            return await self._outcome(identity, args.node, str(exc))
+        log.info("pod bound", namespace=identity.namespace, name=identity.name, node=args.node)
+        return ""
+
+    async def _outcome(self, pod: PodIdentity, node: str, problem: str) -> str:
+        """After a refusal, or no answer: the pod itself says whether it is there."""
+        living = await self._pods.find(pod.namespace, pod.name)
+        return "" if where(living, pod) == node else problem
+
+
+def proven_wish(recorded: Claim, asked: Claim | None) -> Wish | Refused:
+    """Of a record without GPUs, which no ledger vouches for: where no webhook stands in front, its author may have
+    written it. So it may say no less than the pod asks."""
+    hashes = [one.hashes for one in (recorded, asked) if one is not None and one.hashes]
+    if not hashes:
+        return Wish(recorded, is_recorded=True)
+    common = frozenset.intersection(*hashes)
+    if not common:
+        return Refused(sieve.UNREADABLE)
+    record = msgspec.structs.replace(recorded.record, hashes=tuple(sorted(common)))
+    return Wish(Claim(record, recorded.nodes), is_recorded=True)
+
+
+def where(living: Pod | None, pod: PodIdentity) -> str | None:
+    """The node that this very pod is on."""
+    if living is None or pod.uid not in ("", living.meta.uid):
+        return None
+    return living.body.node_name or None
+
+
+def refused_by(sifted: Sifted) -> Mapping[str, int]:
+    """How many nodes each text speaks against."""
+    return Counter((*sifted.failed.values(), *sifted.unresolvable.values()))

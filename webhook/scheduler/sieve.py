@@ -1,0 +1,149 @@
+"""Which of the nodes that a scheduler offers will do for a pod, and how well. No I/O, no clock, no await.
+
+What is said against nodes is counted by the scheduler, text by text: no text names a node, a GPU or an age.
+"""
+
+from collections.abc import Iterable
+
+from attrs import frozen
+
+from webhook.core.cells import Berth, Cell
+from webhook.core.claim import Claim
+from webhook.core.decide import EvidencePolicy, Objection, Question
+from webhook.core.extender_wire import MAX_SCORE, Sifted
+from webhook.core.fleet import Fleet
+
+SAID: dict[Objection, str] = {
+    Objection.NOT_SELECTED: "not selected by the pod",
+    Objection.STALE: "attestation evidence for this node is stale",
+    Objection.ABSENT: "no attestation evidence for this node",
+    Objection.BANNED: "the attestation agent of this node is banned",
+    Objection.CONFLICT: "attestation evidence for this node is in conflict",
+    Objection.OTHER_HASH: "attestation hash differs from the required one",
+    Objection.NOT_READY: "node is not ready",
+    Objection.CORDONED: "node is cordoned",
+    Objection.TAINTED: "node has a taint that the pod does not tolerate",
+    Objection.FEWER_MATCHING: "too few matching GPUs",
+    Objection.FEWER_FREE: "too few free GPUs",
+}
+NOT_KNOWN = "node is not known to gpuwarden"
+RESERVED_ELSEWHERE = "the pod's GPUs are reserved on another node"
+NOT_RESERVED = "the pod's GPU reservation is gone"
+TOO_LATE = "the pod's GPU reservation is given up: it waited too long"
+UNREADABLE = "the pod's claim cannot be read"
+# All that a pod may be told to wait for: what a scheduler's message holds if it was we who refused.
+TEXTS = frozenset({*SAID.values(), NOT_KNOWN, RESERVED_ELSEWHERE, NOT_RESERVED, TOO_LATE, UNREADABLE})
+
+# What another pod's end may heal: an eviction is worth a thought.
+MAY_FREE_ITSELF = frozenset({SAID[Objection.FEWER_FREE]})
+
+
+@frozen
+class Wish:
+    """What a pod wants of nodes: its claim, and the node where its GPUs are if some are reserved."""
+
+    claim: Claim
+    reserved: str | None = None
+    # Whether an earlier review of ours has seen the claim; it has then chosen by conditions and room already.
+    is_recorded: bool = False
+
+    @property
+    def is_of_gpus_alone(self) -> bool:
+        """A number of GPUs, and nothing of what only we know."""
+        record = self.claim.record
+        return not (record.hashes or record.requirements or record.node or record.shared)
+
+
+def passes_unseen(wish: Wish | None, policy: EvidencePolicy) -> bool:
+    """Whether there is nothing that we could hold against any node: no claim, or GPUs that somebody else counts."""
+    if wish is None:
+        return True
+    return not wish.is_recorded and wish.is_of_gpus_alone and not policy.is_always_required
+
+
+def sifted(wish: Wish | None, names: Iterable[str], fleet: Fleet, policy: EvidencePolicy) -> Sifted:
+    """Each of the nodes in one list."""
+    if wish is None or passes_unseen(wish, policy):
+        return Sifted(frozenset(names))
+    answers = Answers(wish, Question(wish.claim, fleet, policy))
+    passed: list[str] = []
+    failed: dict[str, str] = {}
+    unresolvable: dict[str, str] = {}
+    for name in names:
+        text = answers.of(name)
+        if text is None:
+            passed.append(name)
+        elif text in MAY_FREE_ITSELF:
+            failed[name] = text
+        else:
+            unresolvable[name] = text
+    return Sifted(frozenset(passed), failed, unresolvable)
+
+
+def refusing(names: Iterable[str], text: str) -> Sifted:
+    """None of them will do."""
+    return Sifted(frozenset(), {}, dict.fromkeys(names, text))
+
+
+# A state is one object for good; its own hash would be half of the time that 5,000 nodes take.
+Alike = tuple[int, str | None, Cell]
+
+
+class Answers:
+    """What speaks against nodes, in words. Nodes that the claim cannot tell apart are asked once."""
+
+    def __init__(self, wish: Wish, question: Question) -> None:
+        self._wish = wish
+        self._question = question
+        self._berths = question.fleet.berths
+        is_named = question.claim.place is not None or question.claim.nodes.node_name is not None
+        self._is_asked_of_each = is_named or question.needs_each_node
+        self._known: dict[Alike, str | None] = {}
+
+    def of(self, name: str) -> str | None:
+        if self._wish.reserved is not None and name != self._wish.reserved:
+            return RESERVED_ELSEWHERE
+        berth = self._berths.get(name)
+        if berth is None:
+            return NOT_KNOWN
+        if self._is_asked_of_each:
+            return self._asked(berth)
+        alike = (id(berth.state), None if berth.evidence is None else berth.evidence.hash, berth.cell)
+        try:
+            return self._known[alike]
+        except KeyError:
+            answer = self._known[alike] = self._asked(berth)
+            return answer
+
+    def _asked(self, berth: Berth) -> str | None:
+        objection = self._objection(berth)
+        return None if objection is None else SAID[objection]
+
+    def _objection(self, berth: Berth) -> Objection | None:
+        if self._wish.is_recorded:
+            return self._question.evidence_objection(berth)
+        objection = self._question.objection(berth)
+        is_uncounted = objection is Objection.FEWER_MATCHING and not berth.node.devices
+        return None if is_uncounted and is_counted_elsewhere(self._wish.claim) else objection
+
+
+def is_counted_elsewhere(claim: Claim) -> bool:
+    """Of a node without devices of which we know, the scheduler itself counts the GPUs, as of any resource."""
+    record = claim.record
+    return not (record.requirements or record.node or record.shared)
+
+
+def scores(wish: Wish | None, names: Iterable[str], fleet: Fleet, policy: EvidencePolicy) -> list[tuple[str, int]]:
+    """The fewer GPUs would be left free beside the pod's, the better: large gaps stay for large claims."""
+    if wish is None or passes_unseen(wish, policy):
+        return [(name, 0) for name in names]
+    question = Question(wish.claim, fleet, policy)
+    answers = Answers(wish, question)
+    return [(name, 0 if answers.of(name) is not None else score(wish, fleet.berths[name], question)) for name in names]
+
+
+def score(wish: Wish, berth: Berth, question: Question) -> int:
+    """Of a node that will do."""
+    if wish.is_recorded or not wish.claim.count:
+        return MAX_SCORE
+    return max(0, MAX_SCORE - max(0, question.room[berth.cell.shape])) if berth.node.devices else 0

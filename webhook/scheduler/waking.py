@@ -1,0 +1,207 @@
+"""Wakes pods that wait because we spoke against every node: a scheduler does not ask an extender again by itself.
+
+A pod is woken when a node would do for it now that would not before, and now and then while one would: the replica that
+was asked may have known less than we do. Any change of the pod brings it back into the scheduler's queue.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+from attrs import define, field
+
+from webhook.clock import Clock
+from webhook.core import check
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
+from webhook.core.decide import EvidencePolicy, decide
+from webhook.core.errors import GpuwardenError, InvalidPodError
+from webhook.core.fleet import Fleet
+from webhook.core.keys import NODE
+from webhook.core.nodes_asked import NodesAsked
+from webhook.core.pod import Pod, Wire
+from webhook.core.reservation import PodIdentity
+from webhook.core.verdict import Deny
+from webhook.scheduler import sieve
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+
+# A pod is woken this often at the most, and this seldom while a node would do that its scheduler refuses.
+SHORTEST = timedelta(seconds=2)
+LONGEST = timedelta(minutes=1)
+# What one pass does: more would keep other work of the process waiting.
+AT_A_TIME = 200
+LOOKED_AT = 1000
+# Of the nodes that would do, so many are kept in mind.
+MOST = 16
+
+
+class NotWokenError(GpuwardenError):
+    """The pod could not be woken now; the text says why."""
+
+
+class Alarm(Protocol):
+    """Can wake a pod."""
+
+    async def wake(self, pod: PodIdentity, at: str) -> None:
+        """By a change of its annotations; a pod that is gone is no mistake. Raises NotWokenError."""
+
+
+class ConditionWire(Wire, frozen=True):
+    type: str = ""
+    status: str = ""
+    reason: str | None = None
+    message: str | None = None
+
+
+class StatusWire(Wire, frozen=True):
+    conditions: list[ConditionWire] | None = None
+
+
+class WaitingWire(Wire, frozen=True):
+    status: StatusWire | None = None
+
+
+Wanted = tuple[str, NodesAsked, str | None]
+
+
+@define(eq=False)
+class Waiter:
+    """A pod that waits, and what it was last known to wait for."""
+
+    identity: PodIdentity
+    claim: Claim
+    # Where its GPUs are, if some are reserved.
+    reserved: str | None
+    will_do: frozenset[str] = frozenset()
+    not_before: datetime | None = None
+    pause: timedelta = SHORTEST
+    wanted: Wanted = field(init=False)
+    """Pods that are alike in this have the same answer."""
+
+    @wanted.default
+    def _wanted(self) -> Wanted:
+        return self.claim.record.text(), self.claim.nodes, self.reserved
+
+
+class Waking:
+    """Hears of pods from a watch; `step` wakes those for which something has changed for the better."""
+
+    def __init__(self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimRules, alarm: Alarm, clock: Clock) -> None:
+        self._fleet = fleet
+        self._policy = policy
+        self._claims = claims
+        self._alarm = alarm
+        self._clock = clock
+        self._waiters: dict[str, Waiter] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    # What the watch tells.
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        uids = {raw["metadata"].get("uid") for raw in objects.values()}
+        for uid in self._waiters.keys() - uids:
+            del self._waiters[uid]
+        for raw in objects.values():
+            self.changed(raw)
+
+    def changed(self, raw: Raw) -> None:
+        uid = str(raw["metadata"].get("uid"))
+        waiter = self._waiter(raw) if waits_for_us(raw) else None
+        known = self._waiters.get(uid)
+        if waiter is None:
+            self._waiters.pop(uid, None)
+        elif known is None or known.wanted != waiter.wanted:
+            self._waiters[uid] = waiter
+
+    def deleted(self, raw: Raw) -> None:
+        self._waiters.pop(str(raw["metadata"].get("uid")), None)
+
+    def _waiter(self, raw: Raw) -> Waiter | None:
+        try:
+            pod = Pod.parse(raw)
+            recorded = recorded_claim(pod)
+            claim = recorded or claim_of(pod, self._claims)
+        except InvalidPodError:
+            return None  # its author has to change it, and that wakes it
+        if claim is None:
+            return None
+        is_held = recorded is not None and recorded.count
+        return Waiter(check.identity_of(pod), claim, (pod.annotations.get(NODE.name) or None) if is_held else None)
+
+    # What is done about it.
+
+    async def step(self) -> None:
+        """One pass. Whoever could not be woken is tried again later."""
+        now = self._clock()
+        self._fleet.advance(now)
+        for waiter in list(self._due(now))[:AT_A_TIME]:
+            await self._wake(waiter, now)
+
+    def _due(self, now: datetime) -> Iterator[Waiter]:
+        """Those that something could be had for. Who was looked at moves to the end, so that all get their turn."""
+        answers: dict[Wanted, frozenset[str]] = {}
+        for uid in list(self._waiters)[:LOOKED_AT]:
+            waiter = self._waiters[uid] = self._waiters.pop(uid)
+            if waiter.wanted not in answers:
+                answers[waiter.wanted] = self._nodes_for(waiter)
+            if is_due(waiter, answers[waiter.wanted], now):
+                yield waiter
+
+    def _nodes_for(self, waiter: Waiter) -> frozenset[str]:
+        """Some of the nodes that would do at this moment."""
+        claim, reserved = waiter.claim, waiter.reserved
+        if reserved is not None:
+            is_proven = check.still_proven(claim, reserved, self._fleet, self._policy) is None
+            return frozenset({reserved} if is_proven else ())
+        found = self._decided(claim)
+        if claim.count and not found and sieve.is_counted_elsewhere(claim):
+            without = Claim(msgspec.structs.replace(claim.record, gpus=0), claim.nodes)
+            found = {name for name in self._decided(without) if not self._fleet.berths[name].node.devices}
+        return frozenset(found)
+
+    def _decided(self, claim: Claim) -> Collection[str]:
+        places = decide(claim, self._fleet, self._policy, most=MOST)
+        return () if isinstance(places, Deny) else {place.node for place in places}
+
+    async def _wake(self, waiter: Waiter, now: datetime) -> None:
+        waiter.not_before = now + waiter.pause
+        waiter.pause = min(2 * waiter.pause, LONGEST)
+        pod = waiter.identity
+        try:
+            await self._alarm.wake(pod, now.isoformat(timespec="milliseconds"))
+        except NotWokenError as exc:
+            log.warning("pod not woken", namespace=pod.namespace, name=pod.name, problem=str(exc))
+        else:
+            log.info("pod woken", namespace=pod.namespace, name=pod.name)
+
+
+def is_due(waiter: Waiter, will_do: frozenset[str], now: datetime) -> bool:
+    """Whether to wake it now, given the nodes that will do; a node that did not before makes it sooner."""
+    if will_do - waiter.will_do:
+        waiter.pause = SHORTEST
+        if waiter.not_before is not None:
+            waiter.not_before = min(waiter.not_before, now + SHORTEST)
+    waiter.will_do = will_do
+    return bool(will_do) and (waiter.not_before is None or waiter.not_before <= now)
+
+
+def waits_for_us(raw: Raw) -> bool:
+    """Whether its scheduler found no node, and one of our texts is among the reasons that it gives."""
+    if (raw.get("spec") or {}).get("nodeName") or raw["metadata"].get("deletionTimestamp"):
+        return False
+    try:
+        status = msgspec.convert(raw, WaitingWire).status
+    except msgspec.ValidationError:
+        return False
+    return any(
+        one.type == "PodScheduled"
+        and one.status == "False"
+        and any(text in (one.message or "") for text in sieve.TEXTS)
+        for one in (status and status.conditions) or ()
+    )

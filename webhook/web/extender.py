@@ -1,0 +1,101 @@
+"""The extender's routes: bodies in, bodies out, as a kube-scheduler writes and reads them."""
+
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response
+
+from webhook.core.errors import LedgerError
+from webhook.core.extender_wire import (
+    BindArgs,
+    ExtenderArgs,
+    MalformedArgsError,
+    PreemptArgs,
+    error_answer,
+    filter_error,
+    filter_result,
+    preempt_result,
+    priorities,
+)
+from webhook.scheduler.extender import LEDGER_AWAY, Extender, refused_by
+from webhook.telemetry import Metrics
+from webhook.web.body import RefusedBodyError, read_body
+from webhook.web.health import Health
+
+log = structlog.get_logger(__name__)
+
+# A thousand whole Node objects; a scheduler with more sends names.
+MAX_BODY = 32 * 2**20
+
+Answer = Callable[[bytes], Awaitable[tuple[bytes, str]]]
+
+
+class ExtenderRoutes:
+    """`POST /filter`, `/prioritize`, `/preempt` and `/bind`."""
+
+    def __init__(self, extender: Extender, metrics: Metrics, health: Health) -> None:
+        self._extender = extender
+        self._metrics = metrics
+        self._health = health
+
+    async def filter(self, request: Request) -> Response:
+        return await self._answered(request, "filter", self._filtered)
+
+    async def prioritize(self, request: Request) -> Response:
+        return await self._answered(request, "prioritize", self._prioritized)
+
+    async def preempt(self, request: Request) -> Response:
+        return await self._answered(request, "preempt", self._preempted)
+
+    async def bind(self, request: Request) -> Response:
+        return await self._answered(request, "bind", self._bound)
+
+    async def _answered(self, request: Request, verb: str, answer: Answer) -> Response:
+        started = time.perf_counter()
+        if not self._health.is_serving:
+            return refusal(503, f"the server is {self._health.stage}")
+        try:
+            body, outcome = await answer(await read_body(request, MAX_BODY))
+        except RefusedBodyError as exc:
+            return refusal(exc.code, str(exc))
+        except MalformedArgsError as exc:
+            return refusal(400, str(exc))
+        except LedgerError as exc:
+            log.warning("ledger away", verb=verb, exc_info=exc)
+            self._metrics.observe_extender(verb, "error", time.perf_counter() - started)
+            return refusal(503, LEDGER_AWAY) if verb != "filter" else in_json(filter_error(LEDGER_AWAY))
+        self._metrics.observe_extender(verb, outcome, time.perf_counter() - started)
+        return in_json(body)
+
+    async def _filtered(self, body: bytes) -> tuple[bytes, str]:
+        args = ExtenderArgs.parse(body)
+        sifted = await self._extender.sift(args)
+        self._metrics.count_extender_nodes(len(sifted.passed), refused_by(sifted))
+        outcome = "passed" if sifted.passed or not args.offer.names else "refused"
+        return filter_result(args.offer, sifted), outcome
+
+    async def _prioritized(self, body: bytes) -> tuple[bytes, str]:
+        return priorities(await self._extender.scores(ExtenderArgs.parse(body))), "passed"
+
+    async def _preempted(self, body: bytes) -> tuple[bytes, str]:
+        args = PreemptArgs.parse(body)
+        left = await self._extender.worth_an_eviction(args)
+        return preempt_result(left), "passed" if left or not args.victims else "refused"
+
+    async def _bound(self, body: bytes) -> tuple[bytes, str]:
+        problem = await self._extender.bind(BindArgs.parse(body))
+        return error_answer(problem), "refused" if problem else "passed"
+
+
+def in_json(body: bytes, code: int = 200) -> Response:
+    return Response(body, status_code=code, media_type="application/json")
+
+
+def refusal(code: int, text: str) -> Response:
+    """To a scheduler, any status but 200 is a failure of this attempt."""
+    reply = in_json(error_answer(text), code)
+    if code == 503:
+        reply.headers["Retry-After"] = "1"
+    return reply
