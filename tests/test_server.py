@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import ssl
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.routing import Route
 from tests import builders
 from tests.builders import Raw, raw_container, raw_pod
 from tests.h2_client import H2Client
-from tests.running import Running, refusing, serving
+from tests.running import GPUWARDEN, Running, refusing, serving
 from webhook.listener import Listener
 
 READY = re.compile(
@@ -305,3 +306,28 @@ async def test_idle_silent_and_slow_peers(tmp_path: Path) -> None:
         await idle
         code, _, _ = running.stop()
     assert code == 0
+
+
+def test_a_stop_is_heard_while_the_api_server_is_waited_for(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        cluster = {"name": "c", "cluster": {"server": url}}
+        context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+        users = [{"name": "u", "user": {}}]
+        kubeconfig = tmp_path / "kubeconfig"
+        kubeconfig.write_text(
+            json.dumps({"clusters": [cluster], "contexts": [context], "users": users, "current-context": "c"})
+        )
+        command = [GPUWARDEN, "serve", "--kubeconfig", str(kubeconfig), "--port", "0", "--ui-port", "0"]
+        command += ["--extender-port", "0"]
+        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "watch interrupted" in line:
+                    break
+            process.terminate()
+            try:
+                assert process.wait(15) == 0
+            finally:
+                process.kill()

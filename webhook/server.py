@@ -61,13 +61,27 @@ async def serve(settings: Settings, *, hints: bool = False) -> None:
         for note in assembly.parts.notes:
             log.warning(note)
         server = Server(settings, assembly)
-        await server.start()
+        if not await started(server, stop):
+            return
         sys.stdout.write(server.ready_line + "\n")
         sys.stdout.flush()
         if hints:
             sys.stderr.write(server.hints)
         await server.run(stop)
     log.info("stopped")
+
+
+async def started(server: "Server", stop: asyncio.Event) -> bool:
+    """False if a stop was asked for before everything was there: an API server that is away is waited for, for ever."""
+    starting, stopping = asyncio.ensure_future(server.start()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if starting.done():
+        await starting
+        return True
+    await cancelled([starting])
+    log.info("stopped while starting")
+    return False
 
 
 @frozen

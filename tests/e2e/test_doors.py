@@ -118,8 +118,13 @@ def trusting(server: Running) -> bytes:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def doors(cluster: Cluster, server: Running) -> AsyncIterator[Doors]:
     async with Kube(cluster.kubeconfig) as kube, new_namespace(kube, CANONICAL) as own, new_namespace(kube) as probes:
+        # Bindings have tests of their own: they are of every pod of an opted-in namespace, and would be counted here.
         installation = Installation(
-            namespace=own, url=server.urls["https"], ca_bundle=trusting(server), reviews_deletes=True
+            namespace=own,
+            url=server.urls["https"],
+            ca_bundle=trusting(server),
+            reviews_deletes=True,
+            reviews_bindings=False,
         )
         async with registered(kube, installation):
             await kube.patch(NAMESPACES, probes, {"metadata": {"labels": CANONICAL}})
@@ -654,7 +659,9 @@ async def without_us(kube: Kube) -> AsyncIterator[str]:
         await kube.create(PODS, pod("served", annotations=notes | outputs, schedulingGates=gate), namespace)
         await kube.create(PODS, of_containers(container(env=VISIBLE)), namespace)
         await kube.create(PODS, pod("asking", gpus=1), namespace)
-        installation = Installation(opt_in="example.test/down", url=NOBODY, reviews_deletes=True)
+        installation = Installation(
+            opt_in="example.test/down", url=NOBODY, reviews_deletes=True, reviews_bindings=False
+        )
         async with registered(kube, installation, "down"):
             refused = re.compile(r'failed calling webhook "mutate\.gpuwarden\.io"')
             await wait_until(lambda: is_said(kube, PODS.path(namespace), pod("probe", gpus=1), refused))
@@ -679,6 +686,19 @@ async def test_a_pod_that_was_served_runs_on(kube: Kube, without_us: str) -> Non
     ended = {"status": {"phase": "Succeeded"}}
     await kube.patch(PODS, "served", ended, without_us, "status")
     assert (await kube.get(PODS, "served", without_us))["status"]["phase"] == "Succeeded"
+
+
+async def test_where_bindings_are_reviewed_nobody_is_put_on_a_node_meanwhile(kube: Kube) -> None:
+    """A Binding does not say what its pod asks for, so this is the price of the last look, in opted-in namespaces."""
+    label = {"example.test/unbound": "true"}
+    async with new_namespace(kube, label) as namespace:
+        await kube.create(PODS, pod("plain", schedulerName="nobody"), namespace)
+        target = {"metadata": {"name": "plain"}, "target": {"kind": "Node", "name": "node-0"}}
+        installation = Installation(opt_in="example.test/unbound", url=NOBODY)
+        async with registered(kube, installation, "unbound"):
+            refused = re.compile(r'failed calling webhook "validate-binding\.gpuwarden\.io"')
+            await wait_until(lambda: is_said(kube, f"{PODS.path(namespace, 'plain')}/binding", target, refused))
+        assert "nodeName" not in (await kube.get(PODS, "plain", namespace))["spec"]
 
 
 async def test_its_promise_stays_and_no_other_is_made(kube: Kube, without_us: str) -> None:

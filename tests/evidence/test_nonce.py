@@ -16,6 +16,7 @@ from webhook.evidence.nonce import (
     digest,
     is_ours,
     one_process_only,
+    read_key,
 )
 
 SKEW = timedelta(seconds=5)
@@ -125,6 +126,13 @@ def test_a_new_key_signs_and_the_old_one_is_known_on(tmp_path: Path) -> None:
     assert file.refresh()
     with pytest.raises(BadNonceError):
         nonces.check(before, "node-a", NOW)
+
+
+def test_every_byte_of_a_random_key_counts(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    random = bytes(range(200, 231)) + b"\n"
+    path.write_bytes(random)
+    assert read_key(path) == random
 
 
 @pytest.mark.parametrize(

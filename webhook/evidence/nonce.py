@@ -125,9 +125,12 @@ class KeyFile:
 
 
 def read_key(path: Path) -> bytes:
+    """The file's bytes; of a key that is written in letters, without the white space round it."""
     try:
         with path.open("rb") as file:
-            key = file.read(MAX_KEY + 1).strip()
+            key = file.read(MAX_KEY + 1)
+        if key.isascii() and key.strip().decode().isprintable():
+            key = key.strip()
     except OSError as exc:
         raise BadKeyError(f"{path} cannot be read: {exc.strerror}") from exc
     if not MIN_KEY <= len(key) <= MAX_KEY:
