@@ -113,23 +113,27 @@ async def test_what_is_in_flight_is_answered(tmp_path: Path) -> None:
 
 async def test_a_certificate_is_replaced_without_a_restart_and_a_bad_one_is_not_taken(tmp_path: Path) -> None:
     ca = trustme.CA()
-    cert, key = tmp_path / "tls.crt", tmp_path / "tls.key"
 
-    def write(number: int) -> None:
+    def show(number: int, cert: str | None = None) -> None:
+        """Both files at one moment, as kubelet changes a mounted Secret."""
         leaf = ca.issue_cert("localhost", organization_unit_name=f"certificate {number}")
-        leaf.private_key_pem.write_to_path(key)
-        leaf.cert_chain_pems[0].write_to_path(cert)
+        made = tmp_path / f"certificate-{number}"
+        made.mkdir()
+        leaf.private_key_pem.write_to_path(made / "tls.key")
+        (made / "tls.crt").write_text(leaf.cert_chain_pems[0].bytes().decode() if cert is None else cert)
+        (tmp_path / "next").symlink_to(made)
+        (tmp_path / "next").rename(tmp_path / "tls")
 
-    write(1)
-    flags = ["--tls-cert", "tls.crt", "--tls-key", "tls.key", "--reload-interval", "100ms"]
+    show(1)
+    flags = ["--tls-cert", "tls/tls.crt", "--tls-key", "tls/tls.key", "--reload-interval", "100ms"]
     with serving(tmp_path, INVENTORY, flags) as running:
         assert await served(running, ca) == "certificate 1"
-        write(2)
+        show(2)
         assert await until_served(running, ca, "certificate 2")
-        cert.write_text("garbage")
+        show(0, cert="garbage")
         assert await until_metric(running, 'reloads_total{listener="tls",outcome="refused"} 1.0')
         assert await served(running, ca) == "certificate 2"
-        write(3)
+        show(3)
         assert await until_served(running, ca, "certificate 3")
         _, _, log = running.stop()
     events = [json.loads(line)["event"] for line in log.splitlines()]
