@@ -49,6 +49,10 @@ class Running:
         return self.process.returncode, out, log
 
 
+# Most tests in a cluster are not about evidence. What a test says itself comes later, and counts.
+WITHOUT_EVIDENCE = ("--require-evidence", "asked")
+
+
 @contextmanager
 def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Iterator[Running]:
     """Started and ready; killed at the end if the test has not stopped it. With no inventory `flags` name a cluster."""
@@ -57,7 +61,7 @@ def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Itera
         (directory / "inventory.json").write_text(json.dumps(inventory))
         own = ["--inventory", "inventory.json"]
     ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
-    command = [GPUWARDEN, "serve", *own, *ports, *flags]
+    command = [GPUWARDEN, "serve", *own, *ports, *WITHOUT_EVIDENCE, *flags]
     with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Running(process, ready_line(process), directory)
@@ -68,7 +72,7 @@ def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Itera
 @contextmanager
 def reconciling(directory: Path, flags: Sequence[str]) -> Iterator[Running]:
     """A `gpuwarden reconcile` that watches; killed at the end if the test has not stopped it."""
-    command = [GPUWARDEN, "reconcile", "--ui-port", "0", *flags]
+    command = [GPUWARDEN, "reconcile", "--ui-port", "0", *WITHOUT_EVIDENCE, *flags]
     with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Running(process, ready_line(process), directory)

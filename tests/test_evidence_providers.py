@@ -157,6 +157,8 @@ async def test_no_pod_gets_a_node_that_spire_no_longer_vouches_for(site: Site, a
 async def test_evidence_ends_at_the_second_without_a_poll_while_spire_is_away(site: Site) -> None:
     await site.spire.stop()
     await site.look()
+    metrics = site.house.parts.metrics.render()[0].decode()
+    assert 'gpuwarden_evidence_provider_errors_total{provider="spire-server"} 1.0' in metrics
     site.house.now = NOW + MAX_AGE - SECOND
     assert await site.verdict("r1") == "Admitted"
     site.house.now = NOW + MAX_AGE

@@ -42,8 +42,14 @@ class Scene:
         self.now = NOW
         self.is_current = True
         self.objects = FakeObjects()
+        self.errors: list[str] = []
         self.writer = EvidenceWriter(
-            self.objects, providers, lambda: self.now, lambda: self.is_current, retired=retired
+            self.objects,
+            providers,
+            lambda: self.now,
+            lambda: self.is_current,
+            retired=retired,
+            count_error=self.errors.append,
         )
         self.objects.listener = self.writer.view
 
@@ -74,6 +80,28 @@ async def test_what_a_provider_says_is_written_once(static: Provider) -> None:
     assert await scene.step() == ["create node-a", "status node-a"]
     assert scene.sources() == {"static": entry()}
     assert [await scene.step() for _ in range(3)] == [[], [], []]
+
+
+async def test_what_is_yet_to_be_written_is_known(static: Provider) -> None:
+    scene = Scene(static)
+    assert not scene.writer.is_owed("node-a")  # nobody has said anything yet
+    await scene.step()
+    assert not scene.writer.is_owed("node-a")
+    scene.objects.remove("node-a")
+    scene.objects.is_away = True
+    await scene.step()
+    assert scene.writer.is_owed("node-a")
+    scene.objects.is_away = False
+    await scene.step()
+    assert not scene.writer.is_owed("node-a")
+
+
+async def test_a_provider_that_is_away_owes_nothing_and_is_counted(static: Provider) -> None:
+    scene = Scene(static)
+    await scene.step()
+    static.is_away = True
+    await scene.step()
+    assert (scene.writer.is_owed("node-a"), scene.errors) == (False, ["static"])
 
 
 async def test_a_change_is_written(static: Provider) -> None:

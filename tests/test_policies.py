@@ -284,7 +284,8 @@ def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
     writes = {"create", "update", "patch", "delete", "deletecollection"}
     may_write = {name for rule in rules if writes & set(rule["verbs"]) for name in rule["resources"]}
     ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
-    assert may_write == ours | {"pods", "events", "leases", "tokenreviews"}
+    by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
+    assert may_write == ours | by_policy | {"pods", "events", "leases", "tokenreviews"}
 
 
 def test_what_is_printed_is_what_is_applied() -> None:

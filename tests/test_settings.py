@@ -72,6 +72,7 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "on_bind_deadline": ("keep", "keep", "keep"),
     "evidence": ("static", ["static"], ("static",)),
     "require_evidence": ("all", "all", "all"),
+    "on_evidence_lost": ("evict", "evict", "evict"),
     "node_hash_map": ('{"node-a": "aa11"}', {"node-a": "aa11"}, {"node-a": "aa11"}),
     "spire_server": ("[::1]:8081", "[::1]:8081", "[::1]:8081"),
     "spire_trust_domain": ("example.org", "example.org", "example.org"),
@@ -608,6 +609,25 @@ def test_the_written_reference_is_the_one_of_this_version() -> None:
 )
 def test_reservations_live_in_the_cluster_if_there_is_one(flags: dict[str, str], *, keeps_in_cluster: bool) -> None:
     assert settings.load(flags, {}).keeps_in_cluster is keeps_in_cluster
+
+
+@pytest.mark.parametrize(
+    ("flags", "required_of"),
+    [
+        ({}, "asked"),
+        ({"require_evidence": "all"}, "all"),
+        ({"kubeconfig": __file__}, "all"),
+        ({"kubeconfig": __file__, "ledger": "memory"}, "all"),
+        ({"in_cluster": "true"}, "all"),
+        ({"kubeconfig": __file__, "require_evidence": "asked"}, "asked"),
+    ],
+    ids=["embedded", "so said", "a cluster", "in memory", "in a pod", "otherwise said"],
+)
+def test_all_claims_need_a_proven_node_if_there_is_a_cluster(flags: dict[str, str], required_of: str) -> None:
+    found = settings.load(flags, {})
+    assert found.evidence_required_of == required_of
+    source = "flag --require-evidence" if "require_evidence" in flags else "default"
+    assert f"requireEvidence: {required_of}  # {source}" in settings.as_yaml(found).splitlines()
 
 
 def test_a_pod_is_no_cluster_until_somebody_says_so() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
-from webhook.telemetry import FleetCounts, Metrics, configure_logging
+from webhook.telemetry import EvidenceCounts, FleetCounts, Metrics, configure_logging
 
 NOON = datetime(2026, 3, 1, 12, 0, 0, 250_000, tzinfo=UTC)
 LIBRARIES = ("hpack", "httpcore", "kubernetes", "urllib3")
@@ -154,12 +154,17 @@ def families(metrics: Metrics) -> dict[str, str]:
 def test_the_names_of_the_metrics_stay() -> None:
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
+    metrics.watch_evidence(EvidenceCounts)
     assert families(metrics) == {
         "gpuwarden_admission_duration_seconds": "histogram",
         "gpuwarden_verdicts_total": "counter",
         "gpuwarden_events_total": "counter",
         "gpuwarden_evidence_proofs_total": "counter",
         "gpuwarden_trust_bundle_looks_total": "counter",
+        "gpuwarden_evidence_changes_total": "counter",
+        "gpuwarden_evidence_provider_errors_total": "counter",
+        "gpuwarden_evidence_age_seconds": "gauge",
+        "gpuwarden_pods_without_evidence": "gauge",
         "gpuwarden_ledger_conflicts_total": "counter",
         "gpuwarden_certificate_reloads_total": "counter",
         "gpuwarden_certificate_not_after_seconds": "gauge",
@@ -209,6 +214,8 @@ def test_what_happens_is_counted_under_its_labels() -> None:
     metrics.count_certificate_reload("https", "refused")
     metrics.count_file_reload("inventory", "reloaded")
     metrics.count_event("DeviceVanished")
+    metrics.count_evidence_change("stale")
+    metrics.count_provider_error("spire-server")
     metrics.count_http_request("/mutate", 200)
     metrics.count_http_request("/mutate", 200)
     metrics.show_certificate("https", datetime(2026, 3, 1, tzinfo=UTC))
@@ -216,6 +223,8 @@ def test_what_happens_is_counted_under_its_labels() -> None:
     assert counted == {
         "gpuwarden_ledger_conflicts_total": 1,
         'gpuwarden_events_total{reason="DeviceVanished"}': 1,
+        'gpuwarden_evidence_changes_total{state="stale"}': 1,
+        'gpuwarden_evidence_provider_errors_total{provider="spire-server"}': 1,
         'gpuwarden_certificate_reloads_total{listener="https",outcome="refused"}': 1,
         'gpuwarden_file_reloads_total{file="inventory",outcome="reloaded"}': 1,
         'gpuwarden_http_requests_total{route="/mutate",status="200"}': 2,

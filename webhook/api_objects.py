@@ -4,12 +4,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+import aiohttp
 import msgspec
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.cluster import REQUEST_TIMEOUT, as_raw, translated
 from webhook.ledger.store import Raw, RefusedError, StoreAwayError
+from webhook.namespaces import NamespacesUnavailableError
 
 # Enough to see which field it is about.
 MAX_SAID = 400
@@ -116,6 +118,36 @@ class ApiNodes:
                 return True
             raise
         return False
+
+
+class ApiNamespaces:
+    """The namespaces of the API server."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._namespaces = client.CoreV1Api(api)
+
+    async def get(self, name: str) -> Raw | None:
+        try:
+            async with await self._namespaces.read_namespace_without_preload_content(
+                name, _request_timeout=REQUEST_TIMEOUT
+            ) as response:
+                status, body = response.status, await response.read()
+        except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise NamespacesUnavailableError("the API server cannot be reached") from exc
+        if status == 404:
+            return None
+        return namespace_in(status, body, name)
+
+
+def namespace_in(status: int, body: bytes, name: str) -> Raw:
+    """The namespace that was asked for: its name comes from whoever sends reviews, and `..` is the path of another."""
+    try:
+        raw = msgspec.json.decode(body, type=Raw)
+        if (status, raw["kind"], raw["metadata"]["name"]) == (200, "Namespace", name):
+            return raw
+    except (msgspec.DecodeError, KeyError, TypeError) as exc:
+        raise NamespacesUnavailableError(f"the API server answered {status}, and no namespace") from exc
+    raise NamespacesUnavailableError(f"the API server answered {status}, and not with that namespace")
 
 
 def is_not_found(exc: StoreAwayError) -> bool:

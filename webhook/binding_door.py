@@ -6,7 +6,7 @@ from datetime import timedelta
 from webhook.clock import Clock
 from webhook.core import check, keys
 from webhook.core.binding import Binding
-from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
+from webhook.core.claim import Claim, claim_of, recorded_claim
 from webhook.core.errors import ReservationConflictError, ReservationExpiredError, UnknownReservationError
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
@@ -14,16 +14,18 @@ from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.core.verdict import Deny
 from webhook.holding import Holder
 from webhook.ledger import Ledger
+from webhook.namespaces import ClaimReading
 from webhook.pods import PodSource
 
 Name = Callable[[ReservationId, PodIdentity], Awaitable[Reservation]]
 
 
 class BindingDoor:
-    """The last look before a pod is on a node. May raise InvalidPodError, LedgerError and PodsUnavailableError."""
+    """The last look before a pod is on a node. May raise InvalidPodError, LedgerError, PodsUnavailableError and
+    NamespacesUnavailableError."""
 
     def __init__(
-        self, holder: Holder, pods: PodSource, claims: ClaimRules, bind_deadline: timedelta, clock: Clock
+        self, holder: Holder, pods: PodSource, claims: ClaimReading, bind_deadline: timedelta, clock: Clock
     ) -> None:
         self._holder = holder
         self._ledger = holder.ledger
@@ -49,7 +51,7 @@ class BindingDoor:
         if claim is not None:
             return await self._dressed(binding, living, claim, is_dry_run=is_dry_run)
         known = self._ledger.of_pod(living.meta.uid) if living.meta.uid else None
-        return check.bound_as_reserved(binding, known) or self._undressed(binding, living)
+        return check.bound_as_reserved(binding, known) or await self._undressed(binding, living)
 
     async def _dressed(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
         """What a pod was promised at its creation holds at this moment too."""
@@ -66,9 +68,9 @@ class BindingDoor:
             refused = await named(self._ledger.confirm, held.id, check.identity_of(living))
         return refused
 
-    def _undressed(self, binding: Binding, living: Pod) -> Deny | None:
+    async def _undressed(self, binding: Binding, living: Pod) -> Deny | None:
         """A pod that no review of ours has seen, and that asks for evidence all the same."""
-        claim = claim_of(living, self._claims)
+        claim = claim_of(living, await self._claims.within(binding.pod.namespace))
         policy = self._holder.policy
         if claim is None or not (claim.hashes or policy.is_always_required):
             return None

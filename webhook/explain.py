@@ -10,7 +10,7 @@ import yaml
 
 from webhook.clock import utc_now
 from webhook.core.check import no_markers, refused_at_once
-from webhook.core.claim import Claim
+from webhook.core.claim import Claim, ClaimRules
 from webhook.core.decide import NodeFit, explain
 from webhook.core.dress import asked_anew
 from webhook.core.errors import GpuwardenError, InvalidPodError
@@ -30,11 +30,11 @@ class UnreadableManifestError(GpuwardenError):
     """There is nothing in the file that could be explained."""
 
 
-def explained(raw: Json, parts: Parts) -> Json:
+def explained(raw: Json, parts: Parts, claims: ClaimRules) -> Json:
     """The verdict on a pod, and every node's part in it."""
     try:
         pod = Pod.parse(raw)
-        _, claim = asked_anew(raw, pod, parts.rules.claims)
+        _, claim = asked_anew(raw, pod, claims)
     except InvalidPodError as exc:
         return verdict(Deny(Reason.INVALID_POD, "; ".join(exc.mistakes)))
     if claim is None:
@@ -42,6 +42,12 @@ def explained(raw: Json, parts: Parts) -> Json:
         return verdict(refused) if refused else verdict(None, Reason.NOT_ASKED, "the pod asks for nothing of gpuwarden")
     refused = refused_at_once(pod, claim, parts.rules.dress)
     return verdict(refused) if refused else decided(claim, parts.holder)
+
+
+def namespace_of(raw: Json) -> str:
+    """Where the pod would be created."""
+    found = mapping(raw, "metadata").get("namespace")
+    return found if isinstance(found, str) and found else "default"
 
 
 def decided(claim: Claim, holder: Holder) -> Json:
@@ -89,7 +95,7 @@ def run(path: str, settings: Settings, output: str) -> int:
     pods = list(pods_of(read(path)))
     if not pods:
         raise UnreadableManifestError(f"{path}: no pod, and nothing that makes pods")
-    results = [explained(raw, parts) for raw in pods]
+    results = [explained(raw, parts, parts.rules.claims.rules) for raw in pods]
     for result in results:
         sys.stdout.write(as_json(result) if output == "json" else as_text(result))
     return 0

@@ -90,6 +90,7 @@ class Feed:
             try:
                 said = await provider.poll()
             except EvidenceUnavailableError as exc:
+                self._metrics.count_provider_error(provider.name)
                 log.warning("evidence provider away, what it said stays until its own end", provider=provider.name)
                 log.debug("evidence provider away", provider=provider.name, exc_info=exc)
                 continue

@@ -44,12 +44,14 @@ class EvidenceWriter:
         is_current: Callable[[], bool],
         poll_every: timedelta = POLL_EVERY,
         retired: Iterable[str] = (),
+        count_error: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._objects = objects
         self._providers = providers
         self._clock = clock
         self._is_current = is_current
         self._poll_every = poll_every
+        self._count_error = count_error
         self._poll_at: datetime | None = None
         # What a source that is no longer asked has said would stand for ever, and static evidence has no end.
         self._said: dict[str, Mapping[str, Evidence]] = {name: {} for name in retired}
@@ -70,11 +72,16 @@ class EvidenceWriter:
             del self._todo[name]
             await self._attempt(name, now)
 
+    def is_owed(self, name: str) -> bool:
+        """Whether something newer is known of the node than its object says."""
+        return bool(self._due(self.view.get(name) or new_node_evidence(name), name, self._clock()))
+
     async def _poll(self) -> None:
         for provider in self._providers:
             try:
                 self._said[provider.name] = await provider.poll()
             except EvidenceUnavailableError as exc:
+                self._count_error(provider.name)
                 log.warning("evidence provider away, what it said stays until its own end", provider=provider.name)
                 log.debug("evidence provider away", provider=provider.name, exc_info=exc)
         names = self.view.names().union(*self._said.values())

@@ -15,14 +15,18 @@ from kubernetes.aio.leaderelection.electionconfig import Config
 from kubernetes.aio.leaderelection.leaderelection import LeaderElection
 from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
+from webhook.api_objects import ApiNamespaces
 from webhook.clock import utc_now
 from webhook.cluster import PODS_PATH, ApiGpuNodes, ApiPods, connected
-from webhook.clustered import Discovering
+from webhook.clustered import NAMESPACES_PATH, Discovering
+from webhook.continuous import Continuous, OnEvidenceLost, is_vouched
 from webhook.core.fleet import Fleet
 from webhook.events import ApiEvents
 from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.reconcile import OnBindDeadline, Reconciler, Waiting
+from webhook.measures import ApiMeasures
+from webhook.namespaces import WatchedNamespaces
 from webhook.node_evidences import EvidenceView
 from webhook.probes import Probes
 from webhook.scheduler.api_pods import ApiAlarm
@@ -81,9 +85,28 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         gpu_nodes=GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget),
         also_nodes=[NodesListener(inventory)],
         also_evidences=[evidence],
+        count_error=metrics.count_provider_error,
     )
-    waking = Waking(fleet, policy_of(settings), rules_of(settings).claims, ApiAlarm(api), utc_now)
-    watches = (*discovering.watches, Watch(api, PODS_PATH, Several(reconciler, waking)))
+    continuous = Continuous(
+        fleet,
+        policy_of(settings),
+        OnEvidenceLost(settings.on_evidence_lost),
+        ApiMeasures(api),
+        events,
+        utc_now,
+        is_current=lambda: all(watch.is_current for watch in watches),
+        is_owed=discovering.is_owed,
+        is_vouched=lambda one: is_vouched(ledger.of_pod(one.pod.uid), one),
+        count_change=metrics.count_evidence_change,
+    )
+    metrics.watch_evidence(continuous.counts)
+    namespaces = WatchedNamespaces(ApiNamespaces(api))
+    waking = Waking(fleet, policy_of(settings), rules_of(settings, namespaces).claims, ApiAlarm(api), utc_now)
+    watches = (
+        *discovering.watches,
+        Watch(api, NAMESPACES_PATH, namespaces.view),
+        Watch(api, PODS_PATH, Several(reconciler, waking, continuous)),
+    )
     async with asyncio.TaskGroup() as tasks:
         for watch in watches:
             tasks.create_task(watch.run())
@@ -92,7 +115,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
             await watch.ready.wait()
         log.info("watching", reservations=len(ledger.reservations()))
         probes.begin()
-        await lead_again_and_again(settings, api, (reconciler, discovering, waking), reconciler.news)
+        await lead_again_and_again(settings, api, (reconciler, discovering, waking, continuous), reconciler.news)
 
 
 async def lead_again_and_again(

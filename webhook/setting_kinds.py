@@ -310,6 +310,7 @@ LOG_LEVEL: Final = one_of(*LOG_LEVELS)
 INJECTION: Final = one_of("nvidia", "cuda")
 REQUIRE_EVIDENCE: Final = one_of("asked", "all")
 ON_BIND_DEADLINE: Final = one_of("remove", "keep")
+ON_EVIDENCE_LOST: Final = one_of("report", "taint", "evict")
 LEDGER: Final = one_of("memory", "cluster")
 EVIDENCE: Final = several_of(
     "static",

@@ -44,6 +44,7 @@ from webhook.setting_kinds import (
     NODE,
     NODE_NAMING,
     ON_BIND_DEADLINE,
+    ON_EVIDENCE_LOST,
     PORT,
     REQUIRE_EVIDENCE,
     RESOURCE,
@@ -195,7 +196,16 @@ class Settings:
     )
     require_evidence: str = field(
         default="asked",
-        metadata=declared(REQUIRE_EVIDENCE, "which claims need a proven node: those that ask for a hash, or all"),
+        metadata=declared(
+            REQUIRE_EVIDENCE,
+            "which claims need a proven node: those that ask for a hash, or all; not set: all if there is a cluster",
+        ),
+    )
+    on_evidence_lost: str = field(
+        default="report",
+        metadata=declared(
+            ON_EVIDENCE_LOST, "what is done when evidence ends under a pod: told, the node tainted, or the pod evicted"
+        ),
     )
     node_hash_map: Mapping[str, str] = field(
         default=MappingProxyType({}),
@@ -329,6 +339,12 @@ class Settings:
         """Whether reservations live in the cluster: if so said, or if there is one and nothing is said."""
         is_said = self.sources.get("ledger", "default") != "default"
         return self.ledger == "cluster" or not (self.is_embedded or is_said)
+
+    @property
+    def evidence_required_of(self) -> str:
+        """Which claims need a proven node: those that is said of, or all of them if there is a cluster."""
+        is_said = self.sources.get("require_evidence", "default") != "default"
+        return self.require_evidence if self.is_embedded or is_said else "all"
 
     @property
     def proves_reviewers(self) -> bool:
@@ -703,11 +719,16 @@ def in_words(shown: object) -> str:
             return str(shown)
 
 
+def in_effect(settings: Settings, name: str) -> object:
+    """What is gone by, where nothing is said and the default is another in a cluster."""
+    return settings.evidence_required_of if name == "require_evidence" else getattr(settings, name)
+
+
 def as_yaml(settings: Settings) -> str:
     """The settings in effect, each with where it comes from. It can be read back as a settings file."""
     lines = []
     for one in SETTINGS:
-        value = plain(getattr(settings, one.name))
+        value = plain(in_effect(settings, one.name))
         source = settings.sources.get(one.name, "default")
         text = yaml.safe_dump({one.key: value}, sort_keys=False, allow_unicode=True, width=float("inf"))
         first, newline, rest = text.partition("\n")

@@ -125,6 +125,34 @@ class FleetCounts:
 CountsSource = Callable[[], FleetCounts]
 
 
+@frozen
+class EvidenceCounts:
+    """Pods on nodes whose evidence does not suit them; the age in seconds of the oldest evidence, by state."""
+
+    pods_without: int = 0
+    ages: Mapping[str, float] = field(factory=dict)
+
+
+class EvidenceCollector(Collector):
+    """Asks when somebody looks: what a process that is not elected shows is as true."""
+
+    def __init__(self, count: Callable[[], EvidenceCounts]) -> None:
+        self.count = count
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return evidence_families(EvidenceCounts())
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        return evidence_families(self.count())
+
+
+def evidence_families(counts: EvidenceCounts) -> Iterator[GaugeMetricFamily]:
+    about = "Running pods whose node's evidence no longer suits them"
+    yield GaugeMetricFamily("gpuwarden_pods_without_evidence", about, counts.pods_without)
+    about = "Age of the oldest evidence by state; evidence without a beginning has none"
+    yield family("gpuwarden_evidence_age_seconds", about, "state", tuple(EvidenceState), counts.ages)
+
+
 class FleetCollector(Collector):
     """Asks for the counts when somebody looks, instead of keeping gauges in step with every move."""
 
@@ -151,7 +179,7 @@ def families(counts: FleetCounts) -> Iterator[GaugeMetricFamily]:
     )
 
 
-def family(name: str, about: str, label: str, states: Sequence[str], counts: Mapping[str, int]) -> GaugeMetricFamily:
+def family(name: str, about: str, label: str, states: Sequence[str], counts: Mapping[str, float]) -> GaugeMetricFamily:
     """All states, zero or not: a series that comes and goes cannot be alerted on."""
     gauge = GaugeMetricFamily(name, about, labels=[label])
     for state in states:
@@ -213,8 +241,16 @@ class Metrics:
         self._nodes = Bound[str, Counter](nodes.labels)
         self._proofs = Bound[str, Counter](proofs.labels)
         self._bundles = Bound[str, Counter](bundles.labels)
+        changes = self._counter("gpuwarden_evidence_changes_total", "Changes of nodes' evidence by new state", "state")
+        provider_errors = self._counter(
+            "gpuwarden_evidence_provider_errors_total", "Evidence providers asked in vain", "provider"
+        )
+        self._changes = Bound[str, Counter](changes.labels)
+        self._provider_errors = Bound[str, Counter](provider_errors.labels)
         for outcome in ("accepted", "replayed"):  # what alerts ask about is there from the start
             proofs.labels(outcome)
+        for state in EvidenceState:
+            changes.labels(state)
         self._verdicts = Bound[str, Counter](verdicts.labels)
         self._certificates = Bound[tuple[str, Outcome], Counter](lambda key: certificates.labels(*key))
         self._files = Bound[tuple[str, Outcome], Counter](lambda key: files.labels(*key))
@@ -247,6 +283,12 @@ class Metrics:
         """How one answer to a challenge ended: taken, or by what was wrong with it."""
         self._proofs[outcome].inc()
 
+    def count_evidence_change(self, state: str) -> None:
+        self._changes[state].inc()
+
+    def count_provider_error(self, provider: str) -> None:
+        self._provider_errors[provider].inc()
+
     def count_bundle(self, outcome: str) -> None:
         self._bundles[outcome].inc()
 
@@ -269,6 +311,10 @@ class Metrics:
     def watch_fleet(self, count: CountsSource) -> None:
         """From now on every look at the metrics asks `count`."""
         self.registry.register(FleetCollector(count))
+
+    def watch_evidence(self, count: Callable[[], EvidenceCounts]) -> None:
+        """From now on every look at the metrics asks `count`."""
+        self.registry.register(EvidenceCollector(count))
 
     def render(self) -> tuple[bytes, str]:
         """The metrics as text, and the content type of that text."""

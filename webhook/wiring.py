@@ -25,6 +25,7 @@ from webhook.inventory.file import InventoryFile
 from webhook.ledger import Ledger
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
+from webhook.namespaces import ClaimReading, Namespaces, Undemanding
 from webhook.pods import PodSource, ReviewedPods
 from webhook.settings import Settings
 from webhook.telemetry import FleetCounts, Metrics
@@ -64,7 +65,7 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
     proofs = MemoryProofs(lambda: fleet.berths.keys(), clock, settings.clock_skew)
     providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
     feed = Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
-    parts = assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods())
+    parts = assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods(), Undemanding())
     return evolve(parts, attestation=attestation_of(settings, proofs, clock, metrics))
 
 
@@ -76,6 +77,7 @@ def assembled(
     ledger: Ledger,
     feed: Feeding,
     pods: PodSource,
+    namespaces: Namespaces,
 ) -> Parts:
     """What follows from the parts that differ."""
     policy = policy_of(settings)
@@ -85,7 +87,7 @@ def assembled(
         holder=Holder(fleet, ledger, policy, clock, metrics, pending_limit=settings.pending_limit),
         feed=feed,
         pods=pods,
-        rules=rules_of(settings),
+        rules=rules_of(settings, namespaces),
         clock=clock,
         metrics=metrics,
         notes=(*settings.notes, *([STATIC_NOTE] if "static" in settings.evidence else [])),
@@ -95,7 +97,7 @@ def assembled(
 
 
 def policy_of(settings: Settings) -> EvidencePolicy:
-    return EvidencePolicy(is_always_required=settings.require_evidence == "all")
+    return EvidencePolicy(is_always_required=settings.evidence_required_of == "all")
 
 
 def times_of(settings: Settings) -> Times:
@@ -113,9 +115,9 @@ def hash_aliases(settings: Settings) -> tuple[str, ...]:
     return tuple(dict.fromkeys((settings.required_hash_alias, *REQUIRED_HASH.aliases)))
 
 
-def rules_of(settings: Settings) -> Rules:
+def rules_of(settings: Settings, namespaces: Namespaces) -> Rules:
     return Rules(
-        claims=ClaimRules(settings.gpu_resource, hash_aliases(settings)),
+        claims=ClaimReading(ClaimRules(settings.gpu_resource, hash_aliases(settings)), namespaces),
         dress=DressRules(Injection(settings.injection), settings.gpu_resource, settings.write_aliases),
         bind_deadline=settings.bind_deadline,
     )

@@ -330,7 +330,8 @@ PROVEN = fleet(
     node("node-c"),
     proven={"node-a": HASH, "node-b": HASH, "node-c": OTHER_HASH},
 )
-HASH_ONLY = raw_pod(annotations={"gpuwarden.io/required-hash": HASH})
+HASHED = {"gpuwarden.io/required-hash": HASH}
+HASH_ONLY = raw_pod(annotations=HASHED)
 
 
 def held_to(*names: str, **members: Any) -> Raw:
@@ -406,6 +407,27 @@ def test_a_pod_held_to_proven_nodes_is_let_in() -> None:
             Reason.FORGED,
             "metadata.annotations[gpuwarden.io/claim]: not what the pod asks for",
             id="a-record-without-a-wish",
+        ),
+        pytest.param(
+            {**held_to("node-a"), "metadata": {"annotations": {**HASHED, "gpuwarden.io/claim": "{}"}}},
+            Reason.FORGED,
+            "metadata.annotations[gpuwarden.io/claim]: not what the pod asks for",
+            id="a-record-of-any-node",
+        ),
+        pytest.param(
+            {
+                **held_to("node-a"),
+                "metadata": {
+                    "annotations": {
+                        **HASHED,
+                        "gpuwarden.io/gpu-count": "1",
+                        "gpuwarden.io/claim": f'{{"hashes":["{HASH}"]}}',
+                    }
+                },
+            },
+            Reason.FORGED,
+            "metadata.annotations[gpuwarden.io/claim]: not what the pod asks for",
+            id="a-record-without-the-gpu",
         ),
     ],
 )

@@ -363,6 +363,14 @@ def test_the_last_hurdle_that_a_node_reached_is_the_reason(gone: tuple[str, ...]
     assert (found.reason, found.hint) == (reason, hint)
 
 
+def test_who_names_no_hash_is_told_what_makes_one_needed() -> None:
+    found = denial(gpus(1), fleet(node("node-a", device("GPU-1"))), STRICT)
+    assert (found.reason, found.hint) == (
+        Reason.NO_PROVEN_NODE,
+        "have the nodes attested; or, with --require-evidence asked, only pods with a hash need proven nodes",
+    )
+
+
 def test_no_proven_node_for_the_hash_is_policy_and_no_free_gpu_is_a_shortage() -> None:
     there = fleet(node("node-a", device("GPU-1")), proven={"node-a": HASH})
     assert denial(gpus(1, hashes=(OTHER_HASH,)), there).reason is Reason.NO_PROVEN_NODE

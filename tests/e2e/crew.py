@@ -21,7 +21,7 @@ from tests.e2e.judge import Judge, judging
 from tests.e2e.kube import MUTATING, NODES, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
-from tests.running import GPUWARDEN
+from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
 from webhook.policies import Installation, webhooks
 
 # The machine may be busy with other things.
@@ -178,6 +178,7 @@ class Site:
                 command,
                 "--log-level",
                 "warn",
+                *WITHOUT_EVIDENCE,
                 *where,
                 *self.flags,
                 *flags,

@@ -33,7 +33,11 @@ from tests.e2e.kube import (
 )
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, reconciling, serving
+from webhook.cluster import connected
+from webhook.core.reservation import PodIdentity
+from webhook.measures import ApiMeasures
 from webhook.policies import Installation, rbac
+from webhook.settings import Settings
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 2
 GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)
@@ -240,11 +244,14 @@ SPARE: dict[str, dict[Use, str]] = {
         ("gpuwarden.io", "nodeevidences", "create"): PROOFS_ONLY,
         ("gpuwarden.io", "nodeevidences/status", "update"): PROOFS_ONLY,
         ("", "nodes", "get"): PROOFS_ONLY,
+        ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
     },
     "gpuwarden-reconcile": {
         ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
         ("gpuwarden.io", "gpunodes", "get"): READ_AGAIN,
         ("gpuwarden.io", "nodeevidences", "get"): READ_AGAIN,
+        ("", "nodes", "patch"): "with --on-evidence-lost taint",
+        ("", "pods/eviction", "create"): "with --on-evidence-lost evict",
         ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",
     },
 }
@@ -304,6 +311,28 @@ async def test_each_account_may_do_what_it_does_and_no_more(
     for name, uses in granted().items():
         used = {use for account_name, use, _ in seen if account_name == name}
         assert uses - used - SPARE[name].keys() == set(), name
+
+
+async def test_who_reconciles_may_do_what_lost_evidence_asks_for(cluster: Cluster, kube: Kube) -> None:
+    node = NODE_NAMES[1]
+    before = (await kube.get(NODES, node))["spec"].get("taints", [])
+    settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
+    async with await connected(settings) as api, new_namespace(kube) as namespace:
+        measures = ApiMeasures(api)
+        for _ in range(2):  # what is so already is no mistake
+            await measures.taint(node, wanted=True)
+            found = (await kube.get(NODES, node))["spec"]["taints"]
+            assert found == [*before, {"key": "gpuwarden.io/evidence-lost", "effect": "NoSchedule"}]
+        for _ in range(2):
+            await measures.taint(node, wanted=False)
+            assert (await kube.get(NODES, node))["spec"].get("taints", []) == before
+        await measures.taint("no-such-node", wanted=True)
+        uid = (await kube.create(PODS, pod("p0"), namespace))["metadata"]["uid"]
+        await measures.evict(PodIdentity(namespace, "p0", "of-the-pod-before"))
+        assert "deletionTimestamp" not in (await kube.get(PODS, "p0", namespace))["metadata"]
+        await measures.evict(PodIdentity(namespace, "p0", uid))
+        await gone(kube, PODS, "p0", namespace)
+        await measures.evict(PodIdentity(namespace, "p0", uid))
 
 
 def bearer(cluster: Cluster, namespace: str) -> dict[str, str]:

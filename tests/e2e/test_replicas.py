@@ -14,7 +14,7 @@ from tests.e2e.hooks import ENABLED, MUTATED, VALIDATED, at_url, hook
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, forced_away, pod, pods_in_phase, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node
-from tests.running import GPUWARDEN, Running, serving
+from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, Running, serving
 
 REPLICAS = 3
 SLOTS = len(NODES) * GPUS
@@ -45,7 +45,7 @@ def replicas(cluster: Cluster, gpu_nodes: None, tmp_path: Path) -> Iterator[list
 
 @pytest.fixture
 def reconciler(cluster: Cluster, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [GPUWARDEN, "reconcile", "--ui-port", "0", "--kubeconfig", str(cluster.kubeconfig)]
+    command = [GPUWARDEN, "reconcile", "--ui-port", "0", *WITHOUT_EVIDENCE, "--kubeconfig", str(cluster.kubeconfig)]
     with (tmp_path / "reconcile.log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
         yield process
         process.kill()

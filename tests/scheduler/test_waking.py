@@ -9,10 +9,12 @@ import pytest
 
 from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, device, node, raw_container, raw_pod, reservation, slot
+from tests.test_namespaces import Api, namespace
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import PodIdentity
+from webhook.namespaces import ClaimReading, WatchedNamespaces
 from webhook.scheduler.waking import NotWokenError, Waking
 
 OURS = "0/3 nodes are available: 2 attestation hash differs from the required one, 1 Insufficient cpu."
@@ -36,11 +38,13 @@ class FakeAlarm:
 class Scene:
     """One node with two GPUs, a clock that the test turns, and pods that wait."""
 
-    def __init__(self, fleet: Fleet | None = None) -> None:
+    def __init__(self, fleet: Fleet | None = None, claims: ClaimReading | None = None) -> None:
         self.now = NOW
         self.alarm = FakeAlarm()
         self.fleet = fleet or builders.fleet(node("node-a", device("GPU-a0"), device("GPU-a1")))
-        self.waking = Waking(self.fleet, EvidencePolicy(), ClaimRules(), self.alarm, lambda: self.now)
+        self.waking = Waking(
+            self.fleet, EvidencePolicy(), claims or ClaimReading(ClaimRules()), self.alarm, lambda: self.now
+        )
 
     def prove(self, hash_: str | None = HASH, name: str = "node-a", **members: Any) -> None:
         word = None if hash_ is None else builders.evidence(name, hash_, **members)
@@ -72,6 +76,17 @@ async def test_evidence_that_arrives_wakes_those_that_asked_for_it() -> None:
     assert await scene.woken() == ["u1"]
     scene.prove(OTHER_HASH)
     assert await scene.woken() == ["u2"]
+
+
+async def test_a_pod_waits_for_what_its_namespace_trusts() -> None:
+    namespaces = WatchedNamespaces(Api())
+    namespaces.view.changed(namespace(builders.NAMESPACE, OTHER_HASH))
+    scene = Scene(claims=ClaimReading(ClaimRules(), namespaces))
+    scene.waking.changed(waiting(hash_=f"{HASH},{OTHER_HASH}"))
+    scene.prove(HASH)
+    assert await scene.woken() == []
+    scene.prove(OTHER_HASH)
+    assert await scene.woken() == ["u1"]
 
 
 async def test_evidence_that_begins_later_wakes_then() -> None:

@@ -15,6 +15,7 @@ from webhook.feed import Feed
 from webhook.inventory.file import InventoryFile
 from webhook.ledger.carrier import Carrier
 from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
+from webhook.namespaces import Undemanding
 from webhook.pods import PodsUnavailableError
 from webhook.settings import Settings
 from webhook.telemetry import Metrics
@@ -89,7 +90,7 @@ def sharing(shared: Shared) -> Assemble:
         ledger = ClusterLedger(fleet, shared.store, shared, clock, times_of(settings))
         evidence = StaticEvidence(settings.node_hash_map)
         feed = Feed(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
-        return assembled(settings, clock, fleet, metrics, ledger, feed, shared)
+        return assembled(settings, clock, fleet, metrics, ledger, feed, shared, Undemanding())
 
     return assemble
 

@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterator
 from datetime import datetime, timedelta
 
+import msgspec
+
 from webhook.core import keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of
@@ -143,8 +145,12 @@ def proven_only(
 ) -> Deny | None:
     """A claim without GPUs is held to proven nodes by its affinity alone: every node it allows must be one."""
     asked = claim_of(pod, rules)
-    if asked is None or asked.digest != claim.digest:
-        return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
+    if asked is None or not says_no_less(claim, asked):
+        return Deny(
+            Reason.FORGED,
+            f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for",
+            hint="create the pod anew if what its namespace demands has changed" if rules.bond.hashes else "",
+        )
     question = Question(claim, fleet, policy)
     allowed = nodes_pinned_to(raw)
     for name in sorted(name or "" for name in allowed):
@@ -155,6 +161,13 @@ def proven_only(
         if objection is not None:
             return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {name}: {objection}")
     return preset_node(pod, {name for name in allowed if name})
+
+
+def says_no_less(recorded: Claim, asked: Claim) -> bool:
+    """Whether the record is what is asked, or holds the pod to fewer hashes: what a namespace demands may have been
+    loosened meanwhile. A record that allows more is nobody's promise where no ledger knows it."""
+    alike = msgspec.structs.replace(recorded.record, hashes=asked.record.hashes) == asked.record
+    return alike and (not asked.hashes or (bool(recorded.hashes) and recorded.hashes <= asked.hashes))
 
 
 def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:

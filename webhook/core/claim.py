@@ -9,6 +9,7 @@ from attrs import field, frozen
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_map import ORDINAL, MapEntry, parse_map
+from webhook.core.hashes import NO_BOND, Bond, hashes_in
 from webhook.core.keys import Key
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
@@ -17,19 +18,18 @@ from webhook.core.pod import Pod, whole_number
 MAX_GPUS = 1024
 # A pod with more is not one that a kubelet can run, and its record would not fit an annotation.
 MAX_CONTAINERS = 512
-MAX_HASHES = 64
 # More than people and tools write; each is asked of nodes while other reviews wait.
 MAX_TERMS = 32
 MAX_EXPRESSIONS = 128
-MAX_HASH = 256
 
 
 @frozen
 class ClaimRules:
-    """How claims are read in this installation."""
+    """How claims are read in this installation, and in one namespace of it."""
 
     resource: str = "nvidia.com/gpu"
     hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
+    bond: Bond = NO_BOND
 
     @property
     def required_hash(self) -> Key:
@@ -167,6 +167,7 @@ class Reader:
         shared = self._shared()
         if not names_something:
             return None
+        hashes = self._bound(hashes)
         nodes = NodesAsked.of(self.pod)
         self._check_size(asked, nodes)
         record = ClaimRecord(
@@ -241,17 +242,18 @@ class Reader:
         text = self._annotation(key)
         if text is None:
             return ()
-        hashes = text.split(",")
-        if len(hashes) > MAX_HASHES:
-            self.mistakes.append(f"annotation {key.name} names {len(hashes)} hashes, at most {MAX_HASHES}")
-        for one in hashes[:MAX_HASHES]:
-            if not one:
-                self.mistakes.append(f"annotation {key.name} holds an empty hash: name one or take it away")
-            elif len(one) > MAX_HASH:
-                self.mistakes.append(f"annotation {key.name}: a hash has at most {MAX_HASH} characters")
-            elif not one.isprintable() or " " in one:
-                self.mistakes.append(f"annotation {key.name}: {one[:80]!r} holds white space")
-        return tuple(sorted(set(hashes)))
+        hashes, mistakes = hashes_in(text, f"annotation {key.name}")
+        self.mistakes += mistakes
+        return hashes
+
+    def _bound(self, own: tuple[str, ...]) -> tuple[str, ...]:
+        """What the pod is held to in its namespace, whatever it names itself."""
+        bond = self.rules.bond
+        self.mistakes += bond.mistakes
+        hashes = bond.held_to(own)
+        if own and not hashes:
+            self.mistakes.append(bond.refusal(own))
+        return hashes
 
     def _requirements(self) -> set[str]:
         found: set[str] = set()

@@ -71,6 +71,8 @@ HINTS = {
     Reason.NO_PROVEN_NODE: "ask for a hash that a node has proven, or have the node attested",
     Reason.NO_SUITABLE_NODE: "loosen the pod's nodeName, nodeSelector or node affinity",
 }
+# Of a claim that names no hash, and needs a proven node because all do.
+HINT_FOR_ALL = "have the nodes attested; or, with --require-evidence asked, only pods with a hash need proven nodes"
 
 
 @frozen
@@ -297,7 +299,7 @@ class Question:
         return Deny(
             reason,
             f"{self.claim.sentence}: found on none of {numbers}",
-            hint=HINTS[reason],
+            hint=HINTS[reason] if self.claim.hashes or reason is not Reason.NO_PROVEN_NODE else HINT_FOR_ALL,
             causes=tuple(found),
         )
 

@@ -42,6 +42,9 @@ INPUT_NAMES: Final = frozenset(name for key in (REQUIRED_HASH, GPU_COUNT, GPU_MA
 # When a pod that waits was last shown to its scheduler again. Nobody goes by it.
 WOKEN_AT: Final = f"{DOMAIN}/woken-at"
 
+# On nodes whose evidence has ended under running pods, where that is asked for.
+EVIDENCE_LOST_TAINT: Final = f"{DOMAIN}/evidence-lost"
+
 # What a node has, as it says itself: base64 of a JSON object, GPU UUID to a list of labels.
 S4_DEVICE_LABELS: Final = f"{S4_DOMAIN}/gpu.device.labels"
 # On objects that we have made and may take away again.

@@ -83,6 +83,7 @@ class Toleration(Wire, frozen=True):
 
 
 class OwnerReference(Wire, frozen=True):
+    api_version: str = ""
     kind: str = ""
     name: str = ""
     uid: str = ""

@@ -40,6 +40,8 @@ class Reason(StrEnum):
     DEVICE_DISPUTED = "DeviceDisputed"
     GPU_NODE_UNREADABLE = "GPUNodeUnreadable"
     NODE_GONE = "NodeGone"
+    EVIDENCE_CHANGED = "EvidenceChanged"
+    EVIDENCE_LOST = "EvidenceLost"
 
 
 # What a client of the API server gets to see beside the reason.
@@ -75,5 +77,7 @@ EVENTS_ONLY = frozenset(
         Reason.DEVICE_DISPUTED,
         Reason.GPU_NODE_UNREADABLE,
         Reason.NODE_GONE,
+        Reason.EVIDENCE_CHANGED,
+        Reason.EVIDENCE_LOST,
     }
 )

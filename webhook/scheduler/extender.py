@@ -12,7 +12,7 @@ from webhook.binding_door import BindingDoor, recorded_reservation
 from webhook.clock import Clock
 from webhook.core import check
 from webhook.core.binding import Binding
-from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
+from webhook.core.claim import Claim, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import GpuwardenError, InvalidPodError, LedgerError
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, PreemptArgs, Sifted, Victims
@@ -20,6 +20,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import plain
+from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.pods import PodsUnavailableError
 from webhook.scheduler import sieve
 from webhook.scheduler.sieve import Wish
@@ -28,6 +29,7 @@ from webhook.wiring import Parts
 log = structlog.get_logger(__name__)
 
 LEDGER_AWAY = "reservations cannot be looked up at this moment"
+NAMESPACE_AWAY = "what the pod's namespace demands cannot be looked up at this moment"
 NO_CLUSTER = "there is no cluster here to bind pods in: take bindVerb out of the scheduler's configuration"
 MAX_TOLD = 1000
 
@@ -62,14 +64,15 @@ class Extender:
         self._policy: EvidencePolicy = parts.holder.policy
         self._ledger = parts.ledger
         self._pods = parts.pods
-        self._claims: ClaimRules = parts.rules.claims
+        self._claims: ClaimReading = parts.rules.claims
         self._bind_deadline = parts.rules.bind_deadline
         self._clock: Clock = parts.clock
         self._bindings = bindings
         self._door = BindingDoor(parts.holder, parts.pods, self._claims, self._bind_deadline, parts.clock)
 
     async def sift(self, args: ExtenderArgs) -> Sifted:
-        """Raises LedgerError where reservations cannot be looked up."""
+        """Raises LedgerError where reservations cannot be looked up, NamespacesUnavailableError where namespaces can't;
+        so do the others."""
         wish = await self._wish(args.pod)
         if isinstance(wish, Refused):
             return sieve.refusing(args.offer.names, wish.text)
@@ -77,7 +80,6 @@ class Extender:
         return sieve.sifted(wish, args.offer.names, self._fleet, self._policy)
 
     async def scores(self, args: ExtenderArgs) -> list[tuple[str, int]]:
-        """Raises LedgerError where reservations cannot be looked up."""
         wish = await self._wish(args.pod)
         if isinstance(wish, Refused):
             return [(name, 0) for name in args.offer.names]
@@ -85,7 +87,7 @@ class Extender:
         return sieve.scores(wish, args.offer.names, self._fleet, self._policy)
 
     async def worth_an_eviction(self, args: PreemptArgs) -> dict[str, Victims]:
-        """The nodes that would do once there is room. Raises LedgerError where reservations cannot be looked up."""
+        """The nodes that would do once there is room."""
         wish = await self._wish(args.pod)
         if isinstance(wish, Refused):
             return {}
@@ -97,7 +99,7 @@ class Extender:
         """What the pod wants of nodes; None if it wants nothing of ours."""
         try:
             recorded = recorded_claim(pod)
-            asked = claim_of(pod, self._claims) if recorded is None or not recorded.count else None
+            asked = await self._asked(pod) if recorded is None or not recorded.count else None
         except InvalidPodError as exc:
             log.info("claim refused", pod=f"{pod.meta.namespace}/{pod.display_name}", mistakes=exc.mistakes[:20])
             return Refused(sieve.UNREADABLE)
@@ -106,6 +108,10 @@ class Extender:
         if not recorded.count:
             return proven_wish(recorded, asked)
         return await self._reserved_wish(pod, recorded)
+
+    async def _asked(self, pod: Pod) -> Claim | None:
+        """What the pod asks for itself, within its namespace."""
+        return claim_of(pod, await self._claims.within(pod.meta.namespace or ""))
 
     async def _reserved_wish(self, pod: Pod, claim: Claim) -> Wish | Refused:
         held = await recorded_reservation(self._ledger, pod)
@@ -125,7 +131,7 @@ class Extender:
             said = await self._bound(args, self._bindings)
         except InvalidPodError as exc:
             return "; ".join(exc.mistakes[:20])
-        except (LedgerError, PodsUnavailableError) as exc:
+        except (LedgerError, PodsUnavailableError, NamespacesUnavailableError) as exc:
             log.warning("binding could not be checked", exc_info=exc)
             return "the pod and its reservation cannot be looked up at this moment"
         return plain(said, MAX_TOLD)

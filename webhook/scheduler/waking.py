@@ -14,7 +14,7 @@ from attrs import define, field
 
 from webhook.clock import Clock
 from webhook.core import check
-from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
+from webhook.core.claim import Claim, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.fleet import Fleet
@@ -23,6 +23,7 @@ from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, Wire
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
+from webhook.namespaces import ClaimReading
 from webhook.scheduler import sieve
 
 log = structlog.get_logger(__name__)
@@ -90,7 +91,7 @@ class Waiter:
 class Waking:
     """Hears of pods from a watch; `step` wakes those for which something has changed for the better."""
 
-    def __init__(self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimRules, alarm: Alarm, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimReading, alarm: Alarm, clock: Clock) -> None:
         self._fleet = fleet
         self._policy = policy
         self._claims = claims
@@ -126,7 +127,7 @@ class Waking:
         try:
             pod = Pod.parse(raw)
             recorded = recorded_claim(pod)
-            claim = recorded or claim_of(pod, self._claims)
+            claim = recorded or claim_of(pod, self._claims.known_within(pod.meta.namespace or ""))
         except InvalidPodError:
             return None  # its author has to change it, and that wakes it
         if claim is None:

@@ -29,6 +29,7 @@ from webhook.core.review import Operation, Review, answer
 from webhook.core.verdict import Admit, Deny, Verdict
 from webhook.holding import Holder
 from webhook.ledger import Ledger
+from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.pods import PodSource, PodsUnavailableError
 from webhook.telemetry import Metrics
 from webhook.web.body import RefusedBodyError, error, read_body
@@ -51,7 +52,7 @@ Door = Callable[[Review, datetime], Awaitable[Verdict]]
 class Rules:
     """How this installation reads and dresses pods."""
 
-    claims: ClaimRules
+    claims: ClaimReading
     dress: DressRules
     # Past this age a pod is put on no node any more: its GPUs may have been given up.
     bind_deadline: timedelta = timedelta(minutes=5)
@@ -114,6 +115,13 @@ class Admission:
         except (LedgerError, PodsUnavailableError) as exc:
             log.warning("ledger away", uid=review.uid, exc_info=exc)
             return Deny(Reason.LEDGER_AWAY, "reservations cannot be looked up at this moment", hint="try again")
+        except NamespacesUnavailableError as exc:
+            log.warning("namespace away", uid=review.uid, namespace=review.namespace, exc_info=exc)
+            return Deny(
+                Reason.LEDGER_AWAY,
+                f"what namespace {review.namespace} demands of its pods cannot be looked up at this moment",
+                hint="try again",
+            )
 
     def _record(self, review: Review, verdict: Verdict, took: float) -> None:
         is_allowed = isinstance(verdict, Admit)
@@ -158,7 +166,7 @@ class Admission:
         return outfit_of(claim, known)
 
     async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
-        clean, claim = asked_anew(raw, pod, self._rules.claims)
+        clean, claim = asked_anew(raw, pod, await self._rules.claims.within(review.namespace))
         if claim is None:
             if clean is raw:
                 return NOT_ASKED
@@ -224,9 +232,9 @@ class Admission:
         pod = Pod.parse(raw)
         claim = recorded_claim(pod)
         if claim is None:
-            return self._created_without_record(pod)
+            return self._created_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
-            return self._created_without_gpus(raw, pod, claim)
+            return self._created_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
         refused = check.no_other_ways(pod, self._rules.dress)
         if refused is not None:
             return refused
@@ -234,8 +242,8 @@ class Admission:
             return Admit()  # nothing was reserved for it
         return await self._bound(raw, pod, claim, review)
 
-    def _created_without_record(self, pod: Pod) -> Verdict:
-        if claim_of(pod, self._rules.claims) is not None:
+    def _created_without_record(self, pod: Pod, claims: ClaimRules) -> Verdict:
+        if claim_of(pod, claims) is not None:
             return Deny(
                 Reason.NOT_RESERVED,
                 f"metadata.annotations[{keys.CLAIM.name}]: the pod has a claim and no reservation",
@@ -246,7 +254,7 @@ class Admission:
             return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: written by gpuwarden only")
         return check.no_markers(pod, self._rules.dress) or NOT_ASKED
 
-    def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim) -> Verdict:
+    def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
         fleet, policy = self._holder.fleet, self._holder.policy
         fleet.advance(self._clock())
         forged = sorted((keys.OUTPUT_NAMES - {keys.CLAIM.name}) & pod.annotations.keys())
@@ -254,7 +262,7 @@ class Admission:
             return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: the pod has no reservation")
         return (
             check.no_markers(pod, self._rules.dress)
-            or check.proven_only(raw, pod, claim, fleet, policy, self._rules.claims)
+            or check.proven_only(raw, pod, claim, fleet, policy, claims)
             or Admit()
         )
 

@@ -4,7 +4,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.explain import as_json, explained
+from webhook.explain import as_json, explained, namespace_of
+from webhook.namespaces import NamespacesUnavailableError
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
 from webhook.wiring import Parts
@@ -28,4 +29,8 @@ class Explain:
             return error(400, "the body is not JSON")
         if not isinstance(raw, dict):
             return error(400, "the body is not a pod")
-        return Response(as_json(explained(raw, self._parts)), media_type="application/json")
+        try:
+            claims = await self._parts.rules.claims.within(namespace_of(raw))
+        except NamespacesUnavailableError:
+            return error(503, "what the pod's namespace demands cannot be looked up at this moment")
+        return Response(as_json(explained(raw, self._parts, claims)), media_type="application/json")

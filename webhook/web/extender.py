@@ -19,7 +19,8 @@ from webhook.core.extender_wire import (
     preempt_result,
     priorities,
 )
-from webhook.scheduler.extender import LEDGER_AWAY, Extender, refused_by
+from webhook.namespaces import NamespacesUnavailableError
+from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
 from webhook.telemetry import Metrics
 from webhook.web.body import RefusedBodyError, read_body
 from webhook.web.health import Health
@@ -62,10 +63,11 @@ class ExtenderRoutes:
             return refusal(exc.code, str(exc))
         except MalformedArgsError as exc:
             return refusal(400, str(exc))
-        except LedgerError as exc:
-            log.warning("ledger away", verb=verb, exc_info=exc)
+        except (LedgerError, NamespacesUnavailableError) as exc:
+            away = LEDGER_AWAY if isinstance(exc, LedgerError) else NAMESPACE_AWAY
+            log.warning("extender cannot answer", verb=verb, problem=away, exc_info=exc)
             self._metrics.observe_extender(verb, "error", time.perf_counter() - started)
-            return refusal(503, LEDGER_AWAY) if verb != "filter" else in_json(filter_error(LEDGER_AWAY))
+            return refusal(503, away) if verb != "filter" else in_json(filter_error(away))
         self._metrics.observe_extender(verb, outcome, time.perf_counter() - started)
         return in_json(body)
 

@@ -1,0 +1,207 @@
+"""Evidence that ends under running pods, on a real API server: what a real reconciler tells, and does by policy."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, suppress
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from scripts.controlplane.cluster import gpu_node as node_object
+from tests.e2e.conftest import new_namespace
+from tests.e2e.hooks import ENABLED, at_url, reviewed
+from tests.e2e.kube import (
+    DEPLOYMENTS,
+    EVENTS,
+    NODES,
+    PODS,
+    ApiError,
+    Kube,
+    Raw,
+    Resource,
+    deployment,
+    forced_away,
+    gone,
+    pod,
+    pod_in_phase,
+    pods_in_phase,
+    wait_until,
+)
+from tests.e2e.test_discovery import ANNOTATION, NODE_EVIDENCES, reconciling, said
+from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.running import WITHOUT_EVIDENCE, serving
+from webhook.clock import utc_now
+from webhook.evidence.node_evidence import new_node_evidence
+
+BUDGETS = Resource("apis/policy/v1", "poddisruptionbudgets")
+NODE, HASH = "cont-a", "sha256:c0c0"
+ASKING = {"gpuwarden.io/required-hash": HASH}
+
+
+@frozen(eq=False)
+class Scene:
+    """One proven node with one GPU, a server, and a reconciler that watches over the evidence."""
+
+    kube: Kube
+    namespace: str
+    log: Path
+
+    async def proven(self, lasts: timedelta = timedelta(hours=1)) -> None:
+        """By a node that answered a challenge, as a replica writes it down."""
+        made = await self.kube.find(NODE_EVIDENCES, NODE)
+        made = made or await self.kube.create(NODE_EVIDENCES, new_node_evidence(NODE))
+        now = utc_now()
+        entry = {"hash": HASH, "banned": False, "conflict": False, "since": stamp(now), "until": stamp(now + lasts)}
+        await self.kube.replace(NODE_EVIDENCES, {**made, "status": {"sources": {"jwt-svid": entry}}}, None, "status")
+
+    async def withdrawn(self) -> None:
+        await self.kube.delete(NODE_EVIDENCES, NODE)
+
+    async def runs(self, content: Raw) -> None:
+        """Create the pod as soon as it can be had; it runs, and its GPU is its own."""
+        name = content["metadata"]["name"]
+
+        async def is_there() -> bool:
+            with suppress(ApiError):
+                await self.kube.create(PODS, content, self.namespace)
+                return True
+            return False
+
+        await wait_until(is_there)
+        running = await pod_in_phase(self.kube, self.namespace, name, "Running")
+        assert running["spec"]["nodeName"] == NODE
+
+    async def told(self, reason: str, kind: str, count: int = 1) -> list[Raw]:
+        """Wait for that many events."""
+        selector = f"involvedObject.kind={kind},reason={reason}"
+        namespace = "default" if kind == "Node" else self.namespace
+
+        async def look() -> list[Raw]:
+            found = await self.kube.list(EVENTS, namespace, fieldSelector=selector)
+            return [one for one in found if kind != "Node" or one["involvedObject"]["name"] == NODE]
+
+        return await wait_until(look, lambda found: len(found) == count)
+
+    async def taints(self) -> list[Raw]:
+        found = await self.kube.get(NODES, NODE)
+        return [one for one in found["spec"].get("taints", []) if not one["key"].startswith("node.kubernetes.io/")]
+
+    async def says(self, words: str) -> None:
+        """Wait for these words in the reconciler's log."""
+
+        async def last_words() -> str:
+            text = await asyncio.to_thread(self.log.read_text)
+            return words if words in text else text[-2000:]
+
+        await wait_until(last_words, lambda text: text == words)
+
+
+def stamp(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def taint(key: str) -> Raw:
+    return {"key": key, "effect": "NoSchedule"}
+
+
+def asking(name: str, labels: Mapping[str, str] | None = None, gpus: int = 1) -> Raw:
+    # Somebody else's taint on the node is not what this is about.
+    tolerations = [{"key": "theirs", "operator": "Exists"}]
+    made = pod(name, gpus, ASKING, tolerations=tolerations)
+    made["metadata"]["labels"] = dict(labels or {})
+    return made
+
+
+@pytest.fixture
+async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
+    """The policy is the fixture's parameter."""
+    await installed(kube)
+    where = ["--kubeconfig", str(cluster.kubeconfig)]
+    async with AsyncExitStack() as stack:
+        namespace = await stack.enter_async_context(new_namespace(kube, ENABLED))
+        stack.push_async_callback(cleared, kube, namespace)
+        one = node_object(NODE)
+        one["metadata"]["annotations"] = {ANNOTATION: said("GPU-c")}
+        await asyncio.to_thread(cluster.add_nodes, [one])
+        scene = Scene(kube, namespace, tmp_path / "reconcile.log")
+        await scene.proven()
+        own = ["--lease-namespace", namespace, "--on-evidence-lost", request.param]
+        stack.enter_context(reconciling(tmp_path, *where, *own))
+        server = stack.enter_context(serving(tmp_path, None, ["--ledger", "cluster", *WITHOUT_EVIDENCE, *where]))
+        ca = server.directory / "certs/dev/ca.crt"
+        await stack.enter_async_context(reviewed(kube, namespace, at_url(server.urls["https"]), ca))
+        await scene.says("evidence watched")
+        yield scene
+
+
+async def cleared(kube: Kube, namespace: str) -> None:
+    for one in await kube.list(PODS, namespace):
+        with suppress(ApiError):
+            await kube.delete(PODS, one["metadata"]["name"], namespace, grace=0)
+    for of in (NODES, GPU_NODES, NODE_EVIDENCES):
+        if await kube.find(of, NODE) is not None:
+            await forced_away(kube, of, NODE)
+    for event in await kube.list(EVENTS, "default"):
+        if event["involvedObject"]["name"] == NODE:
+            with suppress(ApiError):
+                await kube.delete(EVENTS, event["metadata"]["name"], "default")
+
+
+@pytest.mark.parametrize("scene", ["report"], indirect=True)
+async def test_evidence_that_ends_under_a_pod_is_told_to_the_node_the_pod_and_its_owner(scene: Scene) -> None:
+    await scene.kube.create(DEPLOYMENTS, deployment("train", 1, 1, ASKING), scene.namespace)
+    (running,) = await pods_in_phase(scene.kube, scene.namespace, 1, "Running")
+    await scene.withdrawn()
+    (change,) = await scene.told("EvidenceChanged", "Node")
+    assert change["message"].startswith(f"evidence was fresh as {HASH}, is absent")
+    assert change["type"] == "Warning"
+    (loss,) = await scene.told("EvidenceLost", "Pod")
+    assert loss["involvedObject"]["uid"] == running["metadata"]["uid"]
+    (owners,) = await scene.told("EvidenceLost", "ReplicaSet")
+    assert owners["involvedObject"]["uid"] == running["metadata"]["ownerReferences"][0]["uid"]
+    assert owners["message"].startswith(f"pod {running['metadata']['name']}: ")
+    await scene.proven()
+    (back,) = [one for one in await scene.told("EvidenceChanged", "Node", 2) if one["type"] == "Normal"]
+    assert back["message"].startswith(f"evidence was absent, is fresh as {HASH}")
+    assert await scene.taints() == []
+    (still,) = await pods_in_phase(scene.kube, scene.namespace, 1, "Running")
+    assert still["metadata"]["uid"] == running["metadata"]["uid"]
+
+
+@pytest.mark.parametrize("scene", ["taint"], indirect=True)
+async def test_the_node_is_tainted_until_its_evidence_is_back_and_others_taints_stay(scene: Scene) -> None:
+    await scene.runs(asking("train"))
+    theirs = taint("theirs")
+    found = await scene.kube.get(NODES, NODE)
+    others = [one for one in found["spec"].get("taints", []) if one["key"] != "theirs"]
+    await scene.kube.patch(NODES, NODE, {"spec": {"taints": [*others, theirs]}})
+    await scene.withdrawn()
+    await wait_until(scene.taints, lambda taints: taints == [theirs, taint("gpuwarden.io/evidence-lost")])
+    await scene.proven()
+    await wait_until(scene.taints, lambda taints: taints == [theirs])
+    await pod_in_phase(scene.kube, scene.namespace, "train", "Running")
+
+
+@pytest.mark.parametrize("scene", ["evict"], indirect=True)
+async def test_a_pod_is_evicted_when_evidence_expires_and_not_before_its_budget_allows_it(scene: Scene) -> None:
+    await scene.runs(asking("train", {"app": "train"}))
+    await scene.runs(asking("unguarded", gpus=0))  # held to proven nodes, and holds nothing
+    selector = {"matchLabels": {"app": "train"}}
+    budget = {"metadata": {"name": "train"}, "spec": {"minAvailable": 1, "selector": selector}}
+    await scene.kube.create(BUDGETS, budget, scene.namespace)
+    await wait_until(
+        lambda: scene.kube.get(BUDGETS, "train", scene.namespace),
+        lambda one: one.get("status", {}).get("currentHealthy") == 1,
+    )
+    await scene.proven(timedelta(seconds=1))
+    await gone(scene.kube, PODS, "unguarded", scene.namespace)
+    await scene.says("disruption budget")
+    train = await scene.kube.get(PODS, "train", scene.namespace)
+    assert "deletionTimestamp" not in train["metadata"]
+    await scene.kube.patch(BUDGETS, "train", {"spec": {"minAvailable": 0}}, scene.namespace)
+    await gone(scene.kube, PODS, "train", scene.namespace)
+    told = await scene.told("EvidenceLost", "Pod", 2)
+    assert all("stale evidence" in one["message"] for one in told)

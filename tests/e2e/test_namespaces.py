@@ -1,0 +1,120 @@
+"""A namespace's own hash, and what a cluster demands of all pods, on the real API server."""
+
+import json
+import subprocess
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from scripts.controlplane.cluster import Cluster
+from tests import builders
+from tests.e2e.crew import OPT_IN, Site, site
+from tests.e2e.kube import NAMESPACES, PODS, SERVICE_ACCOUNTS, ApiError, Kube, Raw, pod, wait_until
+from tests.running import GPUWARDEN, Running, ready_line
+
+KEY = "gpuwarden.io/required-hash"
+TRUSTED, OTHER = "sha256:aa11", "sha256:bb22"
+
+
+@pytest.fixture
+async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Site]:
+    """Two replicas that answer in turn, and two nodes that have proven different things."""
+    proven = json.dumps({"bond-0": TRUSTED, "bond-1": OTHER})
+    flags = ("--node-hash-map", proven)
+    async with site(cluster, kube, tmp_path, nodes=2, gpus=4, name="bond", replicas=2, flags=flags) as there:
+        yield there
+
+
+async def demand(kube: Kube, namespace: str, required: str | None) -> None:
+    await kube.patch(NAMESPACES, namespace, {"metadata": {"annotations": {KEY: required}}})
+
+
+def asking(*hashes: str, gpus: int = 1, **spec: Any) -> Raw:
+    return pod(gpus=gpus, annotations={KEY: ",".join(hashes)} if hashes else {}, **spec)
+
+
+async def outcome(kube: Kube, namespace: str, content: Raw) -> str:
+    """The node whose GPUs a pod would get, or what is said to it; tried without creating it."""
+    try:
+        made = await kube.create(PODS, content, namespace, dryRun="All")
+    except ApiError as exc:
+        return exc.message
+    return str(made["metadata"]["annotations"]["gpuwarden.io/node"])
+
+
+async def heard(here: Site, text: str) -> None:
+    """Until all replicas say the same of a pod that names no hash."""
+    for one in here.replicas:
+        await here.balancer.only(one)
+        await wait_until(lambda: outcome(here.kube, here.namespace, asking()), lambda said: text in said)
+    await here.balancer.only(*here.replicas)
+
+
+async def test_a_namespaces_own_hash_binds_its_pods_and_a_pod_may_only_narrow_it(here: Site, kube: Kube) -> None:
+    await demand(kube, here.namespace, OTHER)
+    await heard(here, "bond-1")
+    made = await kube.create(PODS, asking(), here.namespace)
+    assert made["metadata"]["annotations"]["gpuwarden.io/node"] == "bond-1"
+    assert json.loads(made["metadata"]["annotations"]["gpuwarden.io/claim"])["hashes"] == [OTHER]
+    name = made["metadata"]["name"]
+    await wait_until(
+        lambda: kube.get(PODS, name, here.namespace), lambda seen: seen["spec"].get("nodeName") == "bond-1"
+    )
+    with pytest.raises(ApiError) as refused:
+        await kube.create(PODS, asking(TRUSTED), here.namespace)
+    assert (refused.value.status, refused.value.reason) == (403, "InvalidPod")
+    assert f"namespace {here.namespace} holds its pods to {OTHER}" in refused.value.message
+
+    await demand(kube, here.namespace, f"{TRUSTED},{OTHER}")
+    await wait_until(lambda: outcome(kube, here.namespace, asking(TRUSTED)), lambda said: said == "bond-0")
+    await demand(kube, here.namespace, f"{TRUSTED},")
+    await heard(here, "holds an empty hash")
+    await demand(kube, here.namespace, None)
+    await heard(here, "bond-")
+
+
+async def test_a_namespace_that_comes_with_its_pods_binds_the_first_of_them(here: Site, kube: Kube) -> None:
+    """No watch has told of it by then, so it is looked up."""
+    for _ in range(10):
+        meta = {"generateName": "e2e-", "labels": dict(OPT_IN), "annotations": {KEY: "sha256:nobody-has-this"}}
+        namespace = str((await kube.create(NAMESPACES, {"metadata": meta}))["metadata"]["name"])
+        said = await outcome(kube, namespace, asking(serviceAccountName="", automountServiceAccountToken=False))
+        if "serviceaccount" in said:
+            await wait_until(lambda namespace=namespace: kube.find(SERVICE_ACCOUNTS, "default", namespace))  # type: ignore[misc]  # bound now, not later
+            said = await outcome(kube, namespace, asking())
+        await kube.delete(NAMESPACES, namespace)
+        assert "attested as sha256:nobody-has-this" in said
+
+
+def by_default(cluster: Cluster, directory: Path) -> subprocess.Popen[str]:
+    ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0", "--kubeconfig", str(cluster.kubeconfig)]
+    return subprocess.Popen(
+        [GPUWARDEN, "serve", *ports], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+async def said_to(running: Running, raw: Raw) -> Mapping[str, Any]:
+    async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
+        answer = await client.post("/mutate", json=builders.mutating_create(raw))
+    response: Mapping[str, Any] = answer.raise_for_status().json()["response"]
+    return response
+
+
+async def test_a_cluster_demands_evidence_of_every_claim_if_nothing_is_said(
+    cluster: Cluster, here: Site, tmp_path: Path
+) -> None:
+    directory = tmp_path / "by-default"
+    directory.mkdir()
+    with by_default(cluster, directory) as process:
+        try:
+            running = Running(process, ready_line(process), directory)
+            refused = await said_to(running, builders.raw_pod(builders.raw_container(gpus=1)))
+        finally:
+            process.kill()
+    assert not refused["allowed"]
+    assert (refused["status"]["code"], refused["status"]["reason"]) == (403, "NoProvenNode")
+    assert "no evidence" in refused["status"]["message"]
+    assert "have the nodes attested; or, with --require-evidence asked" in refused["status"]["message"]

@@ -1,0 +1,84 @@
+"""The alert rules ask about what there is, in the form that Prometheus reads."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.builders import NOW
+from webhook.core.evidence import EvidenceState
+from webhook.core.reasons import EVENTS_ONLY, Reason
+from webhook.telemetry import EvidenceCounts, FleetCounts, Metrics
+
+Raw = dict[str, Any]
+FILE = Path(__file__).resolve().parent.parent / "examples/alerts/gpuwarden.rules.yaml"
+DURATION = re.compile(r"([0-9]+(ms|[smhdwy]))+")
+
+
+def content() -> Raw:
+    found: Raw = msgspec.yaml.decode(FILE.read_bytes())
+    return found
+
+
+RULES: list[Raw] = [rule for group in content()["groups"] for rule in group["rules"]]
+each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
+
+
+def known_series() -> dict[str, frozenset[str]]:
+    """Every series that a scrape may show, with the labels that it has."""
+    metrics = Metrics()
+    metrics.watch_fleet(FleetCounts)
+    metrics.watch_evidence(EvidenceCounts)
+    metrics.observe_verdict("CREATE", "admit", "Admitted", 0.001)
+    metrics.observe_extender("filter", "passed", 0.001)
+    metrics.count_provider_error("spire-server")
+    metrics.show_certificate("https", NOW)
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    return {sample.name: frozenset(sample.labels) for sample in samples}
+
+
+SERIES = known_series()
+
+
+def test_the_file_has_the_form_of_a_rule_file() -> None:
+    found = content()
+    assert found.keys() == {"groups"}
+    assert all(group.keys() == {"name", "rules"} for group in found["groups"])
+    names = [group["name"] for group in found["groups"]]
+    alerts = [rule["alert"] for rule in RULES]
+    assert (len(set(names)), len(set(alerts))) == (len(names), len(alerts))
+
+
+@each_rule
+def test_a_rule_has_the_form_of_a_rule(rule: Raw) -> None:
+    assert (
+        {"alert", "expr", "labels", "annotations"} <= rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+    )
+    assert DURATION.fullmatch(rule.get("for", "1m"))
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["annotations"].keys() == {"summary", "description"}
+    assert all(rule["expr"].count(a) == rule["expr"].count(b) for a, b in ("()", "[]", "{}"))
+
+
+@each_rule
+def test_a_rule_asks_about_what_there_is(rule: Raw) -> None:
+    asked = re.findall(r"(gpuwarden_\w+)(?:\{([^}]*)\})?", rule["expr"])
+    assert asked
+    for name, matchers in asked:
+        assert name in SERIES
+        for label, _, values in re.findall(r'(\w+)(=~|!=|=)"([^"]*)"', matchers):
+            assert label in SERIES[name]
+            assert set(values.split("|")) <= WORDS[label, name], values
+
+
+STATES = {state.value for state in EvidenceState}
+DEVICES = {"available", "pending", "assigned", "expired", "orphaned", "quarantined"}
+WORDS: dict[tuple[str, str], set[str]] = {
+    ("state", "gpuwarden_evidence_nodes"): STATES,
+    ("state", "gpuwarden_evidence_changes_total"): STATES,
+    ("state", "gpuwarden_devices"): DEVICES,
+    ("outcome", "gpuwarden_evidence_proofs_total"): {"accepted", "replayed"},
+    ("reason", "gpuwarden_verdicts_total"): {reason.value for reason in Reason if reason not in EVENTS_ONLY},
+}

@@ -1,0 +1,233 @@
+"""A namespace's own hash at every door: what a pod was promised at its creation is what later doors go by."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from tests import builders
+from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
+from tests.conftest import Build
+from tests.scheduler.bindings import FakeBindings
+from tests.test_namespaces import KEY, Api, namespace
+from tests.web.house import INVENTORY, Assemble, House, patched
+from tests.web.replica import Shared, binding, sharing
+from tests.web.test_admission import pinned_nodes, refusal
+from tests.web.test_extender import by_name, of_house
+from webhook.clock import Clock
+from webhook.core.extender_wire import ExtenderArgs, Offer
+from webhook.core.pod import Pod
+from webhook.namespaces import ClaimReading, WatchedNamespaces
+from webhook.scheduler.extender import NAMESPACE_AWAY, Extender
+from webhook.settings import Settings
+from webhook.wiring import Parts, embedded
+
+THIRD = "sha256:cc33"
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+@pytest.fixture
+def namespaces(api: Api) -> WatchedNamespaces:
+    return WatchedNamespaces(api)
+
+
+def within(namespaces: WatchedNamespaces, otherwise: Assemble = embedded) -> Assemble:
+    def assemble(settings: Settings, clock: Clock) -> Parts:
+        parts = otherwise(settings, clock)
+        return evolve(parts, rules=evolve(parts.rules, claims=ClaimReading(parts.rules.claims.rules, namespaces)))
+
+    return assemble
+
+
+@pytest.fixture
+async def house(build: Build, namespaces: WatchedNamespaces) -> House:
+    return await build(assemble=within(namespaces))
+
+
+def demand(namespaces: WatchedNamespaces, required: str | None, version: int = 1) -> None:
+    namespaces.view.changed(namespace("ml", required, version))
+
+
+def asking(*hashes: str, gpus: int = 1, **members: Any) -> Raw:
+    return raw_pod(raw_container(gpus=gpus), annotations={KEY: ",".join(hashes)} if hashes else {}, **members)
+
+
+def recorded(raw: Raw) -> Raw:
+    record: Raw = json.loads(raw["metadata"]["annotations"]["gpuwarden.io/claim"])
+    return record
+
+
+async def test_a_pod_that_names_no_hash_gets_a_gpu_of_a_node_that_its_namespace_trusts(
+    house: House, namespaces: WatchedNamespaces
+) -> None:
+    demand(namespaces, OTHER_HASH)
+    final = await house.create(asking())
+    assert pinned_nodes(final) == ["node-b"]
+    assert recorded(final)["hashes"] == [OTHER_HASH]
+    assert refusal(await house.mutate(asking(), "another")) == (429, "NoFreeDevice")
+
+
+async def test_a_pod_may_narrow_what_its_namespace_demands(house: House, namespaces: WatchedNamespaces) -> None:
+    demand(namespaces, f"{HASH},{OTHER_HASH}")
+    narrowed = await house.create(asking(OTHER_HASH, THIRD))
+    assert pinned_nodes(narrowed) == ["node-b"]
+    assert recorded(narrowed)["hashes"] == [OTHER_HASH]
+
+
+async def test_a_pod_may_not_widen_it(house: House, namespaces: WatchedNamespaces) -> None:
+    demand(namespaces, HASH)
+    refused = await house.mutate(asking(OTHER_HASH))
+    assert refusal(refused) == (403, "InvalidPod")
+    assert f"asks for {OTHER_HASH}, and namespace ml holds its pods to {HASH}" in refused["status"]["message"]
+    assert house.held == []
+
+
+async def test_an_annotation_that_nobody_can_read_lets_no_claim_through(
+    house: House, namespaces: WatchedNamespaces
+) -> None:
+    demand(namespaces, f"{HASH},,")
+    for raw in (asking(), asking(HASH), asking(HASH, gpus=0)):
+        refused = await house.mutate(raw)
+        assert refusal(refused) == (403, "InvalidPod")
+        assert refused["status"]["message"].startswith(f"namespace ml: its annotation {KEY} holds an empty hash")
+    assert (await house.mutate(raw_pod()))["allowed"]
+
+
+async def test_a_namespace_nobody_has_heard_of_is_looked_up_or_nothing_is_admitted(house: House, api: Api) -> None:
+    api.there["ml"] = namespace("ml", OTHER_HASH)
+    assert pinned_nodes(await house.dress(asking())) == ["node-b"]
+    api.is_away = True
+    for path in (house.mutate(asking(), "another"), house.validate(builders.validating_create(asking()))):
+        refused = await path
+        assert refusal(refused) == (503, "LedgerAway")
+        assert "namespace ml" in refused["status"]["message"]
+
+
+async def test_other_namespaces_are_not_touched(house: House, namespaces: WatchedNamespaces) -> None:
+    namespaces.view.replaced({"/ml": namespace("ml"), "/other": namespace("other", THIRD)})
+    assert pinned_nodes(await house.dress(asking())) != []
+
+
+# What it demands changes while a pod is on its way.
+
+
+async def test_a_reservation_made_under_the_former_demand_counts(house: House, namespaces: WatchedNamespaces) -> None:
+    demand(namespaces, OTHER_HASH)
+    dressed = await house.dress(asking())
+    demand(namespaces, HASH, version=2)
+    again = await house.mutate(dressed, "another-review")
+    assert patched(dressed, again) == dressed
+    assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("former", "latter", "is_let_in"),
+    [(HASH, None, True), (HASH, f"{HASH},{OTHER_HASH}", True), (None, HASH, False), (HASH, OTHER_HASH, False)],
+    ids=["taken away", "loosened", "new", "another"],
+)
+async def test_a_record_that_no_ledger_knows_counts_while_it_says_no_less_than_is_demanded(
+    house: House, namespaces: WatchedNamespaces, former: str | None, latter: str | None, *, is_let_in: bool
+) -> None:
+    demand(namespaces, former)
+    own = (HASH, OTHER_HASH)
+    dressed = await house.dress(asking(*own, gpus=0))
+    demand(namespaces, latter, version=2)
+    answer = await house.validate(builders.validating_create(dressed))
+    assert answer["allowed"] is is_let_in
+    if not is_let_in:
+        assert refusal(answer) == (403, "Forged")
+        assert "what its namespace demands has changed" in answer["status"]["message"]
+
+
+# Doors for pods that no review has dressed.
+
+
+@pytest.fixture
+def shared() -> Shared:
+    return Shared()
+
+
+@pytest.fixture
+async def replica(build: Build, shared: Shared, namespaces: WatchedNamespaces) -> House:
+    return await build(assemble=within(namespaces, sharing(shared)))
+
+
+async def passed(replica: House, shared: Shared, raw: Raw) -> list[str]:
+    offer = ExtenderArgs(Pod.parse(raw), Offer(("node-a", "node-b", "node-c")))
+    return list((await Extender(replica.parts, FakeBindings(shared)).sift(offer)).passed)
+
+
+@pytest.mark.parametrize(
+    ("own", "record", "nodes"),
+    [
+        pytest.param((), None, ["node-a"], id="names-none"),
+        pytest.param((HASH, OTHER_HASH), None, ["node-a"], id="would-widen"),
+        pytest.param((OTHER_HASH,), None, [], id="names-another"),
+        pytest.param((), "{}", ["node-a"], id="a-record-that-asks-for-nothing"),
+        pytest.param((), f'{{"hashes":["{OTHER_HASH}"]}}', [], id="a-record-of-another-hash"),
+    ],
+)
+async def test_a_scheduler_is_told_of_nodes_that_the_namespace_trusts(
+    replica: House,
+    shared: Shared,
+    namespaces: WatchedNamespaces,
+    own: tuple[str, ...],
+    record: str | None,
+    nodes: list[str],
+) -> None:
+    demand(namespaces, HASH)
+    raw = builders.created(asking(*own))
+    if record is not None:
+        raw["metadata"]["annotations"] = {**raw["metadata"]["annotations"], "gpuwarden.io/claim": record}
+    assert await passed(replica, shared, raw) == nodes
+
+
+async def test_an_undressed_pod_is_put_only_where_its_namespace_lets_it(
+    replica: House, shared: Shared, namespaces: WatchedNamespaces
+) -> None:
+    demand(namespaces, HASH)
+    shared.has(builders.created(asking()))
+    assert refusal(await replica.validate(binding("node-b"))) == (403, "NoProvenNode")
+    assert (await replica.validate(binding("node-a")))["allowed"]
+
+
+async def test_while_the_namespace_cannot_be_looked_up_no_undressed_pod_goes_anywhere(
+    replica: House, shared: Shared, api: Api
+) -> None:
+    api.is_away = True
+    shared.has(builders.created(asking()))
+    assert refusal(await replica.validate(binding("node-a"))) == (503, "LedgerAway")
+    async with of_house(replica) as scheduler:
+        asked = by_name(builders.created(asking()), "node-a")
+        reply = (await scheduler.post("/filter", json=asked)).json()
+        assert (reply["NodeNames"], reply["Error"]) == (None, NAMESPACE_AWAY)
+        assert (await scheduler.post("/prioritize", json=asked)).status_code == 503
+
+
+async def test_explain_goes_by_the_pods_namespace(house: House, namespaces: WatchedNamespaces, api: Api) -> None:
+    demand(namespaces, OTHER_HASH)
+    answer = (await house.tls.post("/explain", json=asking())).json()
+    assert [one["name"] for one in answer["nodes"] if one["fits"]] == ["node-b"]
+    api.is_away = True
+    assert (await house.tls.post("/explain", json=asking(namespace="new"))).status_code == 503
+
+
+# Where there is a cluster, all claims need a proven node.
+
+
+async def test_in_a_cluster_a_pod_that_names_no_hash_needs_a_proven_node_too(build: Build, tmp_path: Path) -> None:
+    bare: Raw = {"nodes": [{k: v for k, v in one.items() if k != "evidence"} for one in INVENTORY["nodes"]]}
+    kubeconfig = tmp_path / "kubeconfig"
+    refused = await (await build(bare, kubeconfig=kubeconfig)).mutate(asking())
+    assert refusal(refused) == (403, "NoProvenNode")
+    assert "3 no evidence" in refused["status"]["message"]
+    assert "have the nodes attested; or, with --require-evidence asked" in refused["status"]["message"]
+    said = {"kubeconfig": kubeconfig, "sources": {"require_evidence": "flag --require-evidence"}}
+    assert (await (await build(bare, **said)).mutate(asking()))["allowed"]
+    assert (await (await build(bare)).mutate(asking()))["allowed"]

@@ -1,0 +1,351 @@
+"""Evidence while pods run: every change of a node's evidence is told, and what becomes of pods that lose it is policy.
+
+Nothing is done about what is only glimpsed: while a watch is interrupted, right after, or about evidence whose newest
+word is still to be written down.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timedelta
+from enum import StrEnum
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+from attrs import define, evolve, field, frozen
+
+from webhook.clock import Clock
+from webhook.core import check, keys
+from webhook.core.cells import Berth
+from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.decide import EvidencePolicy
+from webhook.core.device import Node
+from webhook.core.errors import GpuwardenError, InvalidPodError
+from webhook.core.evidence import EvidenceState
+from webhook.core.fleet import Fleet
+from webhook.core.pod import OwnerReference
+from webhook.core.reasons import Reason
+from webhook.core.reservation import PodIdentity, Reservation
+from webhook.events import Events, Subject
+from webhook.ledger.carrier import ENDED, MetaWire, PodWire
+from webhook.telemetry import EvidenceCounts
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+
+# What the watches say has to stay so for as long before anybody acts: they catch up with what was missed after an
+# interruption, and a word that was taken away by hand is written anew.
+SETTLED = timedelta(seconds=2)
+# Between two tries at one pod or node: doubling, up to a minute.
+FIRST_PAUSE = timedelta(seconds=2)
+LONGEST_PAUSE = timedelta(minutes=1)
+# What one pass does: more would keep other work of the process waiting.
+AT_A_TIME = 50
+# An API server that does not answer is not asked fifty times a pass.
+MAX_FAILURES = 3
+
+
+class OnEvidenceLost(StrEnum):
+    """What becomes of pods on a node whose evidence has ended; they are reported in any case."""
+
+    REPORT = "report"
+    TAINT = "taint"
+    EVICT = "evict"
+
+
+class MeasureError(GpuwardenError):
+    """It could not be done now; the text says why."""
+
+
+class Measures(Protocol):
+    """What can be done to nodes and pods. Both raise MeasureError."""
+
+    async def taint(self, node: str, *, wanted: bool) -> None:
+        """Our taint, put on the node or taken off; those of others stay. A node that is gone is no mistake."""
+
+    async def evict(self, pod: PodIdentity) -> None:
+        """This very pod, as far as disruption budgets allow it; one that is gone is no mistake."""
+
+
+@frozen
+class Resident:
+    """A pod that is on a node and was let there by its claim, as the pod says itself."""
+
+    pod: PodIdentity
+    node: str
+    claim: Claim
+    owner: Subject | None = None
+    is_leaving: bool = False
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Resident | None":
+        """None if it is on no node, has ended, or carries no record of ours."""
+        try:
+            wire = msgspec.convert(raw, PodWire)
+            meta = wire.metadata or MetaWire()
+            annotations = meta.annotations or {}
+            record = ClaimRecord.parse(annotations.get(keys.CLAIM.name) or "")
+        except (msgspec.ValidationError, InvalidPodError):
+            return None
+        node = wire.spec and wire.spec.node_name
+        has_ended = wire.status is not None and wire.status.phase in ENDED
+        is_ours = record.hashes or annotations.get(keys.RESERVATION_ID.name)
+        if not node or has_ended or not is_ours or not meta.uid:
+            return None
+        return cls(
+            pod=PodIdentity(meta.namespace or "", meta.name or "", meta.uid),
+            node=node,
+            claim=Claim(record),
+            owner=owner_in(meta.owner_references or (), meta.namespace or ""),
+            is_leaving=meta.deletion_timestamp is not None,
+        )
+
+
+def owner_in(references: Iterable[OwnerReference], namespace: str) -> Subject | None:
+    """The controller that has made the pod: its author looks there first."""
+    for one in references:
+        if one.controller:
+            return Subject(one.kind, one.name, namespace, one.uid, one.api_version)
+    return None
+
+
+@define
+class Loss:
+    """A pod without the evidence that it needs."""
+
+    resident: Resident
+    text: str
+    since: datetime
+    is_told: bool = False
+
+
+@define
+class Tries:
+    """When something that could not be done is tried again."""
+
+    not_before: datetime
+    pause: timedelta = FIRST_PAUSE
+
+    def again(self, now: datetime) -> None:
+        self.not_before, self.pause = now + self.pause, min(2 * self.pause, LONGEST_PAUSE)
+
+
+@frozen
+class Word:
+    """What is known of a node's evidence, in the part whose change somebody wants to hear of."""
+
+    state: EvidenceState
+    hash: str = ""
+    source: str = field(default="", eq=False)
+
+    @classmethod
+    def on(cls, berth: Berth) -> "Word":
+        said = berth.evidence
+        is_fresh = berth.state is EvidenceState.FRESH
+        return cls(berth.state, said.hash if said and is_fresh else "", said.source if said else "")
+
+    def __str__(self) -> str:
+        return f"{self.state} as {self.hash}" if self.hash else str(self.state)
+
+
+class Continuous:
+    """Hears of pods from a watch, goes by the fleet, and acts in `step`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: EvidencePolicy,
+        on_lost: OnEvidenceLost,
+        measures: Measures,
+        events: Events,
+        clock: Clock,
+        *,
+        is_current: Callable[[], bool],
+        is_owed: Callable[[str], bool],
+        is_vouched: Callable[[Resident], bool],
+        count_change: Callable[[str], None],
+    ) -> None:
+        """`is_owed`: a node's evidence has news that is yet to be written. `is_vouched`: a ledger knows the claim."""
+        self._fleet = fleet
+        self._policy = policy
+        self._on_lost = on_lost
+        self._measures = measures
+        self._events = events
+        self._clock = clock
+        self._is_current = is_current
+        self._is_owed = is_owed
+        self._is_vouched = is_vouched
+        self._count_change = count_change
+        self._current_since: datetime | None = None
+        self._residents: dict[str, Resident] = {}
+        self._words: dict[str, Word] | None = None
+        self._losses: dict[str, Loss] = {}
+        self._were_proven: set[str] = set()  # uids of pods whose node was seen to suit them
+        self._tries: dict[str, Tries] = {}
+
+    # What the watch tells.
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        found = (Resident.of(raw) for raw in objects.values())
+        self._residents = {one.pod.uid: one for one in found if one is not None}
+
+    def changed(self, raw: Raw) -> None:
+        one = Resident.of(raw)
+        if one is None:
+            self.deleted(raw)
+        else:
+            self._residents[one.pod.uid] = one
+
+    def deleted(self, raw: Raw) -> None:
+        self._residents.pop(str(raw["metadata"].get("uid")), None)
+
+    # What is shown to whoever looks, in whatever process.
+
+    def counts(self) -> EvidenceCounts:
+        now = self._clock()
+        self._fleet.advance(now)
+        ages: dict[str, float] = {}
+        for berth in self._fleet.berths.values():
+            if berth.evidence is not None and berth.evidence.since is not None:
+                age = (now - berth.evidence.since).total_seconds()
+                ages[berth.state] = max(age, ages.get(berth.state, 0.0))
+        return EvidenceCounts(
+            pods_without=sum(self._objection(one) is not None for one in self._residents.values()), ages=ages
+        )
+
+    # What is done about it.
+
+    async def step(self) -> None:
+        """One pass. What cannot be done now is tried again later."""
+        now = self._clock()
+        if not self._is_current():
+            self._current_since = None
+            return
+        self._current_since = self._current_since or now
+        if now - self._current_since < SETTLED:
+            return
+        self._fleet.advance(now)
+        self._tell_changes(now)
+        self._look(now)
+        lost = [
+            one for one in self._losses.values() if now - one.since >= SETTLED and not self._is_owed(one.resident.node)
+        ]
+        self._tell_losses(lost, now)
+        await self._act(lost, now)
+
+    def _tell_changes(self, now: datetime) -> None:
+        """What was so when this process began to look is no change, and neither is what a new node comes with."""
+        if self._words is None:
+            log.info("evidence watched", nodes=len(self._fleet.berths), policy=self._on_lost)
+        before, self._words = self._words or {}, {}
+        for name, berth in self._fleet.berths.items():
+            word = Word.on(berth)
+            was = before.get(name, word)
+            if was != word and not self._is_owed(name):
+                self._count_change(word.state)
+                is_worse = word.state is not EvidenceState.FRESH or was.state is EvidenceState.FRESH
+                # The moment tells it from the same change of another day, which is told as well.
+                text = f"evidence was {was}, is {word}; {moment(now)}, by {word.source or was.source or 'nobody'}"
+                self._events.tell(Subject.of_node(name), Reason.EVIDENCE_CHANGED, text, is_warning=is_worse)
+                was = word
+            self._words[name] = was
+
+    def _look(self, now: datetime) -> None:
+        """Which pods are without evidence, and since when. News that is still to be written down may say otherwise."""
+        losses: dict[str, Loss] = {}
+        for uid, one in self._residents.items():
+            objection = self._objection(one)
+            if objection is None:
+                self._were_proven.add(uid)
+            elif uid in self._losses:
+                losses[uid] = evolve(self._losses[uid], resident=one, text=objection)
+            elif not self._is_owed(one.node):
+                losses[uid] = Loss(one, objection, now)
+        self._losses = losses
+        self._were_proven &= self._residents.keys()
+
+    def _objection(self, one: Resident) -> str | None:
+        """What speaks against the pod's being where it is; a node that is gone takes its pods with it."""
+        berth = self._fleet.berths.get(one.node)
+        if berth is None or suits(berth, one.claim):
+            return None
+        denial = check.still_proven(one.claim, one.node, self._fleet, self._policy)
+        return None if denial is None else denial.message
+
+    def _tell_losses(self, lost: Iterable[Loss], now: datetime) -> None:
+        for one in lost:
+            if one.is_told:
+                continue
+            one.is_told, resident = True, one.resident
+            self._events.tell(Subject.of_pod(resident.pod), Reason.EVIDENCE_LOST, f"{one.text}; {moment(now)}")
+            if resident.owner is not None:
+                text = f"pod {resident.pod.name}: {one.text}; {moment(now)}"
+                self._events.tell(resident.owner, Reason.EVIDENCE_LOST, text)
+
+    async def _act(self, lost: list[Loss], now: datetime) -> None:
+        wanted = dict(self._wanted(lost))
+        self._tries = {what: tries for what, tries in self._tries.items() if what in wanted}
+        due = [what for what in wanted if what not in self._tries or self._tries[what].not_before <= now]
+        failures = 0
+        for what in due[:AT_A_TIME]:
+            # After a success too: the watch needs its time to tell.
+            self._tries.setdefault(what, Tries(now)).again(now)
+            try:
+                await wanted[what]()
+            except MeasureError as exc:
+                log.warning("left for a later pass", what=what, policy=self._on_lost, problem=str(exc))
+                failures += 1
+                if failures >= MAX_FAILURES:
+                    return
+
+    def _wanted(self, lost: Iterable[Loss]) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
+        """What is to be done by policy, under a name for each."""
+        for name, wanted in self._taints_due(lost):
+            yield f"node {name}", partial(self._measures.taint, name, wanted=wanted)
+        if self._on_lost is OnEvidenceLost.EVICT:
+            for one in (one.resident for one in lost):
+                if not one.is_leaving:
+                    yield f"pod {one.pod.namespace}/{one.pod.name} {one.pod.uid}", partial(self._evict, one.pod)
+
+    def _taints_due(self, lost: Iterable[Loss]) -> Iterator[tuple[str, bool]]:
+        """Nodes that lack our taint, or bear it for nothing.
+
+        What a pod says of its own claim taints no node: anybody may write that where we do not review. A ledger has to
+        know the claim, or the node has to have suited it before our eyes.
+        """
+        nodes = {one.resident.node for one in self._losses.values()}  # the newest included: no taint comes off for them
+        believed = {one.resident.node for one in lost if self._is_believed(one.resident)}
+        for name, berth in self._fleet.berths.items():
+            is_tainted = has_our_taint(berth.node)
+            is_back = name not in nodes and berth.state is EvidenceState.FRESH
+            wanted = self._on_lost is OnEvidenceLost.TAINT and (name in believed or (is_tainted and not is_back))
+            if wanted != is_tainted and not self._is_owed(name):
+                yield name, wanted
+
+    def _is_believed(self, one: Resident) -> bool:
+        return one.pod.uid in self._were_proven or self._is_vouched(one)
+
+    async def _evict(self, pod: PodIdentity) -> None:
+        await self._measures.evict(pod)
+        log.info("pod evicted, its node's evidence has ended", namespace=pod.namespace, name=pod.name)
+
+
+def suits(berth: Berth, claim: Claim) -> bool:
+    """The usual case, without the work of a decision."""
+    if berth.state is not EvidenceState.FRESH or berth.evidence is None:
+        return False
+    return not claim.hashes or berth.evidence.hash in claim.hashes
+
+
+def is_vouched(held: Reservation | None, one: Resident) -> bool:
+    """Whether the pod holds what it holds by that very claim."""
+    return held is not None and held.claim_digest == one.claim.digest
+
+
+def has_our_taint(node: Node) -> bool:
+    return any((one.key, one.effect) == (keys.EVIDENCE_LOST_TAINT, "NoSchedule") for one in node.taints)
+
+
+def moment(now: datetime) -> str:
+    return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
