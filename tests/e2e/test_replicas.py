@@ -24,6 +24,8 @@ SLOTS = len(NODES) * GPUS
 async def gpu_nodes(kube: Kube) -> AsyncIterator[None]:
     """What discovery would have written."""
     await installed(kube)
+    # A GPUNode that is made anew is rebuilt from the pods: those of earlier tests, on their way out, hold theirs still.
+    await wait_until(lambda: carriers(kube), lambda left: not left)
     for name in NODES:
         await kube.create(GPU_NODES, gpu_node(name, *(f"GPU-{name}-{k}" for k in range(GPUS))))
     yield
@@ -70,6 +72,12 @@ async def namespaces(kube: Kube, replicas: list[Running]) -> AsyncIterator[list[
         for name in names:
             await wait_until(lambda name=name: acts(kube, name))  # type: ignore[misc]  # bound now, not later
         yield names
+
+
+async def carriers(kube: Kube) -> list[str]:
+    """Pods that carry a reservation, wherever they are."""
+    pods = [one["metadata"] for one in await kube.list(PODS)]
+    return [one["name"] for one in pods if "gpuwarden.io/reservation-id" in (one.get("annotations") or {})]
 
 
 async def acts(kube: Kube, namespace: str) -> bool:
