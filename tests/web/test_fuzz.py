@@ -52,7 +52,7 @@ def change(review: Any, path: tuple[Any, ...], value: Any, *, remove: bool) -> N
         if remove:
             del target[path[-1]]
         else:
-            target[path[-1]] = value
+            target[path[-1]] = copy.deepcopy(value)  # one value may be put into two places, even into itself
     except (KeyError, IndexError, TypeError):
         pass  # an earlier change took the place away
 
