@@ -202,6 +202,35 @@ def test_a_symlink_swap_is_seen(tmp_path: Path) -> None:
     assert (source.reload(), serial_seen(source)) == (Reload.RELOADED, serial_of(two.cert))
 
 
+class SwappedWhileRead(type(Path())):  # type: ignore[misc]
+    """A certificate's path behind a symlink that is swapped right after the certificate was read for the first time."""
+
+    swap: Callable[[], object] | None = None
+
+    def read_bytes(self) -> bytes:
+        content = super().read_bytes()
+        swap, SwappedWhileRead.swap = SwappedWhileRead.swap, None
+        if swap is not None:
+            swap()
+        return content
+
+
+def test_a_symlink_swap_between_the_two_files_is_no_bad_pair(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        pair = issued()
+        (tmp_path / name / "tls.crt").write_bytes(pair.cert_chain_pems[0].bytes())
+        (tmp_path / name / "tls.key").write_bytes(pair.private_key_pem.bytes())
+    (tmp_path / "live").symlink_to("old")
+    (tmp_path / "next").symlink_to("new")
+    live = SwappedWhileRead(tmp_path / "live" / "tls.crt")
+    source = CertificateSource(live, tmp_path / "live" / "tls.key", clock=utc_now)
+
+    SwappedWhileRead.swap = lambda: os.replace(tmp_path / "next", tmp_path / "live")
+    assert source.reload() is Reload.RELOADED
+    assert serial_seen(source) == serial_of(tmp_path / "new" / "tls.crt")
+
+
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["1.2", "1.3"])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -24,6 +24,7 @@ from webhook.core.errors import GpuwardenError
 CLOCK_SKEW = timedelta(minutes=5)  # an issuer's clock may be this far ahead of ours
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # forward secret and authenticated; RFC 9113 forbids the rest with TLS 1.2
 ALPN = ("h2", "http/1.1")
+LOOKS = 3  # files that never stay the same for two looks are judged as they were found last
 
 
 class BadCertificateError(GpuwardenError):
@@ -137,6 +138,15 @@ class CertificateSource:
         handshake.context = self._serving.context
 
     def _read(self) -> _Files:
+        """The files of one moment: they are changed together, and may change between one and the next of them."""
+        found = self._read_once()
+        for _ in range(LOOKS):
+            before, found = found, self._read_once()
+            if found == before:
+                break
+        return found
+
+    def _read_once(self) -> _Files:
         client_ca = None if self._client_ca is None else _read_file(self._client_ca)
         return _Files(_read_file(self._cert), _read_file(self._key), client_ca)
 
