@@ -208,7 +208,7 @@ class SwappedWhileRead(type(Path())):  # type: ignore[misc]
     swap: Callable[[], object] | None = None
 
     def read_bytes(self) -> bytes:
-        content = super().read_bytes()
+        content: bytes = super().read_bytes()
         swap, SwappedWhileRead.swap = SwappedWhileRead.swap, None
         if swap is not None:
             swap()
