@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check fmt cluster cluster-down e2e chaos bench bench-check lock clean
+.PHONY: help run demo test check fmt cluster cluster-down e2e chaos docker-build promtool chart bench bench-check lock clean
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -49,19 +49,42 @@ cluster: $(VENV)/run.stamp ## a real control plane with simulated nodes (needs G
 cluster-down: $(VENV)/run.stamp ## stop it
 	@$(BIN)/python -m scripts.controlplane down
 
+# A wait that ran out is tried once more, and told: the machine may have been busy. What was found wrong never is.
+ONCE_MORE := --reruns 1 --only-rerun '^[a-z0-9_.]*(NotInTimeError|TimeoutError|ReadTimeout)'
+
 e2e: $(VENV)/dev.stamp ## the tests on a real control plane (needs Go)
 	@$(BIN)/python -m scripts.controlplane build
-	$(BIN)/python -m pytest tests/e2e $(PYTEST_ARGS)
+	@$(BIN)/python -m scripts.objectstore
+	@$(BIN)/python -m scripts.postgres
+	$(BIN)/python -m pytest tests/e2e $(ONCE_MORE) $(PYTEST_ARGS)
 
 chaos: $(VENV)/dev.stamp ## the proofs in their long form, for hours (needs Go)
 	@$(BIN)/python -m scripts.controlplane build
+	@$(BIN)/python -m scripts.objectstore
+	@$(BIN)/python -m scripts.postgres
 	$(BIN)/python -m pytest tests/e2e -m long $(PYTEST_ARGS)
+
+promtool: $(VENV)/dev.stamp ## what reads the alert rules as Prometheus does; `make test` then does too (needs Go)
+	@$(BIN)/python -m scripts.promtool
 
 bench: $(VENV)/dev.stamp ## measure; results go to bench/results/
 	$(BIN)/python -m bench.run
 
 bench-check: $(VENV)/dev.stamp ## the short form, with limits
 	$(BIN)/python -m bench.run --check
+
+# The base by its digest: the one that is given, or today's.
+BASE_IMAGE ?= python:3.12-slim
+
+docker-build: ## build the image: make docker-build IMG=name:tag (needs Docker with buildx)
+	@test -n "$(IMG)" || { echo "say which image: make docker-build IMG=name:tag" >&2; exit 1; }
+	@case "$(BASE_IMAGE)" in *@sha256:*) base="$(BASE_IMAGE)" ;; \
+	  *) base="$(BASE_IMAGE)@$$(docker buildx imagetools inspect $(BASE_IMAGE) --format '{{.Manifest.Digest}}')" \
+	    || exit 1 ;; esac; set -x; \
+	docker build --build-arg PYTHON_IMAGE="$$base" --tag "$(IMG)" .
+
+chart: $(VENV)/dev.stamp ## write what the chart and deploy/ say from the manifests and the settings
+	@for part in values manifests dashboard deploy; do $(BIN)/python -m scripts.chart_$$part || exit 1; done
 
 lock: $(VENV)/dev.stamp ## lock the dependencies anew, with hashes
 	scripts/lock.sh $(BIN)/uv

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from bench import decision, extender, machine, memory, proofs, spire, throughput
+from bench import decision, extender, idle, machine, memory, proofs, smi, spire, throughput
 from bench.figures import Target
 from bench.servers import BenchError
 from webhook.clock import utc_now
@@ -51,6 +51,13 @@ PARTS = (
         extender.lines,
     ),
     Part(
+        "idle",
+        "Idle",
+        lambda is_short: idle.run(idle.SHORT if is_short else idle.Plan()),
+        idle.targets,
+        idle.lines,
+    ),
+    Part(
         "memory",
         "Memory and start",
         lambda is_short: memory.run(memory.SHORT if is_short else memory.Plan()),
@@ -63,6 +70,13 @@ PARTS = (
         lambda is_short: proofs.run(proofs.SHORT if is_short else proofs.Plan()),
         proofs.targets,
         proofs.lines,
+    ),
+    Part(
+        "smi",
+        "nvidia-smi",
+        lambda is_short: smi.run(smi.SHORT if is_short else smi.Plan()),
+        smi.targets,
+        smi.lines,
     ),
     Part(
         "spire",

@@ -36,6 +36,8 @@ class Running:
     ca: Path
     seconds_to_ready: float
     path: str = "/mutate"
+    # UI, health and metrics, where there are such.
+    plain_url: str = ""
 
     def memory_mib(self, row: str) -> float:
         """VmRSS or VmHWM."""
@@ -94,7 +96,8 @@ def gpuwarden(directory: Path, *options: str | Path) -> Iterator[Running]:
         if not line.startswith("ready "):
             raise BenchError(f"gpuwarden did not start: {last_line(directory / 'gpuwarden.log')}")
         urls = dict(part.split("=", 1) for part in line.split()[1:])
-        yield Running(process.pid, urls["https"], directory / CERTIFICATES / "ca.crt", took)
+        ca = directory / CERTIFICATES / "ca.crt"
+        yield Running(process.pid, urls["https"], ca, took, plain_url=urls["http"])
 
 
 @contextmanager

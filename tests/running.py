@@ -53,6 +53,13 @@ class Running:
 WITHOUT_EVIDENCE = ("--require-evidence", "asked")
 
 
+def challenging(directory: Path) -> list[str]:
+    """Flags of who goes by the proofs of nodes: a test writes them down itself, and no reconciler takes them away."""
+    (directory / "nonce.key").write_bytes(bytes(range(32)))
+    asked = f"--evidence jwt-svid --spire-trust-domain example.org --spire-workload-api unix:{directory}/nobody.sock"
+    return [*asked.split(), "--nonce-key", str(directory / "nonce.key")]
+
+
 @contextmanager
 def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Iterator[Running]:
     """Started and ready; killed at the end if the test has not stopped it. With no inventory `flags` name a cluster."""
@@ -70,10 +77,10 @@ def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Itera
 
 
 @contextmanager
-def reconciling(directory: Path, flags: Sequence[str]) -> Iterator[Running]:
-    """A `gpuwarden reconcile` that watches; killed at the end if the test has not stopped it."""
-    command = [GPUWARDEN, "reconcile", "--ui-port", "0", *WITHOUT_EVIDENCE, *flags]
-    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def reconciling(directory: Path, flags: Sequence[str], command: str = "reconcile") -> Iterator[Running]:
+    """A `gpuwarden reconcile`, or `bind`, that watches; killed at the end if the test has not stopped it."""
+    words = [GPUWARDEN, command, "--ui-port", "0", *WITHOUT_EVIDENCE, *flags]
+    with subprocess.Popen(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Running(process, ready_line(process), directory)
         finally:

@@ -1,12 +1,14 @@
 """The alert rules ask about what there is, in the form that Prometheus reads."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from scripts.promtool import built
 from tests.builders import NOW
 from webhook.core.evidence import EvidenceState
 from webhook.core.reasons import EVENTS_ONLY, Reason
@@ -71,6 +73,14 @@ def test_a_rule_asks_about_what_there_is(rule: Raw) -> None:
         for label, _, values in re.findall(r'(\w+)(=~|!=|=)"([^"]*)"', matchers):
             assert label in SERIES[name]
             assert set(values.split("|")) <= WORDS[label, name], values
+
+
+def test_prometheus_takes_the_rules() -> None:
+    promtool = built()
+    if promtool is None:
+        pytest.skip("promtool is not built: `make promtool` builds it, in some minutes, with Go")
+    done = subprocess.run([promtool, "check", "rules", FILE], capture_output=True, text=True, check=False)
+    assert (done.returncode, f"{len(RULES)} rules found" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
 STATES = {state.value for state in EvidenceState}

@@ -133,6 +133,25 @@ def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytes
         assert name in err
 
 
+def test_a_ca_that_is_not_there_is_a_mistake_like_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("manifests", "--ca-bundle", "nope", "--url", "http://h") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--url: 'http://h'" in err
+    assert "flag --ca-bundle: nope cannot be read: No such file or directory" in err
+    assert "Errno" not in err
+
+
+@pytest.mark.parametrize("command", [["config", "check"], ["serve"]], ids=" ".join)
+def test_a_mistake_is_not_lost_in_the_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--port", "x") == 1
+    prog = " ".join(["gpuwarden", *command])
+    assert capsys.readouterr().err.splitlines() == [
+        f"usage: {prog} [options]; {prog} --help says which",
+        f"{prog}: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
+    ]
+
+
 def test_certs_dev_prints_where_the_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("certs", "dev", "--dir", str(tmp_path / "new" / "dir")) == 0
     out, err = capsys.readouterr()

@@ -468,3 +468,48 @@ async def test_a_gpu_node_that_cannot_be_deleted_now_is_deleted_later(scene: Sce
     assert await scene.step() == []
     scene.gpu_nodes.is_away = False
     assert await scene.step() == ["delete node-a"]
+
+
+def as_read(*gpus: dict[str, Any]) -> str:
+    return json.dumps({"time": "2026-01-01T00:00:00Z", "pod": "u", "gpus": gpus})
+
+
+@pytest.mark.defect("S2-19")
+async def test_what_was_read_of_a_node_maps_index_uuid_and_serial(scene: Scene) -> None:
+    gpus = [{"index": k, "uuid": f"GPU-{k}", "serial": "S", "model": "GB200", "memory": "189471Mi"} for k in range(2)]
+    read = as_read(*gpus, {"index": 2}, {"index": 3, "uuid": "GPU-3", "mig": True})
+    scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
+    assert await scene.step() == ["create node-a"]
+    found = {one.uuid: one for one in GpuNode.parse(scene.gpu_nodes.objects["node-a"]).devices}
+    assert found == {
+        "GPU-0": Device(DeviceUuid("GPU-0"), 0, "GB200", "189471Mi", "S"),
+        "GPU-1": Device(DeviceUuid("GPU-1"), 1, "GB200", "189471Mi", "S"),
+        "GPU-3": Device(DeviceUuid("GPU-3"), 3, is_healthy=False),
+    }
+
+
+async def test_the_other_annotation_says_which_devices_there_are_and_what_was_read_says_more_of_them(
+    scene: Scene,
+) -> None:
+    read = as_read(*({"index": k, "uuid": f"GPU-{k}", "serial": f"S{k}"} for k in range(3)))
+    said = annotation("GPU-1", "GPU-x", GPU_1=["fudo.org/gpu.fast"])
+    notes = {"gpuwarden.io/gpus": read, "fudo.org/gpu.device.labels": said}
+    scene.nodes.put({"metadata": {"name": "node-a", "annotations": notes}})
+    await scene.step()
+    found = {one.uuid: one for one in GpuNode.parse(scene.gpu_nodes.objects["node-a"]).devices}
+    assert found == {
+        "GPU-1": Device(DeviceUuid("GPU-1"), 1, serial="S1", labels=frozenset({"fudo.org/gpu.fast"})),
+        "GPU-x": Device(DeviceUuid("GPU-x")),
+    }
+
+
+@pytest.mark.parametrize(
+    "read",
+    ["", "[]", '{"gpus": []}', as_read({"uuid": "GPU-1"}), as_read({"index": 0, "uuid": "a,b"})],
+    ids=["empty", "a-list", "no-time", "no-index", "no-uuid"],
+)
+async def test_a_reading_that_cannot_be_read_changes_nothing(scene: Scene, read: str) -> None:
+    await scene.with_node("GPU-1")
+    scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
+    assert await scene.step() == []
+    assert list(scene.devices()) == ["GPU-1"]

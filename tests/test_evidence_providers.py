@@ -3,12 +3,13 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from structlog.testing import capture_logs
 
@@ -25,6 +26,7 @@ from webhook.core.evidence import EvidenceState
 from webhook.evidence.spire_server import SpireServer
 from webhook.evidence.static import StaticEvidence
 from webhook.evidence_providers import providers_of
+from webhook.server import Server, assembled
 
 HOUR = timedelta(hours=1)
 MAX_AGE = timedelta(minutes=40)
@@ -175,11 +177,62 @@ async def test_a_ban_stands_when_the_inventory_changes_while_spire_is_away(site:
     assert +site.house.parts.fleet.states == {EvidenceState.BANNED: 1}
 
 
+@pytest.mark.parametrize("site", [("spire-server", "static")], indirect=True)
+async def test_a_node_that_spire_says_nothing_of_is_proven_by_nobody_else(site: Site) -> None:
+    assert await site.verdict("r1") == "Admitted"
+    site.spire.agents = []
+    await site.look()
+    assert await site.verdict("r2") == "NoProvenNode"
+
+
 async def test_a_ban_is_heard_of_though_the_inventory_file_is_bad(site: Site) -> None:
     site.house.file.write_text("nodes: [")
     site.spire.agents = [agent("node-a", HASH, expires_at=NOW + HOUR, banned=True)]
     await site.look()
     assert await site.verdict("r1") == "NoProvenNode"
+
+
+async def test_a_server_is_ready_when_spire_has_answered_once(
+    spire: SpireDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    authority = Authority()
+    spire.agents = [agent("node-a", HASH, expires_at=utc_now() + HOUR)]
+    await spire.start(authority.issue(SERVER_ID), authority)
+    await spire.stop()  # its port stays its own
+    api = WorkloadApiDouble(str(tmp_path / "agent.sock"), [authority.issue(VERIFIER)], [authority.root])
+    await api.start()
+    (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
+    flags = FLAGS | {"spire_server": f"127.0.0.1:{spire.port}", "spire_workload_api": f"unix:{api.path}"}
+    flags |= {"inventory": "inventory.json", "evidence_poll": "100ms"}
+    flags |= dict.fromkeys(("port", "ui_port", "extender_port"), "0")
+    async with assembled(settings.load(flags, {})) as assembly:
+        server = Server(settings.load(flags, {}), assembly)
+        starting, stop = asyncio.create_task(server.start()), asyncio.Event()
+
+        async def says(status: int) -> bool:
+            with suppress(httpx.HTTPError, AttributeError):  # the listeners are yet to come
+                url = dict(part.split("=", 1) for part in server.ready_line.split()[1:])["http"]
+                async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                    return (await client.get("/readyz")).status_code == status
+            return False
+
+        def errors() -> float:
+            name = "gpuwarden_evidence_provider_errors_total"
+            return assembly.parts.metrics.registry.get_sample_value(name, {"provider": "spire-server"}) or 0.0
+
+        await until(lambda: says(503))
+        await until(lambda: errors() >= 2)
+        assert await says(503)
+        await spire.start(authority.issue(SERVER_ID), authority)
+        await asyncio.wait_for(starting, 30)
+        assert await says(200)
+        assert assembly.parts.fleet.berths["node-a"].state is EvidenceState.FRESH
+        await spire.stop()
+        assert await says(200)  # what was said stays until its own end, and so does the server
+        stop.set()
+        await server.run(stop)
+    await api.stop()
 
 
 async def test_a_server_is_ready_with_what_spire_says(spire: SpireDouble, tmp_path: Path) -> None:

@@ -1,12 +1,23 @@
 """What providers say reaches the next decision; what they cannot say changes nothing."""
 
+import asyncio
 import json
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import INVENTORY, House
+from webhook.core.evidence import Evidence, EvidenceState
+from webhook.core.fleet import Fleet
+from webhook.evidence import EvidenceUnavailableError
+from webhook.evidence.static import StaticEvidence
+from webhook.feed import Feed
+from webhook.inventory.file import InventoryFile
+from webhook.telemetry import Metrics
 
 POD = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH})
 
@@ -100,3 +111,83 @@ async def test_metrics_count_every_device_once(house: House) -> None:
         'gpuwarden_evidence_nodes{state="absent"} 1.0',
     ):
         assert line in text
+
+
+class Asked:
+    """A provider that says what the test says, once it answers."""
+
+    name = "spire-server"
+    is_for_development = False
+
+    def __init__(self, said: Mapping[str, Evidence] | None) -> None:
+        self.said = said
+        self.polls = 0
+
+    async def poll(self) -> Mapping[str, Evidence]:
+        self.polls += 1
+        if self.said is None:
+            raise EvidenceUnavailableError(self.name)
+        return self.said
+
+
+def vouched(node: str, digest: str = HASH) -> Evidence:
+    return Evidence(node, digest, Asked.name, NOW, NOW + SECOND)
+
+
+def feed_of(tmp_path: Path, *also: Asked) -> tuple[Fleet, Feed]:
+    (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
+    fleet, file = Fleet(), InventoryFile(tmp_path / "inventory.json")
+    return fleet, Feed(fleet, file, [StaticEvidence({}), *also], lambda: NOW, Metrics())
+
+
+async def states(feed: Feed, fleet: Fleet) -> dict[str, EvidenceState]:
+    await feed.refresh()
+    return {name: berth.state for name, berth in fleet.berths.items()}
+
+
+async def test_all_that_are_asked_have_to_vouch_for_a_node(tmp_path: Path) -> None:
+    spire = Asked(None)
+    fleet, feed = feed_of(tmp_path, spire)
+    await feed.load()
+    nobody = dict.fromkeys(("node-a", "node-b", "node-c"), EvidenceState.ABSENT)
+    assert await states(feed, fleet) == nobody  # not asked yet
+    word = vouched("node-a")
+    spire.said = {"node-a": word}
+    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.FRESH}  # node-b is in one list only
+    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.CONFLICT}
+    spire.said = {"node-a": Evidence("node-a", "", "spire-server", is_banned=True)}
+    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.BANNED}
+    spire.said = {}  # evicted
+    assert await states(feed, fleet) == nobody
+
+
+async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) -> None:
+    spire = Asked(None)
+    fleet, feed = feed_of(tmp_path, spire)
+    await feed.load()
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        assert fleet.berths["node-a"].state is EvidenceState.ABSENT
+        if len(pauses) == 100:
+            spire.said = {"node-a": vouched("node-a")}
+
+    with capture_logs() as lines:
+        await feed.first_answers(sleep)
+    assert fleet.berths["node-a"].state is EvidenceState.FRESH
+    assert (len(pauses), spire.polls) == (100, 101)
+    waits = [line for line in lines if line["event"] == "not ready: the first answer of a provider is waited for"]
+    assert [line["providers"] for line in waits] == [["spire-server"]] * len(waits)
+    assert 1 <= len(waits) <= 8
+    assert len(lines) < 20
+
+
+async def test_who_has_answered_is_waited_for_no_more(tmp_path: Path) -> None:
+    spire = Asked({})
+    _, feed = feed_of(tmp_path, spire)
+    await feed.load()
+    spire.said = None
+    await feed.refresh()
+    await asyncio.wait_for(feed.first_answers(), 5)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from structlog.testing import capture_logs
 
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence
 from tests.fake_objects import FakeObjects
@@ -38,7 +39,7 @@ class Provider:
 
 
 class Scene:
-    def __init__(self, *providers: Provider, retired: Iterable[str] = ()) -> None:
+    def __init__(self, *providers: Provider, retired: Iterable[str] = (), awaited: Iterable[str] = ()) -> None:
         self.now = NOW
         self.is_current = True
         self.objects = FakeObjects()
@@ -49,6 +50,8 @@ class Scene:
             lambda: self.now,
             lambda: self.is_current,
             retired=retired,
+            awaited=awaited,
+            patience=HOUR,
             count_error=self.errors.append,
         )
         self.objects.listener = self.writer.view
@@ -84,7 +87,6 @@ async def test_what_a_provider_says_is_written_once(static: Provider) -> None:
 
 async def test_what_is_yet_to_be_written_is_known(static: Provider) -> None:
     scene = Scene(static)
-    assert not scene.writer.is_owed("node-a")  # nobody has said anything yet
     await scene.step()
     assert not scene.writer.is_owed("node-a")
     scene.objects.remove("node-a")
@@ -102,6 +104,48 @@ async def test_a_provider_that_is_away_owes_nothing_and_is_counted(static: Provi
     static.is_away = True
     await scene.step()
     assert (scene.writer.is_owed("node-a"), scene.errors) == (False, ["static"])
+
+
+async def test_a_first_answer_is_owed_to_nodes_that_the_provider_has_never_spoken_of(static: Provider) -> None:
+    """A provider that was added a moment ago, and is away: nobody loses what he never had."""
+    spire = Provider("spire-server", node_a=evidence("node-a", since=NOW, until=NOW + HOUR))
+    spire.is_away = True
+    scene = Scene(static, spire)
+    known = {"spire-server": entry(since=SAID, until=LATER)}
+    scene.objects.put({"metadata": {"name": "node-b"}, "status": {"sources": known}})
+    await scene.step()
+    assert scene.writer.is_owed("node-a")
+    assert not scene.writer.is_owed("node-b")  # what was said of it stands until its own end
+    spire.is_away = False
+    await scene.step()
+    assert not scene.writer.is_owed("node-a")
+
+
+async def test_a_first_proof_is_owed_for_a_while_to_nodes_that_have_never_sent_one(static: Provider) -> None:
+    scene = Scene(static, awaited=["jwt-svid"])
+    proof = {"jwt-svid": entry(since=SAID, until=LATER)}
+    scene.objects.put({"metadata": {"name": "node-b"}, "status": {"sources": proof}})
+    await scene.step()
+    assert (scene.writer.is_owed("node-a"), scene.writer.is_owed("node-b")) == (True, False)
+    scene.objects.remove("node-b")
+    await scene.step()
+    assert not scene.writer.is_owed("node-b")  # it had one, and it is gone
+    await scene.step(HOUR.total_seconds())
+    assert not scene.writer.is_owed("node-a")
+
+
+async def test_an_outage_is_told_once(static: Provider) -> None:
+    scene = Scene(static)
+    static.is_away = True
+    with capture_logs() as lines:
+        for _ in range(3):
+            await scene.step()
+        static.is_away = False
+        for _ in range(3):
+            await scene.step()
+    told = [line["event"] for line in lines if line.get("provider") == "static" and line["log_level"] != "debug"]
+    assert told == ["evidence provider away, what it said stays until its own end", "evidence provider answers again"]
+    assert scene.errors == ["static"] * 3
 
 
 async def test_a_change_is_written(static: Provider) -> None:
@@ -169,6 +213,24 @@ async def test_evidence_that_is_renewed_all_the_time_is_written_at_half_its_life
     assert writes == 2 + 3  # made, and renewed after 30, 60 and 90 minutes
 
 
+async def test_the_first_word_on_a_node_made_anew_is_written_at_once() -> None:
+    """What is written is of the machine before, and counts for nothing: half of its life is no time to wait."""
+    spire = Provider("spire-server", node_a=evidence("node-a", since=NOW, until=NOW + HOUR))
+    scene = Scene(spire)
+
+    def born(moment: str) -> Raw:
+        return {"metadata": {"name": "node-a", "creationTimestamp": moment}}
+
+    scene.writer.births.changed(born("2026-03-02T11:00:00Z"))
+    assert len(await scene.step()) == 2
+    scene.writer.births.changed(born("2026-03-02T12:00:30Z"))
+    assert await scene.step() == []  # there is nothing else to be said
+    attested = NOW + 31 * SECOND
+    spire.said = {"node-a": evidence("node-a", since=attested, until=attested + HOUR)}
+    assert await scene.step() == ["status node-a"]
+    assert scene.writer.is_owed("node-a") is False
+
+
 async def test_providers_are_asked_now_and_then(static: Provider) -> None:
     scene = Scene(static)
     for _ in range(10):
@@ -225,11 +287,12 @@ async def test_what_the_api_server_refuses_keeps_nobody_else_waiting(static: Pro
 
 
 class Hearing:
-    def __init__(self, **own: Evidence) -> None:
+    def __init__(self, *asked: str, **own: Evidence) -> None:
         self.shown: list[tuple[str, Evidence | None]] = []
         self.view = EvidenceView(
             {node.replace("_", "-"): one for node, one in own.items()},
             show=lambda name: self.shown.append((name, self.view.word_on(name))),
+            asked=asked or ("static",),
         )
 
 
@@ -254,16 +317,43 @@ def test_only_news_are_shown() -> None:
 
 
 def test_all_sources_count() -> None:
-    hearing = Hearing()
+    hearing = Hearing("static", "jwt-svid")
     hearing.view.changed(raw(static=entry(hash=OTHER_HASH), jwt_svid=entry(since=SAID, until=LATER)))
     assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.CONFLICT
 
 
 def test_what_this_process_was_told_itself_counts_too() -> None:
-    hearing = Hearing(node_a=evidence("node-a"), node_b=evidence("node-b"))
-    hearing.view.changed(raw(jwt_svid=entry(banned=True)))
+    hearing = Hearing("static", "spire-server", node_a=evidence("node-a"), node_b=evidence("node-b"))
+    assert state_of(hearing.view.word_on("node-b"), NOW) is EvidenceState.ABSENT
+    hearing.view.changed(raw(spire_server=entry(banned=True)))
     assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.BANNED
-    assert hearing.view.word_on("node-b") == evidence("node-b")
+
+
+def test_a_ban_beats_a_living_proof() -> None:
+    hearing = Hearing("spire-server", "jwt-svid")
+    proof = entry(since=SAID, until=LATER)
+    hearing.view.changed(raw(jwt_svid=proof, spire_server=entry(since=SAID, until=LATER)))
+    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.FRESH
+    hearing.view.changed(raw(2, jwt_svid=proof, spire_server={"banned": True, "conflict": False}))
+    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.BANNED
+
+
+def test_a_node_that_one_of_two_says_nothing_of_is_not_proven() -> None:
+    """Its agent was evicted, or the other provider has not been asked yet."""
+    hearing = Hearing("spire-server", "jwt-svid")
+    hearing.view.changed(raw(jwt_svid=entry(since=SAID, until=LATER)))
+    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.ABSENT
+
+
+def test_what_a_source_said_that_is_not_asked_counts_for_nothing_at_once() -> None:
+    hearing = Hearing("spire-server")
+    others: Raw = {"jwt_svid": entry(since=SAID, until=LATER), "static": entry(hash=OTHER_HASH)}
+    hearing.view.changed(raw(**others))
+    assert hearing.view.word_on("node-a") is None
+    hearing.view.changed(raw(2, **others, spire_server=entry(since=SAID, until=LATER)))
+    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.FRESH
+    hearing.view.changed(raw(3, jwt_svid={"nobody": "reads it"}, spire_server=entry(banned=True)))
+    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.BANNED
 
 
 def test_a_deleted_object_is_no_evidence() -> None:
@@ -280,7 +370,7 @@ def test_a_deleted_object_is_no_evidence() -> None:
 def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
     fleet = Fleet()
     inventory = ClusterInventory(fleet, lambda: NOW, proven=lambda name: view.word_on(name))
-    view = EvidenceView({}, show=inventory.prove)
+    view = EvidenceView({}, show=inventory.prove, asked=["static"])
     node = {"metadata": {"name": "node-a"}}
     if is_node_first:
         inventory.know_node(node)
@@ -291,6 +381,43 @@ def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
     view.deleted(raw(2))
     states.append(fleet.berths["node-a"].state)
     assert states == [EvidenceState.FRESH, EvidenceState.ABSENT]
+
+
+@pytest.mark.parametrize(
+    ("spire", "proof", "state"),
+    [
+        pytest.param(1, 1, EvidenceState.FRESH, id="both of this node"),
+        pytest.param(1, 0, EvidenceState.ABSENT, id="the proof of the node before"),
+        pytest.param(0, 1, EvidenceState.ABSENT, id="the agent of the node before"),
+    ],
+)
+def test_each_word_has_to_be_of_this_node_and_not_of_the_one_before(spire: int, proof: int, state: str) -> None:
+    """The newer of two must not hide that the other is of the machine that had the name before."""
+    fleet = Fleet()
+    inventory = ClusterInventory(fleet, lambda: NOW, proven=lambda name: view.word_on(name))
+    view = EvidenceView({}, show=inventory.prove, asked=["spire-server", "jwt-svid"])
+    inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:30:00Z"}})
+    begins = ("2026-03-02T11:00:00Z", "2026-03-02T11:45:00Z")
+    view.changed(
+        raw(
+            spire_server=entry(since=begins[spire], until=LATER),
+            jwt_svid=entry(since=begins[proof], until=LATER, nonceDigest="n"),
+        )
+    )
+    assert fleet.berths["node-a"].state is state
+
+
+def test_a_proof_by_a_clock_that_is_ahead_is_not_of_the_node_that_came_after() -> None:
+    fleet = Fleet()
+    inventory = ClusterInventory(fleet, lambda: NOW, proven=lambda name: view.word_on(name))
+    view = EvidenceView({}, show=inventory.prove, asked=["jwt-svid"], skew=5 * SECOND)
+    inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:59:50Z"}})
+    states = []
+    for version, second in ((1, 55), (2, 56)):
+        since = f"2026-03-02T11:59:{second}Z"
+        view.changed(raw(version, jwt_svid=entry(since=since, until=LATER, nonceDigest=f"n{version}")))
+        states.append(fleet.berths["node-a"].state)
+    assert states == [EvidenceState.ABSENT, EvidenceState.FRESH]
 
 
 def test_an_object_that_cannot_be_read_leaves_what_was_known() -> None:

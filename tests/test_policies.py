@@ -134,6 +134,8 @@ def test_every_door_is_there() -> None:
     }
     assert doors == {
         ("mutate", "CREATE", "pods"),
+        ("hint", "CREATE", "pods"),
+        ("hint-job", "CREATE", "jobs"),
         ("validate", "CREATE", "pods"),
         ("validate-update", "UPDATE", "pods"),
         ("validate-update", "UPDATE", "pods/status"),
@@ -158,10 +160,11 @@ def test_deletes_and_bindings_are_reviewed_where_they_are_wanted() -> None:
 def test_a_hook_is_set_as_promised(name: str) -> None:
     hook = (MUTATING | VALIDATING)[name]
     assert hook["sideEffects"] == "NoneOnDryRun"
-    assert hook["failurePolicy"] == ("Ignore" if name.startswith("validate-delete.") else "Fail")
+    is_of_use_only = name.startswith(("validate-delete.", "hint.", "hint-job."))
+    assert hook["failurePolicy"] == ("Ignore" if is_of_use_only else "Fail")
     assert hook["timeoutSeconds"] == 10
     assert hook["matchPolicy"] == "Equivalent"
-    assert hook.get("reinvocationPolicy") == ("IfNeeded" if name.startswith("mutate.") else None)
+    assert hook.get("reinvocationPolicy") == ("IfNeeded" if name in MUTATING else None)
     assert "objectSelector" not in hook
     assert {rule["scope"] for rule in hook["rules"]} == {"Namespaced"}
 
@@ -185,6 +188,11 @@ def test_each_hook_has_a_twin_for_the_older_label(name: str) -> None:
     }
     differing = {"name", "namespaceSelector"}
     assert {k: v for k, v in one.items() if k not in differing} == {k: v for k, v in twin.items() if k not in differing}
+
+
+@pytest.mark.parametrize("word", keys.FEATURES)
+def test_whatever_a_job_says_of_its_work_is_handed_down(word: str) -> None:
+    assert f"'{word}'" in condition(MUTATING["hint-job.gpuwarden.io"])
 
 
 def test_the_strip_is_in_every_namespace_but_those_that_no_hook_has() -> None:
@@ -273,7 +281,14 @@ def test_everything_of_ours_is_in_the_namespace_of_the_installation() -> None:
     placed = [one["metadata"].get("namespace") for one in whole if "Cluster" not in one["kind"]]
     subjects = [subject["namespace"] for one in whole for subject in one.get("subjects", ())]
     assert set(placed) == set(subjects) == {"wardens"}
-    assert {one["metadata"]["name"] for one in whole} == {"gpuwarden", "gpuwarden-reconcile"}
+    assert {one["metadata"]["name"] for one in whole} == {
+        "gpuwarden",
+        "gpuwarden-reconcile",
+        "gpuwarden-bind",
+    }
+
+
+BINDER_ROLE = ("ClusterRole", "gpuwarden-bind")
 
 
 def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
@@ -285,7 +300,24 @@ def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
     may_write = {name for rule in rules if writes & set(rule["verbs"]) for name in rule["resources"]}
     ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
-    assert may_write == ours | by_policy | {"pods", "events", "leases", "tokenreviews"}
+    by_bind = {"pods/binding", "pods/status"}
+    assert may_write == ours | by_policy | by_bind | {"pods", "events", "leases", "tokenreviews"}
+
+
+@pytest.mark.defect("S1-19")
+def test_who_binds_may_write_no_pod_and_sees_no_secret() -> None:
+    """What the older scheduler's role had beyond this: secrets, webhook configurations, all of any pod."""
+    (role,) = [one for one in rbac(Installation()) if (one["kind"], one["metadata"]["name"]) == BINDER_ROLE]
+    uses = {(name, verb) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
+    writes = {use for use in uses if use[1] not in ("get", "list", "watch")}
+    assert writes == {
+        ("pods/binding", "create"),
+        ("pods/status", "patch"),
+        ("events", "create"),
+        ("gpunodes/status", "update"),
+        ("reservations", "manage"),
+    }
+    assert {name for name, _ in uses - writes} == {"gpunodes", "nodeevidences", "nodes", "namespaces", "pods"}
 
 
 def test_what_is_printed_is_what_is_applied() -> None:

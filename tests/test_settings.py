@@ -67,11 +67,14 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "inventory": ("FILE", "FILE", "FILE"),
     "ledger": ("memory", "memory", "memory"),
     "lease_namespace": ("gpuwarden", "gpuwarden", "gpuwarden"),
+    "scheduler_name": ("one,two", ["one", "two"], ("one", "two")),
     "pending_deadline": ("5m", "5m", timedelta(minutes=5)),
     "bind_deadline": ("10m", "10m", timedelta(minutes=10)),
     "on_bind_deadline": ("keep", "keep", "keep"),
     "evidence": ("static", ["static"], ("static",)),
     "require_evidence": ("all", "all", "all"),
+    "when_unavailable": ("queue", "queue", "queue"),
+    "map_visible": ("uuid", "uuid", "uuid"),
     "on_evidence_lost": ("evict", "evict", "evict"),
     "node_hash_map": ('{"node-a": "aa11"}', {"node-a": "aa11"}, {"node-a": "aa11"}),
     "spire_server": ("[::1]:8081", "[::1]:8081", "[::1]:8081"),
@@ -94,12 +97,32 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "server": ("https://gpuwarden:8443", "https://gpuwarden:8443", "https://gpuwarden:8443"),
     "server_ca": ("FILE", "FILE", "FILE"),
     "node": ("node-a.internal", "node-a.internal", "node-a.internal"),
+    "certs_namespace": ("wardens", "wardens", "wardens"),
+    "certs_service": ("hook", "hook", "hook"),
+    "certs_names": ("10.0.0.1, a.example.org", ["10.0.0.1", "a.example.org"], ("10.0.0.1", "a.example.org")),
+    "certs_secret": ("hook.tls", "hook.tls", "hook.tls"),
+    "certs_configurations": ("one, two", ["one", "two"], ("one", "two")),
+    "certs_dir": ("not-there-yet", "not-there-yet", Path("not-there-yet")),
+    "certs_leaf_life": ("800h", "800h", timedelta(hours=800)),
+    "certs_renew_before": ("90m", "90m", timedelta(minutes=90)),
+    "certs_ca_life": ("20000h", "20000h", timedelta(hours=20000)),
+    "certs_settle": ("0", 0, timedelta(0)),
+    "certs_look_interval": ("1m", "1m", timedelta(minutes=1)),
     "clock_skew": ("1.5", 1.5, timedelta(seconds=1.5)),
     "reload_interval": ("500ms", "500ms", timedelta(milliseconds=500)),
     "injection": ("cuda", "cuda", "cuda"),
     "gpu_resource": ("amd.com/gpu", "amd.com/gpu", "amd.com/gpu"),
     "write_aliases": ("false", False, False),
     "required_hash_alias": ("example.com/hash", "example.com/hash", "example.com/hash"),
+    "scorer": ("http://scorer:8080/a", "http://scorer:8080/a", "http://scorer:8080/a"),
+    "scorer_timeout": ("500ms", 0.5, timedelta(milliseconds=500)),
+    "hint_pods": ("false", False, False),
+    "priority_buckets": (
+        '[{"minScore": 1.5, "priorityClassName": "a"}]',
+        [{"minScore": 1.5, "priorityClassName": "a"}],
+        ({"minScore": 1.5, "priorityClassName": "a"},),
+    ),
+    "tenant_priorities": ('{"team-a": 90}', {"team-a": 90}, {"team-a": 90}),
     "log_level": ("trace", "trace", "trace"),
 }
 # What must be set with it.
@@ -747,3 +770,28 @@ def test_keys_come_over_https_alone(url: str) -> None:
 def test_an_id_of_evidence_that_could_be_read_two_ways_is_refused() -> None:
     (mistake,) = mistakes({"evidence_id": "spiffe://a/{node}.{hash}"})
     assert "{node} and {hash} have to be in segments of their own" in mistake
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        pytest.param({"in_cluster": "true"}, "wardens", id="a Pod's own"),
+        pytest.param({"in_cluster": "true", "lease_namespace": "others"}, "others", id="what is said"),
+        pytest.param({"kubernetes_url": "https://a"}, "default", id="no Pod"),
+    ],
+)
+def test_the_lease_is_in_a_pods_own_namespace(
+    flags: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "namespace").write_text("wardens")
+    monkeypatch.setattr(settings, "SERVICE_ACCOUNT", tmp_path)
+    if "kubernetes_url" in flags:
+        for name in ("access_token", "ca_certificate"):
+            (tmp_path / name).write_text("")
+            flags = {**flags, name: str(tmp_path / name)}
+    assert settings.load(flags, {}).lease_namespace == expected
+
+
+def test_where_no_namespace_is_mounted_it_is_the_default_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "SERVICE_ACCOUNT", tmp_path)
+    assert settings.load({"in_cluster": "true"}, {}).lease_namespace == "default"

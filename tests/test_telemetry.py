@@ -175,6 +175,9 @@ def test_the_names_of_the_metrics_stay() -> None:
         "gpuwarden_evidence_nodes": "gauge",
         "gpuwarden_extender_duration_seconds": "histogram",
         "gpuwarden_extender_nodes_total": "counter",
+        "gpuwarden_bindings_total": "counter",
+        "gpuwarden_scoring_total": "counter",
+        "gpuwarden_scoring_duration_seconds": "histogram",
     }
 
 

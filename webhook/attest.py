@@ -4,6 +4,7 @@ import asyncio
 import random
 import signal
 import ssl
+import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Annotated, Final, TypeVar
 import httpx
 import msgspec
 import structlog
-from attrs import frozen
+from attrs import asdict, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.evidence.evidence_id import EvidenceId
 from webhook.evidence.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.nonce import is_ours
+from webhook.inventory.local_gpus import local_gpus
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
 
@@ -172,6 +174,23 @@ def attester(settings: Settings) -> Attester:
     )
 
 
+def print_gpus() -> None:
+    """The GPUs of this machine on stdout. Raises GpuwardenError."""
+    for one in local_gpus().gpus:
+        sys.stdout.write(msgspec.json.encode(asdict(one)).decode() + "\n")
+
+
+async def tell_gpus(node: str) -> None:
+    """What this node has, in the log beside its proofs: the server has no place for it."""
+    try:
+        found = await asyncio.to_thread(local_gpus)
+    except GpuwardenError as exc:
+        log.info("no GPUs read here", node=node, problem=str(exc))
+        return
+    gpus = [{"index": one.index, "uuid": one.uuid, "serial": one.serial} for one in found.gpus]
+    log.info("GPUs of this node", node=node, driver=found.driver, gpus=gpus)
+
+
 async def attest(settings: Settings, *, once: bool = False) -> None:
     """Until SIGTERM or SIGINT, or once."""
     configure_logging(settings.log_level)
@@ -181,8 +200,10 @@ async def attest(settings: Settings, *, once: bool = False) -> None:
         log.info("node proven", node=one.node, hash=proven.hash, until=proven.until)
         return
     running = asyncio.ensure_future(one.run())
+    telling = asyncio.ensure_future(tell_gpus(one.node))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     await asyncio.wait([running])
+    telling.cancel()
     if not running.cancelled():
         running.result()

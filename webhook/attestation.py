@@ -75,7 +75,7 @@ class Attestation:
         while self.key_file is not None:
             await sleep(KEY_INTERVAL)
             try:
-                if await asyncio.to_thread(self.key_file.refresh):
+                if await asyncio.to_thread(self.key_file.refresh, self.clock()):
                     log.info("the key of the challenges is a new one")
             except BadKeyError as exc:
                 log.warning("the key of the challenges is refused, the old one stays", problem=str(exc))

@@ -60,7 +60,7 @@ class BindingDoor:
         fleet.advance(self._clock())
         refused = (
             (check.still_held(claim, held, living) if claim.count else None)
-            or (check.in_time(living, self._clock(), self._bind_deadline) if claim.count else None)
+            or (check.in_time(living, held, self._clock(), self._bind_deadline) if claim.count else None)
             or check.bound_as_reserved(binding, held)
             or check.still_proven(claim, binding.node, fleet, policy)
         )

@@ -18,6 +18,10 @@ from webhook.setting_kinds import NAMESPACE, read_namespace, read_url
 from webhook.settings import Settings, SettingsError
 
 FAILED: Final = 1
+# Lines of usage above a mistake: more would hide it.
+SHORT: Final = 4
+# S2's, for a configuration that cannot be used and a start that failed.
+NOT_STARTED: Final = 2
 # What a shell reports of a program that Ctrl-C ended: 128 + SIGINT.
 INTERRUPTED: Final = 130
 
@@ -37,7 +41,10 @@ class Parser(ArgumentParser):
 
     def refuse(self, mistakes: Sequence[str]) -> None:
         """The usage, and under it, where it is read first, what is wrong."""
-        self.print_usage(sys.stderr)
+        usage = self.format_usage()
+        if usage.count("\n") > SHORT:
+            usage = f"usage: {self.prog} [options]; {self.prog} --help says which\n"
+        sys.stderr.write(usage)
         complain(self.prog, mistakes)
 
 
@@ -89,9 +96,29 @@ def make_parser() -> Parser:
     one = commands.add_parser("reconcile", help="bring reservations and pods of a cluster together; one of many acts")
     with_settings(one, reconcile)
 
+    one = commands.add_parser("bind", help="the scheduler of the pods that name it; one of many acts")
+    with_settings(one, bind)
+
     one = commands.add_parser("attest", help="prove the node that this is, again and again, to a server")
     one.add_argument("--once", action="store_true", help="once, and the exit code says whether it was proven")
+    one.add_argument(
+        "--gpus", action="store_true", help="print the GPUs of this machine, a JSON line each, and no more"
+    )
     with_settings(one, attest)
+
+    one = commands.add_parser("export", help="bring serials of GPUs, and who used which, to stores")
+    one.add_argument("--smi-file", metavar="FILE", help="no cluster: print what this output of nvidia-smi -q -x says")
+    one.add_argument("--cluster", dest="cluster_name", help="the cluster's name in every record, as --cluster-name")
+    one.add_argument("--node", metavar="NODE", help="for --smi-file: the node it is from")
+    one.add_argument("--machine", metavar="MACHINE", help="for --smi-file: what its provider calls it (default: na)")
+    with_export_settings(one, export)
+
+    one = commands.add_parser("history", help="say who used which GPU, and when, from the database of `export`")
+    add_question(one)
+    with_export_settings(one, history)
+
+    one = commands.add_parser("score", help="answer which GPUs suit a pod; a scorer for `serve --scorer`")
+    with_settings(one, score)
 
     one = commands.add_parser("explain", help="say what would become of a pod, node by node; reserves nothing")
     one.add_argument("file", metavar="FILE", help="a manifest, - for stdin")
@@ -102,6 +129,10 @@ def make_parser() -> Parser:
     one = certs.add_parser("dev", help="make a development CA and a certificate for localhost")
     one.add_argument("--dir", type=Path, default=Path("certs/dev"), help="where to (default: certs/dev)")
     one.set_defaults(parser=one, run=without_settings(certs_dev))
+    one = certs.add_parser("ensure", help="make the certificate of a cluster's `serve` and have it trusted, once")
+    with_settings(one, certs_ensure)
+    one = certs.add_parser("keep", help="the same again and again: it is renewed, and its CA too")
+    with_settings(one, certs_keep)
 
     one = commands.add_parser("crds", help="the custom resource definitions, as YAML")
     one.set_defaults(parser=one, run=without_settings(crds))
@@ -114,13 +145,29 @@ def make_parser() -> Parser:
     with_settings(config.add_parser("show", help="the settings in effect and where each comes from"), config_show)
     with_settings(config.add_parser("check", help="name every mistake in the settings"), config_check)
     one = config.add_parser("reference", help="the table of all settings, as Markdown")
+    one.add_argument("of", nargs="?", choices=("export",), help="of the command that has settings of its own")
     one.set_defaults(parser=one, run=without_settings(config_reference))
     return parser
 
 
+def add_question(parser: Parser) -> None:
+    parser.add_argument("--serial", help="of the GPU")
+    parser.add_argument("--uuid", help="of the GPU")
+    parser.add_argument("--pod", metavar="NAMESPACE/NAME", help="that used it")
+    parser.add_argument("--hash", metavar="HASH", help="of the evidence that it was used on")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
+
+
 def add_installation(parser: Parser) -> None:
     parser.add_argument(
-        "what", nargs="?", choices=("rbac", "webhooks", "policies", "crds", "all"), default="all", help="default: all"
+        "what",
+        nargs="?",
+        choices=("rbac", "webhooks", "policies", "crds", "export", "certs", "score", "all"),
+        default="all",
+        help="default: all, which is all but the rights of `gpuwarden export` and `gpuwarden certs`",
+    )
+    parser.add_argument(
+        "--gpu-namespace", default="gpu-operator", help="where the device plugin's pods are (default: gpu-operator)"
     )
     parser.add_argument("--namespace", default="gpuwarden", help="where gpuwarden runs (default: gpuwarden)")
     parser.add_argument("--service", default="gpuwarden", help="the Service of `serve` there (default: gpuwarden)")
@@ -132,6 +179,19 @@ def with_settings(parser: Parser, command: Callable[[Namespace, Settings], int])
     """The command takes all settings; words nobody knows are named together with the mistakes in those."""
     settings.add_flags(parser)
     parser.set_defaults(parser=parser, run=lambda args: command(args, settings.load(vars(args), also=args.unknown)))
+
+
+def with_export_settings(parser: Parser, command: Callable[[Namespace], int]) -> None:
+    """S2's exit codes: what keeps it from starting, the settings above all, is 2."""
+    from webhook.export.settings import add_flags
+
+    add_flags(parser)
+
+    def run(args: Namespace) -> int:
+        ended = exit_code(parser, lambda: command(args))
+        return NOT_STARTED if ended == FAILED and not args.has_run else ended
+
+    parser.set_defaults(parser=parser, run=run, has_run=False)
 
 
 def without_settings(command: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
@@ -168,12 +228,72 @@ def reconcile(args: Namespace, chosen: Settings) -> int:
     return 0
 
 
+def bind(args: Namespace, chosen: Settings) -> int:
+    import asyncio
+
+    import uvloop
+
+    if chosen.is_embedded:
+        raise GpuwardenError("there are no pods to bind without a cluster: name one by --kubeconfig")
+    from webhook.scheduling import schedule
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(schedule(chosen))
+    return 0
+
+
 def attest(args: Namespace, chosen: Settings) -> int:
     import asyncio
 
     from webhook.attest import attest as attest_node
+    from webhook.attest import print_gpus
 
+    if args.gpus:
+        print_gpus()
+        return 0
     asyncio.run(attest_node(chosen, once=args.once))
+    return 0
+
+
+def export(args: Namespace) -> int:
+    import asyncio
+
+    from webhook.export import settings as export_settings
+    from webhook.exporting import export as export_all
+    from webhook.exporting import read_file
+
+    if args.smi_file is None:
+        also = [f"flag --{name}: only with --smi-file" for name in ("node", "machine") if getattr(args, name)]
+        chosen = export_settings.load(vars(args), also=[*args.unknown, *also])
+        ended = asyncio.run(export_all(chosen))
+        args.has_run = True
+        return ended
+    missing = [f"flag --{name}: --smi-file needs it" for name in ("node",) if not args.node]
+    chosen = export_settings.load(vars(args), also=[*args.unknown, *missing], needs=("cluster_name",))
+    args.has_run = True
+    return read_file(args.smi_file, chosen.cluster_name or "", args.node, args.machine)
+
+
+def history(args: Namespace) -> int:
+    import asyncio
+
+    from webhook.export import settings as export_settings
+    from webhook.export.history import Question, answer, shown
+
+    question = Question.asked(serial=args.serial, uuid=args.uuid, pod=args.pod, hash=args.hash)
+    chosen = export_settings.load(vars(args), also=args.unknown, needs=export_settings.NEEDED["postgres"])
+    args.has_run = True
+    complain(args.parser.prog, chosen.notes)
+    print(shown(asyncio.run(answer(chosen.postgres, question)), args.output))
+    return 0
+
+
+def score(args: Namespace, chosen: Settings) -> int:
+    import asyncio
+
+    from webhook.scoring.scorer import score as score_pods
+
+    asyncio.run(score_pods(chosen))
     return 0
 
 
@@ -197,19 +317,32 @@ def manifests(args: Namespace) -> int:
     from webhook.policies import Installation, as_yaml
 
     mistakes = []
-    for name, text in (("namespace", args.namespace), ("service", args.service)):
+    named = (("namespace", args.namespace), ("service", args.service), ("gpu-namespace", args.gpu_namespace))
+    for name, text in named:
         try:
             read_namespace(text)
         except ValueError:
             mistakes.append(f"flag --{name}: {text!r} is not a name; allowed: {NAMESPACE.allowed}, or one like it")
     if args.url is not None and not is_https(args.url):
         mistakes.append(f"flag --url: {args.url!r} is not a URL with https")
-    bundle = b"" if args.ca_bundle is None else args.ca_bundle.read_bytes()
-    if args.ca_bundle is not None and b"-----BEGIN CERTIFICATE-----" not in bundle:
-        mistakes.append(f"flag --ca-bundle: there is no certificate in {args.ca_bundle}")
+    bundle = b""
+    if args.ca_bundle is not None:
+        try:
+            bundle = args.ca_bundle.read_bytes()
+        except OSError as exc:
+            mistakes.append(f"flag --ca-bundle: {args.ca_bundle} cannot be read: {exc.strerror}")
+        else:
+            if b"-----BEGIN CERTIFICATE-----" not in bundle:
+                mistakes.append(f"flag --ca-bundle: there is no certificate in {args.ca_bundle}")
     if mistakes:
         raise SettingsError(mistakes)
-    installation = Installation(namespace=args.namespace, service=args.service, url=args.url, ca_bundle=bundle)
+    installation = Installation(
+        namespace=args.namespace,
+        service=args.service,
+        gpu_namespace=args.gpu_namespace,
+        url=args.url,
+        ca_bundle=bundle,
+    )
     print(as_yaml(args.what, installation), end="")
     return 0
 
@@ -231,6 +364,31 @@ def certs_dev(args: Namespace) -> int:
     return 0
 
 
+def certs_ensure(_args: Namespace, chosen: Settings) -> int:
+    import asyncio
+
+    needs_cluster(chosen)
+    from webhook.self_certs import ensure
+
+    asyncio.run(ensure(chosen))
+    return 0
+
+
+def certs_keep(_args: Namespace, chosen: Settings) -> int:
+    import asyncio
+
+    needs_cluster(chosen)
+    from webhook.self_certs import keep
+
+    asyncio.run(keep(chosen))
+    return 0
+
+
+def needs_cluster(chosen: Settings) -> None:
+    if chosen.is_embedded:
+        raise GpuwardenError("there are no webhook configurations without a cluster: name one by --kubeconfig")
+
+
 def config_show(args: Namespace, chosen: Settings) -> int:
     complain(args.parser.prog, chosen.notes)
     print(settings.as_yaml(chosen), end="")
@@ -243,8 +401,10 @@ def config_check(args: Namespace, chosen: Settings) -> int:
     return 0
 
 
-def config_reference(_args: Namespace) -> int:
-    print(settings.reference(), end="")
+def config_reference(args: Namespace) -> int:
+    from webhook.export.settings import reference as export_reference
+
+    print(export_reference() if args.of == "export" else settings.reference(), end="")
     return 0
 
 

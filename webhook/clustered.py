@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 
 import structlog
 from attrs import evolve
@@ -11,24 +12,29 @@ from kubernetes.aio import client
 from webhook.api_objects import ApiNamespaces, ApiNodes, ApiObjects
 from webhook.attestation import attestation_of
 from webhook.clock import Clock
-from webhook.cluster import GPU_NODES, ApiGpuNodes, ApiPods
+from webhook.cluster import GPU_NODES, PODS_PATH, ApiGpuNodes, ApiPods
+from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
 from webhook.discovery import Discovery, WrittenInventory
 from webhook.events import Events
 from webhook.evidence.static import StaticEvidence, written_by_hand
-from webhook.evidence_providers import providers_of, retired_of
+from webhook.evidence_providers import providers_of, pushed_of, retired_of
 from webhook.inventory.file import InventoryFile
 from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 from webhook.ledger.cluster import ClusterLedger
+from webhook.maps import MappedSets, NamespaceNews
 from webhook.namespaces import WatchedNamespaces
 from webhook.node_evidences import EvidenceView, EvidenceWriter
 from webhook.node_proofs import ApiBirths, ClusterProofs
+from webhook.scoring.candidates import RunningJobs, WatchedPriorityClasses
+from webhook.scoring.hints import Hinting
 from webhook.settings import Settings
 from webhook.telemetry import Metrics
 from webhook.view import Several
+from webhook.waiting_pods import WaitingPods
 from webhook.watch import Listener, Watch
-from webhook.wiring import Parts, assembled, times_of
+from webhook.wiring import Parts, assembled, hinting_of, times_of
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +43,8 @@ GPU_NODES_PATH = "/apis/" + "/".join(GPU_NODES)
 NODE_EVIDENCES_PATH = "/apis/" + "/".join(NODE_EVIDENCES)
 NODES_PATH = "/api/v1/nodes"
 NAMESPACES_PATH = "/api/v1/namespaces"
+STATEFUL_SETS_PATH = "/apis/apps/v1/statefulsets"
+PRIORITY_CLASSES_PATH = "/apis/scheduling.k8s.io/v1/priorityclasses"
 
 
 def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: ApiPods) -> Parts:
@@ -49,10 +57,23 @@ def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: Api
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
     own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
     namespaces = WatchedNamespaces(ApiNamespaces(api))
-    feed = ClusterFeed(api, fleet, ledger, own, clock, namespaces)
+    feed = ClusterFeed(api, fleet, ledger, own, clock, namespaces, asked=settings.evidence, skew=settings.clock_skew)
     parts = assembled(settings, clock, fleet, metrics, ledger, feed, pods, namespaces)
+    waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.holder.lines)
+    feed.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
     proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiBirths(api), settings.clock_skew)
-    return evolve(parts, attestation=attestation_of(settings, proofs, clock, metrics))
+    attestation = attestation_of(settings, proofs, clock, metrics)
+    return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
+
+
+def hinting_in(settings: Settings, parts: Parts, api: client.ApiClient) -> Hinting | None:
+    """What hints are made of is watched for itself: nobody else waits for it."""
+    jobs, classes = RunningJobs(), WatchedPriorityClasses()
+    hinting = hinting_of(settings, parts, jobs, classes)
+    if hinting is None:
+        return None
+    watches = (Watch(api, PODS_PATH, jobs), Watch(api, PRIORITY_CLASSES_PATH, classes.view))
+    return evolve(hinting, watches=watches)
 
 
 class ClusterFeed:
@@ -66,23 +87,35 @@ class ClusterFeed:
         own: Mapping[str, Evidence],
         clock: Clock,
         namespaces: WatchedNamespaces,
+        *,
+        asked: Collection[str],
+        skew: timedelta,
     ) -> None:
         inventory = ClusterInventory(fleet, clock, proven=lambda name: evidence.word_on(name))
-        evidence = EvidenceView(own, show=inventory.prove)
+        evidence = EvidenceView(own, show=inventory.prove, asked=asked, skew=skew)
         gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
-        self._watches = (
+        sets = MappedSets(fleet)
+        self._watches: tuple[Watch, ...] = (
             Watch(api, NODES_PATH, NodesListener(inventory)),
             Watch(api, GPU_NODES_PATH, gpu_nodes),
             Watch(api, NODE_EVIDENCES_PATH, evidence),
-            Watch(api, NAMESPACES_PATH, namespaces.view),
+            Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets))),
+            Watch(api, STATEFUL_SETS_PATH, sets),
         )
         self._tasks: list[asyncio.Task[None]] = []
+
+    def also(self, *watches: Watch) -> None:
+        """Before anything is loaded."""
+        self._watches += watches
 
     async def load(self) -> None:
         """The first lists; an API server that is away is waited for."""
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
         for watch in self._watches:
             await watch.ready.wait()
+
+    async def first_answers(self) -> None:
+        """They are in: what providers have said is in NodeEvidence, and one that is away now keeps nobody waiting."""
 
     async def run(self, interval: float) -> None:
         """For ever; a watch that ends is a bug, and shows here."""
@@ -125,9 +158,11 @@ class Discovering:
             is_current=lambda: evidences.is_current and written.is_known,
             poll_every=settings.evidence_poll,
             retired=retired_of(settings),
+            awaited=pushed_of(settings),
+            patience=settings.max_evidence_age,
             count_error=count_error,
         )
-        nodes = Watch(api, NODES_PATH, Several(self._discovery.nodes, *also_nodes))
+        nodes = Watch(api, NODES_PATH, Several(self._discovery.nodes, self._evidence.births, *also_nodes))
         devices = Watch(api, GPU_NODES_PATH, Several(gpu_nodes, self._discovery.gpu_nodes))
         evidences = Watch(api, NODE_EVIDENCES_PATH, Several(self._evidence.view, *also_evidences))
         self.watches = (nodes, devices, evidences)

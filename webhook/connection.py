@@ -47,6 +47,9 @@ class Deadlines:
     keep_alive: float = 120
     close: float = 1  # to answer a TLS close_notify; asyncio's own limit is 30 s
     linger: float = 0.1  # in a drain, for a request that is on its way on an idle connection
+    # HTTP/1.1 has no GOAWAY, and the API server's POST is lost if it crosses our closing. A connection in use sees a
+    # request within this, whose answer asks the peer to close; one that sees none is not in use.
+    linger_http1: float = 3
 
 
 DEADLINES = Deadlines()
@@ -216,7 +219,7 @@ class Connection:
             async with _Requests(self, self._deadlines.body) as requests:
                 self._protocol = self._speak(requests)
                 await self._protocol.initiate()
-                self._wait(self._deadlines.linger if self._settings.is_draining else self._deadlines.keep_alive)
+                self._wait(self._linger if self._settings.is_draining else self._deadlines.keep_alive)
                 await self._read()
         except Exception as error:  # noqa: BLE001 - the fence: some malformed HTTP/2 trips Hypercorn itself
             log.warning("connection failed", peer=self._address("peername"), error=repr(error))
@@ -229,7 +232,12 @@ class Connection:
     def drain(self) -> None:
         """Close when all requests are answered; a quiet peer gets a moment for one that is on its way."""
         if self._timer is not None and not self._is_closing:
-            self._wait(self._deadlines.linger)
+            self._wait(self._linger)
+
+    @property
+    def _linger(self) -> float:
+        is_reviewer = self._tls is not None and self._tls.selected_alpn_protocol() != "h2"
+        return self._deadlines.linger_http1 if is_reviewer else self._deadlines.linger
 
     def begin_request(self) -> None:
         self._running += 1

@@ -21,7 +21,7 @@ from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError, InvalidPodError
-from webhook.core.evidence import EvidenceState
+from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.pod import OwnerReference
 from webhook.core.reasons import Reason
@@ -143,7 +143,7 @@ class Word:
     def on(cls, berth: Berth) -> "Word":
         said = berth.evidence
         is_fresh = berth.state is EvidenceState.FRESH
-        return cls(berth.state, said.hash if said and is_fresh else "", said.source if said else "")
+        return cls(berth.state, said.hash if said and is_fresh else "", sources_of(said) if said else "")
 
     def __str__(self) -> str:
         return f"{self.state} as {self.hash}" if self.hash else str(self.state)
@@ -329,6 +329,11 @@ class Continuous:
     async def _evict(self, pod: PodIdentity) -> None:
         await self._measures.evict(pod)
         log.info("pod evicted, its node's evidence has ended", namespace=pod.namespace, name=pod.name)
+
+
+def sources_of(said: Evidence) -> str:
+    """Whose word it is, and who says nothing though asked."""
+    return said.source + "".join(f", and nothing by {one}" for one in sorted(said.silent))
 
 
 def suits(berth: Berth, claim: Claim) -> bool:

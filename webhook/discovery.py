@@ -1,7 +1,8 @@
 """What GPUs the GPUNode of each node should name, and the one writer who sees to it.
 
-Devices come from the inventory file for the nodes that it gives devices to, else from the node's annotation. What a
-reservation holds is never dropped: while its device is not reported, it stays there unhealthy.
+Which devices there are comes from the inventory file for the nodes that it gives devices to, else from the annotation
+of S4, else from what `gpuwarden export` has read there. What was read says more of each, wherever they come from.
+What a reservation holds is never dropped: while its device is not reported, it stays there unhealthy.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from webhook.gpu_node import API_VERSION, FINALIZER, GpuNode, UnreadableGpuNodeE
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
 from webhook.inventory.node_annotations import UnreadableDevicesError, devices_in
+from webhook.inventory.node_gpus import devices_read, gpus_in
 from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 from webhook.view import View
 
@@ -78,9 +80,40 @@ def is_ours(raw: Raw) -> bool:
     return (raw["metadata"].get("labels") or {}).get(keys.MANAGED_BY) == keys.OURS
 
 
-def annotation_of(raw: Raw) -> str | None:
-    text = (raw["metadata"].get("annotations") or {}).get(keys.S4_DEVICE_LABELS)
-    return None if text is None else str(text)
+@frozen
+class NodeSays:
+    """What a Node says of its GPUs in its annotations."""
+
+    s4: str | None = None
+    read: str | None = None
+
+
+def said_by(raw: Raw) -> NodeSays:
+    annotations = raw["metadata"].get("annotations") or {}
+    texts = [None if text is None else str(text) for text in map(annotations.get, SAYING)]
+    return NodeSays(*texts)
+
+
+# In the order of NodeSays.
+SAYING = (keys.S4_DEVICE_LABELS, keys.NODE_GPUS)
+
+
+def completed(listed: Iterable[Device], read: Iterable[Device]) -> tuple[Device, ...]:
+    """The listed devices; what is not said of them is taken from what was read."""
+    by_uuid = {one.uuid: one for one in read}
+    return tuple(filled(one, by_uuid.get(one.uuid)) for one in listed)
+
+
+def filled(one: Device, read: Device | None) -> Device:
+    if read is None:
+        return one
+    return evolve(
+        one,
+        index=read.index if one.index is None else one.index,
+        model=one.model or read.model,
+        memory=one.memory or read.memory,
+        serial=one.serial or read.serial,
+    )
 
 
 class WrittenInventory:
@@ -166,7 +199,7 @@ class Discovery:
         self._written = written
         self._events = events
         self._is_current = is_current
-        self.nodes: View[str | None] = View(annotation_of)
+        self.nodes: View[NodeSays] = View(said_by)
         self.gpu_nodes: View[Raw] = View(lambda raw: raw)
         self._todo: dict[str, None] = {}
         self._claims = Claims()
@@ -250,14 +283,18 @@ class Discovery:
 
     def _reported(self, name: str, *, is_ours: bool) -> tuple[Device, ...] | None:
         """The node's devices; None where nobody says which, so that what is known stays."""
-        text = self.nodes.get(name)
+        said = self.nodes.get(name) or NodeSays()
+        where = keys.NODE_GPUS
         try:
-            reported = self._written.devices_of(name) or (None if text is None else devices_in(text))
+            read = None if said.read is None else devices_read(gpus_in(said.read))
+            where = keys.S4_DEVICE_LABELS
+            listed = self._written.devices_of(name) or (None if said.s4 is None else devices_in(said.s4))
         except UnreadableDevicesError as exc:
-            text = f"annotation {keys.S4_DEVICE_LABELS} left out of account, the known devices stay: {exc}"
+            text = f"annotation {where} left out of account, the known devices stay: {exc}"
             self._tell_once(name, Reason.DEVICES_UNREADABLE, text)
             return None
         self._told.pop((name, Reason.DEVICES_UNREADABLE), None)
+        reported = read if listed is None else completed(listed, read or ())
         return () if reported is None and is_ours else reported
 
     async def _part(self, raw: Raw, known: GpuNode) -> None:

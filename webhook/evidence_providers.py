@@ -1,11 +1,15 @@
-"""The evidence providers that the settings name, each with what it needs."""
+"""The evidence providers that the settings name, each with what it needs, and how they are asked together."""
+
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
-from webhook.evidence import EvidenceProvider
+from webhook.core.evidence import Evidence
+from webhook.evidence import EvidenceProvider, EvidenceUnavailableError
 from webhook.evidence.attested import SOURCE, Rules
+from webhook.evidence.jwt_svid import SOURCE as JWT_SVID
 from webhook.evidence.naming import naming_of
 from webhook.evidence.spire_server import Server, SocketServer, SpireServer, TcpServer
 from webhook.evidence.static import StaticEvidence
@@ -16,6 +20,49 @@ log = structlog.get_logger(__name__)
 
 # How much of the life of its SVID an agent lets pass before it attests anew: 0.55, and some seconds.
 ROUND = 0.6
+
+
+class Round:
+    """Asks all providers, one after the other. That one is away is told once, and once that it answers again."""
+
+    def __init__(self, providers: Sequence[EvidenceProvider], count_error: Callable[[str], None]) -> None:
+        self._providers = providers
+        self._count_error = count_error
+        self._away: set[str] = set()
+        self._answered: set[str] = set()
+
+    @property
+    def asked(self) -> frozenset[str]:
+        return frozenset(one.name for one in self._providers)
+
+    @property
+    def unanswered(self) -> frozenset[str]:
+        """Who has not answered once."""
+        return self.asked - self._answered
+
+    async def answers(self) -> dict[str, Mapping[str, Evidence]]:
+        """What each says that can be asked at this moment."""
+        found = {}
+        for one in self._providers:
+            try:
+                found[one.name] = await one.poll()
+            except EvidenceUnavailableError as exc:
+                self._missed(one.name, exc)
+            else:
+                self._met(one.name)
+        return found
+
+    def _missed(self, name: str, exc: EvidenceUnavailableError) -> None:
+        self._count_error(name)
+        if name not in self._away:
+            log.warning("evidence provider away, what it said stays until its own end", provider=name, problem=str(exc))
+        self._away.add(name)
+
+    def _met(self, name: str) -> None:
+        self._answered.add(name)
+        if name in self._away:
+            log.info("evidence provider answers again", provider=name)
+        self._away.discard(name)
 
 
 def providers_of(settings: Settings, clock: Clock, *own: EvidenceProvider) -> list[EvidenceProvider]:
@@ -29,6 +76,11 @@ def providers_of(settings: Settings, clock: Clock, *own: EvidenceProvider) -> li
 def retired_of(settings: Settings) -> set[str]:
     """The sources that this process would ask and does not. Those that nodes push to are not ours to retire."""
     return {StaticEvidence.name, SOURCE} - set(settings.evidence)
+
+
+def pushed_of(settings: Settings) -> set[str]:
+    """The sources that nodes push to: nobody asks them."""
+    return {JWT_SVID} & set(settings.evidence)
 
 
 def spire_server_of(settings: Settings, clock: Clock) -> SpireServer:

@@ -1,7 +1,7 @@
 """Keeps the fleet up to date with what the inventory and the evidence providers say."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 
@@ -9,8 +9,9 @@ from webhook.clock import Clock
 from webhook.core.device import Inventory, Node
 from webhook.core.evidence import Evidence, combined
 from webhook.core.fleet import Fleet
-from webhook.evidence import EvidenceProvider, EvidenceUnavailableError
+from webhook.evidence import EvidenceProvider
 from webhook.evidence.static import StaticEvidence
+from webhook.evidence_providers import Round
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
 from webhook.telemetry import Metrics
@@ -19,6 +20,9 @@ log = structlog.get_logger(__name__)
 
 # How many nodes are taken in before reviews get their turn again.
 NODES_AT_A_TIME = 200
+# Between two looks for a first answer, and how many of them pass between two words about it.
+FIRST_PAUSE = 0.5
+LOOKS_A_WORD = 60
 
 
 class Feed:
@@ -37,6 +41,7 @@ class Feed:
         self._providers = providers
         self._clock = clock
         self._metrics = metrics
+        self._round = Round(providers, metrics.count_provider_error)
         self._said: dict[str, Mapping[str, Evidence]] = {}
         # Whether the fleet knows all that was said.
         self._is_told = False
@@ -45,6 +50,18 @@ class Feed:
         """The first reading; what cannot be read stops the start."""
         await self._take_in(await self._inventory.poll() or {})
         await self._poll_evidence()
+
+    async def first_answers(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
+        """Until every provider has answered once: who has not been asked yet would have pods refused for nothing."""
+        looks = 0
+        while self._round.unanswered:
+            if looks % LOOKS_A_WORD == 0:
+                log.warning(
+                    "not ready: the first answer of a provider is waited for", providers=sorted(self._round.unanswered)
+                )
+            looks += 1
+            await sleep(FIRST_PAUSE)
+            await self._poll_evidence()
 
     async def run(self, interval: float) -> None:
         while True:
@@ -86,23 +103,16 @@ class Feed:
         return {name for one in self._providers if isinstance(one, StaticEvidence) for name in one.mapped}
 
     async def _poll_evidence(self) -> None:
-        for provider in self._providers:
-            try:
-                said = await provider.poll()
-            except EvidenceUnavailableError as exc:
-                self._metrics.count_provider_error(provider.name)
-                log.warning("evidence provider away, what it said stays until its own end", provider=provider.name)
-                log.debug("evidence provider away", provider=provider.name, exc_info=exc)
-                continue
-            self._is_told = self._is_told and said is self._said.get(provider.name)
-            self._said[provider.name] = said
+        for name, said in (await self._round.answers()).items():
+            self._is_told = self._is_told and said is self._said.get(name)
+            self._said[name] = said
         if not self._is_told:
             await self._take_evidence_in()
             self._is_told = True
 
     async def _take_evidence_in(self) -> None:
         for number, name in enumerate(list(self._fleet.berths)):
-            word = combined([said[name] for said in self._said.values() if name in said])
+            word = combined([said[name] for said in self._said.values() if name in said], self._round.asked)
             self._fleet.prove(name, word, self._clock())
             await breathe(number)
 

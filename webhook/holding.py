@@ -15,6 +15,7 @@ from webhook.core.errors import (
     SlotsTakenError,
 )
 from webhook.core.fleet import Fleet
+from webhook.core.lines import Kind, Lines, its_turn_is_later
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Placement, Reservation
 from webhook.core.verdict import Deny
@@ -45,12 +46,25 @@ class Holder:
         self._clock = clock
         self._metrics = metrics
         self._pending_limit = pending_limit
+        self.lines = Lines()
+        """The claims that wait already, where somebody tells of them."""
         self._entering = Counter[str]()
 
     def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
         """Where the claim could be served at this moment; nothing is held."""
         self.fleet.advance(self._clock())
         return decide(claim, self.fleet, self.policy, most=most)
+
+    def others_first(self, claim: Claim) -> Deny | None:
+        """Whether it is the turn of others of its kind. Those that nothing can be had for hold nobody up."""
+        if not len(self.lines):
+            return None
+        self.fleet.advance(self._clock())
+        for head in self.lines.heads(Kind.of(claim)):
+            found = decide(head.claim, self.fleet, self.policy, most=1)
+            if not isinstance(found, Deny) or found.reason is Reason.NO_FREE_DEVICE:
+                return its_turn_is_later(claim, head.claim)
+        return None
 
     async def hold(self, ask: Ask, claim: Claim, *, answer_by: datetime) -> Reservation | Deny:
         """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding."""

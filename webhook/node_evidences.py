@@ -1,24 +1,28 @@
-"""NodeEvidence objects in the API server: the elected reconciler writes them, every replica hears of them."""
+"""NodeEvidence objects in the API server: the elected reconciler writes what it asks for, all replicas hear of all."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
+import msgspec
 import structlog
 from attrs import evolve
 
 from webhook.api_objects import Objects
 from webhook.clock import Clock
 from webhook.core.evidence import Evidence, combined
-from webhook.evidence import EvidenceProvider, EvidenceUnavailableError
+from webhook.evidence import EvidenceProvider
 from webhook.evidence.node_evidence import (
     NodeEvidence,
     entry_in,
     has_entry,
     is_due,
     new_node_evidence,
+    only,
     with_entries,
 )
+from webhook.evidence_providers import Round
+from webhook.inventory.gpu_nodes import born_of, is_older
 from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 from webhook.view import View
 
@@ -33,7 +37,8 @@ TRIES = 3
 class EvidenceWriter:
     """Hears of NodeEvidence from a watch; asks the providers and writes what they say in `step`, each under its name.
 
-    A provider that is away changes nothing, nor does one before its first answer.
+    A provider that is away changes nothing, nor does one before its first answer. `awaited` are sources that nodes
+    push to: `patience` is what a node has for its first word after this process began.
     """
 
     def __init__(
@@ -44,27 +49,34 @@ class EvidenceWriter:
         is_current: Callable[[], bool],
         poll_every: timedelta = POLL_EVERY,
         retired: Iterable[str] = (),
+        awaited: Iterable[str] = (),
+        patience: timedelta = timedelta(),
         count_error: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._objects = objects
-        self._providers = providers
+        self._round = Round(providers, count_error)
+        self._awaited = tuple(awaited)
+        self._patience = patience
+        self._began: datetime | None = None
+        self._met: set[tuple[str, str]] = set()
         self._clock = clock
         self._is_current = is_current
         self._poll_every = poll_every
-        self._count_error = count_error
         self._poll_at: datetime | None = None
         # What a source that is no longer asked has said would stand for ever, and static evidence has no end.
         self._said: dict[str, Mapping[str, Evidence]] = {name: {} for name in retired}
         self._todo: dict[str, None] = {}
         self._refused: dict[str, str] = {}
         self.view: View[Raw] = View(lambda raw: raw)
+        self.births: View[datetime | None] = View(birth_of)
 
     async def step(self) -> None:
         """One pass. What cannot be written now is left for the next one."""
         if not self._is_current():
             return
         now = self._clock()
-        self._todo.update(dict.fromkeys(self.view.take_news()))
+        self._began = self._began or now
+        self._todo.update(dict.fromkeys(self._news()))
         if self._poll_at is None or now >= self._poll_at:
             self._poll_at = now + self._poll_every
             await self._poll()
@@ -73,17 +85,25 @@ class EvidenceWriter:
             await self._attempt(name, now)
 
     def is_owed(self, name: str) -> bool:
-        """Whether something newer is known of the node than its object says."""
-        return bool(self._due(self.view.get(name) or new_node_evidence(name), name, self._clock()))
+        """Whether something newer is known of the node than its object says, or soon may be: nobody has lost what a
+        source that was added a moment ago has never said."""
+        raw = self.view.get(name) or new_node_evidence(name)
+        return bool(self._due(raw, name, self._clock())) or self._is_unheard(raw, name)
+
+    def _is_unheard(self, raw: Raw, name: str) -> bool:
+        is_early = self._began is None or self._clock() - self._began < self._patience
+        pushing = [one for one in self._awaited if is_early and (one, name) not in self._met]
+        return any(not has_entry(raw, one) for one in (*pushing, *self._round.unanswered))
+
+    def _news(self) -> list[str]:
+        news = [*self.view.take_news(), *self.births.take_news()]
+        for name in news:
+            raw = self.view.get(name)
+            self._met.update((one, name) for one in self._awaited if raw is not None and has_entry(raw, one))
+        return news
 
     async def _poll(self) -> None:
-        for provider in self._providers:
-            try:
-                self._said[provider.name] = await provider.poll()
-            except EvidenceUnavailableError as exc:
-                self._count_error(provider.name)
-                log.warning("evidence provider away, what it said stays until its own end", provider=provider.name)
-                log.debug("evidence provider away", provider=provider.name, exc_info=exc)
+        self._said.update(await self._round.answers())
         names = self.view.names().union(*self._said.values())
         self._todo.update(dict.fromkeys(sorted(names)))
 
@@ -130,25 +150,53 @@ class EvidenceWriter:
             have, want = entry_in(raw, source), said.get(name)
             want = want and evolve(want, source=source)
             is_unreadable = have is None and has_entry(raw, source)
-            if is_unreadable or is_due(have, want, now=now):
+            if is_unreadable or self._is_of_another(have, want, name) or is_due(have, want, now=now):
                 found[source] = want
         return found
+
+    def _is_of_another(self, have: Evidence | None, want: Evidence | None, name: str) -> bool:
+        """What is written is of the node that had this name before, and what is known is not."""
+        born = self.births.get(name)
+        return have is not None and want is not None and is_older(have, born) and not is_older(want, born)
+
+
+def birth_of(raw: Raw) -> datetime | None:
+    try:
+        return born_of(raw)
+    except msgspec.ValidationError:
+        return None
 
 
 class EvidenceView:
     """What is known of every node's evidence: what NodeEvidence objects say, and what this process was told itself.
 
-    It is known of nodes that have not been heard of too. An object that cannot be read leaves what was known.
+    It is known of nodes that have not been heard of too. An object that cannot be read leaves what was known. The
+    sources that are `asked` all have to vouch for a node; what others have said counts for nothing. A proof's moment is
+    by the clock of whoever signed it, so it may have been made a `skew` earlier.
     """
 
-    def __init__(self, own: Mapping[str, Evidence], show: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        own: Mapping[str, Evidence],
+        show: Callable[[str], None],
+        asked: Collection[str],
+        skew: timedelta = timedelta(),
+    ) -> None:
+        self._skew = skew
         self._own = own
         self._show = show
-        self._view: View[tuple[Evidence, ...]] = View(lambda raw: tuple(NodeEvidence.parse(raw).sources.values()))
+        self._asked = frozenset(asked)
+        self._view: View[tuple[Evidence, ...]] = View(self._said_in)
 
     def word_on(self, name: str) -> Evidence | None:
         own = [self._own[name]] if name in self._own else []
-        return combined([*own, *(self._view.get(name) or ())])
+        return combined([*own, *(self._view.get(name) or ())], self._asked)
+
+    def _said_in(self, raw: Raw) -> tuple[Evidence, ...]:
+        return tuple(map(self._at_the_earliest, NodeEvidence.parse(only(raw, self._asked)).sources.values()))
+
+    def _at_the_earliest(self, one: Evidence) -> Evidence:
+        return one if one.nonce_digest is None or one.since is None else evolve(one, since=one.since - self._skew)
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         self._view.replaced(objects)

@@ -14,9 +14,9 @@ from webhook.web.health import Health, Stage
 class Probes:
     """Alive from the start, ready from `begin` on."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, health: Health | None = None) -> None:
         self.metrics = Metrics()
-        self._health = Health()
+        self._health = Health() if health is None else health
         self._grace = settings.drain_timeout.total_seconds()
         self._listener = Listener(probes_app(self._health, self.metrics), host=settings.host, port=settings.ui_port)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -18,6 +17,7 @@ from webhook.clock import utc_now
 from webhook.dev_certificates import make_dev_certificates
 from webhook.listener import Listener
 from webhook.pods import PodFacts
+from webhook.process import stop_signal
 from webhook.scheduler.extender import Bindings, Extender
 from webhook.setting_kinds import is_loopback
 from webhook.settings import Settings
@@ -46,6 +46,8 @@ REVIEWERS_ONLY = frozenset({"/mutate", "/validate"})
 # The scheduler's; where the listener demands client certificates, that is how it is known.
 SCHEDULERS_ONLY = frozenset({"/filter", "/prioritize", "/preempt", "/bind"})
 DEV_CERTIFICATES = Path("certs/dev")
+# How long the start waits for what hints are made of: without it pods go on without some of them.
+HINTS_PATIENCE = 3.0
 # How often expired reservations are collected where nobody needs their devices.
 COLLECT_INTERVAL = 1.0
 
@@ -53,9 +55,7 @@ COLLECT_INTERVAL = 1.0
 async def serve(settings: Settings, *, hints: bool = False) -> None:
     """Serve until SIGTERM or SIGINT, then answer what is in flight."""
     configure_logging(settings.log_level)
-    stop = asyncio.Event()
-    for one in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(one, stop.set)
+    stop = stop_signal()
     warn_if_open(settings)
     async with assembled(settings) as assembly:
         for note in assembly.parts.notes:
@@ -114,8 +114,9 @@ class Server:
         self._parts = parts = assembly.parts
         self._health = Health()
         self._certificates = certificates(settings)
+        self._hinting: asyncio.Future[None] | None = None
         health, metrics = self._health, parts.metrics
-        admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health)
+        admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health, parts.hinting)
         finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health)
         devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
         explain = Explain(parts, health)
@@ -156,6 +157,10 @@ class Server:
                 await listener.start()
                 undo.push_async_callback(listener.stop, 0.0)
             await self._load()
+            await self._parts.feed.first_answers()
+            if self._parts.hinting is not None:
+                self._hinting = asyncio.ensure_future(self._parts.hinting.run())
+                await self._parts.hinting.heard(HINTS_PATIENCE)
             undo.pop_all()
         for name, source in self._certificates.items():
             self._parts.metrics.show_certificate(name, source.not_after)
@@ -183,12 +188,15 @@ class Server:
                 *(source.watch(self._teller(name), every=self._settings.reload_interval) for name, source in pairs),
                 every(COLLECT_INTERVAL, self._collect),
                 *([] if self._parts.attestation is None else [self._parts.attestation.run()]),
+                *([] if self._hinting is None else [self._hinting]),
             )
         ]
         waiting = asyncio.ensure_future(stop.wait())
         done, _ = await asyncio.wait({waiting, *background}, return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
         await cancelled([waiting, *background])
+        if self._parts.hinting is not None:
+            await self._parts.hinting.close()
         for task in done - {waiting}:
             task.result()
 

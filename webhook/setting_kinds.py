@@ -4,7 +4,7 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,8 @@ LOG_LEVELS: Final = {"trace": 5, "debug": 10, "info": 20, "warn": 30, "error": 4
 
 # Longer is a slip of the keyboard, and added to a date it might leave the calendar.
 MAX_DURATION: Final = timedelta(days=7)
+# Of a certificate: ten years.
+MAX_LIFETIME: Final = timedelta(hours=87600)
 DURATION_FORM: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)")
 UNITS: Final = {"ms": "milliseconds", "s": "seconds", "": "seconds", "m": "minutes", "h": "hours"}
 
@@ -62,6 +64,16 @@ def read_duration(text: str) -> timedelta:
     if duration > MAX_DURATION:
         raise ValueError(f"{text!r} is too long")
     return duration
+
+
+def read_lifetime(text: str) -> timedelta:
+    parts = DURATION_FORM.fullmatch(text)
+    if parts is None or float(parts[1]) == 0:
+        raise ValueError(f"{text!r} is not a time that something could last")
+    hours = float(parts[1]) / {"ms": 3_600_000, "s": 3600, "": 3600, "m": 60, "h": 1}[parts[2]]
+    if hours > MAX_LIFETIME.total_seconds() / 3600:
+        raise ValueError(f"{text!r} is too long")
+    return timedelta(hours=hours)
 
 
 def read_interval(text: str) -> timedelta:
@@ -154,6 +166,26 @@ def read_namespace(text: str) -> str:
     return text
 
 
+def read_name(text: str) -> str:
+    if not SUBDOMAIN.fullmatch(text):
+        raise ValueError(f"{text!r} is not the name of an object")
+    return text
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(read_name(part.strip()) for part in text.split(",")))
+
+
+def read_hosts(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(read_host(part.strip()) for part in text.split(",")))
+
+
+def read_directory(text: str) -> Path:
+    if Path(text).exists() and not Path(text).is_dir():
+        raise ValueError(f"{text!r} is not a directory")
+    return Path(text)
+
+
 def read_resource(text: str) -> str:
     # Quota counts it as requests.<name>, which therefore has to be a name too, and may not be one already.
     is_native = "/" not in text or "kubernetes.io/" in text
@@ -182,6 +214,14 @@ def read_word(text: str) -> str:
 
 def read_users(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(read_word(part.strip()) for part in text.split(",")))
+
+
+def read_schedulers(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if not SUBDOMAIN.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a scheduler")
+    return names
 
 
 def read_socket(text: str) -> str:
@@ -255,6 +295,40 @@ def read_hashes(text: str) -> Mapping[str, str]:
     return MappingProxyType(found)
 
 
+def read_buckets(text: str) -> tuple[Mapping[str, object], ...]:
+    found = json_of(text)
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ValueError("this is not a JSON list of objects")
+    return tuple(map(read_bucket, found))
+
+
+def read_bucket(found: Mapping[str, object]) -> Mapping[str, object]:
+    score, name = found.get("minScore"), found.get("priorityClassName")
+    if set(found) != {"minScore", "priorityClassName"} or not is_score(score) or not isinstance(name, str):
+        raise ValueError(f"{json.dumps(found)} is no bucket")
+    if not SUBDOMAIN.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a priority class")
+    return {"minScore": score, "priorityClassName": name}
+
+
+def read_scores(text: str) -> Mapping[str, float]:
+    found = json_of(text)
+    if not isinstance(found, dict) or not all(map(is_score, found.values())):
+        raise ValueError("this is not a JSON object of scores from 0 to 100")
+    return MappingProxyType(found)
+
+
+def is_score(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 100
+
+
+def json_of(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as exc:
+        raise ValueError("this is not JSON") from exc
+
+
 def one_of(*words: str, refused: Mapping[str, str] = MappingProxyType({})) -> Kind[str]:
     def read(text: str) -> str:
         if text in refused:
@@ -293,6 +367,7 @@ AUDIENCE: Final = Kind("one printable word", read_word)
 USERS: Final = Kind(
     "a comma list of user names, such as `system:serviceaccount:kube-system:apiserver-webhook`", read_users, list
 )
+SCHEDULERS: Final = Kind("a comma list of names that pods may have in `schedulerName`", read_schedulers, list)
 SOCKET: Final = Kind("`unix:PATH` or `unix:///PATH`", read_socket)
 TRUST_DOMAIN_NAME: Final = Kind("the name of a trust domain, such as `example.org`", read_trust_domain)
 SPIFFE_ID: Final = Kind("a SPIFFE ID", read_spiffe_id)
@@ -306,8 +381,12 @@ HASH_NAMING: Final = Kind(
 )
 TRUTH: Final = Kind("true, false", read_truth)
 HASHES: Final = Kind("a JSON object, node name to hash", read_hashes, dict)
+BUCKETS: Final = Kind("a JSON list of `{minScore, priorityClassName}`, scores from 0 to 100", read_buckets, Sequence)
+SCORES: Final = Kind("a JSON object, tenant to score from 0 to 100", read_scores, dict)
 LOG_LEVEL: Final = one_of(*LOG_LEVELS)
 INJECTION: Final = one_of("nvidia", "cuda")
+MAP_VISIBLE: Final = one_of("uuid", "index")
+WHEN_UNAVAILABLE: Final = one_of("deny", "queue")
 REQUIRE_EVIDENCE: Final = one_of("asked", "all")
 ON_BIND_DEADLINE: Final = one_of("remove", "keep")
 ON_EVIDENCE_LOST: Final = one_of("report", "taint", "evict")
@@ -325,3 +404,8 @@ EVIDENCE_ID: Final = Kind(
     read_evidence_id,
 )
 NODE: Final = Kind("the name of a node", read_node)
+LIFETIME: Final = Kind("`90s`, `5m`, `2160h`, or a number of seconds; not 0, at most `87600h`", read_lifetime)
+NAME: Final = Kind("the name of an object", read_name)
+OBJECT_NAMES: Final = Kind("a comma list of names of objects", read_names, list)
+HOSTS: Final = Kind("a comma list of addresses and DNS names", read_hosts, list)
+DIRECTORY: Final = Kind("a directory, made if it is not there", read_directory)

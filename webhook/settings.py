@@ -1,33 +1,29 @@
 """Every setting, declared once: its flag, its variable, its key in the YAML file, its rule and its default.
 
-What somebody sets is read as text whatever it came from, so a rule is the same for all three ways. Nobody else reads
-the environment.
+How a table is read is in `setting_table`; `gpuwarden export` has one of its own.
 """
 
-import difflib
-import json
-import os
-import re
-from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final
 
 import yaml
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, field, frozen
 
 from webhook.core import keys
-from webhook.core.errors import GpuwardenError
 from webhook.evidence.evidence_id import DEFAULT_TEMPLATE
 from webhook.setting_kinds import (
     ADDRESS,
     ANNOTATION_KEY,
     ATTESTORS,
     AUDIENCE,
+    BUCKETS,
     BUNDLE_PROFILE,
     COUNT,
+    DIRECTORY,
     DURATION,
     EVIDENCE,
     EVIDENCE_ID,
@@ -35,19 +31,26 @@ from webhook.setting_kinds import (
     HASH_NAMING,
     HASHES,
     HOST,
+    HOSTS,
     HTTPS_URL,
     INJECTION,
     INTERVAL,
     LEDGER,
+    LIFETIME,
     LOG_LEVEL,
+    MAP_VISIBLE,
+    NAME,
     NAMESPACE,
     NODE,
     NODE_NAMING,
+    OBJECT_NAMES,
     ON_BIND_DEADLINE,
     ON_EVIDENCE_LOST,
     PORT,
     REQUIRE_EVIDENCE,
     RESOURCE,
+    SCHEDULERS,
+    SCORES,
     SOCKET,
     SPIFFE_ID,
     SPIRE_SERVER,
@@ -55,35 +58,40 @@ from webhook.setting_kinds import (
     TRUTH,
     URL,
     USERS,
-    Kind,
+    WHEN_UNAVAILABLE,
     host_and_port,
     is_loopback,
-    read_file,
+)
+from webhook.setting_table import (
+    EXPORT_PREFIX,
+    Reader,
+    Retired,
+    Setting,
+    SettingsError,
+    add_table,
+    declared,
+    flag_of,
+    plain,
+    process_environment,
+    row,
+    settings_of,
 )
 
-T = TypeVar("T")
-
-PREFIX: Final = "GPUWARDEN_"
-
-
-# A Service that is called gpuwarden puts GPUWARDEN_PORT=tcp://10.0.0.1:443 and its like into every Pod beside it.
-SERVICE_LINK: Final = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)\Z")
-SERVICE_LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://")
-
-
-class SettingsError(GpuwardenError):
-    """The settings cannot be used; every mistake is named."""
-
-    def __init__(self, mistakes: Iterable[str]) -> None:
-        self.mistakes = tuple(mistakes)
-        super().__init__("; ".join(self.mistakes))
+__all__ = [
+    "RETIRED",
+    "SETTINGS",
+    "Setting",
+    "Settings",
+    "SettingsError",
+    "add_flags",
+    "as_yaml",
+    "load",
+    "process_environment",
+    "reference",
+]
 
 
-def declared(
-    kind: Kind[Any], about: str, *, short: str | None = None, older_variable: str | None = None, in_file: bool = True
-) -> dict[str, object]:
-    """What there is to say of a setting. An `older_variable` is S0's name, looked at when ours is not set."""
-    return {"kind": kind, "about": about, "short": short, "older_variable": older_variable, "in_file": in_file}
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @frozen
@@ -177,7 +185,17 @@ class Settings:
     )
     lease_namespace: str = field(
         default="default",
-        metadata=declared(NAMESPACE, "where the Lease is that elects one of several reconcilers"),
+        metadata=declared(
+            NAMESPACE,
+            "where the Leases are that elect one of several reconcilers or binders; not set, with --in-cluster: "
+            "the Pod's own",
+        ),
+    )
+    scheduler_name: tuple[str, ...] = field(
+        default=("gpu-scheduler",),
+        metadata=declared(
+            SCHEDULERS, "whose pods `bind` puts on nodes, by their `schedulerName`", older_variable="SCHEDULER_NAME"
+        ),
     )
     pending_deadline: timedelta = field(
         default=timedelta(seconds=90),
@@ -192,7 +210,8 @@ class Settings:
         metadata=declared(ON_BIND_DEADLINE, "what becomes of it then: removed, if a controller makes it anew, or kept"),
     )
     evidence: tuple[str, ...] = field(
-        default=("static",), metadata=declared(EVIDENCE, "who says what a node is; all must agree")
+        default=("static",),
+        metadata=declared(EVIDENCE, "who says what a node is; each of them has to vouch for it, all for one hash"),
     )
     require_evidence: str = field(
         default="asked",
@@ -286,6 +305,22 @@ class Settings:
         metadata=declared(INTERVAL, "how often certificates and inventory are looked at for changes"),
     )
 
+    when_unavailable: str = field(
+        default="deny",
+        metadata=declared(
+            WHEN_UNAVAILABLE,
+            "what becomes of a pod that no GPU is free for: refused, or created and kept waiting behind a gate that "
+            "`reconcile` opens. In a cluster a pod with a placement map waits in any case",
+        ),
+    )
+    map_visible: str = field(
+        default="uuid",
+        metadata=declared(
+            MAP_VISIBLE,
+            "how containers are told of the GPUs of a placement map: by UUID, or as the map has them; "
+            "index with --injection cuda",
+        ),
+    )
     injection: str = field(default="nvidia", metadata=declared(INJECTION, "how a GPU gets into a container"))
     gpu_resource: str = field(
         default="nvidia.com/gpu", metadata=declared(RESOURCE, "the resource by which containers ask for GPUs")
@@ -302,11 +337,77 @@ class Settings:
         ),
     )
 
+    scorer: str | None = field(
+        default=None,
+        metadata=declared(
+            URL, "who is asked for hints; `/v1/score` is appended. Not set: nobody", older_variable="SCHEDULER_URL"
+        ),
+    )
+    scorer_timeout: timedelta = field(
+        default=timedelta(seconds=2),
+        metadata=declared(
+            INTERVAL,
+            "how long a pod waits for hints; half of what its review has left at most",
+            older_variable="TIMEOUT_SECONDS",
+            older_is_lenient=True,
+        ),
+    )
+    hint_pods: bool = field(
+        default=True, metadata=declared(TRUTH, "whether hints are asked for at all", older_variable="ENABLE_MUTATION")
+    )
+    priority_buckets: tuple[Mapping[str, object], ...] = field(
+        default=(
+            {"minScore": 90, "priorityClassName": "gpu-ultra"},
+            {"minScore": 70, "priorityClassName": "gpu-high"},
+            {"minScore": 50, "priorityClassName": "gpu-medium"},
+            {"minScore": 0, "priorityClassName": "gpu-default"},
+        ),
+        metadata=declared(BUCKETS, "which priority class a score means", older_variable="PRIORITY_BUCKETS"),
+    )
+    tenant_priorities: Mapping[str, float] = field(
+        default=MappingProxyType({}), metadata=declared(SCORES, "scores of tenants, for `score`; of all others: 50")
+    )
+
     server: str | None = field(default=None, metadata=declared(HTTPS_URL, "the TLS listener of `serve`, for `attest`"))
     server_ca: Path | None = field(
         default=None, metadata=declared(FILE, "its CAs (PEM); not set: the system's. For `attest`")
     )
     node: str | None = field(default=None, metadata=declared(NODE, "the node that this is, for `attest`"))
+
+    certs_namespace: str = field(
+        default="gpuwarden",
+        metadata=declared(NAMESPACE, "where the Service of `serve` and the Secret are, for `certs ensure` and `keep`"),
+    )
+    certs_service: str = field(
+        default="gpuwarden", metadata=declared(NAMESPACE, "the Service that the certificate is for")
+    )
+    certs_names: tuple[str, ...] = field(
+        default=(), metadata=declared(HOSTS, "what else it is for: where `serve` is called by another name")
+    )
+    certs_secret: str = field(default="gpuwarden-tls", metadata=declared(NAME, "the Secret with CA and certificate"))
+    certs_configurations: tuple[str, ...] = field(
+        default=("gpuwarden",),
+        metadata=declared(OBJECT_NAMES, "the webhook configurations, of both kinds, that get the CA bundle"),
+    )
+    certs_dir: Path | None = field(
+        default=None, metadata=declared(DIRECTORY, "where the certificate is put as files too; not set: nowhere")
+    )
+    certs_leaf_life: timedelta = field(
+        default=timedelta(hours=2160), metadata=declared(LIFETIME, "how long a certificate lasts")
+    )
+    certs_renew_before: timedelta = field(
+        default=timedelta(hours=360), metadata=declared(LIFETIME, "how long before its end there is a new one")
+    )
+    certs_ca_life: timedelta = field(
+        default=timedelta(hours=8760), metadata=declared(LIFETIME, "how long a CA lasts, certificates included")
+    )
+    certs_settle: timedelta = field(
+        default=timedelta(minutes=1),
+        metadata=declared(DURATION, "how long a new CA is in the configurations before it signs"),
+    )
+    certs_look_interval: timedelta = field(
+        default=timedelta(seconds=10), metadata=declared(INTERVAL, "how often Secret and configurations are looked at")
+    )
 
     log_level: str = field(
         default="info", metadata=declared(LOG_LEVEL, "what is logged: this and what is graver", short="l")
@@ -333,6 +434,11 @@ class Settings:
         if not host:
             host = "0.0.0.0" if self.extender_plain_anywhere else "127.0.0.1"  # noqa: S104 - somebody has asked for it
         return host, port
+
+    @property
+    def queues(self) -> bool:
+        """Whether pods wait where nothing can be had for them now."""
+        return self.when_unavailable == "queue"
 
     @property
     def keeps_in_cluster(self) -> bool:
@@ -367,51 +473,7 @@ class Settings:
         return self.inventory
 
 
-@frozen
-class Setting:
-    """What is declared of one setting, and the names that follow from its own."""
-
-    name: str
-    default: object
-    kind: Kind[Any]
-    about: str
-    short: str | None
-    older_variable: str | None
-    in_file: bool
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.upper()
-
-    @property
-    def key(self) -> str:
-        first, *others = self.name.split("_")
-        return first + "".join(word.capitalize() for word in others)
-
-    @property
-    def variables(self) -> Iterator[str]:
-        yield self.variable
-        if self.older_variable:
-            yield self.older_variable
-
-
-SETTINGS: Final = tuple(Setting(f.name, f.default, **f.metadata) for f in fields(Settings) if f.metadata)
-
-
-class Retired(NamedTuple):
-    """A flag of S4 that is accepted and does nothing."""
-
-    name: str
-    short: str
-    sentence: str
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+SETTINGS: Final = settings_of(Settings)
 
 
 RETIRED: Final = (
@@ -427,15 +489,8 @@ RETIRED: Final = (
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """All settings as flags. argparse judges none of them: `load` names all mistakes at once."""
-    for one in SETTINGS:
-        names = [one.flag, *([f"-{one.short}"] if one.short else [])]
-        text = f"{one.about}; {one.kind.allowed.replace('`', '')}"
-        shown = plain(one.default)
-        text += "" if shown in (None, {}) else f" (default: {in_words(shown)})"
-        parser.add_argument(*names, dest=one.name, metavar=one.name.rpartition("_")[2].upper(), help=text)
-    for flag in RETIRED:
-        parser.add_argument(flag.flag, f"-{flag.short}", dest=flag.name, help=SUPPRESS)
+    """All settings as flags."""
+    add_table(parser, SETTINGS, RETIRED)
 
 
 def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None, also: Iterable[str] = ()) -> Settings:
@@ -443,126 +498,34 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None, 
 
     `flags` are argparse's values by setting name. An empty variable and an empty key are as good as none.
     """
-    return Reader(flags, process_environment() if environ is None else environ, also).read()
+    return SettingsReader(flags, process_environment() if environ is None else environ, also).read()
 
 
-def process_environment() -> Mapping[str, str]:
-    return os.environ  # noqa: TID251 - the one place that may read it
+class SettingsReader(Reader):
+    """Reads the settings of `serve` and its like, and looks at what does not go together."""
 
-
-class Given(NamedTuple):
-    """What somebody set, and where."""
-
-    text: str
-    source: str
-
-
-class StrictLoader(yaml.SafeLoader):
-    """YAML would let the last of two equal keys win; that one was meant is a guess."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise yaml.constructor.ConstructorError(None, None, f"{min(twice)!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-class Reader:
-    """Reads settings once, collecting mistakes."""
-
-    def __init__(self, flags: Mapping[str, object], environ: Mapping[str, str], also: Iterable[str]) -> None:
-        self.flags = flags
-        self.environ = {name: text for name, text in environ.items() if not is_service_link(name, text)}
-        self.mistakes = list(also)
-        self.given: dict[str, Given] = {}
+    table = SETTINGS
+    elsewhere = (EXPORT_PREFIX,)
 
     def read(self) -> Settings:
-        self.given = self._from_variables() | self._from_flags()
-        self.given = self._from_file() | self.given
-        values = dict(self._values())
-        self._check_names()
-        self._check_together(values)
-        if self.mistakes:
-            raise SettingsError(self.mistakes)
-        sources = {one.name: self.given[one.name].source if one.name in self.given else "default" for one in SETTINGS}
-        chosen = Settings(**values, sources=sources, api_server_of_pod=api_server_of_pod(self.environ))
-        return evolve(chosen, notes=(*self._notes(), *notes_on_times(chosen)))
+        values = self.read_values()
+        if values.get("in_cluster"):
+            values.setdefault("lease_namespace", namespace_of_pod())
+        chosen = Settings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
+        return evolve(chosen, notes=(*self._notes(), *notes_on_times(chosen), *notes_on_queue(chosen)))
 
-    def _from_flags(self) -> dict[str, Given]:
-        return {
-            one.name: Given(str(value), f"flag {one.flag}")
-            for one in SETTINGS
-            if (value := self.flags.get(one.name)) is not None
-        }
-
-    def _from_variables(self) -> dict[str, Given]:
-        return {
-            one.name: Given(self.environ[name], f"variable {name}")
-            for one in SETTINGS
-            for name in reversed(tuple(one.variables))
-            if self.environ.get(name)
-        }
-
-    def _from_file(self) -> dict[str, Given]:
-        named = self.given.get("config")
-        if named is None:
-            return {}
-        content = self._content(named)
-        by_key = {one.key: one for one in SETTINGS if one.in_file}
-        found = {}
-        for key, value in content.items():
-            where = f"key {key} in {named.text}"
-            one = by_key.get(str(key))
-            if one is None:
-                self.mistakes.append(f"{where}: there is no such setting{did_you_mean(str(key), by_key)}")
-            elif value is not None:
-                try:
-                    found[one.name] = Given(text_of(value, one.kind.shape), where)
-                except ValueError as exc:
-                    self.mistakes.append(f"{where}: {exc}; allowed: {one.kind.allowed}")
-        return found
-
-    def _content(self, named: Given) -> Mapping[object, object]:
-        """What stands in the file. That it cannot be read is said when `config` is judged, with the other settings."""
-        try:
-            content = yaml.load(read_file(named.text).read_bytes(), StrictLoader)  # noqa: S506 - a SafeLoader
-        except (ValueError, OSError):
-            return {}
-        except (yaml.YAMLError, RecursionError) as exc:
-            self.mistakes.append(f"{named.source}: {named.text} is not YAML: {' '.join(str(exc).split())}")
-            return {}
-        if content is None:
-            return {}
-        if not isinstance(content, dict):
-            self.mistakes.append(f"{named.source}: {named.text} holds no mapping of settings")
-            return {}
-        return content
-
-    def _values(self) -> Iterator[tuple[str, Any]]:
-        for one in SETTINGS:
-            if one.name in self.given:
-                text, source = self.given[one.name]
-                try:
-                    yield one.name, one.kind.read(text)
-                except ValueError as exc:
-                    self.mistakes.append(f"{source}: {exc}; allowed: {one.kind.allowed}")
-
-    def _check_names(self) -> None:
-        known = {one.variable for one in SETTINGS}
-        for name in sorted(self.environ):
-            if name.startswith(PREFIX) and name not in known:
-                self.mistakes.append(f"variable {name}: there is no such setting{did_you_mean(name, known)}")
-
-    def _check_together(self, values: Mapping[str, Any]) -> None:
-        self._check_all_or_none("tls_cert", "tls_key")
-        self._check_all_or_none("kubernetes_url", "access_token", "ca_certificate")
+    def check_together(self, values: Mapping[str, Any]) -> None:
+        self.check_all_or_none("tls_cert", "tls_key")
+        self.check_all_or_none("kubernetes_url", "access_token", "ca_certificate")
         self._check_cluster(values)
         self._check_spire(values)
         if values.get("review_callers") and "review_token_audience" not in self.given:
-            where = self._where(["review_callers"])
+            where = self.where(["review_callers"])
             self.mistakes.append(f"{where}: nobody is asked for a token; allowed: with --review-token-audience")
         self._check_plain_extender(values)
+        self._check_map_visible(values)
         self._check_jwt_svid(values)
+        self._check_certs(values)
         ports: dict[object, list[str]] = {}
         for one in SETTINGS:
             is_bad = one.name in self.given and one.name not in values
@@ -570,13 +533,20 @@ class Reader:
                 ports.setdefault(values.get(one.name, one.default), []).append(one.name)
         for port, names in ports.items():
             if port != 0 and len(names) > 1:
-                self.mistakes.append(f"{self._where(names)}: more than one listener at port {port}; allowed: one each")
+                self.mistakes.append(f"{self.where(names)}: more than one listener at port {port}; allowed: one each")
+
+    def _check_map_visible(self, values: Mapping[str, Any]) -> None:
+        if values.get("map_visible") == "index" and values.get("injection", "nvidia") != "cuda":
+            self.mistakes.append(
+                f"{self.where(['map_visible'])}: a container that is shown some of its node's GPUs counts them from 0; "
+                "allowed: with --injection cuda"
+            )
 
     def _check_plain_extender(self, values: Mapping[str, Any]) -> None:
         address = values.get("extender_plain_address")
         host = host_and_port(address)[0] if address else ""
         if host and not is_loopback(host) and not values.get("extender_plain_anywhere"):
-            where = self._where(["extender_plain_address"])
+            where = self.where(["extender_plain_address"])
             self.mistakes.append(
                 f"{where}: {host} is not on loopback, and plain HTTP proves nobody; "
                 "allowed: with --extender-plain-anywhere true"
@@ -589,22 +559,32 @@ class Reader:
         ways = [way for way in (kubeconfig, trio, pod) if way]
         if len(ways) > 1:
             names = [name for way in ways for name in way]
-            self.mistakes.append(f"{self._where(names)}: a cluster is named twice; choose one way")
+            self.mistakes.append(f"{self.where(names)}: a cluster is named twice; choose one way")
         if ways:
             return
         if values.get("ledger") == "cluster":
-            self.mistakes.append(f"{self._where(['ledger'])}: a ledger in a cluster needs one; name it by --kubeconfig")
+            self.mistakes.append(f"{self.where(['ledger'])}: a ledger in a cluster needs one; name it by --kubeconfig")
         if "review_token_audience" in self.given:
             self.mistakes.append(
-                f"{self._where(['review_token_audience'])}: only a cluster knows whose a token is; "
+                f"{self.where(['review_token_audience'])}: only a cluster knows whose a token is; "
                 "name it by --kubeconfig"
             )
+
+    def _check_certs(self, values: Mapping[str, Any]) -> None:
+        """A CA has to outlast what it signs, and a certificate its renewal."""
+        names = ("certs_renew_before", "certs_leaf_life", "certs_ca_life")
+        defaults = {one.name: one.default for one in SETTINGS}
+        before, leaf, ca = (values.get(name, defaults[name]) for name in names)
+        if before >= leaf:
+            self.mistakes.append(f"{self.where(names[:2])}: a certificate would be renewed before it is made")
+        elif ca <= leaf + before:
+            self.mistakes.append(f"{self.where(names)}: a CA has to last longer than certificate and renewal together")
 
     def _check_jwt_svid(self, values: Mapping[str, Any]) -> None:
         """What it takes to challenge nodes, and what stands in the way."""
         if "jwt-svid" not in values.get("evidence", ()):
             return
-        where = self._where(["evidence"])
+        where = self.where(["evidence"])
         has_cluster = any(n in self.given for n in ("kubeconfig", "kubernetes_url")) or values.get("in_cluster")
         if "spire_trust_domain" not in self.given:
             self.mistakes.append(f"{where}: jwt-svid needs --spire-trust-domain")
@@ -619,7 +599,7 @@ class Reader:
             )
         profile = values.get("bundle_endpoint_profile")
         if profile == "https_spiffe" and "bundle_endpoint_ca" not in self.given:
-            where = self._where(["bundle_endpoint_profile"])
+            where = self.where(["bundle_endpoint_profile"])
             self.mistakes.append(f"{where}: an SVID is known by its roots; name them by --bundle-endpoint-ca")
 
     def _check_spire(self, values: Mapping[str, Any]) -> None:
@@ -629,22 +609,17 @@ class Reader:
         if not values.get("spire_server", "").startswith("unix:"):
             needed.append("spire_workload_api")
         if missing := [flag_of(name) for name in needed if name not in self.given]:
-            self.mistakes.append(f"{self._where(['evidence'])}: spire-server needs {' and '.join(missing)}")
-
-    def _check_all_or_none(self, *names: str) -> None:
-        present = [name for name in names if name in self.given]
-        missing = [flag_of(name) for name in names if name not in self.given]
-        if present and missing:
-            rule = "both or neither" if len(names) == 2 else "all of them or none"
-            self.mistakes.append(f"{self._where(present)}: {' and '.join(missing)} not set; allowed: {rule}")
-
-    def _where(self, names: Iterable[str]) -> str:
-        return ", ".join(self.given[n].source if n in self.given else f"{flag_of(n)} (default)" for n in names)
+            self.mistakes.append(f"{self.where(['evidence'])}: spire-server needs {' and '.join(missing)}")
 
     def _notes(self) -> Iterator[str]:
         for flag in RETIRED:
             if self.flags.get(flag.name) is not None:
                 yield f"{flag.flag} does nothing: {flag.sentence}"
+
+
+def notes_on_queue(chosen: Settings) -> Iterator[str]:
+    if chosen.queues and not chosen.keeps_in_cluster:
+        yield "--when-unavailable queue: nobody opens gates here; that is the work of `reconcile` in a cluster"
 
 
 def notes_on_times(chosen: Settings) -> Iterator[str]:
@@ -653,15 +628,12 @@ def notes_on_times(chosen: Settings) -> Iterator[str]:
         yield "--pending-deadline is not more than three times --clock-skew: pods may come too late for their GPUs"
 
 
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def is_service_link(name: str, text: str) -> bool:
-    """Whether Kubernetes put the variable there for a Service, and nobody who sets anything."""
-    if not name.startswith(PREFIX):
-        return False
-    return bool(SERVICE_LINK.search(name) or (name.endswith("_PORT") and SERVICE_LINK_VALUE.match(text)))
+def namespace_of_pod() -> str:
+    """Where this Pod is, as its service account says."""
+    try:
+        return (SERVICE_ACCOUNT / "namespace").read_text().strip() or "default"
+    except (OSError, ValueError):
+        return "default"
 
 
 def api_server_of_pod(environ: Mapping[str, str]) -> str | None:
@@ -670,53 +642,6 @@ def api_server_of_pod(environ: Mapping[str, str]) -> str | None:
     if not host or not port:
         return None
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint for a slip of the keyboard. What all names begin with says nothing about likeness."""
-    by_rest = {other.removeprefix(PREFIX).lower(): other for other in known}
-    close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), list(by_rest), n=1, cutoff=0.76)
-    return f"; did you mean {by_rest[close[0]]}?" if close else ""
-
-
-def text_of(value: object, shape: type[object] | None) -> str:
-    """A value of YAML as it would stand in a flag."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str() | int() | float():
-            return str(value)
-        case list() if shape is list and all(isinstance(part, str) for part in value):
-            return ",".join(value)
-        case dict() if shape is dict:
-            return json.dumps(value, default=str)
-    raise ValueError(f"a YAML {type(value).__name__} cannot stand here")
-
-
-def plain(value: object) -> object:
-    """A setting's value as YAML writes it."""
-    match value:
-        case Path():
-            return str(value)
-        case timedelta():
-            return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
-        case tuple():
-            return list(value) or None
-        case Mapping():
-            return dict(value)
-        case _:
-            return value
-
-
-def in_words(shown: object) -> str:
-    """A plain value as it would stand in a flag."""
-    match shown:
-        case list():
-            return ",".join(map(str, shown))
-        case bool():
-            return str(shown).lower()
-        case _:
-            return str(shown)
 
 
 def in_effect(settings: Settings, name: str) -> object:
@@ -755,19 +680,6 @@ is in effect and where it comes from. Variables that Kubernetes sets for a Servi
 def reference() -> str:
     """The table of all settings as Markdown."""
     return REFERENCE + "".join(map(row, SETTINGS)) + "".join(retired_rows())
-
-
-def row(one: Setting) -> str:
-    shown = plain(one.default)
-    cells = [
-        f"`{one.flag}`" + (f", `-{one.short}`" if one.short else ""),
-        f"`{one.variable}`" + (f", else `{one.older_variable}`" if one.older_variable else ""),
-        f"`{one.key}`" if one.in_file else "",
-        "" if shown in (None, {}) else f"`{in_words(shown)}`",
-        one.kind.allowed,
-        one.about,
-    ]
-    return "| " + " | ".join(cells) + " |\n"
 
 
 def retired_rows() -> Iterator[str]:

@@ -42,6 +42,21 @@ ADMISSION_BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1,
 OPERATIONS: Final = frozenset({"CREATE", "UPDATE", "DELETE", "CONNECT"})
 OTHER_OPERATION: Final = "OTHER"
 
+# What may become of a question to a scorer; the first three ended with hints.
+SCORING_OUTCOMES: Final = (
+    "answered",
+    "cached",
+    "shared",
+    "timeout",
+    "late",
+    "unreachable",
+    "refused",
+    "broken",
+    "malformed",
+    "resting",
+    "no-candidates",
+)
+
 # How taking in a changed file ended; refused: the old one is kept.
 Outcome = Literal["reloaded", "refused"]
 
@@ -234,12 +249,24 @@ class Metrics:
         bundles = self._counter("gpuwarden_trust_bundle_looks_total", "Looks at the trust bundle", "outcome")
         nodes = self._counter("gpuwarden_extender_nodes_total", "Nodes that were offered, by our answer", "answer")
         events = self._counter("gpuwarden_events_total", "Events told about pods and nodes", "reason")
+        bindings = self._counter("gpuwarden_bindings_total", "Pods to be put on nodes, by what became of it", "outcome")
+        scorings = self._counter("gpuwarden_scoring_total", "Pods to be hinted, by outcome", "outcome")
+        scoring_seconds = Histogram(
+            "gpuwarden_scoring_duration_seconds",
+            "Time from a question to a scorer to its end",
+            ["outcome"],
+            registry=self.registry,
+            buckets=ADMISSION_BUCKETS,
+        )
         self._conflicts = self._counter("gpuwarden_ledger_conflicts_total", "Placements that somebody else was given")
         self._seconds = Bound[tuple[str, str], Histogram](lambda key: seconds.labels(*key))
         self._events = Bound[str, Counter](events.labels)
         self._extender = Bound[tuple[str, str], Histogram](lambda key: extender.labels(*key))
         self._nodes = Bound[str, Counter](nodes.labels)
         self._proofs = Bound[str, Counter](proofs.labels)
+        self._bindings = Bound[str, Counter](bindings.labels)
+        self._scorings = Bound[str, Counter](scorings.labels)
+        self._scoring_seconds = Bound[str, Histogram](scoring_seconds.labels)
         self._bundles = Bound[str, Counter](bundles.labels)
         changes = self._counter("gpuwarden_evidence_changes_total", "Changes of nodes' evidence by new state", "state")
         provider_errors = self._counter(
@@ -249,6 +276,8 @@ class Metrics:
         self._provider_errors = Bound[str, Counter](provider_errors.labels)
         for outcome in ("accepted", "replayed"):  # what alerts ask about is there from the start
             proofs.labels(outcome)
+        for outcome in SCORING_OUTCOMES:
+            scorings.labels(outcome)
         for state in EvidenceState:
             changes.labels(state)
         self._verdicts = Bound[str, Counter](verdicts.labels)
@@ -282,6 +311,17 @@ class Metrics:
     def count_proof(self, outcome: str) -> None:
         """How one answer to a challenge ended: taken, or by what was wrong with it."""
         self._proofs[outcome].inc()
+
+    def count_binding(self, outcome: str) -> None:
+        """What became of one try to put a pod on a node, or that no node would do; a word of ours."""
+        self._bindings[outcome].inc()
+
+    def count_scoring(self, outcome: str) -> None:
+        """How one question to the scorer ended, or why it was not put; a word of `SCORING_OUTCOMES`."""
+        self._scorings[outcome].inc()
+
+    def observe_scoring(self, outcome: str, seconds: float) -> None:
+        self._scoring_seconds[outcome].observe(seconds)
 
     def count_evidence_change(self, state: str) -> None:
         self._changes[state].inc()

@@ -52,9 +52,13 @@ class Listener(Protocol):
 class Watch:
     """The objects under one path of the API server."""
 
-    def __init__(self, api: client.ApiClient, path: str, listener: Listener) -> None:
+    def __init__(
+        self, api: client.ApiClient, path: str, listener: Listener, only: Mapping[str, str] | None = None
+    ) -> None:
+        """`only`: the selectors of a query, where not all objects are wanted."""
         self._api = api
         self._path = path
+        self._only = dict(only or {})
         self._listener = listener
         self._version = ""
         self.is_current = False
@@ -87,7 +91,7 @@ class Watch:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _list(self) -> None:
-        found, self._version = await whole_list(self._api, self._path)
+        found, self._version = await whole_list(self._api, self._path, self._only)
         self.lists += 1
         self._listener.replaced(found)
         self.is_current = True
@@ -95,6 +99,7 @@ class Watch:
 
     async def _events(self) -> AsyncIterator[Raw]:
         query = {
+            **self._only,
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": self._version,
@@ -124,10 +129,12 @@ def key_of(raw: Raw) -> str:
     return f"{meta.get('namespace', '')}/{meta['name']}"
 
 
-async def whole_list(api: client.ApiClient, path: str) -> tuple[dict[str, Raw], str]:
+async def whole_list(
+    api: client.ApiClient, path: str, only: Mapping[str, str] | None = None
+) -> tuple[dict[str, Raw], str]:
     """All objects at one version, from a quorum and not from a cache, by `namespace/name`; and the version."""
     found: dict[str, Raw] = {}
-    query = {"limit": str(PAGE)}
+    query = {**(only or {}), "limit": str(PAGE)}
     while True:
         async with await opened(api, path, query, LIST_TIMEOUT) as response:
             page = msgspec.json.decode(await response.read())

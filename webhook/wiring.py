@@ -1,8 +1,9 @@
 """Puts the parts together as the settings say. Nothing here runs by itself."""
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from attrs import evolve, frozen
 
@@ -11,9 +12,10 @@ from webhook.clock import Clock
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device_state import DeviceState, device_state
-from webhook.core.dress import DressRules, Injection
+from webhook.core.dress import DressRules, Injection, MapVisible
 from webhook.core.errors import GpuwardenError
 from webhook.core.fleet import Fleet
+from webhook.core.hints import Bucket
 from webhook.core.keys import REQUIRED_HASH
 from webhook.evidence.proofs import MemoryProofs
 from webhook.evidence.static import NOTE as STATIC_NOTE
@@ -27,6 +29,9 @@ from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
 from webhook.namespaces import ClaimReading, Namespaces, Undemanding
 from webhook.pods import PodSource, ReviewedPods
+from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs
+from webhook.scoring.client import ScorerClient
+from webhook.scoring.hints import Hinting
 from webhook.settings import Settings
 from webhook.telemetry import FleetCounts, Metrics
 from webhook.web.admission import Rules
@@ -37,6 +42,9 @@ class Feeding(Protocol):
 
     async def load(self) -> None:
         """The first readings; what cannot be read stops the start."""
+
+    async def first_answers(self) -> None:
+        """Until everybody who is asked about evidence has answered once."""
 
     async def run(self, interval: float) -> None:
         """For ever."""
@@ -56,6 +64,7 @@ class Parts:
     metrics: Metrics
     notes: tuple[str, ...]
     attestation: Attestation | None = None
+    hinting: Hinting | None = None
 
 
 def embedded(settings: Settings, clock: Clock) -> Parts:
@@ -66,7 +75,8 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
     providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
     feed = Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
     parts = assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods(), Undemanding())
-    return evolve(parts, attestation=attestation_of(settings, proofs, clock, metrics))
+    attestation = attestation_of(settings, proofs, clock, metrics)
+    return evolve(parts, attestation=attestation, hinting=hinting_of(settings, parts))
 
 
 def assembled(
@@ -96,6 +106,29 @@ def assembled(
     return parts
 
 
+def hinting_of(
+    settings: Settings, parts: Parts, jobs: RunningJobs | None = None, classes: PriorityClasses | None = None
+) -> Hinting | None:
+    """None where nobody is to be asked."""
+    if settings.scorer is None or not settings.hint_pods:
+        return None
+    timeout = settings.scorer_timeout.total_seconds()
+    return Hinting(
+        ScorerClient(settings.scorer, timeout, parts.metrics),
+        parts.fleet,
+        parts.clock,
+        parts.metrics,
+        timeout=timeout,
+        buckets=tuple(bucket_of(one) for one in settings.priority_buckets),
+        jobs=jobs or RunningJobs(),
+        classes=classes or EveryPriorityClass(),
+    )
+
+
+def bucket_of(found: Mapping[str, Any]) -> Bucket:
+    return Bucket(found["minScore"], found["priorityClassName"])
+
+
 def policy_of(settings: Settings) -> EvidencePolicy:
     return EvidencePolicy(is_always_required=settings.evidence_required_of == "all")
 
@@ -118,8 +151,15 @@ def hash_aliases(settings: Settings) -> tuple[str, ...]:
 def rules_of(settings: Settings, namespaces: Namespaces) -> Rules:
     return Rules(
         claims=ClaimReading(ClaimRules(settings.gpu_resource, hash_aliases(settings)), namespaces),
-        dress=DressRules(Injection(settings.injection), settings.gpu_resource, settings.write_aliases),
+        dress=DressRules(
+            Injection(settings.injection),
+            settings.gpu_resource,
+            settings.write_aliases,
+            MapVisible(settings.map_visible),
+        ),
         bind_deadline=settings.bind_deadline,
+        queues=settings.queues,
+        queues_mapped=settings.keeps_in_cluster,
     )
 
 

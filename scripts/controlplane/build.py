@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PINS = HERE / "pins.toml"
 GO_VERSION = re.compile(r"go version go(\d+)\.(\d+)")
 
 
@@ -30,63 +29,69 @@ class ToolMissingError(BuildError):
 
 @dataclass(frozen=True)
 class Module:
-    """One Go module of ours and the commands that are built from it."""
+    """One Go module of ours, the commands that are built from it, and what is taken from the one that it pins."""
 
-    name: str
+    directory: Path
+    pinned: str
     version: str
     ldflags: str
     binaries: Mapping[str, str]
+    directories: Mapping[str, str]
 
     @property
-    def directory(self) -> Path:
-        return HERE / self.name
+    def name(self) -> str:
+        return self.directory.name
 
 
 @dataclass(frozen=True)
 class Pins:
-    """The content of pins.toml."""
+    """The content of pins.toml, and where that is."""
 
+    where: Path
     go: str
     modules: tuple[Module, ...]
 
     @property
-    def binaries(self) -> frozenset[str]:
-        return frozenset(name for module in self.modules for name in module.binaries)
+    def made(self) -> frozenset[str]:
+        """All that is there when everything has been built."""
+        return frozenset(name for module in self.modules for name in (*module.binaries, *module.directories))
 
 
-def read_pins() -> Pins:
-    raw = tomllib.loads(PINS.read_text())
+def read_pins(where: Path = HERE) -> Pins:
+    raw = tomllib.loads((where / "pins.toml").read_text())
     go = raw.pop("go")
-    return Pins(go, tuple(checked(name, one) for name, one in raw.items()))
+    return Pins(where, go, tuple(checked(where / name, one) for name, one in raw.items()))
 
 
-def checked(name: str, raw: dict[str, Any]) -> Module:
+def checked(directory: Path, raw: dict[str, Any]) -> Module:
     """The module as pinned, which its go.mod has to agree with: that is what `go` goes by."""
     requirement = f"require {raw['module']} {raw['version']}"
-    if requirement not in (HERE / name / "go.mod").read_text().splitlines():
-        raise BuildError(f"{name}/go.mod and pins.toml disagree: go.mod has to say `{requirement}`")
+    if requirement not in (directory / "go.mod").read_text().splitlines():
+        raise BuildError(f"{directory.name}/go.mod and pins.toml disagree: go.mod has to say `{requirement}`")
     ldflags = "-s -w " + raw.get("ldflags", "").format(version=raw["version"])
-    return Module(name, raw["version"], ldflags.strip(), raw["binaries"])
+    taken = raw.get("directories", {})
+    return Module(directory, raw["module"], raw["version"], ldflags.strip(), raw["binaries"], taken)
 
 
 def digest_of(pins: Pins) -> str:
     """What the binaries depend on, so that another checkout with other pins has a place of its own."""
-    whole = hashlib.sha256(PINS.read_bytes())
+    whole = hashlib.sha256((pins.where / "pins.toml").read_bytes())
     for module in pins.modules:
-        for name in ("go.mod", "go.sum"):
+        own = sorted(file.name for file in module.directory.glob("*.go") if file.name != "tools.go")
+        for name in ("go.mod", "go.sum", *own):
             whole.update((module.directory / name).read_bytes())
     return whole.hexdigest()[:16]
 
 
 def cache_directory() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - where the user's caches are is no setting of ours
-    return (Path(base) if base else Path.home() / ".cache") / "gpuwarden" / "controlplane"
+    return (Path(base) if base else Path.home() / ".cache") / "gpuwarden"
 
 
-def binaries() -> Path:
+def binaries(where: Path = HERE) -> Path:
     """The directory of the binaries, built if they are not there. Who comes second waits for the first."""
-    pins = read_pins()
-    cache = cache_directory() / digest_of(pins)
+    pins = read_pins(where)
+    cache = cache_directory() / where.name / digest_of(pins)
     bin_directory = cache / "bin"
     if is_complete(bin_directory, pins):
         return bin_directory
@@ -100,7 +105,7 @@ def binaries() -> Path:
 
 def is_complete(directory: Path, pins: Pins) -> bool:
     """It is filled under another name and renamed when done, so what is there is whole."""
-    return all((directory / name).exists() for name in pins.binaries)
+    return all((directory / name).exists() for name in pins.made)
 
 
 @contextmanager
@@ -115,14 +120,18 @@ def find_go(pins: Pins) -> str:
     install = f"install Go {wanted} or newer and have `go` on the PATH"
     go = shutil.which("go")
     if go is None:
-        raise ToolMissingError(f"the control plane is built with Go, which is not here: {install}")
+        raise ToolMissingError(f"{the_rig(pins)} is built with Go, which is not here: {install}")
     # Asked inside a module of ours: a `go` that may fetch a newer toolchain by itself answers with that one's version.
-    asked = subprocess.run([go, "version"], cwd=HERE / "kube", capture_output=True, text=True, check=False)
+    asked = subprocess.run([go, "version"], cwd=pins.modules[0].directory, capture_output=True, text=True, check=False)
     found = GO_VERSION.match(asked.stdout)
     if found is None or tuple(map(int, found.groups())) < tuple(map(int, wanted.split("."))):
         said = (asked.stdout or asked.stderr).strip()
-        raise ToolMissingError(f"the control plane is built with Go, and this one is too old ({said}): {install}")
+        raise ToolMissingError(f"{the_rig(pins)} is built with Go, and this one is too old ({said}): {install}")
     return go
+
+
+def the_rig(pins: Pins) -> str:
+    return "the control plane" if pins.where == HERE else f"the {pins.where.name}"
 
 
 def build_all(go: str, pins: Pins, target: Path) -> None:
@@ -133,6 +142,7 @@ def build_all(go: str, pins: Pins, target: Path) -> None:
             names = ", ".join(module.binaries)
             print(f"building {names} {module.version}: minutes the first time", file=sys.stderr)
             build(go, module, made)
+            take(go, module, made)
         shutil.rmtree(target, ignore_errors=True)
         made.rename(target)
 
@@ -146,3 +156,16 @@ def build(go: str, module: Module, target: Path) -> None:
     command = ["env", "GOWORK=off", go, "build", *flags, *module.binaries.values()]
     if subprocess.run(command, cwd=module.directory, stdout=sys.stderr, check=False).returncode:
         raise BuildError(f"building {module.name} {module.version} failed; what `go` said stands above")
+
+
+def take(go: str, module: Module, target: Path) -> None:
+    """Directories of the pinned module, writable unlike those in Go's cache."""
+    if not module.directories:
+        return
+    command = ["env", "GOWORK=off", go, "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", module.pinned]
+    asked = subprocess.run(command, cwd=module.directory, stdout=subprocess.PIPE, text=True, check=False)
+    if asked.returncode:
+        raise BuildError(f"{module.pinned} {module.version} is nowhere; what `go` said stands above")
+    for name, inside in module.directories.items():
+        shutil.copytree(Path(asked.stdout.strip()) / inside, target / name, copy_function=shutil.copyfile)
+        (target / name).chmod(0o755)

@@ -71,7 +71,7 @@ class World:
             return True
         labelled = [one.name for one in self.nodes.values() if one.labels.get("gpu-node-name") == wanted]
         if labelled:
-            return node.name in labelled
+            return labelled == [node.name]
         return node.name == wanted
 
     def evidence_objection(self, node: Node, claim: Claim) -> str | None:

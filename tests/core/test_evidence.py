@@ -67,7 +67,9 @@ def test_one_provider_is_taken_at_its_word() -> None:
 def test_providers_that_agree_are_good_while_all_are() -> None:
     early = Evidence("a", HASH, "static", since=NOW - 2 * SECOND, until=NOW + 5 * SECOND)
     late = Evidence("a", HASH, "jwt-svid", since=NOW - SECOND, until=NOW + 9 * SECOND)
-    assert combined([early, late]) == Evidence("a", HASH, "jwt-svid+static", since=NOW - SECOND, until=NOW + 5 * SECOND)
+    assert combined([early, late]) == Evidence(
+        "a", HASH, "jwt-svid+static", NOW - SECOND, NOW + 5 * SECOND, oldest=NOW - 2 * SECOND
+    )
 
 
 def test_an_open_end_does_not_lengthen_anothers() -> None:
@@ -106,3 +108,24 @@ def test_a_ban_without_a_hash_bans() -> None:
 def test_a_stale_word_makes_the_whole_stale() -> None:
     both = combined([evidence("a", HASH), evidence("a", HASH, until=NOW)])
     assert state_of(both, NOW) is EvidenceState.STALE
+
+
+def test_who_is_asked_and_says_nothing_leaves_the_node_unproven() -> None:
+    word = evidence("a", HASH, since=NOW, until=NOW + SECOND)
+    assert state_of(combined([word], {"static"}), NOW) is EvidenceState.FRESH
+    half = combined([word], {"static", "spire-server"})
+    assert half is not None
+    assert half.silent == {"spire-server"}
+    assert state_of(half, NOW) is EvidenceState.ABSENT
+    assert combined([], {"static", "spire-server"}) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        (evidence("a", HASH, is_banned=True), EvidenceState.BANNED),
+        (evidence("a", HASH, is_conflict=True), EvidenceState.CONFLICT),
+    ],
+)
+def test_a_ban_and_a_conflict_need_no_second_word(word: Evidence, state: EvidenceState) -> None:
+    assert state_of(combined([word], {"static", "jwt-svid"}), NOW) is state

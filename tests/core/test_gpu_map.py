@@ -78,6 +78,7 @@ def test_a_map_is_read_as_its_author_meant(text: str, entries: dict[int, tuple[s
     assert parsed(text) == entries
 
 
+@pytest.mark.defect("S1-2")
 @pytest.mark.parametrize(("text", "line", "code"), INVALID.values(), ids=INVALID)
 def test_a_line_that_means_nothing_is_named(text: str, line: int, code: str) -> None:
     with pytest.raises(InvalidPodError) as caught:
@@ -121,6 +122,12 @@ def test_a_map_of_nothing_but_mistakes_is_answered_in_bounded_length() -> None:
 def test_a_map_longer_than_any_set_is_not_read() -> None:
     with pytest.raises(InvalidPodError, match=f"the map has {MAX_LINES + 1} lines, 10000 are read"):
         parse_map("\n" * MAX_LINES)
+
+
+def test_a_map_of_ten_thousand_lines_is_read_whole() -> None:
+    entries = parsed("\n".join(f"{n}=node-{n // 8}:{n % 8}" for n in range(MAX_LINES)))
+    assert len(entries) == MAX_LINES
+    assert entries[9_999] == ("node-1249", "7")
 
 
 def test_leading_zeros_do_not_count() -> None:

@@ -23,6 +23,15 @@ from webhook.core.keys import Key, is_protected_annotation
         ),
         pytest.param(keys.NODE, ("gpuwarden.io/node", "fudo.org/gpu.node"), id="node"),
         pytest.param(keys.CLAIM, ("gpuwarden.io/claim",), id="claim"),
+        pytest.param(
+            keys.PRIORITY_SCORE, ("gpuwarden.io/priority-score", "scheduler.radix.ai/priority-score"), id="score"
+        ),
+        pytest.param(keys.CHOSEN_GPU, ("gpuwarden.io/chosen-gpu", "scheduler.radix.ai/chosen-gpu"), id="chosen-gpu"),
+        pytest.param(
+            keys.DECISION_TIMESTAMP,
+            ("gpuwarden.io/decision-timestamp", "scheduler.radix.ai/decision-timestamp"),
+            id="decision-timestamp",
+        ),
     ],
 )
 def test_a_key_is_called_what_its_readers_call_it(key: Key, names: tuple[str, ...]) -> None:
@@ -47,6 +56,10 @@ def test_a_key_is_called_what_its_readers_call_it(key: Key, names: tuple[str, ..
         pytest.param(keys.HOSTNAME_LABEL, "kubernetes.io/hostname", id="hostname"),
         pytest.param(keys.POD_INDEX_LABEL, "apps.kubernetes.io/pod-index", id="pod-index"),
         pytest.param(keys.LOGICAL_NODE_LABEL, "gpu-node-name", id="logical-node"),
+        pytest.param(keys.JOB_TYPE, "app.kubernetes.io/job-type", id="job-type"),
+        pytest.param(keys.GPU_MEMORY, "gpu.mem.gi", id="gpu-memory"),
+        pytest.param(keys.BATCH_SIZE, "ml.batch_size", id="batch-size"),
+        pytest.param(keys.TENANT, "scheduler.radix.ai/tenant", id="tenant"),
     ],
 )
 def test_a_name_that_others_give_is_spelt_as_they_spell_it(constant: str, text: str) -> None:

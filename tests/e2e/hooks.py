@@ -69,7 +69,7 @@ async def is_reviewed(kube: Kube, namespace: str) -> bool:
     """Both hooks act: the mutating one refuses what cannot be had, and the validating one a forged annotation in a pod
     that the mutating one lets pass. A new configuration takes effect some milliseconds after it is written."""
     refused = [
-        pod("probe", annotations={"gpuwarden.io/required-hash": "sha256:nobody-has-this"}),
+        pod("probe", annotations={"gpuwarden.io/gpu-count": "nobody-reads-this"}),
         pod("probe", annotations={"cdi.k8s.io/probe": "nvidia.com/gpu=all"}),
     ]
     for one in refused:

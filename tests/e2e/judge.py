@@ -94,8 +94,9 @@ class Judge:
             other = self.of_gpu.get(gpu, holder.uid)
             if other != holder.uid:
                 self.wrongs.append(f"{version}: {gpu} is also of {self.living[other].name}")
-        if shown_gpus(spec) != {",".join(holder.gpus)}:
-            self.wrongs.append(f"{version}: its containers see {shown_gpus(spec)}, its annotation says {holder.gpus}")
+        shown = shown_gpus(spec, meta["annotations"].get("gpuwarden.io/gpu-uuid", ""))
+        if shown != {",".join(holder.gpus)}:
+            self.wrongs.append(f"{version}: its containers see {shown}, its annotation says {holder.gpus}")
         on, reserved = spec.get("nodeName"), meta["annotations"].get("gpuwarden.io/node")
         if on and on != reserved:
             self.wrongs.append(f"{version}: on {on}, reserved on {reserved}")
@@ -125,10 +126,10 @@ def holder_of(raw: Raw) -> Holder:
     )
 
 
-def shown_gpus(spec: dict[str, Any]) -> set[str]:
-    """What a container runtime would go by."""
+def shown_gpus(spec: dict[str, Any], annotated: str) -> set[str]:
+    """What a container runtime would go by; what is read from the pod's annotation says the same."""
     return {
-        env.get("value", "")
+        env.get("value", "") if "valueFrom" not in env else annotated
         for container in spec["containers"]
         for env in container.get("env", ())
         if env["name"] == "NVIDIA_VISIBLE_DEVICES"

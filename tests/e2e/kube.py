@@ -177,6 +177,10 @@ def decoded(text: str) -> bytes:
     return base64.b64decode(text)
 
 
+class NotInTimeError(AssertionError):
+    """What was waited for did not come: the one failure that a machine with too much to do can cause by itself."""
+
+
 async def wait_until(
     look: Callable[[], Awaitable[Found]], is_right: Callable[[Found], object] = bool, seconds: float = PATIENCE
 ) -> Found:
@@ -184,7 +188,7 @@ async def wait_until(
     until = time.monotonic() + seconds
     while not is_right(seen := await look()):
         if time.monotonic() > until:
-            raise AssertionError(f"not within {seconds} s; last seen: {json.dumps(seen, default=str)[:3000]}")
+            raise NotInTimeError(f"not within {seconds} s; last seen: {json.dumps(seen, default=str)[:3000]}")
         await asyncio.sleep(0.05)
     return seen
 

@@ -244,6 +244,8 @@ SPARE: dict[str, dict[Use, str]] = {
         ("gpuwarden.io", "nodeevidences", "create"): PROOFS_ONLY,
         ("gpuwarden.io", "nodeevidences/status", "update"): PROOFS_ONLY,
         ("", "nodes", "get"): PROOFS_ONLY,
+        ("scheduling.k8s.io", "priorityclasses", "list"): "with --scorer",
+        ("scheduling.k8s.io", "priorityclasses", "watch"): "with --scorer",
         ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
     },
     "gpuwarden-reconcile": {
@@ -253,6 +255,12 @@ SPARE: dict[str, dict[Use, str]] = {
         ("", "nodes", "patch"): "with --on-evidence-lost taint",
         ("", "pods/eviction", "create"): "with --on-evidence-lost evict",
         ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",
+    },
+    "gpuwarden-bind": {
+        ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
+        ("gpuwarden.io", "gpunodes/status", "update"): "where nobody else has learnt yet whose a reservation is",
+        ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
+        ("", "pods", "get"): "one pod is looked at where a Binding was not answered, which is chance here",
     },
 }
 
@@ -302,10 +310,16 @@ async def test_each_account_may_do_what_it_does_and_no_more(
         other = stack.enter_context(reconciling(tmp_path / "reconcile", [*lease, *soon]))
         await kube.delete(PODS, "first", namespace)
         await pods_come_run_and_go(kube, namespace, running, cluster)
+        await a_pod_waits_and_is_served(kube, namespace)
+        binder = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-bind"))
+        (tmp_path / "bind").mkdir()
+        bind = ["--lease-namespace", OURS, "--kubeconfig", binder]
+        third = stack.enter_context(reconciling(tmp_path / "bind", bind, command="bind"))
+        await pods_are_bound_or_told_why(kube, namespace)
         await pods_that_cannot_run_are_removed(kube, namespace)
         await nodes_come_change_and_go(kube, cluster)
         await callers_are_asked(running, cluster, namespace)
-        await probes_are_not_asked(running, other)
+        await probes_are_not_asked(running, other, third)
     seen = requests(directory / "audit.log")
     assert [one for one in seen if one[2] in (401, 403)] == []
     for name, uses in granted().items():
@@ -362,6 +376,36 @@ async def pods_come_run_and_go(kube: Kube, namespace: str, running: Running, clu
     await kube.delete(PODS, "p0", namespace)
     await gone(kube, PODS, "p0", namespace)
     await wait_until(lambda: held(kube), lambda found: found == {})
+
+
+async def a_pod_waits_and_is_served(kube: Kube, namespace: str) -> None:
+    """One whose map names a GPU that somebody else has."""
+    made = await kube.create(PODS, pod("holder", gpus=1), namespace)
+    notes = made["metadata"]["annotations"]
+    text = f"0={notes['gpuwarden.io/node']}:{notes['gpuwarden.io/gpu-uuid']}"
+    content = pod("waits", annotations={"gpuwarden.io/gpu-map": text})
+    content["metadata"]["labels"] = {"apps.kubernetes.io/pod-index": "0"}
+    waits = await kube.create(PODS, content, namespace)
+    assert waits["spec"]["schedulingGates"] == [{"name": "gpuwarden.io/queue"}]
+    await kube.delete(PODS, "holder", namespace)
+    await pod_in_phase(kube, namespace, "waits", "Running")
+    await kube.delete(PODS, "waits", namespace)
+    await gone(kube, PODS, "waits", namespace)
+
+
+async def pods_are_bound_or_told_why(kube: Kube, namespace: str) -> None:
+    await kube.create(PODS, pod("told", schedulerName="gpu-scheduler", nodeSelector={"no": "node"}), namespace)
+
+    async def condition() -> str:
+        found = (await kube.get(PODS, "told", namespace))["status"].get("conditions", ())
+        return "".join(one.get("reason", "") for one in found)
+
+    await wait_until(condition, lambda reason: "Unschedulable" in reason)
+    await kube.create(PODS, pod("bound", gpus=1, schedulerName="gpu-scheduler"), namespace)
+    await pod_in_phase(kube, namespace, "bound", "Running")
+    for name in ("bound", "told"):
+        await kube.delete(PODS, name, namespace)
+        await gone(kube, PODS, name, namespace)
 
 
 async def pods_that_cannot_run_are_removed(kube: Kube, namespace: str) -> None:

@@ -32,7 +32,7 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_discovery import ANNOTATION, NODE_EVIDENCES, reconciling, said
 from tests.e2e.test_ledger import GPU_NODES, installed
-from tests.running import WITHOUT_EVIDENCE, serving
+from tests.running import WITHOUT_EVIDENCE, challenging, serving
 from webhook.clock import utc_now
 from webhook.evidence.node_evidence import new_node_evidence
 
@@ -119,7 +119,7 @@ def asking(name: str, labels: Mapping[str, str] | None = None, gpus: int = 1) ->
 async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
     """The policy is the fixture's parameter."""
     await installed(kube)
-    where = ["--kubeconfig", str(cluster.kubeconfig)]
+    where = ["--kubeconfig", str(cluster.kubeconfig), *challenging(tmp_path)]
     async with AsyncExitStack() as stack:
         namespace = await stack.enter_async_context(new_namespace(kube, ENABLED))
         stack.push_async_callback(cleared, kube, namespace)

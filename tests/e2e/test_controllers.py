@@ -58,6 +58,17 @@ async def holders(here: Site) -> set[str]:
     return {entry.get("uid", "") for entry in (await here.held()).values() if entry["phase"] == "finalized"}
 
 
+async def made(here: Site, one: Raw) -> bool:
+    """Whether there was room for it by now."""
+    try:
+        await here.kube.create(PODS, one, here.namespace)
+    except ApiError as error:
+        if error.reason != "NoFreeDevice":
+            raise
+        return False
+    return True
+
+
 async def nothing_held(here: Site, seconds: float = LEAK_LIMIT) -> float:
     """How long it took."""
     started = time.monotonic()
@@ -209,4 +220,4 @@ async def test_a_terminating_pod_keeps_its_gpu_until_its_finalizer_lets_it_go(he
     await here.kube.patch(PODS, "stays", {"metadata": {"finalizers": None}}, here.namespace)
     await gone(here.kube, PODS, "stays", here.namespace)
     await wait_until(lambda: holders(here), lambda found: len(found) == 1)
-    await here.kube.create(PODS, pod("next", gpus=4), here.namespace)
+    await wait_until(lambda: made(here, pod("next", gpus=4)))  # the replica hears of it a moment later

@@ -26,12 +26,14 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from scripts.controlplane.components import SCHEDULERS
 from scripts.controlplane.credentials import SCHEDULER
 from tests.e2e.conftest import new_namespace
-from tests.e2e.kube import EVENTS, NODES, PATIENCE, PODS, ApiError, Kube, Raw, Resource, pod, wait_until
+from tests.e2e.hooks import ENABLED, at_url, reviewed
+from tests.e2e.kube import EVENTS, NAMESPACES, NODES, PATIENCE, PODS, ApiError, Kube, Raw, Resource, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
-from tests.running import GPUWARDEN, Running, reconciling, serving
+from tests.running import GPUWARDEN, Running, challenging, reconciling, serving
 from webhook.clock import utc_now
 from webhook.core.evidence import Evidence
+from webhook.evidence.jwt_svid import SOURCE
 from webhook.evidence.node_evidence import new_node_evidence, with_entries
 from webhook.listener import Listener
 
@@ -62,11 +64,11 @@ class Scene:
     async def prove(self, name: str, digest: str | None) -> None:
         """As a provider's writer would; None takes its word back."""
         now = utc_now().astimezone(UTC)
-        word = digest and Evidence(name, digest, "test", now, now + timedelta(hours=1))
+        word = digest and Evidence(name, digest, SOURCE, now, now + timedelta(hours=1))
         if await self.kube.find(NODE_EVIDENCES, name) is None:
             await self.kube.create(NODE_EVIDENCES, new_node_evidence(name))
         raw = await self.kube.get(NODE_EVIDENCES, name)
-        await self.kube.replace(NODE_EVIDENCES, with_entries(raw, {"test": word or None}), subresource="status")
+        await self.kube.replace(NODE_EVIDENCES, with_entries(raw, {SOURCE: word or None}), subresource="status")
 
     def client(self) -> httpx.AsyncClient:
         """Shows what the scheduler shows."""
@@ -195,11 +197,12 @@ async def scene(cluster: Cluster, kube: Kube, accounts: tuple[Path, Path], tmp_p
         stack.push_async_callback(cleared, kube, namespace)
         (tmp_path / "serve").mkdir()
         flags = ["--kubeconfig", str(serve), "--extender-client-ca", str(tmp_path / "schedulers.crt")]
+        flags += challenging(tmp_path)
         running = stack.enter_context(serving(tmp_path / "serve", None, flags))
         (tmp_path / "reconcile").mkdir()
         # Killed as it is in the end, it would be waited for by the next.
         stack.push_async_callback(kube.delete, LEASES, "gpuwarden-reconcile", OURS)
-        own = ["--kubeconfig", str(reconcile), "--lease-namespace", OURS]
+        own = ["--kubeconfig", str(reconcile), "--lease-namespace", OURS, *challenging(tmp_path)]
         stack.enter_context(reconciling(tmp_path / "reconcile", own))
         yield Scene(cluster, kube, namespace, tmp_path, running, identity)
 
@@ -360,6 +363,41 @@ async def test_evidence_that_goes_between_filter_and_bind_ends_the_binding(scene
             await scene.is_on("secure", "ext-1")
     finally:
         await listener.stop(0)
+
+
+async def test_a_dressed_pod_lands_on_its_node_and_is_not_bound_there_without_evidence(scene: Scene) -> None:
+    """Its GPU is set aside, so it can be on one node only; evidence that goes after all filters keeps it from there."""
+
+    async def withdraw() -> None:
+        await scene.prove("ext-1", None)
+        await scene.is_known("ext-1", proven=False)
+
+    for name in NAMES:
+        await scene.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
+    await scene.prove("ext-1", HASH)
+    await scene.is_known("ext-1", proven=True)
+    meddler = Meddler(withdraw)
+    app = Starlette(routes=[Route("/filter", meddler.filter, methods=["POST"])])
+    listener = Listener(app, host="127.0.0.1", port=0)
+    async with AsyncExitStack() as stack:
+        await listener.start()
+        stack.push_async_callback(listener.stop, 0)
+        await scene.kube.patch(NAMESPACES, scene.namespace, {"metadata": {"labels": ENABLED}})
+        ca = scene.running.directory / "certs/dev/ca.crt"
+        await stack.enter_async_context(reviewed(scene.kube, scene.namespace, at_url(scene.running.urls["https"]), ca))
+        container = {"name": "main", "image": "example.test/main:1", "resources": {"limits": {"nvidia.com/gpu": "1"}}}
+        made = await scene.create("dressed", ASKING, containers=[container])
+        assert made["metadata"]["annotations"]["gpuwarden.io/node"] == "ext-1"
+        other = {"urlPrefix": listener.url, "filterVerb": "filter", "nodeCacheCapable": True, "httpTimeout": "60s"}
+        with scene.scheduler(other, bindVerb="bind"):
+            await scene.waits("dressed", "node ext-1: no evidence")
+            assert await scene.node_of("dressed") is None
+            await scene.prove("ext-1", HASH)
+            await scene.is_on("dressed", "ext-1")
+        found = await scene.kube.get(PODS, "dressed", scene.namespace)
+        assert found["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-ext-1"
+        held = (await scene.kube.get(GPU_NODES, "ext-1"))["status"]["held"]
+        assert [one["uid"] for one in held.values()] == [found["metadata"]["uid"]]
 
 
 @pytest.mark.defect("S0-6")

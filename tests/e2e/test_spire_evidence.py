@@ -2,18 +2,22 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
-from datetime import timedelta
+from contextlib import AsyncExitStack, ExitStack
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import Kube, Raw, Resource, wait_until
-from tests.e2e.test_ledger import installed
+from scripts.controlplane.cluster import gpu_node as node_object
+from tests import builders
+from tests.e2e.kube import NODES, Kube, Raw, Resource, forced_away, gone, pod, wait_until
+from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.evidence.certificates import Authority
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent
-from tests.running import reconciling
+from tests.ledger.fake_store import gpu_node
+from tests.running import Running, reconciling, serving
 from webhook.clock import utc_now
 from webhook.evidence.node_evidence import new_node_evidence
 
@@ -21,15 +25,18 @@ NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_name
 NODE = "spire-a"
 TTL = timedelta(hours=1)
 MAX_AGE = timedelta(minutes=40)
+SKEW = timedelta(seconds=5)
 HASH, OTHER_HASH = "sha256:aa11", "sha256:bb22"
 
 
+@frozen(eq=False)
 class Scene:
     """A SPIRE Server that the reconciler asks, and the NodeEvidence of one node."""
 
-    def __init__(self, kube: Kube, spire: SpireDouble) -> None:
-        self.kube = kube
-        self.spire = spire
+    cluster: Cluster
+    kube: Kube
+    spire: SpireDouble
+    flags: tuple[str, ...]
 
     async def entry(self) -> Raw | None:
         found = await self.kube.find(NODE_EVIDENCES, NODE)
@@ -60,7 +67,8 @@ async def scene(cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path) ->
         await asyncio.to_thread(
             stack.enter_context, reconciling(tmp_path, [*cluster_flags, *flags.split(), *also.split()])
         )
-        yield Scene(kube, spire)
+        quiet = ("--log-level", "warn")  # nobody reads it, and a pipe holds 64 KiB
+        yield Scene(cluster, kube, spire, (*cluster_flags[:2], *flags.split(), *also.split(), *quiet))
     await spire.stop()
     await api.stop()
     await kube.delete(NODE_EVIDENCES, NODE)
@@ -109,3 +117,79 @@ async def test_while_spire_is_away_its_evidence_stays_as_it_was(scene: Scene) ->
     await asyncio.wait_for(failed.wait(), 60)  # asked once more: the first failure has been dealt with
     assert await scene.entry() == before
     nobody.close()
+
+
+@frozen(eq=False)
+class Served:
+    """The same node with a GPU, and a server that goes by what is written of it."""
+
+    scene: Scene
+    server: Running
+
+    async def born(self) -> datetime:
+        """Make the Node, and wait so long that an agent can have attested after that."""
+        await asyncio.to_thread(self.scene.cluster.add_nodes, [node_object(NODE)])
+        made = datetime.fromisoformat((await self.scene.kube.get(NODES, NODE))["metadata"]["creationTimestamp"])
+
+        async def age() -> timedelta:
+            return utc_now() - made
+
+        await wait_until(age, lambda found: found > SKEW)
+        return made
+
+    def attested_after(self, made: datetime, serial: str) -> None:
+        """By the newest moment that is certain, as it is told: a skew after the Node was made, and a little."""
+        expires_at = made + SKEW + timedelta(seconds=1) + TTL
+        self.scene.spire.agents = [agent(NODE, HASH, expires_at=expires_at, serial=serial)]
+
+    async def admits(self) -> bool:
+        asked = {"gpuwarden.io/required-hash": HASH}
+        raw = pod("probe", 1, asked, nodeSelector={"kubernetes.io/hostname": NODE})
+        review = builders.mutating_create(raw, uid=builders.REVIEW_UID, dry_run=True)
+        async with self.server.client(timeout=30) as client:
+            return bool((await client.post("/mutate", json=review)).json()["response"]["allowed"])
+
+    async def comes_to_admit(self, *, admitted: bool) -> None:
+        await wait_until(self.admits, lambda found: found is admitted)
+
+
+@pytest.fixture
+async def served(scene: Scene, tmp_path: Path) -> AsyncIterator[Served]:
+    (tmp_path / "serve").mkdir()
+    async with AsyncExitStack() as stack:
+        for of in (NODES, GPU_NODES):
+            stack.push_async_callback(removed, scene.kube, of)
+        await asyncio.to_thread(scene.cluster.add_nodes, [node_object(NODE)])
+        await scene.kube.create(GPU_NODES, gpu_node(NODE, "GPU-spire"))
+        starting = serving(tmp_path / "serve", None, scene.flags)
+        yield Served(scene, await asyncio.to_thread(stack.enter_context, starting))
+
+
+async def removed(kube: Kube, of: Resource) -> None:
+    if await kube.find(of, NODE) is not None:
+        await forced_away(kube, of, NODE)
+
+
+async def test_a_node_made_anew_under_its_old_name_has_to_be_attested_anew(served: Served) -> None:
+    """The agent of the machine before is still in the registry, alive and not banned."""
+    scene = served.scene
+    served.attested_after(await served.born(), serial="1")
+    await served.comes_to_admit(admitted=True)
+    await scene.kube.delete(NODES, NODE)
+    await gone(scene.kube, NODES, NODE)
+    made = await served.born()
+    await served.comes_to_admit(admitted=False)
+    assert (await scene.says(hash=HASH))["banned"] is False  # type: ignore[index]  # it says something
+    served.attested_after(made, serial="2")
+    await served.comes_to_admit(admitted=True)
+
+
+async def test_a_server_that_starts_while_spire_is_away_goes_by_what_is_written(served: Served, tmp_path: Path) -> None:
+    served.attested_after(await served.born(), serial="1")
+    await served.comes_to_admit(admitted=True)
+    await served.scene.spire.stop()
+    (tmp_path / "again").mkdir()
+    with ExitStack() as stack:
+        starting = serving(tmp_path / "again", None, served.scene.flags)
+        again = Served(served.scene, await asyncio.to_thread(stack.enter_context, starting))
+        assert await again.admits()

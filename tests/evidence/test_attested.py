@@ -211,6 +211,12 @@ def test_the_newest_of_those_that_agree_counts() -> None:
     assert word.until == NOW - timedelta(minutes=1) + MAX_AGE
 
 
+@pytest.mark.parametrize("expires_at", [0, -1, 2**62])
+def test_a_ban_needs_no_end_that_makes_sense(expires_at: int) -> None:
+    rows = [agent(expires_at=expires_at, banned=True, id="/spire/agent/x509pop/banned"), attested()]
+    assert state(rows) is EvidenceState.BANNED
+
+
 def test_a_ban_is_of_its_node_alone() -> None:
     words = said([attested(banned=True), attested(NOTHING, "node-b", "bb22")])
     assert {node: state_of(word, NOW).value for node, word in words.items()} == {"node-a": "banned", "node-b": "fresh"}

@@ -1,7 +1,10 @@
 """The HTTPS bundle endpoint: a real one over real TLS, and answers that a good one would not give."""
 
+import asyncio
+import gzip
 import ssl
 from base64 import b64encode
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -95,6 +98,39 @@ async def test_what_is_no_bundle_is_refused(content: bytes, respx_mock: respx.Mo
     respx_mock.get(URL).respond(200, content=content)
     with pytest.raises(BadBundleError):
         await BundleEndpoint(URL, WebTrust(None)).fetch()
+
+
+async def test_an_endpoint_that_drips_is_not_waited_for(ca: trustme.CA, tmp_path: Path) -> None:
+    """Each byte would come in time, and the last one tomorrow: whoever asks for a new key waits behind this."""
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    left = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            while not reader.at_eof() and not writer.is_closing():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+        left.set()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0, ssl=web_context(ca))
+    url = f"https://localhost:{server.sockets[0].getsockname()[1]}/"
+    with pytest.raises(EvidenceUnavailableError, match="did not answer: no whole answer in time"):
+        await BundleEndpoint(url, WebTrust(tmp_path / "ca.pem"), deadline=0.5).fetch()
+    await asyncio.wait_for(left.wait(), 30)
+    server.close()
+
+
+@pytest.mark.respx
+async def test_nothing_is_unpacked(respx_mock: respx.MockRouter) -> None:
+    """A small answer that unpacks to gigabytes is as large as they are."""
+    packed = gzip.compress(document(KEY))
+    route = respx_mock.get(URL).respond(200, content=packed, headers={"Content-Encoding": "gzip"})
+    with pytest.raises(BadBundleError):
+        await BundleEndpoint(URL, WebTrust(None)).fetch()
+    assert route.calls.last.request.headers["accept-encoding"] == "identity"
 
 
 async def test_the_file_of_cas_is_read_anew(ca: trustme.CA, tmp_path: Path) -> None:

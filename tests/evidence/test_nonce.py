@@ -8,6 +8,7 @@ import pytest
 
 from tests.builders import NOW, SECOND
 from webhook.evidence.nonce import (
+    OLD_KEY_LIFE,
     PREFIX,
     BadKeyError,
     BadNonceError,
@@ -117,15 +118,28 @@ def test_a_new_key_signs_and_the_old_one_is_known_on(tmp_path: Path) -> None:
     file = KeyFile(path)
     nonces = Nonces(file.keys, SKEW)
     before = nonces.issue("node-a", NOW).text
-    assert not file.refresh()
+    assert not file.refresh(NOW)
     path.write_bytes(OTHER_KEY + b"\n")
-    assert file.refresh()
+    assert file.refresh(NOW)
     nonces.check(before, "node-a", NOW)
     replica(OTHER_KEY).check(nonces.issue("node-a", NOW).text, "node-a", NOW)
     path.write_bytes(b"third" * 10)
-    assert file.refresh()
+    assert file.refresh(NOW)
     with pytest.raises(BadNonceError):
         nonces.check(before, "node-a", NOW)
+
+
+def test_an_old_key_ends_when_every_replica_has_had_time_for_the_new_one(tmp_path: Path) -> None:
+    """A key that is taken back because somebody else has it must not be good for as long as the process lives."""
+    path = tmp_path / "key"
+    path.write_bytes(KEY)
+    file = KeyFile(path)
+    path.write_bytes(OTHER_KEY)
+    assert file.refresh(NOW)
+    assert not file.refresh(NOW + OLD_KEY_LIFE - SECOND)
+    assert file.keys() == (OTHER_KEY, KEY)
+    assert not file.refresh(NOW + OLD_KEY_LIFE)
+    assert file.keys() == (OTHER_KEY,)
 
 
 def test_every_byte_of_a_random_key_counts(tmp_path: Path) -> None:
@@ -147,8 +161,8 @@ def test_a_key_that_is_none_is_refused_and_the_old_one_stays(tmp_path: Path, con
     file = KeyFile(path)
     path.write_bytes(content)
     with pytest.raises(BadKeyError):
-        file.refresh()
+        file.refresh(NOW)
     assert file.keys() == (KEY,)
     path.unlink()
     with pytest.raises(BadKeyError, match="cannot be read"):
-        file.refresh()
+        file.refresh(NOW)

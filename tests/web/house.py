@@ -69,7 +69,9 @@ class House:
         self.parts = assemble(Settings(inventory=self.file, **settings), lambda: self.now)
         self.health = Health()
         parts = self.parts
-        admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, self.health)
+        admission = Admission(
+            parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, self.health, parts.hinting
+        )
         finalize = Finalize(parts.ledger, parts.fleet, parts.pods, facts or parts.pods, self.health)
         devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, self.health)
@@ -92,6 +94,8 @@ class House:
     async def close(self) -> None:
         await self.tls.aclose()
         await self.plain.aclose()
+        if self.parts.hinting is not None:
+            await self.parts.hinting.close()
 
     def wait(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)

@@ -12,6 +12,7 @@ from webhook.core.decide import EvidencePolicy, Question
 from webhook.core.dress import (
     DressRules,
     Injection,
+    MapVisible,
     Outfit,
     RawPod,
     changes,
@@ -19,6 +20,7 @@ from webhook.core.dress import (
     is_harmless,
     nodes_pinned_to,
     reservation_values,
+    waiting,
 )
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Container, EnvVar, Pod
@@ -26,6 +28,8 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.core.verdict import Deny
 
+# No node has more than a thousand GPUs; a longer number is a serial number.
+MAX_INDEX_DIGITS = 4
 GPU_RESOURCES = (keys.NVIDIA_RESOURCES, "deviceclass.resource.kubernetes.io/")
 OTHER_WAYS_HINT = "ask with nvidia.com/gpu, gpuwarden.io/gpu-count or a gpuwarden.io/gpu. label"
 
@@ -81,6 +85,13 @@ def refused_at_once(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
     """What speaks against a pod with a claim before any node is looked at."""
     if not claim.count:
         return no_markers(pod, rules)
+    if rules.map_visible is MapVisible.INDEX and any(is_serial(gpu) for gpu in claim.record.devices):
+        return Deny(
+            Reason.INVALID_POD,
+            f"{keys.GPU_MAP.name}: {','.join(claim.record.devices)} is not a list of indices, "
+            "and this installation shows containers what the map says",
+            hint="name GPUs by index or by UUID",
+        )
     if rules.injection is Injection.CUDA and claim.record.asked:
         return Deny(
             Reason.INJECTION_CONFLICT,
@@ -89,6 +100,10 @@ def refused_at_once(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
             hint=f"ask with {keys.GPU_COUNT.name} instead",
         )
     return no_other_ways(pod, rules)
+
+
+def is_serial(gpu: str) -> bool:
+    return gpu.isdecimal() and len(gpu) > MAX_INDEX_DIGITS
 
 
 def gpu_without_claim(fields: list[str], why: str) -> Deny:
@@ -104,7 +119,13 @@ def gpu_without_claim(fields: list[str], why: str) -> Deny:
 
 
 def matches_reservation(
-    raw: RawPod, claim: Claim, reservation: Reservation, pod: PodIdentity, rules: DressRules
+    raw: RawPod,
+    claim: Claim,
+    reservation: Reservation,
+    pod: PodIdentity,
+    rules: DressRules,
+    *,
+    has_waited: bool = False,
 ) -> Deny | None:
     """The final pod is the one that the reservation was made for, dressed as we dressed it."""
     if reservation.claim_digest != claim.digest:
@@ -120,7 +141,7 @@ def matches_reservation(
             f"metadata.annotations[{keys.RESERVATION_ID.name}]: reservation {reservation.id} belongs to another pod",
             hint="take the gpuwarden.io/ annotations off a copied manifest",
         )
-    outfit = Outfit(claim, (reservation.node,), reservation.id, reservation.uuids)
+    outfit = Outfit(claim, (reservation.node,), reservation.id, reservation.uuids, has_waited=has_waited)
     fields = [readable(change["path"]) for change in changes(raw, dressed(raw, outfit, rules))]
     if fields:
         return Deny(
@@ -132,12 +153,41 @@ def matches_reservation(
     return None
 
 
+def waits_as_dressed(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
+    """A gated pod without a reservation is as we made it: nothing of what its GPUs will be is said yet, and the claim
+    that they will be chosen by is what the pod asks for."""
+    forged = sorted((keys.OUTPUT_NAMES - {keys.CLAIM.name}) & pod.annotations.keys())
+    if forged:
+        return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: a pod that waits for GPUs has none yet")
+    asked = claim_of(pod, claims, claim.record.asked)
+    if asked is None or not says_no_less(claim, asked):
+        return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
+    made = waiting(raw, claim, rules, pod.annotations.get(keys.WAITING) or "")
+    fields = [readable(change["path"]) for change in changes(raw, made)]
+    if fields or not pod.is_gated:
+        return Deny(
+            Reason.FORGED,
+            f"{', '.join(fields[:5]) or 'spec.schedulingGates'}: not as a pod waits in the queue",
+            hint="another webhook or the user changed what gpuwarden wrote: create the pod anew",
+            causes=tuple(fields[:20]),
+        )
+    return preset_node(pod, ())
+
+
+def gate_alone(pod: Pod) -> Deny | None:
+    """Our gate in a pod that nobody of ours has dressed would never be opened."""
+    if not pod.is_gated:
+        return None
+    return Deny(Reason.FORGED, f"spec.schedulingGates[{keys.QUEUE_GATE}]: the gate is put there by gpuwarden only")
+
+
 def preset_node(pod: Pod, allowed: Collection[str]) -> Deny | None:
     """A preset nodeName needs no binding, so no later door would see it."""
     name = pod.body.node_name
     if not name or name in allowed:
         return None
-    return Deny(Reason.FORGED, f"spec.nodeName: the pod is set on {name}, reserved is {' or '.join(sorted(allowed))}")
+    reserved = " or ".join(sorted(allowed)) or "no node"
+    return Deny(Reason.FORGED, f"spec.nodeName: the pod is set on {name}, reserved is {reserved}")
 
 
 def proven_only(
@@ -151,6 +201,11 @@ def proven_only(
             f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for",
             hint="create the pod anew if what its namespace demands has changed" if rules.bond.hashes else "",
         )
+    return proven_nodes(raw, claim, fleet, policy) or preset_node(pod, {n for n in nodes_pinned_to(raw) if n})
+
+
+def proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
+    """Every node that the pod's affinity allows is one that suits the claim."""
     question = Question(claim, fleet, policy)
     allowed = nodes_pinned_to(raw)
     for name in sorted(name or "" for name in allowed):
@@ -160,7 +215,7 @@ def proven_only(
         objection = question.evidence_objection(berth)
         if objection is not None:
             return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {name}: {objection}")
-    return preset_node(pod, {name for name in allowed if name})
+    return None
 
 
 def says_no_less(recorded: Claim, asked: Claim) -> bool:
@@ -202,14 +257,18 @@ def still_held(claim: Claim, held: Reservation | None, living: Pod) -> Deny | No
     )
 
 
-def in_time(living: Pod, now: datetime, bind_deadline: timedelta) -> Deny | None:
-    """Its GPUs have not been given up meanwhile, and will not be while the API server puts it on its node."""
+def in_time(living: Pod, held: Reservation | None, now: datetime, bind_deadline: timedelta) -> Deny | None:
+    """Its GPUs have not been given up meanwhile, and will not be while the API server puts it on its node. A pod that
+    has waited in the queue has them from when they were reserved."""
     created = living.meta.creation_timestamp
-    if created is None or now < created + bind_deadline:
+    if created is None:
+        return None
+    since = created if held is None else max(created, held.since)
+    if now < since + bind_deadline:
         return None
     return Deny(
         Reason.RESERVATION_EXPIRED,
-        f"the pod was created more than {bind_deadline} ago: the GPUs that waited for it are given up",
+        f"the pod has had GPUs for more than {bind_deadline} without being on a node: they are given up",
         hint="create the pod anew",
     )
 

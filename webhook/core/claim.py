@@ -45,6 +45,8 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     shared: bool = False
     node: str | None = None
     devices: tuple[str, ...] = ()
+    # The pod's ordinal, if its map has no line for it: nothing can be had then.
+    unmapped: int | None = None
     # The containers that asked by resource, and how many; if none did, those that there were: all get the GPUs.
     asked: dict[str, int] = {}
     containers: tuple[str, ...] = ()
@@ -73,6 +75,8 @@ class Claim:
     record: ClaimRecord
     nodes: NodesAsked = field(factory=NodesAsked)
     warnings: tuple[str, ...] = field(default=(), eq=False)
+    # Where it had better be, while something fits there.
+    preferred: NodesAsked | None = field(default=None, eq=False)
     hashes: frozenset[str] = field(init=False, eq=False, repr=False)
     requirements: frozenset[str] = field(init=False, eq=False, repr=False)
 
@@ -98,6 +102,11 @@ class Claim:
         return MapEntry(self.record.node, self.record.devices) if self.record.node else None
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether it comes from a placement map, with a place in it or without."""
+        return self.record.node is not None or self.record.unmapped is not None
+
+    @property
     def digest(self) -> str:
         return self.record.digest()
 
@@ -105,7 +114,9 @@ class Claim:
     def sentence(self) -> str:
         """What is asked, as a person would say it."""
         parts = [f"{self.count} GPU{'' if self.count == 1 else 's'}" if self.count else "a node"]
-        if self.place:
+        if self.record.unmapped is not None:
+            parts = [f"the place that a map gives to ordinal {self.record.unmapped}"]
+        elif self.place:
             parts = [f"GPU {','.join(self.place.gpus)} of node {self.place.node}"]
         if self.record.requirements:
             parts.append("with " + " and ".join(self.record.requirements))
@@ -154,6 +165,7 @@ class Reader:
         self.taken_off = taken_off
         self.mistakes: list[str] = []
         self.warnings: list[str] = []
+        self.unmapped: int | None = None
 
     def read(self) -> Claim | None:
         asked = self._resources()
@@ -162,8 +174,8 @@ class Reader:
         place = self._place()
         assign = is_set(self.pod.labels.get(keys.S4_ASSIGN, "false"))
         counted = self._count(asked)
-        gpus = self._gpus(counted, place, wants_one=bool(requirements) or assign)
-        names_something = gpus or hashes or place or requirements or assign
+        gpus = self._gpus(counted, place, wants_one=bool(requirements) or assign or self.unmapped is not None)
+        names_something = gpus or hashes or place or requirements or assign or self.unmapped is not None
         shared = self._shared()
         if not names_something:
             return None
@@ -177,6 +189,7 @@ class Reader:
             shared=shared,
             node=place.node if place else None,
             devices=place.gpus if place else (),
+            unmapped=self.unmapped,
             asked=asked,
             containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
         )
@@ -283,7 +296,7 @@ class Reader:
         if ordinal is None:
             self.mistakes.append(f"{keys.GPU_MAP.name}: the pod is not one of a StatefulSet and has no ordinal")
         elif ordinal not in entries:
-            self.mistakes.append(f"{keys.GPU_MAP.name}: the map has no line for ordinal {ordinal}")
+            self.unmapped = ordinal
         else:
             return entries[ordinal]
         return None
@@ -302,7 +315,8 @@ class Reader:
 
     def _warn_of_unknown_keys(self) -> None:
         """A misspelt wish would otherwise be a wish that nobody hears."""
-        known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | {keys.WOKEN_AT}
+        ours_too = {keys.WOKEN_AT, keys.WAITING, keys.QUEUED_LABEL}
+        known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | keys.HINT_NAMES | ours_too
         for key in (*self.pod.annotations, *self.pod.labels):
             ours = key.startswith(f"{keys.DOMAIN}/") and not key.startswith(keys.REQUIREMENT_PREFIX)
             if ours and key not in known:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from itertools import islice
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from webhook.core.cells import FEWER_FREE, FEWER_MATCHING, Berth, Group, Row
 from webhook.core.claim import Claim
@@ -13,7 +13,7 @@ from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapEntry
-from webhook.core.keys import LOGICAL_NODE_LABEL
+from webhook.core.keys import GPU_MAP, LOGICAL_NODE_LABEL
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
@@ -99,8 +99,48 @@ def decide(
     claim: Claim, fleet: Fleet, policy: EvidencePolicy, *, most: int = MAX_PLACEMENTS
 ) -> tuple[Placement, ...] | Deny:
     """Placements for the claim, best first, or a denial. `fleet` has been advanced to now."""
+    found = preferred(claim, fleet, policy, most)
+    if found:
+        return found
     question = Question(claim, fleet, policy)
-    return tuple(islice(question.placements(), most if claim.count else None)) or question.denial()
+    return question.best(most) or unmapped(claim) or ambiguous(question) or question.denial()
+
+
+def preferred(claim: Claim, fleet: Fleet, policy: EvidencePolicy, most: int) -> tuple[Placement, ...]:
+    """Where a hint would have it, if anything fits there."""
+    if claim.preferred is None:
+        return ()
+    return Question(evolve(claim, nodes=claim.preferred, preferred=None), fleet, policy).best(most)
+
+
+def unmapped(claim: Claim) -> Deny | None:
+    """A map that has no line for the pod puts it nowhere."""
+    ordinal = claim.record.unmapped
+    if ordinal is None:
+        return None
+    return Deny(
+        Reason.NOT_IN_MAP,
+        f"{GPU_MAP.name}: the map has no line for ordinal {ordinal}",
+        hint="give the map a line for it in the StatefulSet's template, or scale the set down",
+    )
+
+
+def ambiguous(question: "Question") -> Deny | None:
+    """Which of two nodes a map means nobody can tell."""
+    place = question.claim.place
+    if place is None:
+        return None
+    named = question.fleet.names_with(LOGICAL_NODE_LABEL, [place.node])
+    if len(named) < 2:
+        return None
+    nodes = len(question.fleet.berths)
+    return Deny(
+        Reason.AMBIGUOUS_NODE,
+        f"{question.claim.sentence}: found on none of {nodes} nodes: {len(named)} of them have the label "
+        f"{LOGICAL_NODE_LABEL}={place.node}",
+        hint="leave that label on one of them",
+        causes=question.denial().causes,
+    )
 
 
 def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[NodeFit, ...]:
@@ -123,6 +163,9 @@ class Question:
         self.most_room = max(self.room, default=FEWER_MATCHING)
 
     # Placements.
+
+    def best(self, most: int) -> tuple[Placement, ...]:
+        return tuple(islice(self.placements(), most if self.claim.count else None))
 
     def placements(self) -> Iterator[Placement]:
         names = self.named()
@@ -174,7 +217,10 @@ class Question:
         """The only nodes that can be meant, if the claim says so."""
         if self.claim.place is not None:
             wanted = self.claim.place.node
-            return self.fleet.names_with(LOGICAL_NODE_LABEL, [wanted]) or [wanted]
+            found = self.fleet.names_with(LOGICAL_NODE_LABEL, [wanted]) or [wanted]
+            return found if len(found) == 1 else []
+        if self.claim.is_mapped:
+            return []
         names = self.claim.nodes.names()
         if names is not None:
             return sorted(names)
@@ -189,7 +235,7 @@ class Question:
         if self.claim.place is not None:
             return self._mapped_slots(berth, self.claim.place.gpus)
         known = zip(berth.node.devices, berth.kinds, strict=True)
-        able = [device for device, kind in known if kind in self.kinds and self.fleet.is_available(device)]
+        able = [device for device, kind in known if kind in self.kinds and self.fleet.is_offered(device)]
         able = list(self.fleet.in_own_order(able))
         able.sort(key=lambda d: (-len(self.fleet.holders(d.uuid)), len(d.labels)))
         return tuple(self.free_slot(device) for device in able[: self.claim.count])
@@ -225,7 +271,7 @@ class Question:
     def _objection(self, berth: Berth) -> Objection | None:
         if not self.claim.nodes.matches(berth.node.name, berth.labels):
             return Objection.NOT_SELECTED
-        if self.claim.place and berth.node.name not in (self.named() or ()):
+        if self.claim.is_mapped and berth.node.name not in (self.named() or ()):
             return Objection.NOT_SELECTED
         return (
             self.evidence_objection(berth)

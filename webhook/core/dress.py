@@ -17,8 +17,21 @@ RawPod = Mapping[str, Json]
 RawTerm = dict[str, Json]
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+# What hints of a scorer can touch in a pod beside its annotations, its labels and its affinity.
+HINTED = ("priorityClassName", "priority", "preemptionPolicy", "nodeSelector", "tolerations")
 # Values that show a container no GPU at all: nobody has to be kept from those.
 SHOWING_NOTHING = {keys.NVIDIA_ENV: {"", "void", "none"}, keys.CUDA_ENV: {"", "-1", "NoDevFiles"}}
+
+
+# What a pod that waits is shown, once it has been written there.
+REFERENCE = {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.annotations['{keys.GPU_UUID.name}']"}}
+
+
+class MapVisible(StrEnum):
+    """By which names a container is told of the GPUs that a placement map gives it."""
+
+    UUID = "uuid"
+    INDEX = "index"
 
 
 class Injection(StrEnum):
@@ -35,6 +48,7 @@ class DressRules:
     injection: Injection = Injection.NVIDIA
     resource: str = "nvidia.com/gpu"
     writes_aliases: bool = True
+    map_visible: MapVisible = MapVisible.UUID
 
     @property
     def env_names(self) -> tuple[str, ...]:
@@ -56,27 +70,66 @@ class Outfit:
     reservation_id: str | None = None
     uuids: tuple[str, ...] = ()
 
+    # Whether it has waited in the queue: its containers were there before its GPUs were chosen.
+    has_waited: bool = False
+
     @property
     def visible(self) -> str:
         return ",".join(self.uuids)
+
+    def env(self, name: str, rules: DressRules) -> dict[str, Json]:
+        """The variable of that name as a container gets it. A placement map's indices are known before any GPU is
+        reserved; what else a pod that waits will see is written into its annotations later."""
+        if rules.map_visible is MapVisible.INDEX and self.claim.place is not None:
+            return {"name": name, "value": ",".join(self.claim.place.gpus)}
+        return {"name": name, "valueFrom": REFERENCE} if self.has_waited else {"name": name, "value": self.visible}
 
 
 def dressed(raw: RawPod, outfit: Outfit, rules: DressRules) -> dict[str, Json]:
     """The pod as it has to be; what is not ours to change is shared with `raw`."""
     meta = without_outputs(raw)
     meta["annotations"].update(annotations(outfit, rules))
-    spec = dict(raw.get("spec") or {})
+    spec = ungated(raw.get("spec") or {})
     spec["affinity"] = pinned(spec.get("affinity") or {}, outfit.nodes)
     if outfit.uuids:
-        for group in ("initContainers", "containers"):
-            if spec.get(group):
-                spec[group] = [dressed_container(one, outfit, rules) for one in spec[group]]
+        spec |= dressed_containers(spec, outfit, rules)
     return {**raw, "metadata": meta, "spec": spec}
 
 
+def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str) -> dict[str, Json]:
+    """The pod as it waits for its turn: gated, with all in its spec that cannot be changed once it exists."""
+    meta = without_outputs(raw)
+    meta["annotations"] |= {keys.CLAIM.name: claim.record.text(), keys.WAITING: why}
+    meta["labels"] = {**(meta.get("labels") or {}), keys.QUEUED_LABEL: "true"}
+    spec = dict(raw.get("spec") or {})
+    if not any(gate.get("name") == keys.QUEUE_GATE for gate in spec.get("schedulingGates") or ()):
+        spec["schedulingGates"] = [*(spec.get("schedulingGates") or ()), {"name": keys.QUEUE_GATE}]
+    if claim.count:
+        spec |= dressed_containers(spec, Outfit(claim, (), has_waited=True), rules)
+    return {**raw, "metadata": meta, "spec": spec}
+
+
+def dressed_containers(spec: Mapping[str, Json], outfit: Outfit, rules: DressRules) -> dict[str, Json]:
+    return {
+        group: [dressed_container(one, outfit, rules) for one in spec[group]]
+        for group in ("initContainers", "containers")
+        if spec.get(group)
+    }
+
+
 def undressed(raw: RawPod) -> dict[str, Json]:
-    """The pod without annotations that only we may write."""
-    return {**raw, "metadata": without_outputs(raw)}
+    """The pod without what only we may write, and without our gate."""
+    clean = {**raw, "metadata": without_outputs(raw)}
+    return {**clean, "spec": ungated(raw["spec"])} if raw.get("spec") else clean
+
+
+def ungated(spec: Mapping[str, Json]) -> dict[str, Json]:
+    gates = spec.get("schedulingGates")
+    if not any(gate.get("name") == keys.QUEUE_GATE for gate in gates or ()):
+        return dict(spec)
+    left = [gate for gate in gates or () if gate.get("name") != keys.QUEUE_GATE]
+    rest = {name: value for name, value in spec.items() if name != "schedulingGates"}
+    return {**rest, "schedulingGates": left} if left else rest
 
 
 def asked_anew(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim | None]:
@@ -84,7 +137,7 @@ def asked_anew(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim 
 
     A copy of a dressed pod asks for what that one asked for: its request was taken off when it was dressed.
     """
-    if not keys.OUTPUT_NAMES & pod.annotations.keys():
+    if not keys.OUTPUT_NAMES & pod.annotations.keys() and not pod.is_gated:
         return raw, claim_of(pod, rules)
     clean, recorded = undressed(raw), recorded_or_none(pod)
     return clean, claim_of(Pod.parse(clean), rules, recorded.record.asked if recorded is not None else None)
@@ -93,7 +146,11 @@ def asked_anew(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim 
 def without_outputs(raw: RawPod) -> dict[str, Json]:
     meta = dict(raw.get("metadata") or {})
     found = meta.get("annotations") or {}
-    meta["annotations"] = {key: value for key, value in found.items() if key not in keys.OUTPUT_NAMES}
+    dropped = keys.OUTPUT_NAMES | {keys.WAITING}
+    meta["annotations"] = {key: value for key, value in found.items() if key not in dropped}
+    labels = meta.get("labels")
+    if labels and keys.QUEUED_LABEL in labels:
+        meta["labels"] = {key: value for key, value in labels.items() if key != keys.QUEUED_LABEL}
     return meta
 
 
@@ -193,9 +250,9 @@ def dressed_env(env: Sequence[dict[str, Json]], outfit: Outfit, rules: DressRule
             if name not in missing:
                 continue
             missing.remove(name)
-            one = {"name": name, "value": outfit.visible}
+            one = outfit.env(name, rules)
         result.append(one)
-    return result + [{"name": name, "value": outfit.visible} for name in missing]
+    return result + [outfit.env(name, rules) for name in missing]
 
 
 def without_request(resources: Mapping[str, Json], resource: str) -> dict[str, Json]:
@@ -211,7 +268,9 @@ def replaced_env(pod: Pod, outfit: Outfit, rules: DressRules) -> Iterator[str]:
     """The containers whose own GPU variables give way to ours, as warnings."""
     for path, container in pod.containers():
         for one in container.env or ():
-            if one.name in rules.env_names and one.shown != outfit.visible and not is_harmless(one):
+            wanted = outfit.env(one.name, rules)
+            is_ours = (one.value_from or None, one.value or "") == (wanted.get("valueFrom"), wanted.get("value") or "")
+            if one.name in rules.env_names and not is_ours and not is_harmless(one):
                 yield f"{path}: {one.name} of container {container.name} is set by gpuwarden; yours is replaced"
 
 
@@ -231,11 +290,12 @@ def touched(raw: RawPod) -> dict[str, Json]:
     """The members that dressing can touch, where they stand in the pod."""
     parts = members(raw, "metadata", "spec")
     if parts.get("metadata"):
-        parts["metadata"] = members(parts["metadata"], "annotations")
+        parts["metadata"] = members(parts["metadata"], "annotations", "labels")
     if parts.get("spec"):
-        spec = parts["spec"] = members(parts["spec"], "affinity", "initContainers", "containers")
+        groups = ("affinity", "initContainers", "containers", "schedulingGates", *HINTED)
+        spec = parts["spec"] = members(parts["spec"], *groups)
         if spec.get("affinity"):
-            spec["affinity"] = members(spec["affinity"], "nodeAffinity")
+            spec["affinity"] = members(spec["affinity"], "nodeAffinity", "podAntiAffinity")
         for group in ("initContainers", "containers"):
             if spec.get(group):
                 spec[group] = [members(one, "env", "resources") for one in spec[group]]

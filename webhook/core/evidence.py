@@ -1,9 +1,10 @@
 """What a provider says of a node, and what that is worth at a given moment."""
 
+from collections.abc import Collection
 from datetime import datetime
 from enum import StrEnum
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 
 class EvidenceState(StrEnum):
@@ -18,7 +19,11 @@ class EvidenceState(StrEnum):
 
 @frozen
 class Evidence:
-    """One provider's word on one node. Good from `since` until just before `until`; no `until` is for development."""
+    """One provider's word on one node. Good from `since` until just before `until`; no `until` is for development.
+
+    Of several providers together: `oldest` is where the first of their words begins, `silent` are those that were
+    asked as well and say nothing of the node.
+    """
 
     node: str
     hash: str
@@ -28,6 +33,8 @@ class Evidence:
     nonce_digest: str | None = None
     is_banned: bool = False
     is_conflict: bool = False
+    oldest: datetime | None = None
+    silent: frozenset[str] = frozenset()
 
 
 def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
@@ -40,6 +47,8 @@ def state_of(evidence: Evidence | None, now: datetime) -> EvidenceState:
         case Evidence(is_conflict=True):
             return EvidenceState.CONFLICT
         case Evidence(hash=""):
+            return EvidenceState.ABSENT
+        case Evidence(silent=silent) if silent:
             return EvidenceState.ABSENT
         case Evidence(since=datetime() as since) if since > now:
             return EvidenceState.ABSENT
@@ -56,13 +65,14 @@ def next_change(evidence: Evidence | None, now: datetime) -> datetime | None:
     return min(moments, default=None)
 
 
-def combined(pieces: list[Evidence]) -> Evidence | None:
-    """One word from several providers: they must agree on the hash, and the strictest end counts."""
+def combined(pieces: list[Evidence], asked: Collection[str] = ()) -> Evidence | None:
+    """One word from several providers: all that are asked must vouch for one hash, and the strictest end counts."""
     if not pieces:
         return None
     first, *others = pieces
+    silent = frozenset(asked) - {p.source for p in pieces}
     if not others:
-        return first
+        return evolve(first, silent=silent) if silent else first
     return Evidence(
         node=first.node,
         hash=first.hash,
@@ -71,4 +81,6 @@ def combined(pieces: list[Evidence]) -> Evidence | None:
         until=min((p.until for p in pieces if p.until), default=None),
         is_banned=any(p.is_banned for p in pieces),
         is_conflict=any(p.is_conflict for p in pieces) or len({p.hash for p in pieces}) > 1,
+        oldest=min((p.oldest or p.since for p in pieces if p.since), default=None),
+        silent=silent,
     )

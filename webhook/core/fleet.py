@@ -28,7 +28,7 @@ from webhook.core.cells import (
 )
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
-from webhook.core.keys import HOSTNAME_LABEL, LOGICAL_NODE_LABEL
+from webhook.core.keys import GPU_TYPE_LABELS, HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.reservation import Reservation, ReservationId
 
@@ -67,11 +67,14 @@ class Fleet:
         self._unhealthy: Counter[DeviceUuid] = Counter()
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
         self._held_alone: set[DeviceUuid] = set()  # by somebody who did not ask to share
+        self._mapped: Mapping[str, Collection[str]] = {}  # by node name as maps have it: GPUs as they call them
+        self._set_aside: set[DeviceUuid] = set()
         self._changes: list[tuple[datetime, str]] = []  # a heap: when which node's evidence changes by itself
         self._topics: tuple[str, ...] = ()
         self._class_nodes: Counter[int] = Counter()
         self._class_labels: dict[int, Labels] = {}
         self._label_uses: Counter[str] = Counter()
+        self._gpu_types = {key: Counter[str]() for key in GPU_TYPE_LABELS}
         self._directories: dict[str, dict[str, NodeNames]] = {}
         self._kinds_serving: dict[tuple[frozenset[str], bool], frozenset[int]] = {}
         self._kinds_known = 0  # how many kinds there were when that cache began
@@ -94,8 +97,10 @@ class Fleet:
             if known.node == node:
                 return
             self._forget(known.node)
+            self._set_aside.difference_update(device.uuid for device in known.node.devices)
         evidence = known.evidence if known else None
         self._remember(node)
+        self._mark_set_aside(node)
         kinds = tuple(map(self.kind_of, node.devices))
         if known is None:
             state = state_of(evidence, now)
@@ -112,12 +117,16 @@ class Fleet:
         berth = self.berths.pop(name, None)
         if berth is None:
             return
+        self._set_aside.difference_update(device.uuid for device in berth.node.devices)
         self._leave(berth)
         self.states[berth.state] -= 1
         self._forget(berth.node)
 
     def _remember(self, node: Node) -> None:
         self._label_uses.update(node.labels.keys())
+        for key, types in self._gpu_types.items():
+            if key in node.labels:
+                types[node.labels[key]] += 1
         for key, directory in self._directories.items():
             if key in node.labels:
                 directory[node.labels[key]][node.name] = None
@@ -134,6 +143,8 @@ class Fleet:
     def _forget(self, node: Node) -> None:
         for key in node.labels:
             lessen(self._label_uses, key)
+            if key in self._gpu_types:
+                lessen(self._gpu_types[key], node.labels[key])
         for key, directory in self._directories.items():
             value = node.labels.get(key, "")
             names = directory.get(value)
@@ -186,6 +197,27 @@ class Fleet:
         if moment is not None:
             heapq.heappush(self._changes, (moment, berth.node.name))
         self._place(berth)
+
+    # What is learnt of placement maps.
+
+    def set_aside(self, mapped: Mapping[str, Collection[str]], changed: Collection[str]) -> None:
+        """From now on these GPUs are for maps: by the nodes and names that the maps use; `changed` are the nodes of
+        whom something else is said than before."""
+        self._mapped = mapped
+        for name in {one for node in changed for one in (node, *self.names_with(LOGICAL_NODE_LABEL, [node]))}:
+            berth = self.berths.get(name)
+            if berth is not None:
+                self._mark_set_aside(berth.node)
+                self._place(berth)
+
+    def _mark_set_aside(self, node: Node) -> None:
+        self._set_aside.difference_update(device.uuid for device in node.devices)
+        if not self._mapped:
+            return
+        names = {node.name, node.labels.get(LOGICAL_NODE_LABEL, node.name)}
+        called = {gpu for name in names for gpu in self._mapped.get(name, ())}
+        if called:
+            self._set_aside.update(d.uuid for d in node.devices if any(name in called for name in d.names))
 
     # What is learnt of reservations.
 
@@ -265,7 +297,7 @@ class Fleet:
         total: dict[int, int] = {}
         for device, kind in zip(berth.node.devices, berth.kinds, strict=True):
             total[kind] = total.get(kind, 0) + 1
-            free[kind] = free.get(kind, 0) + self.is_available(device)
+            free[kind] = free.get(kind, 0) + self.is_offered(device)
         return self._shapes.number(tuple(Stock(kind, free[kind], total[kind]) for kind in sorted(total)))
 
     def kind_of(self, device: Device) -> int:
@@ -279,6 +311,10 @@ class Fleet:
             and device.uuid not in self._held_alone
             and len(self._held.get(device.uuid, ())) < device.shares
         )
+
+    def is_offered(self, device: Device) -> bool:
+        """Available, and set aside for no placement map: to a claim that comes by none."""
+        return device.uuid not in self._set_aside and self.is_available(device)
 
     def is_quarantined(self, uuid: DeviceUuid) -> bool:
         """Unhealthy, vanished, or the same UUID on two nodes."""
@@ -405,6 +441,15 @@ class Fleet:
         for berth in self.berths.values():
             berth.groups, berth.kinds = (), tuple(map(self.kind_of, berth.node.devices))
             self._place(berth)
+
+    @property
+    def gpu_types(self) -> Mapping[str, Mapping[str, int]]:
+        """By label: the models that nodes say they have, and how many nodes say so."""
+        return self._gpu_types
+
+    def shared_names(self, key: str) -> Iterator[tuple[str, list[str]]]:
+        """The values of a label with a directory that several nodes have."""
+        return ((value, sorted(names)) for value, names in self._directories[key].items() if len(names) > 1)
 
     def names_with(self, key: str, values: Iterable[str]) -> list[str]:
         """The nodes whose label has one of the values, from the directory."""

@@ -4,6 +4,7 @@ from typing import Final, NamedTuple
 
 DOMAIN: Final = "gpuwarden.io"
 S4_DOMAIN: Final = "fudo.org"
+S3_DOMAIN: Final = "scheduler.radix.ai"
 CDI_DOMAIN: Final = "cdi.k8s.io"
 
 
@@ -39,14 +40,37 @@ OUTPUTS: Final = (GPU_UUID, RESERVATION_ID, NODE, CLAIM)
 OUTPUT_NAMES: Final = frozenset(name for key in OUTPUTS for name in key.names)
 INPUT_NAMES: Final = frozenset(name for key in (REQUIRED_HASH, GPU_COUNT, GPU_MAP, SHARED) for name in key.names)
 
+# What a pod or a Job says of its work, for a scorer.
+JOB_TYPE: Final = "app.kubernetes.io/job-type"
+GPU_MEMORY: Final = "gpu.mem.gi"
+BATCH_SIZE: Final = "ml.batch_size"
+TENANT: Final = f"{S3_DOMAIN}/tenant"
+FEATURES: Final = (JOB_TYPE, GPU_MEMORY, BATCH_SIZE, TENANT)
+# Node labels that name the model of its GPUs, the one that selectors prefer first.
+GPU_TYPE_LABELS: Final = ("gpu.nvidia.com/class", "nvidia.com/gpu.product")
+
+# What became of the scorer's answer. Nobody goes by it.
+PRIORITY_SCORE: Final = Key(f"{DOMAIN}/priority-score", (f"{S3_DOMAIN}/priority-score",))
+CHOSEN_GPU: Final = Key(f"{DOMAIN}/chosen-gpu", (f"{S3_DOMAIN}/chosen-gpu",))
+DECISION_TIMESTAMP: Final = Key(f"{DOMAIN}/decision-timestamp", (f"{S3_DOMAIN}/decision-timestamp",))
+HINT_NAMES: Final = frozenset(name for key in (PRIORITY_SCORE, CHOSEN_GPU, DECISION_TIMESTAMP) for name in key.names)
+
 # When a pod that waits was last shown to its scheduler again. Nobody goes by it.
 WOKEN_AT: Final = f"{DOMAIN}/woken-at"
+
+# A pod that waits for its GPUs: the scheduling gate that holds it, what it waits for (nobody goes by it), and the label
+# by which replicas find those that wait.
+QUEUE_GATE: Final = f"{DOMAIN}/queue"
+WAITING: Final = f"{DOMAIN}/waiting"
+QUEUED_LABEL: Final = f"{DOMAIN}/queued"
 
 # On nodes whose evidence has ended under running pods, where that is asked for.
 EVIDENCE_LOST_TAINT: Final = f"{DOMAIN}/evidence-lost"
 
 # What a node has, as it says itself: base64 of a JSON object, GPU UUID to a list of labels.
 S4_DEVICE_LABELS: Final = f"{S4_DOMAIN}/gpu.device.labels"
+# And as `gpuwarden export` has read it there: JSON, see `inventory/node_gpus`.
+NODE_GPUS: Final = f"{DOMAIN}/gpus"
 # On objects that we have made and may take away again.
 MANAGED_BY: Final = "app.kubernetes.io/managed-by"
 OURS: Final = "gpuwarden"

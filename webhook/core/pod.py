@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 
 
@@ -71,8 +72,15 @@ class NodeAffinity(Wire, frozen=True):
     required: RequiredNodes | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
 
 
+class PodAntiAffinity(Wire, frozen=True):
+    preferred: list[dict[str, Any]] | None = msgspec.field(
+        default=None, name="preferredDuringSchedulingIgnoredDuringExecution"
+    )
+
+
 class Affinity(Wire, frozen=True):
     node_affinity: NodeAffinity | None = None
+    pod_anti_affinity: PodAntiAffinity | None = None
 
 
 class Toleration(Wire, frozen=True):
@@ -80,6 +88,7 @@ class Toleration(Wire, frozen=True):
     operator: str | None = None
     value: str | None = None
     effect: str | None = None
+    toleration_seconds: int | None = None
 
 
 class OwnerReference(Wire, frozen=True):
@@ -101,6 +110,10 @@ class Metadata(Wire, frozen=True):
     creation_timestamp: datetime | None = None
 
 
+class SchedulingGate(Wire, frozen=True):
+    name: str = ""
+
+
 class Spec(Wire, frozen=True):
     containers: list[Container] | None = None
     init_containers: list[Container] | None = None
@@ -110,6 +123,8 @@ class Spec(Wire, frozen=True):
     affinity: Affinity | None = None
     tolerations: list[Toleration] | None = None
     resource_claims: list[dict[str, Any]] | None = None
+    scheduling_gates: list[SchedulingGate] | None = None
+    priority_class_name: str | None = None
 
 
 class Pod(Wire, frozen=True):
@@ -140,6 +155,11 @@ class Pod(Wire, frozen=True):
     @property
     def annotations(self) -> dict[str, str | None]:
         return self.meta.annotations or {}
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether our own gate keeps it from every node."""
+        return any(gate.name == keys.QUEUE_GATE for gate in self.body.scheduling_gates or ())
 
     @property
     def display_name(self) -> str:

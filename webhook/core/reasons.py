@@ -11,6 +11,7 @@ class Reason(StrEnum):
 
     ADMITTED = "Admitted"
     NOT_ASKED = "NotAsked"
+    QUEUED = "Queued"
 
     INVALID_POD = "InvalidPod"
     NOT_REVIEWED = "NotReviewed"
@@ -20,6 +21,8 @@ class Reason(StrEnum):
     NODE_NOT_READY = "NodeNotReady"
     NO_MATCHING_DEVICE = "NoMatchingDevice"
     NO_FREE_DEVICE = "NoFreeDevice"
+    NOT_IN_MAP = "NotInMap"
+    AMBIGUOUS_NODE = "AmbiguousNode"
     NAMESPACE_FULL = "NamespaceFull"
 
     NOT_RESERVED = "NotReserved"
@@ -42,6 +45,9 @@ class Reason(StrEnum):
     NODE_GONE = "NodeGone"
     EVIDENCE_CHANGED = "EvidenceChanged"
     EVIDENCE_LOST = "EvidenceLost"
+    GATE_OPENED = "GateOpened"
+    FAILED_SCHEDULING = "FailedScheduling"
+    SCHEDULED = "Scheduled"
 
 
 # What a client of the API server gets to see beside the reason.
@@ -55,6 +61,8 @@ STATUS_CODES: dict[Reason, int] = {
     Reason.NODE_NOT_READY: 429,
     Reason.NO_MATCHING_DEVICE: 429,
     Reason.NO_FREE_DEVICE: 429,
+    Reason.NOT_IN_MAP: 403,
+    Reason.AMBIGUOUS_NODE: 409,
     Reason.NAMESPACE_FULL: 429,
     Reason.NOT_RESERVED: 403,
     Reason.FORGED: 403,
@@ -79,5 +87,22 @@ EVENTS_ONLY = frozenset(
         Reason.NODE_GONE,
         Reason.EVIDENCE_CHANGED,
         Reason.EVIDENCE_LOST,
+        Reason.GATE_OPENED,
+        Reason.FAILED_SCHEDULING,
+        Reason.SCHEDULED,
+    }
+)
+
+# What may be otherwise in a moment, or once somebody else has done something: a pod can wait for it.
+HEALED_BY_WAITING = frozenset(
+    {
+        Reason.NO_PROVEN_NODE,
+        Reason.NODE_NOT_READY,
+        Reason.NO_MATCHING_DEVICE,
+        Reason.NO_FREE_DEVICE,
+        Reason.NOT_IN_MAP,
+        Reason.AMBIGUOUS_NODE,
+        Reason.NAMESPACE_FULL,
+        Reason.LEDGER_AWAY,
     }
 )

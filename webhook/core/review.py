@@ -111,6 +111,10 @@ class Review:
         return self.kind in ("Pod", "v1/Pod")
 
     @property
+    def is_of_jobs(self) -> bool:
+        return self.kind == "batch/Job"
+
+    @property
     def is_of_bindings(self) -> bool:
         """`pods/binding` and `bindings` alike, which are two rules for one thing."""
         return self.kind == "Binding" and self.operation == Operation.CREATE

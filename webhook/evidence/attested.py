@@ -68,10 +68,10 @@ def row_of(agent: Agent, rules: Rules) -> Row | None:
     is_ours = agent.trust_domain == rules.trust_domain and agent.attestation_type in rules.attestors
     if not is_ours or not agent.path.startswith(f"/spire/agent/{agent.attestation_type}/"):
         return None
-    nodes = rules.node.values(agent)
-    if not any(map(NODE_NAME.fullmatch, nodes)) or not 0 < agent.expires_at < MAX_EXPIRY:
+    nodes, is_dateable = rules.node.values(agent), 0 < agent.expires_at < MAX_EXPIRY
+    if not any(map(NODE_NAME.fullmatch, nodes)) or not (is_dateable or agent.is_banned):
         return None
-    expires_at = datetime.fromtimestamp(agent.expires_at, UTC)
+    expires_at = datetime.fromtimestamp(agent.expires_at if is_dateable else 1, UTC)
     return Row(
         id=agent.path,
         nodes=nodes,

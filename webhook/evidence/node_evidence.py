@@ -1,6 +1,6 @@
 """NodeEvidence objects, both ways: what each source says of a node. Nothing is proven by what is left out."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -99,6 +99,11 @@ def has_entry(raw: Raw, source: str) -> bool:
 
 def raw_entries(raw: Raw) -> Raw:
     return dict((raw.get("status") or {}).get("sources") or {})
+
+
+def only(raw: Raw, sources: Collection[str]) -> Raw:
+    """The object as if nobody else had said anything: what others wrote need not even be readable."""
+    return {**raw, "status": {"sources": {name: one for name, one in raw_entries(raw).items() if name in sources}}}
 
 
 def new_node_evidence(name: str) -> Raw:

@@ -20,6 +20,8 @@ from webhook.core.errors import GpuwardenError
 PREFIX: Final = "gpuwarden/nonce/"
 # A node answers within milliseconds; the rest is for slow networks.
 LIFE: Final = timedelta(seconds=60)
+# A Secret reaches the files of all replicas within minutes; until then some go on issuing under the old key.
+OLD_KEY_LIFE: Final = timedelta(minutes=10)
 PURPOSE: Final = b"gpuwarden nonce 1\0"
 TIME, RANDOM, MAC = 8, 17, 32
 LENGTH: Final = TIME + RANDOM + MAC  # divisible by three: base64 without padding
@@ -106,21 +108,24 @@ def one_process_only() -> Callable[[], Sequence[bytes]]:
 
 
 class KeyFile:
-    """The shared key. After a change the old one is known on, for challenges that are under way."""
+    """The shared key. After a change the old one is known on for a while, for challenges that are under way."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._keys: tuple[bytes, ...] = (read_key(path),)
+        self._changed: datetime | None = None
 
     def keys(self) -> Sequence[bytes]:
         return self._keys
 
-    def refresh(self) -> bool:
+    def refresh(self, now: datetime) -> bool:
         """Whether there is a new key. Raises BadKeyError, and what was known stays."""
+        if self._changed is not None and now - self._changed >= OLD_KEY_LIFE:
+            self._keys, self._changed = self._keys[:1], None
         key = read_key(self._path)
         if key == self._keys[0]:
             return False
-        self._keys = (key, self._keys[0])
+        self._keys, self._changed = (key, self._keys[0]), now
         return True
 
 

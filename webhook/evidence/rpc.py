@@ -13,7 +13,7 @@ from h2.exceptions import H2Error
 from webhook.core.errors import GpuwardenError
 from webhook.evidence.protobuf import MalformedMessageError
 
-# The last three are what grpclib has for an answer that is cut off, compressed, or not there.
+# The last four are what grpclib has for an answer that is cut off, compressed or not there, and for broken metadata.
 FAULTS = (
     GRPCError,
     ProtocolError,
@@ -24,6 +24,7 @@ FAULTS = (
     struct.error,
     NotImplementedError,
     AssertionError,
+    ValueError,
 )
 
 

@@ -12,17 +12,24 @@ from cryptography import x509
 from webhook.evidence.x509_svid import X509Svid, uri_sans
 
 
-def client_context(own: X509Svid, peer: str) -> ssl.SSLContext:
-    """Shows `own`, trusts its trust domain's roots, and opens no connection to anybody but `peer`."""
+def context_towards(peer: str, roots: bytes) -> ssl.SSLContext:
+    """Opens no connection to anybody but `peer`: any workload of the trust domain has a certificate of its roots."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(cadata=roots)
+    expect(context, peer)
+    return context
+
+
+def client_context(own: X509Svid, peer: str) -> ssl.SSLContext:
+    """Shows `own`, and trusts its trust domain's roots."""
+    context = context_towards(peer, own.roots)
     context.set_alpn_protocols(["h2"])
-    context.load_verify_locations(cadata=own.roots)
     with readable(own.pem) as path:
         context.load_cert_chain(path)
-    expect(context, peer)
     return context
 
 
@@ -45,7 +52,10 @@ def expect(context: ssl.SSLContext, peer: str) -> None:
 
 def require(certificate: bytes | None, peer: str) -> None:
     """The certificate's one URI is `peer`. Its chain has been verified before."""
-    found = [] if certificate is None else uri_sans(x509.load_der_x509_certificate(certificate))
+    try:
+        found = [] if certificate is None else uri_sans(x509.load_der_x509_certificate(certificate))
+    except ValueError as exc:
+        raise ssl.SSLCertVerificationError("the peer's certificate cannot be read") from exc
     if found != [peer]:
         raise ssl.SSLCertVerificationError(f"the peer is {', '.join(found) or 'nobody'}, and not {peer}")
 

@@ -71,9 +71,10 @@ def born_of(raw: Raw) -> datetime | None:
 
 def is_older(word: Evidence, born: datetime | None) -> bool:
     """Whether it speaks of the node that had this name before: one that was made anew has to prove itself anew."""
-    if word.is_banned or word.is_conflict or word.since is None or born is None:
+    begin = word.oldest or word.since
+    if word.is_banned or word.is_conflict or begin is None or born is None:
         return False
-    return word.since <= born
+    return begin <= born
 
 
 class ClusterInventory:

@@ -145,7 +145,7 @@ class Reconciler:
         held = self._ledger.of_pod(one.pod.uid)
         if held is None or held.phase is not Phase.FINALIZED or held.id != one.reservation_id or one.has_ended:
             return False
-        return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one)
+        return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one, held)
 
     async def _meet(self, one: Carrier) -> None:
         """A pod that exists and its reservation: confirmed while it runs, released when it has ended."""
@@ -163,13 +163,13 @@ class Reconciler:
         if held.phase is Phase.PENDING or held.uid is None:
             await self._ledger.confirm(held.id, one.pod)
             log.info("reservation confirmed", reservation=held.id, pod=f"{one.pod.namespace}/{one.pod.name}")
-        if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one):
+        if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one, held):
             await self._give_up(one, held)
 
     # A pod that waits too long.
 
-    def _is_past_bind_deadline(self, one: Carrier) -> bool:
-        return one.created + self._waiting.bind_deadline <= self._clock()
+    def _is_past_bind_deadline(self, one: Carrier, held: Reservation | None = None) -> bool:
+        return had_since(one, held) + self._waiting.bind_deadline <= self._clock()
 
     async def _give_up(self, one: Carrier, held: Reservation) -> None:
         """Its devices go back. Where it is removed, its controller makes a new one. Where it stays, nobody may put it
@@ -178,7 +178,7 @@ class Reconciler:
         self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
         if self._is_removed(one):
             await self._api.remove(one.pod)  # the watch will tell, and then its devices are free
-        elif one.created + self._waiting.bind_deadline + LAST_BINDING <= self._clock():
+        elif had_since(one, held) + self._waiting.bind_deadline + LAST_BINDING <= self._clock():
             seen = await self._api.look(one.pod)
             if seen is not None and not seen.is_on_node:
                 await self._release(held, one.pod, "not bound in time")
@@ -239,3 +239,8 @@ class Reconciler:
     async def _expire(self, held: Reservation) -> None:
         if await self._ledger.expire(held.id):
             log.info("reservation expired", reservation=held.id, node=held.node)
+
+
+def had_since(one: Carrier, held: Reservation | None) -> datetime:
+    """Since when a pod could have been put on its node: one that waited in the queue, since it was given its GPUs."""
+    return one.created if held is None else max(one.created, held.since)

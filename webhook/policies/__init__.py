@@ -21,10 +21,14 @@ Manifest = dict[str, Any]
 WEBHOOKS = ("mutating.yaml", "validating.yaml")
 POLICIES = ("protect.yaml", "strip.yaml")
 RBAC = ("rbac.yaml",)
+CERTS = ("certs.yaml",)
+EXPORT = ("export.yaml",)
+SCORE = ("score.yaml",)
 
 # As the files have them.
 NAMESPACE = "gpuwarden"
 SERVICE = "gpuwarden"
+GPU_NAMESPACE = "gpu-operator"
 OPT_IN = f"{keys.DOMAIN}/enabled"
 RESOURCE = "nvidia.com/gpu"
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
@@ -40,6 +44,8 @@ class Installation:
     namespace: str = NAMESPACE
     service: str = SERVICE
     port: int = 443
+    # Where the pods of the device plugin are, for `gpuwarden export`.
+    gpu_namespace: str = GPU_NAMESPACE
     # Instead of the service, for a server outside of the cluster.
     url: str | None = None
     # In PEM; without it the API server goes by the roots of its own machine.
@@ -66,10 +72,11 @@ class Installation:
             ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names): ", ".join(aliases),
             f"'{RESOURCE}'": f"'{self.resource}'",
             OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
+            GPU_NAMESPACE: self.gpu_namespace,
         }
 
     def _given(self) -> tuple[str, ...]:
-        return (self.namespace, self.service, self.opt_in, self.resource, *self.hash_aliases)
+        return (self.namespace, self.service, self.gpu_namespace, self.opt_in, self.resource, *self.hash_aliases)
 
 
 def webhooks(installation: Installation) -> list[Manifest]:
@@ -94,6 +101,21 @@ def rbac(installation: Installation) -> list[Manifest]:
     return [filled(one, installation) for one in manifests(*RBAC)]
 
 
+def export(installation: Installation) -> list[Manifest]:
+    """The service account of `gpuwarden export` and what it may do."""
+    return [filled(one, installation) for one in manifests(*EXPORT)]
+
+
+def certs(installation: Installation) -> list[Manifest]:
+    """The account of whoever makes our certificates, where no other does."""
+    return [filled(one, installation) for one in manifests(*CERTS)]
+
+
+def score(installation: Installation) -> list[Manifest]:
+    """The account of `gpuwarden score`, which only reads."""
+    return [filled(one, installation) for one in manifests(*SCORE)]
+
+
 # In the order in which they are applied. The webhooks come last: from then on pods wait for the server.
 PRINTED: Mapping[str, Callable[[Installation], list[Manifest]]] = {
     "crds": lambda installation: crds.manifests(),
@@ -101,12 +123,18 @@ PRINTED: Mapping[str, Callable[[Installation], list[Manifest]]] = {
     "policies": policies,
     "webhooks": webhooks,
 }
+# What not every cluster has a place for.
+BY_NAME_ONLY: Mapping[str, Callable[[Installation], list[Manifest]]] = {
+    "export": export,
+    "certs": certs,
+    "score": score,
+}
 
 
 def as_yaml(what: str, installation: Installation) -> str:
-    """One of `PRINTED`, or `all` of them, as YAML documents."""
+    """One of `PRINTED`, or `all` of them, or one of `BY_NAME_ONLY`, as YAML documents."""
     wanted = PRINTED if what == "all" else (what,)
-    found = [one for name in wanted for one in PRINTED[name](installation)]
+    found = [one for name in wanted for one in {**PRINTED, **BY_NAME_ONLY}[name](installation)]
     return yaml.safe_dump_all(found, sort_keys=False, width=120, explicit_start=True)
 
 

@@ -1,7 +1,8 @@
-"""What is done to pods that wait for a node: put on one by a Binding, or woken by an annotation."""
+"""What is done to pods that wait for a node: put on one by a Binding, told of, or woken by an annotation."""
 
 import aiohttp
 import msgspec
+import structlog
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
@@ -10,9 +11,12 @@ from webhook.core.reservation import PodIdentity
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
 from webhook.scheduler.waking import NotWokenError
 
+log = structlog.get_logger(__name__)
+
 # Below the five seconds that a scheduler waits for an extender if nothing else is said.
 REQUEST_TIMEOUT = 4.0
 MERGE_PATCH = "application/merge-patch+json"
+STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 MAX_SAID = 800
 
 LOST = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
@@ -28,8 +32,10 @@ class ApiBindings:
     def __init__(self, api: client.ApiClient) -> None:
         self._pods = client.CoreV1Api(api)
 
-    async def bind(self, pod: PodIdentity, node: str) -> None:
-        meta = client.V1ObjectMeta(name=pod.name, namespace=pod.namespace, uid=pod.uid or None)
+    async def bind(self, pod: PodIdentity, node: str, version: str = "") -> None:
+        meta = client.V1ObjectMeta(
+            name=pod.name, namespace=pod.namespace, uid=pod.uid or None, resource_version=version or None
+        )
         target = client.V1ObjectReference(api_version="v1", kind="Node", name=node)
         try:
             async with await self._pods.create_namespaced_pod_binding_without_preload_content(
@@ -42,7 +48,32 @@ class ApiBindings:
         except LOST as exc:
             raise BindingLostError("the API server cannot be reached") from exc
         if status >= 400:
-            raise BindingRefusedError(said_in(status, body))
+            raise BindingRefusedError(said_in(status, body), status)
+
+
+class ApiConditions:
+    """The condition of pods in the API server that says whether they have a node."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._pods = client.CoreV1Api(api)
+
+    async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> None:
+        """Only while the pod is as it was at that version: it may be on a node by now. Lost, it is not said."""
+        condition = {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": message,
+            "lastTransitionTime": at,
+        }
+        patch = {"metadata": {"uid": pod.uid, "resourceVersion": version}, "status": {"conditions": [condition]}}
+        try:
+            async with await self._pods.patch_namespaced_pod_status_without_preload_content(
+                pod.name, pod.namespace, patch, _content_type=STRATEGIC_MERGE_PATCH, _request_timeout=REQUEST_TIMEOUT
+            ) as response:
+                await response.read()
+        except LOST as exc:
+            log.warning("condition lost", namespace=pod.namespace, name=pod.name, error=type(exc).__name__)
 
 
 class ApiAlarm:

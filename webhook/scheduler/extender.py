@@ -35,7 +35,16 @@ MAX_TOLD = 1000
 
 
 class BindingRefusedError(GpuwardenError):
-    """The pod was not put on the node; the text is the API server's."""
+    """The pod was not put on the node; the text is the API server's, and so is the status."""
+
+    def __init__(self, said: str, status: int = 0) -> None:
+        super().__init__(said)
+        self.status = status
+
+    @property
+    def is_race(self) -> bool:
+        """Whether the pod is another by now: gone, changed, or on a node already."""
+        return self.status in (404, 409)
 
 
 class BindingLostError(GpuwardenError):
@@ -117,7 +126,7 @@ class Extender:
         held = await recorded_reservation(self._ledger, pod)
         if held is None or check.still_held(claim, held, pod) is not None:
             return Refused(sieve.NOT_RESERVED)
-        if check.in_time(pod, self._clock(), self._bind_deadline) is not None:
+        if check.in_time(pod, held, self._clock(), self._bind_deadline) is not None:
             return Refused(sieve.TOO_LATE)
         return Wish(claim, held.node, is_recorded=True)
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 
 import structlog
-from attrs import frozen
+from attrs import evolve, frozen
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,21 +16,25 @@ from webhook.clock import Clock
 from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim, recorded_or_none
-from webhook.core.dress import DressRules, Outfit, RawPod, asked_anew, changes, dressed, replaced_env
+from webhook.core.difference import difference
+from webhook.core.dress import DressRules, Outfit, RawPod, asked_anew, changes, dressed, replaced_env, waiting
 from webhook.core.errors import (
     InvalidPodError,
     LedgerError,
     MalformedReviewError,
 )
+from webhook.core.hints import handed_down
+from webhook.core.hints import hinted as with_hints
 from webhook.core.pod import Pod
-from webhook.core.reasons import Reason
+from webhook.core.reasons import HEALED_BY_WAITING, Reason
 from webhook.core.reservation import Ask, Phase, PodIdentity, Reservation, ReservationId
 from webhook.core.review import Operation, Review, answer
-from webhook.core.verdict import Admit, Deny, Verdict
+from webhook.core.verdict import Admit, Deny, Verdict, plain
 from webhook.holding import Holder
 from webhook.ledger import Ledger
 from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.pods import PodSource, PodsUnavailableError
+from webhook.scoring.hints import NOT_SCORED, Hinted, Hinting
 from webhook.telemetry import Metrics
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
@@ -44,6 +48,9 @@ MAX_TIMEOUT = timedelta(seconds=30)
 MARGIN = timedelta(milliseconds=800)
 TIMEOUT = re.compile(rb"(?:^|&)timeout=(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)s)?(?:(\d{1,6})ms)?(?=&|$)")
 
+# Every bad line of a placement map is named, as far as a person would read on.
+MOST_MISTAKES = 64
+
 NOT_ASKED = Admit(reason=Reason.NOT_ASKED)
 Door = Callable[[Review, datetime], Awaitable[Verdict]]
 
@@ -56,6 +63,13 @@ class Rules:
     dress: DressRules
     # Past this age a pod is put on no node any more: its GPUs may have been given up.
     bind_deadline: timedelta = timedelta(minutes=5)
+    # Whether a pod that nothing can be had for now is created, and waits behind our gate; a mapped one in any case
+    # where there is somebody to open it.
+    queues: bool = False
+    queues_mapped: bool = False
+
+    def waits(self, claim: Claim) -> bool:
+        return self.queues or (self.queues_mapped and claim.is_mapped)
 
 
 class Admission:
@@ -69,8 +83,10 @@ class Admission:
         clock: Clock,
         metrics: Metrics,
         health: Health,
+        hinting: Hinting | None = None,
     ) -> None:
         self._holder = holder
+        self._hinting = hinting
         self._ledger: Ledger = holder.ledger
         self._pods = pods
         self._rules = rules
@@ -111,7 +127,8 @@ class Admission:
                 raise
             return Deny(Reason.DEADLINE_PASSED, "the review's time is over", hint="try again")
         except InvalidPodError as exc:
-            return Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]), causes=exc.mistakes[:20])
+            found = exc.mistakes[:MOST_MISTAKES]
+            return Deny(Reason.INVALID_POD, "; ".join(found), causes=found)
         except (LedgerError, PodsUnavailableError) as exc:
             log.warning("ledger away", uid=review.uid, exc_info=exc)
             return Deny(Reason.LEDGER_AWAY, "reservations cannot be looked up at this moment", hint="try again")
@@ -142,6 +159,8 @@ class Admission:
     # The mutating door.
 
     async def _mutated(self, review: Review, answer_by: datetime) -> Verdict:
+        if review.is_of_jobs:
+            return self._handed_down(review)
         refused = not_reviewed(review)
         if refused is not None:
             return refused
@@ -156,6 +175,30 @@ class Admission:
             return self._dressed(raw, pod, again)
         return await self._reserved_now(raw, pod, review, answer_by)
 
+    def _handed_down(self, review: Review) -> Verdict:
+        """A Job is never scored: what it says of its work goes to its pods, and those are."""
+        if self._hinting is None or review.operation != Operation.CREATE or review.subresource:
+            return NOT_ASKED
+        raw = required_object(review)
+        patch = list(difference(raw, handed_down(raw)))
+        return Admit(patch) if patch else NOT_ASKED
+
+    async def _hinted(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> Hinted:
+        """What a scorer advises: asked for once it is known that evidence does not stand in the way."""
+        if self._hinting is None or keys.JOB_TYPE not in pod.annotations:
+            return NOT_SCORED
+        if claim is not None and not self._rules.waits(claim) and is_unproven(self._holder.places(claim, most=1)):
+            return NOT_SCORED
+        return await self._hinting.hints(pod, claim, review, answer_by)
+
+    def _with_hints(self, raw: RawPod, hinted: Hinted, nodes: tuple[str, ...]) -> tuple[RawPod, tuple[str, ...]]:
+        """The pod with what of the hints suits the nodes that were found for it, and what there is to say of them."""
+        if hinted.hints is None:
+            return raw, hinted.warnings
+        berths = self._holder.fleet.berths
+        hints = hinted.hints.on_nodes_with(*(berths[name].labels for name in nodes if name in berths))
+        return with_hints(raw, hints, writes_aliases=self._rules.dress.writes_aliases), hints.warnings
+
     async def _reserved_before(self, pod: Pod, review: Review) -> Outfit | None:
         """What an earlier round of this same creation was given: another webhook's change brings the pod back to us
         under a new review uid, with our own annotations in it."""
@@ -168,20 +211,33 @@ class Admission:
     async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
         clean, claim = asked_anew(raw, pod, await self._rules.claims.within(review.namespace))
         if claim is None:
-            if clean is raw:
+            copied = () if clean is raw else (COPIED,)
+            clean, said = self._with_hints(clean, await self._hinted(pod, None, review, answer_by), ())
+            if clean is raw and not said:
                 return NOT_ASKED
-            return Admit(changes(raw, clean), warnings=(COPIED,))
+            return Admit(changes(raw, clean), warnings=(*copied, *said))
         refused = check.refused_at_once(pod, claim, self._rules.dress)
         if refused is not None:
             return refused
+        hinted = await self._hinted(pod, claim, review, answer_by)
+        claim = claim if hinted.hints is None else hinted.hints.wished(claim)
         outfit = await self._outfit(claim, pod, review, answer_by)
         if isinstance(outfit, Deny):
-            return outfit
-        is_copy = keys.RESERVATION_ID.name in pod.annotations
-        return self._dressed(raw, pod, outfit, clean, (COPIED,) if is_copy else ())
+            if not self._may_wait(pod, claim, outfit):
+                return outfit
+            clean, said = self._with_hints(clean, hinted.while_waiting(), ())
+            queued = self._queued(raw, clean, claim, outfit)
+            return evolve(queued, warnings=(*queued.warnings, *said))
+        clean, said = self._with_hints(clean, hinted, outfit.nodes)
+        copied = (COPIED,) if keys.RESERVATION_ID.name in pod.annotations else ()
+        return self._dressed(raw, pod, outfit, clean, (*copied, *said))
 
     async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Outfit | Deny:
         """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
+        if self._rules.waits(claim):
+            others = self._holder.others_first(claim)
+            if others is not None:
+                return others
         if claim.count and not review.is_dry_run:
             name = pod.meta.name or review.name or None
             ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared)
@@ -194,6 +250,22 @@ class Admission:
             return Outfit(claim, tuple(sorted(place.node for place in places)))
         first = places[0]
         return Outfit(claim, (first.node,), review.uid, tuple(slot.uuid for slot in sorted(first.slots)))
+
+    def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
+        """What waiting cannot heal is said at once. Where a pod without GPUs may go is written into each of its own
+        terms, and their number is fixed once it exists."""
+        if not self._rules.waits(claim) or refused.reason not in HEALED_BY_WAITING or pod.body.node_name:
+            return False
+        return bool(claim.count) or claim.nodes.terms is None
+
+    def _queued(self, raw: RawPod, clean: RawPod, claim: Claim, refused: Deny) -> Admit:
+        why = plain(refused.sentence, length=900)
+        return Admit(
+            changes(raw, waiting(clean, claim, self._rules.dress, why)),
+            warnings=(f"the pod waits: {refused.sentence}", *claim.warnings),
+            audit={"reason": Reason.QUEUED.value, "waits-for": refused.reason.value},
+            reason=Reason.QUEUED,
+        )
 
     def _dressed(
         self, raw: RawPod, pod: Pod, outfit: Outfit, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
@@ -219,7 +291,7 @@ class Admission:
             return refused
         match review.operation:
             case Operation.CREATE if not review.subresource:
-                return await self._created(review)
+                return self._seen(review, await self._created(review))
             case Operation.UPDATE:
                 return await self._updated(review)
             case Operation.DELETE:
@@ -227,10 +299,19 @@ class Admission:
             case _:
                 return NOT_ASKED
 
+    def _seen(self, review: Review, verdict: Verdict) -> Verdict:
+        """Embedded, reviews are all that is heard of what runs."""
+        is_pod = isinstance(verdict, Admit) and not review.is_dry_run and self._pods.believes_reviews
+        if self._hinting is not None and is_pod:
+            self._hinting.jobs.runs(review.raw or {})
+        return verdict
+
     async def _created(self, review: Review) -> Verdict:
         raw = required_object(review)
         pod = Pod.parse(raw)
         claim = recorded_claim(pod)
+        if claim is not None and pod.is_gated:
+            return check.no_other_ways(pod, self._rules.dress) or await self._created_waiting(raw, pod, claim, review)
         if claim is None:
             return self._created_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
@@ -252,7 +333,13 @@ class Admission:
         forged = sorted(keys.OUTPUT_NAMES & pod.annotations.keys())
         if forged:
             return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: written by gpuwarden only")
-        return check.no_markers(pod, self._rules.dress) or NOT_ASKED
+        return check.gate_alone(pod) or check.no_markers(pod, self._rules.dress) or NOT_ASKED
+
+    async def _created_waiting(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
+        claims = await self._rules.claims.within(review.namespace)
+        return check.waits_as_dressed(raw, pod, claim, self._rules.dress, claims) or Admit(
+            audit={"reason": Reason.QUEUED.value}, reason=Reason.QUEUED
+        )
 
     def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
         fleet, policy = self._holder.fleet, self._holder.policy
@@ -292,9 +379,37 @@ class Admission:
         new = Pod.parse(required_object(review))
         old = Pod.parse(review.raw_old or {})
         own: tuple[str, ...] = ()
+        if old.is_gated and not new.is_gated and not review.subresource:
+            return await self._opened(required_object(review), new, old)
         if review.subresource == "ephemeralcontainers":
             own = await self._own_values(old)
         return check.unchanged(new, old, own, self._rules.dress) or NOT_ASKED
+
+    async def _opened(self, raw: RawPod, new: Pod, old: Pod) -> Verdict:
+        """Our gate is gone: by then the pod has its GPUs, whoever opened it."""
+        claim = recorded_claim(new)
+        if claim is None or new.annotations.get(keys.CLAIM.name) != old.annotations.get(keys.CLAIM.name):
+            return Deny(Reason.IMMUTABLE, f"metadata.annotations[{keys.CLAIM.name}]: changed by gpuwarden only")
+        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet.advance(self._clock())
+        if not claim.count:
+            return check.proven_nodes(raw, claim, fleet, policy) or Admit()
+        known = await recorded_reservation(self._ledger, new)
+        if known is None or known.uid != new.meta.uid:
+            known = await recorded_reservation(self._ledger, new, is_fresh=True)
+        if known is None or known.uid != new.meta.uid:
+            return Deny(
+                Reason.NOT_RESERVED,
+                f"spec.schedulingGates[{keys.QUEUE_GATE}]: nothing is reserved for the pod yet",
+                hint="gpuwarden opens the gate when there is a GPU",
+            )
+        rules = self._rules.dress
+        return (
+            check.matches_reservation(raw, claim, known, check.identity_of(new), rules, has_waited=True)
+            or check.no_other_ways(new, rules)
+            or check.still_proven(claim, known.node, fleet, policy)
+            or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
+        )
 
     async def _put_on_a_node(self, review: Review) -> Verdict:
         """A Binding, by whichever route and whoever sends it; one that names no uid is of the living pod."""
@@ -313,6 +428,8 @@ class Admission:
         if review.is_dry_run or review.subresource or not self._pods.believes_reviews:
             return NOT_ASKED
         old = Pod.parse(review.raw_old or {})
+        if self._hinting is not None:
+            self._hinting.jobs.deleted(review.raw_old or {})
         pod = PodIdentity(review.namespace, old.meta.name or review.name, old.meta.uid or "")
         held = self._ledger.of_pod(pod.uid) if pod.uid else None
         reservation_id = held.id if held else ReservationId(old.annotations.get(keys.RESERVATION_ID.name) or "")
@@ -349,6 +466,10 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
         and known.claim_digest == claim.digest
         and known.pod_name in (None, pod.meta.name)
     )
+
+
+def is_unproven(places: object) -> bool:
+    return isinstance(places, Deny) and places.reason is Reason.NO_PROVEN_NODE
 
 
 def outfit_of(claim: Claim, held: Reservation) -> Outfit:

@@ -78,6 +78,10 @@ def probes(health: Health, metrics: Metrics) -> Iterator[Route]:
     yield from (get(path, health.ready) for path in ("/readyz", "/ready"))
 
 
+def scorer_app(score: Endpoint, health: Health, metrics: Metrics) -> ASGIApp:
+    return application(metrics, post("/v1/score", score), *probes(health, metrics))
+
+
 def extender_app(extender: ExtenderRoutes, health: Health, metrics: Metrics) -> ASGIApp:
     return application(
         metrics,

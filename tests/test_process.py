@@ -1,6 +1,6 @@
-"""The process around the reconciler."""
+"""What processes have in common."""
 
-from webhook.reconciling import one_pass
+from webhook.process import one_pass
 
 
 async def test_a_pass_that_fails_does_not_end_the_passes() -> None:

@@ -1,0 +1,135 @@
+{{- /* What cannot work is said in one sentence, and nothing is installed. */ -}}
+{{- define "gpuwarden.checks" -}}
+{{- range $path, $sentence := .Files.Get "files/moved.yaml" | fromYaml }}
+  {{- $place := $.Values }}{{ $found := true }}
+  {{- range $name := splitList "." $path }}
+    {{- if and $found (kindIs "map" $place) (hasKey $place $name) }}{{ $place = index $place $name }}{{ else }}{{ $found = false }}{{ end }}
+  {{- end }}
+  {{- if $found }}{{ fail (printf "\n\n%s." $sentence) }}{{ end }}
+{{- end }}
+{{- $values := .Values }}{{ $settings := .Values.settings }}
+{{- $evidence := splitList "," (include "gpuwarden.evidence" . | nospace) }}
+{{- if has .Release.Namespace (list "kube-system" "kube-public" "kube-node-lease") }}
+  {{- fail (printf "\n\nThe release's namespace is %s, whose pods are never reviewed: install into a namespace of its own, such as --namespace gpuwarden --create-namespace." .Release.Namespace) }}
+{{- end }}
+{{- if and $values.webhooks.enabled (not $values.serve.enabled) }}
+  {{- fail "\n\nwebhooks.enabled is true and serve.enabled is not: nobody would answer the API server, and every pod that asks for GPUs would be refused." }}
+{{- end }}
+{{- if eq $values.tls.mode "existingSecret" }}
+  {{- if not $values.tls.existingSecret }}
+    {{- fail "\n\ntls.mode is existingSecret: name the Secret with tls.crt and tls.key by tls.existingSecret." }}
+  {{- end }}
+  {{- if and (not $values.tls.caBundle) (or $values.webhooks.enabled $values.attest.enabled) }}
+    {{- fail "\n\ntls.mode is existingSecret: give the CA of its certificate by tls.caBundle (PEM, or base64 of it), or the API server will refuse to call." }}
+  {{- end }}
+  {{- if and $values.tls.caBundle (not (contains "-----BEGIN CERTIFICATE-----" (include "gpuwarden.caBundle" . | b64dec))) }}
+    {{- fail "\n\nThere is no certificate in tls.caBundle: it is the CA in PEM, or base64 of that." }}
+  {{- end }}
+{{- else }}
+  {{- if $values.tls.existingSecret }}
+    {{- fail (printf "\n\ntls.existingSecret is set and tls.mode is %s: set tls.mode=existingSecret, or leave the Secret out." $values.tls.mode) }}
+  {{- end }}
+  {{- if $values.tls.caBundle }}
+    {{- fail (printf "\n\ntls.caBundle is set and tls.mode is %s, which brings its own: set tls.mode=existingSecret, or leave the bundle out." $values.tls.mode) }}
+  {{- end }}
+{{- end }}
+{{- if and (eq $values.tls.mode "certManager") (not (.Capabilities.APIVersions.Has "cert-manager.io/v1")) }}
+  {{- fail "\n\ntls.mode is certManager and this cluster has no cert-manager.io/v1: install cert-manager first, or set tls.mode=selfManaged. (helm template knows it by --api-versions cert-manager.io/v1.)" }}
+{{- end }}
+{{- if and (eq $values.tls.mode "certManager") (eq $values.tls.certManager.issuer.kind "ClusterIssuer") (not $values.tls.certManager.issuer.name) }}
+  {{- fail "\n\ntls.certManager.issuer.kind is ClusterIssuer: name it by tls.certManager.issuer.name." }}
+{{- end }}
+{{- range $what, $api := dict "serviceMonitor" "ServiceMonitor" "prometheusRule" "PrometheusRule" }}
+  {{- if and (index $values $what).enabled (not ($.Capabilities.APIVersions.Has (printf "monitoring.coreos.com/v1/%s" $api))) }}
+    {{- fail (printf "\n\n%s.enabled is true and this cluster has no %s of monitoring.coreos.com/v1: install the Prometheus operator first, or leave it out. (helm template knows it by --api-versions monitoring.coreos.com/v1/%s.)" $what $api $api) }}
+  {{- end }}
+{{- end }}
+{{- if and (eq $values.policies.strip "true") (semverCompare "<1.36.0-0" .Capabilities.KubeVersion.Version) }}
+  {{- fail (printf "\n\npolicies.strip is true, and MutatingAdmissionPolicy v1 came with Kubernetes 1.36; this is %s: set policies.strip=auto." .Capabilities.KubeVersion.Version) }}
+{{- end }}
+{{- if eq (default "cluster" $settings.ledger) "memory" }}
+  {{- if gt (int $values.serve.replicas) 1 }}
+    {{- fail "\n\nsettings.ledger is memory, which each replica has for itself: set serve.replicas=1, or leave the ledger in the cluster." }}
+  {{- end }}
+  {{- if $values.reconcile.enabled }}
+    {{- fail "\n\nsettings.ledger is memory, and a reconciler sees no reservations there: set reconcile.enabled=false, or leave the ledger in the cluster." }}
+  {{- end }}
+  {{- if not $values.inventory }}
+    {{- fail "\n\nsettings.ledger is memory, where nobody reads the nodes' annotations: name nodes and devices by inventory; inventory.nodes=[] if settings.nodeHashMap is all there is." }}
+  {{- end }}
+{{- else if and $values.serve.enabled (not $values.reconcile.enabled) }}
+  {{- fail "\n\nreconcile.enabled is false: nobody would confirm and release reservations, and every GPU would be lost for a while with each pod. Leave it on, or set settings.ledger=memory." }}
+{{- end }}
+{{- if has "spire-server" $evidence }}
+  {{- if not (and $settings.spireServer $settings.spireTrustDomain) }}
+    {{- fail "\n\nsettings.evidence has spire-server: set settings.spireServer and settings.spireTrustDomain." }}
+  {{- end }}
+  {{- if and (not $settings.spireWorkloadApi) (not (hasPrefix "unix:" $settings.spireServer)) }}
+    {{- fail "\n\nsettings.evidence has spire-server, which is shown an SVID of ours: set settings.spireWorkloadApi to the agent's socket." }}
+  {{- end }}
+{{- end }}
+{{- if has "jwt-svid" $evidence }}
+  {{- if not $settings.spireTrustDomain }}
+    {{- fail "\n\nsettings.evidence has jwt-svid: set settings.spireTrustDomain." }}
+  {{- end }}
+  {{- if not (or $settings.bundleEndpoint $settings.spireWorkloadApi) }}
+    {{- fail "\n\nsettings.evidence has jwt-svid, whose keys come from settings.bundleEndpoint or settings.spireWorkloadApi: set one." }}
+  {{- end }}
+  {{- if $values.webhooks.clientCa }}
+    {{- fail "\n\nwebhooks.clientCa is set and settings.evidence has jwt-svid: nodes have no such certificate to post their proofs with; use settings.reviewTokenAudience instead." }}
+  {{- end }}
+{{- else if $values.attest.enabled }}
+  {{- fail "\n\nattest.enabled is true and settings.evidence has no jwt-svid: nobody would challenge the nodes." }}
+{{- end }}
+{{- if and $values.attest.enabled (not $settings.spireWorkloadApi) }}
+  {{- fail (printf "\n\nattest.enabled is true: set settings.spireWorkloadApi to the agent's socket, such as unix:%s/spire-agent.sock." $values.spire.mountPath) }}
+{{- end }}
+{{- with $settings.spireWorkloadApi }}
+  {{- $socket := trimPrefix "unix:" . | trimPrefix "//" }}
+  {{- if not (hasPrefix (printf "%s/" (trimSuffix "/" $values.spire.mountPath)) $socket) }}
+    {{- fail (printf "\n\nsettings.spireWorkloadApi is %s, and the agent's socket is mounted under spire.mountPath, which is %s." . $values.spire.mountPath) }}
+  {{- end }}
+{{- end }}
+{{- if and $settings.reviewCallers (not $settings.reviewTokenAudience) }}
+  {{- fail "\n\nsettings.reviewCallers is set and nobody is asked for a token: set settings.reviewTokenAudience." }}
+{{- end }}
+{{- if and $values.extender.bind (not $values.extender.enabled) }}
+  {{- fail "\n\nextender.bind is true and extender.enabled is not: no scheduler would reach it." }}
+{{- end }}
+{{- $ports := list (int $values.service.port) (int $values.service.uiPort) }}
+{{- if $values.extender.enabled }}{{ $ports = append $ports (int $values.extender.port) }}{{ end }}
+{{- with $values.extender.plainPort }}{{ $ports = append $ports (int .) }}{{ end }}
+{{- if ne (len $ports) (len (uniq $ports)) }}
+  {{- fail "\n\nservice.port, service.uiPort, extender.port and extender.plainPort are ports of one Service: they have to differ." }}
+{{- end }}
+{{- if or (has (int $values.service.uiPort) (list 8443 8444)) (has (int $values.extender.plainPort) (list 8443 8444)) }}
+  {{- fail "\n\nservice.uiPort and extender.plainPort are ports of the container too, where 8443 and 8444 are the TLS listeners: choose another." }}
+{{- end }}
+{{- if and $values.score.enabled $settings.scorer }}
+  {{- fail "\n\nscore.enabled is true and settings.scorer names another scorer: choose one." }}
+{{- end }}
+{{- if and (eq (default "deny" $settings.whenUnavailable) "queue") (not $values.reconcile.enabled) }}
+  {{- fail "\n\nsettings.whenUnavailable is queue and reconcile.enabled is false: nobody would open the gates." }}
+{{- end }}
+{{- if $values.export.enabled }}
+  {{- $export := $values.export.settings }}{{ $secrets := $values.export.credentials }}
+  {{- $types := $export.exporterType | default "stdout" }}
+  {{- if not (kindIs "slice" $types) }}{{ $types = splitList "," (nospace $types) }}{{ end }}
+  {{- if not $export.clusterName }}
+    {{- fail "\n\nexport.enabled is true: every record says which cluster it is from, so set export.settings.clusterName." }}
+  {{- end }}
+  {{- $plugin := default "gpu-operator" $export.namespace }}
+  {{- if and (lookup "v1" "Namespace" "" "kube-system") (not (lookup "v1" "Namespace" "" $plugin)) }}
+    {{- fail (printf "\n\nexport.enabled is true and there is no namespace %s: say by export.settings.namespace where the device plugin's pods are." $plugin) }}
+  {{- end }}
+  {{- if and (has "http" $types) (not $export.httpEndpoint) }}
+    {{- fail "\n\nexport.settings.exporterType has http: set export.settings.httpEndpoint." }}
+  {{- end }}
+  {{- if and (has "postgres" $types) (or (not $export.postgresDb) (not $secrets.postgres)) }}
+    {{- fail "\n\nexport.settings.exporterType has postgres: set export.settings.postgresDb, and the Secret with username and password by export.credentials.postgres." }}
+  {{- end }}
+  {{- if and (has "s3" $types) (not $export.s3Bucket) }}
+    {{- fail "\n\nexport.settings.exporterType has s3: set export.settings.s3Bucket." }}
+  {{- end }}
+{{- end }}
+{{- end }}

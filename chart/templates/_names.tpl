@@ -1,0 +1,123 @@
+{{- define "gpuwarden.chartName" -}}
+{{ default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "gpuwarden.fullname" -}}
+{{- $name := include "gpuwarden.chartName" . -}}
+{{- if .Values.fullnameOverride -}}
+{{ .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
+{{- else if contains $name .Release.Name -}}
+{{ .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" }}
+{{- end -}}
+{{- end }}
+
+{{- /* What a component's objects are called: `serve` bears the name itself. Takes (list root component). */ -}}
+{{- define "gpuwarden.component" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}
+{{ include "gpuwarden.fullname" $root }}{{ if ne $component "serve" }}-{{ $component }}{{ end }}
+{{- end }}
+
+{{- define "gpuwarden.account" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}
+{{ default (include "gpuwarden.component" .) (index $root.Values $component).serviceAccountName }}
+{{- end }}
+
+{{- define "gpuwarden.selector" -}}
+app.kubernetes.io/name: {{ include "gpuwarden.chartName" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "gpuwarden.labels" -}}
+{{ include "gpuwarden.selector" . }}
+app.kubernetes.io/part-of: gpuwarden
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "gpuwarden.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
+{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- end -}}
+{{- end }}
+
+{{- define "gpuwarden.tlsSecret" -}}
+{{ if eq .Values.tls.mode "existingSecret" }}{{ .Values.tls.existingSecret }}{{ else }}{{ include "gpuwarden.fullname" . }}-tls{{ end }}
+{{- end }}
+
+{{- /* The CA of `serve`, in base64, where it is known while rendering. */ -}}
+{{- define "gpuwarden.caBundle" -}}
+{{- if eq .Values.tls.mode "existingSecret" -}}
+{{- if contains "-----BEGIN CERTIFICATE-----" .Values.tls.caBundle }}{{ .Values.tls.caBundle | b64enc }}{{ else }}{{ .Values.tls.caBundle | nospace }}{{ end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "gpuwarden.scorer" -}}
+{{- if .Values.settings.scorer -}}
+{{ .Values.settings.scorer }}
+{{- else if .Values.score.enabled -}}
+http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespace }}.svc:{{ .Values.service.uiPort }}
+{{- end -}}
+{{- end }}
+
+{{- define "gpuwarden.evidence" -}}
+{{- $said := .Values.settings.evidence -}}
+{{- if kindIs "slice" $said }}{{ join "," $said }}{{ else }}{{ default "static" $said }}{{ end -}}
+{{- end }}
+
+{{- define "gpuwarden.challenges" -}}
+{{- if has "jwt-svid" (splitList "," (include "gpuwarden.evidence" . | nospace)) }}true{{ end -}}
+{{- end }}
+
+{{- define "gpuwarden.nonceSecret" -}}
+{{ default (printf "%s-nonce" (include "gpuwarden.fullname" .)) .Values.nonceKey.existingSecret }}
+{{- end }}
+
+{{- define "gpuwarden.strips" -}}
+{{- if eq .Values.policies.strip "true" }}true
+{{- else if and (eq .Values.policies.strip "auto") (semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version) }}true
+{{- end -}}
+{{- end }}
+
+{{- /* What processes that look at evidence need besides their settings. */ -}}
+{{- define "gpuwarden.evidenceMounts" -}}
+{{- $found := list -}}
+{{- if include "gpuwarden.challenges" . }}{{ $found = append $found "nonce" }}{{ end -}}
+{{- if .Values.settings.spireWorkloadApi }}{{ $found = append $found "spire" }}{{ end -}}
+{{ toYaml $found }}
+{{- end }}
+
+{{- /* The components that run. */ -}}
+{{- define "gpuwarden.components" -}}
+{{- $found := list -}}
+{{- range $name := list "serve" "reconcile" "attest" "bind" "score" "export" -}}
+{{- if (index $.Values $name).enabled }}{{ $found = append $found $name }}{{ end -}}
+{{- end -}}
+{{- if include "gpuwarden.makesCerts" . }}{{ $found = append $found "certs" }}{{ end -}}
+{{ toYaml $found }}
+{{- end }}
+
+{{- /* Whether the release makes its certificate itself. */ -}}
+{{- define "gpuwarden.makesCerts" -}}
+{{- if and (eq .Values.tls.mode "selfManaged") .Values.serve.enabled }}true{{ end -}}
+{{- end }}
+
+{{- /* Settings as flags, for processes that are told these and no others. Takes (list root keys). */ -}}
+{{- define "gpuwarden.flags" -}}
+{{- $root := index . 0 -}}{{- $flags := list -}}
+{{- range $key := index . 1 -}}
+{{- $value := index $root.Values.settings $key -}}
+{{- if not (kindIs "invalid" $value) -}}
+{{- if kindIs "slice" $value }}{{ $value = join "," $value }}{{ else if kindIs "map" $value }}{{ $value = toJson $value }}{{ end -}}
+{{- $flags = append $flags (printf "--%s=%v" (kebabcase $key) $value) -}}
+{{- end -}}
+{{- end -}}
+{{ toYaml $flags }}
+{{- end }}

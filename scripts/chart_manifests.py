@@ -1,0 +1,262 @@
+"""`python -m scripts.chart_manifests` writes into the chart what is shipped elsewhere, so that nothing is said twice:
+CRDs, webhook configurations, policies and roles as templates, alerts and the dashboard as files. A test compares.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from scripts.chart_dashboard import dashboard
+from scripts.chart_values import CHART, ROOT
+from webhook import crds
+from webhook.policies import Installation, Manifest, certs, export, policies, rbac, score, webhooks
+
+GENERATED: Final = CHART / "templates/generated"
+HEAD: Final = "{{- /* Written by `python -m scripts.chart_manifests`. */ -}}\n"
+
+# What stands in the manifests for what only the release knows, and the template that says it.
+NAMESPACE: Final = "xx-namespace"
+SERVICE: Final = "xx-service"
+PORT: Final = 64999
+OPT_IN: Final = "xx-opt-in"
+HASH_ALIAS: Final = "xx-hash-alias"
+RESOURCE: Final = "xx-resource"
+GPU_NAMESPACE: Final = "xx-gpu-namespace"
+KEPT_IN: Final = "gpuwarden-tls"
+EXCLUDED: Final = "xx-excluded"
+BUNDLE: Final = b"xx"
+LABELS: Final = "xx-labels"
+NOTES: Final = "xx-notes"
+FAILURE_POLICY: Final = "xx-failure-policy"
+PATIENCE: Final = 64998
+
+SAID: Final[Mapping[str, str]] = {
+    NAMESPACE: "{{ .Release.Namespace }}",
+    SERVICE: '{{ include "gpuwarden.fullname" . }}',
+    str(PORT): "{{ .Values.service.port }}",
+    OPT_IN: "{{ .Values.webhooks.optInLabel }}",
+    HASH_ALIAS: '{{ default "attestation-hash.my-company.com/required-hash" .Values.settings.requiredHashAlias }}',
+    RESOURCE: '{{ default "nvidia.com/gpu" .Values.settings.gpuResource }}',
+    GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace }}',
+    FAILURE_POLICY: "{{ .Values.webhooks.failurePolicy }}",
+    str(PATIENCE): "{{ .Values.webhooks.timeoutSeconds }}",
+}
+RELEASE: Final = Installation(
+    namespace=NAMESPACE,
+    service=SERVICE,
+    port=PORT,
+    opt_in=OPT_IN,
+    hash_aliases=(HASH_ALIAS,),
+    resource=RESOURCE,
+    gpu_namespace=GPU_NAMESPACE,
+    ca_bundle=BUNDLE,
+)
+INJECTION: Final = """\
+  annotations:
+    admissions.enforcer/disabled: "{{ .Values.webhooks.aksAdmissionsEnforcerDisabled }}"
+    {{- if eq .Values.tls.mode "certManager" }}
+    cert-manager.io/inject-ca-from: "{{ .Release.Namespace }}/{{ include "gpuwarden.fullname" . }}-tls"
+    {{- end }}
+"""
+
+
+def template(found: Iterable[Manifest]) -> str:
+    """The manifests as YAML documents of a template."""
+    whole = yaml.safe_dump_all(found, sort_keys=False, width=120, explicit_start=True)
+    if "{{" in whole:
+        raise ValueError("a manifest has a text that Helm would take for its own")
+    for token, said in SAID.items():
+        whole = whole.replace(token, said)
+    whole = re.sub(
+        rf"^ *labels: {LABELS}$",
+        indented("labels:\n  {{- include 'gpuwarden.labels' . | nindent 4 }}", 2),
+        whole,
+        flags=re.M,
+    )
+    whole = whole.replace("'gpuwarden.labels'", '"gpuwarden.labels"')
+    whole = re.sub(rf"^ *annotations: {NOTES}\n", INJECTION, whole, flags=re.M)
+    whole = re.sub(
+        r"^( *)caBundle: \S+$",
+        r'\1{{- with include "gpuwarden.caBundle" $ }}\n\1caBundle: {{ . }}\n\1{{- end }}',
+        whole,
+        flags=re.M,
+    )
+    return re.sub(
+        rf"^( *)- {EXCLUDED}$",
+        r"\1{{- range .Values.webhooks.excludedNamespaces }}\n\1- {{ . }}\n\1{{- end }}",
+        whole,
+        flags=re.M,
+    )
+
+
+def indented(text: str, spaces: int) -> str:
+    return "\n".join(" " * spaces + line for line in text.splitlines())
+
+
+def when(condition: str, text: str) -> str:
+    return f"{{{{- if {condition} }}}}\n{text}{{{{- end }}}}\n"
+
+
+def labelled(one: Manifest, **more: Any) -> Manifest:
+    meta = {"name": one["metadata"]["name"], "labels": LABELS, **more}
+    rest = {key: value for key, value in one["metadata"].items() if key != "name"}
+    return {**one, "metadata": {**meta, **rest}}
+
+
+def with_room(tree: Any) -> Any:
+    """The same, with room for more namespaces that are left alone."""
+    match tree:
+        case {"key": "kubernetes.io/metadata.name", "values": list(values), **rest}:
+            return {"key": "kubernetes.io/metadata.name", **rest, "values": [*values, EXCLUDED]}
+        case dict():
+            return {key: with_room(value) for key, value in tree.items()}
+        case list():
+            return [with_room(one) for one in tree]
+        case _:
+            return tree
+
+
+# The webhooks.
+
+
+def with_choices(hook: Manifest) -> Manifest:
+    """While nobody answers, Bindings are refused whatever is said, as the last door; and hints hold no pod up."""
+    is_last_door = hook["name"].startswith("validate-binding.")
+    is_choice = hook["failurePolicy"] == "Fail" and not is_last_door
+    return {**hook, "timeoutSeconds": PATIENCE, **({"failurePolicy": FAILURE_POLICY} if is_choice else {})}
+
+
+def webhooks_template() -> str:
+    found = [
+        {**labelled(one, annotations=NOTES), "webhooks": [with_choices(with_room(hook)) for hook in one["webhooks"]]}
+        for one in webhooks(RELEASE)
+    ]
+    return HEAD + when(".Values.webhooks.enabled", template(found))
+
+
+# The policies.
+
+
+def policies_template() -> str:
+    found = [labelled(with_room(one)) for one in policies(RELEASE)]
+    protect = [one for one in found if one["kind"].startswith("Validating")]
+    strip = [one for one in found if one["kind"].startswith("Mutating")]
+    assert len(protect) + len(strip) == len(found)  # noqa: S101 - a third kind would be lost
+    strips = when('include "gpuwarden.strips" .', template(strip))
+    return HEAD + when(".Values.policies.protect", template(protect)) + strips
+
+
+# The definitions.
+
+
+def crds_template() -> str:
+    """As templates: `helm upgrade` never touches what is in a chart's crds/. Kept, for they hold the reservations."""
+    kept = {"annotations": {"helm.sh/resource-policy": "keep"}}
+    found = [labelled(one, **kept) for one in crds.manifests()]
+    return HEAD + when(".Values.crds.install", template(found))
+
+
+# The roles.
+
+# Roles that only some installations need: where they are shipped, by name, what they are called here and when.
+EXTRA_ROLES: Final = {
+    "gpuwarden-extender-bind": ("extender-bind", "serve", ".Values.extender.bind"),
+    "gpuwarden-wake": ("wake", "reconcile", ".Values.extender.enabled"),
+}
+
+
+def component_of(account: str) -> str:
+    """`gpuwarden` is `serve`, `gpuwarden-x` is x."""
+    return account.removeprefix("gpuwarden").removeprefix("-") or "serve"
+
+
+def role_name(component: str) -> str:
+    return f'{{{{ include "gpuwarden.component" (list . "{component}") }}}}'
+
+
+def account_name(component: str) -> str:
+    return f'{{{{ include "gpuwarden.account" (list . "{component}") }}}}'
+
+
+def enabled(component: str) -> str:
+    """When a component runs."""
+    return '(include "gpuwarden.makesCerts" .)' if component == "certs" else f".Values.{component}.enabled"
+
+
+def rbac_template() -> str:
+    texts = [HEAD]
+    for component, roles in by_component([*rbac(RELEASE), *export(RELEASE), *certs(RELEASE), *score(RELEASE)]).items():
+        condition = f"and .Values.rbac.create {enabled(component)}"
+        texts.append(when(condition, roles_text(roles, component, component)))
+    extra = yaml.safe_load_all((ROOT / "examples/scheduler/rbac.yaml").read_text())
+    for name, roles in by_name(extra).items():
+        called, component, condition = EXTRA_ROLES[name]
+        texts.append(when(f"and .Values.rbac.create {condition}", roles_text(roles, called, component)))
+    return "".join(texts)
+
+
+def roles_text(roles: Iterable[Manifest], called: str, component: str) -> str:
+    text = template(named(labelled(one), called, component) for one in roles)
+    said = {
+        f"xx-role-{called}": role_name(called),
+        f"xx-account-{component}": account_name(component),
+        KEPT_IN: '{{ include "gpuwarden.tlsSecret" . }}',
+    }
+    for token, name in said.items():
+        text = text.replace(token, name)
+    return text
+
+
+def named(one: Manifest, called: str, component: str) -> Manifest:
+    """The role or binding under the name that it has in a release. What the roles are about keeps its name."""
+    meta = {**one["metadata"], "name": f"xx-role-{called}"}
+    if "roleRef" not in one:
+        return {**one, "metadata": meta}
+    subjects = [{**subject, "name": f"xx-account-{component}", "namespace": NAMESPACE} for subject in one["subjects"]]
+    return {**one, "metadata": meta, "roleRef": {**one["roleRef"], "name": f"xx-role-{called}"}, "subjects": subjects}
+
+
+def by_name(found: Iterable[Manifest]) -> dict[str, list[Manifest]]:
+    groups: dict[str, list[Manifest]] = {}
+    for one in found:
+        groups.setdefault(one["metadata"]["name"], []).append(one)
+    return groups
+
+
+def by_component(found: Iterable[Manifest]) -> dict[str, list[Manifest]]:
+    """Roles and bindings; the chart makes accounts itself."""
+    roles = [one for one in found if one["kind"] != "ServiceAccount"]
+    return {component_of(name): group for name, group in by_name(roles).items()}
+
+
+# The rest.
+
+
+def alerts() -> str:
+    """The rule file, as the chart puts it into a PrometheusRule."""
+    return (ROOT / "examples/alerts/gpuwarden.rules.yaml").read_text()
+
+
+def written() -> dict[Path, str]:
+    return {
+        GENERATED / "crds.yaml": crds_template(),
+        GENERATED / "webhooks.yaml": webhooks_template(),
+        GENERATED / "policies.yaml": policies_template(),
+        GENERATED / "rbac.yaml": rbac_template(),
+        CHART / "files/alerts.yaml": alerts(),
+        CHART / "files/dashboard.json": json.dumps(dashboard(), indent=1) + "\n",
+    }
+
+
+def main() -> None:
+    for path, text in written().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

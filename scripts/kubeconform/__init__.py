@@ -1,0 +1,1 @@
+"""Where kubeconform is built from."""

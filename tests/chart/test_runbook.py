@@ -1,0 +1,40 @@
+"""The runbook has a line for every alert and every reason, and its links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_alerts import RULES
+from webhook.core.reasons import Reason
+
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+PAGES = [DOCS / name for name in ("install.md", "operate.md", "configure.md", "threat-model.md")]
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def rows(heading: str) -> set[str]:
+    """The first cells of a section's table, each word by itself."""
+    section = (DOCS / "operate.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
+    return {word.strip() for cell in cells for word in cell.split(",")}
+
+
+def test_every_alert_has_a_line() -> None:
+    assert rows("Alerts") - {"alert"} == {rule["alert"] for rule in RULES}
+
+
+def test_every_reason_has_a_line() -> None:
+    assert rows("Reasons") - {"reason"} == {reason.value for reason in Reason}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *(DOCS / "moving").glob("*.md")], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_files_that_the_threat_model_names_are_there() -> None:
+    named = re.findall(r"`(tests/[\w/.-]+)`", (DOCS / "threat-model.md").read_text())
+    assert named
+    assert [name for name in named if not (DOCS.parent / name).exists()] == []

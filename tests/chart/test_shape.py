@@ -1,0 +1,320 @@
+"""What stands in the rendered objects: who is called, who may reach whom, and that we are never in our own way."""
+
+import base64
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.chart_values import CHART
+from tests.chart.rendering import HELM, Raw, of_kind, one, pods, rendered, settings_of
+from tests.chart.test_values import CHALLENGES, EXISTING, PEM
+from webhook.export import settings as export_settings
+from webhook.setting_table import SettingsError
+from webhook.settings import load
+
+EVERYTHING: Raw = {
+    **CHALLENGES,
+    "nonceKey.existingSecret": "nonce",
+    "attest.enabled": True,
+    "extender.enabled": True,
+    "networkPolicy.enabled": True,
+}
+
+
+def webhooks(found: list[Raw]) -> list[Raw]:
+    kinds = ("MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
+    return [hook for each in of_kind(found, *kinds) for hook in each["webhooks"]]
+
+
+def test_helm_lints_it() -> None:
+    done = subprocess.run([HELM, "lint", "--strict", str(CHART)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.defect("S1-16")
+def test_our_own_namespace_and_that_of_the_cluster_are_never_reviewed() -> None:
+    for hook in webhooks(rendered({"webhooks.excludedNamespaces": ["cni"]}, namespace="guards")):
+        expressions = hook["namespaceSelector"]["matchExpressions"]
+        own = [each for each in expressions if each["key"] == "kubernetes.io/metadata.name"]
+        assert own == [
+            {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["kube-system", "guards", "cni"]}
+        ]
+
+
+@pytest.mark.defect("S1-16")
+def test_the_failure_policy_is_the_values_and_the_last_door_stays_shut() -> None:
+    for said in ("Fail", "Ignore"):
+        for hook in webhooks(rendered({"webhooks.failurePolicy": said})):
+            door = hook["name"].partition(".")[0]
+            expected = {"validate-binding": "Fail", "hint": "Ignore", "hint-job": "Ignore"}.get(door, said)
+            assert hook["failurePolicy"] == expected, hook["name"]
+
+
+@pytest.mark.defect("S1-17")
+@pytest.mark.parametrize("enabled", [True, False], ids=["webhooks", "no-webhooks"])
+@pytest.mark.parametrize("mode", ["selfManaged", "certManager", "existingSecret"])
+@pytest.mark.parametrize("release", ["gpuwarden", "other"])
+def test_webhooks_are_there_if_and_only_if_they_are_enabled(enabled: bool, mode: str, release: str) -> None:
+    values = {"webhooks.enabled": enabled, **(EXISTING if mode == "existingSecret" else {"tls.mode": mode})}
+    found = rendered(values, release=release)
+    service = "gpuwarden" if release == "gpuwarden" else "other-gpuwarden"
+    hooks = webhooks(found)
+    assert bool(hooks) is enabled
+    for hook in hooks:
+        client = hook["clientConfig"]
+        assert client["service"]["name"] == one(found, "Service", service)["metadata"]["name"]
+        # Otherwise it is put in where the certificate is made, and an upgrade leaves it there.
+        assert ("caBundle" in client) is (mode == "existingSecret")
+    secret = "ours" if mode == "existingSecret" else f"{service}-tls"
+    mounted = {each["name"]: each for each in dict(pods(found))["serve"]["spec"]["volumes"]}
+    assert mounted["tls"]["secret"]["secretName"] == secret
+    for each in of_kind(found, "Service"):
+        assert all(port["name"] for port in each["spec"]["ports"])
+
+
+def test_a_bundle_may_be_pem_or_base64_of_it() -> None:
+    encoded = base64.b64encode(PEM.encode()).decode()
+    for given in (PEM, encoded):
+        (bundle,) = {
+            hook["clientConfig"]["caBundle"] for hook in webhooks(rendered({**EXISTING, "tls.caBundle": given}))
+        }
+        assert bundle == encoded
+
+
+def test_cert_manager_is_told_which_bundle_goes_into_which_configuration() -> None:
+    found = rendered({"tls.mode": "certManager"}, namespace="guards")
+    certificate = one(found, "Certificate", "gpuwarden-tls")
+    assert "gpuwarden.guards.svc" in certificate["spec"]["dnsNames"]
+    for each in of_kind(found, "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"):
+        assert each["metadata"]["annotations"]["cert-manager.io/inject-ca-from"] == "guards/gpuwarden-tls"
+
+
+def test_aks_leaves_our_webhooks_alone() -> None:
+    for each in of_kind(rendered(), "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"):
+        assert each["metadata"]["annotations"]["admissions.enforcer/disabled"] == "true"
+
+
+# The Pods.
+
+
+def test_every_pod_runs_as_nobody_in_particular_and_asks_for_what_it_needs() -> None:
+    for component, pod in pods(rendered(EVERYTHING)):
+        spec = pod["spec"]
+        (container,) = spec["containers"]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+        assert spec["priorityClassName"]
+        assert spec["automountServiceAccountToken"] is (component != "attest")
+
+
+def test_no_pod_asks_for_what_its_own_webhook_would_look_at() -> None:
+    """In whatever namespace: no label, annotation, resource or variable of a claim."""
+    for _, pod in pods(rendered(EVERYTHING)):
+        text = json.dumps(pod)
+        assert "nvidia.com" not in text
+        assert "VISIBLE_DEVICES" not in text
+        keys = {*pod["metadata"]["labels"], *pod["metadata"].get("annotations", {})}
+        assert not [key for key in keys if "gpuwarden.io/" in key or "fudo.org/" in key]
+
+
+def test_a_pod_has_time_to_end_before_it_is_killed() -> None:
+    for component, pod in pods(rendered({"drainSeconds": 40, "preStopSeconds": 7})):
+        spec = pod["spec"]
+        (container,) = spec["containers"]
+        if component in ("serve", "reconcile"):
+            assert "--drain-timeout=40s" in container["args"]
+        before = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        assert before == (7 if component == "serve" else 0)
+        assert spec["terminationGracePeriodSeconds"] > before + 40
+
+
+def test_a_rolling_update_takes_nobody_away_before_another_is_ready() -> None:
+    for each in of_kind(rendered(), "Deployment"):
+        assert each["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def test_a_budget_is_there_where_there_is_more_than_one_pod() -> None:
+    found = rendered({"reconcile.replicas": 1})
+    assert [each["metadata"]["name"] for each in of_kind(found, "PodDisruptionBudget")] == ["gpuwarden"]
+    assert one(found, "Deployment", "gpuwarden")["spec"]["replicas"] == 2
+
+
+def test_pods_start_anew_when_their_settings_change() -> None:
+    def stamp(**settings: Any) -> str:
+        found = dict(pods(rendered({f"settings.{name}": value for name, value in settings.items()})))
+        return str(found["serve"]["metadata"]["annotations"]["checksum/settings"])
+
+    assert stamp(logLevel="debug") != stamp(logLevel="warn")
+
+
+def test_a_component_s_own_values_win_over_the_common_ones() -> None:
+    values = {
+        "nodeSelector": {"a": "b"},
+        "podLabels": {"first": "1", "second": "1"},
+        "serve.nodeSelector": {"c": "d"},
+        "serve.podLabels": {"first": "2"},
+    }
+    found = dict(pods(rendered(values)))
+    assert found["serve"]["spec"]["nodeSelector"] == {"c": "d"}
+    assert found["reconcile"]["spec"]["nodeSelector"] == {"a": "b"}
+    labels = found["serve"]["metadata"]["labels"]
+    assert (labels["first"], labels["second"]) == ("2", "1")
+
+
+def test_a_node_is_not_told_the_key_of_the_challenges() -> None:
+    found = dict(pods(rendered(EVERYTHING)))
+    mounted = {name: {each["name"] for each in pod["spec"]["volumes"]} for name, pod in found.items()}
+    assert {name for name, volumes in mounted.items() if "nonce" in volumes} == {"serve", "reconcile"}
+    assert mounted["attest"] == {"tmp", "ca", "spire"}
+    (ca,) = (each for each in found["attest"]["spec"]["volumes"] if each["name"] == "ca")
+    assert [item["key"] for item in ca["secret"]["items"]] == ["ca.crt"]
+
+
+# What gpuwarden itself makes of it.
+
+
+@pytest.fixture
+def etc(tmp_path: Path) -> Path:
+    """What a Pod would find mounted, with files that can be read."""
+    for name in ("tls/tls.crt", "tls/tls.key", "ca/ca.crt", "nonce/nonce.key"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(PEM)
+    (tmp_path / "settings").mkdir()
+    return tmp_path
+
+
+SETS: dict[str, Raw] = {
+    "default": {},
+    "challenges": EVERYTHING,
+    "client-certificates": {"webhooks.clientCa": PEM, "extender.enabled": True, "extender.clientCa": PEM},
+    "inventory": {"inventory": {"nodes": []}, "settings.requireEvidence": "asked"},
+    "map": {"settings.nodeHashMap": {"node-a": "sha256:aa"}, "settings.maxEvidenceAge": "10m"},
+    "bundle-endpoint": {
+        **CHALLENGES,
+        "settings.bundleEndpoint": "https://bundle.example.org",
+        "settings.bundleEndpointProfile": "https_spiffe",
+        "bundleEndpointCa": PEM,
+    },
+}
+
+
+# Which words come before the options.
+COMMANDS = {"certs": ["certs", "keep"]}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_gpuwarden_takes_the_settings_that_are_rendered(name: str, etc: Path) -> None:
+    """The arguments and the file of every process that reads them, as it would."""
+    found = rendered({"bind.enabled": True, "score.enabled": True, **SETS[name]})
+    for key, text in one(found, "ConfigMap", "gpuwarden-settings")["data"].items():
+        (etc / "settings" / key).write_text(text.replace("/etc/gpuwarden", str(etc)))
+    for component, pod in pods(found):
+        args = [each.replace("/etc/gpuwarden", str(etc)) for each in pod["spec"]["containers"][0]["args"]]
+        words = COMMANDS.get(component, [component])
+        assert args[: len(words)] == words
+        flags = dict(each.removeprefix("--").split("=", 1) for each in args[len(words) :])
+        environ = {"GPUWARDEN_NODE": "node-a"} if component == "attest" else {}
+        try:
+            chosen = load({name.replace("-", "_"): value for name, value in flags.items()}, environ)
+        except SettingsError as exc:
+            pytest.fail(f"{component}: {exc.mistakes}")
+        assert chosen.is_embedded is (component == "attest")
+
+
+STORES: dict[str, Raw] = {
+    "stdout": {},
+    "http": {"export.settings.httpEndpoint": "https://store.example.org", "export.credentials.http": "web"},
+    "postgres": {"export.settings.postgresDb": "gpus", "export.credentials.postgres": "db"},
+    "s3": {"export.settings.s3Bucket": "gpus", "export.credentials.s3": "bucket"},
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_exporter_takes_its_settings(store: str, tmp_path: Path) -> None:
+    base = {"export.enabled": True, "export.settings.clusterName": "prod", "export.settings.exporterType": store}
+    found = rendered({**base, **STORES[store]})
+    file = tmp_path / "settings.yaml"
+    file.write_text(one(found, "ConfigMap", "gpuwarden-export-settings")["data"]["settings.yaml"])
+    (container,) = dict(pods(found))["export"]["spec"]["containers"]
+    environ = {each["name"]: "from-elsewhere" for each in container.get("env", ())}
+    args = [each.removeprefix("--").split("=", 1) for each in container["args"][1:]]
+    flags = {name.replace("-", "_"): value for name, value in args} | {"config": str(file)}
+    chosen = export_settings.load(flags, environ)
+    assert (chosen.cluster_name, chosen.exporter_type, chosen.leader_election) == ("prod", (store,), True)
+
+
+def test_what_is_not_said_has_the_default_of_the_command() -> None:
+    assert settings_of(rendered()) == {}
+
+
+# Who may reach whom.
+
+
+def policy(component: str, **values: Any) -> Raw:
+    found = rendered({**EVERYTHING, **values})
+    return dict(one(found, "NetworkPolicy", "gpuwarden" if component == "serve" else f"gpuwarden-{component}")["spec"])
+
+
+@pytest.mark.defect("S3-18")
+@pytest.mark.parametrize("component", ["serve", "reconcile"])
+def test_names_and_the_api_server_can_be_reached(component: str) -> None:
+    egress = policy(component)["egress"]
+    names = [rule for rule in egress if {"port": 53, "protocol": "UDP"} in rule["ports"]]
+    # Anywhere: a cache of names on the node is in no Pod.
+    assert [rule.get("to") for rule in names] == [None]
+    to_api = [rule for rule in egress if {"port": 6443, "protocol": "TCP"} in rule["ports"]]
+    assert [peer["ipBlock"]["cidr"] for rule in to_api for peer in rule["to"]] == ["0.0.0.0/0", "::/0"]
+
+
+@pytest.mark.defect("S3-18")
+def test_the_api_server_reaches_the_webhook_though_no_selector_names_it() -> None:
+    (rule,) = [rule for rule in policy("serve")["ingress"] if rule["ports"] == [{"port": "https", "protocol": "TCP"}]]
+    assert {"ipBlock": {"cidr": "0.0.0.0/0"}} in rule["from"]
+    narrow = policy("serve", **{"networkPolicy.apiServer.cidrs": ["10.1.0.0/24"]})
+    (rule,) = [rule for rule in narrow["ingress"] if rule["ports"] == [{"port": "https", "protocol": "TCP"}]]
+    assert [peer["ipBlock"]["cidr"] for peer in rule["from"] if "ipBlock" in peer] == ["10.1.0.0/24"]
+
+
+def test_every_component_that_runs_has_a_policy() -> None:
+    found = rendered(EVERYTHING)
+    covered = {each["metadata"]["labels"]["app.kubernetes.io/component"] for each in of_kind(found, "NetworkPolicy")}
+    assert covered == {component for component, _ in pods(found)}
+
+
+# What is seen.
+
+
+def test_every_object_says_whose_it_is() -> None:
+    values = {**EVERYTHING, "nonceKey.existingSecret": "", "serviceMonitor.enabled": True, "dashboard.enabled": True}
+    found = rendered(
+        {**values, "tls.mode": "certManager", "prometheusRule.enabled": True, "priorityClasses.create": True}
+    )
+    for each in found:
+        labels = each["metadata"]["labels"]
+        assert labels["app.kubernetes.io/part-of"] == "gpuwarden", each
+        assert labels["app.kubernetes.io/instance"] == "gpuwarden"
+
+
+def test_the_monitor_finds_the_service_of_metrics() -> None:
+    found = rendered({"serviceMonitor.enabled": True, "serviceMonitor.labels": {"release": "prometheus"}})
+    monitor, service = one(found, "ServiceMonitor", "gpuwarden"), one(found, "Service", "gpuwarden-metrics")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert [each["port"] for each in monitor["spec"]["endpoints"]] == [
+        port["name"] for port in service["spec"]["ports"]
+    ]
+
+
+def test_the_classes_that_scores_lead_to_are_made() -> None:
+    found = of_kind(rendered({"priorityClasses.create": True}), "PriorityClass")
+    assert {each["metadata"]["name"]: each["value"] for each in found} == {
+        "gpu-ultra": 1000,
+        "gpu-high": 750,
+        "gpu-medium": 500,
+        "gpu-default": 250,
+    }

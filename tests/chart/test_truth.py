@@ -1,0 +1,196 @@
+"""What the chart has from elsewhere is what is there: files that are written by scripts, manifests, alerts, metrics."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import webhook
+from scripts import chart_manifests, chart_values
+from scripts.chart_values import CHART
+from tests.chart.rendering import Raw, identity, of_kind, one, rendered
+from tests.test_alerts import SERIES
+from webhook import crds
+from webhook.policies import Installation, certs, export, policies, rbac, score, webhooks
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FILES = {**chart_values.written(), **chart_manifests.written()}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_written_by_a_script_is_as_the_script_writes_it(path: Path) -> None:
+    assert path.read_text() == FILES[path], (
+        "run `python -m scripts.chart_values` and `python -m scripts.chart_manifests`"
+    )
+
+
+def test_nothing_else_is_in_the_folder_of_generated_templates() -> None:
+    assert {*chart_manifests.GENERATED.iterdir()} == {
+        path for path in FILES if path.parent == chart_manifests.GENERATED
+    }
+
+
+def test_the_chart_is_of_this_version() -> None:
+    content = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert content["appVersion"] == webhook.__version__
+
+
+def bare(manifest: Raw) -> Raw:
+    """Without what only the chart says of an object."""
+    meta = {key: value for key, value in manifest["metadata"].items() if key not in ("labels", "annotations")}
+    return {**manifest, "metadata": meta}
+
+
+def compared(found: list[Raw]) -> dict[tuple[str, str, str], Raw]:
+    return {identity(each): bare(each) for each in found}
+
+
+WEBHOOKS = ("MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [("gpuwarden", "gpuwarden"), ("guard", "elsewhere")],
+    ids=["as-shipped", "another-name-and-namespace"],
+)
+def test_webhooks_and_policies_are_those_of_gpuwarden_manifests(place: tuple[str, str]) -> None:
+    release, namespace = place
+    found = rendered({"fullnameOverride": release}, release=release, namespace=namespace)
+    installation = Installation(namespace=namespace, service=release)
+    expected = compared([*webhooks(installation), *policies(installation)])
+    mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
+    assert compared(mine) == expected
+
+
+def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too() -> None:
+    found = rendered(
+        {
+            "settings.requiredHashAlias": "example.org/hash",
+            "settings.gpuResource": "example.org/gpu",
+            "webhooks.optInLabel": "example.org/guarded",
+        }
+    )
+    installation = Installation(
+        opt_in="example.org/guarded", hash_aliases=("example.org/hash",), resource="example.org/gpu"
+    )
+    mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
+    assert compared(mine) == compared([*webhooks(installation), *policies(installation)])
+
+
+def test_the_definitions_are_those_of_gpuwarden_crds_and_stay_when_the_chart_goes() -> None:
+    found = of_kind(rendered(), "CustomResourceDefinition")
+    assert compared(found) == compared(crds.manifests())
+    assert all(each["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for each in found)
+
+
+ROLES = ("ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding")
+
+
+def shipped(installation: Installation) -> list[Raw]:
+    found = [*rbac(installation), *export(installation), *certs(installation), *score(installation)]
+    return [each for each in found if each["kind"] in ROLES]
+
+
+@pytest.mark.defect("S1-19")
+def test_roles_are_those_of_gpuwarden_manifests_and_no_more() -> None:
+    assert compared(of_kind(rendered(EVERY_COMPONENT), *ROLES)) == compared(shipped(Installation()))
+
+
+@pytest.mark.defect("S2-20")
+def test_the_exporter_may_exec_where_the_device_plugin_is_and_nowhere_else() -> None:
+    found = rendered({**EVERY_COMPONENT, "export.settings.namespace": "gpus"})
+    may = [
+        (each["kind"], each["metadata"].get("namespace"))
+        for each in of_kind(found, "ClusterRole", "Role")
+        for rule in each["rules"]
+        if "pods/exec" in rule["resources"] or "*" in (*rule["resources"], *rule["verbs"])
+    ]
+    assert may == [("Role", "gpus")]
+
+
+def test_secrets_are_the_certificate_s_own_business() -> None:
+    """Nobody else may read or write any, and it may do so with the one it makes."""
+    found = rendered(EVERY_COMPONENT, release="guard")
+    may = [
+        (each["metadata"]["name"], rule.get("resourceNames"), rule["verbs"])
+        for each in of_kind(found, "ClusterRole", "Role")
+        for rule in each["rules"]
+        if "secrets" in rule["resources"]
+    ]
+    assert may == [
+        ("guard-gpuwarden-certs", None, ["create"]),
+        ("guard-gpuwarden-certs", ["guard-gpuwarden-tls"], ["get", "patch"]),
+    ]
+
+
+# With what each needs to be rendered at all.
+EVERY_COMPONENT: Raw = {
+    "bind.enabled": True,
+    "score.enabled": True,
+    "export.enabled": True,
+    "export.settings.clusterName": "prod",
+}
+
+
+def test_every_account_that_a_role_is_bound_to_is_made_and_used() -> None:
+    found = rendered({**EVERY_COMPONENT, "extender.enabled": True, "extender.bind": True})
+    bound = {
+        (subject["namespace"], subject["name"])
+        for each in of_kind(found, "ClusterRoleBinding", "RoleBinding")
+        for subject in each["subjects"]
+    }
+    made = {(each["metadata"]["namespace"], each["metadata"]["name"]) for each in of_kind(found, "ServiceAccount")}
+    used = {
+        (each["metadata"]["namespace"], each["spec"]["template"]["spec"]["serviceAccountName"])
+        for each in of_kind(found, "Deployment", "DaemonSet")
+    }
+    assert bound <= made == used
+
+
+def test_the_scheduler_s_permissions_are_those_of_the_example() -> None:
+    found = rendered({"extender.enabled": True, "extender.bind": True})
+    example = list(yaml.safe_load_all((ROOT / "examples/scheduler/rbac.yaml").read_text()))
+    for called in ("gpuwarden-extender-bind", "gpuwarden-wake"):
+        assert one(found, "ClusterRole", called)["rules"] == one(example, "ClusterRole", called)["rules"]
+        binding = one(found, "ClusterRoleBinding", called)
+        assert binding["subjects"] == one(example, "ClusterRoleBinding", called)["subjects"]
+        assert binding["roleRef"]["name"] == called
+
+
+def test_cert_manager_is_asked_for_what_certs_has() -> None:
+    found = of_kind(rendered({"tls.mode": "certManager"}), "Issuer", "Certificate")
+    files = ("issuer.yaml", "certificate.yaml")
+    shipped = [each for name in files for each in yaml.safe_load_all((ROOT / "certs" / name).read_text())]
+    assert compared(found) == compared(shipped)
+
+
+def test_the_alerts_are_those_of_the_example() -> None:
+    found = rendered({"prometheusRule.enabled": True})
+    example = yaml.safe_load((ROOT / "examples/alerts/gpuwarden.rules.yaml").read_text())
+    assert one(found, "PrometheusRule", "gpuwarden")["spec"] == example
+
+
+def panels() -> list[Any]:
+    found = rendered({"dashboard.enabled": True})
+    content = json.loads(one(found, "ConfigMap", "gpuwarden-dashboard")["data"]["gpuwarden.json"])
+    return list(content["panels"])
+
+
+def test_the_dashboard_asks_about_metrics_that_there_are() -> None:
+    queries = [target["expr"] for each in panels() for target in each["targets"]]
+    assert queries
+    for query in queries:
+        names = re.findall(r"gpu(?:warden|id)_\w+", query)
+        assert names
+        for name in names:
+            assert name in SERIES, query
+        for label in re.findall(r"by \(([^)]*)\)", query):
+            assert {word.strip() for word in label.split(",")} <= SERIES[names[0]], query
+
+
+def test_no_two_panels_lie_on_one_another() -> None:
+    places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in panels()]
+    assert len(set(places)) == len(places)

@@ -1,0 +1,391 @@
+"""What a pod says of its work, what a scorer may change in it, and what it may not."""
+
+from datetime import timedelta
+from typing import Any
+
+import jsonpatch
+import pytest
+
+from tests.builders import NOW, Raw, raw_container, raw_pod
+from webhook.core.claim import ClaimRules, claim_of
+from webhook.core.dress import changes
+from webhook.core.hints import (
+    Advice,
+    Bucket,
+    Features,
+    Hints,
+    Surroundings,
+    class_for,
+    features_of,
+    handed_down,
+    hinted,
+    hints_of,
+    is_to_be_scored,
+    was_hinted,
+)
+from webhook.core.pod import Pod, Toleration
+
+A100 = {"gpu.nvidia.com/class": {"A100-80GB": 2}, "nvidia.com/gpu.product": {}}
+GPU_TAINT = Toleration(key="nvidia.com/gpu", operator="Exists", effect="NoSchedule")
+RAW_TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+ADVICE = Advice(
+    score=85.0, selector=(("gpu.nvidia.com/class", "A100-80GB"),), tolerations=(GPU_TAINT,), avoid=("train-llama",)
+)
+AROUND = Surroundings(A100)
+
+
+def scored(*containers: Raw, job_type: str = "train-bert", gpus: int = 1, **members: Any) -> Raw:
+    annotations = {"app.kubernetes.io/job-type": job_type, **members.pop("annotations", {})}
+    return raw_pod(*(containers or (raw_container(gpus=gpus),)), annotations=annotations, **members)
+
+
+def features(**annotations: str) -> Features:
+    found = features_of(Pod.parse(scored(annotations={k.replace("__", "."): v for k, v in annotations.items()})))
+    assert found is not None
+    return found
+
+
+def advised(raw: Raw, advice: Advice = ADVICE, around: Surroundings = AROUND) -> Hints:
+    pod = Pod.parse(raw)
+    found = features_of(pod)
+    assert found is not None
+    return hints_of(advice, found, pod, around, NOW)
+
+
+def patched(raw: Raw, hints: Hints) -> Raw:
+    """By the patch, so that it is shown to apply."""
+    result: Raw = jsonpatch.apply_patch(raw, changes(raw, hinted(raw, hints)))
+    assert result == hinted(raw, hints)
+    return result
+
+
+# Features.
+
+
+def test_a_pod_that_does_not_say_what_it_does_has_none() -> None:
+    assert features_of(Pod.parse(raw_pod(raw_container(gpus=1)))) is None
+    assert features_of(Pod.parse(scored(job_type=""))) is None
+
+
+def test_features_as_they_are_written() -> None:
+    annotations = {"gpu.mem.gi": "40", "ml.batch_size": "16", "scheduler.radix.ai/tenant": "team-a"}
+    found = features_of(Pod.parse(scored(annotations=annotations)))
+    assert found == Features("train-bert", "team-a", 40.0, 16)
+
+
+@pytest.mark.defect("S3-11")
+@pytest.mark.parametrize(
+    "text", ["nan", "NaN", "inf", "-inf", "Infinity", "-1", "-0.0", "40Gi", "1e400", "", "0x10", "1_000", "٤٠", "4 0"]
+)
+def test_memory_that_is_no_finite_amount_is_left_out_with_a_warning(text: str) -> None:
+    cpu = raw_pod(annotations={"app.kubernetes.io/job-type": "a", "gpu.mem.gi": text})
+    found = features_of(Pod.parse(cpu))
+    assert found is not None
+    assert found.gpu_mem_gb is None
+    (warning,) = found.warnings
+    assert warning.startswith("annotation gpu.mem.gi: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("40", 40.0), ("39.5", 39.5), (" 8 ", 8.0), ("1e2", 100.0), ("0", 0.0), (".5", 0.5)]
+)
+def test_memory_is_a_decimal_number(text: str, number: float) -> None:
+    assert features(gpu__mem__gi=text).gpu_mem_gb == number
+
+
+@pytest.mark.parametrize("text", ["16.0", "many", "", "1e3", "9" * 40])
+def test_a_batch_size_that_is_no_integer_is_left_out_with_a_warning(text: str) -> None:
+    found = features(ml__batch_size=text)
+    assert found.batch_size is None
+    assert len(found.warnings) == 1
+
+
+def test_a_pod_that_requests_a_gpu_and_names_no_memory_needs_forty() -> None:
+    assert features().gpu_mem_gb == 40.0
+    assert features(gpu__mem__gi="nan").gpu_mem_gb == 40.0
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        raw_container(resources={"limits": {"nvidia.com/gpu": "1"}}),
+        raw_container(resources={"requests": {"cpu": "1"}}),
+        raw_container(resources={"requests": {"nvidia.com/gpu": "0"}}),
+    ],
+    ids=["limits-only", "cpu", "none-of-it"],
+)
+@pytest.mark.defect("S3-17")
+def test_a_pod_that_requests_no_gpu_is_not_scored(container: Raw) -> None:
+    pod = Pod.parse(scored(container))
+    assert not is_to_be_scored(pod, None)
+
+
+def test_gpus_of_others_are_gpus_and_so_is_a_claim() -> None:
+    assert is_to_be_scored(Pod.parse(scored(raw_container(resources={"requests": {"amd.com/gpu": "1"}}))), None)
+    counted = Pod.parse(scored(raw_container(), annotations={"gpuwarden.io/gpu-count": "1"}))
+    assert is_to_be_scored(counted, claim_of(counted, ClaimRules()))
+    proven = Pod.parse(scored(raw_container(), annotations={"gpuwarden.io/required-hash": "sha256:aa"}))
+    assert not is_to_be_scored(proven, claim_of(proven, ClaimRules()))
+
+
+# Priority.
+
+
+@pytest.mark.parametrize(
+    ("score", "name"),
+    [
+        (100, "gpu-ultra"),
+        (90, "gpu-ultra"),
+        (89.9, "gpu-high"),
+        (70, "gpu-high"),
+        (50, "gpu-medium"),
+        (49, "gpu-default"),
+        (0, "gpu-default"),
+    ],
+)
+def test_the_first_bucket_that_a_score_reaches(score: float, name: str) -> None:
+    assert class_for(score, reversed(Surroundings({}).buckets)) == name
+
+
+def test_below_the_lowest_bucket_is_the_default() -> None:
+    assert class_for(10, [Bucket(50, "half")]) == "gpu-default"
+
+
+@pytest.mark.defect("X-2")
+def test_a_class_takes_the_numbers_away_that_it_would_contradict() -> None:
+    raw = scored(priority=0, preemptionPolicy="PreemptLowerPriority")
+    spec = patched(raw, advised(raw))["spec"]
+    assert spec["priorityClassName"] == "gpu-high"
+    assert not {"priority", "preemptionPolicy"} & spec.keys()
+
+
+@pytest.mark.defect("S3-14")
+def test_a_pods_own_class_stays() -> None:
+    raw = scored(priorityClassName="mine", priority=7)
+    spec = patched(raw, advised(raw))["spec"]
+    assert (spec["priorityClassName"], spec["priority"]) == ("mine", 7)
+
+
+@pytest.mark.defect("S3-14")
+def test_a_class_that_is_not_there_is_not_written() -> None:
+    raw = scored(priority=0)
+    hints = advised(raw, around=Surroundings(A100, classes=frozenset({"gpu-ultra"})))
+    spec = patched(raw, hints)["spec"]
+    assert "priorityClassName" not in spec
+    assert spec["priority"] == 0
+    assert hints.warnings == ("there is no PriorityClass gpu-high: the pod goes on without it",)
+
+
+def test_the_clusters_default_class_was_chosen_by_nobody() -> None:
+    raw = scored(priorityClassName="usual", priority=5)
+    around = Surroundings(A100, classes=frozenset({"usual", "gpu-high"}), default_class="usual")
+    assert patched(raw, advised(raw, around=around))["spec"]["priorityClassName"] == "gpu-high"
+
+
+# Selector.
+
+
+@pytest.mark.defect("S3-1")
+@pytest.mark.defect("X-1")
+@pytest.mark.parametrize("own", [None, {}, {"pool": "gpu"}, {"a/b~c": "d"}], ids=repr)
+def test_the_selector_is_merged_whatever_is_in_its_key(own: Any) -> None:
+    raw = scored() if own is None else scored(nodeSelector=own)
+    assert patched(raw, advised(raw))["spec"]["nodeSelector"] == {**(own or {}), "gpu.nvidia.com/class": "A100-80GB"}
+
+
+@pytest.mark.defect("X-1")
+def test_a_pod_without_annotations_to_add_to_is_hinted_too() -> None:
+    raw = raw_pod(raw_container(gpus=1))
+    for bare in (raw, {**raw, "metadata": {**raw["metadata"], "annotations": None, "labels": None}}):
+        assert patched(bare, Hints("a", "50", "unknown", 1))["metadata"]["labels"] == {
+            "app.kubernetes.io/job-type": "a"
+        }
+
+
+def test_a_selector_of_the_pods_own_wins() -> None:
+    raw = scored(nodeSelector={"gpu.nvidia.com/class": "L4-24GB"})
+    hints = advised(raw)
+    assert patched(raw, hints)["spec"]["nodeSelector"] == {"gpu.nvidia.com/class": "L4-24GB"}
+    assert hints.warnings == ("nodeSelector gpu.nvidia.com/class=L4-24GB stays; the scorer would have A100-80GB",)
+
+
+@pytest.mark.defect("S3-6")
+def test_the_selector_has_the_label_that_nodes_have() -> None:
+    by_product = {"gpu.nvidia.com/class": {"L4-24GB": 1}, "nvidia.com/gpu.product": {"A100-80GB": 3}}
+    raw = scored()
+    hints = advised(raw, around=Surroundings(by_product))
+    assert patched(raw, hints)["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "A100-80GB"}
+    assert hints.chosen_gpu == "A100-80GB"
+
+
+def test_a_model_that_no_node_has_is_not_selected() -> None:
+    raw = scored()
+    hints = advised(raw, around=Surroundings({"gpu.nvidia.com/class": {"L4-24GB": 1}}))
+    assert hints.selector == ()
+    assert hints.warnings == ("no node has gpu.nvidia.com/class=A100-80GB, which the scorer chose: it is left out",)
+
+
+@pytest.mark.parametrize(("key", "value"), [("bad key", "a"), ("/a", "b"), ("a", "no good"), ("a", "x" * 64)])
+def test_what_is_no_label_is_not_selected(key: str, value: str) -> None:
+    assert advised(scored(), Advice(selector=((key, value),))).selector == ()
+
+
+def test_a_pod_on_a_node_already_is_not_sent_elsewhere() -> None:
+    assert advised(scored(nodeName="node-a")).selector == ()
+
+
+# Tolerations and affinity.
+
+
+def test_tolerations_are_appended_once() -> None:
+    own = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300}
+    raw = scored(tolerations=[own])
+    once = patched(raw, advised(raw))
+    assert once["spec"]["tolerations"] == [own, RAW_TOLERATION]
+    assert patched(once, advised(once))["spec"]["tolerations"] == [own, RAW_TOLERATION]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Toleration(operator="Exists"),
+        Toleration(key="a b", operator="Exists"),
+        Toleration(key="a", operator="Sometimes"),
+        Toleration(key="a", operator="Exists", value="b"),
+        Toleration(key="a", operator="Exists", effect="Never"),
+        Toleration(key="a", operator="Exists", effect="NoSchedule", toleration_seconds=3),
+        Toleration(key="a", operator="Exists", effect="NoExecute", toleration_seconds=2**70),
+    ],
+    ids=["everything", "key", "operator", "value", "effect", "seconds", "beyond"],
+)
+def test_what_would_make_the_pod_invalid_is_left_out(wrong: Toleration) -> None:
+    hints = advised(scored(), Advice(tolerations=(wrong, GPU_TAINT)))
+    assert hints.tolerations == (GPU_TAINT,)
+    assert len(hints.warnings) == 1
+
+
+@pytest.mark.defect("S3-4")
+def test_anti_affinity_is_appended_and_the_rest_stays() -> None:
+    hard = [{"labelSelector": {"matchLabels": {"app": "bert"}}, "topologyKey": "kubernetes.io/hostname"}]
+    soft = [{"weight": 1, "podAffinityTerm": hard[0]}]
+    apart = {
+        "requiredDuringSchedulingIgnoredDuringExecution": hard,
+        "preferredDuringSchedulingIgnoredDuringExecution": soft,
+    }
+    raw = scored(affinity={"podAntiAffinity": apart, "podAffinity": {}})
+    found = patched(raw, advised(raw))["spec"]["affinity"]
+    assert found["podAffinity"] == {}
+    assert found["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"] == hard
+    ours = {
+        "weight": 100,
+        "podAffinityTerm": {
+            "labelSelector": {
+                "matchExpressions": [{"key": "app.kubernetes.io/job-type", "operator": "In", "values": ["train-llama"]}]
+            },
+            "topologyKey": "kubernetes.io/hostname",
+        },
+    }
+    assert found["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"] == [*soft, ours]
+
+
+@pytest.mark.defect("S3-5")
+def test_the_job_type_is_a_label_that_others_can_avoid() -> None:
+    raw = scored(labels={"app": "bert"})
+    assert patched(raw, advised(raw))["metadata"]["labels"] == {
+        "app": "bert",
+        "app.kubernetes.io/job-type": "train-bert",
+    }
+    own = scored(labels={"app.kubernetes.io/job-type": "mine"})
+    assert patched(own, advised(own))["metadata"]["labels"] == {"app.kubernetes.io/job-type": "mine"}
+
+
+def test_a_job_type_that_cannot_be_a_label_is_said() -> None:
+    raw = scored(job_type="train bert!")
+    hints = advised(raw, Advice(avoid=("no good", "")))
+    assert "labels" not in patched(raw, hints)["metadata"]
+    assert hints.avoid == ()
+    assert len(hints.warnings) == 3
+
+
+# Annotations.
+
+
+@pytest.mark.defect("S3-9")
+@pytest.mark.defect("S3-10")
+def test_the_decision_is_written_under_both_names() -> None:
+    raw = scored()
+    found = patched(raw, advised(raw))["metadata"]["annotations"]
+    for domain in ("gpuwarden.io", "scheduler.radix.ai"):
+        assert found[f"{domain}/priority-score"] == "85"
+        assert found[f"{domain}/chosen-gpu"] == "A100-80GB"
+        assert found[f"{domain}/decision-timestamp"] == str(int(NOW.timestamp()))
+    only_ours = hinted(raw, advised(raw), writes_aliases=False)["metadata"]["annotations"]
+    assert not [key for key in only_ours if key.startswith("scheduler.radix.ai/")]
+
+
+@pytest.mark.parametrize(
+    ("score", "text"), [(85.0, "85"), (85, "85"), (89.9, "89.9"), (0.0, "0"), (1 / 3, repr(1 / 3))]
+)
+def test_a_score_is_written_as_it_was_received(score: float, text: str) -> None:
+    assert Advice(score=score).score_text == text
+
+
+def test_what_was_chosen_is_what_the_scorer_says_before_what_it_selects() -> None:
+    assert Advice(chosen="H100", selector=(("gpu.nvidia.com/class", "A100"),)).chosen_gpu == "H100"
+    assert Advice(selector=(("pool", "x"),)).chosen_gpu == "unknown"
+
+
+# Again.
+
+
+def test_the_pod_of_a_moment_ago_keeps_its_hints_and_an_old_copy_does_not() -> None:
+    raw = scored()
+    again = Pod.parse(patched(raw, advised(raw)))
+    assert was_hinted(again, NOW + timedelta(seconds=5))
+    assert not was_hinted(again, NOW + timedelta(hours=1))
+    assert not was_hinted(Pod.parse(raw), NOW)
+    assert not was_hinted(Pod.parse(scored(annotations={"gpuwarden.io/decision-timestamp": "soon"})), NOW)
+
+
+def test_a_selector_that_no_found_node_has_is_dropped_and_said() -> None:
+    hints = advised(scored())
+    assert hints.on_nodes_with({"gpu.nvidia.com/class": "A100-80GB", "zone": "a"}) is hints
+    assert hints.on_nodes_with() is hints
+    elsewhere = hints.on_nodes_with({"gpu.nvidia.com/class": "L4-24GB"})
+    assert elsewhere.selector == ()
+    assert "no node with gpu.nvidia.com/class=A100-80GB can serve the pod" in elsewhere.warnings[-1]
+
+
+# Jobs.
+
+
+def job(said: dict[str, str] | None, template: Any = None) -> Raw:
+    meta = {"name": "bert", "annotations": said}
+    return {"metadata": meta, "spec": {"template": {"metadata": template, "spec": {"containers": []}}}}
+
+
+@pytest.mark.defect("S3-3")
+@pytest.mark.parametrize("template", [None, {}, {"annotations": None}], ids=repr)
+def test_what_a_job_says_of_its_work_its_pods_say(template: Any) -> None:
+    said = {"app.kubernetes.io/job-type": "train-bert", "gpu.mem.gi": "40", "other": "not ours"}
+    found = handed_down(job(said, template))
+    assert found["spec"]["template"]["metadata"]["annotations"] == {
+        "app.kubernetes.io/job-type": "train-bert",
+        "gpu.mem.gi": "40",
+    }
+    assert found["metadata"] == job(said)["metadata"]
+
+
+def test_what_the_template_says_wins() -> None:
+    own = {"annotations": {"app.kubernetes.io/job-type": "mine", "x": "y"}}
+    found = handed_down(job({"app.kubernetes.io/job-type": "its", "ml.batch_size": "1"}, own))
+    assert found["spec"]["template"]["metadata"]["annotations"] == {
+        "app.kubernetes.io/job-type": "mine",
+        "x": "y",
+        "ml.batch_size": "1",
+    }
+
+
+@pytest.mark.parametrize("raw", [job(None), job({}), job({"other": "x"}), {}, {"spec": {}}], ids=repr)
+def test_a_job_that_says_nothing_stays_as_it_is(raw: Raw) -> None:
+    assert handed_down(raw) == raw

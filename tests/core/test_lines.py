@@ -1,0 +1,63 @@
+"""Lines: who came first among those that want the same, whatever number."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import builders
+from tests.builders import NOW, raw_container
+from webhook.core.lines import Kind, Lines, Waiter
+from webhook.core.reservation import PodIdentity
+
+
+def waiter(number: int, gpus: int = 1, second: int = 0, asked: Mapping[str, str] | None = None) -> Waiter:
+    claim = builders.claim(builders.raw_pod(raw_container(gpus=gpus), annotations=asked))
+    return Waiter(PodIdentity("ml", f"p{number}", f"uid-{number:03}"), NOW + timedelta(seconds=second), claim)
+
+
+def test_a_kind_is_all_that_is_asked_but_how_many() -> None:
+    assert waiter(1, 1).kind == waiter(2, 8).kind
+    assert waiter(1).kind != waiter(2, asked={"gpuwarden.io/required-hash": "sha256:aa"}).kind
+    assert waiter(1).kind != waiter(2, asked={"gpuwarden.io/shared": "true"}).kind
+
+
+def test_the_heads_are_the_oldest_of_each_number() -> None:
+    lines = Lines()
+    for one in (waiter(3, 1, 5), waiter(1, 1, 7), waiter(2, 8, 6)):
+        lines.put(one)
+    (kind,) = lines.kinds()
+    assert [head.pod.name for head in lines.heads(kind)] == ["p3", "p2"]
+    assert [one.pod.name for one in lines.behind(lines.heads(kind)[0])] == ["p3", "p1"]
+
+
+def test_who_wants_something_else_now_stands_in_another_line() -> None:
+    lines = Lines()
+    lines.put(waiter(1))
+    lines.put(waiter(1, asked={"gpuwarden.io/required-hash": "sha256:aa"}))
+    assert len(lines) == 1
+    (kind,) = lines.kinds()
+    assert kind.hashes == {"sha256:aa"}
+    assert isinstance(kind, Kind)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3), st.integers(0, 4), st.booleans()), max_size=40))
+def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, bool]]) -> None:
+    lines, plain = Lines(), dict[str, Waiter]()
+    for number, gpus, second, stays in moves:
+        one = waiter(number, gpus, second)
+        if stays:
+            lines.put(one)
+            plain[one.pod.uid] = one
+        else:
+            lines.drop(one.pod.uid)
+            plain.pop(one.pod.uid, None)
+    assert lines.uids() == plain.keys()
+    in_order = sorted(plain.values(), key=lambda one: one.turn)
+    firsts = {one.claim.count: one for one in reversed(in_order)}
+    heads = [head for kind in lines.kinds() for head in lines.heads(kind)]
+    assert heads == sorted(firsts.values(), key=lambda one: one.turn)
+    for head in heads:
+        same = [one for one in in_order if one.claim.count == head.claim.count]
+        assert list(lines.behind(head)) == same

@@ -1,0 +1,202 @@
+"""An installed chart without kubelets: its Pods are simulated, and their processes run here, by the command lines,
+files, accounts and permissions that were rendered."""
+
+import asyncio
+import base64
+import json
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from scripts.chart_values import CHART
+from scripts.controlplane.cluster import Cluster
+from tests.chart.rendering import HELM, unfolded
+from tests.e2e.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES, Kube, Raw, Resource, wait_until
+from tests.running import GPUWARDEN
+
+SECRETS = Resource("api/v1", "secrets")
+# The machine may be busy with other things.
+START_TIMEOUT = 60.0
+HELM_TIMEOUT = 180.0
+MOUNTED_AT = "/etc/gpuwarden"
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@frozen(eq=False)
+class Process:
+    """What a Pod's container would be."""
+
+    process: asyncio.subprocess.Process
+    log: Path
+
+    def memory_mib(self) -> float:
+        """What it has resident."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(text.partition("VmRSS:")[2].split()[0]) / 1024
+
+    async def stop(self) -> int:
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        return await self.process.wait()
+
+    async def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.wait()
+
+
+@frozen(eq=False)
+class Release:
+    """One release of the chart on the rig."""
+
+    cluster: Cluster
+    kube: Kube
+    directory: Path
+    name: str = "gpuwarden"
+    namespace: str = "gpuwarden"
+    port: int = field(factory=free_port)
+    plain_port: int = field(factory=free_port)
+    running: dict[str, Process] = field(factory=dict)
+
+    def helm(self, *words: str, values: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run as the cluster's administrator; helm's own files stay in the test's directory."""
+        home = self.directory / "helm"
+        places = {f"HELM_{what}_HOME": str(home / what.lower()) for what in ("CACHE", "CONFIG", "DATA")}
+        given = [] if values is None else ["-f", "-"]
+        command = [HELM, *words, "--kubeconfig", str(self.cluster.kubeconfig), "-n", self.namespace, *given]
+        return subprocess.run(
+            command,
+            input=json.dumps(unfolded(values or {})),
+            env={"PATH": "/usr/bin:/bin", "HOME": str(home), **places},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=HELM_TIMEOUT,
+        )
+
+    async def install(self, values: Mapping[str, Any], chart: Path = CHART, command: str = "install") -> str:
+        """`helm install`, and a Service that leads the API server to this machine. What helm said."""
+        said = {"service.port": self.port, **values}
+        words = [command, self.name, str(chart), *(["--create-namespace"] if command == "install" else [])]
+        done = await asyncio.to_thread(self.helm, *words, values=said)
+        assert done.returncode == 0, done.stderr
+        # Without a cluster network no Service leads anywhere; this one takes the same way to loopback.
+        lead = {"spec": {"type": "ExternalName", "externalName": "localhost", "selector": None, "clusterIP": None}}
+        await self.kube.patch(SERVICES, "gpuwarden", {"spec": {**lead["spec"], "clusterIPs": None}}, self.namespace)
+        return done.stdout
+
+    async def upgrade(self, values: Mapping[str, Any], chart: Path = CHART) -> str:
+        return await self.install(values, chart, command="upgrade")
+
+    async def start(self, component: str) -> Process:
+        """The process of a Deployment's Pod, once it has said that it is ready."""
+        name = self.name if component == "serve" else f"{self.name}-{component}"
+        spec = (await self.kube.get(DEPLOYMENTS, name, self.namespace))["spec"]["template"]["spec"]
+        place = self.directory / f"{component}-{len(self.running)}"
+        place.mkdir()
+        await self._mount(spec, place)
+        (container,) = spec["containers"]
+        take = self._kubeconfig if component == "export" else self._account
+        account = await asyncio.to_thread(take, spec["serviceAccountName"], place)
+        args = [word for each in container["args"] for word in self._here(each, place, account)]
+        fields = {"metadata.name": place.name, "metadata.namespace": self.namespace}
+        environment = {"PATH": "/usr/bin:/bin"} | {
+            one["name"]: one.get("value") or fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
+            for one in container.get("env", ())
+        }
+        log = place / "log"
+        with log.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                GPUWARDEN, *args, cwd=place, env=environment, stdout=asyncio.subprocess.PIPE, stderr=stderr
+            )
+        started = self.running[f"{component}-{len(self.running)}"] = Process(process, log)
+        assert process.stdout is not None
+        if component == "export":  # its stdout is for records
+            return started
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            line = b""
+        assert line.startswith(b"ready "), f"{component} is not ready: {log.read_text()[-3000:]}"
+        return started
+
+    def _account(self, name: str, place: Path) -> list[str]:
+        """What `--in-cluster` finds in a Pod."""
+        token = place / "token"
+        token.write_text(self.cluster.service_account_token(self.namespace, name))
+        return [
+            f"--kubernetes-url={self.cluster.url}",
+            f"--access-token={token}",
+            f"--ca-certificate={self.cluster.ca}",
+        ]
+
+    def _kubeconfig(self, name: str, _place: Path) -> list[str]:
+        return [f"--kubeconfig={self.cluster.service_account_kubeconfig(self.namespace, name)}"]
+
+    def _here(self, word: str, place: Path, account: Sequence[str]) -> list[str]:
+        """An argument as it is outside of a Pod: all on loopback, ports that are free, files where we put them."""
+        match flag := word.partition("=")[0]:
+            case "--in-cluster":
+                return list(account)
+            case "--host":
+                return ["--host=127.0.0.1"]
+            case "--port":
+                return [f"--port={self.port}"]
+            case "--ui-port" | "--extender-port" | "--server-port":
+                return [f"{flag}=0"]
+            case "--config" if "export" in word:
+                # It looks for the Pod's account unasked.
+                return [word.replace(MOUNTED_AT, str(place)), *account]
+            case _:
+                return [word.replace(MOUNTED_AT, str(place))]
+
+    async def _mount(self, spec: Raw, place: Path) -> None:
+        """Volumes as files. A Pod waits for a Secret that is not there yet."""
+        mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
+        for volume in spec["volumes"]:
+            if "configMap" in volume:
+                found = await self.kube.get(CONFIG_MAPS, volume["configMap"]["name"], self.namespace)
+                content = {key: text.encode() for key, text in found["data"].items()}
+            elif "secret" in volume:
+                content = await self._secret(volume["secret"])
+            else:
+                continue
+            target = place / Path(mounts[volume["name"]]).relative_to(MOUNTED_AT)
+            target.mkdir(parents=True)
+            for key, data in content.items():
+                (target / key).write_bytes(self._outside(data, place))
+
+    def _outside(self, data: bytes, place: Path) -> bytes:
+        """A file as it is outside of a Pod."""
+        moved = {MOUNTED_AT: str(place), "/var/lib/gpuwarden": str(place / "var"), ": :8000": f": :{self.plain_port}"}
+        for inside, outside in moved.items():
+            data = data.replace(inside.encode(), outside.encode())
+        return data
+
+    async def _secret(self, volume: Raw) -> dict[str, bytes]:
+        items = {each["key"]: each["path"] for each in volume.get("items", ())}
+
+        async def content() -> dict[str, bytes]:
+            found = await self.kube.find(SECRETS, volume["secretName"], self.namespace)
+            data = (found or {}).get("data", {})
+            return {
+                items.get(key, key): base64.b64decode(text) for key, text in data.items() if not items or key in items
+            }
+
+        return await wait_until(content, lambda seen: bool(seen) and set(items.values()) <= seen.keys(), START_TIMEOUT)
+
+    async def end(self) -> None:
+        """All processes."""
+        for one in self.running.values():
+            await one.kill()

@@ -1,0 +1,47 @@
+"""A process that takes batches and delivers them to Postgres, to be killed. Its arguments come as JSON on stdin.
+
+Each batch that it has taken is a line on stdout, written once it is kept.
+"""
+
+import asyncio
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from tests.export.records import batch, later, use
+from webhook.clock import utc_now
+from webhook.export.delivery import Delivery, Pauses
+from webhook.export.outbox import opener
+from webhook.export.postgres import PostgresExporter
+from webhook.export.records import Batch
+from webhook.export.targets import PostgresTarget
+
+GPUS = 4
+
+
+def numbered(number: int) -> Batch:
+    """A reading of a node, and a use that begins; every third has ended."""
+    begun = use(number, gpu_uuid=f"GPU-{number % GPUS}", until=later(number + 60) if number % 3 == 0 else None)
+    return batch(f"batch-{number}", GPUS, (begun,), node=f"node-{number % 7}", time=later(number))
+
+
+async def run(told: dict[str, Any]) -> None:
+    pauses = Pauses(timedelta(milliseconds=20), timedelta(milliseconds=200))
+    exporter = PostgresExporter(PostgresTarget(**told["target"]))
+    delivery = Delivery([exporter], opener(Path(told["outbox"])), utc_now, pauses=pauses)
+    running = asyncio.create_task(delivery.run())
+    for number in range(told["first"], told["count"]):
+        await delivery.take(numbered(number))
+        print(number, flush=True)  # noqa: T201 - its parent reads it
+    left = await delivery.drain(timedelta(seconds=60))
+    await running
+    sys.exit(1 if left else 0)
+
+
+if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    asyncio.run(run(json.load(sys.stdin)))

@@ -1,0 +1,650 @@
+"""Stores that are real: Postgres, and an S3 server. What they hold is read by their own means."""
+
+import asyncio
+import csv
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from attrs import evolve
+from obstore.store import S3Store
+from structlog.testing import capture_logs
+
+from scripts.controlplane.build import BuildError
+from scripts.controlplane.cluster import ROOT
+from scripts.objectstore import ObjectStore, versitygw
+from scripts.postgres import Postgres, PostgresMissingError, binaries
+from tests.e2e.conftest import TOOL_MISSING
+from tests.e2e.export_child import GPUS, numbered
+from tests.export.records import NOW, batch, later, reading, use
+from tests.running import GPUWARDEN
+from webhook.clock import utc_now
+from webhook.export import Exporter, ExportError
+from webhook.export.delivery import Delivery, Pauses
+from webhook.export.history import PastUse, Question, answer
+from webhook.export.outbox import opener
+from webhook.export.postgres import PostgresExporter
+from webhook.export.records import Batch
+from webhook.export.s3 import ObjectExporter
+from webhook.export.tables import Tables
+from webhook.export.targets import ObjectTarget, PostgresTarget
+
+# A space, a quote and a backslash: each breaks a connection string that is pasted together.
+PASSWORD = "a b'c\\"
+QUICK = Pauses(timedelta(milliseconds=10), timedelta(milliseconds=200))
+PATIENCE = timedelta(seconds=120)
+
+# What an exporter before us has made.
+S2_TABLE = """
+CREATE TABLE {name} (
+    id BIGSERIAL PRIMARY KEY,
+    cluster VARCHAR(255) NOT NULL, node VARCHAR(255) NOT NULL, machine VARCHAR(255) NOT NULL,
+    source VARCHAR(255) NOT NULL, chassis VARCHAR(255) NOT NULL, gpu VARCHAR(255) NOT NULL,
+    read_time TIMESTAMP WITH TIME ZONE NOT NULL,
+    created_at TIMESTAMP WITH TIME ZONE NOT NULL DEFAULT NOW(),
+    UNIQUE (cluster, node, machine, source, chassis, gpu, read_time)
+);"""
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    """Not in pytest's directory: Postgres is another user, and may not go there."""
+    try:
+        binaries()
+    except PostgresMissingError as exc:
+        pytest.skip(str(exc))
+    directory = Path(tempfile.mkdtemp(prefix="gpuwarden-postgres."))
+    server = Postgres(directory, PASSWORD)
+    server.create()
+    server.start()
+    yield server
+    server.stop()
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> str:
+    """One for each test, of a name that has to be quoted."""
+    return f"T {abs(hash(request.node.nodeid)):x}"
+
+
+def target_of(postgres: Postgres, table: str, **changes: Any) -> PostgresTarget:
+    target = PostgresTarget(
+        host=postgres.host,
+        port=postgres.port,
+        db=postgres.database,
+        user=postgres.user,
+        password=postgres.password,
+        sslmode="disable",
+        table=table,
+        auto_migrate=True,
+    )
+    return evolve(target, **changes)
+
+
+@asynccontextmanager
+async def exporting(target: PostgresTarget) -> AsyncIterator[PostgresExporter]:
+    exporter = PostgresExporter(target)
+    yield exporter
+    await exporter.close()
+
+
+def rows(postgres: Postgres, table: str, what: str = "count(*)", suffix: str = "") -> str:
+    name = Tables.named(table)
+    found = {"": name.readings, "_use": name.uses, "_history": name.view}[suffix]
+    return postgres.run_sql(f"SELECT {what} FROM {found.as_string()}")  # noqa: S608 - a name of the test's own
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE.total_seconds()):
+        while not await asyncio.to_thread(is_so):  # noqa: ASYNC110 - what it waits for has no event
+            await asyncio.sleep(0.02)
+
+
+class TestPostgres:
+    @pytest.mark.defect("S2-11")
+    async def test_a_password_may_be_any_text(self, postgres: Postgres, table: str) -> None:
+        async with exporting(target_of(postgres, table)) as exporter:
+            await exporter.export(batch())
+        async with exporting(target_of(postgres, table, password="wrong")) as exporter:
+            with pytest.raises(ExportError, match="password authentication failed") as caught:
+                await exporter.export(batch())
+        assert not caught.value.is_lasting
+
+    @pytest.mark.defect("S2-10")
+    @pytest.mark.parametrize("name", ["Serials", "other.Serials", 'with "quotes" and spaces', "x" * 55])
+    async def test_a_table_may_have_any_name(self, postgres: Postgres, name: str) -> None:
+        postgres.run_sql("CREATE SCHEMA IF NOT EXISTS other")
+        for _ in range(2):
+            async with exporting(target_of(postgres, name)) as exporter:
+                await exporter.check()
+                await exporter.export(batch(uses=(use(),)))
+        assert rows(postgres, name) == "2"
+        assert rows(postgres, name, suffix="_history") == "1"
+
+    async def test_a_new_table_has_s2s_columns_and_indexes_and_ours(self, postgres: Postgres) -> None:
+        async with exporting(target_of(postgres, "fresh")) as exporter:
+            await exporter.export(batch())
+        columns = postgres.run_sql(
+            "SELECT string_agg(column_name, ',' ORDER BY ordinal_position) FROM information_schema.columns"
+            " WHERE table_name = 'fresh'"
+        )
+        assert columns == (
+            "id,cluster,node,machine,source,chassis,gpu,read_time,created_at,"
+            "uuid,index,minor,pci_bus_id,model,memory,driver,boot_id"
+        )
+        indexes = postgres.run_sql("SELECT indexname FROM pg_indexes WHERE tablename = 'fresh' ORDER BY 1").split()
+        assert {f"idx_fresh_{name}" for name in ("cluster", "node", "read_time", "created_at")} <= set(indexes)
+
+    @pytest.mark.defect("S2-8")
+    async def test_a_batch_that_comes_again_changes_nothing(self, postgres: Postgres, table: str) -> None:
+        whole = batch(uses=(use(), use(1, until=later(60))))
+        for _ in range(3):
+            async with exporting(target_of(postgres, table)) as exporter:
+                await exporter.export(whole)
+                await exporter.export(whole)
+        assert (rows(postgres, table), rows(postgres, table, suffix="_use")) == ("2", "2")
+
+    @pytest.mark.defect("S2-18")
+    async def test_two_dies_with_one_serial_stay_two_devices(self, postgres: Postgres, table: str) -> None:
+        dies = tuple(reading(number, gpu="1760000000011") for number in range(2))
+        async with exporting(target_of(postgres, table)) as exporter:
+            await exporter.export(Batch("dies", dies))
+        assert rows(postgres, table, "string_agg(uuid || ' ' || minor, ',' ORDER BY uuid)") == "GPU-0 0,GPU-1 1"
+
+    @pytest.mark.defect("S2-9")
+    async def test_a_row_that_is_bad_or_was_there_before_does_not_keep_its_neighbours_out(
+        self, postgres: Postgres, table: str
+    ) -> None:
+        bad = (reading(1, index=2**40), reading(2, gpu=None), reading(3, node="nul\0"))
+        async with exporting(target_of(postgres, table)) as exporter:
+            await exporter.export(batch(gpus=1))
+            with capture_logs() as logs:
+                await exporter.export(Batch("mixed", (reading(0), *bad, *map(reading, range(4, 9)))))
+        assert (
+            rows(postgres, table, "string_agg(uuid, ',' ORDER BY uuid)") == "GPU-0,GPU-3,GPU-4,GPU-5,GPU-6,GPU-7,GPU-8"
+        )
+        refused = [line["row"]["uuid"] for line in logs if line["event"] == "row refused"]
+        assert sorted(refused) == ["GPU-1", "GPU-2"]
+
+    @pytest.mark.defect("S2-9")
+    async def test_a_namespace_and_a_pod_of_full_length_are_stored_whole(self, postgres: Postgres, table: str) -> None:
+        source = f"{'n' * 63}/{'p' * 253}"
+        async with exporting(target_of(postgres, table)) as exporter:
+            await exporter.export(batch(source=source))
+        assert rows(postgres, table, "DISTINCT source") == source
+
+    async def test_a_text_beyond_what_an_index_takes_is_clipped(self, postgres: Postgres, table: str) -> None:
+        """Of random bytes, so that the database cannot make it smaller."""
+        long = "".join(chr(0x4E00 + byte) for byte in os.urandom(9000))
+        async with exporting(target_of(postgres, table)) as exporter:
+            await exporter.export(batch(cluster=long, node=long, machine=long, source=long, chassis=long))
+        assert rows(postgres, table) == "2"
+
+    async def test_a_statement_that_waits_too_long_is_given_up_and_tried_again(
+        self, postgres: Postgres, table: str
+    ) -> None:
+        quick = target_of(postgres, table, statement_timeout=timedelta(milliseconds=200))
+        async with exporting(quick) as exporter:
+            await exporter.export(batch("first"))
+            with locked_table(postgres, table), pytest.raises(ExportError, match="statement timeout"):
+                await exporter.export(batch("second", time=later(1)))
+            await exporter.export(batch("second", time=later(1)))
+        assert rows(postgres, table) == "4"
+
+    async def test_processes_that_migrate_at_once_do_not_disturb_each_other(
+        self, postgres: Postgres, table: str
+    ) -> None:
+        exporters = [PostgresExporter(target_of(postgres, table)) for _ in range(4)]
+        await asyncio.gather(*(one.export(batch()) for one in exporters))
+        for one in exporters:
+            await one.close()
+        assert rows(postgres, table) == "2"
+
+    async def test_a_table_that_is_missing_is_named_before_anything_is_read(
+        self, postgres: Postgres, table: str
+    ) -> None:
+        async with exporting(target_of(postgres, table, auto_migrate=False)) as exporter:
+            for tried in (exporter.check(), exporter.export(batch())):
+                with pytest.raises(ExportError, match=r"there is no table T .*: make it, or let it be made"):
+                    await tried
+
+
+@contextmanager
+def locked_table(postgres: Postgres, table: str) -> Iterator[None]:
+    """Somebody holds it, and lets go at the end."""
+    name = Tables.named(table).readings.as_string()
+    text = f"BEGIN; LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE; SELECT 'locked'; "
+    with postgres.session() as session:
+        assert session.stdin is not None
+        assert session.stdout is not None
+        session.stdin.write(text + "\n")
+        session.stdin.flush()
+        assert session.stdout.readline().strip() == "locked"
+        yield
+
+
+class TestATableOfS2:
+    @pytest.fixture
+    def name(self, postgres: Postgres, request: pytest.FixtureRequest) -> str:
+        name = f"s2_{abs(hash(request.node.nodeid)):x}"
+        postgres.run_sql(S2_TABLE.format(name=name))
+        return name
+
+    @pytest.mark.defect("S2-9")
+    async def test_without_migration_the_right_to_insert_is_enough(self, postgres: Postgres, name: str) -> None:
+        postgres.run_sql(
+            f"CREATE ROLE w_{name} LOGIN PASSWORD 'w'; GRANT INSERT ON {name} TO w_{name};"
+            f"GRANT USAGE ON SEQUENCE {name}_id_seq TO w_{name}"
+        )
+        target = target_of(postgres, name, user=f"w_{name}", password="w", auto_migrate=False)
+        long = f"{'n' * 63}/{'p' * 253}"
+        with capture_logs() as logs:
+            async with exporting(target) as exporter:
+                await exporter.check()
+                await exporter.export(batch(uses=(use(),)))
+                await exporter.export(batch())
+                await exporter.export(batch("long", gpus=1, source=long))
+        assert rows(postgres, name) == "3"
+        assert rows(postgres, name, "max(length(source))") == "255"
+        assert [line["event"] for line in logs] == [
+            "uses of GPUs are not stored: their table is missing",
+            "texts are clipped to what a column takes",
+        ]
+
+    async def test_who_may_not_insert_is_not_ready(self, postgres: Postgres, name: str) -> None:
+        postgres.run_sql(f"CREATE ROLE r_{name} LOGIN PASSWORD 'r'")
+        target = target_of(postgres, name, user=f"r_{name}", password="r", auto_migrate=False)
+        async with exporting(target) as exporter:
+            with pytest.raises(ExportError, match="may not insert into"):
+                await exporter.check()
+
+    async def test_with_migration_it_gets_our_columns_and_keeps_its_rows(self, postgres: Postgres, name: str) -> None:
+        async with exporting(target_of(postgres, name, auto_migrate=False)) as exporter:
+            await exporter.export(batch())
+        dies = tuple(reading(number, gpu="1760000000011", time=later(1)) for number in range(2))
+        async with exporting(target_of(postgres, name)) as exporter:
+            await exporter.export(Batch("dies", dies, (use(),)))
+            await exporter.export(Batch("dies", dies, (use(),)))
+        assert rows(postgres, name, "string_agg(uuid, ',' ORDER BY id)") == ",,GPU-0,GPU-1"
+        assert rows(postgres, name, suffix="_use") == "1"
+
+
+@pytest.mark.defect("S2-19")
+class TestHistory:
+    async def asked(self, postgres: Postgres, table: str, **question: str) -> list[PastUse]:
+        return list(await answer(target_of(postgres, table), Question.asked(**question)))
+
+    @pytest.fixture
+    async def past(self, postgres: Postgres, table: str) -> str:
+        """GPU-0 was used twice, and moved in between; GPU-1 is in use."""
+        moved = batch("moved", 2, node="gpu-b", time=later(7200), index=5)
+        uses = (
+            use(0),
+            use(0, until=later(3600)),
+            use(1, gpu_uuid="GPU-0", node="gpu-b", since=later(7300), until=later(7400), evidence_hash="sha256:new"),
+            use(2, gpu_uuid="GPU-1", since=later(10)),
+        )
+        async with exporting(target_of(postgres, table)) as exporter:
+            for number in range(4):
+                await exporter.export(batch(f"{number}", 2, time=later(60 * number)))
+            await exporter.export(moved)
+            for one in uses:
+                await exporter.export(Batch(f"use {one.reservation} {one.until}", uses=(one,)))
+        return table
+
+    async def test_a_serial_leads_to_all_its_uses_the_newest_first(self, postgres: Postgres, past: str) -> None:
+        found = await self.asked(postgres, past, serial="1760000000011")
+        assert [(one.node, one.pod, one.since, one.until, one.index) for one in found] == [
+            ("gpu-b", "job-1", later(7300), later(7400), 5),
+            ("gpu-a", "job-0", NOW, later(3600), 0),
+        ]
+        assert {one.chassis for one in found} == {"1820000000042"}
+
+    async def test_a_pod_leads_to_its_gpus_serials(self, postgres: Postgres, past: str) -> None:
+        (one,) = await self.asked(postgres, past, pod="train/job-2")
+        assert (one.serial, one.gpu_uuid, one.until) == ("1760000000012", "GPU-1", None)
+
+    async def test_a_hash_leads_to_who_ran_on_it(self, postgres: Postgres, past: str) -> None:
+        assert [one.pod for one in await self.asked(postgres, past, hash="sha256:new")] == ["job-1"]
+        assert len(await self.asked(postgres, past, hash="sha256:abc")) == 2
+        assert [one.pod for one in await self.asked(postgres, past, hash="sha256:abc", uuid="GPU-1")] == ["job-2"]
+
+    async def test_a_use_is_known_before_its_gpu_was_ever_read(self, postgres: Postgres, past: str) -> None:
+        async with exporting(target_of(postgres, past)) as exporter:
+            await exporter.export(Batch("early", uses=(use(9, gpu_uuid="GPU-9", serial="99"),)))
+        (one,) = await self.asked(postgres, past, serial="99")
+        assert (one.gpu_uuid, one.machine) == ("GPU-9", None)
+
+    async def test_the_command_answers_from_the_database(self, postgres: Postgres, past: str) -> None:
+        done = history(postgres, past, "--serial", "1760000000012", "-o", "json")
+        assert done.returncode == 0, done.stderr
+        assert [one["pod"] for one in json.loads(done.stdout)] == ["job-2"]
+        done = history(postgres, past, "--pod", "train/job-0")
+        header, line = done.stdout.splitlines()
+        assert header.split()[:3] == ["SINCE", "UNTIL", "CLUSTER"]
+        assert line.split()[-3:] == ["train/job-0", "Job/train", "sha256:abc"]
+
+    async def test_the_command_says_what_is_wrong(self, postgres: Postgres, table: str) -> None:
+        done = history(postgres, table, "--serial", "1")
+        assert done.returncode == 1
+        assert "there is no history in" in done.stderr
+        done = history(postgres, table)
+        assert done.returncode == 2
+        assert "say what to look for" in done.stderr
+
+
+def history(postgres: Postgres, table: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        "POSTGRES_HOST": postgres.host,
+        "POSTGRES_PORT": str(postgres.port),
+        "POSTGRES_DB": postgres.database,
+        "POSTGRES_USER": postgres.user,
+        "POSTGRES_PASSWORD": postgres.password,
+        "POSTGRES_SSLMODE": "disable",
+        "POSTGRES_TABLE": table,
+    }
+    command = [GPUWARDEN, "history", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+
+class TestADatabaseThatGoesAway:
+    async def away(self, postgres: Postgres, table: str, outbox: Path | None, seconds: float) -> None:
+        """Batches keep coming while the database crashes, stays away and comes back."""
+        exporter = PostgresExporter(target_of(postgres, table))
+        delivery = Delivery([exporter], opener(outbox), utc_now, pauses=QUICK)
+        running = asyncio.create_task(delivery.run())
+        for number in range(100):
+            await delivery.take(numbered(number))
+            if number == 30:
+                await until(lambda: rows_if_there(postgres, table) not in ("", "0"))
+                await asyncio.to_thread(postgres.kill)
+        try:
+            await until(lambda: delivery.states["postgres"].error is not None)
+            with pytest.raises(ExportError, match=r"^postgres: connection failed"):
+                await delivery.check()
+            await asyncio.sleep(seconds)
+        finally:
+            await asyncio.to_thread(postgres.start)
+        await until(lambda: delivery.states["postgres"].waiting.batches == 0)
+        await delivery.check()
+        assert await delivery.drain(PATIENCE) == 0
+        await running
+        assert (rows(postgres, table), rows(postgres, table, suffix="_use")) == (str(100 * GPUS), "100")
+
+    @pytest.mark.defect("S2-15")
+    async def test_everything_is_there_once_when_it_is_back(
+        self, postgres: Postgres, table: str, tmp_path: Path
+    ) -> None:
+        await self.away(postgres, table, tmp_path, 0)
+
+    @pytest.mark.long
+    async def test_so_it_is_after_ten_minutes(self, postgres: Postgres, table: str, tmp_path: Path) -> None:
+        await self.away(postgres, table, tmp_path, 600)
+
+
+@pytest.mark.defect("S2-16")
+async def test_what_was_on_its_way_at_the_end_is_not_written_after_it(
+    postgres: Postgres, table: str, tmp_path: Path
+) -> None:
+    """Whoever gives its lease back after `drain` has written its last; the next process writes the rest."""
+    async with exporting(target_of(postgres, table)) as exporter:
+        await exporter.export(numbered(0))
+    delivery = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, pauses=QUICK)
+    running = asyncio.create_task(delivery.run())
+    with locked_table(postgres, table):
+        await delivery.take(numbered(1))
+        await until(lambda: waiting_for_locks(postgres) > 0)
+        assert await delivery.drain(timedelta(milliseconds=50)) == 1
+        await running
+    await until(lambda: waiting_for_locks(postgres) == 0)
+    assert rows(postgres, table) == str(GPUS)
+    heir = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, pauses=QUICK)
+    assert await heir.drain(PATIENCE) == 0
+    assert rows(postgres, table) == str(2 * GPUS)
+
+
+def waiting_for_locks(postgres: Postgres) -> int:
+    """How many statements of ours do; none while none is at work."""
+    return int(
+        postgres.run_sql(
+            "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'gpuwarden' AND wait_event_type = 'Lock'"
+        )
+    )
+
+
+@pytest.mark.defect("S2-8")
+def test_a_process_killed_at_any_point_loses_nothing_and_stores_nothing_twice(
+    postgres: Postgres, table: str, tmp_path: Path
+) -> None:
+    """What one has taken no other is given again: the next finds it in the outbox or in the database."""
+    count, first = 200, 0
+    for stop_after in (1, 20, 60, 61, 110, 170):
+        with child(postgres, table, tmp_path, first, count) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                first = int(line) + 1
+                if first >= stop_after:
+                    break
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+            # What it had taken and said before the signal came.
+            first = max([first, *(int(line) + 1 for line in process.stdout)])
+    with child(postgres, table, tmp_path, first, count) as process:
+        said, errors = process.communicate(timeout=PATIENCE.total_seconds())
+    assert process.returncode == 0, errors
+    assert said.split() == [str(number) for number in range(first, count)]
+    assert rows(postgres, table) == str(count * GPUS)
+    assert rows(postgres, table, "count(DISTINCT (node, read_time, uuid))") == str(count * GPUS)
+    assert rows(postgres, table, suffix="_use") == str(count)
+    ended = sum(1 for number in range(count) for one in numbered(number).uses if one.until is not None)
+    assert rows(postgres, table, "count(until)", suffix="_use") == str(ended)
+
+
+@contextmanager
+def child(postgres: Postgres, table: str, outbox: Path, first: int, count: int) -> Iterator[subprocess.Popen[str]]:
+    target = {
+        name: getattr(target_of(postgres, table), name)
+        for name in ("host", "port", "db", "user", "password", "sslmode", "table", "auto_migrate")
+    }
+    told = {"target": target, "outbox": str(outbox), "first": first, "count": count}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.export_child"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(told))
+        process.stdin.close()
+        process.stdin = None
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["/usr/bin/env", "mount", "-t", "tmpfs", "-o", "size=32k", "none", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a disk that is full is a small tmpfs, and only root may mount one")
+    yield disk
+    subprocess.run(["/usr/bin/env", "umount", str(disk)], check=True)
+
+
+async def test_a_disk_that_is_full_is_a_reason_and_what_was_taken_before_is_stored(
+    postgres: Postgres, table: str, small_disk: Path
+) -> None:
+    exporter = PostgresExporter(target_of(postgres, table))
+    delivery = Delivery([exporter], opener(small_disk), utc_now, pauses=QUICK)
+    taken = 0
+    with pytest.raises(ExportError, match=r"^postgres: the outbox cannot be written: No space left on device$"):  # noqa: PT012
+        for number in range(100):
+            await delivery.take(numbered(number))
+            taken += 1
+    assert taken > 0
+    running = asyncio.create_task(delivery.run())
+    await until(lambda: rows_if_there(postgres, table) == str(taken * GPUS))
+    await until(lambda: delivery.states["postgres"].waiting.batches == 0)
+    await delivery.take(numbered(taken))
+    assert await delivery.drain(PATIENCE) == 0
+    await running
+    assert rows(postgres, table) == str((taken + 1) * GPUS)
+
+
+def rows_if_there(postgres: Postgres, table: str) -> str:
+    try:
+        return rows(postgres, table)
+    except RuntimeError:
+        return ""
+
+
+@pytest.fixture(scope="module")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    try:
+        versitygw()
+    except BuildError as exc:
+        pytest.exit(str(exc), returncode=TOOL_MISSING)
+    server = ObjectStore(tmp_path_factory.mktemp("objects"))
+    server.start()
+    yield server
+    server.stop()
+
+
+class TestObjectStore:
+    @pytest.fixture
+    def bucket(self, object_store: ObjectStore, request: pytest.FixtureRequest) -> str:
+        name = f"b{abs(hash(request.node.nodeid)):x}"
+        object_store.make_bucket(name)
+        return name
+
+    def target(self, store: ObjectStore, bucket: str, **changes: Any) -> ObjectTarget:
+        options = {
+            "endpoint": store.url,
+            "access_key_id": store.access_key,
+            "secret_access_key": store.secret_key,
+        }
+        return evolve(ObjectTarget(bucket, "serial-numbers", options=options, timeout=timedelta(seconds=10)), **changes)
+
+    def objects(self, store: ObjectStore, bucket: str) -> dict[str, Any]:
+        client = S3Store(
+            bucket,
+            endpoint=store.url,
+            region="us-east-1",
+            access_key_id=store.access_key,
+            secret_access_key=store.secret_key,
+            client_options={"allow_http": True},
+        )
+        return {one["path"]: obstore.get(client, one["path"]) for page in obstore.list(client) for one in page}
+
+    async def test_an_object_arrives_whole_with_what_is_said_of_it(
+        self, object_store: ObjectStore, bucket: str
+    ) -> None:
+        exporter: Exporter = ObjectExporter(self.target(object_store, bucket))
+        await exporter.check()
+        await exporter.export(batch(uses=(use(),)))
+        found = self.objects(object_store, bucket)
+        readings, uses = sorted(found)[::-1] if sorted(found)[0].startswith("serial-numbers-use") else sorted(found)
+        assert readings.startswith("serial-numbers/year=2026/month=01/day=01/hour=00/20260101-000000.123-")
+        assert uses.startswith("serial-numbers-use/year=2026/month=01/day=01/hour=00/20260101-000000.123-")
+        assert dict(found[readings].attributes) == {
+            "Content-Type": "text/csv",
+            "source": "gpuid",
+            "record_count": "2",
+            "timestamp": "2026-01-01T00:00:00Z",
+            "format": "csv",
+            "columns": "cluster,node,machine,source,chassis,gpu,time",
+        }
+        lines = list(csv.reader(io.StringIO(bytes(found[readings].bytes()).decode())))
+        assert [line[5] for line in lines] == ["1760000000011", "1760000000012"]
+
+    @pytest.mark.defect("S2-7")
+    async def test_batches_of_one_clock_value_do_not_overwrite_each_other_and_a_repeat_does(
+        self, object_store: ObjectStore, bucket: str
+    ) -> None:
+        exporter = ObjectExporter(self.target(object_store, bucket))
+        await asyncio.gather(*(exporter.export(batch(f"{number}")) for number in range(10)))
+        await asyncio.gather(*(exporter.export(batch(f"{number}")) for number in range(10)))
+        assert len(self.objects(object_store, bucket)) == 10
+
+    async def test_a_bucket_that_is_missing_and_a_wrong_key_are_named(
+        self, object_store: ObjectStore, bucket: str
+    ) -> None:
+        for target, reason in (
+            (self.target(object_store, "nowhere"), "NoSuchBucket"),
+            (
+                self.target(
+                    object_store,
+                    bucket,
+                    options={**self.target(object_store, bucket).options, "secret_access_key": "wrong"},
+                ),
+                "SignatureDoesNotMatch",
+            ),
+        ):
+            exporter = ObjectExporter(target)
+            for tried in (exporter.check(), exporter.export(batch())):
+                with pytest.raises(ExportError, match=f"^{reason}"):
+                    await tried
+
+    @pytest.mark.defect("S2-15")
+    async def test_a_server_that_goes_away_and_comes_back_has_every_object_once(
+        self, object_store: ObjectStore, bucket: str
+    ) -> None:
+        exporter = ObjectExporter(self.target(object_store, bucket))
+        delivery = Delivery([exporter], opener(None), utc_now, pauses=QUICK)
+        running = asyncio.create_task(delivery.run())
+        await delivery.take(batch("before"))
+        await until(lambda: delivery.states["s3"].waiting.batches == 0)
+        await asyncio.to_thread(object_store.stop)
+        try:
+            for number in range(5):
+                await delivery.take(batch(f"{number}"))
+            await until(lambda: delivery.states["s3"].error is not None)
+            with pytest.raises(ExportError, match=r"^s3: "):
+                await delivery.check()
+        finally:
+            await asyncio.to_thread(object_store.start)
+        assert await delivery.drain(PATIENCE) == 0
+        await running
+        assert len(self.objects(object_store, bucket)) == 6
+
+
+async def test_a_dead_database_does_not_hold_up_the_objects(object_store: ObjectStore, tmp_path: Path) -> None:
+    object_store.make_bucket("alone")
+    options = {
+        "endpoint": object_store.url,
+        "access_key_id": object_store.access_key,
+        "secret_access_key": object_store.secret_key,
+    }
+    nowhere = PostgresTarget(host="127.0.0.1", port=1, db="x", user="x", password="x")
+    exporters: list[Exporter] = [
+        ObjectExporter(ObjectTarget("alone", options=options)),
+        PostgresExporter(nowhere),
+    ]
+    delivery = Delivery(exporters, opener(tmp_path), utc_now, pauses=QUICK)
+    running = asyncio.create_task(delivery.run())
+    for number in range(5):
+        await delivery.take(batch(f"{number}"))
+    await until(lambda: delivery.states["s3"].waiting.batches == 0)
+    assert delivery.states["postgres"].waiting.batches == 5
+    assert await delivery.drain(timedelta(milliseconds=100)) == 5
+    await running

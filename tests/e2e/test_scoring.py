@@ -1,0 +1,248 @@
+"""Hints on a real API server: a pod that is hinted runs with the class's number, and no scorer can keep a pod from
+being created."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.controlplane.cluster import ROOT, Cluster
+from tests.e2e.crew import Site, site
+from tests.e2e.figures import tell
+from tests.e2e.kube import JOBS, NODES, PODS, ApiError, Kube, Raw, Resource, gone, pod, pod_in_phase, wait_until
+from tests.running import GPUWARDEN, START_TIMEOUT
+from tests.scoring.doubles import GOOD, HTML, Double, good, scoring
+
+PRIORITY_CLASSES = Resource("apis/scheduling.k8s.io/v1", "priorityclasses", is_namespaced=False)
+EXAMPLES = ROOT / "examples/scoring"
+CLASS, MODEL = "gpu.nvidia.com/class", "A100-80GB"
+SAYS = {"app.kubernetes.io/job-type": "train-bert", "gpu.mem.gi": "40", "scheduler.radix.ai/tenant": "team-a"}
+
+
+def example(name: str) -> Raw:
+    found: Raw = yaml.safe_load((EXAMPLES / name).read_text())
+    return found
+
+
+@asynccontextmanager
+async def classes(kube: Kube) -> AsyncIterator[None]:
+    found = list(yaml.safe_load_all((EXAMPLES / "priority-classes.yaml").read_text()))
+    for one in found:
+        await kube.create(PRIORITY_CLASSES, one)
+    try:
+        yield
+    finally:
+        for one in found:
+            await kube.delete(PRIORITY_CLASSES, one["metadata"]["name"])
+
+
+@asynccontextmanager
+async def scored_site(cluster: Cluster, kube: Kube, directory: Path) -> AsyncIterator[Site]:
+    """Two nodes that say which GPUs they have, and nobody who serves yet."""
+    async with site(cluster, kube, directory, nodes=2, gpus=2, name="score") as here:
+        for node in here.nodes:
+            await kube.patch(NODES, node, {"metadata": {"labels": {CLASS: MODEL}}})
+        yield here
+
+
+async def serve(here: Site, url: str, timeout: str = "2s") -> None:
+    here.flags = ("--scorer", url, "--scorer-timeout", timeout)
+    await here.replica()
+    await here.reviewed()
+    await here.reconciler()
+    await here.offered()
+
+
+@asynccontextmanager
+async def own_scorer(cluster: Cluster, directory: Path) -> AsyncIterator[str]:
+    flags = ["--kubeconfig", str(cluster.kubeconfig), "--ui-port", "0", "--tenant-priorities", '{"team-a": 85}']
+    process = await asyncio.create_subprocess_exec(
+        GPUWARDEN, "score", *flags, cwd=directory, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        line = (await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT)).decode()
+        assert line.startswith("ready http="), line
+        yield line.removeprefix("ready http=").strip()
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+def is_hinted(found: Raw) -> bool:
+    notes, spec = found["metadata"]["annotations"], found["spec"]
+    assert abs(int(notes["scheduler.radix.ai/decision-timestamp"]) - time.time()) < 60
+    assert notes["scheduler.radix.ai/priority-score"] == notes["gpuwarden.io/priority-score"] == "85"
+    assert notes["scheduler.radix.ai/chosen-gpu"] == MODEL
+    assert (spec["priorityClassName"], spec["priority"]) == ("gpu-high", 750)
+    assert spec["nodeSelector"] == {CLASS: MODEL}
+    assert found["metadata"]["labels"]["app.kubernetes.io/job-type"] == "train-bert"
+    return True
+
+
+@pytest.mark.defect("S3-2")
+@pytest.mark.defect("S3-3")
+@pytest.mark.defect("S3-9")
+@pytest.mark.defect("X-2")
+async def test_the_documented_pod_and_job_run_with_the_hints_of_our_own_scorer(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    async with classes(kube), scored_site(cluster, kube, tmp_path) as here, own_scorer(cluster, tmp_path) as url:
+        await serve(here, url)
+        await kube.create(PODS, example("pod.yaml"), here.namespace)
+        assert is_hinted(await pod_in_phase(kube, here.namespace, "bert", "Running"))
+        # What is changed later is not scored again: a label goes on, and the pod goes away.
+        touched = await kube.patch(PODS, "bert", {"metadata": {"labels": {"touched": "yes"}}}, here.namespace)
+        assert touched["metadata"]["labels"]["touched"] == "yes"
+        await kube.delete(PODS, "bert", here.namespace)
+        await gone(kube, PODS, "bert", here.namespace)
+
+        made = await kube.create(JOBS, example("job.yaml"), here.namespace)
+        assert made["spec"]["template"]["metadata"]["annotations"] == made["metadata"]["annotations"]
+        pods = await wait_until(lambda: kube.list(PODS, here.namespace), lambda found: len(found) == 2)
+        assert all(is_hinted(one) for one in pods)
+        await wait_until(
+            lambda: kube.get(JOBS, "bert", here.namespace), lambda one: one["status"].get("succeeded") == 2
+        )
+        await kube.delete(JOBS, "bert", here.namespace)
+        await gone(kube, JOBS, "bert", here.namespace)
+        await wait_until(lambda: kube.list(PODS, here.namespace), lambda found: not found)
+
+
+# Scorers of all kinds.
+
+
+async def created(here: Site, content: Raw, *, dry_run: bool = True) -> tuple[Raw, str]:
+    """The pod, and the warnings that its creator saw."""
+    path = PODS.path(here.namespace)
+    query = {"dryRun": "All"} if dry_run else {}
+    got = await here.kube.http.post(path, json=content, params=query)
+    if got.is_error:
+        raise ApiError(got.status_code, json.loads(got.content))
+    return json.loads(got.content), "; ".join(got.headers.get_list("warning"))
+
+
+def asking(job_type: str, **members: Any) -> Raw:
+    return pod(None, gpus=1, annotations={**SAYS, "app.kubernetes.io/job-type": job_type}, **members)
+
+
+OWN = {"key": "a/b", "operator": "Exists", "effect": "NoSchedule"}
+SHAPES: dict[str, Raw] = {
+    "bare": {},
+    "selector": {"nodeSelector": {CLASS: MODEL}},
+    "tolerations": {"tolerations": [OWN]},
+    "affinity": {"affinity": {"podAntiAffinity": {}, "nodeAffinity": {}}},
+    "class": {"priorityClassName": "system-node-critical"},
+}
+BAD_NOW: dict[str, Raw] = {
+    "garbage": {"body": b"\x00\xff{"},
+    "nan": {"body": b'{"priority_score": NaN}'},
+    "html": {"body": HTML},
+    "dead": {"hangs_up": True},
+}
+
+
+@pytest.mark.defect("S3-14")
+@pytest.mark.defect("S3-15")
+@pytest.mark.defect("X-1")
+@pytest.mark.defect("X-2")
+async def test_whatever_a_scorer_does_pods_are_created(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with scored_site(cluster, kube, tmp_path) as here, scoring() as double:
+        await serve(here, double.url, timeout="30s")
+        await a_class_is_named_only_where_there_is_one(here)
+        await pods_of_every_shape_are_created(here, double)
+        for name, members in BAD_NOW.items():
+            with behaving(double, members):
+                made, said = await created(here, asking(name))
+            assert "the pod goes on without hints" in said, name
+            assert "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"], name
+            assert made["spec"]["priority"] == 0
+        double.delay = 30
+        started = time.monotonic()
+        _, said = await created(here, asking("slow"), dry_run=False)
+        tell(request, slow_s=time.monotonic() - started)
+        assert time.monotonic() - started < 10  # the API server would have given up
+        assert "has not answered within" in said
+        double.delay = 0
+        await what_runs_is_told(here, double)
+
+
+async def what_runs_is_told(here: Site, double: Double) -> None:
+    """By the watch: the one pod that was really created."""
+    number = 0
+
+    async def told() -> list[str]:
+        nonlocal number
+        number += 1
+        await created(here, asking(f"neighbour-{number}"))
+        return list(double.asked[-1]["colocated_job_types"])
+
+    await wait_until(told, lambda found: found == ["slow"])
+
+
+async def a_class_is_named_only_where_there_is_one(here: Site) -> None:
+    made, said = await created(here, asking("early"))
+    assert (made["spec"]["priority"], "there is no PriorityClass gpu-high" in said) == (0, True)
+    async with classes(here.kube):
+        number = 0
+
+        async def priority() -> int:
+            nonlocal number
+            number += 1
+            return int((await created(here, asking(f"later-{number}")))[0]["spec"]["priority"])
+
+        await wait_until(priority, lambda found: found == 750)
+        # A default class is set before webhooks see the pod: its number has to give way as well.
+        usual = {"metadata": {"name": "score-usual"}, "value": 5, "globalDefault": True}
+        await here.kube.create(PRIORITY_CLASSES, usual)
+        try:
+            await wait_until(lambda: usual_priority(here), lambda found: found == 5)
+            await wait_until(priority, lambda found: found == 750)
+        finally:
+            await here.kube.delete(PRIORITY_CLASSES, "score-usual")
+        await wait_until(lambda: usual_priority(here), lambda found: found == 0)
+
+
+async def usual_priority(here: Site) -> int | None:
+    """Of a pod that is not scored. While a default class comes or goes the API server contradicts itself for a moment,
+    and refuses pods."""
+    try:
+        return int((await created(here, pod(None, gpus=1)))[0]["spec"]["priority"])
+    except ApiError:
+        return None
+
+
+async def pods_of_every_shape_are_created(here: Site, double: Double) -> None:
+    """Whatever of it there is to be added to."""
+    double.body = good(gpu_selector={**GOOD["gpu_selector"], "tolerations": [*GOOD["gpu_selector"]["tolerations"], {}]})
+    for name, spec in SHAPES.items():
+        made, _ = await created(here, asking(name, **spec))
+        assert made["spec"]["nodeSelector"] == {CLASS: MODEL}, name
+        keys = [one.get("key") for one in made["spec"]["tolerations"]]
+        assert keys.count("nvidia.com/gpu") == 1, name
+        assert made["metadata"]["annotations"]["scheduler.radix.ai/chosen-gpu"] == MODEL
+    others = pod(None, annotations=SAYS)
+    others["spec"]["containers"][0]["resources"] = {"limits": {"example.test/gpu": "1"}}
+    made, _ = await created(here, others)
+    assert made["spec"]["nodeSelector"] == {CLASS: MODEL}
+    assert "gpuwarden.io/gpu-uuid" not in made["metadata"]["annotations"]
+    double.body = good()
+
+
+@contextmanager
+def behaving(double: Double, members: Raw) -> Iterator[None]:
+    before = {name: getattr(double, name) for name in members}
+    for name, value in members.items():
+        setattr(double, name, value)
+    yield
+    for name, value in before.items():
+        setattr(double, name, value)

@@ -1,0 +1,67 @@
+"""Stores that keep what they are given in memory, and fail when told to."""
+
+import asyncio
+import threading
+
+from webhook.export import ExportError
+from webhook.export.outbox import MemoryShelf
+from webhook.export.records import Batch
+
+
+class MemoryExporter:
+    """Keeps batches by id, as a store with a key would; `given` says how often each came."""
+
+    def __init__(self, name: str = "memory") -> None:
+        self.name = name
+        self.stored: dict[str, Batch] = {}
+        self.given: list[str] = []
+        self.is_closed = False
+        # Raised by whatever is tried while it stands here.
+        self.fault: ExportError | None = None
+        # Batches whose content it will not have.
+        self.refuses: set[str] = set()
+        self._may_go_on = asyncio.Event()
+        self._may_go_on.set()
+        self.is_asked = asyncio.Event()
+
+    def freeze(self) -> None:
+        self._may_go_on.clear()
+
+    def thaw(self) -> None:
+        self._may_go_on.set()
+
+    async def export(self, batch: Batch) -> None:
+        assert not self.is_closed
+        self.given.append(batch.id)
+        self.is_asked.set()
+        await self._may_go_on.wait()
+        await self.check()
+        if batch.id in self.refuses:
+            raise ExportError("it makes no sense", is_lasting=True)
+        self.stored[batch.id] = batch
+
+    async def check(self) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class GatheringExporter(MemoryExporter):
+    """Would rather have several batches at once."""
+
+    records_at_once = 5
+
+
+class SlowShelf(MemoryShelf):
+    """Writes when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may_go_on = threading.Event(), threading.Event()
+
+    def put(self, name: str, content: bytes) -> None:
+        self.is_asked.set()
+        assert self.may_go_on.wait(30)
+        super().put(name, content)

@@ -1,0 +1,298 @@
+"""From what was taken to what is stored, with stores that fail."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.export.doubles import GatheringExporter, MemoryExporter, SlowShelf
+from tests.export.records import NOW, batch, reading
+from webhook.export import Exporter, ExportError
+from webhook.export.delivery import Delivery, Heard, Pauses, together
+from webhook.export.outbox import Outbox, opener
+from webhook.export.records import Batch
+
+QUICK = Pauses(timedelta(milliseconds=1), timedelta(milliseconds=20))
+PATIENCE = timedelta(seconds=30)
+
+
+def clock() -> datetime:
+    return NOW
+
+
+@asynccontextmanager
+async def delivering(*exporters: Exporter, directory: Path | None = None, **options: Any) -> AsyncIterator[Delivery]:
+    delivery = Delivery(exporters, opener(directory), clock, **{"pauses": QUICK, **options})
+    running = asyncio.create_task(delivery.run())
+    try:
+        yield delivery
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await delivery.drain(timedelta())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE.total_seconds()):
+        while not is_so():  # noqa: ASYNC110 - what it waits for has no event
+            await asyncio.sleep(0.002)
+
+
+async def test_every_exporter_gets_every_batch_once() -> None:
+    first, second = MemoryExporter("first"), MemoryExporter("second")
+    async with delivering(first, second) as delivery:
+        for number in range(20):
+            await delivery.take(batch(f"{number}"))
+        await until(lambda: len(first.stored) == len(second.stored) == 20)
+    assert first.given == second.given == [f"{number}" for number in range(20)]
+
+
+async def test_a_dead_store_holds_up_nobody_else_and_is_caught_up_with() -> None:
+    dead, well = MemoryExporter("dead"), MemoryExporter("well")
+    dead.fault = ExportError("connection refused")
+    async with delivering(dead, well) as delivery:
+        for number in range(5):
+            await delivery.take(batch(f"{number}"))
+        await until(lambda: len(well.stored) == 5 and delivery.states["dead"].error is not None)
+        state = delivery.states["dead"]
+        assert (state.waiting.batches, state.waiting.oldest, state.error) == (5, NOW, "connection refused")
+        dead.fault = None
+        await until(lambda: len(dead.stored) == 5)
+        assert list(dead.stored) == list(well.stored)
+        await until(lambda: delivery.states["dead"].error is None)
+
+
+async def test_a_frozen_store_holds_up_nobody_else() -> None:
+    frozen, well = MemoryExporter("frozen"), MemoryExporter("well")
+    frozen.freeze()
+    async with delivering(frozen, well) as delivery:
+        for number in range(5):
+            await delivery.take(batch(f"{number}"))
+        await until(lambda: len(well.stored) == 5)
+        assert frozen.stored == {}
+
+
+async def test_tries_become_rarer_and_never_stop() -> None:
+    """A second of trying in vain costs a handful of tries."""
+    dead = MemoryExporter()
+    dead.fault = ExportError("down")
+    pauses = Pauses(timedelta(milliseconds=20), timedelta(milliseconds=200))
+    async with delivering(dead, pauses=pauses) as delivery:
+        await delivery.take(batch())
+        begun = asyncio.get_running_loop().time()
+        await until(lambda: len(dead.given) >= 8)
+        # 20, 40, 80, 160, 200, 200, 200 ms, each shortened to a half at most
+        assert asyncio.get_running_loop().time() - begun >= 0.45
+
+
+async def test_what_is_refused_for_good_does_not_stand_in_the_way() -> None:
+    store = MemoryExporter()
+    store.refuses = {"bad"}
+    refused: list[tuple[str, str, str]] = []
+    stored: list[str] = []
+    heard = Heard(
+        stored=lambda exporter, one: stored.append(one.id),
+        refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)),
+    )
+    async with delivering(store, heard=heard) as delivery:
+        for name in ("before", "bad", "after"):
+            await delivery.take(batch(name))
+        await until(lambda: len(stored) == 2)
+    assert (stored, refused) == (["before", "after"], [("memory", "bad", "it makes no sense")])
+
+
+async def test_a_bug_in_an_exporter_ends_the_run_and_is_not_hidden() -> None:
+    class BuggyExporter(MemoryExporter):
+        async def export(self, batch: Batch) -> None:
+            raise ZeroDivisionError(batch.id)
+
+    delivery = Delivery([BuggyExporter(), MemoryExporter("well")], opener(None), clock)
+    await delivery.take(batch())
+    with pytest.raises(ZeroDivisionError, match="batch-0"):
+        async with asyncio.timeout(PATIENCE.total_seconds()):
+            await delivery.run()
+
+
+async def test_each_failed_try_is_heard_of() -> None:
+    store, failed = MemoryExporter(), list[tuple[str, str]]()
+    store.fault = ExportError("down")
+    async with delivering(store, heard=Heard(failed=lambda *what: failed.append(what))) as delivery:
+        await delivery.take(batch())
+        await until(lambda: len(failed) >= 3)
+        assert set(failed) == {("memory", "down")}
+
+
+class TestOneThatWouldRatherTakeManyAtOnce:
+    async def test_what_waits_is_given_together(self) -> None:
+        store = GatheringExporter()
+        store.freeze()
+        async with delivering(store) as delivery:
+            await delivery.take(batch("0", gpus=2))
+            await store.is_asked.wait()
+            for number in range(1, 5):
+                await delivery.take(batch(f"{number}", gpus=2))
+            store.thaw()
+            await until(lambda: sum(one.size for one in store.stored.values()) == 10)
+            assert [one.size for one in store.stored.values()] == [2, 4, 4]
+
+    async def test_one_that_is_refused_is_told_from_its_neighbours(self) -> None:
+        refused: list[str] = []
+        store = GatheringExporter()
+        together_id = together([batch("bad"), batch("good")]).id
+        store.refuses = {"bad", together_id}
+        delivery = Delivery(
+            [store],
+            opener(None),
+            clock,
+            pauses=QUICK,
+            heard=Heard(refused=lambda _, one, reason: refused.append(one.id)),
+        )
+        await delivery.take(batch("bad"))
+        await delivery.take(batch("good"))
+        assert await delivery.drain(PATIENCE) == 0
+        assert (refused, list(store.stored)) == (["bad"], ["good"])
+
+
+class TestTaking:
+    async def test_an_outbox_that_is_full_is_named_and_the_others_have_it(self, tmp_path: Path) -> None:
+        dead, well = MemoryExporter("dead"), MemoryExporter("well")
+        dead.fault = ExportError("down")
+        delivery = Delivery([dead, well], opener(tmp_path, bound=1500), clock, pauses=QUICK)
+        running = asyncio.create_task(delivery.run())
+        await delivery.take(batch("0"))
+        await until(lambda: len(well.stored) == 1)
+        with pytest.raises(ExportError, match=r"^dead: the outbox is full: \d+ of 1500 bytes wait$"):
+            await delivery.take(batch("1"))
+        await until(lambda: len(well.stored) == 2)
+        dead.fault = None
+        await until(lambda: len(dead.stored) == 1)
+        await delivery.take(batch("1"))
+        await until(lambda: len(dead.stored) == 2)
+        running.cancel()
+        await asyncio.wait([running])
+        await delivery.drain(timedelta())
+        assert well.given == ["0", "1"], "who had it already is not given it once more"
+
+    async def test_nothing_is_taken_once_the_end_has_begun(self) -> None:
+        delivery = Delivery([MemoryExporter()], opener(None), clock)
+        await delivery.drain(timedelta())
+        with pytest.raises(ExportError, match="nothing is taken any more"):
+            await delivery.take(batch())
+
+    async def test_a_batch_of_nothing_reaches_no_store(self) -> None:
+        store = MemoryExporter()
+        delivery = Delivery([store], opener(None), clock)
+        await delivery.take(Batch("empty"))
+        assert await delivery.drain(PATIENCE) == 0
+        assert store.given == []
+
+
+class TestTheEnd:
+    async def test_what_waits_is_stored_first(self) -> None:
+        store = MemoryExporter()
+        delivery = Delivery([store], opener(None), clock)
+        for number in range(10):
+            await delivery.take(batch(f"{number}"))
+        assert await delivery.drain(PATIENCE) == 0
+        assert len(store.stored) == 10
+        assert store.is_closed
+
+    async def test_a_run_that_goes_on_ends_by_itself(self) -> None:
+        store = MemoryExporter()
+        delivery = Delivery([store], opener(None), clock)
+        running = asyncio.create_task(delivery.run())
+        await delivery.take(batch())
+        assert await delivery.drain(PATIENCE) == 0
+        async with asyncio.timeout(PATIENCE.total_seconds()):
+            await running
+
+    @pytest.mark.defect("S2-16")
+    async def test_nothing_is_written_after_it_and_what_is_left_waits_for_the_next_process(
+        self, tmp_path: Path
+    ) -> None:
+        frozen, well = MemoryExporter("frozen"), MemoryExporter("well")
+        frozen.freeze()
+        delivery = Delivery([frozen, well], opener(tmp_path), clock)
+        running = asyncio.create_task(delivery.run())
+        await delivery.take(batch("0"))
+        await frozen.is_asked.wait()
+        assert await delivery.drain(timedelta(milliseconds=10)) == 1
+        await asyncio.wait([running])
+        frozen.thaw()
+        await asyncio.sleep(0)
+        assert (frozen.stored, list(well.stored)) == ({}, ["0"])
+
+        heir = MemoryExporter("frozen")
+        async with delivering(heir, directory=tmp_path):
+            await until(lambda: list(heir.stored) == ["0"])
+
+    async def test_what_is_half_taken_is_stored_too(self) -> None:
+        store, shelf = MemoryExporter(), SlowShelf()
+        delivery = Delivery([store], lambda _: Outbox(shelf), clock)
+        taking = asyncio.create_task(delivery.take(batch()))
+        await asyncio.to_thread(shelf.is_asked.wait, 30)
+        draining = asyncio.create_task(delivery.drain(PATIENCE))
+        await asyncio.sleep(0)
+        shelf.may_go_on.set()
+        await taking
+        assert await draining == 0
+        assert list(store.stored) == ["batch-0"]
+
+    async def test_a_run_ends_without_a_word_where_something_is_left(self) -> None:
+        store = MemoryExporter()
+        store.fault = ExportError("down")
+        delivery = Delivery([store], opener(None), clock, pauses=QUICK)
+        running = asyncio.create_task(delivery.run())
+        await delivery.take(batch())
+        assert await delivery.drain(timedelta(milliseconds=10)) == 1
+        async with asyncio.timeout(PATIENCE.total_seconds()):
+            await running
+
+    async def test_a_store_that_is_down_gets_one_more_try_and_costs_no_more_than_the_deadline(self) -> None:
+        store = MemoryExporter()
+        store.fault = ExportError("down")
+        delivery = Delivery([store], opener(None), clock, pauses=Pauses(timedelta(hours=1), timedelta(hours=1)))
+        running = asyncio.create_task(delivery.run())
+        await delivery.take(batch())
+        await store.is_asked.wait()
+        store.is_asked.clear()
+        store.fault = None
+        assert await delivery.drain(PATIENCE) == 0
+        assert list(store.stored) == ["batch-0"]
+        await asyncio.wait([running])
+
+
+@pytest.mark.defect("S2-15")
+async def test_readiness_names_the_stores_that_could_keep_nothing() -> None:
+    dead, well = MemoryExporter("dead"), MemoryExporter("well")
+    async with delivering(dead, well) as delivery:
+        await delivery.check()
+        dead.fault = ExportError("connection refused")
+        with pytest.raises(ExportError, match=r"^dead: connection refused$"):
+            await delivery.check()
+
+
+@pytest.mark.defect("S2-17")
+async def test_the_same_reading_taken_by_another_process_too_is_the_same_batch(tmp_path: Path) -> None:
+    """Fail over: both know of it, and a store with a key has it once."""
+    old, new = MemoryExporter("store"), MemoryExporter("store")
+    new.stored = old.stored
+    for process in (old, new):
+        delivery = Delivery([process], opener(tmp_path), clock)
+        await delivery.take(batch())
+        assert await delivery.drain(PATIENCE) == 0
+    assert [*old.given, *new.given] == ["batch-0", "batch-0"]
+    assert list(new.stored) == ["batch-0"]
+
+
+def test_several_batches_as_one_have_all_their_records_and_an_id_of_their_own() -> None:
+    several: Sequence[Batch] = [batch("0"), Batch("1", (reading(7),))]
+    whole = together(several)
+    assert whole.readings == (reading(0), reading(1), reading(7))
+    assert whole.id not in {"0", "1"}
+    assert together(several) == whole
+    assert together(several[:1]) is several[0]

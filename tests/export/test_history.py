@@ -1,0 +1,79 @@
+"""The question and how the answer is shown; the answer itself needs a database and is in `tests/e2e`."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.export.records import NOW, later
+from webhook.core.errors import GpuwardenError
+from webhook.export.history import PastUse, Question, query, shown
+from webhook.export.tables import Tables
+
+
+def past_use(**changes: Any) -> PastUse:
+    known: dict[str, Any] = {
+        "since": NOW,
+        "until": later(3600),
+        "cluster": "prod",
+        "node": "gpu-a",
+        "serial": "1760000000011",
+        "chassis": "1820000000042",
+        "gpu_uuid": "GPU-0",
+        "index": 0,
+        "minor": 0,
+        "model": "NVIDIA H100",
+        "machine": "i-0",
+        "namespace": "train",
+        "pod": "job-0",
+        "pod_uid": "uid-0",
+        "owner": "Job/train",
+        "evidence_hash": "sha256:abc",
+        "reservation": "reservation-0",
+    }
+    return PastUse(**known | changes)
+
+
+def test_a_pod_is_asked_for_by_namespace_and_name() -> None:
+    assert Question.asked(pod="train/job-0") == Question(namespace="train", pod="job-0")
+
+
+@pytest.mark.parametrize("pod", ["job-0", "/job-0", "train/"])
+def test_a_pod_without_either_is_refused(pod: str) -> None:
+    with pytest.raises(GpuwardenError, match="allowed: NAMESPACE/NAME"):
+        Question.asked(pod=pod)
+
+
+def test_a_question_about_nothing_is_refused() -> None:
+    with pytest.raises(GpuwardenError, match="say what to look for: --serial, --pod, --hash or --uuid"):
+        Question.asked()
+
+
+def test_what_is_asked_goes_by_parameters_and_names_are_quoted() -> None:
+    text = query(Tables.named('a"b'), Question.asked(serial="'; DROP", hash="x")).as_string()
+    assert 'FROM "a""b_history" WHERE gpu_uuid IN' in text
+    assert "DROP" not in text
+    assert "AND evidence_hash = %(hash)s ORDER BY" in text
+
+
+def test_as_text_it_is_a_table_with_what_fits() -> None:
+    assert shown([past_use(), past_use(until=None, owner=None, pod=None)], "text").splitlines() == [
+        "SINCE                        UNTIL                        CLUSTER  NODE   SERIAL         GPU_UUID"
+        "  POD          OWNER      EVIDENCE_HASH",
+        "2026-01-01T00:00:00.123456Z  2026-01-01T01:00:00.123456Z  prod     gpu-a  1760000000011  GPU-0   "
+        "  train/job-0  Job/train  sha256:abc",
+        "2026-01-01T00:00:00.123456Z  still                        prod     gpu-a  1760000000011  GPU-0   "
+        "  -            -          sha256:abc",
+    ]
+
+
+def test_none_is_said_in_a_sentence() -> None:
+    assert shown([], "text") == "No such use is known."
+    assert json.loads(shown([], "json")) == []
+
+
+def test_as_json_it_is_all_there_is() -> None:
+    (one,) = json.loads(shown([past_use(until=None)], "json"))
+    assert one["until"] is None
+    assert one["since"] == "2026-01-01T00:00:00.123456Z"
+    assert one["chassis"] == "1820000000042"

@@ -1,0 +1,180 @@
+"""Posting to a real server that fails, hangs and truncates on command."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+
+import pytest
+
+from tests.export.endpoint import BREAK_OFF, HANG, TRUNCATE, Endpoint, Order, listening
+from tests.export.records import NOW, batch, later, use
+from webhook.export import ExportError
+from webhook.export.http import TRIES, HttpExporter
+from webhook.export.records import Batch
+from webhook.export.targets import HttpTarget
+
+
+class Slept:
+    """Waits for nothing, and knows how long it would have."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def clock() -> datetime:
+    return NOW
+
+
+@asynccontextmanager
+async def posting(
+    endpoint: Endpoint, slept: Slept | None = None, seconds: float = 20, token: str | None = None
+) -> AsyncIterator[HttpExporter]:
+    target = HttpTarget(f"{endpoint.url}/data", timedelta(seconds=seconds), token, proxied=False)
+    exporter = HttpExporter(target, clock, slept or Slept())
+    yield exporter
+    await exporter.close()
+
+
+async def test_a_batch_is_one_request_with_s2s_headers_and_payload() -> None:
+    async with listening() as endpoint, posting(endpoint, token="example-token") as exporter:
+        await exporter.export(batch())
+    (request,) = endpoint.requests
+    assert (request.method, request.path) == ("POST", "/data")
+    wanted = {
+        "content-type": "application/json",
+        "user-agent": "gpuid-http-exporter/1.0",
+        "x-records-count": "2",
+        "x-timestamp": "2026-01-01T00:00:00Z",
+        "authorization": "Bearer example-token",
+        "idempotency-key": "batch-0",
+        "x-record-kind": "reading",
+    }
+    assert {name: request.headers.get(name) for name in wanted} == wanted
+    first, second = json.loads(request.body)
+    assert list(first)[:7] == ["cluster", "node", "machine", "source", "chassis", "gpu", "time"]
+    assert [first["gpu"], second["gpu"]] == ["1760000000011", "1760000000012"]
+
+
+async def test_without_a_token_none_is_sent() -> None:
+    async with listening() as endpoint, posting(endpoint) as exporter:
+        await exporter.export(batch())
+    assert "authorization" not in endpoint.requests[0].headers
+
+
+async def test_uses_are_a_request_of_their_own_kind_and_key() -> None:
+    async with listening() as endpoint, posting(endpoint) as exporter:
+        await exporter.export(batch(uses=(use(until=later(60)),)))
+    kinds = [(request.headers["x-record-kind"], request.headers["idempotency-key"]) for request in endpoint.requests]
+    assert kinds == [("reading", "batch-0"), ("use", "batch-0/use")]
+    assert json.loads(endpoint.requests[1].body)[0]["reservation"] == "reservation-0"
+
+
+async def test_what_a_batch_has_none_of_is_not_sent() -> None:
+    async with listening() as endpoint, posting(endpoint) as exporter:
+        await exporter.export(Batch("empty"))
+    assert endpoint.requests == []
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(500, id="fails"),
+        pytest.param(503, id="is overloaded"),
+        pytest.param(429, id="wants less"),
+        pytest.param(TRUNCATE, id="truncates its answer"),
+        pytest.param(BREAK_OFF, id="hangs up"),
+    ],
+)
+async def test_one_that_recovers_has_the_same_batch_under_the_same_key(order: Order) -> None:
+    slept = Slept()
+    async with listening(order, 200) as endpoint, posting(endpoint, slept) as exporter:
+        await exporter.export(batch())
+    assert [request.headers["idempotency-key"] for request in endpoint.requests] == ["batch-0", "batch-0"]
+    assert endpoint.requests[0].body == endpoint.requests[1].body
+    assert len(slept.seconds) == 1
+
+
+@pytest.mark.parametrize("order", [500, TRUNCATE, BREAK_OFF])
+async def test_one_that_does_not_recover_is_left_alone_after_a_few_tries(order: Order) -> None:
+    slept = Slept()
+    async with listening(order) as endpoint, posting(endpoint, slept) as exporter:
+        with pytest.raises(ExportError) as caught:
+            await exporter.export(batch())
+    assert not caught.value.is_lasting
+    assert len(endpoint.requests) == TRIES
+    assert 0.4 <= slept.seconds[0] <= 0.6
+    assert 0.8 <= slept.seconds[1] <= 1.2
+
+
+async def test_one_that_hangs_is_given_up_in_time() -> None:
+    async with listening(HANG) as endpoint, posting(endpoint, seconds=0.1) as exporter:
+        with pytest.raises(ExportError, match=r"no answer within 0\.1 s|ReadTimeout"):
+            await exporter.export(batch())
+
+
+async def test_nobody_there_is_a_fault_with_a_reason() -> None:
+    async with listening() as endpoint:
+        pass
+    async with posting(endpoint) as exporter:
+        with pytest.raises(ExportError, match="no whole answer"):
+            await exporter.export(batch())
+
+
+@pytest.mark.parametrize("status", [400, 413, 415, 422])
+async def test_a_body_that_it_will_not_have_is_sent_once(status: int) -> None:
+    async with listening(status) as endpoint, posting(endpoint) as exporter:
+        with pytest.raises(ExportError, match=f"the endpoint answered {status}") as caught:
+            await exporter.export(batch())
+    assert caught.value.is_lasting
+    assert len(endpoint.requests) == 1
+
+
+@pytest.mark.parametrize("status", [302, 401, 403, 404])
+async def test_what_an_operator_can_put_right_is_tried_again_later(status: int) -> None:
+    async with listening(status, headers={"Location": "/elsewhere"}) as endpoint, posting(endpoint) as exporter:
+        with pytest.raises(ExportError, match=f"the endpoint answered {status}") as caught:
+            await exporter.export(batch())
+    assert not caught.value.is_lasting
+    assert len(endpoint.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "least", "most"),
+    [
+        ("3", 2.4, 3.6),
+        ("86400", 8.0, 12.0),
+        ("Thu, 01 Jan 2026 00:00:05 GMT", 3.9, 5.9),
+        ("soon", 0.4, 0.6),
+    ],
+)
+async def test_a_wish_to_be_left_alone_is_granted_within_bounds(said: str, least: float, most: float) -> None:
+    slept = Slept()
+    async with listening(429, 200, headers={"Retry-After": said}) as endpoint, posting(endpoint, slept) as exporter:
+        await exporter.export(batch())
+    assert least <= slept.seconds[0] <= most
+
+
+async def test_the_token_is_in_no_text() -> None:
+    async with listening(403) as endpoint, posting(endpoint, token="hush") as exporter:
+        with pytest.raises(ExportError) as caught:
+            await exporter.export(batch())
+    assert "hush" not in f"{caught.value!r} {HttpTarget('http://x', timedelta(1), 'hush')!r}"
+
+
+@pytest.mark.defect("S2-15")
+class TestReadiness:
+    @pytest.mark.parametrize("status", [200, 204, 404, 405, 501])
+    async def test_whoever_answers_is_there(self, status: int) -> None:
+        async with listening(status) as endpoint, posting(endpoint) as exporter:
+            await exporter.check()
+        assert endpoint.requests[0].method == "HEAD"
+
+    @pytest.mark.parametrize("order", [401, 500, 503, BREAK_OFF])
+    async def test_who_could_take_nothing_is_not(self, order: Order) -> None:
+        async with listening(order) as endpoint, posting(endpoint) as exporter:
+            with pytest.raises(ExportError):
+                await exporter.check()

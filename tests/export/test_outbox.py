@@ -1,0 +1,209 @@
+"""What is kept between being taken and being stored."""
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.export.doubles import SlowShelf
+from tests.export.records import NOW, batch, later, use
+from webhook.export import ExportError
+from webhook.export.outbox import DirectoryShelf, MemoryShelf, Outbox, Shelf, Waiting, opener
+from webhook.export.records import Batch
+
+
+@pytest.fixture(params=["memory", "directory"])
+def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Shelf:
+    return MemoryShelf() if request.param == "memory" else DirectoryShelf(tmp_path / "outbox")
+
+
+def reopened(outbox: Outbox, directory: Path) -> Outbox:
+    outbox.close()
+    return Outbox(DirectoryShelf(directory))
+
+
+def batches(outbox: Outbox, records: int = 1000) -> list[Batch]:
+    return [found for _, found in outbox.first(records)]
+
+
+class TestWhatIsPromised:
+    def test_batches_come_out_whole_and_in_the_order_they_came(self, shelf: Shelf) -> None:
+        outbox = Outbox(shelf)
+        given = [batch("second"), batch("first", uses=(use(until=later(5)),))]
+        assert [outbox.put(one, NOW) for one in given] == [True, True]
+        assert batches(outbox) == given
+
+    def test_the_same_batch_again_is_kept_once(self, shelf: Shelf) -> None:
+        outbox = Outbox(shelf)
+        assert outbox.put(batch(), NOW)
+        assert not outbox.put(batch(), later(9))
+        assert outbox.waiting == Waiting(1, outbox.waiting.size, NOW)
+
+    def test_what_is_done_is_gone_and_the_next_is_the_oldest(self, shelf: Shelf) -> None:
+        outbox = Outbox(shelf)
+        for number in range(3):
+            outbox.put(batch(f"{number}"), later(number))
+        outbox.done(entry for entry, _ in outbox.first(0))
+        assert [one.id for one in batches(outbox)] == ["1", "2"]
+        assert outbox.waiting.oldest == later(1)
+
+    def test_it_gives_as_many_as_there_is_room_for_and_one_at_least(self, shelf: Shelf) -> None:
+        outbox = Outbox(shelf)
+        for number in range(4):
+            outbox.put(batch(f"{number}", gpus=4), NOW)
+        assert [len(batches(outbox, room)) for room in (0, 4, 11, 12, 100)] == [1, 1, 2, 3, 4]
+
+    def test_it_takes_nothing_beyond_its_bound_and_takes_again_once_there_is_room(self, shelf: Shelf) -> None:
+        size = Outbox(MemoryShelf())
+        size.put(batch("0"), NOW)
+        outbox = Outbox(shelf, bound=2 * size.waiting.size)
+        outbox.put(batch("0"), NOW)
+        outbox.put(batch("1"), NOW)
+        with pytest.raises(ExportError, match="the outbox is full"):
+            outbox.put(batch("2"), NOW)
+        outbox.done(entry for entry, _ in outbox.first(0))
+        assert outbox.put(batch("2"), NOW)
+
+    def test_what_is_refused_is_not_offered_again(self, shelf: Shelf) -> None:
+        outbox = Outbox(shelf)
+        outbox.put(batch("bad"), NOW)
+        outbox.put(batch("good"), NOW)
+        outbox.refuse(outbox.first(0)[0][0])
+        assert [one.id for one in batches(outbox)] == ["good"]
+
+    def test_many_at_once_lose_nothing(self, shelf: Shelf) -> None:
+        outbox = Outbox(shelf)
+        names = [f"{number}" for number in range(40)]
+        threads = [
+            threading.Thread(target=lambda mine=names[one::4]: [outbox.put(batch(name), NOW) for name in mine])
+            for one in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(one.id for one in batches(outbox)) == sorted(names)
+
+
+class TestWhileOneIsWritten:
+    def test_it_is_not_there_and_nobody_is_told_it_was(self) -> None:
+        shelf = SlowShelf()
+        outbox = Outbox(shelf)
+        writing = threading.Thread(target=outbox.put, args=(batch(), NOW))
+        writing.start()
+        assert shelf.is_asked.wait(30)
+        assert batches(outbox) == []
+        with pytest.raises(ExportError, match="given twice at once"):
+            outbox.put(batch(), NOW)
+        shelf.may_go_on.set()
+        writing.join()
+        assert not outbox.put(batch(), NOW)
+
+    def test_its_room_is_taken(self) -> None:
+        one = Outbox(MemoryShelf())
+        one.put(batch("0"), NOW)
+        shelf = SlowShelf()
+        outbox = Outbox(shelf, bound=one.waiting.size)
+        writing = threading.Thread(target=outbox.put, args=(batch("0"), NOW))
+        writing.start()
+        assert shelf.is_asked.wait(30)
+        with pytest.raises(ExportError, match="the outbox is full"):
+            outbox.put(batch("1"), NOW)
+        shelf.may_go_on.set()
+        writing.join()
+        assert [found.id for found in batches(outbox)] == ["0"]
+
+
+class TestOnDisk:
+    def test_the_next_process_finds_everything_in_its_order_with_its_age(self, tmp_path: Path) -> None:
+        outbox = Outbox(DirectoryShelf(tmp_path))
+        given = [batch(f"{number}") for number in range(12)]
+        for number, one in enumerate(given):
+            outbox.put(one, later(number))
+        outbox.done(entry for entry, _ in outbox.first(0))
+        found = reopened(outbox, tmp_path)
+        assert batches(found) == given[1:]
+        assert found.waiting == Waiting(11, outbox.waiting.size, later(1))
+
+    def test_what_comes_after_a_restart_comes_after_what_was_there(self, tmp_path: Path) -> None:
+        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox.put(batch("old"), NOW)
+        outbox = reopened(outbox, tmp_path)
+        outbox.put(batch("new"), NOW)
+        assert [one.id for one in batches(reopened(outbox, tmp_path))] == ["old", "new"]
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            pytest.param(lambda content: content[:-5], id="cut off"),
+            pytest.param(lambda content: b"", id="empty"),
+            pytest.param(lambda content: content.replace(b"GPU-0", b"GPU-9"), id="a byte is another one"),
+        ],
+    )
+    def test_a_torn_file_is_set_aside_with_a_word_and_the_others_stay(self, tmp_path: Path, damage: object) -> None:
+        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox.put(batch("torn"), NOW)
+        outbox.put(batch("whole"), NOW)
+        file = min(tmp_path.glob("*.batch"))
+        assert callable(damage)
+        file.write_bytes(damage(file.read_bytes()))
+        with capture_logs() as logs:
+            found = reopened(outbox, tmp_path)
+        assert [one.id for one in batches(found)] == ["whole"]
+        assert [(line["event"], line["file"]) for line in logs] == [("batch in the outbox cannot be read", file.name)]
+        assert file.with_suffix(".torn").exists()
+
+    def test_what_a_crash_left_half_written_is_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "000000000001-abc.batch.new").write_bytes(b"half")
+        assert batches(Outbox(DirectoryShelf(tmp_path))) == []
+        assert list(tmp_path.glob("*.new")) == []
+
+    def test_what_was_refused_stays_for_a_person_but_not_for_ever(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("webhook.export.outbox.MAX_REFUSED", 2)
+        outbox = Outbox(DirectoryShelf(tmp_path))
+        for number in range(3):
+            outbox.put(batch(f"{number}"), NOW)
+            outbox.refuse(outbox.first(0)[0][0])
+        assert len(list(tmp_path.glob("*.refused"))) == 2
+        assert batches(reopened(outbox, tmp_path)) == []
+
+    def test_two_processes_do_not_share_an_outbox(self, tmp_path: Path) -> None:
+        first = DirectoryShelf(tmp_path)
+        with pytest.raises(ExportError, match="another process works with the outbox"):
+            DirectoryShelf(tmp_path)
+        first.close()
+        DirectoryShelf(tmp_path).close()
+
+    def test_a_place_where_none_can_be_is_refused_in_a_sentence(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ExportError, match=r"the outbox cannot be kept in .*: Not a directory"):
+            opener(tmp_path / "file")("stdout")
+
+    def test_exporters_do_not_share_one(self, tmp_path: Path) -> None:
+        opened = opener(tmp_path)
+        first, second = opened("stdout"), opened("http")
+        first.put(batch(), NOW)
+        assert batches(second) == []
+
+    def test_a_disk_that_does_not_take_it_costs_that_batch_alone(self) -> None:
+        class FullShelf(MemoryShelf):
+            is_full = False
+
+            def put(self, name: str, content: bytes) -> None:
+                if self.is_full:
+                    raise OSError(28, "No space left on device")
+                super().put(name, content)
+
+        shelf = FullShelf()
+        outbox = Outbox(shelf)
+        outbox.put(batch("before"), NOW)
+        shelf.is_full = True
+        with pytest.raises(ExportError, match="the outbox cannot be written: No space left on device"):
+            outbox.put(batch("full"), NOW)
+        shelf.is_full = False
+        assert outbox.put(batch("full"), NOW + timedelta(minutes=1))
+        assert [one.id for one in batches(outbox)] == ["before", "full"]

@@ -1,0 +1,353 @@
+"""Which pods are read when, and what becomes of each reading; the cluster is a few dictionaries."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from attrs import define, evolve, field
+
+from tests.export.smi import Card, dead, document, gb200_tray, h100_host
+from webhook.export.calls import ApiAwayError, ApiRefusesError
+from webhook.export.measured import ExportCollector, ExportMetrics
+from webhook.export.nodes import NodeSeen
+from webhook.export.pod_exec import ExecError
+from webhook.export.reader import Plan, Reader, Told
+from webhook.export.records import Batch, Reading
+
+Raw = dict[str, Any]
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+PLAN = Plan(cluster="prod", namespace="gpu-operator", container="nvidia-device-plugin")
+
+
+def plugin_pod(name: str = "p", uid: str = "u-1", node: str = "node-a", **status: Any) -> Raw:
+    ready = {"phase": "Running", "containerStatuses": [{"ready": True}], **status}
+    spec = {"nodeName": node, "containers": [{"name": "nvidia-device-plugin"}]}
+    return {"metadata": {"name": name, "uid": uid, "namespace": "gpu-operator"}, "spec": spec, "status": ready}
+
+
+@define
+class House:
+    """A cluster of pods and nodes, and what nvidia-smi says in each pod."""
+
+    plan: Plan = PLAN
+    says: Callable[[str], bytes] = lambda _: document(gb200_tray())
+    nodes: dict[str, NodeSeen] = field(factory=dict)
+    pods: dict[str, Raw] = field(factory=dict)
+    labels: dict[str, Mapping[str, str]] = field(factory=dict)
+    batches: list[Batch] = field(factory=list)
+    failures: list[str] = field(factory=list)
+    count: Callable[[str], None] = lambda _: None
+    execs: list[str] = field(factory=list)
+    refuses_labels: Exception | None = None
+    labels_take: float = 0.0
+    before_answer: Callable[[], Any] = lambda: None
+    now: datetime = NOW
+    reader: Reader = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        told = Told(failed=self._failed)
+        self.reader = Reader(self.plan, self, self, self._take, lambda: self.now, loop.time, told)
+
+    def _failed(self, reason: str) -> None:
+        self.failures.append(reason)
+        self.count(reason)
+
+    async def _take(self, batch: Batch) -> None:
+        self.batches.append(batch)
+
+    async def run(self, namespace: str, pod: str, container: str, command: tuple[str, ...], limit: int) -> bytes:
+        assert command == ("/bin/sh", "-c", "nvidia-smi -q -x")
+        self.execs.append(pod)
+        content = self.says(pod)
+        await asyncio.sleep(0)
+        self.before_answer()
+        return content
+
+    async def get(self, name: str) -> NodeSeen | None:
+        return self.nodes.get(name)
+
+    async def pod(self, namespace: str, name: str) -> Raw | None:
+        return self.pods.get(name)
+
+    async def say(self, name: str, node: NodeSeen, labels: Mapping[str, str], gpus: str) -> bool:
+        await asyncio.sleep(self.labels_take)
+        if self.refuses_labels is not None:
+            raise self.refuses_labels
+        self.labels[name] = labels
+        self.nodes[name] = evolve(self.nodes[name], labels=labels, gpus=gpus)
+        return True
+
+    def see(self, raw: Raw) -> None:
+        """The watch tells of it."""
+        self.pods[raw["metadata"]["name"]] = raw
+        node = raw["spec"]["nodeName"]
+        self.nodes.setdefault(node, NodeSeen(f"uid-{node}", "aws:///zone/i-1", "boot-1", {}, None))
+        self.reader.changed(raw)
+
+    @property
+    def readings(self) -> list[Reading]:
+        return [one for batch in self.batches for one in batch.readings]
+
+    @asynccontextmanager
+    async def working(self, workers: int = 2) -> AsyncIterator[None]:
+        tasks = [asyncio.ensure_future(self.reader.work()) for _ in range(workers)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not is_so():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+
+
+async def settled(house: House) -> None:
+    """Nothing is due, nothing is under way."""
+    await until(lambda: not len(house.reader.turns))
+    await asyncio.sleep(0.05)
+
+
+async def test_all_of_a_nodes_gpus_are_read_at_one_time() -> None:
+    house = House()
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.batches)
+    (batch,) = house.batches
+    first = batch.readings[0]
+    assert first == Reading(
+        cluster="prod",
+        node="node-a",
+        machine="i-1",
+        source="gpu-operator/p",
+        chassis="1820000000042",
+        gpu="176000000002",
+        time=NOW,
+        uuid=gb200_tray()[0].uuid,
+        index=0,
+        minor=0,
+        pci_bus_id="00000000:01:00.0",
+        model="NVIDIA GB200",
+        memory="189471Mi",
+        driver="580.10.01",
+        boot_id="boot-1",
+    )
+    assert house.reader.last_reads == {"node-a": NOW}
+
+
+@pytest.mark.defect("S2-8")
+async def test_all_of_a_reading_has_one_time() -> None:
+    house = House(says=lambda _: document(h100_host()))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: len(house.readings) == 8)
+    assert {one.time for one in house.readings} == {NOW}
+
+
+@pytest.mark.defect("S2-1")
+@pytest.mark.defect("S2-2")
+@pytest.mark.parametrize("chassis", [None, "N/A", ""], ids=["no-element", "not-applicable", "empty"])
+async def test_a_missing_chassis_is_unknown(chassis: str | None) -> None:
+    house = House(says=lambda _: document([Card(0, serial="1", chassis=chassis)]))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.readings)
+    assert [one.chassis for one in house.readings] == ["unknown"]
+    assert house.labels["node-a"] == {"gpuid.github.com/gpu-0": "1"}
+
+
+@pytest.mark.defect("S2-18")
+async def test_two_dies_that_share_a_serial_are_two_records() -> None:
+    house = House()
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.readings)
+    assert [(one.index, one.minor, one.gpu) for one in house.readings] == [
+        (0, 0, "176000000002"),
+        (1, 1, "176000000002"),
+        (2, 2, "176000000001"),
+        (3, 3, "176000000001"),
+    ]
+    assert len({one.uuid for one in house.readings}) == 4
+
+
+async def test_a_dead_gpu_is_left_out_and_the_others_are_read() -> None:
+    house = House(says=lambda _: document([dead(h100_host()[0]), *h100_host()[1:]]))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.readings)
+    assert [one.index for one in house.readings] == list(range(1, 8))
+
+
+@pytest.mark.defect("S2-4")
+@pytest.mark.parametrize("provider_id", [None, ""])
+async def test_a_node_without_a_provider_is_called_na_and_read_once(provider_id: str | None) -> None:
+    house = House()
+    house.nodes["node-a"] = NodeSeen("uid", provider_id, "boot-1", {}, None)
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.batches)
+        await settled(house)
+    assert {one.machine for one in house.readings} == {"na"}
+    assert (len(house.batches), len(house.execs)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        plugin_pod(phase="Pending"),
+        plugin_pod(containerStatuses=[]),
+        plugin_pod(containerStatuses=[{"ready": False}]),
+        plugin_pod(containerStatuses=[{"ready": True}, {"ready": True}]),
+        {**plugin_pod(), "metadata": {"name": "p", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"}},
+    ],
+    ids=["pending", "no-status", "not-ready", "one-too-many", "going"],
+)
+async def test_a_pod_that_is_not_ready_is_not_asked(raw: Raw) -> None:
+    house = House()
+    async with house.working():
+        house.see(raw)
+        house.see(plugin_pod("other", uid="u-2", node="node-b"))
+        await until(lambda: house.batches)
+        await settled(house)
+    assert house.execs == ["other"]
+
+
+@pytest.mark.defect("S2-17")
+async def test_who_comes_next_makes_the_same_records_without_asking() -> None:
+    first = House()
+    async with first.working():
+        first.see(plugin_pod())
+        await until(lambda: first.batches)
+    second = House(nodes=first.nodes, now=NOW + timedelta(days=1))
+    async with second.working():
+        second.see(plugin_pod())
+        await until(lambda: second.batches)
+    assert second.batches == first.batches
+    assert second.execs == []
+
+
+@pytest.mark.defect("S2-17")
+@pytest.mark.parametrize("change", ["pod", "boot", "age"])
+async def test_it_is_read_again_where_it_may_have_changed(change: str) -> None:
+    first = House()
+    async with first.working():
+        first.see(plugin_pod())
+        await until(lambda: first.batches)
+    plan = evolve(PLAN, resync=timedelta(hours=1)) if change == "age" else PLAN
+    second = House(plan, nodes=first.nodes, now=NOW + timedelta(hours=2))
+    if change == "boot":
+        second.nodes["node-a"] = evolve(second.nodes["node-a"], boot_id="boot-2")
+    async with second.working():
+        second.see(plugin_pod(uid="u-2" if change == "pod" else "u-1"))
+        await until(lambda: second.batches)
+    assert second.execs == ["p"]
+
+
+async def test_a_boot_that_is_told_of_has_the_node_read_again() -> None:
+    house = House()
+    async with house.working():
+        house.reader.booted("node-a", "boot-1")
+        house.see(plugin_pod())
+        await until(lambda: house.batches)
+        house.reader.booted("node-a", "boot-1")
+        await settled(house)
+        assert len(house.execs) == 1
+        house.nodes["node-a"] = evolve(house.nodes["node-a"], boot_id="boot-2")
+        house.reader.booted("node-a", "boot-2")
+        await until(lambda: len(house.batches) == 2)
+    assert {one.boot_id for one in house.batches[1].readings} == {"boot-2"}
+
+
+async def test_what_was_read_from_a_pod_that_was_replaced_is_dropped() -> None:
+    house = House()
+    house.before_answer = lambda: house.pods.update(p=plugin_pod(uid="u-2"))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.failures)
+        await settled(house)
+    assert (house.failures, house.batches, house.labels) == (["replaced"], [], {})
+
+
+def complains(_: str) -> bytes:
+    raise ExecError("exit_code", "exit code 9: NVIDIA-SMI has failed")
+
+
+@pytest.mark.defect("S2-14")
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        pytest.param(complains, "exit_code", id="exit-code"),
+        pytest.param(lambda _: document(h100_host())[:5000], "unreadable", id="truncated"),
+        pytest.param(lambda _: b"", "unreadable", id="nothing"),
+    ],
+)
+async def test_a_failure_is_counted_once_and_tried_again_later(says: Callable[[str], bytes], reason: str) -> None:
+    house = House(says=says)
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.failures)
+        await asyncio.sleep(0.1)
+        assert (house.failures, house.execs) == ([reason], ["p"])  # no busy loop
+        house.says = lambda _: document(h100_host())
+        await until(lambda: house.batches)
+    assert house.failures == [reason]
+
+
+@pytest.mark.defect("S2-13")
+async def test_a_pod_takes_no_longer_than_it_may() -> None:
+    house = House(evolve(PLAN, timeout=timedelta(seconds=1)), labels_take=60.0)
+    loop = asyncio.get_running_loop()
+    async with house.working(1):
+        began = loop.time()
+        house.see(plugin_pod())
+        await until(lambda: house.failures)
+        took = loop.time() - began
+    assert house.failures == ["timeout"]
+    assert 0.9 < took < 10
+
+
+async def test_a_label_that_is_refused_keeps_nothing_from_being_exported() -> None:
+    house = House(refuses_labels=ApiRefusesError(422, ""))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.batches)
+        await settled(house)
+    assert (house.failures, len(house.batches), len(house.execs)) == (["label_refused"], 1, 1)
+
+
+async def test_an_api_server_that_is_away_is_asked_again() -> None:
+    house = House(refuses_labels=ApiAwayError("away"))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.failures)
+        house.refuses_labels = None
+        await until(lambda: house.batches)
+    assert house.failures == ["unavailable"]
+
+
+@pytest.mark.defect("S2-14")
+async def test_a_thousand_generations_of_a_pod_leave_as_many_series_as_one() -> None:
+    metrics = ExportMetrics()
+    metrics.know(["stdout"])
+    house = House(says=complains, count=metrics.count_not_read)
+    reader = house.reader
+    metrics.show(ExportCollector(lambda: reader.turns.waiting, lambda: reader.last_reads, dict, lambda: NOW))
+    series = set()
+    async with house.working(8):
+        for generation in range(1000):
+            raw = plugin_pod(f"plugin-{generation}", uid=f"u-{generation}")
+            house.see(raw)
+            if generation % 100 == 0:
+                await until(lambda generation=generation: f"plugin-{generation}" in house.execs)  # type: ignore[misc]
+                series.add(len(metrics.render()[0].splitlines()))
+            house.reader.deleted(raw)
+    assert len(series) == 1
+    assert len(house.reader.turns) == 0

@@ -1,0 +1,73 @@
+"""From nvidia-smi's words to records and back from the annotation."""
+
+from datetime import UTC, datetime
+
+import pytest
+from attrs import evolve
+
+from tests.export.smi import Card, document, gb200_tray
+from webhook.export.reading import (
+    NothingToReadError,
+    Source,
+    annotation,
+    batch_of,
+    machine_of,
+    node_gpus,
+    read_before,
+    readings_of,
+)
+from webhook.inventory.nvidia_smi import parse
+
+NOW = datetime(2026, 1, 1, 0, 0, 0, 123456, tzinfo=UTC)
+SOURCE = Source("prod", "node-a", "i-1", "gpu-operator/p", "boot")
+
+
+@pytest.mark.defect("S2-4")
+@pytest.mark.parametrize(
+    ("provider_id", "machine"),
+    [
+        ("aws:///az/i-1", "i-1"),
+        ("kind://docker/k/w", "w"),
+        ("i-1", "i-1"),
+        ("aws:///az/i-1/", "i-1"),
+        ("", "na"),
+        (None, "na"),
+        ("///", "na"),
+    ],
+)
+def test_a_machine_is_called_as_its_provider_does(provider_id: str | None, machine: str) -> None:
+    assert machine_of(provider_id) == machine
+
+
+def test_the_annotation_gives_the_same_records_again() -> None:
+    found = node_gpus(parse(document(gb200_tray())), "u", "boot", NOW)
+    again = read_before(annotation(found), "u", "boot")
+    assert again == found
+    assert batch_of(readings_of(again, SOURCE)) == batch_of(readings_of(found, SOURCE))
+    assert len(annotation(found)) < 2000
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "x" * 300_000], ids=["none", "empty", "no-reading", "too-long"])
+def test_what_is_no_reading_is_none(text: str | None) -> None:
+    with pytest.raises(NothingToReadError):
+        read_before(text, "u", "boot")
+
+
+@pytest.mark.parametrize(("pod", "boot"), [("u", "other"), ("other", "boot"), ("u", None)])
+def test_a_reading_of_another_pod_or_boot_is_none(pod: str, boot: str | None) -> None:
+    text = annotation(node_gpus(parse(document(gb200_tray())), "u", "boot", NOW))
+    with pytest.raises(NothingToReadError, match="another pod or boot"):
+        read_before(text, pod, boot)
+
+
+def test_another_time_makes_another_batch() -> None:
+    found = node_gpus(parse(document(gb200_tray())), "u", "boot", NOW)
+    later = readings_of(node_gpus(parse(document(gb200_tray())), "u", "boot", NOW.replace(year=2027)), SOURCE)
+    assert batch_of(readings_of(found, SOURCE)).id != batch_of(later).id
+
+
+def test_a_uuid_that_names_nothing_or_two_is_left_out() -> None:
+    cards = [Card(0, serial="1", uuid="GPU-1"), Card(1, serial="2", uuid="GPU-1"), Card(2, serial="3", uuid="a b")]
+    found = node_gpus(parse(document([*cards, evolve(cards[0], uuid="GPU-2")])), "u", "boot", NOW)
+    assert [one.uuid for one in found.gpus] == [None, None, None, "GPU-2"]
+    assert read_before(annotation(found), "u", "boot") == found

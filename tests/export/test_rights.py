@@ -1,0 +1,29 @@
+"""What `gpuwarden export` may do: exec in one namespace, and nothing that nobody names."""
+
+import pytest
+
+from webhook.policies import Installation, as_yaml, export
+
+
+@pytest.mark.defect("S2-20")
+def test_exec_is_a_right_in_the_namespace_of_the_device_plugin_only() -> None:
+    found = export(Installation(namespace="wardens", gpu_namespace="gpus"))
+    with_exec = [
+        (one["kind"], one["metadata"].get("namespace"), rule["verbs"])
+        for one in found
+        for rule in one.get("rules", ())
+        if "pods/exec" in rule["resources"]
+    ]
+    assert with_exec == [("Role", "gpus", ["get", "create"])]
+    subjects = {(one["name"], one["namespace"]) for each in found for one in each.get("subjects", ())}
+    assert subjects == {("gpuwarden-export", "wardens")}
+    rules = [rule for one in found for rule in one.get("rules", ())]
+    assert not [rule for rule in rules if "*" in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])]
+    writes = {"create", "update", "patch", "delete"}
+    may_write = {name for rule in rules if writes & set(rule["verbs"]) for name in rule["resources"]}
+    assert may_write == {"nodes", "pods/exec", "leases"}
+
+
+def test_it_is_printed_only_when_asked_for() -> None:
+    assert "gpuwarden-export" not in as_yaml("all", Installation())
+    assert "gpuwarden-export" in as_yaml("export", Installation())

@@ -1,0 +1,166 @@
+"""Objects and their keys, on a server that remembers what it was sent. A real S3 server is in `tests/e2e`."""
+
+import csv
+import io
+import re
+from datetime import timedelta
+
+import pytest
+
+from tests.export.endpoint import HANG, Endpoint, Order, listening
+from tests.export.records import NOW, batch, later, use
+from webhook.core.errors import GpuwardenError
+from webhook.export import ExportError
+from webhook.export.records import Batch
+from webhook.export.s3 import ObjectExporter, partition
+from webhook.export.targets import ObjectTarget
+
+KEY = re.compile(r"/gpuids/serial-numbers/year=2026/month=01/day=01/hour=00/20260101-000000\.123-[0-9a-f]{16}\.csv")
+
+
+def exporter(endpoint: Endpoint, bucket: str = "gpuids", seconds: float = 20, **changes: object) -> ObjectExporter:
+    options = {"endpoint": endpoint.url, "access_key_id": "key", "secret_access_key": "hush"}
+    target = ObjectTarget(
+        bucket,
+        prefix="serial-numbers",
+        options=options,
+        timeout=timedelta(seconds=seconds),
+        **changes,  # type: ignore[arg-type]  # as the test names them
+    )
+    return ObjectExporter(target)
+
+
+def keys(endpoint: Endpoint) -> list[str]:
+    return [request.path.replace("%3D", "=") for request in endpoint.requests]
+
+
+async def test_an_object_has_s2s_key_content_and_metadata() -> None:
+    async with listening() as endpoint:
+        await exporter(endpoint).export(batch())
+    (request,) = endpoint.requests
+    assert request.method == "PUT"
+    assert KEY.fullmatch(keys(endpoint)[0])
+    assert request.body.decode() == (
+        "prod,gpu-a,i-0aaaabbbbccccdddd,gpu-operator/nvidia-device-plugin-daemonset-abcde,"
+        "1820000000042,1760000000011,2026-01-01T00:00:00Z\n"
+        "prod,gpu-a,i-0aaaabbbbccccdddd,gpu-operator/nvidia-device-plugin-daemonset-abcde,"
+        "1820000000042,1760000000012,2026-01-01T00:00:00Z\n"
+    )
+    wanted = {
+        "content-type": "text/csv",
+        "x-amz-meta-source": "gpuid",
+        "x-amz-meta-record_count": "2",
+        "x-amz-meta-timestamp": "2026-01-01T00:00:00Z",
+        "x-amz-meta-format": "csv",
+        "x-amz-meta-columns": "cluster,node,machine,source,chassis,gpu,time",
+    }
+    assert {name: request.headers.get(name) for name in wanted} == wanted
+
+
+async def test_a_header_and_our_columns_are_a_choice() -> None:
+    async with listening() as endpoint:
+        await exporter(endpoint, header=True, own_columns=True).export(batch())
+    header, first, _ = csv.reader(io.StringIO(endpoint.requests[0].body.decode()))
+    assert header[:8] == ["cluster", "node", "machine", "source", "chassis", "gpu", "time", "uuid"]
+    assert dict(zip(header, first, strict=True))["uuid"] == "GPU-0"
+
+
+async def test_a_text_with_commas_quotes_and_line_breaks_stays_one_field() -> None:
+    async with listening() as endpoint:
+        await exporter(endpoint).export(batch(gpus=1, node='a,"b"\nc'))
+    (row,) = csv.reader(io.StringIO(endpoint.requests[0].body.decode()))
+    assert row[1] == 'a,"b"\nc'
+
+
+@pytest.mark.defect("S2-7")
+async def test_two_batches_of_one_clock_value_are_two_objects() -> None:
+    async with listening() as endpoint:
+        store = exporter(endpoint)
+        await store.export(batch("one"))
+        await store.export(batch("two"))
+    assert len(set(keys(endpoint))) == 2
+
+
+@pytest.mark.defect("S2-8")
+async def test_the_same_batch_again_is_the_same_object_again() -> None:
+    async with listening() as endpoint:
+        for _ in range(2):
+            await exporter(endpoint).export(batch(uses=(use(),)))
+    first, second = endpoint.requests[:2], endpoint.requests[2:]
+    assert [(one.path, one.body) for one in first] == [(one.path, one.body) for one in second]
+
+
+async def test_uses_are_not_among_the_readings() -> None:
+    async with listening() as endpoint:
+        await exporter(endpoint).export(Batch("uses", uses=(use(until=later(3600)),)))
+    (key,) = keys(endpoint)
+    assert key.startswith("/gpuids/serial-numbers-use/year=2026/month=01/day=01/hour=01/")
+    assert endpoint.requests[0].body.decode() == (
+        "prod,gpu-a,reservation-0,GPU-0,,,train,job-0,uid-0,Job/train,sha256:abc,"
+        "2026-01-01T00:00:00.123456Z,2026-01-01T01:00:00.123456Z\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("year=%Y/month=%m/day=%d/hour=%H", "year=2026/month=01/day=01/hour=00/"),
+        ("/%Y%m%d/", "20260101/"),
+        ("", ""),
+        ("%M-%S-%%", "%M-%S-%%/"),
+    ],
+    ids=["the default", "slashes around it", "none", "no other placeholder"],
+)
+def test_a_pattern_knows_four_placeholders(pattern: str, found: str) -> None:
+    assert partition(pattern, NOW) == found
+
+
+async def test_parquet_holds_the_same_rows() -> None:
+    arro3_io = pytest.importorskip("arro3.io")
+    async with listening() as endpoint:
+        await exporter(endpoint, form="parquet", own_columns=True).export(batch())
+    (request,) = endpoint.requests
+    assert request.path.endswith(".parquet")
+    assert request.headers["content-type"] == "application/vnd.apache.parquet"
+    table = arro3_io.read_parquet(io.BytesIO(request.body)).read_all()
+    assert table.column_names[:7] == ["cluster", "node", "machine", "source", "chassis", "gpu", "time"]
+    assert table.column("gpu").to_pylist() == ["1760000000011", "1760000000012"]
+    assert table.column("index").to_pylist() == [0, 1]
+
+
+async def test_a_store_that_says_503_is_asked_again_and_has_it() -> None:
+    async with listening(503, 200) as endpoint:
+        await exporter(endpoint).export(batch())
+    assert len(set(keys(endpoint))) == 1
+    assert len(endpoint.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [(503, "503"), (403, "403|privileges"), (404, "not found"), (HANG, "timed out|timeout|sending")],
+)
+async def test_a_store_that_fails_is_a_fault_with_a_reason_and_without_a_secret(order: Order, reason: str) -> None:
+    async with listening(order) as endpoint:
+        with pytest.raises(ExportError, match=reason) as caught:
+            await exporter(endpoint, seconds=0.5).export(batch())
+    assert not caught.value.is_lasting
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.defect("S2-15")
+@pytest.mark.parametrize("order", [503, 404])
+async def test_a_store_that_could_take_nothing_is_not_ready(order: int) -> None:
+    async with listening(order) as endpoint:
+        with pytest.raises(ExportError):
+            await exporter(endpoint, seconds=0.5).check()
+
+
+@pytest.mark.parametrize("bucket", ["ftp://somewhere", "s3://"])
+def test_what_is_no_store_is_refused_in_a_sentence(bucket: str) -> None:
+    with pytest.raises(GpuwardenError, match="cannot be used as an object store"):
+        ObjectExporter(ObjectTarget(bucket))
+
+
+@pytest.mark.parametrize("bucket", ["gs://bucket", "https://account.blob.core.windows.net/container"])
+def test_other_stores_are_taken_by_their_url(bucket: str) -> None:
+    ObjectExporter(ObjectTarget(bucket))

@@ -1,0 +1,195 @@
+"""The settings of `gpuwarden export`: S2's variables as S2 reads them, and every mistake at once."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import refusing
+from webhook.export import settings
+from webhook.export.settings import TABLE, ExportSettings
+from webhook.setting_table import SettingsError
+from webhook.settings import load as load_others
+
+ROOT = Path(__file__).parents[2]
+NEEDED = {"CLUSTER_NAME": "prod"}
+# S2's variables with its defaults, and a value of each with what it is read as.
+S2: dict[str, tuple[str, Any, str, Any]] = {
+    "EXPORTER_TYPE": ("exporter_type", ("stdout",), "stdout", ("stdout",)),
+    "NAMESPACE": ("namespace", "gpu-operator", "gpus", "gpus"),
+    "LABEL_SELECTOR": ("label_selector", "app=nvidia-device-plugin-daemonset", "a in (b, c),!d", "a in (b, c),!d"),
+    "CONTAINER": ("container", "nvidia-device-plugin", "", ""),
+    "WORKERS": ("workers", 16, "100", 100),
+    "TIMEOUT": ("timeout", timedelta(seconds=30), "1m30s", timedelta(seconds=90)),
+    "RESYNC": ("resync", timedelta(0), "1h", timedelta(hours=1)),
+    "QPS": ("qps", 50.0, "12.5", 12.5),
+    "BURST": ("burst", 100, "60", 60),
+    "LOG_LEVEL": ("log_level", "info", "loud", "info"),
+    "SERVER_PORT": ("server_port", 8080, "1000", 1000),
+    "LEADER_ELECTION": ("leader_election", False, "F", False),
+    "LEASE_NAMESPACE": ("lease_namespace", "gpuid", "here", "here"),
+    "LEASE_NAME": ("lease_name", "gpuid-leader", "one", "one"),
+    "LEASE_DURATION": ("lease_duration", timedelta(seconds=15), "20s", timedelta(seconds=20)),
+    "LEASE_RENEW_DEADLINE": ("lease_renew_deadline", timedelta(seconds=10), "9s", timedelta(seconds=9)),
+    "LEASE_RETRY_PERIOD": ("lease_retry_period", timedelta(seconds=2), "500ms", timedelta(milliseconds=500)),
+    "POD_NAME": ("pod_name", "", "p-0", "p-0"),
+    "POD_NAMESPACE": ("pod_namespace", "", "n", "n"),
+    "HTTP_ENDPOINT": ("http_endpoint", None, "https://store:8443/data", "https://store:8443/data"),
+    "HTTP_TIMEOUT": ("http_timeout", timedelta(seconds=30), "5s", timedelta(seconds=5)),
+    "HTTP_AUTH_TOKEN": ("http_auth_token", None, "t", "t"),
+    "POSTGRES_HOST": ("postgres_host", None, "db", "db"),
+    "POSTGRES_PORT": ("postgres_port", 5432, "6000", 6000),
+    "POSTGRES_DB": ("postgres_db", None, "gpus", "gpus"),
+    "POSTGRES_USER": ("postgres_user", None, "u", "u"),
+    "POSTGRES_PASSWORD": ("postgres_password", None, "a b'c\\", "a b'c\\"),
+    "POSTGRES_SSLMODE": ("postgres_sslmode", "require", "disable", "disable"),
+    "POSTGRES_TABLE": ("postgres_table", "gpu", "Serials", "Serials"),
+    "POSTGRES_AUTO_MIGRATE": ("postgres_auto_migrate", False, "TRUE", True),
+    "S3_BUCKET": ("s3_bucket", None, "gpuids", "gpuids"),
+    "S3_PREFIX": ("s3_prefix", "", "serial-numbers", "serial-numbers"),
+    "S3_REGION": ("s3_region", "us-east-1", "eu-1", "eu-1"),
+    "S3_PARTITION_PATTERN": ("s3_partition_pattern", "year=%Y/month=%m/day=%d/hour=%H", "%Y/%H", "%Y/%H"),
+}
+
+
+def load(environ: dict[str, str] | None = None, **flags: str) -> ExportSettings:
+    return settings.load(flags, environ or {})
+
+
+def mistakes(environ: dict[str, str], **flags: str) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        load(environ, **flags)
+    return caught.value.mistakes
+
+
+@pytest.mark.parametrize("variable", S2)
+def test_a_variable_of_s2_has_its_default_and_is_read(variable: str) -> None:
+    name, default, text, value = S2[variable]
+    assert getattr(load(NEEDED), name) == default
+    assert getattr(load({**NEEDED, variable: text}), name) == value
+
+
+@pytest.mark.parametrize("variable", S2)
+def test_our_own_name_wins_over_that_of_s2(variable: str) -> None:
+    name, _, text, value = S2[variable]
+    own = f"GPUWARDEN_EXPORT_{name.upper()}"
+    found = load({**NEEDED, variable: "nonsense \0 of no form", own: text} if text else {**NEEDED, variable: text})
+    assert getattr(found, name) == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("CLUSTER_NAME", " "),
+        ("CLUSTER_NAME", ""),
+        ("EXPORTER_TYPE", "stdoutt"),
+        ("EXPORTER_TYPE", "postgress"),
+        ("EXPORTER_TYPE", ""),
+        ("NAMESPACE", ""),
+        ("LABEL_SELECTOR", "a=b=c"),
+        ("LABEL_SELECTOR", "a in b"),
+        ("LABEL_SELECTOR", "a,"),
+        ("WORKERS", "0"),
+        ("WORKERS", "101"),
+        ("WORKERS", "x"),
+        ("TIMEOUT", "30"),
+        ("TIMEOUT", "0"),
+        ("TIMEOUT", "11m"),
+        ("TIMEOUT", "-1s"),
+        ("RESYNC", "-1s"),
+        ("RESYNC", "5"),
+        ("QPS", "0"),
+        ("BURST", "10"),
+        ("SERVER_PORT", "80"),
+        ("SERVER_PORT", "0"),
+        ("SERVER_PORT", "65536"),
+        ("LEADER_ELECTION", "yes"),
+        ("LEASE_DURATION", "10s"),
+        ("LEASE_RENEW_DEADLINE", "1s"),
+        ("LEASE_RETRY_PERIOD", "10s"),
+    ],
+)
+def test_a_value_of_a_wrong_form_is_a_mistake(variable: str, text: str) -> None:
+    assert any(variable in mistake for mistake in mistakes({**NEEDED, variable: text}))
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    found = mistakes({"WORKERS": "x", "TIMEOUT": "30", "EXPORTER_TYPE": "http,postgres"})
+    assert len(found) == 2 + 1 + 1 + 4
+    assert all("allowed" in mistake for mistake in found)
+
+
+def test_what_s2_passes_over_in_silence_is_passed_over_and_told() -> None:
+    found = load({**NEEDED, "HTTP_TIMEOUT": "30", "POSTGRES_PORT": "x", "HTTP_ENDPOINT": ""})
+    assert (found.http_timeout, found.postgres_port, found.http_endpoint) == (timedelta(seconds=30), 5432, None)
+    assert [note.split(":")[1].strip() for note in found.notes] == ["variable HTTP_TIMEOUT", "variable POSTGRES_PORT"]
+    assert mistakes(NEEDED, postgres_port="x")
+
+
+def test_an_election_needs_a_name_to_stand_under() -> None:
+    assert "POD_NAME" in mistakes({**NEEDED, "LEADER_ELECTION": "T"})[0]
+    assert load({**NEEDED, "LEADER_ELECTION": "T", "POD_NAME": "p"}).leader_election
+
+
+def test_each_store_gets_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("a b'c\\\n")
+    given = {"POSTGRES_HOST": "db", "POSTGRES_DB": "d", "POSTGRES_USER": "u", "EXPORTER_TYPE": "postgres, s3,http"}
+    more = {"S3_BUCKET": "b", "HTTP_ENDPOINT": "http://h/x", "HTTP_AUTH_TOKEN": "t"}
+    found = load({**NEEDED, **given, **more}, postgres_password_file=str(tmp_path / "password"))
+    assert found.exporter_type == ("postgres", "s3", "http")
+    assert found.postgres.password == "a b'c\\"
+    assert found.http.token == "t"
+    assert found.s3.bucket == "b"
+    assert "a b" not in repr(found.postgres)
+
+
+def test_a_settings_file_names_them_by_their_keys(tmp_path: Path) -> None:
+    file = tmp_path / "export.yaml"
+    file.write_text("clusterName: prod\nexporterType: [stdout, http]\nhttpEndpoint: http://h\nlabels: false\n")
+    found = load({"TIMEOUT": "1s"}, config=str(file))
+    assert (found.cluster_name, found.exporter_type, found.labels) == ("prod", ("stdout", "http"), False)
+    file.write_text("postgresPassword: secret\nclusterName: prod\n")
+    assert "no such setting" in mistakes({}, config=str(file))[0]
+
+
+def test_no_other_command_looks_at_them() -> None:
+    words = {name: "nonsense" for name in S2}
+    found = load_others({}, {**words, "GPUWARDEN_EXPORT_WORKERS": "3"})
+    assert found.log_level == "info"
+    assert "there is no such setting" in mistakes({**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"})[0]
+
+
+def test_secrets_have_no_flag() -> None:
+    secrets = {one.name for one in TABLE if one.is_secret}
+    assert secrets == {"http_auth_token", "postgres_password"}
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "settings-export.md").read_text() == settings.reference()
+
+
+def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:
+    done = refusing(tmp_path, "export", "--workers", "0", "--kubeconfig", "nowhere")
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if "--workers" in line and "1 to 100" in line]
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("", True),
+        ("a", True),
+        ("!a,b!=c", True),
+        ("a notin (b,c)", True),
+        ("x/y=z", True),
+        ("a b", False),
+        (",", False),
+    ],
+)
+def test_label_selectors(text: str, is_one: bool) -> None:
+    if is_one:
+        assert load({**NEEDED, "LABEL_SELECTOR": text}).label_selector == text
+    else:
+        assert mistakes({**NEEDED, "LABEL_SELECTOR": text})

@@ -1,0 +1,88 @@
+"""Who is to be done when, each at most once at a time; and the limit on requests."""
+
+import asyncio
+import itertools
+
+from attrs import define
+
+from webhook.export.turns import LONGEST_PAUSE, Limit, Turns, pause_after
+
+
+@define
+class Hand:
+    """A clock that is moved by hand."""
+
+    time: float = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+async def is_idle(turns: Turns) -> bool:
+    try:
+        async with asyncio.timeout(0.02):
+            turns.done(await turns.take())
+    except TimeoutError:
+        return True
+    return False
+
+
+async def test_the_first_that_is_due_comes_first_and_each_once() -> None:
+    hand = Hand()
+    turns = Turns(hand.now)
+    for name, after in (("b", 2.0), ("a", 1.0), ("c", 3.0), ("b", 5.0), ("c", 0.5)):
+        turns.put(name, after)
+    assert (len(turns), turns.waiting) == (3, 0)
+    assert await is_idle(turns)
+    hand.time = 10.0
+    assert turns.waiting == 3
+    assert [await turns.take() for _ in range(3)] == ["c", "a", "b"]
+    assert await is_idle(turns)
+
+
+async def test_nobody_is_with_two_workers_at_once() -> None:
+    hand = Hand()
+    turns = Turns(hand.now)
+    turns.put("a")
+    assert await turns.take() == "a"
+    turns.put("a")
+    assert await is_idle(turns)
+    turns.done("a")
+    assert await turns.take() == "a"
+
+
+async def test_what_is_forgotten_does_not_come() -> None:
+    turns = Turns(Hand().now)
+    turns.put("a")
+    turns.forget("a")
+    assert await is_idle(turns)
+    assert len(turns) == 0
+
+
+async def test_who_waits_is_woken_by_what_comes() -> None:
+    turns = Turns(asyncio.get_running_loop().time)
+    waiting = asyncio.ensure_future(turns.take())
+    await asyncio.sleep(0.01)
+    turns.put("a", 0.01)
+    assert await asyncio.wait_for(waiting, 10) == "a"
+
+
+def test_pauses_grow_and_end_growing() -> None:
+    pauses = [pause_after(failures) for failures in range(1, 40)]
+    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert pauses[-1] == LONGEST_PAUSE
+    assert all(one <= other for one, other in itertools.pairwise(pauses))
+
+
+async def test_so_many_requests_at_once_and_then_so_many_a_second() -> None:
+    hand = Hand()
+    limit = Limit(0.001, 20, hand.now)
+    async with asyncio.timeout(60):
+        for _ in range(20):
+            await limit.turn()
+    loop = asyncio.get_running_loop()
+    limit = Limit(100.0, 1, loop.time)
+    began = loop.time()
+    for _ in range(20):
+        await limit.turn()
+    assert loop.time() - began >= 0.18

@@ -1,0 +1,279 @@
+"""Who used which GPU, from what GPUNodes hold, over crashes at any step."""
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import define, evolve, field
+
+from webhook.core.errors import GpuwardenError
+from webhook.export import ExportError
+from webhook.export.records import Batch, Use
+from webhook.export.uses import Called, OpenUses, PodWords, Uses
+
+Raw = dict[str, Any]
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+SINCE = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def entry(reservation: str = "r-1", uid: str | None = "u-1") -> Raw:
+    return {
+        "reservation": reservation,
+        "phase": "finalized" if uid else "pending",
+        "namespace": "ml",
+        "digest": "d",
+        "pod": "train-0",
+        "uid": uid,
+        "since": "2026-01-01T00:00:00Z",
+    }
+
+
+class CrashError(BaseException):
+    """The process is killed here."""
+
+
+@define
+class House:
+    """A cluster that is known by what the test says; a store that keeps what it is told by key, as Postgres does."""
+
+    directory: Path | None
+    rows: dict[tuple[str, str], Use] = field(factory=dict)
+    told: list[Use] = field(factory=list)
+    now: datetime = NOW
+    version: int = 0
+    is_current: bool = True
+    pods: dict[str, PodWords] = field(factory=dict)
+    called: Called = field(factory=lambda: Called("S1", "C1"))
+    crash: str = ""
+    refuses: bool = False
+    uses: Uses = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """As after a restart: what is known is what was kept."""
+        self.uses = Uses("prod", self, OpenUses(self.directory), self._take, lambda: self.now, lambda: self.is_current)
+
+    async def _take(self, batch: Batch) -> None:
+        if self.refuses:
+            raise ExportError("full")
+        if self.crash == "before":
+            raise CrashError
+        for one in batch.uses:
+            self.told.append(one)
+            before = self.rows.get((one.reservation, one.gpu_uuid))
+            if before is None or before.until is None:
+                self.rows[one.reservation, one.gpu_uuid] = one
+        if self.crash == "after":
+            raise CrashError
+
+    async def pod(self, namespace: str, name: str, uid: str) -> PodWords:
+        found = self.pods.get(uid, PodWords("StatefulSet/train"))
+        if found.owner == "nobody can be asked":
+            raise GpuwardenError("away")
+        return found
+
+    def gpu(self, node: str, uuid: str) -> Called:
+        return self.called
+
+    def evidence(self, node: str) -> str | None:
+        return "sha256:aa"
+
+    def holds(self, held: Mapping[str, Raw] | None, node: str = "node-a") -> None:
+        """What the watch tells of the GPUNode."""
+        self.version += 1
+        self.uses.gpu_nodes.changed(raw_node(held, self.version, node))
+
+    def relist(self, nodes: Iterable[Raw]) -> None:
+        self.uses.gpu_nodes.replaced({one["metadata"]["name"]: one for one in nodes})
+
+
+def raw_node(held: Mapping[str, Raw] | None, version: int = 1, name: str = "node-a") -> Raw:
+    meta = {"name": name, "resourceVersion": str(version)}
+    return {"metadata": meta, "spec": {"devices": []}, "status": {} if held is None else {"held": dict(held)}}
+
+
+EXPECTED = Use(
+    cluster="prod",
+    node="node-a",
+    reservation="r-1",
+    gpu_uuid="GPU-1",
+    since=SINCE,
+    serial="S1",
+    chassis="C1",
+    namespace="ml",
+    pod="train-0",
+    pod_uid="u-1",
+    owner="StatefulSet/train",
+    evidence_hash="sha256:aa",
+)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path / "uses")
+
+
+@pytest.mark.defect("S2-19")
+async def test_a_reservation_is_told_when_it_begins_and_when_it_ends(house: House) -> None:
+    house.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
+    await house.uses.step()
+    assert sorted(house.told, key=lambda one: one.gpu_uuid) == [EXPECTED, evolve(EXPECTED, gpu_uuid="GPU-2")]
+    await house.uses.step()
+    assert len(house.told) == 2
+    house.now += timedelta(hours=1)
+    house.holds({})
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW + timedelta(hours=1))
+    assert len(house.told) == 4
+
+
+async def test_a_reservation_without_a_pod_uses_nothing_yet(house: House) -> None:
+    house.holds({"GPU-1/0": entry(uid=None)})
+    await house.uses.step()
+    assert house.told == []
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    assert house.told == [EXPECTED]
+
+
+async def test_a_serial_that_is_learnt_later_stands_in_the_end(house: House) -> None:
+    house.called = Called()
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    house.called = Called("S1", "C1")
+    house.holds({})
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW)
+
+
+@pytest.mark.parametrize("start", ["", "before", "after"])
+@pytest.mark.parametrize("end", ["", "before", "after"])
+async def test_killed_at_any_step_there_is_one_row_with_one_end(house: House, start: str, end: str) -> None:
+    house.crash = start
+    house.holds({"GPU-1/0": entry()})
+    await stepped(house)
+    restarted(house, {"GPU-1/0": entry()})
+    await stepped(house)
+    assert house.rows == {("r-1", "GPU-1"): EXPECTED}
+    house.crash, house.now = end, NOW + timedelta(minutes=1)
+    house.holds({})
+    await stepped(house)
+    house.now = NOW + timedelta(minutes=2)
+    restarted(house, {})
+    await stepped(house)
+    assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW + timedelta(minutes=1))}
+    count = len(house.told)
+    restarted(house, {})
+    await stepped(house)
+    assert len(house.told) == count
+
+
+async def stepped(house: House) -> None:
+    try:
+        await house.uses.step()
+    except CrashError:
+        house.crash = ""
+
+
+def restarted(house: House, held: Mapping[str, Raw]) -> None:
+    house.crash = ""
+    house.start()
+    house.version += 1
+    house.relist([raw_node(held, house.version)])
+
+
+async def test_an_end_that_nobody_saw_is_closed_when_it_is_noticed(house: House) -> None:
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    house.now = NOW + timedelta(days=1)
+    restarted(house, {"GPU-1/0": entry("r-2", "u-2")})
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"].until == NOW + timedelta(days=1)
+    assert house.rows["r-2", "GPU-1"].until is None
+
+
+async def test_a_store_that_takes_nothing_gets_it_later(house: House) -> None:
+    house.refuses = True
+    house.holds({"GPU-1/0": entry()})
+    with pytest.raises(ExportError):
+        await house.uses.step()
+    house.refuses = False
+    await house.uses.step()
+    assert house.told == [EXPECTED]
+
+
+async def test_nothing_ends_while_a_watch_is_interrupted(house: House) -> None:
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    house.is_current = False
+    house.relist([])
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"].until is None
+
+
+async def test_a_gpu_node_that_is_made_anew_ends_nothing_by_being_empty(house: House) -> None:
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    house.relist([])
+    await house.uses.step()
+    house.holds(None)
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"].until is None
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    assert len(house.told) == 1
+
+
+async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    house.relist([])
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"].until is None
+    house.pods["u-1"] = PodWords("nobody can be asked")
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"].until is None
+    house.pods["u-1"] = PodWords(is_there=False)
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"].until == NOW
+
+
+async def test_half_a_file_is_set_aside_and_the_rest_is_known(house: House) -> None:
+    house.holds({"GPU-1/0": entry()})
+    house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
+    await house.uses.step()
+    assert house.directory is not None
+    file = house.directory / "node-a.json"
+    assert json.loads(file.read_text())[0]["reservation"] == "r-1"
+    file.write_bytes(file.read_bytes()[:-5])
+    again = OpenUses(house.directory)
+    assert again.nodes() == {"node-b"}
+    assert (house.directory / "node-a.torn").exists()
+
+
+async def test_without_a_directory_it_lasts_as_long_as_the_process() -> None:
+    house = House(None)
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    house.holds({})
+    await house.uses.step()
+    assert house.rows["r-1", "GPU-1"].until == NOW
+
+
+async def test_a_disk_that_is_full_loses_nothing(house: House, tmp_path: Path) -> None:
+    assert house.directory is not None
+    house.directory.rmdir()
+    house.directory.write_text("no directory")
+    house.holds({"GPU-1/0": entry()})
+    with pytest.raises(ExportError, match="cannot be kept"):
+        await house.uses.step()
+    assert house.told == []
+    house.directory.unlink()
+    house.directory.mkdir()
+    await house.uses.step()
+    assert house.told == [EXPECTED]

@@ -1,0 +1,559 @@
+"""The binder with a real door and ledger: what it puts where, what it tells, and when it tries again."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.builders import HASH, Raw, raw_container, raw_pod
+from tests.conftest import Build
+from tests.heard import Heard
+from tests.web.house import House
+from tests.web.replica import Shared, sharing
+from webhook.binding_door import BindingDoor
+from webhook.core import keys
+from webhook.core.errors import InvalidPodError
+from webhook.core.reasons import Reason
+from webhook.core.reservation import PodIdentity
+from webhook.scheduler.binder import Binder
+from webhook.scheduler.binder_telling import Told
+from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, World
+from webhook.scheduler.extender import BindingLostError, BindingRefusedError
+
+NAMES = ("node-a", "node-b", "node-c")
+OURS = "gpu-scheduler"
+
+
+class Cluster:
+    """Pods on an API server that minds uid and version, tells a watch of what it does, and fails when told to."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.listeners: list[PodsOfWorld] = []
+        self.versions = 0
+        self.bound: list[tuple[str, str]] = []
+        self.loses: set[str] = set()
+        """`question` or `answer`: which one gets lost on the way."""
+        self.refuses: dict[str, BindingRefusedError] = {}
+        self.hangs: set[str] = set()
+        self.watch_lags = False
+        self.most_at_once = self.at_once = 0
+        self.conditions: list[tuple[str, str]] = []
+
+    def put(self, raw: Raw) -> None:
+        self.versions += 1
+        raw["metadata"]["resourceVersion"] = str(self.versions)
+        self.shared.has(raw)
+        self.tell(raw)
+
+    def tell(self, raw: Raw) -> None:
+        for one in self.listeners:
+            one.changed(raw)
+
+    def remove(self, name: str, namespace: str = "ml") -> None:
+        raw = self.shared.pods.pop((namespace, name))
+        for one in self.listeners:
+            one.deleted(raw)
+
+    async def bind(self, pod: PodIdentity, node: str, version: str = "") -> None:
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        try:
+            await self._bind(pod, node, version)
+        finally:
+            self.at_once -= 1
+
+    async def _bind(self, pod: PodIdentity, node: str, version: str) -> None:
+        await asyncio.sleep(0)
+        if pod.name in self.hangs:
+            await asyncio.Event().wait()
+        if "question" in self.loses:
+            raise BindingLostError("the API server cannot be reached")
+        if pod.name in self.refuses:
+            raise self.refuses[pod.name]
+        raw = self.shared.pods.get((pod.namespace, pod.name))
+        if raw is None:
+            raise BindingRefusedError("not found", 404)
+        if raw["metadata"]["uid"] != pod.uid or raw["metadata"]["resourceVersion"] != version:
+            raise BindingRefusedError("Precondition failed", 409)
+        if raw["spec"].get("nodeName"):
+            raise BindingRefusedError("already assigned", 409)
+        after = {**raw, "metadata": {**raw["metadata"]}, "spec": {**raw["spec"], "nodeName": node}}
+        self.bound.append((pod.name, node))
+        if self.watch_lags:
+            self.shared.has(after)
+        else:
+            self.put(after)
+        if "answer" in self.loses:
+            raise BindingLostError("the API server cannot be reached")
+
+    async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> None:
+        self.conditions.append((pod.name, message))
+
+
+class Scene:
+    def __init__(self, house: House, shared: Shared) -> None:
+        self.house = house
+        self.cluster = Cluster(shared)
+        self.heard = Heard()
+        self.counted: list[str] = []
+        self.notified = 0
+        parts = house.parts
+        self.world = World([OURS, "second-name"], self._notify)
+        self.nodes, self.pods = NodesOfWorld(self.world), PodsOfWorld(self.world)
+        self.cluster.listeners.append(self.pods)
+        self.told = Told(self.heard, self.cluster, self.counted.append, parts.clock)
+        door = BindingDoor(parts.holder, parts.pods, parts.rules.claims, parts.rules.bind_deadline, parts.clock)
+        self.binder = Binder(
+            self.world,
+            parts.fleet,
+            parts.holder.policy,
+            parts.rules.claims,
+            door,
+            self.cluster,
+            shared,
+            self.told,
+            parts.clock,
+        )
+        for name in NAMES:
+            self.node(name)
+
+    def _notify(self) -> None:
+        self.notified += 1
+
+    def node(self, name: str, *, labels: Raw | None = None, ready: bool = True, cpu: str = "4", **spec: Any) -> None:
+        self.nodes.changed(raw_node(name, labels=labels, ready=ready, cpu=cpu, **spec))
+
+    def plain(self, name: str, cpu: str = "", **members: Any) -> Raw:
+        container = raw_container(resources={"requests": {"cpu": cpu}} if cpu else {})
+        raw = raw_pod(container, name=name, **{"schedulerName": OURS, **members})
+        raw["metadata"] |= {"uid": f"uid-{name}", "creationTimestamp": "2026-03-02T12:00:00Z"}
+        self.cluster.put(raw)
+        return raw
+
+    async def reserved(self, cpu: str = "0") -> Raw:
+        """A pod that came through both doors of the webhook."""
+        container = raw_container(gpus=1)
+        container["resources"]["requests"]["cpu"] = cpu
+        asked = raw_pod(container, annotations={keys.REQUIRED_HASH.name: HASH}, schedulerName=OURS)
+        final = await self.house.create(asked)
+        self.cluster.put(final)
+        return final
+
+    async def passes(self, wait: float = 0) -> list[tuple[str, str]]:
+        """What a pass puts where, so many seconds later."""
+        self.house.wait(wait)
+        self.cluster.bound.clear()
+        await self.binder.step()
+        await self.binder.settle()
+        return list(self.cluster.bound)
+
+    @property
+    def says(self) -> str:
+        return self.heard.messages[-1] if self.heard.messages else ""
+
+
+def raw_node(name: str, *, labels: Raw | None = None, ready: bool = True, cpu: str = "4", **spec: Any) -> Raw:
+    status = {
+        "allocatable": {"cpu": cpu, "memory": "8Gi", "pods": "110"},
+        "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+    }
+    meta = {"name": name, "labels": {"kubernetes.io/hostname": name, **(labels or {})}}
+    return {"metadata": meta, "spec": spec, "status": status}
+
+
+@pytest.fixture
+async def scene(build: Build) -> Scene:
+    shared = Shared()
+    return Scene(await build(assemble=sharing(shared)), shared)
+
+
+async def turns() -> None:
+    """All that can go on without time passing has gone on."""
+    for _ in range(1000):
+        await asyncio.sleep(0)
+
+
+# Where pods go.
+
+
+async def test_a_pod_with_gpus_goes_where_they_are(scene: Scene) -> None:
+    await scene.reserved()
+    assert await scene.passes() == [("train-0", "node-a")]
+    assert scene.heard.told == [("train-0", Reason.SCHEDULED)]
+    assert scene.counted == ["bound"]
+
+
+async def test_pods_without_gpus_are_spread(scene: Scene) -> None:
+    for number in range(6):
+        scene.plain(f"p{number}", cpu="1")
+    found = [node for _, node in await scene.passes()]
+    assert {name: found.count(name) for name in NAMES} == dict.fromkeys(NAMES, 2)
+
+
+async def test_room_is_taken_while_the_watch_has_not_told_yet(scene: Scene) -> None:
+    scene.cluster.watch_lags = True
+    for number in range(4):
+        scene.plain(f"p{number}", cpu="3")
+    assert len(await scene.passes()) == 3
+    assert "0/3 nodes will do: 3 with too little cpu" in scene.heard.messages
+    assert await scene.passes(wait=60) == []
+    for raw in list(scene.cluster.shared.pods.values()):
+        scene.cluster.tell(raw)
+    assert [room.used["cpu"] for room in scene.world.rooms.values()] == [3000] * 3
+
+
+async def test_those_whose_place_is_fixed_and_those_that_matter_more_come_first(scene: Scene) -> None:
+    for name in NAMES[1:]:
+        scene.node(name, unschedulable=True)
+    scene.plain("low", cpu="3", priority=1)
+    scene.plain("high", cpu="3", priority=1000)
+    final = await scene.reserved(cpu="1")
+    assert final["metadata"]["annotations"][keys.NODE.name] == "node-a"
+    assert {name for name, _ in await scene.passes()} == {"train-0", "high"}
+
+
+@pytest.mark.defect("S1-8")
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"schedulingGates": [{"name": "example.test/wait"}]},
+        {"schedulerName": "default-scheduler"},
+        {"nodeName": "node-b"},
+    ],
+    ids=str,
+)
+async def test_pods_that_are_not_for_us_now_are_left_alone(scene: Scene, members: Raw) -> None:
+    scene.plain("other", **members)
+    assert await scene.passes() == []
+    assert scene.heard.told == []
+
+
+@pytest.mark.defect("S1-8")
+@pytest.mark.parametrize(
+    ("part", "member"),
+    [("metadata", {"deletionTimestamp": "2026-03-02T12:00:00Z"}), ("status", {"phase": "Failed"})],
+    ids=str,
+)
+async def test_leaving_and_ended_pods_are_left_alone(scene: Scene, part: str, member: Raw) -> None:
+    raw = scene.plain("over")
+    scene.cluster.put({**raw, part: {**raw.get(part, {}), **member}})
+    assert await scene.passes() == []
+
+
+async def test_every_name_that_is_ours_is_served(scene: Scene) -> None:
+    scene.plain("p", schedulerName="second-name")
+    assert len(await scene.passes()) == 1
+
+
+# Why a pod waits, and until when.
+
+
+UNFIT: dict[str, tuple[Raw, str]] = {
+    "not-ready": ({"ready": False}, "not ready"),
+    "cordoned": ({"unschedulable": True}, "cordoned"),
+    "tainted": ({"taints": [{"key": "a", "effect": "NoSchedule"}]}, "with a taint that the pod does not tolerate"),
+    "full": ({"cpu": "500m"}, "with too little cpu"),
+    "not-selected": ({"labels": {"zone": "z"}}, "not selected by the pod"),
+}
+
+
+@pytest.mark.defect("S1-6")
+@pytest.mark.defect("S1-20")
+@pytest.mark.parametrize(("unfit", "words"), UNFIT.values(), ids=UNFIT)
+async def test_a_pod_waits_for_a_node_that_is_fit_and_is_told_why(scene: Scene, unfit: Raw, words: str) -> None:
+    for name in NAMES:
+        scene.node(name, **{"labels": {"zone": "a"}, **unfit})
+    scene.plain("p", cpu="1", nodeSelector={"zone": "a"})
+    assert await scene.passes() == []
+    assert scene.says == f"0/3 nodes will do: 3 {words}"
+    assert scene.heard.told == [("p", Reason.FAILED_SCHEDULING)]
+    assert scene.counted == ["no_node"]
+    before = scene.notified
+    scene.node("node-b", labels={"zone": "a"})
+    assert scene.notified > before
+    assert await scene.passes() == [("p", "node-b")]
+
+
+@pytest.mark.defect("S1-8")
+async def test_a_pod_with_gpus_waits_for_its_own_node(scene: Scene) -> None:
+    scene.node("node-a", unschedulable=True)
+    await scene.reserved()
+    assert await scene.passes() == []
+    assert scene.says == "the pod's GPUs are on node node-a, which is cordoned"
+    scene.node("node-a")
+    assert await scene.passes() == [("train-0", "node-a")]
+
+
+async def test_the_end_of_a_pod_makes_room(scene: Scene) -> None:
+    for name in NAMES[1:]:
+        scene.node(name, unschedulable=True)
+    scene.plain("first", cpu="3")
+    assert len(await scene.passes()) == 1
+    scene.plain("second", cpu="3")
+    assert await scene.passes(wait=1) == []
+    raw = scene.cluster.shared.pods["ml", "first"]
+    scene.cluster.put({**raw, "metadata": {**raw["metadata"]}, "status": {"phase": "Succeeded"}})
+    assert await scene.passes() + await scene.passes(wait=1) == [("second", "node-a")]
+
+
+async def test_a_pod_whose_evidence_has_ended_waits_until_it_is_back(scene: Scene) -> None:
+    await scene.reserved()
+    fleet, now = scene.house.parts.fleet, scene.house.now
+    word = fleet.berths["node-a"].evidence
+    fleet.prove("node-a", None, now)
+    assert await scene.passes() == []
+    assert "node node-a: no evidence" in scene.says
+    fleet.prove("node-a", word, now)
+    scene.world.touch("node-a")
+    assert await scene.passes() == [("train-0", "node-a")]
+
+
+async def test_a_reservation_that_was_taken_away_ends_it_at_the_door(scene: Scene) -> None:
+    final = await scene.reserved()
+    scene.cluster.shared.change("node-a")
+    assert await scene.passes() == []
+    assert scene.says.startswith("NotReserved: ")
+    assert scene.counted == ["not_reserved"]
+    assert final["metadata"]["uid"] in scene.world.waiters
+
+
+@pytest.mark.defect("S1-4")
+@pytest.mark.defect("S1-5")
+@pytest.mark.parametrize(
+    ("name", "annotations", "words"),
+    [
+        ("app-7c9d-12345", {"gpu-scheduling-map": "12345=node-a:0"}, "not one of a StatefulSet and has no ordinal"),
+        ("app-0", {"gpu-scheduling-map": "# 0=node-a:0\n1=node-a"}, "line 2"),
+        ("app", {keys.GPU_COUNT.name: "1"}, "gpuwarden.io/enabled=true"),
+        ("app", {keys.CLAIM.name: '{"gpus":1}'}, "gpuwarden.io/enabled=true"),
+        ("app", {keys.CLAIM.name: "[]"}, "is not one of ours"),
+    ],
+    ids=str,
+)
+async def test_a_claim_that_no_review_has_served_is_put_nowhere(
+    scene: Scene, name: str, annotations: dict[str, str], words: str
+) -> None:
+    scene.plain(name, annotations=annotations)
+    assert await scene.passes() == []
+    assert words in scene.says
+    assert scene.heard.told == [(name, Reason.FAILED_SCHEDULING)]
+
+
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+@pytest.mark.parametrize(
+    ("members", "field"),
+    [
+        ({"affinity": {"podAntiAffinity": {REQUIRED: [{"topologyKey": "zone"}]}}}, "spec.affinity.podAntiAffinity"),
+        ({"affinity": {"podAffinity": {REQUIRED: [{"topologyKey": "zone"}]}}}, "spec.affinity.podAffinity"),
+        ({"topologySpreadConstraints": [{"whenUnsatisfiable": "DoNotSchedule"}]}, "spec.topologySpreadConstraints"),
+        ({"resourceClaims": [{"name": "gpu"}]}, "spec.resourceClaims"),
+    ],
+    ids=str,
+)
+async def test_what_we_do_not_look_at_is_said_and_not_ignored(scene: Scene, members: Raw, field: str) -> None:
+    scene.plain("p", **members)
+    assert await scene.passes() == []
+    assert scene.says.startswith(f"{field}: ")
+
+
+# When the API server says no, or nothing.
+
+
+@pytest.mark.defect("S1-7")
+async def test_a_pod_that_has_become_another_is_decided_anew(scene: Scene) -> None:
+    old = scene.plain("p")
+    new = {**old, "metadata": {**old["metadata"], "uid": "uid-of-the-next", "resourceVersion": "77"}}
+    scene.cluster.shared.has(new)  # the watch has not told yet
+    assert await scene.passes() == []
+    assert scene.counted == ["conflict"]
+    assert scene.heard.told == []
+    scene.pods.deleted(old)
+    scene.cluster.put(new)
+    assert len(await scene.passes()) == 1
+    assert [name for name, _ in scene.cluster.bound] == ["p"]
+
+
+async def test_a_change_on_the_way_is_seen_before_the_next_try(scene: Scene) -> None:
+    raw = scene.plain("p")
+    scene.cluster.shared.has({**raw, "metadata": {**raw["metadata"], "resourceVersion": "2000"}})
+    assert await scene.passes() == []
+    scene.cluster.tell(scene.cluster.shared.pods["ml", "p"])
+    assert await scene.passes() == []
+    assert len(await scene.passes(wait=0.5)) == 1
+
+
+async def test_a_refusal_is_told_and_tried_again_less_and_less_often(scene: Scene) -> None:
+    scene.cluster.refuses["p"] = BindingRefusedError("denied by somebody", 403)
+    scene.plain("p")
+    tries = []
+    for _ in range(240):
+        await scene.passes(wait=0.5)
+        tries.append(scene.counted.count("refused"))
+    assert scene.says == "denied by somebody"
+    assert tries[0] == 1
+    assert 7 <= tries[-1] <= 12  # 0.5, 1, 2, 4, 8, 16, then every 30 s of 120
+    assert len(scene.heard.told) == 1
+    del scene.cluster.refuses["p"]
+    scene.node("node-b", labels={"news": "yes"})
+    assert len(await scene.passes(wait=1)) == 1
+
+
+async def test_pods_that_are_refused_do_not_wake_each_other(scene: Scene) -> None:
+    for number in range(5):
+        scene.cluster.refuses[f"p{number}"] = BindingRefusedError("denied", 403)
+        scene.plain(f"p{number}")
+    for _ in range(60):
+        await scene.passes(wait=0.5)
+    assert len(scene.counted) <= 5 * 8
+
+
+async def test_a_lost_answer_is_looked_up_and_a_lost_question_is_asked_again(scene: Scene) -> None:
+    scene.cluster.loses = {"answer"}
+    scene.plain("p")
+    assert len(await scene.passes()) == 1
+    assert scene.counted == ["bound"]
+    scene.cluster.loses = {"question"}
+    scene.plain("q")
+    assert await scene.passes() == []
+    assert scene.counted == ["bound", "lost"]
+    scene.cluster.loses = set()
+    assert len(await scene.passes(wait=1)) == 1
+
+
+async def test_after_a_failure_the_room_is_there_again(scene: Scene) -> None:
+    for name in NAMES[1:]:
+        scene.node(name, unschedulable=True)
+    scene.cluster.refuses["p"] = BindingRefusedError("denied", 403)
+    scene.plain("p", cpu="4")
+    assert await scene.passes() == []
+    assert scene.world.rooms["node-a"].used["cpu"] == 0
+    scene.plain("q", cpu="4")
+    assert await scene.passes() == [("q", "node-a")]
+
+
+@pytest.mark.defect("S1-9")
+async def test_a_call_that_hangs_stops_nobody_else(scene: Scene) -> None:
+    scene.cluster.hangs.add("p0")
+    for number in range(20):
+        scene.plain(f"p{number}")
+    await scene.binder.step()
+    await turns()
+    assert len(scene.cluster.bound) == 19
+    assert scene.cluster.most_at_once == 20
+    scene.binder.stop()
+    await scene.binder.settle()
+    assert scene.world.waiters["uid-p0"].is_on_its_way is False
+
+
+async def test_only_so_many_are_under_way_at_once(scene: Scene) -> None:
+    for number in range(200):
+        scene.plain(f"p{number}")
+    done = 0
+    while found := await scene.passes():
+        done += len(found)
+    assert done == 200
+    assert scene.cluster.most_at_once == 64
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+async def test_who_is_stopped_leaves_the_pod_to_the_next(scene: Scene, *, has_begun: bool) -> None:
+    scene.cluster.hangs.add("p")
+    scene.plain("p")
+    await scene.binder.step()
+    for _ in range(3 * has_begun):
+        await asyncio.sleep(0)
+    scene.binder.stop()
+    await scene.binder.settle()
+    scene.cluster.hangs.clear()
+    assert len(await scene.passes(wait=1)) == 1
+
+
+async def test_a_namespace_whose_demand_cannot_be_read_keeps_its_pods_waiting(scene: Scene) -> None:
+    """Which the door finds: by what was heard so far, the pod had no claim."""
+
+    class Unreadable:
+        async def refusal_of(self, *_: object) -> None:
+            raise InvalidPodError("the namespace says nothing that can be read")
+
+    scene.binder._door = Unreadable()  # type: ignore[assignment]  # a door that is shut is enough here
+    scene.plain("p")
+    assert await scene.passes() == []
+    assert scene.says == "the namespace says nothing that can be read"
+
+
+# What is told.
+
+
+async def test_the_same_is_not_told_over_and_over(scene: Scene) -> None:
+    scene.plain("p", nodeSelector={"zone": "nowhere"})
+    for _ in range(100):
+        await scene.passes(wait=1)
+    assert scene.heard.messages == ["0/3 nodes will do: 3 not selected by the pod"]
+
+
+async def test_news_is_told_after_a_while_and_never_lost(scene: Scene) -> None:
+    scene.plain("p", nodeSelector={"zone": "nowhere"})
+    await scene.passes()
+    scene.node("node-d")
+    await scene.passes(wait=1)
+    assert len(scene.heard.messages) == 1
+    await scene.passes(wait=2)
+    assert scene.says == "0/4 nodes will do: 4 not selected by the pod"
+
+
+async def test_the_pods_condition_says_so_too(scene: Scene) -> None:
+    scene.plain("p", nodeSelector={"zone": "nowhere"})
+    await scene.passes()
+    writing = asyncio.create_task(scene.told.run())
+    await turns()
+    writing.cancel()
+    assert scene.cluster.conditions == [("p", "0/3 nodes will do: 3 not selected by the pod")]
+
+
+# What is known.
+
+
+async def test_pods_count_wherever_they_come_from_and_whenever_their_node_does(scene: Scene) -> None:
+    scene.plain("theirs", cpu="3", schedulerName="default-scheduler", nodeName="node-d")
+    scene.node("node-d")
+    assert scene.world.rooms["node-d"].used["cpu"] == 3000
+    scene.cluster.remove("theirs")
+    assert scene.world.rooms["node-d"].used["cpu"] == 0
+
+
+async def test_a_list_is_right_whatever_was_missed(scene: Scene) -> None:
+    gone = scene.plain("gone", cpu="3", nodeName="node-a")
+    waits = scene.plain("waits", nodeSelector={"zone": "nowhere"})
+    stays = scene.plain("stays", cpu="1", nodeName="node-b")
+    scene.pods.replaced({"stays": stays})
+    assert scene.world.rooms["node-a"].used["cpu"] == 0
+    assert scene.world.rooms["node-b"].used["cpu"] == 1000
+    assert not scene.world.waiters
+    scene.nodes.replaced({"node-a": raw_node("node-a")})
+    assert list(scene.world.rooms) == ["node-a"]
+    assert gone != waits
+
+
+async def test_what_cannot_be_read_stays_as_it_was_known(scene: Scene) -> None:
+    raw = scene.plain("p", cpu="1", nodeName="node-a")
+    broken = {**raw, "spec": {**raw["spec"], "overhead": {"cpu": "lots"}}}
+    scene.pods.changed(broken)
+    scene.nodes.changed(raw_node("node-a", cpu="lots"))
+    assert scene.world.rooms["node-a"].used["cpu"] == 1000
+    assert scene.world.rooms["node-a"].allocatable["cpu"] == 4000
+
+
+async def test_a_thousand_pods_look_at_a_thousand_nodes_once(scene: Scene) -> None:
+    """Pods that are alike share a ranking; one that fits nowhere costs the others nothing."""
+    for number in range(300):
+        scene.node(f"n{number}", labels={"hall": "big"})
+    for number in range(300):
+        scene.plain(f"p{number}", cpu="3", nodeSelector={"hall": "big"})
+    placed: list[tuple[str, str]] = []
+    while found := await scene.passes():
+        placed += found
+    assert len({node for _, node in placed}) == len(placed) == 300
+    assert len(scene.binder._choice._rankings) == 1

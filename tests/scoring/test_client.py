@@ -1,0 +1,176 @@
+"""A scorer is asked once for equal questions, believed only as far as its answer is well formed, and left alone while
+it fails."""
+
+import asyncio
+import gzip
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.scoring.doubles import BAD, Double, good, scoring
+from webhook.core.hints import Advice, Features
+from webhook.scoring import Question, ScorerUnavailableError
+from webhook.scoring.client import FAILURES, FRESH_SECONDS, REST_SECONDS, ScorerClient
+from webhook.telemetry import Metrics
+
+QUESTION = Question(Features("train-bert", "team-a", 40.0, 16), ("A100-40GB", "A100-80GB"), ("train-llama",))
+
+
+class Hand:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Asker:
+    def __init__(self, url: str, timeout: float = 30.0) -> None:
+        self.metrics, self.hand = Metrics(), Hand()
+        self.client = ScorerClient(url, timeout, self.metrics, self.hand)
+
+    async def ask(self, job_type: str = "train-bert", patience: float = 30.0) -> Advice:
+        question = Question(Features(job_type), QUESTION.candidates)
+        return await self.client.advise(question, patience=patience)
+
+    async def outcome(self, job_type: str = "train-bert", patience: float = 30.0) -> str:
+        try:
+            await self.ask(job_type, patience)
+        except ScorerUnavailableError as exc:
+            return exc.outcome
+        return "answered"
+
+    def count(self, outcome: str) -> float:
+        return self.metrics.registry.get_sample_value("gpuwarden_scoring_total", {"outcome": outcome}) or 0.0
+
+
+@asynccontextmanager
+async def asking(double: Double, timeout: float = 30.0) -> AsyncIterator[Asker]:
+    asker = Asker(double.url, timeout)
+    try:
+        yield asker
+    finally:
+        await asker.client.close()
+
+
+async def test_the_question_as_scorers_know_it() -> None:
+    async with scoring() as double, asking(double) as asker:
+        advice = await asker.client.advise(QUESTION, patience=30.0)
+    assert double.asked == [
+        {
+            "job_type": "train-bert",
+            "features": {"job_type": "train-bert", "tenant": "team-a", "gpu_mem_gb": 40.0, "batch_size": 16},
+            "candidate_gpu_types": ["A100-40GB", "A100-80GB"],
+            "colocated_job_types": ["train-llama"],
+        }
+    ]
+    assert (advice.score_text, advice.chosen_gpu, advice.avoid) == ("85", "A100-80GB", ("train-llama",))
+
+
+async def test_what_is_not_known_is_left_out() -> None:
+    async with scoring() as double, asking(double) as asker:
+        await asker.ask()
+    assert double.asked[0]["features"] == {"job_type": "train-bert", "tenant": "default"}
+
+
+async def test_members_that_are_left_out_have_their_defaults_and_others_are_passed_over() -> None:
+    async with scoring(body=b'{"more": {"a": [NULL]}}'.replace(b"NULL", b"null")) as double, asking(double) as asker:
+        assert await asker.ask() == Advice(50)
+
+
+async def test_a_chosen_gpu_that_is_said_goes_before_the_selectors() -> None:
+    async with scoring(body=good(terms={"chosen_gpu": "H100-80GB"})) as double, asking(double) as asker:
+        assert (await asker.ask()).chosen_gpu == "H100-80GB"
+
+
+@pytest.mark.parametrize("body", BAD.values(), ids=BAD)
+async def test_an_answer_that_is_not_well_formed_is_none(body: bytes) -> None:
+    async with scoring(body=body) as double, asking(double) as asker:
+        assert await asker.outcome() == "malformed"
+        assert asker.count("malformed") == 1
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(201, "broken"), (302, "broken"), (400, "refused"), (503, "broken")])
+async def test_any_status_but_200_is_no_answer(status: int, outcome: str) -> None:
+    async with scoring(status=status) as double, asking(double) as asker:
+        assert await asker.outcome() == outcome
+
+
+async def test_nobody_there_and_one_who_hangs_up() -> None:
+    async with scoring(hangs_up=True) as double, asking(double) as asker:
+        assert await asker.outcome() == "unreachable"
+    async with asking(double) as asker:
+        assert await asker.outcome() == "unreachable"
+
+
+async def test_a_kept_connection_that_has_ended_costs_nobody_his_hints() -> None:
+    async with scoring() as double, asking(double) as asker:
+        await asker.ask("first")
+        double.hangs_up_once = True
+        assert await asker.outcome("second") == "answered"
+        assert double.connections == 2
+
+
+async def test_what_is_packed_is_not_unpacked() -> None:
+    packed = scoring(body=gzip.compress(good()), more_headers="content-encoding: gzip\r\n")
+    async with packed as double, asking(double) as asker:
+        assert await asker.outcome() == "malformed"
+
+
+@pytest.mark.defect("S3-15")
+async def test_nobody_waits_longer_than_he_has_time() -> None:
+    async with scoring(delay=60) as double, asking(double, timeout=0.2) as asker:
+        started = time.monotonic()
+        assert await asker.outcome() == "timeout"
+        assert await asker.outcome("other", patience=0.05) == "timeout"
+        assert time.monotonic() - started < 20
+        assert asker.count("late") == 1
+
+
+async def test_who_has_less_time_does_not_spoil_it_for_others() -> None:
+    async with scoring(delay=0.5) as double, asking(double) as asker:
+        patient = asyncio.create_task(asker.ask())
+        assert await asker.outcome(patience=0.01) == "timeout"
+        assert (await patient).score == 85
+    assert len(double.asked) == 1
+
+
+async def test_equal_questions_are_asked_once_and_for_a_while_not_again() -> None:
+    async with scoring(delay=0.1) as double, asking(double) as asker:
+        await asyncio.gather(*(asker.ask() for _ in range(20)))
+        await asker.ask()
+        assert (len(double.asked), asker.count("shared"), asker.count("cached")) == (1, 19, 1)
+        asker.hand.now += FRESH_SECONDS
+        await asker.ask()
+        assert len(double.asked) == 2
+
+
+async def test_questions_go_over_connections_that_are_kept() -> None:
+    async with scoring() as double, asking(double) as asker:
+        for number in range(5):
+            await asker.ask(f"job-{number}")
+        assert (len(double.asked), double.connections) == (5, 1)
+
+
+async def test_who_fails_again_and_again_is_left_alone_and_then_tried_with_one_question() -> None:
+    async with scoring(status=500) as double, asking(double) as asker:
+        for number in range(FAILURES):
+            assert await asker.outcome(f"job-{number}") == "broken"
+        assert await asker.outcome("next") == "resting"
+        asker.hand.now += REST_SECONDS
+        assert sorted(await asyncio.gather(asker.outcome("a"), asker.outcome("b"))) == ["broken", "resting"]
+        assert len(double.asked) == FAILURES + 1
+        double.status = 200
+        asker.hand.now += REST_SECONDS
+        assert [await asker.outcome(name) for name in "cde"] == ["answered"] * 3
+
+
+async def test_who_refuses_questions_is_there() -> None:
+    async with scoring(status=422) as double, asking(double) as asker:
+        for number in range(2 * FAILURES):
+            assert await asker.outcome(f"job-{number}") == "refused"
+    assert len(double.asked) == 2 * FAILURES

@@ -1,0 +1,57 @@
+"""What hints are made of is heard in the background: nobody waits for it longer than a little."""
+
+import asyncio
+import time
+
+import pytest
+
+from tests.builders import NOW
+from webhook.core.fleet import Fleet
+from webhook.core.hints import Advice
+from webhook.scoring import Question
+from webhook.scoring.hints import Hinting
+from webhook.telemetry import Metrics
+
+
+class Silent:
+    async def advise(self, question: Question, *, patience: float) -> Advice:
+        raise AssertionError("nobody asks")
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class Heard:
+    """A watch that hears something, never does, or ends."""
+
+    def __init__(self, *, is_ready: bool = False, ends: bool = False) -> None:
+        self.ready = asyncio.Event()
+        self.is_ready, self.ends = is_ready, ends
+
+    async def run(self) -> None:
+        if self.is_ready:
+            self.ready.set()
+        if self.ends:
+            raise RuntimeError("a bug")
+        await asyncio.Event().wait()
+
+
+def hinting(*watches: Heard) -> Hinting:
+    return Hinting(Silent(), Fleet(), lambda: NOW, Metrics(), watches=watches)
+
+
+async def test_all_is_waited_for_and_what_is_never_heard_only_for_a_while() -> None:
+    for watches, patience in (((Heard(is_ready=True), Heard(is_ready=True)), 30.0), ((Heard(),), 0.05), ((), 30.0)):
+        one = hinting(*watches)
+        running = asyncio.ensure_future(one.run())
+        started = time.monotonic()
+        await one.heard(patience)
+        assert time.monotonic() - started < 10
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_watch_that_ends_is_a_bug_and_shows() -> None:
+    with pytest.raises(ExceptionGroup):
+        await hinting(Heard(ends=True)).run()

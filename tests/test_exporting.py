@@ -1,0 +1,100 @@
+"""The parts of the exporting process that need no cluster."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.export.smi import Card, dead, document, gb200_tray
+from tests.running import refusing
+from webhook.core.errors import GpuwardenError
+from webhook.export import ExportError
+from webhook.export.measured import ExportMetrics
+from webhook.exporting import StoreHealth, hash_in, node_words
+from webhook.web.app import application, get
+from webhook.web.health import Stage
+
+
+class Store:
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        self.asked = 0
+
+    async def check(self) -> None:
+        self.asked += 1
+        if self.problem is not None:
+            raise ExportError(self.problem)
+
+
+@pytest.mark.defect("S2-15")
+async def test_readiness_is_that_of_the_stores() -> None:
+    store = Store()
+    health = StoreHealth(store.check, every=0.0)
+    app = application(ExportMetrics(), get("/readyz", health.ready))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        assert (await client.get("/readyz")).status_code == 503
+        health.stage = Stage.SERVING
+        assert (await client.get("/readyz")).status_code == 200
+        store.problem = "postgres: the database is down"
+        found = await client.get("/readyz")
+        assert (found.status_code, found.json()["problem"]) == (503, "postgres: the database is down")
+        store.problem = None
+        assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_however_often_somebody_asks_stores_are_asked_rarely() -> None:
+    store = Store()
+    health = StoreHealth(store.check, every=3600.0)
+    health.stage = Stage.SERVING
+    app = application(ExportMetrics(), get("/readyz", health.ready))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        replies = await asyncio.gather(*(client.get("/readyz") for _ in range(20)))
+    assert {reply.status_code for reply in replies} == {200}
+    assert store.asked == 1
+
+
+def test_one_reading_is_a_line_a_gpu_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "smi.xml").write_bytes(document([*gb200_tray(), dead(Card(4))]))
+    done = refusing(tmp_path, "export", "--smi-file", "smi.xml", "--cluster", "C", "--node", "N", "--machine", "M")
+    assert done.returncode == 0
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["gpu"] for one in found] == [card.serial for card in gb200_tray()]
+    for one in found:
+        assert {"cluster": "C", "node": "N", "machine": "M", "chassis": "1820000000042"}.items() <= one.items()
+        assert one["source"] == "smi.xml"
+        assert one["time"].endswith("Z")
+    assert len({one["uuid"] for one in found}) == 4
+    assert "no record of 00000004:01:00.0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "text"),
+    [
+        (["--smi-file", "nowhere", "--cluster", "C", "--node", "N"], 1, "nowhere"),
+        (["--smi-file", "bad.xml", "--cluster", "C", "--node", "N"], 1, "it ends in the middle"),
+        (["--smi-file", "bad.xml", "--node", "N"], 2, "CLUSTER_NAME"),
+        (["--smi-file", "bad.xml", "--cluster", "C"], 2, "--node"),
+        (["--cluster", "C", "--node", "N"], 2, "only with --smi-file"),
+        (["--cluster", "C"], 2, "this is no Pod"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_nothing_is_printed(
+    tmp_path: Path, flags: list[str], code: int, text: str
+) -> None:
+    (tmp_path / "bad.xml").write_bytes(document(gb200_tray())[:5000])
+    done = refusing(tmp_path, "export", *flags)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert text in done.stderr
+
+
+def test_what_matters_of_a_node_and_of_its_evidence() -> None:
+    info = {"nodeInfo": {"bootID": "b"}}
+    raw = {"metadata": {"name": "n", "annotations": {"gpuwarden.io/gpus": "{}"}}, "status": info}
+    assert (node_words(raw).boot, node_words(raw).gpus) == ("b", "{}")
+    with pytest.raises(GpuwardenError):
+        node_words({"metadata": {"name": "n", "labels": 3}})
+    entry = {"hash": "sha256:aa", "banned": False, "conflict": False}
+    assert hash_in({"metadata": {"name": "n"}, "status": {"sources": {"static": entry}}}) == "sha256:aa"
+    assert hash_in({"metadata": {"name": "n"}}) is None

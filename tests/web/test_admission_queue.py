@@ -1,0 +1,292 @@
+"""Pods that nothing can be had for now: what waiting heals is created and gated, the rest is denied as ever."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import Raw, raw_container, raw_env, raw_pod
+from tests.conftest import Build
+from tests.web.house import INVENTORY, House, patched
+from tests.web.replica import Shared, sharing
+
+GATE = {"name": "gpuwarden.io/queue"}
+GPU_UUID = "gpuwarden.io/gpu-uuid"
+FROM_ANNOTATION = {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.annotations['gpuwarden.io/gpu-uuid']"}}
+A100 = {"gpuwarden.io/gpu.model": "a100"}
+
+
+@pytest.fixture
+async def house(build: Build) -> House:
+    """The only A100 is taken."""
+    made = await build(when_unavailable="queue")
+    await made.create(raw_pod(raw_container(gpus=1), name="first", labels=A100), "first", "uid-first")
+    return made
+
+
+def late(**members: Any) -> Raw:
+    return raw_pod(raw_container(gpus=1), labels=A100, **members)
+
+
+async def validated(house: House, raw: Raw) -> Raw:
+    return await house.validate(builders.review("CREATE", new=builders.created(raw), uid="validate"))
+
+
+async def test_a_pod_that_no_gpu_is_free_for_is_created_and_waits(house: House) -> None:
+    raw = raw_pod(
+        raw_container(gpus=1, env=raw_env(CUDA_VISIBLE_DEVICES="3", OTHER="x")),
+        raw_container("helper"),
+        labels=A100,
+        schedulingGates=[{"name": "example.org/quota"}],
+    )
+    response = await house.mutate(raw)
+    made = patched(raw, response)
+    assert made["metadata"]["annotations"] == {
+        "gpuwarden.io/claim": '{"asked":{"main":1},"gpus":1,"requirements":["model=a100"]}',
+        "gpuwarden.io/waiting": response["warnings"][0].removeprefix("the pod waits: "),
+    }
+    assert made["metadata"]["labels"] == {**A100, "gpuwarden.io/queued": "true"}
+    assert made["spec"]["schedulingGates"] == [{"name": "example.org/quota"}, GATE]
+    assert "affinity" not in made["spec"]
+    main, helper = made["spec"]["containers"]
+    assert main["env"] == [
+        {"name": "CUDA_VISIBLE_DEVICES", "valueFrom": FROM_ANNOTATION},
+        {"name": "OTHER", "value": "x"},
+        {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": FROM_ANNOTATION},
+    ]
+    assert main["resources"] == {"limits": {}, "requests": {}}
+    assert "env" not in helper
+    assert response["auditAnnotations"] == {"reason": "Queued", "waits-for": "NoFreeDevice"}
+    assert house.held == ["GPU-b0"]
+    assert (await validated(house, made))["allowed"]
+    assert (await house.mutate(made, "again")).get("patch") is None
+
+
+async def test_once_a_gpu_is_free_the_same_creation_has_it(house: House) -> None:
+    """Another webhook's change brings the gated pod back to us."""
+    raw = late()
+    gated = await house.dress(raw)
+    first = next(iter(house.parts.ledger.reservations()))
+    await house.parts.ledger.release(first.id, builders.identity("first", "uid-first"))
+    made = await house.dress(gated, "again")
+    assert made == await house.dress(raw, "again")
+    assert made["metadata"]["annotations"][GPU_UUID] == "GPU-b0"
+    assert "schedulingGates" not in made["spec"]
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        pytest.param({"annotations": {"gpuwarden.io/required-hash": "sha256:none"}}, "NoProvenNode", id="no-proof-yet"),
+        pytest.param({"labels": {"gpuwarden.io/gpu.model": "b200"}}, "NoMatchingDevice", id="no-such-device-yet"),
+    ],
+)
+async def test_what_waiting_may_heal_is_waited_for(house: House, members: Any, reason: str) -> None:
+    response = await house.mutate(raw_pod(raw_container(gpus=1), **members))
+    assert response["auditAnnotations"]["waits-for"] == reason
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        pytest.param(raw_pod(raw_container(gpus="1.5")), "InvalidPod", id="half-a-gpu"),
+        pytest.param(raw_pod(raw_container(gpus=4000)), "InvalidPod", id="more-than-any-node-has"),
+        pytest.param(late(nodeName="node-b"), "NoFreeDevice", id="a-preset-node"),
+        pytest.param(late(nodeSelector={"zone": "nowhere"}), "NoSuitableNode", id="no-node-selected"),
+        pytest.param(late(annotations={"gpuwarden.io/gpu-map": "x\n0=node-a"}), "InvalidPod", id="bad-lines-of-a-map"),
+    ],
+)
+async def test_what_waiting_cannot_heal_is_said_at_once(house: House, raw: Raw, reason: str) -> None:
+    response = await house.mutate(raw)
+    assert (response["allowed"], response["status"]["reason"]) == (False, reason)
+
+
+async def test_a_claim_without_gpus_waits_only_where_its_nodes_can_be_written_later(house: House) -> None:
+    asked = {"gpuwarden.io/required-hash": "sha256:none"}
+    assert (await house.mutate(raw_pod(annotations=asked)))["auditAnnotations"]["reason"] == "Queued"
+    own = builders.required_affinity(builders.term(builders.expression("zone", "Exists")))
+    assert not (await house.mutate(raw_pod(annotations=asked, affinity=own)))["allowed"]
+
+
+def without_gate(raw: Raw) -> Raw:
+    return {**raw, "spec": {name: value for name, value in raw["spec"].items() if name != "schedulingGates"}}
+
+
+def annotated(raw: Raw, **annotations: str) -> Raw:
+    merged = {**raw["metadata"]["annotations"], **annotations}
+    return {**raw, "metadata": {**raw["metadata"], "annotations": merged}}
+
+
+def with_env(raw: Raw, env: list[Raw]) -> Raw:
+    first, *others = raw["spec"]["containers"]
+    return {**raw, "spec": {**raw["spec"], "containers": [{**first, "env": env}, *others]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(without_gate, "there is no reservation", id="the-gate-taken-off"),
+        pytest.param(lambda raw: annotated(raw, **{GPU_UUID: "GPU-b0"}), GPU_UUID, id="a-gpu-of-ones-own"),
+        pytest.param(
+            lambda raw: annotated(raw, **{"gpuwarden.io/claim": '{"asked":{"main":2},"gpus":2}'}),
+            "not what the pod asks for",
+            id="another-claim",
+        ),
+        pytest.param(
+            lambda raw: with_env(raw, raw_env(NVIDIA_VISIBLE_DEVICES="all")), "containers[0].env", id="another-env"
+        ),
+        pytest.param(
+            lambda raw: {**raw, "spec": {**raw["spec"], "nodeName": "node-b"}}, "spec.nodeName", id="a-preset-node"
+        ),
+    ],
+)
+async def test_a_pod_that_waits_otherwise_than_we_made_it_is_refused(house: House, change: Any, words: str) -> None:
+    raw = change(await house.dress(late()))
+    response = await validated(house, raw)
+    assert not response["allowed"]
+    assert words in response["status"]["message"]
+
+
+async def test_our_gate_alone_is_refused_and_taken_off(house: House) -> None:
+    raw = raw_pod(schedulingGates=[GATE])
+    assert (await validated(house, raw))["status"]["reason"] == "Forged"
+    assert "schedulingGates" not in (await house.dress(raw))["spec"]
+
+
+async def test_a_dry_run_shows_that_it_would_wait(house: House) -> None:
+    raw = late()
+    made = patched(raw, await house.mutate(raw, dry_run=True))
+    assert made["spec"]["schedulingGates"] == [GATE]
+    review = builders.review("CREATE", new=builders.created(made), uid="validate", dry_run=True)
+    assert (await house.validate(review))["allowed"]
+
+
+# The gate is gone.
+
+
+async def test_the_gate_is_opened_only_with_the_reservation_in_the_same_change(house: House) -> None:
+    old = builders.created(await house.dress(late()))
+    response = await house.validate(builders.review("UPDATE", new=without_gate(old), old=old, uid="open"))
+    assert response["status"]["reason"] == "NotReserved"
+    made_up = annotated(
+        without_gate(old),
+        **{GPU_UUID: "GPU-b0", "gpuwarden.io/node": "node-b", "gpuwarden.io/reservation-id": "first"},
+    )
+    response = await house.validate(builders.review("UPDATE", new=made_up, old=old, uid="open"))
+    assert response["status"]["reason"] == "NotReserved"
+
+
+# Placement maps.
+
+
+def mapped(ordinal: int, text: str, *containers: Raw, **members: Any) -> Raw:
+    owners = [builders.stateful_set("web")]
+    annotations = {"gpu-scheduling-map": text}
+    return raw_pod(*containers, name=f"web-{ordinal}", annotations=annotations, owners=owners, **members)
+
+
+@pytest.fixture
+async def replica(tmp_path: Path) -> House:
+    return await House(tmp_path, INVENTORY, None, sharing(Shared()), ledger="cluster").start()
+
+
+@pytest.mark.defect("S1-3")
+async def test_in_a_cluster_a_mapped_pod_waits_whatever_is_said_of_others(replica: House) -> None:
+    await replica.create(mapped(0, "0=node-a:1"), "first", "uid-first")
+    gated = await replica.mutate(mapped(1, "1=node-a:1"), "second")
+    assert gated["auditAnnotations"] == {"reason": "Queued", "waits-for": "NoFreeDevice"}
+    assert not (await replica.mutate(raw_pod(raw_container(gpus=9)), "third"))["allowed"]
+
+
+@pytest.mark.defect("S1-2")
+async def test_in_a_cluster_an_ordinal_without_a_line_waits_and_is_named(replica: House) -> None:
+    raw = mapped(7, "0=node-a:1")
+    response = await replica.mutate(raw)
+    assert "no line for ordinal 7" in response["warnings"][0]
+    assert (await validated(replica, patched(raw, response)))["allowed"]
+
+
+@pytest.mark.defect("S1-2")
+async def test_without_a_cluster_it_is_denied_and_the_ordinal_is_named(build: Build) -> None:
+    response = await (await build()).mutate(mapped(7, "0=node-a:1"))
+    assert response["status"]["reason"] == "NotInMap"
+    assert "no line for ordinal 7" in response["status"]["message"]
+
+
+@pytest.mark.defect("S1-2")
+async def test_every_bad_line_is_named_in_one_denial(build: Build) -> None:
+    lines = "\n".join(f"{n}=node-a:0" if n % 2 else f"{n}=node-a" for n in range(80))
+    response = await (await build()).mutate(mapped(1, lines))
+    assert response["status"]["reason"] == "InvalidPod"
+    for number in range(1, 80, 2):
+        assert f"line {number}: " in response["status"]["message"]
+
+
+@pytest.mark.defect("S1-3")
+async def test_a_gpu_of_two_ordinals_is_for_pods_that_share_it(build: Build) -> None:
+    house = await build()
+    text = "3=node-a:0\n4=node-a:0"
+    await house.create(mapped(3, text), "first", "uid-first")
+    assert (await house.mutate(mapped(4, text), "second"))["status"]["reason"] == "NoFreeDevice"
+    shared = {"gpuwarden.io/shared": "true"}
+    for ordinal in (3, 4):
+        raw = mapped(ordinal, "3=node-c:0\n4=node-c:0")
+        raw["metadata"]["annotations"] |= shared
+        await house.create(raw, f"shared-{ordinal}", f"uid-shared-{ordinal}")
+    assert house.held == ["GPU-a0", "GPU-c0", "GPU-c0"]
+
+
+@pytest.mark.defect("S1-4")
+async def test_a_name_that_ends_in_digits_is_no_ordinal(build: Build) -> None:
+    replica_set = {**builders.stateful_set("app-7c9d"), "kind": "ReplicaSet"}
+    raw = raw_pod(name="app-7c9d-12345", annotations={"gpu-scheduling-map": "12345=node-a:0"}, owners=[replica_set])
+    response = await (await build()).mutate(raw)
+    assert (response["allowed"], response["status"]["reason"]) == (False, "InvalidPod")
+
+
+@pytest.mark.defect("S1-5")
+async def test_a_pod_without_a_name_yet_has_no_ordinal_and_is_refused(build: Build) -> None:
+    raw = raw_pod(name=None, generate_name="train-", annotations={"gpu-scheduling-map": "0=node-a:0"})
+    response = await (await build()).mutate(raw)
+    assert "has no ordinal" in response["status"]["message"]
+
+
+@pytest.mark.defect("S1-12")
+async def test_a_node_goes_by_its_label_or_its_own_name_and_never_by_two(build: Build) -> None:
+    nodes = [{**one, "labels": {"gpu-node-name": "rack-1"}} for one in INVENTORY["nodes"][1:]]
+    house = await build({"nodes": [INVENTORY["nodes"][0], *nodes]})
+    assert (await house.dress(mapped(0, "0=node-a:1")))["metadata"]["annotations"][GPU_UUID] == "GPU-a1"
+    response = await house.mutate(mapped(1, "1=rack-1:0"), "second")
+    assert response["status"]["reason"] == "AmbiguousNode"
+    assert "2 of them have the label gpu-node-name=rack-1" in response["status"]["message"]
+
+
+@pytest.mark.defect("S1-13")
+@pytest.mark.defect("S1-14")
+async def test_the_variable_is_written_once_in_every_container_whatever_stood_there(build: Build) -> None:
+    old = {"name": "CUDA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    raw = mapped(
+        0,
+        "0=node-a:1, 0",
+        raw_container("a", env=[old, *raw_env(CUDA_VISIBLE_DEVICES="7")]),
+        raw_container("b"),
+        init=[raw_container("before")],
+    )
+    spec = (await (await build()).dress(raw))["spec"]
+    for container in (*spec["containers"], *spec["initContainers"]):
+        found = [one for one in container["env"] if one["name"] == "CUDA_VISIBLE_DEVICES"]
+        assert found == [{"name": "CUDA_VISIBLE_DEVICES", "value": "GPU-a0,GPU-a1"}]
+
+
+@pytest.mark.parametrize(("text", "shown"), [("0=node-a: 1 , 0", "1,0"), ("0=node-a:GPU-a1", "GPU-a1")])
+async def test_by_setting_containers_are_shown_what_the_map_says(build: Build, text: str, shown: str) -> None:
+    house = await build(injection="cuda", map_visible="index")
+    made = await house.create(mapped(0, text))
+    assert made["spec"]["containers"][0]["env"] == raw_env(CUDA_VISIBLE_DEVICES=shown)
+
+
+async def test_a_serial_number_cannot_be_shown_as_an_index(build: Build) -> None:
+    house = await build(injection="cuda", map_visible="index")
+    response = await house.mutate(mapped(0, "0=node-a:1650321"))
+    assert "not a list of indices" in response["status"]["message"]

@@ -1,0 +1,353 @@
+"""Hints at the doors: a scorer that answers helps a pod, and one that does not keeps nothing from it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from attrs import evolve
+
+from tests import builders
+from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
+from tests.conftest import Build
+from tests.running import serving
+from tests.scoring.doubles import BAD, GOOD, Double, good, scoring
+from tests.web.house import House, patched
+from tests.web.test_admission import pinned_nodes, refusal
+from webhook.clock import Clock
+from webhook.scoring.candidates import WatchedPriorityClasses
+from webhook.settings import Settings
+from webhook.wiring import Parts, embedded
+
+CLASS = "gpu.nvidia.com/class"
+
+
+def node(name: str, model: str, gpus: int, evidence: str = HASH, **members: Any) -> Raw:
+    devices = [{"uuid": f"GPU-{name}-{k}"} for k in range(gpus)]
+    return {"name": name, "labels": {CLASS: model}, "evidence": {"hash": evidence}, "devices": devices, **members}
+
+
+FLEET: Raw = {"nodes": [node("big", "A100-80GB", 2), node("small", "L4-24GB", 4, OTHER_HASH)]}
+BARE: Raw = {"nodes": [{"name": "bare", "devices": [{"uuid": "GPU-0"}, {"uuid": "GPU-1"}]}]}
+
+
+def job(job_type: str = "train-bert", gpus: int | None = 1, **members: Any) -> Raw:
+    annotations = {"app.kubernetes.io/job-type": job_type, **members.pop("annotations", {})}
+    container = members.pop("container", raw_container(gpus=gpus))
+    return raw_pod(container, annotations=annotations, priority=0, preemptionPolicy="PreemptLowerPriority", **members)
+
+
+@asynccontextmanager
+async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncIterator[tuple[House, Double]]:
+    settings = {
+        name: members.pop(name)
+        for name in ("hint_pods", "write_aliases", "assemble", "when_unavailable")
+        if name in members
+    }
+    async with scoring(**members) as double:
+        house = await build(inventory, scorer=double.url, **settings)
+        yield house, double
+        await house.close()
+
+
+def warnings(response: Raw) -> str:
+    assert response["allowed"], response
+    return "; ".join(response.get("warnings", ()))
+
+
+def notes(raw: Raw) -> Mapping[str, str]:
+    found: Mapping[str, str] = raw["metadata"]["annotations"]
+    return found
+
+
+# A scorer that answers.
+
+
+async def test_a_pod_with_a_claim_is_reserved_where_the_hint_is_and_passes_the_last_door(build: Build) -> None:
+    async with scored(build) as (house, double):
+        final = await house.create(job())
+        assert pinned_nodes(final) == ["big"]
+        assert final["spec"]["priorityClassName"] == "gpu-high"
+        assert not {"priority", "preemptionPolicy"} & final["spec"].keys()
+        assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
+        assert final["spec"]["tolerations"] == GOOD["gpu_selector"]["tolerations"]
+        assert final["metadata"]["labels"] == {"app.kubernetes.io/job-type": "train-bert"}
+        assert notes(final)["scheduler.radix.ai/priority-score"] == "85"
+        assert notes(final)["gpuwarden.io/chosen-gpu"] == "A100-80GB"
+        assert notes(final)["gpuwarden.io/gpu-uuid"] == house.held[0]
+    assert double.asked[0]["candidate_gpu_types"] == ["A100-80GB", "L4-24GB"]
+    assert double.asked[0]["features"]["gpu_mem_gb"] == 40.0
+
+
+@pytest.mark.defect("S3-9")
+async def test_the_time_of_the_decision_is_the_clocks(build: Build) -> None:
+    async with scored(build) as (house, _):
+        final = await house.dress(job())
+        assert abs(int(notes(final)["scheduler.radix.ai/decision-timestamp"]) - house.now.timestamp()) < 5
+
+
+async def test_older_names_are_written_where_that_is_set(build: Build) -> None:
+    async with scored(build, write_aliases=False) as (house, _):
+        assert not [key for key in notes(await house.dress(job())) if key.startswith("scheduler.radix.ai/")]
+
+
+async def test_the_hint_ranks_only_while_something_fits_there(build: Build) -> None:
+    async with scored(build) as (house, _):
+        for number in range(2):
+            assert pinned_nodes(await house.dress(job(), f"first-{number}")) == ["big"]
+        response = await house.mutate(job(), "third")
+        final = patched(job(), response)
+        assert pinned_nodes(final) == ["small"]
+        assert "nodeSelector" not in final["spec"]
+        assert final["spec"]["priorityClassName"] == "gpu-high"
+        assert "no node with gpu.nvidia.com/class=A100-80GB can serve the pod" in warnings(response)
+
+
+async def test_evidence_is_harder_than_any_hint(build: Build) -> None:
+    asked = {"gpuwarden.io/required-hash": OTHER_HASH}
+    async with scored(build) as (house, _):
+        assert pinned_nodes(await house.create(job(annotations=asked))) == ["small"]
+
+
+async def test_nobody_is_asked_about_a_pod_that_no_proven_node_can_have(build: Build) -> None:
+    async with scored(build) as (house, double):
+        refused = await house.mutate(job(annotations={"gpuwarden.io/required-hash": "sha256:none"}))
+        assert refusal(refused) == (403, "NoProvenNode")
+    assert double.asked == []
+
+
+async def test_a_toleration_that_a_hint_adds_opens_the_node_it_is_for(build: Build) -> None:
+    tainted = node("big", "A100-80GB", 2, taints=[{"key": "nvidia.com/gpu"}])
+    async with scored(build, {"nodes": [tainted]}) as (house, _):
+        assert pinned_nodes(await house.create(job())) == ["big"]
+
+
+async def test_a_pod_that_waits_is_hinted_and_does_not_wait_for_the_hint(build: Build) -> None:
+    full = {"nodes": [node("big", "A100-80GB", 0)]}
+    async with scored(build, full, when_unavailable="queue") as (house, _):
+        final = await house.dress(job())
+        assert final["spec"]["schedulingGates"] == [{"name": "gpuwarden.io/queue"}]
+        assert "nodeSelector" not in final["spec"]
+        assert final["spec"]["priorityClassName"] == "gpu-high"
+        assert notes(final)["gpuwarden.io/chosen-gpu"] == "A100-80GB"
+        last = await house.validate(builders.validating_create(final))
+        assert last["allowed"], last
+
+
+async def test_another_round_of_the_same_creation_asks_nobody_and_changes_nothing(build: Build) -> None:
+    other = raw_container(resources={"requests": {"amd.com/gpu": "1"}, "limits": {"amd.com/gpu": "1"}})
+    async with scored(build) as (house, double):
+        for raw in (job(), job(container=other)):
+            once = await house.dress(raw, "first")
+            assert "scheduler.radix.ai/priority-score" in notes(once)
+            double.asked.clear()
+            assert await house.dress(once, "again") == once
+            assert double.asked == []
+
+
+async def test_a_dry_run_shows_the_hints_and_holds_nothing(build: Build) -> None:
+    async with scored(build) as (house, _):
+        final = patched(job(), await house.mutate(job(), dry_run=True))
+        assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
+        assert house.held == []
+
+
+async def test_what_runs_is_told(build: Build) -> None:
+    async with scored(build) as (house, double):
+        await house.create(job("train-llama"))
+        await house.dress(job("infer"), "second")
+        assert double.asked[-1]["colocated_job_types"] == ["train-llama"]
+
+
+@pytest.mark.defect("S3-5")
+async def test_pods_that_avoid_each_other_can_see_each_other(build: Build) -> None:
+    async with scored(build, body=good(avoid_co_locate_with=["infer"])) as (house, _):
+        one, other = await house.dress(job("train"), "one"), await house.dress(job("infer"), "other")
+        (term,) = one["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        (wanted,) = term["podAffinityTerm"]["labelSelector"]["matchExpressions"]
+        assert other["metadata"]["labels"][wanted["key"]] in wanted["values"]
+
+
+async def test_a_pod_with_gpus_of_others_is_hinted_and_not_reserved(build: Build) -> None:
+    other = raw_container(resources={"requests": {"amd.com/gpu": "1"}})
+    async with scored(build) as (house, _):
+        final = await house.dress(job(container=other))
+        assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
+        assert house.held == []
+        last = await house.validate(builders.validating_create(final))
+        assert last["allowed"]
+
+
+@pytest.mark.defect("S3-17")
+async def test_a_pod_without_gpus_is_not_touched(build: Build) -> None:
+    async with scored(build) as (house, double):
+        assert "patch" not in await house.mutate(job(gpus=None))
+        assert "patch" not in await house.mutate(raw_pod())
+        assert double.asked == []
+
+
+@pytest.mark.defect("S3-2")
+async def test_a_pod_that_exists_is_never_patched(build: Build) -> None:
+    async with scored(build) as (house, double):
+        final = await house.create(job())
+        double.asked.clear()
+        touched = {**final, "metadata": {**final["metadata"], "labels": {"touched": "yes"}}}
+        for path in ("/mutate", "/validate"):
+            response = await house.ask(path, builders.update(touched, final))
+            assert (response["allowed"], "patch" in response) == (True, False)
+        assert double.asked == []
+
+
+@pytest.mark.defect("S3-14")
+async def test_a_class_that_does_not_exist_is_left_out_and_said(build: Build) -> None:
+    def in_a_cluster(settings: Settings, clock: Clock) -> Parts:
+        parts = embedded(settings, clock)
+        assert parts.hinting is not None
+        return evolve(parts, hinting=evolve(parts.hinting, classes=WatchedPriorityClasses()))
+
+    async with scored(build, assemble=in_a_cluster) as (house, _):
+        response = await house.mutate(job())
+        final = patched(job(), response)
+        assert ("priorityClassName" in final["spec"], final["spec"]["priority"]) == (False, 0)
+        assert final["spec"]["nodeSelector"] == {CLASS: "A100-80GB"}
+        assert "there is no PriorityClass gpu-high" in warnings(response)
+
+
+# A scorer that does not.
+
+
+@pytest.mark.parametrize("body", BAD.values(), ids=BAD)
+async def test_a_bad_answer_costs_the_pod_nothing_but_hints(build: Build, body: bytes) -> None:
+    async with scored(build, body=body) as (house, _):
+        response = await house.mutate(job())
+        assert "makes no sense: the pod goes on without hints" in warnings(response) or "too long" in warnings(response)
+        final = patched(job(), response)
+        assert len(house.held) == 1
+        assert "priorityClassName" not in final["spec"]
+        assert "gpuwarden.io/priority-score" not in notes(final)
+        text = house.parts.metrics.render()[0].decode()
+        assert 'gpuwarden_scoring_total{outcome="malformed"} 1.0' in text
+
+
+@pytest.mark.defect("S3-8")
+async def test_where_no_node_names_its_gpus_nobody_is_asked_and_nothing_made_up(build: Build) -> None:
+    async with scored(build, BARE) as (house, double):
+        response = await house.mutate(job())
+        assert "no node says which GPUs it has" in warnings(response)
+        assert "nodeSelector" not in patched(job(), response)["spec"]
+        text = house.parts.metrics.render()[0].decode()
+        assert 'gpuwarden_scoring_total{outcome="no-candidates"} 1.0' in text
+    assert double.asked == []
+
+
+async def test_a_dead_scorer_is_said_in_the_words_people_search_for(build: Build) -> None:
+    async with scored(build) as (house, double):
+        with structlog.testing.capture_logs() as lines:
+            await house.create(job(), "answered")
+            double.hangs_up = True
+            response = await house.mutate(job("other"), "unanswered")
+        assert "cannot be reached: the pod goes on without hints" in warnings(response)
+        events = [line["event"] for line in lines]
+        assert "Mutated pod" in events
+        assert "Scheduler unavailable" in events
+        assert (await house.tls.get("/readyz")).status_code == 200
+
+
+async def test_hints_can_be_switched_off(build: Build) -> None:
+    async with scored(build, hint_pods=False) as (house, double):
+        final = await house.create(job())
+        assert "priorityClassName" not in final["spec"]
+        assert double.asked == []
+
+
+@pytest.mark.defect("S3-15")
+async def test_a_slow_scorer_does_not_take_the_reviews_time(build: Build) -> None:
+    async with scored(build, delay=60) as (house, _):
+        started = time.monotonic()
+        response = await house.ask("/mutate", builders.mutating_create(job()), timeout="2s")
+        assert "has not answered within 0.6 s" in warnings(response)
+        assert len(house.held) == 1
+        assert time.monotonic() - started < 20
+
+
+# Jobs.
+
+
+def of_job(annotations: Raw, template: Raw | None = None, operation: str = "CREATE") -> Raw:
+    raw = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "bert", "namespace": "ml", "annotations": annotations},
+        "spec": {"template": {"metadata": template or {}, "spec": job()["spec"]}},
+    }
+    review = builders.review(operation, new=raw, old=raw if operation == "UPDATE" else None)
+    review["request"]["kind"] = {"group": "batch", "version": "v1", "kind": "Job"}
+    return review
+
+
+@pytest.mark.defect("S3-3")
+async def test_what_a_job_says_reaches_its_pods_and_nothing_else_of_it_is_touched(build: Build) -> None:
+    said = {"app.kubernetes.io/job-type": "train-bert", "scheduler.radix.ai/tenant": "team-a"}
+    async with scored(build) as (house, double):
+        review = of_job(said)
+        raw = review["request"]["object"]
+        final = patched(raw, await house.ask("/mutate", review))
+        assert final["spec"]["template"]["metadata"] == {"annotations": said}
+        assert final["spec"]["template"]["spec"] == raw["spec"]["template"]["spec"]
+        assert final["metadata"] == raw["metadata"]
+        again = await house.ask("/mutate", of_job(said, {"annotations": said}))
+        assert (again["allowed"], "patch" in again) == (True, False)
+    assert double.asked == []
+
+
+@pytest.mark.defect("S3-2")
+async def test_a_job_that_exists_is_not_patched(build: Build) -> None:
+    async with scored(build) as (house, _):
+        response = await house.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}, operation="UPDATE"))
+        assert (response["allowed"], "patch" in response) == (True, False)
+
+
+async def test_without_a_scorer_jobs_are_left_alone(house: House) -> None:
+    response = await house.ask("/mutate", of_job({"app.kubernetes.io/job-type": "a"}))
+    assert (response["allowed"], "patch" in response) == (True, False)
+
+
+@pytest.mark.defect("S3-16")
+async def test_what_is_no_review_is_answered_400_and_never_with_an_empty_uid(build: Build) -> None:
+    async with scored(build) as (house, _):
+        review = of_job({})
+        del review["request"]["uid"]
+        for body in ({}, {"kind": "AdmissionReview"}, review):
+            reply = await house.tls.post("/mutate", json=body)
+            assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
+
+
+# All at once, through a real server.
+
+
+@pytest.mark.defect("S3-7")
+async def test_fifty_pods_at_once_wait_for_a_slow_scorer_once(tmp_path: Path) -> None:
+    inventory = {"nodes": [node(f"n-{k}", "A100-80GB", 8) for k in range(8)]}
+    async with scoring(delay=2.0) as double:
+        flags = ("--scorer", double.url, "--scorer-timeout", "8s", "--log-level", "warn")
+        with serving(tmp_path, inventory, flags) as server:
+            async with server.client(timeout=60.0, trust_env=False) as client:
+                await client.get("/healthz")
+                started = time.monotonic()
+                replies = await asyncio.gather(
+                    *(
+                        client.post(
+                            "/mutate?timeout=20s", json=builders.mutating_create(job(f"job-{k}"), uid=f"review-{k}")
+                        )
+                        for k in range(50)
+                    )
+                )
+                took = time.monotonic() - started
+    answers = [reply.json()["response"] for reply in replies]
+    assert all(one["allowed"] and not one.get("warnings") for one in answers)
+    assert len(double.asked) == 50
+    assert 2.0 <= took < 8.0, took

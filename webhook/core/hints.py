@@ -1,0 +1,408 @@
+"""Hints: what a pod says of its work, what a scorer advises, and how both change the pod. A hint is never a promise:
+whatever could make a pod invalid, or keep it from every node, is left out and said.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+from attrs import evolve, field, frozen
+
+from webhook.core import keys
+from webhook.core.claim import Claim
+from webhook.core.dress import RawPod
+from webhook.core.errors import InvalidPodError
+from webhook.core.keys import Key
+from webhook.core.nodes_asked import Labels
+from webhook.core.pod import Metadata, Pod, Toleration, Wire
+
+Json = dict[str, Any]
+
+# What a pod that asks for a GPU and does not say how much memory is taken to need.
+DEFAULT_MEMORY_GB = 40.0
+DEFAULT_TENANT = "default"
+DECIMAL = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][+-]?\d{1,3})?", re.ASCII)
+INTEGER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
+# What one feature may be long; more is no name of a job or a team.
+MAX_FEATURE = 253
+
+# Kubernetes' own rules (apimachinery, util/validation).
+LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
+LABEL_KEY = re.compile(
+    r"((?=[^/]{1,253}/)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
+    r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+)
+MAX_SECONDS = 2**31
+EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
+
+# Another webhook's change brings a pod back within a request's life; older hints in it are another pod's.
+SAME_CREATION = timedelta(seconds=60)
+
+
+# What a pod says of its work.
+
+
+@frozen
+class Features:
+    """What a scorer is told of a pod."""
+
+    job_type: str
+    tenant: str = DEFAULT_TENANT
+    gpu_mem_gb: float | None = None
+    batch_size: int | None = None
+    warnings: tuple[str, ...] = field(default=(), eq=False)
+
+
+def features_of(pod: Pod) -> Features | None:
+    """None if it does not say what it does. What cannot be read is left out, with a warning."""
+    job_type = pod.annotations.get(keys.JOB_TYPE)
+    if not job_type or len(job_type) > MAX_FEATURE:
+        return None
+    memory, batch = pod.annotations.get(keys.GPU_MEMORY), pod.annotations.get(keys.BATCH_SIZE)
+    tenant = pod.annotations.get(keys.TENANT) or DEFAULT_TENANT
+    gigabytes, size = amount_in(memory), whole_in(batch)
+    warnings = []
+    if memory is not None and gigabytes is None:
+        warnings.append(f"annotation {keys.GPU_MEMORY}: {memory[:40]!r} is not a number of gigabytes; it is left out")
+    if batch is not None and size is None:
+        warnings.append(f"annotation {keys.BATCH_SIZE}: {batch[:40]!r} is not a whole number; it is left out")
+    if len(tenant) > MAX_FEATURE:
+        warnings.append(f"annotation {keys.TENANT} is too long; it is left out")
+        tenant = DEFAULT_TENANT
+    if gigabytes is None and requests_gpus(pod):
+        gigabytes = DEFAULT_MEMORY_GB
+    return Features(job_type, tenant, gigabytes, size, tuple(warnings))
+
+
+def amount_in(text: str | None) -> float | None:
+    """A finite number that is not negative."""
+    if text is None or not DECIMAL.fullmatch(text.strip()):
+        return None
+    number = float(text)
+    return number if math.isfinite(number) and not math.copysign(1, number) < 0 else None
+
+
+def whole_in(text: str | None) -> int | None:
+    return int(text) if text is not None and INTEGER.fullmatch(text.strip()) else None
+
+
+def requests_gpus(pod: Pod) -> bool:
+    """Whether a container requests a resource that is called something with `gpu`. Limits alone do not count, nor do
+    init containers."""
+    for container in pod.body.containers or ():
+        requests = container.resources.requests if container.resources else None
+        if any("gpu" in name.lower() and amount not in (None, 0, "0", "") for name, amount in (requests or {}).items()):
+            return True
+    return False
+
+
+def is_to_be_scored(pod: Pod, claim: Claim | None) -> bool:
+    """Only what gets a GPU: a hint could keep any other pod from every node it may run on."""
+    return requests_gpus(pod) or bool(claim and claim.count)
+
+
+def was_hinted(pod: Pod, now: datetime) -> bool:
+    """Whether this is the pod of a moment ago, brought back by another webhook's change: its hints stay as they are."""
+    text = pod.annotations.get(keys.DECISION_TIMESTAMP.name) or ""
+    return text.isdecimal() and len(text) < 12 and abs(now.timestamp() - int(text)) < SAME_CREATION.total_seconds()
+
+
+# What a scorer advises.
+
+
+@frozen
+class Bucket:
+    """Scores from here on get this priority class."""
+
+    min_score: float
+    priority_class: str
+
+
+DEFAULT_CLASS = "gpu-default"
+DEFAULT_BUCKETS = (
+    Bucket(90, "gpu-ultra"),
+    Bucket(70, "gpu-high"),
+    Bucket(50, "gpu-medium"),
+    Bucket(0, DEFAULT_CLASS),
+)
+
+
+def class_for(score: float, buckets: Iterable[Bucket]) -> str:
+    best = sorted((one for one in buckets if one.min_score <= score), key=lambda one: -one.min_score)
+    return best[0].priority_class if best else DEFAULT_CLASS
+
+
+@frozen
+class Advice:
+    """A scorer's answer, well formed and not yet trusted."""
+
+    score: float = 50
+    selector: tuple[tuple[str, str], ...] = ()
+    tolerations: tuple[Toleration, ...] = ()
+    avoid: tuple[str, ...] = ()
+    chosen: str | None = None
+
+    @property
+    def chosen_gpu(self) -> str:
+        """Scorers that answer figures only say it in their selector."""
+        by_label = (value for key in keys.GPU_TYPE_LABELS for name, value in self.selector if name == key)
+        return self.chosen or next(by_label, "unknown")
+
+    @property
+    def score_text(self) -> str:
+        return str(int(self.score)) if float(self.score).is_integer() else repr(self.score)
+
+
+@frozen
+class Hints:
+    """What becomes of advice on one pod; `warnings` say what was left out."""
+
+    job_type: str
+    score: str
+    chosen_gpu: str
+    decided: int
+    priority_class: str | None = None
+    selector: tuple[tuple[str, str], ...] = ()
+    tolerations: tuple[Toleration, ...] = ()
+    avoid: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = field(default=(), eq=False)
+
+    def wished(self, claim: Claim) -> Claim:
+        """The claim of a pod that tolerates what the hints add, and would rather be on the nodes that they select."""
+        own = dict(claim.nodes.selector)
+        selector = (*claim.nodes.selector, *((key, value) for key, value in self.selector if key not in own))
+        nodes = evolve(claim.nodes, tolerations=(*claim.nodes.tolerations, *self.tolerations))
+        return evolve(claim, nodes=nodes, preferred=evolve(nodes, selector=selector) if self.selector else None)
+
+    def on_nodes_with(self, *nodes: Labels) -> "Hints":
+        """Without the selector, if it would keep the pod from a node that was found for it."""
+        if all(labels.get(key) == value for labels in nodes for key, value in self.selector):
+            return self
+        wanted = ", ".join(f"{key}={value}" for key, value in self.selector)
+        return self._without_selector(f"no node with {wanted} can serve the pod: it is placed without that hint")
+
+    def while_waiting(self) -> "Hints":
+        """For a pod whose node is found later: the hint must not be what it waits for."""
+        return evolve(self, selector=())
+
+    def _without_selector(self, why: str) -> "Hints":
+        return evolve(self, selector=(), warnings=(*self.warnings, why))
+
+
+# From advice to hints.
+
+
+@frozen
+class Surroundings:
+    """What a hint may refer to."""
+
+    gpu_types: Mapping[str, Mapping[str, int]]
+    buckets: Sequence[Bucket] = DEFAULT_BUCKETS
+    # None: every name is taken for a class.
+    classes: frozenset[str] | None = None
+    # The class that pods get that name none: having it is not to have chosen it.
+    default_class: str | None = None
+
+
+def hints_of(advice: Advice, features: Features, pod: Pod, around: Surroundings, now: datetime) -> Hints:
+    reading = Reading(advice, features, pod, around)
+    selector, tolerations = tuple(reading.selector()), tuple(reading.tolerations())
+    return Hints(
+        job_type=features.job_type,
+        score=advice.score_text,
+        chosen_gpu=advice.chosen_gpu,
+        decided=int(now.timestamp()),
+        priority_class=reading.priority_class(),
+        selector=selector,
+        tolerations=tolerations,
+        avoid=tuple(reading.avoid()),
+        warnings=tuple(reading.warnings),
+    )
+
+
+class Reading:
+    """One answer against one pod and what there is in the cluster."""
+
+    def __init__(self, advice: Advice, features: Features, pod: Pod, around: Surroundings) -> None:
+        self.advice = advice
+        self.pod = pod
+        self.around = around
+        self.warnings: list[str] = list(features.warnings)
+        if not is_label(features.job_type):
+            self.warnings.append(
+                f"{keys.JOB_TYPE}: {features.job_type[:63]!r} cannot be a label, so other pods cannot avoid this one"
+            )
+
+    def priority_class(self) -> str | None:
+        if self.pod.body.priority_class_name not in (None, "", self.around.default_class):
+            return None
+        name = class_for(self.advice.score, self.around.buckets)
+        if self.around.classes is None or name in self.around.classes:
+            return name
+        self.warnings.append(f"there is no PriorityClass {name}: the pod goes on without it")
+        return None
+
+    def selector(self) -> Iterator[tuple[str, str]]:
+        if self.pod.body.node_name:
+            return  # it is on its node already, and a kubelet would turn it away
+        own = self.pod.body.node_selector or {}
+        for asked, value in self.advice.selector:
+            key = self._key_for(asked, value)
+            if key is None:
+                self.warnings.append(f"no node has {asked}={value}, which the scorer chose: it is left out")
+            elif own.get(key, value) != value:
+                self.warnings.append(f"nodeSelector {key}={own[key]} stays; the scorer would have {value}")
+            elif not LABEL_KEY.fullmatch(key) or not is_label(value):
+                self.warnings.append(f"{key}={value} is no label: it is left out")
+            else:
+                yield key, value
+
+    def _key_for(self, asked: str, value: str) -> str | None:
+        """A model is selected by the label that nodes say it with, whichever one the scorer knows."""
+        if asked not in keys.GPU_TYPE_LABELS:
+            return asked
+        known = {key: types.get(value, 0) for key, types in self.around.gpu_types.items()}
+        best = max(known, key=lambda key: known[key], default=None)
+        return best if best is not None and known[best] else None
+
+    def tolerations(self) -> Iterator[Toleration]:
+        own = self.pod.body.tolerations or []
+        for one in dict.fromkeys(self.advice.tolerations):
+            if not is_valid(one):
+                self.warnings.append(f"a toleration of {(one.key or 'everything')[:63]} is not valid: it is left out")
+            elif one not in own:
+                yield one
+
+    def avoid(self) -> Iterator[str]:
+        for job_type in dict.fromkeys(self.advice.avoid):
+            if job_type and is_label(job_type):
+                yield job_type
+            else:
+                self.warnings.append(f"{job_type[:63]!r} cannot be a label, so no pod of that kind can be avoided")
+
+
+def is_label(value: str) -> bool:
+    return len(value) <= 63 and LABEL_VALUE.fullmatch(value) is not None
+
+
+def is_valid(one: Toleration) -> bool:
+    """By Kubernetes' rules for tolerations. One without a key tolerates everything: no scorer may say so."""
+    if not one.key or not LABEL_KEY.fullmatch(one.key) or (one.effect or "") not in EFFECTS:
+        return False
+    seconds = one.toleration_seconds
+    if seconds is not None and (one.effect != "NoExecute" or abs(seconds) > MAX_SECONDS):
+        return False
+    if one.operator == "Exists":
+        return not one.value
+    return one.operator in (None, "", "Equal") and is_label(one.value or "")
+
+
+# How a pod looks with them.
+
+
+def hinted(raw: RawPod, hints: Hints, *, writes_aliases: bool = True) -> Json:
+    """The pod with the hints merged in; whatever it said itself stays."""
+    return {
+        **raw,
+        "metadata": hinted_metadata(raw.get("metadata") or {}, hints, writes_aliases=writes_aliases),
+        "spec": hinted_spec(raw.get("spec") or {}, hints),
+    }
+
+
+def hinted_metadata(meta: Json, hints: Hints, *, writes_aliases: bool) -> Json:
+    written: tuple[tuple[Key, str], ...] = (
+        (keys.PRIORITY_SCORE, hints.score),
+        (keys.CHOSEN_GPU, hints.chosen_gpu),
+        (keys.DECISION_TIMESTAMP, str(hints.decided)),
+    )
+    annotations = dict(meta.get("annotations") or {})
+    for key, value in written:
+        annotations.update(dict.fromkeys(key.names if writes_aliases else (key.name,), value))
+    labels = meta.get("labels") or {}
+    if is_label(hints.job_type) and keys.JOB_TYPE not in labels:
+        return {**meta, "annotations": annotations, "labels": {**labels, keys.JOB_TYPE: hints.job_type}}
+    return {**meta, "annotations": annotations}
+
+
+def hinted_spec(raw: Json, hints: Hints) -> Json:
+    spec = dict(raw)
+    if hints.priority_class is not None:
+        # What the priority plugin had set before it knew of the class; a number that is not the class's is refused.
+        spec.pop("priority", None)
+        spec.pop("preemptionPolicy", None)
+        spec["priorityClassName"] = hints.priority_class
+    if hints.selector:
+        spec["nodeSelector"] = {**dict(hints.selector), **(raw.get("nodeSelector") or {})}
+    if hints.tolerations:
+        spec["tolerations"] = [*(raw.get("tolerations") or ()), *map(raw_toleration, hints.tolerations)]
+    if hints.avoid:
+        spec["affinity"] = avoiding(raw.get("affinity") or {}, hints.avoid)
+    return spec
+
+
+def raw_toleration(one: Toleration) -> Json:
+    members = {
+        "key": one.key,
+        "operator": one.operator,
+        "value": one.value,
+        "effect": one.effect,
+        "tolerationSeconds": one.toleration_seconds,
+    }
+    return {name: value for name, value in members.items() if value not in (None, "")}
+
+
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+
+
+def avoiding(affinity: Json, job_types: Iterable[str]) -> Json:
+    """A wish, beside all that the pod wishes or demands itself."""
+    apart = affinity.get("podAntiAffinity") or {}
+    own = apart.get(PREFERRED) or []
+    added = [term for term in map(apart_from, job_types) if term not in own]
+    return {**affinity, "podAntiAffinity": {**apart, PREFERRED: [*own, *added]}}
+
+
+def apart_from(job_type: str) -> Json:
+    selector = {"matchExpressions": [{"key": keys.JOB_TYPE, "operator": "In", "values": [job_type]}]}
+    term = {"labelSelector": selector, "topologyKey": keys.HOSTNAME_LABEL}
+    return {"weight": 100, "podAffinityTerm": term}
+
+
+# Jobs.
+
+
+class TemplateWire(Wire, frozen=True):
+    metadata: Metadata | None = None
+
+
+class JobSpecWire(Wire, frozen=True):
+    template: TemplateWire | None = None
+
+
+class JobWire(Wire, frozen=True):
+    metadata: Metadata | None = None
+    spec: JobSpecWire | None = None
+
+
+def handed_down(raw: Mapping[str, Any]) -> Json:
+    """The Job whose pods say of their work what it says itself; what their template says wins."""
+    try:
+        job = msgspec.convert(raw, JobWire)
+    except msgspec.ValidationError as exc:
+        raise InvalidPodError(f"the Job cannot be read: {exc}") from exc
+    template = job.spec.template if job.spec else None
+    own = (template.metadata.annotations if template and template.metadata else None) or {}
+    said = (job.metadata.annotations if job.metadata else None) or {}
+    missing = {key: said[key] for key in keys.FEATURES if said.get(key) is not None and key not in own}
+    if template is None or not missing:
+        return dict(raw)
+    raw_template = raw["spec"]["template"]
+    meta = raw_template.get("metadata") or {}
+    annotations = {**(meta.get("annotations") or {}), **missing}
+    return {
+        **raw,
+        "spec": {**raw["spec"], "template": {**raw_template, "metadata": {**meta, "annotations": annotations}}},
+    }

@@ -1,0 +1,116 @@
+"""The lines in which claims wait: whose turn it is among those that want the same devices.
+
+First come, first served holds per kind: all that a claim asks for but how many. So a claim for eight GPUs is not
+overtaken for ever by claims for one of the same kind, and one that nothing can be had for holds nobody up.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from datetime import datetime
+from typing import NamedTuple
+
+from attrs import field, frozen
+
+from webhook.core.claim import Claim
+from webhook.core.gpu_map import MapEntry
+from webhook.core.nodes_asked import NodesAsked
+from webhook.core.reasons import Reason
+from webhook.core.reservation import PodIdentity
+from webhook.core.verdict import Deny
+
+
+class Kind(NamedTuple):
+    """What claims of a kind agree in: they can be served from the same devices."""
+
+    hashes: frozenset[str]
+    requirements: frozenset[str]
+    is_shared: bool
+    place: MapEntry | None
+    unmapped: int | None
+    nodes: NodesAsked
+
+    @classmethod
+    def of(cls, claim: Claim) -> "Kind":
+        record = claim.record
+        return cls(claim.hashes, claim.requirements, claim.is_shared, claim.place, record.unmapped, claim.nodes)
+
+
+@frozen(order=False)
+class Waiter:
+    """A pod that waits, since when it has existed, and for what."""
+
+    pod: PodIdentity
+    created: datetime
+    claim: Claim
+    kind: Kind = field(init=False, eq=False, repr=False)
+
+    @kind.default
+    def _kind(self) -> Kind:
+        return Kind.of(self.claim)
+
+    @property
+    def turn(self) -> tuple[datetime, str]:
+        return self.created, self.pod.uid
+
+
+class Lines:
+    """Waiters by kind, and within a kind by how many GPUs each wants, in the order of their coming."""
+
+    def __init__(self) -> None:
+        self._waiters: dict[str, Waiter] = {}
+        self._lines: dict[Kind, dict[int, list[tuple[datetime, str]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._waiters
+
+    def put(self, waiter: Waiter) -> None:
+        known = self._waiters.get(waiter.pod.uid)
+        if known is not None and (known.kind, known.claim.count, known.turn) == (
+            waiter.kind,
+            waiter.claim.count,
+            waiter.turn,
+        ):
+            self._waiters[waiter.pod.uid] = waiter
+            return
+        self.drop(waiter.pod.uid)
+        self._waiters[waiter.pod.uid] = waiter
+        insort(self._lines.setdefault(waiter.kind, {}).setdefault(waiter.claim.count, []), waiter.turn)
+
+    def drop(self, uid: str) -> None:
+        waiter = self._waiters.pop(uid, None)
+        if waiter is None:
+            return
+        lines = self._lines[waiter.kind]
+        line = lines[waiter.claim.count]
+        del line[bisect_left(line, waiter.turn)]
+        if not line:
+            del lines[waiter.claim.count]
+        if not lines:
+            del self._lines[waiter.kind]
+
+    def uids(self) -> set[str]:
+        return set(self._waiters)
+
+    def kinds(self) -> list[Kind]:
+        return list(self._lines)
+
+    def heads(self, kind: Kind) -> list[Waiter]:
+        """The first of each number of GPUs, oldest first."""
+        turns = sorted(line[0] for line in self._lines.get(kind, {}).values())
+        return [self._waiters[uid] for _, uid in turns]
+
+    def behind(self, waiter: Waiter) -> Iterator[Waiter]:
+        """It and those that came after it and want exactly the same."""
+        line = list(self._lines.get(waiter.kind, {}).get(waiter.claim.count, ()))
+        return (self._waiters[uid] for _, uid in line[bisect_left(line, waiter.turn) :] if uid in self._waiters)
+
+
+def its_turn_is_later(claim: Claim, first: Claim) -> Deny:
+    return Deny(
+        Reason.NO_FREE_DEVICE,
+        f"{claim.sentence}: it is the turn of another pod that waits for the same devices",
+        hint=f"that one asks for {first.count}",
+    )

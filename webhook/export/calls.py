@@ -1,0 +1,80 @@
+"""Single requests to the API server, at no more than a rate, with its refusals in our words."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.core.errors import GpuwardenError
+from webhook.export.turns import Limit
+
+Raw = dict[str, Any]
+REQUEST_TIMEOUT: Final = 10.0
+JSON: Final = "application/json"
+MERGE_PATCH: Final = "application/merge-patch+json"
+
+
+class ApiAwayError(GpuwardenError):
+    """The API server did not answer, or not this time."""
+
+
+class ApiRefusesError(GpuwardenError):
+    """The API server refuses it, and would again."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status = status
+        super().__init__(f"the API server answered {status}{text}")
+
+
+class SaidWire(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+class Calls:
+    """Requests with the credentials of `api`."""
+
+    def __init__(self, api: client.ApiClient, limit: Limit, longest: float = REQUEST_TIMEOUT) -> None:
+        self._api = api
+        self._limit = limit
+        self._longest = longest
+
+    async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
+        """The object; None if there is none. Raises ApiAwayError, ApiRefusesError."""
+        await self._limit.turn()
+        content_type = MERGE_PATCH if method == "PATCH" else JSON
+        request = await self._api.param_serialize(
+            method=method,
+            resource_path=path,
+            path_params=dict(names),
+            header_params={"Accept": JSON, **({"Content-Type": content_type} if body is not None else {})},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        try:
+            answer = await self._api.call_api(*request, _request_timeout=self._longest)
+            async with answer.response as response:
+                status, content = response.status, await response.read()
+        except ApiException as exc:
+            status, content = exc.status or 0, b""
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise ApiAwayError(f"the API server did not answer: {type(exc).__name__}") from exc
+        if status == 404:
+            return None
+        if status in (400, 401, 403, 409, 422):
+            raise ApiRefusesError(status, said_in(content))
+        if not 200 <= status < 300:
+            raise ApiAwayError(f"the API server answered {status}")
+        try:
+            return msgspec.json.decode(content, type=Raw)
+        except msgspec.DecodeError as exc:
+            raise ApiAwayError("the API server's answer cannot be read") from exc
+
+
+def said_in(content: bytes) -> str:
+    try:
+        return ": " + msgspec.json.decode(content, type=SaidWire).message[:400]
+    except msgspec.DecodeError:
+        return ""

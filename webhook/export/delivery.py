@@ -1,0 +1,291 @@
+"""Brings every batch to every exporter, each at its own pace: a store that is down holds up nobody but itself."""
+
+import asyncio
+import hashlib
+import random
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Final, Protocol, runtime_checkable
+
+import structlog
+from attrs import frozen
+
+from webhook.clock import Clock
+from webhook.export import Exporter, ExportError
+from webhook.export.outbox import Entry, Outbox, Waiting
+from webhook.export.records import Batch
+
+log = structlog.get_logger(__name__)
+
+# Every try is longer than what an exporter allows itself.
+LIMIT: Final = timedelta(minutes=2)
+# Of an exporter that has what it was given, and is given it once more because another did not take it.
+REMEMBERED: Final = 4096
+
+
+@frozen
+class Pauses:
+    """Between tries that fail: twice as long each time, and somewhat less than said, to keep out of step."""
+
+    first: timedelta = timedelta(seconds=1)
+    longest: timedelta = timedelta(minutes=1)
+
+    def after(self, pause: timedelta) -> timedelta:
+        return min(2 * pause, self.longest)
+
+
+@frozen
+class Heard:
+    """Who counts what becomes of batches."""
+
+    stored: Callable[[str, Batch], None] = lambda exporter, batch: None
+    # It is tried again.
+    failed: Callable[[str, str], None] = lambda exporter, reason: None
+    # It is not: the store will never take it.
+    refused: Callable[[str, Batch, str], None] = lambda exporter, batch, reason: None
+
+
+@frozen
+class State:
+    """How it stands with one exporter."""
+
+    waiting: Waiting
+    # Why the last try failed; None once one has succeeded.
+    error: str | None
+
+
+@runtime_checkable
+class Gathering(Protocol):
+    """An exporter that would rather take many batches at once, and does not mind how they are put together."""
+
+    records_at_once: int
+
+
+class Lane:
+    """One exporter and what it is owed."""
+
+    def __init__(self, exporter: Exporter, outbox: Outbox, clock: Clock, heard: Heard, pauses: Pauses) -> None:
+        self.exporter = exporter
+        self._outbox = outbox
+        self._clock = clock
+        self._heard = heard
+        self._pauses = pauses
+        self._at_once = exporter.records_at_once if isinstance(exporter, Gathering) else 0
+        self._stored: OrderedDict[str, None] = OrderedDict()
+        self._news = asyncio.Event()
+        self._last_orders = asyncio.Event()
+        self._error: str | None = None
+
+    @property
+    def state(self) -> State:
+        return State(self._outbox.waiting, self._error)
+
+    async def take(self, batch: Batch) -> None:
+        """Raises ExportError."""
+        if batch.id not in self._stored:
+            await asyncio.to_thread(self._outbox.put, batch, self._clock())
+            self._news.set()
+
+    async def run(self) -> None:
+        """Until all is stored that was taken before `finish`."""
+        pause = self._pauses.first
+        while await self._is_owed():
+            entries = await asyncio.to_thread(self._outbox.first, self._at_once)
+            try:
+                await self._deliver(entries)
+            except ExportError as exc:
+                self._note(exc)
+                await self._rest(pause)
+                pause = self._pauses.first if self._last_orders.is_set() else self._pauses.after(pause)
+            else:
+                self._error = None
+                pause = self._pauses.first
+
+    def finish(self) -> None:
+        self._last_orders.set()
+        self._news.set()
+
+    async def close(self) -> None:
+        await self.exporter.close()
+        await asyncio.to_thread(self._outbox.close)
+
+    async def _is_owed(self) -> bool:
+        """Waits for a batch; False if there is none and none will come."""
+        while not self._outbox.waiting.batches:
+            if self._last_orders.is_set():
+                return False
+            self._news.clear()
+            if not self._outbox.waiting.batches:
+                await self._news.wait()
+        return True
+
+    async def _deliver(self, entries: Sequence[tuple[Entry, Batch]]) -> None:
+        """All of them at once, or one by one where one among them is refused. Raises ExportError."""
+        try:
+            await self._export(together([batch for _, batch in entries]))
+        except ExportError as exc:
+            if not exc.is_lasting:
+                raise
+            if len(entries) > 1:
+                for one in entries:
+                    await self._deliver([one])
+                return
+            for entry, batch in entries:
+                log.warning("batch refused for good", exporter=self.exporter.name, batch=batch.id, problem=str(exc))
+                await asyncio.to_thread(self._outbox.refuse, entry)
+                self._remember(batch)
+                self._heard.refused(self.exporter.name, batch, str(exc))
+            return
+        await asyncio.to_thread(self._outbox.done, [entry for entry, _ in entries])
+        for _, batch in entries:
+            self._remember(batch)
+            self._heard.stored(self.exporter.name, batch)
+
+    async def _export(self, batch: Batch) -> None:
+        if not batch.size:
+            return
+        try:
+            async with asyncio.timeout(LIMIT.total_seconds()):
+                await self.exporter.export(batch)
+        except TimeoutError as exc:
+            raise ExportError(f"no end after {LIMIT.total_seconds():.0f} s") from exc
+
+    def _remember(self, batch: Batch) -> None:
+        self._stored[batch.id] = None
+        while len(self._stored) > REMEMBERED:
+            self._stored.popitem(last=False)
+
+    def _note(self, exc: ExportError) -> None:
+        self._error = str(exc)
+        waiting = self._outbox.waiting.batches
+        log.warning("batches not stored", exporter=self.exporter.name, problem=self._error, waiting=waiting)
+        self._heard.failed(self.exporter.name, self._error)
+
+    async def _rest(self, pause: timedelta) -> None:
+        """Cut short by the end, for one more try; from then on as long as ever."""
+        seconds = pause.total_seconds() * random.uniform(0.5, 1.0)  # noqa: S311 - to keep out of step
+        if self._last_orders.is_set():
+            await asyncio.sleep(seconds)
+            return
+        try:
+            async with asyncio.timeout(seconds):
+                await self._last_orders.wait()
+        except TimeoutError:
+            return
+
+
+class Delivery:
+    """Takes batches for all exporters. What `take` returned for is stored in time, also by the next process if there
+    is a directory for the outboxes."""
+
+    def __init__(
+        self,
+        exporters: Sequence[Exporter],
+        opened: Callable[[str], Outbox],
+        clock: Clock,
+        *,
+        heard: Heard | None = None,
+        pauses: Pauses | None = None,
+    ) -> None:
+        """`opened` is `outbox.opener(directory)`. Raises ExportError where an outbox cannot be kept."""
+        heard, pauses = heard or Heard(), pauses or Pauses()
+        self._lanes = [Lane(one, opened(one.name), clock, heard, pauses) for one in exporters]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_ending = False
+        self._being_taken = 0
+        self._all_taken = asyncio.Event()
+        self._all_taken.set()
+
+    async def take(self, batch: Batch) -> None:
+        """Kept for every exporter when this returns. Raises ExportError that names those that it could not be kept
+        for; the others have it, and the same batch may be given again."""
+        if self._is_ending:
+            raise ExportError("nothing is taken any more: the process is ending")
+        with self._taking():
+            done = await asyncio.gather(*(self._tried(lane.exporter.name, lane.take(batch)) for lane in self._lanes))
+        if problems := [problem for problem in done if problem]:
+            raise ExportError("; ".join(problems))
+
+    async def run(self) -> None:
+        """For ever, or until `drain` is through. Whoever cancels it while that goes on does not disturb it."""
+        self._start()
+        tasks = list(self._tasks)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            if not self._is_ending:
+                await self._end()
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def drain(self, deadline: timedelta) -> int:
+        """Take nothing more, store what can be within the deadline, close the exporters. How many batches are left:
+        they wait in the outbox for the next process. Nothing is written from then on."""
+        self._is_ending = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline.total_seconds()):
+                await self._all_taken.wait()
+                for lane in self._lanes:
+                    lane.finish()
+                self._start()
+                await asyncio.wait(self._tasks)
+        await self._end()
+        left = sum(lane.state.waiting.batches for lane in self._lanes)
+        await asyncio.gather(*(lane.close() for lane in self._lanes))
+        return left
+
+    async def check(self) -> None:
+        """Raises ExportError that names the exporters that could store nothing at this moment."""
+        checks = (self._tried(lane.exporter.name, lane.exporter.check()) for lane in self._lanes)
+        if problems := [problem for problem in await asyncio.gather(*checks) if problem]:
+            raise ExportError("; ".join(problems))
+
+    @property
+    def states(self) -> Mapping[str, State]:
+        return {lane.exporter.name: lane.state for lane in self._lanes}
+
+    @contextmanager
+    def _taking(self) -> Iterator[None]:
+        """What is half taken when the end begins is waited for: whoever gave it may be told that it is kept."""
+        self._being_taken += 1
+        self._all_taken.clear()
+        try:
+            yield
+        finally:
+            self._being_taken -= 1
+            if not self._being_taken:
+                self._all_taken.set()
+
+    def _start(self) -> None:
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(lane.run()) for lane in self._lanes]
+
+    async def _end(self) -> None:
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        for exc in await asyncio.gather(*tasks, return_exceptions=True):
+            if exc is not None and not isinstance(exc, asyncio.CancelledError):
+                log.error("delivery broke off", problem=repr(exc))
+
+    async def _tried(self, name: str, done: Awaitable[None]) -> str | None:
+        try:
+            await done
+        except ExportError as exc:
+            return f"{name}: {exc}"
+        return None
+
+
+def together(batches: Sequence[Batch]) -> Batch:
+    """Several as one; one stays itself."""
+    if len(batches) == 1:
+        return batches[0]
+    digest = hashlib.sha256("\n".join(batch.id for batch in batches).encode()).hexdigest()
+    return Batch(
+        id=digest,
+        readings=tuple(reading for batch in batches for reading in batch.readings),
+        uses=tuple(use for batch in batches for use in batch.uses),
+    )

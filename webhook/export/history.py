@@ -1,0 +1,146 @@
+"""Who used which GPU, and when: the question to Postgres and how its answer is shown."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+import psycopg
+from attrs import asdict, fields, frozen
+from psycopg import sql
+from psycopg.rows import kwargs_row
+
+from webhook.core.errors import GpuwardenError
+from webhook.export import ExportError
+from webhook.export.postgres import connected, limit, said
+from webhook.export.records import raw_time
+from webhook.export.tables import Tables
+from webhook.export.targets import PostgresTarget
+
+# More than anybody reads; whoever wants all of it has the view.
+MOST: Final = 10_000
+
+Form = Literal["text", "json"]
+FORMS: Final[tuple[Form, ...]] = get_args(Form)
+
+
+@frozen
+class Question:
+    """Uses of which all of this is true."""
+
+    serial: str | None = None
+    uuid: str | None = None
+    namespace: str | None = None
+    pod: str | None = None
+    hash: str | None = None
+
+    @classmethod
+    def asked(
+        cls, *, serial: str | None = None, uuid: str | None = None, pod: str | None = None, hash: str | None = None
+    ) -> "Question":
+        """Raises GpuwardenError."""
+        if not any((serial, uuid, pod, hash)):
+            raise GpuwardenError("say what to look for: --serial, --pod, --hash or --uuid")
+        namespace, _, name = (pod or "").partition("/")
+        if pod and not (namespace and name):
+            raise GpuwardenError(f"flag --pod: {pod!r} is no pod; allowed: NAMESPACE/NAME")
+        return cls(serial=serial, uuid=uuid, namespace=namespace or None, pod=name or None, hash=hash)
+
+
+@frozen
+class PastUse:
+    """One use, and what is known of its GPU. In the order in which it is shown; the names are those of the view."""
+
+    since: datetime
+    until: datetime | None
+    cluster: str
+    node: str
+    serial: str | None
+    chassis: str | None
+    gpu_uuid: str
+    index: int | None
+    minor: int | None
+    model: str | None
+    machine: str | None
+    namespace: str | None
+    pod: str | None
+    pod_uid: str | None
+    owner: str | None
+    evidence_hash: str | None
+    reservation: str
+
+
+COLUMNS: Final = tuple(field.name for field in fields(PastUse))
+# What fits a terminal; all of it is in the JSON form.
+SHOWN: Final = ("since", "until", "cluster", "node", "serial", "gpu_uuid", "pod", "owner", "evidence_hash")
+
+
+async def answer(target: PostgresTarget, question: Question) -> Sequence[PastUse]:
+    """The newest first. Raises ExportError."""
+    tables = Tables.named(target.table)
+    try:
+        async with await connected(target) as connection, connection.transaction():
+            await limit(connection, target.statement_timeout)
+            async with connection.cursor(row_factory=kwargs_row(PastUse)) as cursor:
+                await cursor.execute(query(tables, question), {**asdict(question), "most": MOST})
+                return await cursor.fetchall()
+    except psycopg.errors.UndefinedTable as exc:
+        problem = f"there is no history in {target.table}_history: an exporter that may migrate makes it"
+        raise ExportError(problem) from exc
+    except psycopg.Error as exc:
+        raise ExportError(said(exc)) from exc
+
+
+def query(tables: Tables, question: Question) -> sql.Composed:
+    """By a serial, the GPUs are found first that ever had it: the view itself would have to look at every use."""
+    names = {"table": tables.readings, "uses": tables.uses}
+    asked = [name for name, value in asdict(question).items() if value is not None]
+    return sql.SQL(
+        "SELECT {columns} FROM {view} WHERE {conditions} ORDER BY since DESC, cluster, node, gpu_uuid LIMIT %(most)s"
+    ).format(
+        columns=sql.SQL(", ").join(map(sql.Identifier, COLUMNS)),
+        view=tables.view,
+        conditions=sql.SQL(" AND ").join(sql.SQL(CONDITIONS[name]).format(**names) for name in asked),
+    )
+
+
+CONDITIONS: Final[Mapping[str, Any]] = {
+    "serial": (
+        "gpu_uuid IN (SELECT uuid FROM {table} WHERE gpu = %(serial)s"
+        " UNION SELECT gpu_uuid FROM {uses} WHERE serial = %(serial)s) AND serial = %(serial)s"
+    ),
+    "uuid": "gpu_uuid = %(uuid)s",
+    "namespace": "namespace = %(namespace)s",
+    "pod": "pod = %(pod)s",
+    "hash": "evidence_hash = %(hash)s",
+}
+
+
+def shown(uses: Sequence[PastUse], form: Form) -> str:
+    if form == "json":
+        return msgspec.json.format(msgspec.json.encode([raw(use) for use in uses]), indent=2).decode()
+    if not uses:
+        return "No such use is known."
+    rows = [[name.upper() for name in SHOWN], *([cell(use, name) for name in SHOWN] for use in uses)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(SHOWN))]
+    lines = ["  ".join(text.ljust(size) for text, size in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(uses) == MOST:
+        lines.append(f"These are the newest {MOST}; there may be more.")
+    return "\n".join(lines)
+
+
+def raw(use: PastUse) -> Mapping[str, Any]:
+    times = {"since": raw_time(use.since), "until": None if use.until is None else raw_time(use.until)}
+    return asdict(use) | times
+
+
+def cell(use: PastUse, name: str) -> str:
+    match name:
+        case "since":
+            return raw_time(use.since)
+        case "until":
+            return "still" if use.until is None else raw_time(use.until)
+        case "pod":
+            return f"{use.namespace}/{use.pod}" if use.pod else "-"
+        case _:
+            return getattr(use, name) or "-"

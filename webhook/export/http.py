@@ -1,0 +1,144 @@
+"""Records by POST to an endpoint, in the form and with the headers that S2's exporter has."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from email.utils import parsedate_to_datetime
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from webhook.clock import Clock
+from webhook.export import ExportError
+from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
+from webhook.export.targets import HttpTarget
+
+USER_AGENT: Final = "gpuid-http-exporter/1.0"
+TRIES: Final = 3
+FIRST_PAUSE, LONGEST_PAUSE = timedelta(milliseconds=500), timedelta(seconds=10)
+# What is said in an error, of an answer of which no more is read.
+MAX_SAID, MAX_ANSWER = 300, 64 * 1024
+
+# The same again would be answered the same: what is wrong is what was sent.
+LASTING: Final = frozenset({400, 413, 415, 422})
+# It may be better in a moment.
+PASSING: Final = frozenset({408, 425, 429})
+
+Sleep = Callable[[float], Awaitable[object]]
+
+
+class TryAgainError(ExportError):
+    """It was not taken this time."""
+
+    def __init__(self, reason: str, after: timedelta | None = None) -> None:
+        super().__init__(reason)
+        self.after = after
+
+
+class HttpExporter:
+    """One request for a batch's readings and one for its uses. 2xx means stored, once its answer is here whole."""
+
+    name = "http"
+
+    def __init__(self, target: HttpTarget, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
+        self._target = target
+        self._clock = clock
+        self._sleep = sleep
+        self._client = httpx.AsyncClient(
+            timeout=target.timeout.total_seconds(), trust_env=target.proxied, follow_redirects=False
+        )
+
+    async def export(self, batch: Batch) -> None:
+        if batch.readings:
+            await self._send([raw_reading(one) for one in batch.readings], "reading", batch.id)
+        if batch.uses:
+            # Another body, so another key: a server that knows the first would answer this with that one's answer.
+            await self._send([raw_use(one) for one in batch.uses], "use", f"{batch.id}/use")
+
+    async def check(self) -> None:
+        """Whether it answers: HEAD, whatever it says to that, but for a token that it does not know and faults of its
+        own."""
+        try:
+            reply = await self._asked(self._client.build_request("HEAD", self._target.endpoint, headers=self._token()))
+        except TryAgainError as exc:
+            raise ExportError(str(exc)) from exc
+        if reply.status_code == 401 or reply.status_code in {500, 502, 503, 504}:
+            raise ExportError(f"the endpoint answers {reply.status_code}")
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _send(self, records: Sequence[dict[str, Any]], kind: str, key: str) -> None:
+        content = msgspec.json.encode(records)
+        pause = FIRST_PAUSE
+        for tries_left in reversed(range(TRIES)):
+            try:
+                await self._post(content, kind, key, len(records))
+            except TryAgainError as exc:
+                if not tries_left:
+                    raise
+                await self._sleep(jittered(max(pause, min(exc.after or pause, LONGEST_PAUSE))))
+                pause *= 2
+            else:
+                return
+
+    async def _post(self, content: bytes, kind: str, key: str, count: int) -> None:
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": USER_AGENT,
+            "X-Records-Count": str(count),
+            "X-Timestamp": raw_seconds(self._clock()),
+            **self._token(),
+            "Idempotency-Key": key,
+            "X-Record-Kind": kind,
+        }
+        request = self._client.build_request("POST", self._target.endpoint, headers=headers, content=content)
+        reply = await self._asked(request)
+        if reply.is_success:
+            return
+        said = f"the endpoint answered {reply.status_code}: {reply.text[:MAX_SAID]}"
+        if reply.is_server_error or reply.status_code in PASSING:
+            raise TryAgainError(said, retry_after(reply, self._clock))
+        raise ExportError(said, is_lasting=reply.status_code in LASTING)
+
+    async def _asked(self, request: httpx.Request) -> httpx.Response:
+        """The answer, whole. Raises TryAgainError."""
+        try:
+            async with asyncio.timeout(self._target.timeout.total_seconds()):
+                reply = await self._client.send(request, stream=True)
+                try:
+                    return await bounded(reply)
+                finally:
+                    await reply.aclose()
+        except TimeoutError as exc:
+            raise TryAgainError(f"no answer within {self._target.timeout.total_seconds():g} s") from exc
+        except httpx.HTTPError as exc:
+            raise TryAgainError(f"no whole answer: {str(exc) or type(exc).__name__}") from exc
+
+    def _token(self) -> dict[str, str]:
+        return {} if self._target.token is None else {"Authorization": f"Bearer {self._target.token}"}
+
+
+async def bounded(reply: httpx.Response) -> httpx.Response:
+    """The reply with what it says; what is beyond the bound is read and forgotten."""
+    content = bytearray()
+    async for chunk in reply.aiter_bytes():
+        content += chunk[: MAX_ANSWER - len(content)]
+    headers = {name: value for name, value in reply.headers.items() if name == "retry-after"}
+    return httpx.Response(reply.status_code, headers=headers, content=bytes(content))
+
+
+def retry_after(reply: httpx.Response, clock: Clock) -> timedelta | None:
+    said = reply.headers.get("retry-after", "")
+    if said.isdecimal() and len(said) < 6:
+        return timedelta(seconds=int(said))
+    try:
+        return max(parsedate_to_datetime(said) - clock(), timedelta())
+    except (TypeError, ValueError):
+        return None
+
+
+def jittered(pause: timedelta) -> float:
+    return pause.total_seconds() * random.uniform(0.8, 1.2)  # noqa: S311 - to keep out of step

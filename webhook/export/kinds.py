@@ -1,0 +1,173 @@
+"""Kinds of values that only the settings of `gpuwarden export` have: Go's words, where S2 has them."""
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, TypeVar
+
+from webhook.setting_kinds import LOG_LEVELS, Kind, read_namespace, read_port
+
+T = TypeVar("T")
+
+# Go's forms (time.ParseDuration, strconv.ParseBool), but nothing below zero.
+GO_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+GO_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|ms|s|m|h)")
+GO_TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
+GO_FALSE: Final = ("0", "f", "F", "FALSE", "false", "False")
+LONGEST: Final = timedelta(days=7)
+
+EXPORTERS: Final = ("stdout", "http", "postgres", "s3")
+PARTITION: Final = re.compile(r"(?:%[YmdH]|[^%\x00-\x1f\\])*")
+
+# Kubernetes' selectors, the forms that its clients take: `a=b,c in (d,e),!f`.
+LABEL: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_./]{0,315}[A-Za-z0-9])?)"
+VALUE: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
+REQUIREMENT: Final = re.compile(
+    rf"\s*(?:!\s*{LABEL}|{LABEL}(?:\s*(?:=|==|!=)\s*{VALUE}|\s+(?:in|notin)\s*\(\s*{VALUE}(?:\s*,\s*{VALUE})*\s*\))?)\s*"
+)
+
+
+def read_go_duration(text: str) -> timedelta:
+    if text == "0":
+        return timedelta(0)
+    parts = GO_PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError(f"{text!r} is not a duration")
+    seconds = sum(float(number) * GO_UNITS[unit] for number, unit in parts)
+    if seconds > LONGEST.total_seconds():
+        raise ValueError(f"{text!r} is too long")
+    return timedelta(seconds=seconds)
+
+
+def read_go_interval(text: str) -> timedelta:
+    duration = read_go_duration(text)
+    if not duration:
+        raise ValueError(f"{text!r} is no time at all")
+    return duration
+
+
+def read_patience(text: str) -> timedelta:
+    duration = read_go_interval(text)
+    if duration > timedelta(minutes=10):
+        raise ValueError(f"{text!r} is more than 10m")
+    return duration
+
+
+def read_go_truth(text: str) -> bool:
+    if text not in GO_TRUE + GO_FALSE:
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text in GO_TRUE
+
+
+def read_true_or_not(text: str) -> bool:
+    """As S2 reads its migration switch: nothing but `true` turns it on."""
+    return text.lower() == "true"
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,7}", text) or not least <= int(text) <= most:
+            raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return read
+
+
+def read_rate(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", text) or float(text) <= 0:
+        raise ValueError(f"{text!r} is not a number above 0")
+    return float(text)
+
+
+def read_server_port(text: str) -> int:
+    port = read_port(text)
+    if 0 < port < 1000:
+        raise ValueError(f"{text!r} is below 1000")
+    return port
+
+
+def read_store_port(text: str) -> int:
+    port = read_port(text)
+    if port == 0:
+        raise ValueError("nobody listens at port 0")
+    return port
+
+
+def read_selector(text: str) -> str:
+    rest = text
+    while rest.strip():
+        found = REQUIREMENT.match(rest)
+        if found is None or not found[0].strip() or (found.end() < len(rest) and rest[found.end()] != ","):
+            raise ValueError(f"{text!r} is not a label selector")
+        if found.end() == len(rest) - 1:
+            raise ValueError(f"{text!r} ends in a comma")
+        rest = rest[found.end() + 1 :]
+    return text
+
+
+def read_words(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise ValueError(f"{text!r} says nothing, or is not printable")
+    return text
+
+
+def read_container(text: str) -> str:
+    return text if text == "" else read_namespace(text)
+
+
+def read_exporters(text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(","))
+    wrong = [part for part in parts if part not in EXPORTERS]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is none of the words")
+    return tuple(dict.fromkeys(parts))
+
+
+def read_log_level(text: str) -> str:
+    """An unknown word is `info`: S2's rule."""
+    return text.lower() if text.lower() in LOG_LEVELS else "info"
+
+
+def read_partition(text: str) -> str:
+    if not PARTITION.fullmatch(text):
+        raise ValueError(f"{text!r} is no pattern: what follows a percent sign is one of Y, m, d, H")
+    return text
+
+
+def read_text(text: str) -> str:
+    return text
+
+
+def words(*known: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"{text!r} is none of the words")
+        return text
+
+    return read
+
+
+GO_DURATION: Final = Kind("`90s`, `1m30s`, `500ms`, or 0; at most `168h`", read_go_duration)
+GO_INTERVAL: Final = Kind("`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read_go_interval)
+PATIENCE: Final = Kind("`30s`, `1m30s`; not 0, at most `10m`", read_patience)
+GO_TRUTH: Final = Kind("1, t, true, 0, f, false, and these in capitals", read_go_truth)
+MIGRATE: Final = Kind("`true`; anything else is false", read_true_or_not)
+WORKERS: Final = Kind("1 to 100", whole(1, 100))
+RATE: Final = Kind("a number above 0", read_rate)
+BURST: Final = Kind("a whole number, not less than the rate", whole(1, 9_999_999))
+SERVER_PORT: Final = Kind("1000 to 65535; 0, as a flag, picks a free one", read_server_port)
+STORE_PORT: Final = Kind("1 to 65535", read_store_port)
+SELECTOR: Final = Kind("a label selector; empty is every pod", read_selector)
+WORDS: Final = Kind("some printable text", read_words)
+CONTAINER: Final = Kind("the name of a container; empty is the pod's only one", read_container)
+EXPORTER_LIST: Final = Kind(f"a comma list of: {', '.join(EXPORTERS)}", read_exporters, list)
+LENIENT_LOG_LEVEL: Final = Kind("debug, info, warn, error; any other word is info", read_log_level)
+PARTITION_PATTERN: Final = Kind("text with %Y, %m, %d, %H", read_partition)
+DIRECTORY: Final = Kind("a directory, which is made", Path)
+TEXT: Final = Kind("any text", read_text)
+OBJECT_FORMAT: Final = Kind("csv, parquet", words("csv", "parquet"))
+SSL_MODE: Final = Kind(
+    "disable, allow, prefer, require, verify-ca, verify-full",
+    words("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),
+)

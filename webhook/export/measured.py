@@ -1,0 +1,102 @@
+"""The metrics of `gpuwarden export`. No name of a pod is in them: pods come and go without end."""
+
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Final
+
+from prometheus_client import Counter
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from webhook.clock import Clock
+from webhook.export.delivery import State
+from webhook.telemetry import Metrics
+
+# What a reading can fail by.
+REASONS: Final = (
+    "bug",
+    "cut_off",
+    "exit_code",
+    "forbidden",
+    "gone",
+    "label_refused",
+    "outbox",
+    "refused",
+    "replaced",
+    "store",
+    "timeout",
+    "too_large",
+    "unavailable",
+    "unreadable",
+)
+
+
+class ExportMetrics(Metrics):
+    """One count for each node's reading that a store has taken; one for each failure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._success = Counter(
+            "gpuid_export_success", "Readings of a node that are stored.", ["exporter"], registry=self.registry
+        )
+        self._failure = Counter(
+            "gpuid_export_failure",
+            "Readings that failed, and tries to store what was read.",
+            ["exporter", "reason"],
+            registry=self.registry,
+        )
+
+    def know(self, exporters: list[str]) -> None:
+        """From now on these are counted from 0."""
+        for name in exporters:
+            self._success.labels(name)
+            self._failure.labels(name, "store")
+        for reason in REASONS:
+            if reason not in ("store", "refused"):
+                self._failure.labels("", reason)
+
+    def count_stored(self, exporter: str) -> None:
+        self._success.labels(exporter).inc()
+
+    def count_not_stored(self, exporter: str, reason: str) -> None:
+        self._failure.labels(exporter, reason).inc()
+
+    def count_not_read(self, reason: str) -> None:
+        self._failure.labels("", reason).inc()
+
+    def show(self, collector: Collector) -> None:
+        self.registry.register(collector)
+
+
+class ExportCollector(Collector):
+    """What is so at the moment of looking."""
+
+    def __init__(
+        self,
+        waiting: Callable[[], int],
+        last_reads: Callable[[], Mapping[str, datetime]],
+        states: Callable[[], Mapping[str, State]],
+        clock: Clock,
+    ) -> None:
+        self._waiting = waiting
+        self._last_reads = last_reads
+        self._states = states
+        self._clock = clock
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        now = self._clock()
+        yield GaugeMetricFamily(
+            "gpuwarden_export_queue_depth", "Pods that are due and not being read.", value=self._waiting()
+        )
+        ages = GaugeMetricFamily(
+            "gpuwarden_export_read_age_seconds", "How long ago a node was last read.", labels=["node"]
+        )
+        for node, time in sorted(self._last_reads().items()):
+            ages.add_metric([node], max(0.0, (now - time).total_seconds()))
+        yield ages
+        batches = GaugeMetricFamily(
+            "gpuwarden_export_outbox_batches", "Batches that are not stored yet.", labels=["exporter"]
+        )
+        for name, state in self._states().items():
+            batches.add_metric([name], state.waiting.batches)
+        yield batches

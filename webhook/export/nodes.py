@@ -1,0 +1,112 @@
+"""Nodes as an export needs them: what they are called elsewhere, what is written on them, and writing it."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from attrs import frozen
+
+from webhook.core import keys
+from webhook.export.calls import ApiAwayError, ApiRefusesError, Calls
+from webhook.export.labels import label_patch
+
+Raw = dict[str, Any]
+# S2's: so many tries, with these pauses between them, within the time that a pod has.
+TRIES: Final = 5
+FIRST_PAUSE: Final = 2.0
+LONGEST_PAUSE: Final = 45.0
+
+
+class MetadataWire(msgspec.Struct, frozen=True):
+    uid: str = ""
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class SpecWire(msgspec.Struct, frozen=True, rename="camel"):
+    provider_id: str | None = msgspec.field(name="providerID", default=None)
+
+
+class InfoWire(msgspec.Struct, frozen=True):
+    boot_id: str | None = msgspec.field(name="bootID", default=None)
+
+
+class StatusWire(msgspec.Struct, frozen=True, rename="camel"):
+    node_info: InfoWire | None = None
+
+
+class NodeWire(msgspec.Struct, frozen=True):
+    metadata: MetadataWire
+    spec: SpecWire | None = None
+    status: StatusWire | None = None
+
+
+@frozen
+class NodeSeen:
+    """One node at one moment."""
+
+    uid: str
+    provider_id: str | None
+    boot_id: str | None
+    labels: Mapping[str, str]
+    gpus: str | None  # our annotation
+
+
+def node_seen(raw: object) -> NodeSeen:
+    wire = msgspec.convert(raw, NodeWire)
+    return NodeSeen(
+        uid=wire.metadata.uid,
+        provider_id=wire.spec.provider_id if wire.spec else None,
+        boot_id=(wire.status.node_info.boot_id or None) if wire.status and wire.status.node_info else None,
+        labels=wire.metadata.labels or {},
+        gpus=(wire.metadata.annotations or {}).get(keys.NODE_GPUS),
+    )
+
+
+class ApiNode:
+    """The Nodes, and the pods beside them, one at a time."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._call = calls.call
+
+    async def get(self, name: str) -> NodeSeen | None:
+        raw = await self._call("GET", "/api/v1/nodes/{name}", {"name": name})
+        return None if raw is None else node_seen(raw)
+
+    async def pod(self, namespace: str, name: str) -> Raw | None:
+        path = "/api/v1/namespaces/{namespace}/pods/{name}"
+        return await self._call("GET", path, {"namespace": namespace, "name": name})
+
+    async def is_served(self, path: str) -> bool:
+        """Whether there is such a kind of object. Raises ApiAwayError, ApiRefusesError."""
+        return await self._call("GET", path + "?limit=1", {}) is not None
+
+    async def say(self, name: str, node: NodeSeen, labels: Mapping[str, str], gpus: str) -> bool:
+        """These labels of ours and no others, and this annotation. Whether something had to be written.
+
+        Raises ApiRefusesError at once, ApiAwayError after the last try.
+        """
+        pause = FIRST_PAUSE
+        for one in range(TRIES):
+            if one:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            try:
+                return await self._say(name, node, labels, gpus)
+            except ApiAwayError:
+                if one == TRIES - 1:
+                    raise
+        return False
+
+    async def _say(self, name: str, node: NodeSeen, labels: Mapping[str, str], gpus: str) -> bool:
+        metadata: Raw = {"uid": node.uid}  # of this node, and not of one made anew under its name
+        if changes := label_patch(labels, node.labels):
+            metadata["labels"] = changes
+        if node.gpus != gpus:
+            metadata["annotations"] = {keys.NODE_GPUS: gpus}
+        if len(metadata) == 1:
+            return False
+        if await self._call("PATCH", "/api/v1/nodes/{name}", {"name": name}, {"metadata": metadata}) is None:
+            raise ApiRefusesError(404, ": the node is gone")
+        return True

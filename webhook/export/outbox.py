@@ -1,0 +1,316 @@
+"""What has been taken and is not stored yet: kept through a crash where there is a directory for it, and bounded."""
+
+import fcntl
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final, Protocol
+
+import msgspec
+import structlog
+from attrs import frozen
+
+from webhook.export import ExportError
+from webhook.export.records import Batch
+
+log = structlog.get_logger(__name__)
+
+# A batch of 8 GPUs has 3 KiB: a fleet of 10,000 nodes for eight readings.
+BOUND: Final = 256 * 1024 * 1024
+# Batches that a store has refused for good, kept for a person to look at.
+MAX_REFUSED: Final = 100
+
+WAITING, REFUSED, TORN, NEW = ".batch", ".refused", ".torn", ".new"
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A batch as it is written down."""
+
+    taken: Annotated[datetime, msgspec.Meta(tz=True)]
+    batch: Batch
+
+
+@frozen
+class Entry:
+    """Where a batch is, and what there is to know of it without reading it."""
+
+    id: str
+    name: str
+    size: int
+    records: int
+    taken: datetime
+
+
+@frozen
+class Waiting:
+    """How much an exporter is owed, and since when."""
+
+    batches: int = 0
+    size: int = 0
+    oldest: datetime | None = None
+
+
+class Shelf(Protocol):
+    """Keeps named contents."""
+
+    def put(self, name: str, content: bytes) -> None:
+        """It is kept when this returns. Raises OSError, and then it is not."""
+
+    def get(self, name: str) -> bytes:
+        """Raises OSError."""
+
+    def remove(self, name: str) -> None: ...
+
+    def set_aside(self, name: str, suffix: str) -> None:
+        """Not among the names any more, but there for a person to look at, if this outlives the process."""
+
+    def names(self) -> Sequence[str]:
+        """Of what is kept, the oldest first."""
+
+    def close(self) -> None: ...
+
+
+class MemoryShelf:
+    """Ends with the process."""
+
+    def __init__(self) -> None:
+        self._contents: dict[str, bytes] = {}
+
+    def put(self, name: str, content: bytes) -> None:
+        self._contents[name] = content
+
+    def get(self, name: str) -> bytes:
+        return self._contents[name]
+
+    def remove(self, name: str) -> None:
+        self._contents.pop(name, None)
+
+    def set_aside(self, name: str, suffix: str) -> None:
+        self.remove(name)
+
+    def names(self) -> Sequence[str]:
+        return sorted(self._contents)
+
+    def close(self) -> None:
+        self._contents.clear()
+
+
+class DirectoryShelf:
+    """A file each, written beside its place, flushed to the disk and renamed, so that what is there is whole."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ExportError."""
+        self._directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = locked(directory / "lock")
+            for unfinished in directory.glob(f"*{NEW}"):
+                unfinished.unlink()
+        except BlockingIOError as exc:
+            raise ExportError(f"another process works with the outbox in {directory}") from exc
+        except OSError as exc:
+            raise ExportError(f"the outbox cannot be kept in {directory}: {exc.strerror}") from exc
+
+    def put(self, name: str, content: bytes) -> None:
+        new = self._directory / (name + NEW)
+        try:
+            with new.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            new.rename(self._directory / name)
+            self._flush()
+        except OSError:
+            new.unlink(missing_ok=True)
+            (self._directory / name).unlink(missing_ok=True)
+            raise
+
+    def get(self, name: str) -> bytes:
+        return (self._directory / name).read_bytes()
+
+    def remove(self, name: str) -> None:
+        """Not flushed: a batch that comes back after a power cut is stored once more, which changes nothing."""
+        (self._directory / name).unlink(missing_ok=True)
+
+    def set_aside(self, name: str, suffix: str) -> None:
+        path = self._directory / name
+        path.rename(path.with_suffix(suffix))
+        aside = sorted(self._directory.glob(f"*{suffix}"))
+        for old in aside[:-MAX_REFUSED]:
+            old.unlink(missing_ok=True)
+
+    def names(self) -> Sequence[str]:
+        return sorted(path.name for path in self._directory.glob(f"*{WAITING}"))
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _flush(self) -> None:
+        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def locked(path: Path) -> int:
+    """A descriptor that keeps others out until it is closed. Raises BlockingIOError where another is in."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Outbox:
+    """The batches that one exporter is owed, in the order they came, each once. It blocks: await it in a thread.
+
+    Whoever waits for such a thread may be cancelled, and the thread goes on: hence the lock.
+    """
+
+    def __init__(self, shelf: Shelf, bound: int = BOUND) -> None:
+        self._shelf = shelf
+        self._bound = bound
+        self._entries: dict[str, Entry] = {}
+        self._size = 0
+        self._arriving: dict[str, int] = {}
+        self._number = 0
+        self._lock = threading.Lock()
+        self.waiting = Waiting()
+        for name in shelf.names():
+            self._number = max(self._number, int(name.split("-", 1)[0]))
+            found = self._read(name)
+            if found is not None:
+                kept, size = found
+                self._add(Entry(kept.batch.id, name, size, kept.batch.size, kept.taken))
+
+    def put(self, batch: Batch, now: datetime) -> bool:
+        """Kept when this returns; False if it was already. Raises ExportError where it cannot be kept."""
+        kept = Kept(now.astimezone(UTC), batch)
+        content = encoded(kept)
+        name = self._reserve(batch.id, len(content))
+        if name is None:
+            return False
+        try:
+            self._shelf.put(name, content)
+        except OSError as exc:
+            self._arrived(batch.id)
+            raise ExportError(f"the outbox cannot be written: {exc.strerror}") from exc
+        self._arrived(batch.id, Entry(batch.id, name, len(content), batch.size, kept.taken))
+        return True
+
+    def _reserve(self, batch_id: str, size: int) -> str | None:
+        """A name and room for it; None if the batch is here. Writing is not done in turns: a disk flushes many files
+        in hardly more time than one."""
+        with self._lock:
+            if batch_id in self._entries:
+                return None
+            if batch_id in self._arriving:
+                raise ExportError(f"batch {batch_id} is given twice at once")
+            if self._size + sum(self._arriving.values()) + size > self._bound:
+                raise ExportError(f"the outbox is full: {self._size} of {self._bound} bytes wait")
+            self._arriving[batch_id] = size
+            self._number += 1
+            return f"{self._number:012d}-{hashlib.sha256(batch_id.encode()).hexdigest()[:16]}{WAITING}"
+
+    def _arrived(self, batch_id: str, entry: Entry | None = None) -> None:
+        with self._lock:
+            del self._arriving[batch_id]
+            if entry is not None:
+                self._add(entry)
+
+    def first(self, records: int = 0) -> Sequence[tuple[Entry, Batch]]:
+        """The oldest, and as many after it as have together no more than so many records."""
+        with self._lock:
+            found: list[tuple[Entry, Batch]] = []
+            for entry in list(self._entries.values()):
+                records -= entry.records
+                if found and records < 0:
+                    break
+                kept = self._read(entry.name)
+                if kept is None:
+                    self._forget(entry)
+                else:
+                    found.append((entry, kept[0].batch))
+            return found
+
+    def done(self, entries: Iterable[Entry]) -> None:
+        """They are stored."""
+        with self._lock:
+            for entry in entries:
+                with told(entry):
+                    self._shelf.remove(entry.name)
+                self._forget(entry)
+
+    def refuse(self, entry: Entry) -> None:
+        """The store will never take it."""
+        with self._lock:
+            with told(entry):
+                self._shelf.set_aside(entry.name, REFUSED)
+            self._forget(entry)
+
+    def close(self) -> None:
+        with self._lock:
+            self._shelf.close()
+
+    def _add(self, entry: Entry) -> None:
+        self._entries[entry.id] = entry
+        self._size += entry.size
+        self._count()
+
+    def _forget(self, entry: Entry) -> None:
+        if self._entries.pop(entry.id, None) is not None:
+            self._size -= entry.size
+        self._count()
+
+    def _count(self) -> None:
+        oldest = next((entry.taken for entry in self._entries.values()), None)
+        self.waiting = Waiting(len(self._entries), self._size, oldest)
+
+    def _read(self, name: str) -> tuple[Kept, int] | None:
+        try:
+            content = self._shelf.get(name)
+            return decoded(content), len(content)
+        except (OSError, ValueError, RecursionError) as exc:
+            log.warning("batch in the outbox cannot be read", file=name, problem=str(exc))
+            with told(name):
+                self._shelf.set_aside(name, TORN)
+            return None
+
+
+@contextmanager
+def told(what: Entry | str) -> Iterator[None]:
+    """A disk that does not let go of a file costs a line in the log: what comes back after a restart is stored again,
+    which changes nothing."""
+    try:
+        yield
+    except OSError as exc:
+        log.warning("file of the outbox stays", file=what if isinstance(what, str) else what.name, problem=exc.strerror)
+
+
+def encoded(kept: Kept) -> bytes:
+    content = msgspec.json.encode(kept)
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def decoded(content: bytes) -> Kept:
+    """Raises ValueError where a byte is missing or another one."""
+    digest, _, body = content.partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise ValueError("it is torn")
+    return msgspec.json.decode(body, type=Kept)
+
+
+def opener(directory: Path | None, bound: int = BOUND) -> Callable[[str], Outbox]:
+    """Opens the outbox of an exporter, by its name. Raises ExportError where there cannot be one."""
+
+    def opened(name: str) -> Outbox:
+        return Outbox(MemoryShelf() if directory is None else DirectoryShelf(directory / name), bound)
+
+    return opened

@@ -1,0 +1,258 @@
+"""Rows in Postgres: a batch by COPY into a table of its own, from there what is new, in one transaction.
+
+What has been stored before is met by the unique key, so a batch that comes again changes nothing.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any, Final, LiteralString
+
+import psycopg
+import structlog
+from attrs import frozen
+from psycopg import AsyncConnection, sql
+
+from webhook.export import ExportError
+from webhook.export.records import Batch
+from webhook.export.tables import (
+    MAX_INDEXED,
+    OWN_COLUMNS,
+    S2_COLUMNS,
+    USE_COLUMNS,
+    Tables,
+    clipped,
+    one_of_each,
+    reading_row,
+    upsert,
+    use_row,
+    width,
+)
+from webhook.export.targets import PostgresTarget
+
+log = structlog.get_logger(__name__)
+
+COLUMNS_OF: Final[LiteralString] = """
+SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a
+WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0 AND NOT a.attisdropped"""
+
+MAY_INSERT: Final[LiteralString] = "SELECT has_table_privilege(to_regclass(%s), 'INSERT')"
+# Of all processes that migrate this database: "gpuwarden", as a number.
+MIGRATION_LOCK: Final = 0x67707577
+# A peer that is gone is noticed by this time, not when TCP gives up, a quarter of an hour later.
+TCP_PATIENCE: Final = timedelta(seconds=30)
+
+Row = Mapping[str, Any]
+
+
+@frozen
+class Destination:
+    """A table as it was found: what it is called, which of our columns it has and of what type they are."""
+
+    table: sql.Identifier
+    columns: Mapping[str, str]
+    on_conflict: sql.Composable
+
+    @property
+    def staging(self) -> sql.Identifier:
+        """One for each form of a table: behind a pooler the session may have had another before."""
+        form = f"{self.table.as_string()} {self.columns}"
+        return sql.Identifier("pg_temp", f"new_{hashlib.sha256(form.encode()).hexdigest()[:16]}")
+
+    @property
+    def definition(self) -> sql.Composed:
+        """The columns of the staging table. Those of the table could be copied only by who may read it."""
+        kinds = (sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self.columns.items())
+        return sql.SQL(", ").join(kinds)
+
+
+@frozen
+class Session:
+    """A connection and what was found by it."""
+
+    connection: AsyncConnection[tuple[Any, ...]]
+    readings: Destination
+    uses: Destination | None
+
+
+class PostgresExporter:
+    """One connection, made when it is needed and made anew after each failure."""
+
+    name = "postgres"
+    # More than one node's: a transaction costs as much with eight rows as with thousands.
+    records_at_once = 4000
+
+    def __init__(self, target: PostgresTarget) -> None:
+        """Raises GpuwardenError where the table cannot be called so."""
+        self._target = target
+        self._tables = Tables.named(target.table)
+        self._session: Session | None = None
+        self._turn = asyncio.Lock()
+        self._clipped: set[str] = set()
+
+    async def export(self, batch: Batch) -> None:
+        async with self._turn, self._translated():
+            session = self._session = self._session or await self._open()
+            await self._store(session, session.readings, [reading_row(one) for one in batch.readings])
+            if session.uses is not None:
+                await self._store(session, session.uses, [use_row(one) for one in one_of_each(batch.uses)])
+
+    async def check(self) -> None:
+        """By a connection of its own, which does not wait for a batch that is on its way."""
+        try:
+            connection = await connected(self._target)
+            async with connection:
+                found = await connection.execute(MAY_INSERT, [self._tables.readings.as_string()])
+                row = await found.fetchone()
+        except psycopg.Error as exc:
+            raise ExportError(said(exc)) from exc
+        may_insert = None if row is None else row[0]
+        if may_insert is None and not self._target.auto_migrate:
+            raise ExportError(self._no_table())
+        if may_insert is False:
+            raise ExportError(f"{self._target.user} may not insert into {self._target.table}")
+
+    async def close(self) -> None:
+        async with self._turn:
+            await self._drop()
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        """After a failure, and where the wait was given up, nobody knows what the connection is in the middle of."""
+        try:
+            yield
+        except psycopg.Error as exc:
+            await self._drop()
+            raise ExportError(said(exc)) from exc
+        except BaseException:
+            await self._drop()
+            raise
+
+    async def _drop(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.connection.close()
+
+    async def _open(self) -> Session:
+        connection = await connected(self._target)
+        try:
+            if self._target.auto_migrate:
+                await migrate(connection, self._tables)
+            return await self._found(connection)
+        except BaseException:
+            await connection.close()
+            raise
+
+    async def _found(self, connection: AsyncConnection[tuple[Any, ...]]) -> Session:
+        columns = await columns_of(connection, self._tables.readings, S2_COLUMNS + OWN_COLUMNS)
+        if not columns:
+            raise ExportError(self._no_table())
+        if missing := [name for name in S2_COLUMNS if name not in columns]:
+            raise ExportError(f"table {self._target.table} has no column {', '.join(missing)}")
+        readings = Destination(self._tables.readings, columns, sql.SQL("ON CONFLICT DO NOTHING"))
+        columns = await columns_of(connection, self._tables.uses, USE_COLUMNS)
+        if not columns:
+            log.warning("uses of GPUs are not stored: their table is missing", table=f"{self._target.table}_use")
+            return Session(connection, readings, None)
+        return Session(connection, readings, Destination(self._tables.uses, columns, upsert(list(columns))))
+
+    def _no_table(self) -> str:
+        return f"there is no table {self._target.table}: make it, or let it be made (POSTGRES_AUTO_MIGRATE=true)"
+
+    async def _store(self, session: Session, to: Destination, rows: Sequence[Row]) -> None:
+        """All of them, but for those that the table cannot take: halves are tried until those stand alone."""
+        if not rows:
+            return
+        try:
+            await self._insert(session.connection, to, rows)
+        except (psycopg.DataError, psycopg.IntegrityError) as exc:
+            if len(rows) == 1:
+                log.warning("row refused", table=to.table.as_string(), row=dict(rows[0]), problem=said(exc))
+                return
+            half = len(rows) // 2
+            await self._store(session, to, rows[:half])
+            await self._store(session, to, rows[half:])
+
+    async def _insert(self, connection: AsyncConnection[tuple[Any, ...]], to: Destination, rows: Sequence[Row]) -> None:
+        names: dict[str, sql.Composable] = {
+            "table": to.table,
+            "staging": to.staging,
+            "definition": to.definition,
+            "columns": sql.SQL(", ").join(map(sql.Identifier, to.columns)),
+            "on_conflict": to.on_conflict,
+        }
+        async with connection.transaction():
+            await limit(connection, self._target.statement_timeout)
+            create = "CREATE TEMP TABLE IF NOT EXISTS {staging} ({definition}) ON COMMIT DELETE ROWS"
+            await connection.execute(sql.SQL(create).format(**names))
+            async with (
+                connection.cursor() as cursor,
+                cursor.copy(sql.SQL("COPY {staging} ({columns}) FROM STDIN").format(**names)) as copy,
+            ):
+                for row in rows:
+                    await copy.write_row([self._fitted(name, row[name], kind) for name, kind in to.columns.items()])
+            await connection.execute(
+                sql.SQL("INSERT INTO {table} AS old ({columns}) SELECT {columns} FROM {staging} {on_conflict}").format(
+                    **names
+                )
+            )
+
+    def _fitted(self, column: str, value: Any, kind: str) -> Any:
+        """A text that the column takes, and an index on it."""
+        if not isinstance(value, str):
+            return value
+        text = clipped(value.replace("\0", ""), min(width(kind) or MAX_INDEXED, MAX_INDEXED))
+        if text != value and column not in self._clipped:
+            self._clipped.add(column)
+            log.warning("texts are clipped to what a column takes", column=column, length=len(value), said=text)
+        return text
+
+
+async def connected(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
+    """Everything by its own parameter, so that a password may be any text. Raises psycopg.Error."""
+    return await AsyncConnection.connect(
+        host=target.host,
+        port=target.port,
+        dbname=target.db,
+        user=target.user,
+        password=target.password,
+        sslmode=target.sslmode,
+        connect_timeout=max(2, round(target.connect_timeout.total_seconds())),
+        tcp_user_timeout=round(TCP_PATIENCE.total_seconds() * 1000),
+        application_name="gpuwarden",
+        autocommit=True,
+        prepare_threshold=None,  # a pooler between us and the server knows nothing of them
+    )
+
+
+async def migrate(connection: AsyncConnection[tuple[Any, ...]], tables: Tables) -> None:
+    """Makes what is missing; one process at a time."""
+    async with connection.transaction():
+        await connection.execute("SET LOCAL client_min_messages = warning")
+        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK])
+        for statement in tables.statements():
+            await connection.execute(statement)
+
+
+async def limit(connection: AsyncConnection[tuple[Any, ...]], longest: timedelta) -> None:
+    """Of each statement in this transaction."""
+    await connection.execute(
+        "SELECT set_config('statement_timeout', %s, true), set_config('client_min_messages', 'warning', true)",
+        [str(round(longest.total_seconds() * 1000))],
+    )
+
+
+async def columns_of(
+    connection: AsyncConnection[tuple[Any, ...]], table: sql.Identifier, wanted: Sequence[str]
+) -> Mapping[str, str]:
+    """Those of a table that are wanted, and of what type they are; none if there is no such table."""
+    found = await connection.execute(COLUMNS_OF, [table.as_string()])
+    kinds = dict(await found.fetchall())
+    return {name: kinds[name] for name in wanted if name in kinds}
+
+
+def said(exc: psycopg.Error) -> str:
+    """In one line; it names no password, but may name whose it is."""
+    return " ".join(str(exc).split()) or type(exc).__name__

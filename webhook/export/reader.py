@@ -1,0 +1,329 @@
+"""Reads the GPUs of every node through the device plugin's pod there: which pods are due, and what becomes of each."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import datetime, timedelta
+from typing import Any, Final, Protocol
+
+import msgspec
+import structlog
+from attrs import field, frozen
+
+from webhook.clock import Clock
+from webhook.core.errors import GpuwardenError
+from webhook.export import ExportError
+from webhook.export.calls import ApiAwayError, ApiRefusesError
+from webhook.export.labels import wanted_labels
+from webhook.export.nodes import NodeSeen
+from webhook.export.pod_exec import ExecError
+from webhook.export.reading import (
+    NothingToReadError,
+    Source,
+    annotation,
+    batch_of,
+    machine_of,
+    node_gpus,
+    read_before,
+    readings_of,
+    without_serial,
+)
+from webhook.export.records import Batch
+from webhook.export.turns import Turns, pause_after
+from webhook.inventory.node_gpus import NodeGpus
+from webhook.inventory.nvidia_smi import MAX_SIZE, Smi, UnreadableSmiError, parse
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+COMMAND: Final = ("/bin/sh", "-c", "nvidia-smi -q -x")
+# S2's: pods that become ready together are not read together.
+SPREAD: Final = 0.2
+# Larger texts are parsed beside the loop.
+LONG: Final = 1024 * 1024
+
+
+class ContainerWire(msgspec.Struct, frozen=True):
+    ready: bool = False
+
+
+class MetadataWire(msgspec.Struct, frozen=True, rename="camel"):
+    name: str
+    uid: str
+    deletion_timestamp: str | None = None
+
+
+class SpecWire(msgspec.Struct, frozen=True, rename="camel"):
+    node_name: str | None = None
+    containers: list[Any] = []
+
+
+class StatusWire(msgspec.Struct, frozen=True, rename="camel"):
+    phase: str | None = None
+    container_statuses: list[ContainerWire] | None = None
+
+
+class PodWire(msgspec.Struct, frozen=True):
+    metadata: MetadataWire
+    spec: SpecWire
+    status: StatusWire | None = None
+
+
+@frozen
+class PodSeen:
+    """A pod of the device plugin."""
+
+    name: str
+    uid: str
+    node: str
+    is_eligible: bool
+
+
+def pod_seen(raw: Raw) -> PodSeen:
+    """Raises msgspec.ValidationError."""
+    wire = msgspec.convert(raw, PodWire)
+    status = wire.status or StatusWire()
+    containers = status.container_statuses or []
+    is_ready = len(containers) == len(wire.spec.containers) and all(one.ready for one in containers)
+    is_going = wire.metadata.deletion_timestamp is not None
+    return PodSeen(
+        name=wire.metadata.name,
+        uid=wire.metadata.uid,
+        node=wire.spec.node_name or "",
+        is_eligible=status.phase == "Running" and is_ready and not is_going and bool(wire.spec.node_name),
+    )
+
+
+class Exec(Protocol):
+    async def run(self, namespace: str, pod: str, container: str, command: tuple[str, ...], limit: int) -> bytes:
+        """Raises ExecError."""
+
+
+class Nodes(Protocol):
+    """All raise ApiAwayError or ApiRefusesError."""
+
+    async def get(self, name: str) -> NodeSeen | None: ...
+
+    async def pod(self, namespace: str, name: str) -> Raw | None: ...
+
+    async def say(self, name: str, node: NodeSeen, labels: Mapping[str, str], gpus: str) -> bool: ...
+
+
+@frozen
+class Plan:
+    """What is read, and how."""
+
+    cluster: str
+    namespace: str
+    container: str
+    timeout: timedelta = timedelta(seconds=30)
+    resync: timedelta = timedelta(0)
+    labels: bool = True
+
+
+class ReplacedError(GpuwardenError):
+    """What was read is not of the pod that it was asked of."""
+
+
+@frozen
+class Done:
+    """The last good reading of a pod."""
+
+    uid: str
+    boot: str | None
+    node: str
+    time: datetime
+
+
+@frozen
+class Told:
+    """Who counts failures, by one of few words."""
+
+    failed: Callable[[str], None] = field(default=lambda reason: None)
+
+
+class Reader:
+    """Hears of pods and of boots; `work` is done by as many workers as there may be."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        execute: Exec,
+        nodes: Nodes,
+        take: Callable[[Batch], Awaitable[None]],
+        clock: Clock,
+        now: Callable[[], float],
+        told: Told | None = None,
+    ) -> None:
+        self._plan = plan
+        self._exec = execute
+        self._nodes = nodes
+        self._take = take
+        self._clock = clock
+        self._told = told or Told()
+        self.turns = Turns(now)
+        self._pods: dict[str, PodSeen] = {}
+        self._boots: dict[str, str | None] = {}
+        self._done: dict[str, Done] = {}
+        self._failures: dict[str, int] = {}
+
+    @property
+    def last_reads(self) -> Mapping[str, datetime]:
+        """Of each node that there is a pod on, when it was last read."""
+        return {done.node: done.time for name, done in self._done.items() if name in self._pods}
+
+    # What the watch of pods tells.
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        names = {raw["metadata"]["name"] for raw in objects.values()}
+        for name in self._pods.keys() - names:
+            self._forget(name)
+        for raw in objects.values():
+            self.changed(raw)
+
+    def changed(self, raw: Raw) -> None:
+        try:
+            pod = pod_seen(raw)
+        except msgspec.ValidationError as exc:
+            log.warning("pod cannot be read", problem=str(exc))
+            return
+        before = self._pods.get(pod.name)
+        if before is not None and before.uid != pod.uid:
+            self._forget(pod.name)
+        self._pods[pod.name] = pod
+        if pod.is_eligible and (before is None or before.uid != pod.uid or not before.is_eligible):
+            self.turns.put(pod.name, random.uniform(0, SPREAD))  # noqa: S311 - to keep out of step
+
+    def deleted(self, raw: Raw) -> None:
+        self._forget(raw["metadata"]["name"])
+
+    def _forget(self, name: str) -> None:
+        self._pods.pop(name, None)
+        self._done.pop(name, None)
+        self._failures.pop(name, None)
+        self.turns.forget(name)
+
+    def booted(self, node: str, boot: str | None) -> None:
+        """What the watch of nodes tells: a machine that has started anew may be another one."""
+        if self._boots.get(node, boot) != boot:
+            for pod in self._pods.values():
+                if pod.node == node:
+                    self.turns.put(pod.name)
+        self._boots[node] = boot
+
+    def forget_node(self, node: str) -> None:
+        self._boots.pop(node, None)
+
+    # What workers do.
+
+    async def work(self) -> None:
+        """For ever."""
+        while True:
+            name = await self.turns.take()
+            try:
+                await self._see_to(name)
+            finally:
+                self.turns.done(name)
+
+    async def _see_to(self, name: str) -> None:
+        pod = self._pods.get(name)
+        if pod is None or not pod.is_eligible:
+            return
+        try:
+            async with asyncio.timeout(self._plan.timeout.total_seconds()):
+                done = await self._read(pod)
+        except ReplacedError as exc:
+            self._told.failed("replaced")
+            log.info("reading dropped", pod=name, node=pod.node, problem=str(exc))
+        except TimeoutError:
+            self._fail(pod, "timeout", f"not done within {self._plan.timeout.total_seconds():g} s")
+        except ExecError as exc:
+            self._fail(pod, exc.reason, str(exc))
+        except UnreadableSmiError as exc:
+            self._fail(pod, "unreadable", str(exc))
+        except ApiAwayError as exc:
+            self._fail(pod, "unavailable", str(exc))
+        except ApiRefusesError as exc:
+            self._fail(pod, "forbidden", str(exc))
+        except ExportError as exc:
+            self._fail(pod, "outbox", str(exc))
+        except Exception:  # a bug with one pod must not end the reading of all others
+            log.exception("reading failed", pod=name, node=pod.node)
+            self._fail(pod, "bug", "see above")
+        else:
+            self._succeed(pod, done)
+
+    def _succeed(self, pod: PodSeen, done: Done) -> None:
+        if self._pods.get(pod.name) is None:
+            return
+        self._done[pod.name] = done
+        self._failures.pop(pod.name, None)
+        if self._plan.resync:
+            age = (self._clock() - done.time).total_seconds()
+            self.turns.put(pod.name, max(0.0, self._plan.resync.total_seconds() - max(0.0, age)))
+
+    def _fail(self, pod: PodSeen, reason: str, text: str) -> None:
+        """One failure is counted once; it is tried again, less and less often."""
+        self._told.failed(reason)
+        failures = self._failures.get(pod.name, 0) + 1
+        pause = pause_after(failures)
+        log.warning(
+            "node not read", node=pod.node, pod=pod.name, reason=reason, problem=text, again_in_s=round(pause, 1)
+        )
+        if self._pods.get(pod.name) is not None:
+            self._failures[pod.name] = failures
+            self.turns.put(pod.name, pause)
+
+    async def _read(self, pod: PodSeen) -> Done:
+        node = await self._nodes.get(pod.node)
+        if node is None:
+            raise ReplacedError("its node is gone")
+        source = Source(
+            cluster=self._plan.cluster,
+            node=pod.node,
+            machine=machine_of(node.provider_id),
+            source=f"{self._plan.namespace}/{pod.name}",
+            boot_id=node.boot_id,
+        )
+        found = self._as_read_before(pod, node)
+        if found is None:
+            found = await self._ask(pod, node)
+        readings = readings_of(found, source)
+        if readings:
+            await self._take(batch_of(readings))
+        return Done(pod.uid, node.boot_id, pod.node, found.time)
+
+    def _as_read_before(self, pod: PodSeen, node: NodeSeen) -> NodeGpus | None:
+        """Another process, or this one before it was restarted, has read it; unless it is time to read it again."""
+        try:
+            found = read_before(node.gpus, pod.uid, node.boot_id)
+        except NothingToReadError:
+            return None
+        is_old = bool(self._plan.resync) and self._clock() - found.time >= self._plan.resync
+        return None if is_old else found
+
+    async def _ask(self, pod: PodSeen, node: NodeSeen) -> NodeGpus:
+        content = await self._exec.run(self._plan.namespace, pod.name, self._plan.container, COMMAND, MAX_SIZE)
+        time = self._clock()
+        smi = parse(content) if len(content) < LONG else await asyncio.to_thread(parse, content)
+        now = await self._nodes.pod(self._plan.namespace, pod.name)
+        if now is None or now["metadata"].get("uid") != pod.uid or now["spec"].get("nodeName") != pod.node:
+            raise ReplacedError("the pod is not the one that was asked")
+        found = node_gpus(smi, pod.uid, node.boot_id, time)
+        if nameless := without_serial(found):
+            log.warning("devices without a serial are not exported", node=pod.node, devices=nameless)
+        if self._plan.labels:
+            await self._write(pod, node, smi, found)
+        return found
+
+    async def _write(self, pod: PodSeen, node: NodeSeen, smi: Smi, found: NodeGpus) -> None:
+        """What the node is called by. That the API server refuses it keeps nothing from being exported."""
+        wanted = wanted_labels(smi.gpus)
+        for note in wanted.notes:
+            log.warning("label is not the whole serial", node=pod.node, label=note)
+        try:
+            if await self._nodes.say(pod.node, node, wanted.labels, annotation(found)):
+                log.info("node labelled", node=pod.node, gpus=len(smi.gpus))
+        except ApiRefusesError as exc:
+            self._told.failed("label_refused")
+            log.warning("node not labelled", node=pod.node, problem=str(exc))

@@ -1,0 +1,123 @@
+"""From what nvidia-smi says to what is exported, and to what a Node says of it. Pure.
+
+The annotation holds everything that the records of a reading are made of. Whoever leads next, or the same process after
+a restart, makes the very same records of it, and nothing is stored twice.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Final
+
+import msgspec
+from attrs import frozen
+
+from webhook.core.errors import GpuwardenError
+from webhook.export.records import UNKNOWN, Batch, Reading
+from webhook.inventory.node_annotations import UUID
+from webhook.inventory.node_gpus import MAX_ANNOTATION, GpuWire, NodeGpus, gpus_in
+from webhook.inventory.nvidia_smi import Gpu, Smi
+
+NO_MACHINE: Final = "na"
+
+
+class NothingToReadError(GpuwardenError):
+    """The annotation is not there, or not of this pod."""
+
+
+@frozen
+class Source:
+    """Where a reading comes from."""
+
+    cluster: str
+    node: str
+    machine: str
+    source: str  # namespace/pod
+    boot_id: str | None = None
+
+
+def machine_of(provider_id: str | None) -> str:
+    """What the provider calls it: the last part, as in `aws:///zone/i-1`."""
+    return (provider_id or "").rstrip("/").rpartition("/")[2] or NO_MACHINE
+
+
+def node_gpus(smi: Smi, pod_uid: str, boot_id: str | None, time: datetime) -> NodeGpus:
+    return NodeGpus(
+        time=time,
+        pod=pod_uid,
+        boot=boot_id,
+        driver=smi.driver,
+        gpus=[
+            GpuWire(
+                index=one.index,
+                uuid=uuid,
+                serial=one.serial,
+                minor=one.minor,
+                pci=one.pci,
+                model=one.model,
+                memory=one.memory,
+                chassis=one.chassis,
+                mig=one.is_mig,
+            )
+            for one, uuid in zip(smi.gpus, names(smi.gpus), strict=True)
+        ],
+    )
+
+
+def names(gpus: Sequence[Gpu]) -> list[str | None]:
+    """The UUIDs, without those that name nothing, or two."""
+    uuids = [one.uuid if one.uuid is not None and UUID.fullmatch(one.uuid) else None for one in gpus]
+    return [uuid if uuids.count(uuid) == 1 else None for uuid in uuids]
+
+
+def annotation(found: NodeGpus) -> str:
+    return msgspec.json.encode(found).decode()
+
+
+def readings_of(found: NodeGpus, source: Source) -> tuple[Reading, ...]:
+    """One a device, also of those that share a serial. A device without one is left out: a record is about a serial."""
+    return tuple(
+        Reading(
+            cluster=source.cluster,
+            node=source.node,
+            machine=source.machine,
+            source=source.source,
+            chassis=one.chassis or UNKNOWN,
+            gpu=one.serial,
+            time=found.time,
+            uuid=one.uuid,
+            index=one.index,
+            minor=one.minor,
+            pci_bus_id=one.pci,
+            model=one.model,
+            memory=one.memory,
+            driver=found.driver,
+            boot_id=source.boot_id,
+        )
+        for one in found.gpus
+        if one.serial is not None
+    )
+
+
+def without_serial(found: NodeGpus) -> Sequence[str]:
+    """How the devices are called that no record can be made of."""
+    return [one.uuid or one.pci or f"number {one.index}" for one in found.gpus if one.serial is None]
+
+
+def batch_of(readings: tuple[Reading, ...]) -> Batch:
+    """The same readings make the same batch."""
+    content = msgspec.json.encode(readings)
+    return Batch(id=hashlib.sha256(content).hexdigest(), readings=readings)
+
+
+def read_before(text: str | None, pod_uid: str, boot_id: str | None) -> NodeGpus:
+    """What the annotation says, if it was read from this pod since this boot. Raises NothingToReadError."""
+    if text is None or len(text) > MAX_ANNOTATION:
+        raise NothingToReadError("no reading")
+    try:
+        found = gpus_in(text)
+    except GpuwardenError as exc:
+        raise NothingToReadError(str(exc)) from exc
+    if (found.pod, found.boot) != (pod_uid, boot_id):
+        raise NothingToReadError("a reading of another pod or boot")
+    return found

@@ -1,0 +1,111 @@
+"""What is exported: GPUs as a node told of them, and reservations from their start to their end. Their JSON forms."""
+
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from attrs import frozen
+
+# What a node without a chassis serial is said to be in.
+UNKNOWN: Final = "unknown"
+
+
+@frozen
+class Reading:
+    """One GPU as nvidia-smi told of it. All GPUs of one reading of a node have one `time`, so a repeat is the same."""
+
+    cluster: str
+    node: str
+    machine: str
+    source: str
+    chassis: str
+    gpu: str  # its serial
+    time: datetime
+    uuid: str | None = None
+    index: int | None = None
+    minor: int | None = None
+    pci_bus_id: str | None = None
+    model: str | None = None
+    memory: str | None = None
+    driver: str | None = None
+    boot_id: str | None = None
+
+
+@frozen
+class Use:
+    """One GPU in one reservation. (cluster, reservation, gpu_uuid) names it; the same with an `until` closes it."""
+
+    cluster: str
+    node: str
+    reservation: str
+    gpu_uuid: str
+    since: datetime
+    until: datetime | None = None
+    serial: str | None = None
+    chassis: str | None = None
+    namespace: str | None = None
+    pod: str | None = None
+    pod_uid: str | None = None
+    owner: str | None = None  # "StatefulSet/train"
+    evidence_hash: str | None = None
+
+
+@frozen
+class Batch:
+    """What is stored together. The same batch again has the same id."""
+
+    id: str
+    readings: tuple[Reading, ...] = ()
+    uses: tuple[Use, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return len(self.readings) + len(self.uses)
+
+
+def raw_reading(reading: Reading) -> dict[str, Any]:
+    """S2's members first, in its order; then ours."""
+    return {
+        "cluster": reading.cluster,
+        "node": reading.node,
+        "machine": reading.machine,
+        "source": reading.source,
+        "chassis": reading.chassis,
+        "gpu": reading.gpu,
+        "time": raw_time(reading.time),
+        "uuid": reading.uuid,
+        "index": reading.index,
+        "minor": reading.minor,
+        "pci_bus_id": reading.pci_bus_id,
+        "model": reading.model,
+        "memory": reading.memory,
+        "driver": reading.driver,
+        "boot_id": reading.boot_id,
+    }
+
+
+def raw_use(use: Use) -> dict[str, Any]:
+    return {
+        "cluster": use.cluster,
+        "node": use.node,
+        "reservation": use.reservation,
+        "gpu_uuid": use.gpu_uuid,
+        "serial": use.serial,
+        "chassis": use.chassis,
+        "namespace": use.namespace,
+        "pod": use.pod,
+        "pod_uid": use.pod_uid,
+        "owner": use.owner,
+        "evidence_hash": use.evidence_hash,
+        "since": raw_time(use.since),
+        "until": None if use.until is None else raw_time(use.until),
+    }
+
+
+def raw_time(time: datetime) -> str:
+    """RFC 3339 in UTC, to the microsecond that a datetime knows."""
+    return time.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def raw_seconds(time: datetime) -> str:
+    """RFC 3339 in UTC, in seconds."""
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,51 @@
+"""Where an exporter stores: what it has to know of its store."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+from attrs import field, frozen
+
+
+@frozen
+class HttpTarget:
+    endpoint: str
+    timeout: timedelta
+    token: str | None = field(default=None, repr=False)
+    # HTTPS_PROXY and its like count, as they did for S2.
+    proxied: bool = True
+
+
+@frozen
+class PostgresTarget:
+    host: str
+    db: str
+    user: str
+    password: str = field(repr=False)
+    port: int = 5432
+    sslmode: str = "require"
+    table: str = "gpu"
+    auto_migrate: bool = False
+    # To be connected, and for each statement.
+    connect_timeout: timedelta = timedelta(seconds=10)
+    statement_timeout: timedelta = timedelta(seconds=60)
+
+
+@frozen
+class ObjectTarget:
+    """`bucket` is a name, or a URL of any store that keeps objects."""
+
+    bucket: str
+    prefix: str = ""
+    region: str = "us-east-1"
+    partition_pattern: str = "year=%Y/month=%m/day=%d/hour=%H"
+    form: str = "csv"
+    header: bool = False
+    # Whether uuid and the rest of what S2 does not know follow its seven columns.
+    own_columns: bool = False
+    # As obstore names them: endpoint, access_key_id ... What is not here it takes from the environment.
+    options: Mapping[str, str] = field(factory=dict, repr=False)
+    timeout: timedelta = timedelta(seconds=30)
+
+    @property
+    def url(self) -> str:
+        return self.bucket if "://" in self.bucket else f"s3://{self.bucket}"

@@ -1,0 +1,413 @@
+"""One process of `gpuwarden export`: which GPUs there are and who used them, brought to stores.
+
+Of several, the elected one works. What it was given is stored, or waits on its disk, before another is elected.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import structlog
+from attrs import frozen
+from kubernetes.aio import client
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from webhook.clock import utc_now
+from webhook.cluster import connected
+from webhook.clustered import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
+from webhook.core.errors import GpuwardenError
+from webhook.evidence.node_evidence import NodeEvidence
+from webhook.export import Exporter, ExportError
+from webhook.export.calls import ApiRefusesError, Calls
+from webhook.export.delivery import Delivery, Heard
+from webhook.export.lease import Candidate, Terms
+from webhook.export.measured import ExportCollector, ExportMetrics
+from webhook.export.nodes import ApiNode, node_seen
+from webhook.export.outbox import opener
+from webhook.export.pod_exec import PodExec
+from webhook.export.reader import Plan, Reader, Told
+from webhook.export.reading import (
+    NO_MACHINE,
+    Source,
+    node_gpus,
+    readings_of,
+    without_serial,
+)
+from webhook.export.records import Batch, raw_reading
+from webhook.export.settings import ExportSettings
+from webhook.export.turns import Limit
+from webhook.export.uses import Called, OpenUses, PodWords, Uses
+from webhook.inventory.node_annotations import UnreadableDevicesError
+from webhook.inventory.node_gpus import GpuWire, gpus_in
+from webhook.inventory.nvidia_smi import MAX_SIZE, parse
+from webhook.listener import Listener
+from webhook.process import stop_signal
+from webhook.telemetry import configure_logging
+from webhook.view import View
+from webhook.watch import Watch
+from webhook.web.app import application, get
+from webhook.web.health import Health, Stage
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+STOPPED, LOST = 0, 1
+# At the end, for what is still to be stored; under the 30 s that Kubernetes gives a Pod to end.
+DRAIN: Final = timedelta(seconds=20)
+# Before a Lease that was not renewed is another's, the last write has to have ended.
+MARGIN: Final = timedelta(seconds=1)
+USES_PAUSE: Final = 0.5
+# Stores are asked this often at most, however often somebody asks for our readiness, and have this long to answer.
+CHECK_EVERY: Final = 2.0
+CHECK_LONGEST: Final = 5.0
+
+
+def read_file(path: str, cluster: str, node: str, machine: str | None) -> int:
+    """One reading of one host: a JSON line a GPU on stdout."""
+    if path == "-":
+        content, source = sys.stdin.buffer.read(MAX_SIZE + 1), "stdin"
+    else:
+        with Path(path).open("rb") as file:
+            content, source = file.read(MAX_SIZE + 1), path
+    found = node_gpus(parse(content), "", None, utc_now())
+    for record in readings_of(found, Source(cluster, node, machine or NO_MACHINE, source)):
+        sys.stdout.write(msgspec.json.encode(raw_reading(record)).decode() + "\n")
+    if nameless := without_serial(found):
+        sys.stderr.write(f"gpuwarden export: no record of {', '.join(nameless)}: without a serial\n")
+    return STOPPED
+
+
+async def export(settings: ExportSettings) -> int:
+    """Until SIGTERM or SIGINT, or until the Lease is lost. The exit code."""
+    configure_logging(settings.log_level)
+    for note in settings.notes:
+        log.warning("setting passed over", problem=note)
+    stop = stop_signal()
+    async with await connected(settings.connection()) as api, Process(settings, api).listening() as process:
+        ended = await process.run(stop)
+    log.info("stopped", exit_code=ended)
+    return ended
+
+
+@frozen
+class NodeWords:
+    """What matters of a Node between its readings."""
+
+    boot: str | None
+    gpus: str | None
+
+
+def node_words(raw: Raw) -> NodeWords:
+    try:
+        seen = node_seen(raw)
+    except msgspec.ValidationError as exc:
+        raise GpuwardenError(f"the Node cannot be read: {exc}") from exc
+    return NodeWords(seen.boot_id, seen.gpus)
+
+
+class NodesView(View[NodeWords]):
+    """Nodes as a watch tells of them, and who is told of new boots."""
+
+    def __init__(self, reader: Reader) -> None:
+        super().__init__(node_words)
+        self._reader = reader
+
+    def changed(self, raw: Raw) -> None:
+        super().changed(raw)
+        name = raw["metadata"]["name"]
+        found = self.get(name)
+        if found is not None:
+            self._reader.booted(name, found.boot)
+        self.take_news()
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._reader.forget_node(name)
+        self.take_news()
+
+    def gpu(self, node: str, uuid: str) -> GpuWire | None:
+        found = self.get(node)
+        if found is None or found.gpus is None:
+            return None
+        try:
+            return next((one for one in gpus_in(found.gpus).gpus if one.uuid == uuid), None)
+        except UnreadableDevicesError:
+            return None
+
+
+class ClusterWords:
+    """What the cluster knows of those who use GPUs."""
+
+    def __init__(
+        self, nodes: ApiNode, nodes_view: NodesView, uses: Callable[[], Uses], evidence: View[str | None]
+    ) -> None:
+        self._nodes = nodes
+        self._nodes_view = nodes_view
+        self._uses = uses
+        self._evidence = evidence
+
+    async def pod(self, namespace: str, name: str, uid: str) -> PodWords:
+        raw = await self._nodes.pod(namespace, name) if namespace and name else None
+        if raw is None or raw["metadata"].get("uid") != uid:
+            return PodWords(is_there=False)
+        owners = [one for one in raw["metadata"].get("ownerReferences") or () if one.get("controller")]
+        return PodWords(owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else None)
+
+    def gpu(self, node: str, uuid: str) -> Called:
+        """By what was read, else by what its GPUNode says."""
+        read = self._nodes_view.gpu(node, uuid)
+        if read is not None:
+            return Called(read.serial, read.chassis)
+        known = self._uses().gpu_nodes.get(node)
+        devices = [one for one in known.devices if one.uuid == uuid] if known is not None else []
+        return Called(devices[0].serial or None) if devices else Called()
+
+    def evidence(self, node: str) -> str | None:
+        return self._evidence.get(node)
+
+
+def hash_in(raw: Raw) -> str | None:
+    word = NodeEvidence.parse(raw).word
+    return word.hash or None if word is not None else None
+
+
+def exporters_of(settings: ExportSettings) -> list[Exporter]:
+    """Imported by need: each leans on a library of its own."""
+    found: list[Exporter] = []
+    for name in settings.exporter_type:
+        if name == "stdout":
+            from webhook.export.stdout import StdoutExporter
+
+            found.append(StdoutExporter())
+        elif name == "http":
+            from webhook.export.http import HttpExporter
+
+            found.append(HttpExporter(settings.http, utc_now))
+        elif name == "postgres":
+            from webhook.export.postgres import PostgresExporter
+
+            found.append(PostgresExporter(settings.postgres))
+        elif name == "s3":
+            from webhook.export.s3 import ObjectExporter
+
+            found.append(ObjectExporter(settings.s3))
+    return found
+
+
+class StoreHealth(Health):
+    """Ready if every store would take something at this moment."""
+
+    def __init__(self, check: Callable[[], Awaitable[None]], every: float = CHECK_EVERY) -> None:
+        super().__init__()
+        self._check = check
+        self._every = every
+        self._asked: asyncio.Task[str | None] | None = None
+        self._asked_at = 0.0
+
+    async def ready(self, request: Request) -> Response:
+        if not self.is_serving:
+            return await super().ready(request)
+        now = asyncio.get_running_loop().time()
+        if self._asked is None or now - self._asked_at > self._every:
+            self._asked, self._asked_at = asyncio.ensure_future(self._ask()), now
+        problem = await asyncio.shield(self._asked)
+        if problem is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "unready", "problem": problem}, status_code=503, headers={"Retry-After": "1"})
+
+    async def _ask(self) -> str | None:
+        try:
+            async with asyncio.timeout(CHECK_LONGEST):
+                await self._check()
+        except TimeoutError:
+            return "a store does not answer"
+        except ExportError as exc:
+            return str(exc)
+        return None
+
+
+class Process:
+    """All parts of the process."""
+
+    def __init__(self, settings: ExportSettings, api: client.ApiClient) -> None:
+        loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._api = api
+        self._metrics = ExportMetrics()
+        self._metrics.know(list(settings.exporter_type))
+        heard = Heard(stored=self._stored, failed=self._not_stored, refused=self._refused)
+        self._delivery = Delivery(exporters_of(settings), opener(settings.outbox), utc_now, heard=heard)
+        limit = Limit(settings.qps, settings.burst, loop.time)
+        self._nodes = ApiNode(Calls(api, limit))
+        self._exec = PodExec(api, limit)
+        plan = Plan(
+            cluster=settings.cluster_name or "",
+            namespace=settings.namespace,
+            container=settings.container,
+            timeout=settings.timeout,
+            resync=settings.resync,
+            labels=settings.labels,
+        )
+        told = Told(failed=self._metrics.count_not_read)
+        self._reader = Reader(plan, self._exec, self._nodes, self._delivery.take, utc_now, loop.time, told)
+        self._nodes_view = NodesView(self._reader)
+        evidence: View[str | None] = View(hash_in)
+        words = ClusterWords(self._nodes, self._nodes_view, lambda: self._uses, evidence)
+        kept = None if settings.outbox is None else settings.outbox / "uses"
+        self._uses = Uses(
+            settings.cluster_name or "",
+            words,
+            OpenUses(kept),
+            self._delivery.take,
+            utc_now,
+            is_current=lambda: all(one.is_current for one in (nodes_watch, gpu_nodes_watch)),
+        )
+        pods = f"/api/v1/namespaces/{settings.namespace}/pods"
+        nodes_watch = Watch(api, NODES_PATH, self._nodes_view)
+        gpu_nodes_watch = Watch(api, GPU_NODES_PATH, self._uses.gpu_nodes)
+        self._watches = [Watch(api, pods, self._reader, {"labelSelector": settings.label_selector}), nodes_watch]
+        self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence)]
+        # Elections are not held up by what else there is to ask.
+        urgent = Calls(api, Limit(50, 100, loop.time), longest=settings.lease_renew_deadline.total_seconds())
+        terms = Terms(settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period)
+        self._candidate = Candidate(
+            urgent, settings.lease_namespace, settings.lease_name, settings.pod_name, terms, utc_now, loop.time
+        )
+        self._metrics.show(
+            ExportCollector(lambda: self._reader.turns.waiting, lambda: self._reader.last_reads, self._states, utc_now)
+        )
+        self._health = StoreHealth(self._delivery.check)
+        self._listener = Listener(self._app(), host=settings.host, port=settings.server_port)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Process"]:
+        await self._listener.start()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._exec.close)
+            stack.push_async_callback(self._listener.stop, 1.0)
+            log.info("listening", http=self._listener.url)
+            yield self
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Until `stop` is set (0) or the Lease is lost (1). Nothing is written after the Lease is given back."""
+        stopping = asyncio.ensure_future(stop.wait())
+        watching = [asyncio.ensure_future(one.run()) for one in await self._all_watches()]
+        self._health.stage = Stage.SERVING
+        elects = self._settings.leader_election
+        try:
+            if elects and not await until(self._candidate.win(), stopping):
+                return STOPPED
+            holding = asyncio.ensure_future(self._candidate.hold() if elects else asyncio.Event().wait())
+            return await self._lead(stopping, holding, watching, elects=elects)
+        finally:
+            self._health.stage = Stage.DRAINING
+            await cancelled(stopping, *watching)
+
+    async def _all_watches(self) -> list[Watch]:
+        if not self._settings.history:
+            return self._watches
+        try:
+            problem = None if await self._nodes.is_served(GPU_NODES_PATH) else "there is no such kind of object"
+        except ApiRefusesError as exc:
+            problem = str(exc)  # also where the kind is not there, and we may not know
+        if problem is not None:
+            log.warning("no GPUNodes can be seen: the use of GPUs is not exported", problem=problem)
+            return self._watches
+        return [*self._watches, *self._history_watches]
+
+    async def _lead(
+        self,
+        stopping: "asyncio.Future[Any]",
+        holding: "asyncio.Future[Any]",
+        watching: "Sequence[asyncio.Future[None]]",
+        *,
+        elects: bool,
+    ) -> int:
+        has_history = len(watching) > len(self._watches)
+        working = [asyncio.ensure_future(self._reader.work()) for _ in range(self._settings.workers)]
+        working += [asyncio.ensure_future(self._follow_uses())] if has_history else []
+        delivering = asyncio.ensure_future(self._delivery.run())
+        log.info("exporting", to=list(self._settings.exporter_type), workers=self._settings.workers)
+        all_tasks = [stopping, holding, delivering, *working, *watching]
+        done, _ = await asyncio.wait(all_tasks, return_when=asyncio.FIRST_COMPLETED)
+        is_lost = holding in done and stopping not in done
+        # Workers first: what they have given to be stored is stored after them, and before anybody else is elected.
+        await cancelled(*working)
+        allowed = DRAIN if not elects else min(DRAIN, max(timedelta(0), self._candidate.left - MARGIN))
+        if not elects or is_lost:
+            left = await self._delivery.drain(allowed)
+        else:
+            left = await self._drain_while_holding(holding)
+        await cancelled(delivering, holding)
+        log.info("drained", batches_left=left)
+        if elects and not is_lost:
+            await self._candidate.release()
+        for task in done - {stopping, holding}:
+            task.result()  # none of these ends by itself: a bug shows here
+        return LOST if is_lost else STOPPED
+
+    async def _drain_while_holding(self, holding: "asyncio.Future[Any]") -> int:
+        """The Lease is renewed meanwhile; once it cannot be, nothing is written any more."""
+        draining = asyncio.ensure_future(self._delivery.drain(DRAIN))
+        await asyncio.wait([draining, holding], return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            await cancelled(draining)
+            return await self._delivery.drain(timedelta(0))
+        return draining.result()
+
+    async def _follow_uses(self) -> None:
+        """A bug in one pass must not end them all."""
+        while True:
+            try:
+                await self._uses.step()
+            except ExportError as exc:
+                self._metrics.count_not_read("outbox")
+                log.warning("uses left for the next pass", problem=str(exc))
+            except Exception:
+                log.exception("a pass over uses failed")
+            await asyncio.sleep(USES_PAUSE)
+
+    def _app(self) -> Any:
+        async def metrics(_request: Request) -> Response:
+            body, media_type = self._metrics.render()
+            return Response(body, headers={"content-type": media_type})
+
+        live = [get(path, self._health.live) for path in ("/healthz", "/health", "/")]
+        ready = [get(path, self._health.ready) for path in ("/readyz", "/ready")]
+        return application(self._metrics, get("/metrics", metrics), *live, *ready)
+
+    def _states(self) -> Mapping[str, Any]:
+        return self._delivery.states
+
+    def _stored(self, exporter: str, batch: Batch) -> None:
+        if batch.readings:
+            self._metrics.count_stored(exporter)
+
+    def _not_stored(self, exporter: str, _reason: str) -> None:
+        self._metrics.count_not_stored(exporter, "store")
+
+    def _refused(self, exporter: str, _batch: Batch, _reason: str) -> None:
+        self._metrics.count_not_stored(exporter, "refused")
+
+
+async def until(work: Awaitable[None], stopping: "asyncio.Future[Any]") -> bool:
+    """Whether the work was done before the stop."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+        return not stopping.done()
+    await cancelled(task)
+    return False
+
+
+async def cancelled(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,71 @@
+"""What `gpuwarden export` has read of a node's GPUs, as it stands in an annotation of the Node; read by discovery."""
+
+from datetime import datetime
+from typing import Annotated, Final
+
+import msgspec
+
+from webhook.core.device import Device, DeviceUuid
+from webhook.inventory.node_annotations import MAX_DEVICES, UUID, UnreadableDevicesError, shown
+
+# All annotations of an object may have 256 KiB together.
+MAX_ANNOTATION: Final = 200 * 1024
+# What the API server takes in a GPUNode (manifests/gpunodes.yaml) is longer.
+Text = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
+
+
+class GpuWire(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=False):
+    index: Whole
+    uuid: Text | None = None
+    serial: Text | None = None
+    minor: Whole | None = None
+    pci: Text | None = None
+    model: Text | None = None
+    memory: Text | None = None
+    chassis: Text | None = None
+    mig: bool = False
+
+
+class NodeGpus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One reading: when, from which pod, in which boot."""
+
+    time: Annotated[datetime, msgspec.Meta(tz=True)]
+    gpus: list[GpuWire]
+    pod: str | None = None
+    boot: str | None = None
+    driver: Text | None = None
+
+
+def gpus_in(text: str) -> NodeGpus:
+    """Raises UnreadableDevicesError."""
+    try:
+        found = msgspec.json.decode(text, type=NodeGpus)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise UnreadableDevicesError(f"it is not what was read of GPUs: {exc}") from exc
+    if len(found.gpus) > MAX_DEVICES:
+        raise UnreadableDevicesError(f"{len(found.gpus)} devices are more than {MAX_DEVICES}")
+    uuids = [one.uuid for one in found.gpus if one.uuid is not None]
+    wrong = [uuid for uuid in uuids if not UUID.fullmatch(uuid) or uuids.count(uuid) > 1]
+    if wrong:
+        raise UnreadableDevicesError(f"{shown(wrong[0])} is no UUID, or stands there twice")
+    return found
+
+
+def devices_read(found: NodeGpus) -> tuple[Device, ...]:
+    """Those that have a UUID: nothing else tells one device from another for good.
+
+    A GPU that is cut into MIG instances is there, and cannot be had as a whole.
+    """
+    return tuple(
+        Device(
+            uuid=DeviceUuid(one.uuid),
+            index=one.index,
+            model=one.model or "",
+            memory=one.memory or "",
+            serial=one.serial or "",
+            is_healthy=not one.mig,
+        )
+        for one in found.gpus
+        if one.uuid is not None
+    )

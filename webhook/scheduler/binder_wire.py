@@ -1,0 +1,77 @@
+"""The members of pods and nodes, as the API server shows them, that decide where a pod is put."""
+
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from webhook.core.node_fit import SpecWire
+from webhook.core.pod import Metadata, Wire
+from webhook.ledger.carrier import ENDED
+
+
+class GateWire(Wire, frozen=True):
+    name: str = ""
+
+
+class ConstraintWire(Wire, frozen=True):
+    when_unsatisfiable: str | None = None
+
+
+class TermsWire(Wire, frozen=True):
+    required: list[dict[str, Any]] | None = msgspec.field(
+        default=None, name="requiredDuringSchedulingIgnoredDuringExecution"
+    )
+
+
+class AffinityWire(Wire, frozen=True):
+    pod_affinity: TermsWire | None = None
+    pod_anti_affinity: TermsWire | None = None
+
+
+class BoundSpecWire(SpecWire, frozen=True):
+    node_name: str | None = None
+    scheduler_name: str | None = None
+    scheduling_gates: list[GateWire] | None = None
+    priority: int | None = None
+    affinity: AffinityWire | None = None
+    topology_spread_constraints: list[ConstraintWire] | None = None
+    resource_claims: list[dict[str, Any]] | None = None
+
+
+class PhaseWire(Wire, frozen=True):
+    phase: str | None = None
+
+
+class PodMetaWire(Metadata, frozen=True):
+    deletion_timestamp: datetime | None = None
+    resource_version: str = ""
+
+
+class PodWire(Wire, frozen=True):
+    metadata: PodMetaWire
+    spec: BoundSpecWire
+    status: PhaseWire | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status is not None and self.status.phase in ENDED
+
+
+class AllocatableWire(Wire, frozen=True):
+    allocatable: dict[str, str | int | float | None] | None = None
+
+
+class NodeRoomWire(Wire, frozen=True):
+    status: AllocatableWire | None = None
+
+
+def beyond_us(spec: BoundSpecWire) -> str:
+    """The field by which a pod demands what we do not look at: to place it all the same would break its word."""
+    affinity = spec.affinity or AffinityWire()
+    for field_name, terms in (("podAffinity", affinity.pod_affinity), ("podAntiAffinity", affinity.pod_anti_affinity)):
+        if terms is not None and terms.required:
+            return f"spec.affinity.{field_name}"
+    if any(one.when_unsatisfiable != "ScheduleAnyway" for one in spec.topology_spread_constraints or ()):
+        return "spec.topologySpreadConstraints"
+    return "spec.resourceClaims" if spec.resource_claims else ""

@@ -1,0 +1,124 @@
+"""Hints for a pod under review: ask, judge, and say so. Whatever goes wrong, the pod goes on without."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Protocol
+
+import structlog
+from attrs import evolve, field, frozen
+
+from webhook.clock import Clock
+from webhook.core.claim import Claim
+from webhook.core.fleet import Fleet
+from webhook.core.hints import (
+    DEFAULT_BUCKETS,
+    Bucket,
+    Features,
+    Hints,
+    Surroundings,
+    features_of,
+    hints_of,
+    is_to_be_scored,
+    was_hinted,
+)
+from webhook.core.pod import Pod
+from webhook.core.review import Review
+from webhook.scoring import Question, Scorer, ScorerUnavailableError
+from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs, candidates
+from webhook.telemetry import Metrics
+
+log = structlog.get_logger(__name__)
+
+# Of the time that a review has left, a scorer may take so much: what was promised has to be held after it.
+SHARE = 0.5
+
+NO_CANDIDATES = "no node says which GPUs it has, so the scorer was not asked: the pod goes on without hints"
+
+
+@frozen
+class Hinted:
+    """What became of the question; without hints the warnings say why."""
+
+    hints: Hints | None = None
+    warnings: tuple[str, ...] = ()
+
+    def while_waiting(self) -> "Hinted":
+        """For a pod whose node is found later."""
+        return self if self.hints is None else evolve(self, hints=self.hints.while_waiting())
+
+
+NOT_SCORED = Hinted()
+
+
+class Watching(Protocol):
+    """Hears of one kind of object."""
+
+    ready: asyncio.Event
+
+    async def run(self) -> None:
+        """For ever."""
+
+
+@frozen
+class Hinting:
+    """Asks a scorer about pods that say what they do."""
+
+    scorer: Scorer
+    fleet: Fleet
+    clock: Clock
+    metrics: Metrics
+    timeout: float = 2.0
+    buckets: tuple[Bucket, ...] = DEFAULT_BUCKETS
+    jobs: RunningJobs = field(factory=RunningJobs)
+    classes: PriorityClasses = field(factory=EveryPriorityClass)
+    watches: Sequence[Watching] = ()
+
+    async def run(self) -> None:
+        """Hear of the cluster, for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            for watch in self.watches:
+                tasks.create_task(watch.run())
+            tasks.create_task(asyncio.Event().wait())
+
+    async def heard(self, patience: float) -> None:
+        """Until all has been heard of once, or for so long: nobody waits for hints."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                for watch in self.watches:
+                    await watch.ready.wait()
+
+    async def close(self) -> None:
+        await self.scorer.close()
+
+    async def hints(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> Hinted:
+        features = features_of(pod)
+        if features is None or not is_to_be_scored(pod, claim) or was_hinted(pod, self.clock()):
+            return NOT_SCORED
+        question = Question(features, candidates(self.fleet), self.jobs.colocated())
+        if not question.candidates:
+            self.metrics.count_scoring("no-candidates")
+            return Hinted(warnings=(*features.warnings, NO_CANDIDATES))
+        patience = min(self.timeout, SHARE * (answer_by - self.clock()).total_seconds())
+        try:
+            advice = await self.scorer.advise(question, patience=max(0.0, patience))
+        except ScorerUnavailableError as exc:
+            log.warning("Scheduler unavailable", uid=review.uid, outcome=exc.outcome, problem=str(exc))
+            return Hinted(warnings=(*features.warnings, f"{exc}: the pod goes on without hints"))
+        around = Surroundings(self.fleet.gpu_types, self.buckets, self.classes.names, self.classes.default)
+        hints = hints_of(advice, features, pod, around, self.clock())
+        self._tell(pod, features, hints, review)
+        return Hinted(hints)
+
+    def _tell(self, pod: Pod, features: Features, hints: Hints, review: Review) -> None:
+        log.info(
+            "Mutated pod",
+            uid=review.uid,
+            namespace=review.namespace,
+            name=pod.display_name,
+            job_type=features.job_type,
+            score=hints.score,
+            priority_class=hints.priority_class,
+            chosen_gpu=hints.chosen_gpu,
+        )
