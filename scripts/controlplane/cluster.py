@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 START_TIMEOUT = 90.0
 LOOK_EVERY = 0.05
+PAUSE_TIMEOUT = 10.0
 
 
 class StartError(Exception):
@@ -148,8 +149,11 @@ class Cluster:
         self.processes.kill(name)
 
     def pause(self, name: str) -> None:
-        """It keeps its connections and answers nothing."""
+        """It keeps its connections and answers nothing from the moment this returns."""
         self.processes.signal(name, signal.SIGSTOP)
+        until = time.monotonic() + PAUSE_TIMEOUT
+        while self.status()[name] is not State.PAUSED and time.monotonic() < until:
+            time.sleep(LOOK_EVERY)
 
     def resume(self, name: str) -> None:
         self.processes.signal(name, signal.SIGCONT)
