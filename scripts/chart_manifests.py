@@ -26,6 +26,7 @@ OPT_IN: Final = "xx-opt-in"
 HASH_ALIAS: Final = "xx-hash-alias"
 RESOURCE: Final = "xx-resource"
 GPU_NAMESPACE: Final = "xx-gpu-namespace"
+ACCOUNT: Final = "xx-account-{}"
 KEPT_IN: Final = "gpuwarden-tls"
 EXCLUDED: Final = "xx-excluded"
 BUNDLE: Final = b"xx"
@@ -33,6 +34,11 @@ LABELS: Final = "xx-labels"
 NOTES: Final = "xx-notes"
 FAILURE_POLICY: Final = "xx-failure-policy"
 PATIENCE: Final = 64998
+
+
+def account_name(component: str) -> str:
+    return f'{{{{ include "gpuwarden.account" (list . "{component}") }}}}'
+
 
 SAID: Final[Mapping[str, str]] = {
     NAMESPACE: "{{ .Release.Namespace }}",
@@ -42,6 +48,7 @@ SAID: Final[Mapping[str, str]] = {
     HASH_ALIAS: '{{ default "attestation-hash.my-company.com/required-hash" .Values.settings.requiredHashAlias }}',
     RESOURCE: '{{ default "nvidia.com/gpu" .Values.settings.gpuResource }}',
     GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace }}',
+    **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "bind", "export")},
     FAILURE_POLICY: "{{ .Values.webhooks.failurePolicy }}",
     str(PATIENCE): "{{ .Values.webhooks.timeoutSeconds }}",
 }
@@ -53,6 +60,9 @@ RELEASE: Final = Installation(
     hash_aliases=(HASH_ALIAS,),
     resource=RESOURCE,
     gpu_namespace=GPU_NAMESPACE,
+    reconciler=ACCOUNT.format("reconcile"),
+    binder=ACCOUNT.format("bind"),
+    exporter=ACCOUNT.format("export"),
     ca_bundle=BUNDLE,
 )
 INJECTION: Final = """\
@@ -176,10 +186,6 @@ def component_of(account: str) -> str:
 
 def role_name(component: str) -> str:
     return f'{{{{ include "gpuwarden.component" (list . "{component}") }}}}'
-
-
-def account_name(component: str) -> str:
-    return f'{{{{ include "gpuwarden.account" (list . "{component}") }}}}'
 
 
 def enabled(component: str) -> str:

@@ -16,6 +16,7 @@ case "$NAMESPACE$SERVICE_NAME" in
 esac
 mkdir -p "$CERT_DIR"
 cd "$CERT_DIR"
+rm -f ca.key tls.key webhook-tls-secret.yaml # umask says nothing of files that are there
 
 cat >csr.conf <<EOF
 [req]

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from attrs import define, field
+from attrs import define, evolve, field
 from kubernetes.aio import client
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -13,7 +13,9 @@ from starlette.routing import Route
 
 from tests import builders
 from webhook.cluster import ApiPods
+from webhook.core import keys
 from webhook.core.pod import Pod
+from webhook.ledger.carrier import Sight
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.listener import Listener
 from webhook.pods import PodsUnavailableError
@@ -105,6 +107,33 @@ async def test_what_is_no_answer_proves_no_absence(api_server: ApiServer, pods: 
         await pods.contradicts(THE_POD)
     with pytest.raises(WitnessAwayError):
         await pods.is_gone(THE_POD)
+    with pytest.raises(WitnessAwayError):
+        await pods.look(THE_POD)
+
+
+async def test_a_pod_is_looked_at_whatever_it_carries(api_server: ApiServer, pods: ApiPods) -> None:
+    gated = {"schedulingGates": [{"name": "other"}, {"name": keys.QUEUE_GATE}]}
+    api_server.says(200, {**POD, "spec": {**POD["spec"], **gated}})
+    assert await pods.look(THE_POD) == Sight(None, is_gated=True, is_on_node=False, has_ended=False)
+    api_server.says(200, {**POD, "spec": {**POD["spec"], "nodeName": "node-a"}, "status": {"phase": "Failed"}})
+    assert await pods.look(THE_POD) == Sight(None, is_gated=False, is_on_node=True, has_ended=True)
+    api_server.says(200, builders.created(POD, uid="another"))
+    assert await pods.look(THE_POD) is None
+    api_server.says(404, {"kind": "Status"})
+    assert await pods.look(THE_POD) is None
+
+
+async def test_a_pod_whose_name_nobody_knows_is_looked_for_in_the_whole_list(
+    api_server: ApiServer, pods: ApiPods
+) -> None:
+    nameless = evolve(THE_POD, name="")
+    listed = {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [POD]}
+    api_server.says(200, listed)
+    assert await pods.look(nameless) is not None
+    assert not await pods.is_gone(nameless)
+    api_server.says(200, {**listed, "items": []})
+    assert await pods.look(nameless) is None
+    assert await pods.is_gone(nameless)
 
 
 async def test_nobody_there_proves_no_absence() -> None:

@@ -112,7 +112,33 @@ async def test_the_route_sees_what_is_held(house: House) -> None:
     assert answer["nodes"][0]["reasons"] == ["with fewer than 2 free"]
 
 
-@pytest.mark.parametrize("body", [b"{", b"[]", b'{"spec": {"containers": 5}}'], ids=["broken", "a list", "no pod"])
-async def test_the_route_takes_no_nonsense(house: House, body: bytes) -> None:
+NO_PODS = {
+    "broken": b"{",
+    "a list": b"[]",
+    "anything": b'{"foo": 1}',
+    "a list of pods": b'{"kind": "List", "items": []}',
+    "a review": b'{"kind": "AdmissionReview", "request": {"uid": "1"}}',
+}
+
+
+@pytest.mark.parametrize("body", NO_PODS.values(), ids=NO_PODS.keys())
+async def test_the_route_admits_nothing_that_is_no_pod(house: House, body: bytes) -> None:
     reply = await house.tls.post("/explain", content=body)
-    assert (reply.status_code == 400 and reply.json()["error"]) or reply.json()["reason"] == "InvalidPod"
+    assert reply.status_code == 400
+    assert reply.json()["error"]
+
+
+async def test_the_route_names_what_is_wrong_with_a_pod(house: House) -> None:
+    reply = await house.tls.post("/explain", json={"spec": {"containers": 5}})
+    assert reply.json()["reason"] == "InvalidPod"
+
+
+async def test_the_route_explains_the_pods_that_a_controller_would_make(house: House) -> None:
+    pod = raw_pod(raw_container(gpus=50))
+    template = {"metadata": {"annotations": {}}, "spec": pod["spec"]}
+    for whole in (
+        {"kind": "Deployment", "spec": {"template": template}},
+        {"kind": "CronJob", "spec": {"jobTemplate": {"spec": {"template": template}}}},
+    ):
+        answer: Raw = (await house.tls.post("/explain", json=whole)).json()
+        assert (answer["verdict"], answer["reason"]) == ("deny", "NoMatchingDevice")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from tests.running import refusing
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.measured import ExportMetrics
-from webhook.exporting import StoreHealth, hash_in, node_words
+from webhook.exporting import NodesView, StoreHealth, hash_in, node_words
 from webhook.web.app import application, get
 from webhook.web.health import Stage
 
@@ -98,3 +99,37 @@ def test_what_matters_of_a_node_and_of_its_evidence() -> None:
     entry = {"hash": "sha256:aa", "banned": False, "conflict": False}
     assert hash_in({"metadata": {"name": "n"}, "status": {"sources": {"static": entry}}}) == "sha256:aa"
     assert hash_in({"metadata": {"name": "n"}}) is None
+
+
+class NobodyReads:
+    def booted(self, node: str, boot: str | None) -> None: ...
+
+    def forget_node(self, node: str) -> None: ...
+
+
+def node_with(text: str, version: int) -> dict[str, Any]:
+    metadata = {"name": "n", "resourceVersion": str(version), "annotations": {"gpuwarden.io/gpus": text}}
+    return {"metadata": metadata}
+
+
+def test_what_a_node_says_of_its_gpus_is_read_once_for_all_of_them() -> None:
+    def said(serial: str) -> str:
+        gpus = [{"index": 0, "uuid": "GPU-0", "serial": serial}, {"index": 1, "uuid": "GPU-1"}]
+        return json.dumps({"time": "2026-01-01T00:00:00Z", "gpus": gpus})
+
+    view = NodesView(NobodyReads())
+    assert view.gpu("n", "GPU-0") is None
+    view.changed(node_with(said("1"), 1))
+    first = view.gpu("n", "GPU-0")
+    assert first is not None
+    assert first.serial == "1"
+    view.changed(node_with(said("1"), 2))
+    assert view.gpu("n", "GPU-0") is first
+    assert view.gpu("n", "GPU-2") is None
+    view.changed(node_with(said("2"), 3))
+    assert getattr(view.gpu("n", "GPU-0"), "serial", None) == "2"
+    view.changed(node_with("{", 4))
+    assert view.gpu("n", "GPU-0") is None
+    view.changed(node_with(said("2"), 5))
+    view.deleted(node_with(said("2"), 6))
+    assert view.gpu("n", "GPU-0") is None

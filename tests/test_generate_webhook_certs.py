@@ -52,6 +52,31 @@ async def test_its_files_are_served_with_and_what_it_prints_trusts_them(tmp_path
     assert answer.status_code == 200
 
 
+def test_keys_that_were_there_are_made_anew_and_for_nobody_else(tmp_path: Path) -> None:
+    made = tmp_path / "certs"
+    made.mkdir()
+    names = ["ca.key", "tls.key", "webhook-tls-secret.yaml"]
+    for name in names:
+        (made / name).write_text("old")
+        (made / name).chmod(0o644)
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {name: (made / name).stat().st_mode & 0o777 for name in names} == dict.fromkeys(names, 0o600)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not here")
+def test_git_sees_nothing_of_what_it_makes_and_all_else_there(tmp_path: Path) -> None:
+    shutil.copy(ROOT / ".gitignore", tmp_path / ".gitignore")
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("server.csr", "README.md", "issuer.yaml", "certificate.yaml"):
+        (tmp_path / "certs" / name).touch()
+    for command in (["init", "-q"], ["add", "-A"], ["ls-files"]):
+        git = [str(shutil.which("git")), *command]
+        done = subprocess.run(git, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == [".gitignore", "certs/README.md", "certs/certificate.yaml", "certs/issuer.yaml"]
+
+
 def test_names_and_place_are_those_of_the_environment(tmp_path: Path) -> None:
     done = run(tmp_path, NAMESPACE="wardens", SERVICE_NAME="hook", CERT_DIR="elsewhere/deep")
     assert done.returncode == 0, done.stderr

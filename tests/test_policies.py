@@ -13,12 +13,14 @@ import yaml
 from webhook.core import keys
 from webhook.core.check import GPU_RESOURCES
 from webhook.crds import manifests as crds
+from webhook.export.labels import DOMAIN as SERIALS
 from webhook.policies import (
     POLICIES,
     WEBHOOKS,
     Installation,
     Manifest,
     as_yaml,
+    export,
     manifests,
     policies,
     rbac,
@@ -76,8 +78,14 @@ def test_the_files_hold_what_is_meant() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-pods"),
         ("ValidatingAdmissionPolicy", "gpuwarden-gpunodes"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpunodes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-nodeevidences"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-nodeevidences"),
         ("ValidatingAdmissionPolicy", "gpuwarden-installation"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-installation"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-own-pods"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-pods"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-own-nodes"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-nodes"),
         ("MutatingAdmissionPolicy", "gpuwarden-strip"),
         ("MutatingAdmissionPolicyBinding", "gpuwarden-strip"),
     ]
@@ -211,6 +219,101 @@ def test_the_strip_runs_once_before_we_write() -> None:
     """A second time it would take off what we have written."""
     strip = next(one for one in EVERY if one["kind"] == "MutatingAdmissionPolicy")
     assert strip["spec"]["reinvocationPolicy"] == "Never"
+
+
+# Our own accounts.
+
+OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes")
+
+
+def named(name: str, installation: Installation | None = None) -> Manifest:
+    found = policies(installation or Installation())
+    return next(one for one in found if one["metadata"]["name"] == name and one["kind"].endswith("Policy"))
+
+
+def held(name: str, installation: Installation | None = None) -> set[str]:
+    """The accounts that a policy holds to what they do: everybody else is let by at one look."""
+    (only,) = named(name, installation)["spec"]["matchConditions"]
+    assert re.fullmatch(r"request\.userInfo\.username in \[[^\]]*\]", only["expression"])
+    return set(re.findall(r"'([^']*)'", only["expression"]))
+
+
+def writers(resources: set[str], installation: Installation) -> set[str]:
+    """The accounts of ours whose role lets them change these, wherever they are."""
+    every = [*rbac(installation), *export(installation)]
+    roles = {
+        one["metadata"]["name"]
+        for one in every
+        if one["kind"] == "ClusterRole"
+        for rule in one["rules"]
+        if resources & set(rule["resources"]) and {"update", "patch"} & set(rule["verbs"])
+    }
+    return {
+        f"system:serviceaccount:{subject['namespace']}:{subject['name']}"
+        for one in every
+        if one["kind"] == "ClusterRoleBinding" and one["roleRef"]["name"] in roles
+        for subject in one["subjects"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "resources"),
+    [
+        ("gpuwarden-own-pods", {"pods", "pods/status", "pods/ephemeralcontainers", "pods/resize"}),
+        ("gpuwarden-own-nodes", {"nodes", "nodes/status"}),
+    ],
+    ids=["pods", "nodes"],
+)
+@pytest.mark.parametrize("namespace", ["gpuwarden", "wardens"])
+def test_whoever_of_ours_may_write_is_held_to_what_he_writes(name: str, resources: set[str], namespace: str) -> None:
+    installation = Installation(namespace=namespace)
+    (rule,) = named(name)["spec"]["matchConstraints"]["resourceRules"]
+    assert (set(rule["resources"]), rule["operations"]) == (resources, ["UPDATE"])
+    assert held(name, installation) == writers(resources, installation) != set()
+
+
+def test_accounts_that_are_called_otherwise_are_held_too() -> None:
+    other = Installation(namespace="wardens", reconciler="one", binder="two", exporter="three")
+    of = "system:serviceaccount:wardens:{}".format
+    assert held("gpuwarden-own-pods", other) == {of("one"), of("two")}
+    assert held("gpuwarden-own-nodes", other) == {of("one"), of("three")}
+    for name in OWN:
+        assert "gpuwarden-" not in " ".join(expressions(named(name, other)))
+
+
+def test_nobody_of_ours_is_kept_from_what_he_writes() -> None:
+    written = {*keys.OUTPUT_NAMES, *keys.HINT_NAMES, keys.WOKEN_AT, keys.WAITING}
+    prefixes = re.findall(r"k\.startsWith\('([^']*)'\)", " ".join(expressions(named("gpuwarden-own-pods"))))
+    assert [key for key in written if not key.startswith(tuple(prefixes))] == []
+    assert f"'{keys.QUEUED_LABEL}'" in policy("gpuwarden-own-pods")
+    assert keys.QUEUE_GATE.startswith(f"{keys.DOMAIN}/")
+    for word in (SERIALS, keys.NODE_GPUS, keys.EVIDENCE_LOST_TAINT):
+        assert f"'{word}'" in policy("gpuwarden-own-nodes")
+
+
+def test_evidence_is_guarded_at_every_door() -> None:
+    rules = named("gpuwarden-nodeevidences")["spec"]["matchConstraints"]["resourceRules"]
+    doors = {(operation, name) for one in rules for operation in one["operations"] for name in one["resources"]}
+    assert doors == {
+        ("CREATE", "nodeevidences"),
+        ("UPDATE", "nodeevidences"),
+        ("UPDATE", "nodeevidences/status"),
+        ("DELETE", "nodeevidences"),
+    }
+
+
+def test_whoever_writes_evidence_has_the_permission() -> None:
+    found = rbac(Installation())
+    writes = {("nodeevidences", "create"), ("nodeevidences/status", "update")}
+    uses = {
+        one["metadata"]["name"]: {
+            (name, verb) for rule in one["rules"] for name in rule["resources"] for verb in rule["verbs"]
+        }
+        for one in found
+        if one["kind"] == "ClusterRole"
+    }
+    assert {name for name, may in uses.items() if may & writes} == {"gpuwarden", "gpuwarden-reconcile"}
+    assert all(("reservations", "manage") in may for may in uses.values() if may & writes)
 
 
 # Nothing that can fail: an expression that does refuses the request, a delete included.

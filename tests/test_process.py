@@ -1,6 +1,10 @@
 """What processes have in common."""
 
-from webhook.process import one_pass
+import asyncio
+
+import pytest
+
+from webhook.process import one_pass, passes
 
 
 async def test_a_pass_that_fails_does_not_end_the_passes() -> None:
@@ -15,3 +19,22 @@ async def test_a_pass_that_fails_does_not_end_the_passes() -> None:
     for _ in range(2):
         await one_pass(failing)
     assert failing.steps == 2
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_the_end_of_a_leadership_is_not_lost_in_the_news(turns: int) -> None:
+    class Nothing:
+        async def step(self) -> None:
+            return None
+
+    news = asyncio.Event()
+    task = asyncio.create_task(passes([Nothing()], news, pause=30, breath=0.001))
+    for _ in range(20):  # until it rests
+        await asyncio.sleep(0)
+    news.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait((task,), timeout=1)
+    task.cancel()
+    assert done

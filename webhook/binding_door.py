@@ -1,7 +1,7 @@
 """Whether a pod may be put on a node at this moment: shared by the reviews of Bindings and by our own binding."""
 
-from collections.abc import Awaitable, Callable
 from datetime import timedelta
+from typing import Protocol
 
 from webhook.clock import Clock
 from webhook.core import check, keys
@@ -17,7 +17,13 @@ from webhook.ledger import Ledger
 from webhook.namespaces import ClaimReading
 from webhook.pods import PodSource
 
-Name = Callable[[ReservationId, PodIdentity], Awaitable[Reservation]]
+
+class Name(Protocol):
+    """How a ledger is told whose a reservation is."""
+
+    async def __call__(
+        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None
+    ) -> Reservation: ...
 
 
 class BindingDoor:
@@ -65,7 +71,7 @@ class BindingDoor:
             or check.still_proven(claim, binding.node, fleet, policy)
         )
         if refused is None and held is not None and held.uid is None and not is_dry_run:
-            refused = await named(self._ledger.confirm, held.id, check.identity_of(living))
+            refused = await named(self._ledger.confirm, held, check.identity_of(living))
         return refused
 
     async def _undressed(self, binding: Binding, living: Pod) -> Deny | None:
@@ -85,10 +91,11 @@ async def recorded_reservation(ledger: Ledger, pod: Pod, *, is_fresh: bool = Fal
     return await ledger.find(reservation_id, node=node, is_fresh=is_fresh) if reservation_id else None
 
 
-async def named(name: Name, reservation_id: ReservationId, pod: PodIdentity) -> Deny | None:
+async def named(name: Name, held: Reservation, pod: PodIdentity) -> Deny | None:
     """Tell the ledger whose a reservation is."""
+    reservation_id = held.id
     try:
-        await name(reservation_id, pod)
+        await name(reservation_id, pod, node=held.node)
     except UnknownReservationError:
         return no_reservation(reservation_id)
     except ReservationExpiredError:

@@ -13,7 +13,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from webhook.core.errors import GpuwardenError
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
-from webhook.ledger.carrier import Carrier
+from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
 from webhook.pods import PodsUnavailableError
@@ -198,7 +198,7 @@ class ApiPods:
 
     async def is_gone(self, pod: PodIdentity) -> bool:
         if not pod.name:  # written by hand: then only a whole list tells
-            return all(one.pod.uid != pod.uid for one in await self.carriers())
+            return all(one["metadata"].get("uid") != pod.uid for one in await self._all())
         try:
             return await self.uid_of(pod.namespace, pod.name) != pod.uid
         except PodsUnavailableError as exc:
@@ -233,19 +233,25 @@ class ApiPods:
         return pod_in(body, namespace, name)
 
     async def carriers(self) -> Sequence[Carrier]:
+        return [one for one in map(Carrier.of, await self._all()) if one is not None]
+
+    async def _all(self) -> Collection[Raw]:
         try:
             raws, _ = await whole_list(self._api, PODS_PATH)
         except TROUBLE as exc:
             raise WitnessAwayError("pods cannot be listed") from exc
-        return [one for one in map(Carrier.of, raws.values()) if one is not None]
+        return raws.values()
 
-    async def look(self, pod: PodIdentity) -> Carrier | None:
+    async def look(self, pod: PodIdentity) -> Sight | None:
         try:
-            raw = await self._read(pod.namespace, pod.name)
-        except PodsUnavailableError as exc:
+            if pod.name:
+                raw = await self._read(pod.namespace, pod.name)
+            else:  # written by hand: then only a whole list tells
+                raw = next((one for one in await self._all() if one["metadata"].get("uid") == pod.uid), None)
+            is_gone = raw is None or raw["metadata"]["uid"] != pod.uid
+            return None if raw is None or is_gone else Sight.of(raw)
+        except (PodsUnavailableError, msgspec.ValidationError) as exc:
             raise WitnessAwayError(str(exc)) from exc
-        found = None if raw is None else Carrier.of(raw)
-        return found if found is not None and found.pod.uid == pod.uid else None
 
     async def remove(self, pod: PodIdentity) -> None:
         body = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid))

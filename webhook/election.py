@@ -4,21 +4,25 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 import structlog
 from kubernetes.aio import client
-from kubernetes.aio.client.exceptions import ApiException
-from kubernetes.aio.leaderelection.electionconfig import Config
-from kubernetes.aio.leaderelection.leaderelection import LeaderElection
-from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
+from webhook.clock import utc_now
+from webhook.export.calls import Calls
+from webhook.export.lease import Candidate, Terms
+from webhook.export.turns import Limit
 from webhook.settings import Settings
-from webhook.watch import TROUBLE
 
 log = structlog.get_logger(__name__)
 
-LEASE_DURATION, RENEW_DEADLINE, RETRY_PERIOD = 15, 10, 2  # seconds, and whole ones: the client's Lease takes no others
+TERMS: Final = Terms(timedelta(seconds=15), timedelta(seconds=10), timedelta(seconds=2))
+# Far more requests a second than standing and renewing take.
+RATE, BURST = 10.0, 10
+# A task that was cancelled and goes on is cancelled again this often: libraries lose the word now and then.
+INSISTENCE = 0.5
 
 Lead = Callable[[], Awaitable[None]]
 
@@ -28,43 +32,35 @@ async def lead_again_and_again(settings: Settings, api: client.ApiClient, lease:
 
     `lead` runs for ever and is cancelled when the Lease is lost.
     """
+    now = asyncio.get_running_loop().time
+    calls = Calls(api, Limit(RATE, BURST, now))
+    pod = f"{socket.gethostname()}-{os.getpid()}"
+    candidate = Candidate(calls, settings.lease_namespace, lease, pod, TERMS, utc_now, now)
     while True:
-        leading: list[asyncio.Task[Any]] = []
-        try:
-            await make_lease(settings, api, lease)
-            await election(settings, api, lease, lead, leading).run()
-        except TROUBLE as exc:
-            log.warning("election interrupted", error=type(exc).__name__)
-            await asyncio.sleep(RETRY_PERIOD)
-        finally:
-            for task in leading:
-                task.cancel()
+        await candidate.win()
+        await lead_once(candidate, lead)
 
 
-async def make_lease(settings: Settings, api: client.ApiClient, lease: str) -> None:
-    """An empty Lease to be held. The client library cannot create one: it sends a parameter that it refuses itself."""
-    leases = client.CoordinationV1Api(api)
-    body = client.V1Lease(metadata=client.V1ObjectMeta(name=lease), spec=client.V1LeaseSpec())
+async def lead_once(candidate: Candidate, lead: Lead) -> None:
+    """Until the Lease is lost; nothing of `lead` goes on after it. If `lead` ends by itself, which it never should, the
+    Lease is renewed no more, and others have had the time to take it when this returns."""
+    leading, holding = asyncio.ensure_future(lead()), asyncio.ensure_future(candidate.hold())
     try:
-        await leases.create_namespaced_lease(settings.lease_namespace, body)
-    except ApiException as exc:
-        if exc.status != 409:
-            raise
-
-
-def election(
-    settings: Settings, api: client.ApiClient, lease: str, lead: Lead, leading: list[asyncio.Task[Any]]
-) -> LeaderElection:
-    async def begin() -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            leading.append(task)  # the library leaves it running when the API server goes away
-        log.info("leading")
-        await lead()
-
-    async def follow() -> None:
+        await asyncio.wait((leading, holding), return_when=asyncio.FIRST_COMPLETED)
+        is_lost = holding.done()
+    finally:
+        await ended(leading, holding)
+    if is_lost:
         log.warning("no longer leading")
+        holding.result()
+        return
+    log.error("leading has ended by itself", exc_info=None if leading.cancelled() else leading.exception())
+    await asyncio.sleep((candidate.left + 2 * candidate.terms.retry_period).total_seconds())
 
-    identity = f"{socket.gethostname()}-{os.getpid()}"
-    lock: Any = LeaseLock(lease, settings.lease_namespace, identity, api)
-    return LeaderElection(Config(lock, LEASE_DURATION, RENEW_DEADLINE, RETRY_PERIOD, begin, follow))
+
+async def ended(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancelled, and over."""
+    while going_on := [task for task in tasks if not task.done()]:
+        for task in going_on:
+            task.cancel()
+        await asyncio.wait(going_on, timeout=INSISTENCE)

@@ -129,6 +129,13 @@ def pods_of(text: str) -> list[Json]:
     return pods
 
 
+def pod_in(item: Json) -> Json | None:
+    """The pod itself, which need not say that it is one, or the one that its controller would make."""
+    if "kind" not in item and mapping(item, "spec"):
+        return item
+    return template_of(item)
+
+
 def is_list(document: Any) -> bool:
     return isinstance(document, dict) and document.get("kind") in PLURALS
 

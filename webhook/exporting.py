@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import structlog
@@ -111,12 +111,22 @@ def node_words(raw: Raw) -> NodeWords:
     return NodeWords(seen.boot_id, seen.gpus)
 
 
+class Boots(Protocol):
+    """Who is told of boots."""
+
+    def booted(self, node: str, boot: str | None) -> None: ...
+
+    def forget_node(self, node: str) -> None: ...
+
+
 class NodesView(View[NodeWords]):
     """Nodes as a watch tells of them, and who is told of new boots."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Boots) -> None:
         super().__init__(node_words)
         self._reader = reader
+        # By node, what its annotation was when it was last read, and what it said of each UUID.
+        self._gpus: dict[str, tuple[str, Mapping[str, GpuWire]]] = {}
 
     def changed(self, raw: Raw) -> None:
         super().changed(raw)
@@ -128,6 +138,7 @@ class NodesView(View[NodeWords]):
 
     def forget(self, name: str) -> None:
         super().forget(name)
+        self._gpus.pop(name, None)
         self._reader.forget_node(name)
         self.take_news()
 
@@ -135,10 +146,18 @@ class NodesView(View[NodeWords]):
         found = self.get(node)
         if found is None or found.gpus is None:
             return None
-        try:
-            return next((one for one in gpus_in(found.gpus).gpus if one.uuid == uuid), None)
-        except UnreadableDevicesError:
-            return None
+        text, by_uuid = self._gpus.get(node, (None, {}))
+        if text != found.gpus:
+            by_uuid = gpus_by_uuid(found.gpus)
+            self._gpus[node] = found.gpus, by_uuid
+        return by_uuid.get(uuid)
+
+
+def gpus_by_uuid(text: str) -> Mapping[str, GpuWire]:
+    try:
+        return {one.uuid: one for one in gpus_in(text).gpus if one.uuid is not None}
+    except UnreadableDevicesError:
+        return {}
 
 
 class ClusterWords:

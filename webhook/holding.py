@@ -7,7 +7,7 @@ from datetime import datetime
 
 from webhook.clock import Clock
 from webhook.core.claim import Claim
-from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, decide
+from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, Question, decide
 from webhook.core.errors import (
     DeadlinePassedError,
     LedgerUnavailableError,
@@ -56,15 +56,29 @@ class Holder:
         return decide(claim, self.fleet, self.policy, most=most)
 
     def others_first(self, claim: Claim) -> Deny | None:
-        """Whether it is the turn of others of its kind. Those that nothing can be had for hold nobody up."""
-        if not len(self.lines):
+        """Whether it is the turn of others of its kind. Those that nothing can be had for hold nobody up.
+
+        One question for all of them: they differ in how many they want, and in nothing else.
+        """
+        heads = self.lines.heads(Kind.of(claim)) if len(self.lines) else []
+        if not heads:
             return None
         self.fleet.advance(self._clock())
-        for head in self.lines.heads(Kind.of(claim)):
-            found = decide(head.claim, self.fleet, self.policy, most=1)
-            if not isinstance(found, Deny) or found.reason is Reason.NO_FREE_DEVICE:
-                return its_turn_is_later(claim, head.claim)
-        return None
+        most = Question(heads[0].claim, self.fleet, self.policy).most()
+        first = next((head for head in heads if head.claim.count <= most), None)
+        return None if first is None else its_turn_is_later(claim, first.claim)
+
+    def never(self, claim: Claim) -> Deny | None:
+        """More than any node has, whatever is free: no waiting heals that. Of a fleet without a GPU nothing is known,
+        and a placement map is mended while its pods wait."""
+        most = self.fleet.most_devices
+        if claim.is_mapped or not most or claim.count <= most:
+            return None
+        return Deny(
+            Reason.NO_MATCHING_DEVICE,
+            f"{claim.sentence}: no node has more than {most} GPU{'' if most == 1 else 's'}",
+            hint="ask for what a node has",
+        )
 
     async def hold(self, ask: Ask, claim: Claim, *, answer_by: datetime) -> Reservation | Deny:
         """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding."""

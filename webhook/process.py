@@ -56,5 +56,6 @@ async def one_pass(*parts: Stepping) -> None:
 async def rest(news: asyncio.Event, pause: float, breath: float) -> None:
     """Until something has happened, and what comes with it is there as well; or for a while."""
     with suppress(TimeoutError):
-        await asyncio.wait_for(news.wait(), pause)
+        async with asyncio.timeout(pause):  # and not `wait_for`, which loses a cancellation that comes with the news
+            await news.wait()
     await asyncio.sleep(breath)

@@ -9,7 +9,7 @@ from kubernetes.aio import client
 from webhook.api_objects import ApiNamespaces
 from webhook.clock import utc_now
 from webhook.cluster import PODS_PATH, ApiGpuNodes, ApiPods, connected
-from webhook.clustered import NAMESPACES_PATH, STATEFUL_SETS_PATH, Discovering
+from webhook.clustered import GPU_NODES_PATH, NAMESPACES_PATH, STATEFUL_SETS_PATH, Discovering
 from webhook.continuous import Continuous, OnEvidenceLost, is_vouched
 from webhook.core.fleet import Fleet
 from webhook.election import lead_again_and_again
@@ -30,8 +30,8 @@ from webhook.scheduler.waking import Waking
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
 from webhook.view import Several
-from webhook.waiting_pods import WaitingPods
-from webhook.watch import Watch
+from webhook.waiting_pods import Demands, WaitingPods
+from webhook.watch import TROUBLE, Watch, whole_list
 from webhook.wiring import policy_of, rules_of, times_of
 
 log = structlog.get_logger(__name__)
@@ -40,6 +40,7 @@ LEASE = "gpuwarden-reconcile"
 # Between two passes: what nobody tells of is looked at this often, and what somebody does, this soon.
 PAUSE = 0.5
 BREATH = 0.05
+ON_NO_NODE = {"fieldSelector": "spec.nodeName="}
 
 
 async def reconcile(settings: Settings) -> None:
@@ -86,11 +87,24 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
     rules, policy = rules_of(settings, namespaces), policy_of(settings)
     waking = Waking(fleet, policy, rules.claims, ApiAlarm(api), utc_now)
     waiting_pods = WaitingPods(rules.claims, rules.dress, has_come=lambda _: reconciler.news.set())
-    queue = Queue(waiting_pods, ledger, fleet, policy, rules.claims, rules.dress, ApiGates(api), events, utc_now)
+    queue = Queue(
+        waiting_pods,
+        ledger,
+        fleet,
+        policy,
+        rules.claims,
+        rules.dress,
+        ApiGates(api),
+        events,
+        utc_now,
+        bind_deadline=settings.bind_deadline,
+        is_current=lambda: all(watch.is_current for watch in watches),
+        read_anew=partial(read_anew, api, ledger, waiting_pods),
+    )
     sets, node_names = MappedSets(fleet), NodeNames(fleet, events)
     watches = (
         *discovering.watches,
-        Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets))),
+        Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods))),
         Watch(api, STATEFUL_SETS_PATH, sets),
         Watch(api, PODS_PATH, Several(reconciler, waking, continuous, waiting_pods)),
     )
@@ -103,5 +117,25 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         log.info("watching", reservations=len(ledger.reservations()))
         probes.begin()
         parts = (reconciler, queue, discovering, waking, continuous, node_names)
-        lead = partial(passes, parts, reconciler.news, pause=PAUSE, breath=BREATH)
+
+        async def lead() -> None:
+            queue.begin()
+            await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
+
         await lead_again_and_again(settings, api, LEASE, lead)
+
+
+async def read_anew(api: client.ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:
+    """What is held, and the pods that wait, as they are at this moment: a watch may be far behind, and what it has not
+    told yet of another leader's work would be done twice."""
+    known = list(waiting_pods.raws)
+    try:
+        gpu_nodes, _ = await whole_list(api, GPU_NODES_PATH)
+        pods, _ = await whole_list(api, PODS_PATH, ON_NO_NODE)
+    except TROUBLE as exc:
+        log.warning("queue not read anew", error=type(exc).__name__)
+        return False
+    for raw in gpu_nodes.values():
+        ledger.learn(raw)
+    waiting_pods.read(known, pods.values())
+    return True

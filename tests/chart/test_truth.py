@@ -59,7 +59,13 @@ WEBHOOKS = ("MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
 def test_webhooks_and_policies_are_those_of_gpuwarden_manifests(place: tuple[str, str]) -> None:
     release, namespace = place
     found = rendered({"fullnameOverride": release}, release=release, namespace=namespace)
-    installation = Installation(namespace=namespace, service=release)
+    installation = Installation(
+        namespace=namespace,
+        service=release,
+        reconciler=f"{release}-reconcile",
+        binder=f"{release}-bind",
+        exporter=f"{release}-export",
+    )
     expected = compared([*webhooks(installation), *policies(installation)])
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
     assert compared(mine) == expected
@@ -78,6 +84,18 @@ def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too
     )
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
     assert compared(mine) == compared([*webhooks(installation), *policies(installation)])
+
+
+def test_accounts_that_an_installer_names_are_held_to_what_they_write() -> None:
+    found = rendered({"reconcile.serviceAccountName": "one", "export.serviceAccountName": "one"})
+    for name in ("gpuwarden-own-pods", "gpuwarden-own-nodes"):
+        assert bare(one(found, "ValidatingAdmissionPolicy", name))["spec"]["matchConditions"] == [
+            {
+                "name": "by-us",
+                "expression": "request.userInfo.username in ['system:serviceaccount:gpuwarden:one', "
+                f"'system:serviceaccount:gpuwarden:{'gpuwarden-bind' if name.endswith('pods') else 'one'}']",
+            }
+        ]
 
 
 def test_the_definitions_are_those_of_gpuwarden_crds_and_stay_when_the_chart_goes() -> None:

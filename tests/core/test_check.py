@@ -41,10 +41,11 @@ from webhook.core.check import (
     still_held,
     still_proven,
     unchanged,
+    waits_as_dressed,
 )
 from webhook.core.claim import Claim, ClaimRules, recorded_claim
 from webhook.core.decide import EvidencePolicy
-from webhook.core.dress import DressRules, Injection, Outfit, dressed
+from webhook.core.dress import DressRules, Injection, Outfit, dressed, waiting
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
@@ -556,6 +557,37 @@ def test_a_pod_with_a_claim_is_served_in_one_way_only(name: str) -> None:
 
 def test_a_plain_pod_has_no_marker() -> None:
     assert no_markers(pod(raw_container(env=raw_env(A="b"), resources={"limits": {"cpu": "1"}})), RULES) is None
+
+
+# A pod that waits.
+
+
+def judged_waiting(raw: Raw, asked: Claim) -> Deny | None:
+    return waits_as_dressed(raw, Pod.parse(raw), asked, RULES, ClaimRules())
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_pod_that_waits_for_a_proven_node_alone_has_no_marker(name: str) -> None:
+    wish, field = MARKED[name]
+    wish = copy.deepcopy(wish)
+    wish["metadata"].setdefault("annotations", {})["gpuwarden.io/required-hash"] = HASH
+    asked = claim(wish)
+    assert refused(judged_waiting(waiting(wish, asked, RULES, "because"), asked)) == (
+        Reason.GPU_WITHOUT_CLAIM,
+        f"{field}: would show the pod a GPU, and the pod has no claim",
+    )
+
+
+@pytest.mark.parametrize("name", ["mig-slice", "device-class-resource", "resource-claim", "cdi-annotation"])
+def test_a_pod_that_waits_for_gpus_is_served_in_one_way_only(name: str) -> None:
+    wish, field = MARKED[name]
+    wish = copy.deepcopy(wish)
+    wish["metadata"].setdefault("annotations", {})["gpuwarden.io/gpu-count"] = "1"
+    asked = claim(wish)
+    assert refused(judged_waiting(waiting(wish, asked, RULES, "because"), asked)) == (
+        Reason.GPU_WITHOUT_CLAIM,
+        f"{field}: would show the pod a GPU, and a claim is served in one way only",
+    )
 
 
 # A pod that exists.

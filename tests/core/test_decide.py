@@ -227,6 +227,11 @@ def test_a_map_that_leads_nowhere_is_denied(asked: Claim, reason: Reason, causes
     assert (found.reason, found.causes) == (reason, causes)
 
 
+def test_a_map_to_a_node_that_there_is_not_is_what_is_to_be_corrected() -> None:
+    found = denial(mapped("0", on="nowhere"), RACK)
+    assert "none has the label gpu-node-name=nowhere or that name; correct the map, or label the node" in found.sentence
+
+
 def test_a_mapped_gpu_that_somebody_holds_is_waited_for() -> None:
     there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-2", index=1)))
     hold(there, slot("GPU-1"))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import NOW, raw_container
-from webhook.core.lines import Kind, Lines, Waiter
+from webhook.core.lines import OWN_IDS, Kind, Lines, Waiter, reservation_id_of
 from webhook.core.reservation import PodIdentity
 
 
@@ -61,3 +61,10 @@ def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, 
     for head in heads:
         same = [one for one in in_order if one.claim.count == head.claim.count]
         assert list(lines.behind(head)) == same
+
+
+def test_the_id_of_a_reservation_follows_from_the_pod_and_is_no_reviews() -> None:
+    first, second = waiter(1), waiter(2)
+    assert reservation_id_of(first.pod) == "pod-uid-001"
+    assert reservation_id_of(first.pod) != reservation_id_of(second.pod)
+    assert not builders.REVIEW_UID.startswith(OWN_IDS)

@@ -87,7 +87,9 @@ def test_what_is_installed_is_what_is_locked_and_no_tool_that_builds(root: Path)
     found = subprocess.run([python, "-c", listing], capture_output=True, text=True, check=True).stdout.split()
     assert "gpuwarden" in found
     assert not {"pip", "hatchling", "editables", "pytest"} & set(found)
-    locked = re.findall(r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==", (ROOT / "requirements" / "run.lock").read_text(), re.MULTILINE)
+    locked = re.findall(
+        r"^([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==", (ROOT / "requirements" / "run.lock").read_text(), re.MULTILINE
+    )
     same = {re.sub(r"[-_.]+", "-", name).lower() for name in locked}
     assert {re.sub(r"[-_.]+", "-", name) for name in found} - {"gpuwarden", "setuptools"} <= same
 

@@ -16,6 +16,7 @@ from tests.e2e.kube import (
     CLUSTER_ROLES,
     MUTATING,
     NAMESPACES,
+    NODES,
     PODS,
     ROLE_BINDINGS,
     ROLES,
@@ -31,11 +32,13 @@ from tests.e2e.kube import (
     wait_until,
 )
 from webhook.crds import manifests as crds
+from webhook.evidence.node_evidence import new_node_evidence
 from webhook.policies import Installation, Manifest, policies, webhooks
 
 REGISTRATION = "apis/admissionregistration.k8s.io/v1"
 CRDS = Resource("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", is_namespaced=False)
 GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)
+NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
 PLURALS = {
     "ValidatingAdmissionPolicy": "validatingadmissionpolicies",
     "ValidatingAdmissionPolicyBinding": "validatingadmissionpolicybindings",
@@ -62,7 +65,12 @@ GATE = "gpuwarden.io/evidence"
 # All that the tests do, and much that an administrator of a part of the cluster may do; `manage` is not in it.
 MUCH = [
     {"apiGroups": [""], "resources": ["pods", "pods/status", "pods/finalizers"], "verbs": ["*"]},
-    {"apiGroups": ["gpuwarden.io"], "resources": ["gpunodes", "gpunodes/status"], "verbs": ["*"]},
+    {"apiGroups": [""], "resources": ["pods/ephemeralcontainers", "nodes", "nodes/status"], "verbs": ["*"]},
+    {
+        "apiGroups": ["gpuwarden.io"],
+        "resources": ["gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"],
+        "verbs": ["*"],
+    },
     {"apiGroups": ["admissionregistration.k8s.io", "apiextensions.k8s.io"], "resources": ["*"], "verbs": ["*"]},
 ]
 MANAGE = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["manage"]}
@@ -83,6 +91,10 @@ class People:
     user: Kube  # may write pods, GPUNodes and webhook configurations, and holds no `manage`
     warden: Kube  # a service account with `manage` as well
     boss: Kube  # bound to cluster-admin
+    # Accounts of ours that were given more than they use.
+    reconciler: Kube
+    binder: Kube
+    exporter: Kube
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -97,9 +109,19 @@ async def people(cluster: Cluster) -> AsyncIterator[People]:
         user = await stack.enter_async_context(Kube(cluster.as_user("pat")))
         warden = await stack.enter_async_context(Kube(cluster.service_account_kubeconfig("default", "warden")))
         boss = await stack.enter_async_context(Kube(cluster.as_user("boss")))
-        found = People(admin, user, warden, boss)
+        own = [await own_account(cluster, admin, stack, name) for name in OWN]
+        found = People(admin, user, warden, boss, *own)
         await install(found, stack)
         yield found
+
+
+OWN = ("gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export")
+
+
+async def own_account(cluster: Cluster, admin: Kube, stack: AsyncExitStack, name: str) -> Kube:
+    user = f"system:serviceaccount:gpuwarden:{name}"
+    await grant(admin, stack, f"much-{name}", [*MUCH, MANAGE], {"kind": "User", "name": user})
+    return await stack.enter_async_context(Kube(cluster.as_user(user)))
 
 
 async def grant(admin: Kube, stack: AsyncExitStack, name: str, rules: list[Raw], subject: Raw) -> None:
@@ -131,6 +153,8 @@ async def install(people: People, stack: AsyncExitStack) -> None:
         stack.push_async_callback(admin.delete, of, "gpuwarden")
     await admin.create(GPU_NODES, {**GPU_NODE, "metadata": {"name": "node-p"}})
     stack.push_async_callback(admin.delete, GPU_NODES, "node-p")
+    await admin.create(NODE_EVIDENCES, new_node_evidence("node-p"))
+    stack.push_async_callback(admin.delete, NODE_EVIDENCES, "node-p")
     async with new_namespace(admin, CANONICAL) as name:
         await wait_until(lambda: all_act(people, name))
 
@@ -141,6 +165,7 @@ GPU_NODE: Raw = {
     "spec": {"devices": [{"uuid": "GPU-p0"}]},
 }
 FORGED_STATUS: Raw = {"status": {"free": 1000}}
+FORGED_PROOF: Raw = {"status": {"sources": {"static": {"hash": "aa11", "banned": False, "conflict": False}}}}
 
 
 async def served(admin: Kube) -> bool:
@@ -163,7 +188,10 @@ async def all_act(people: People, namespace: str) -> bool:
         [
             await is_refused(people.user, PODS.path(namespace, "probe"), forged("gpuwarden.io/node")),
             await is_refused(people.user, GPU_NODES.path(None, "node-p", "status"), FORGED_STATUS),
+            await is_refused(people.user, NODE_EVIDENCES.path(None, "node-p", "status"), FORGED_PROOF),
             await is_refused(people.user, MUTATING.path(None, "gpuwarden"), failing_open(0)),
+            await is_refused(people.reconciler, PODS.path(namespace, "probe"), forged("example.test/note")),
+            await is_refused(people.exporter, NODES.path(None, "node-0"), forged("example.test/note")),
         ]
     )
 
@@ -216,7 +244,7 @@ async def annotations(people: People, namespace: str, name: str = "a") -> Mappin
 
 async def test_the_api_server_has_no_complaint(people: People) -> None:
     """Types are checked in the background; what does not fit is said in the status."""
-    names = {"gpuwarden-pods", "gpuwarden-gpunodes", "gpuwarden-installation"}
+    names = {one["metadata"]["name"] for one in policies(Installation()) if one["kind"] == "ValidatingAdmissionPolicy"}
 
     async def statuses() -> dict[str, Raw]:
         found = await people.admin.list(Resource(REGISTRATION, "validatingadmissionpolicies", is_namespaced=False))
@@ -224,7 +252,7 @@ async def test_the_api_server_has_no_complaint(people: People) -> None:
 
     found = await wait_until(statuses, lambda seen: all("observedGeneration" in one for one in seen.values()))
     assert found.keys() == names
-    assert [one.get("typeChecking", {}) for one in found.values()] == [{}, {}, {}]
+    assert {name: one.get("typeChecking", {}) for name, one in found.items()} == {name: {} for name in names}
 
 
 async def test_every_webhook_is_accepted(people: People) -> None:
@@ -399,6 +427,135 @@ async def test_reservations_are_not_deleted_with_their_node(people: People) -> N
     )
     assert await people.admin.find(GPU_NODES, "node-p")
     await people.warden.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})
+
+
+async def test_what_nodes_have_proven_is_written_by_gpuwarden(people: People) -> None:
+    said = "What node-p has proven is written by gpuwarden only, not by pat."
+    await refused(people.user.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status"), said)
+    await refused(people.user.patch(NODE_EVIDENCES, "node-p", {"metadata": {"labels": {"a": "b"}}}), said)
+    new = new_node_evidence("node-q")
+    await refused(people.user.create(NODE_EVIDENCES, new), "What node-q has proven is written by gpuwarden only")
+    await refused(people.user.delete(NODE_EVIDENCES, "node-p"), "What node-p has proven is deleted", "pat")
+    await refused(people.user.call("DELETE", NODE_EVIDENCES.path(None)), "has proven is deleted", "pat")
+    await people.warden.create(NODE_EVIDENCES, new, dryRun="All")
+    await people.warden.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status")
+    # As for its stored version.
+    same = await people.admin.get(NODE_EVIDENCES, "node-p")
+    await people.user.replace(NODE_EVIDENCES, same)
+
+
+async def test_the_garbage_collector_ends_a_delete_of_evidence(people: People, cluster: Cluster) -> None:
+    """After a delete in the foreground it takes its finalizer off, and has no permission of ours."""
+    new = new_node_evidence("node-q")
+    await people.warden.create(
+        NODE_EVIDENCES, {**new, "metadata": {**new["metadata"], "finalizers": ["example.test/foreground"]}}
+    )
+    await people.warden.delete(NODE_EVIDENCES, "node-q")
+    async with Kube(cluster.as_user("system:serviceaccount:kube-system:generic-garbage-collector")) as collector:
+        await collector.patch(NODE_EVIDENCES, "node-q", {"metadata": {"finalizers": None}})
+    await gone(people.admin, NODE_EVIDENCES, "node-q")
+
+
+# Our own accounts, which may patch pods and nodes.
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ([{"op": "replace", "path": "/spec/containers/0/image", "value": "evil"}], "spec.containers"),
+        ({"spec": {"activeDeadlineSeconds": 1}}, "spec.activeDeadlineSeconds"),
+        ({"metadata": {"annotations": {"example.test/note": "x"}}}, "metadata.annotations[example.test/note]"),
+        ({"metadata": {"labels": {"app": "other"}}}, "metadata.labels[app]"),
+        ({"metadata": {"finalizers": ["example.test/hold"]}}, "metadata.finalizers"),
+    ],
+    ids=["image", "deadline", "annotation", "label", "finalizer"],
+)
+async def test_whoever_may_patch_pods_for_us_changes_nothing_else(
+    people: People, enabled: str, change: Raw | Changes, what: str
+) -> None:
+    await people.user.create(PODS, pod("plain"), enabled)
+    await people.user.create(PODS, pod("gated", schedulingGates=[{"name": GATE}]), enabled)
+    for name in ("plain", "gated"):
+        await refused(people.reconciler.patch(PODS, name, change, enabled), what, "gpuwarden-reconcile")
+        await people.user.call("PATCH", PODS.path(enabled, name), change, {"dryRun": "All"})
+
+
+async def test_an_image_is_not_changed_by_the_way_of_debugging(people: People, enabled: str) -> None:
+    await people.user.create(PODS, pod("a"), enabled)
+    change = {"spec": {"ephemeralContainers": [{"name": "d", "image": "evil"}]}}
+    await refused(
+        people.reconciler.patch(PODS, "a", change, enabled, "ephemeralcontainers"), "spec.ephemeralContainers"
+    )
+    await people.user.call("PATCH", PODS.path(enabled, "a", "ephemeralcontainers"), change, {"dryRun": "All"})
+
+
+async def test_whoever_opens_our_gate_opens_no_other_and_says_where(people: People, enabled: str) -> None:
+    gates = [{"name": "example.test/mine"}, {"name": GATE}]
+    await people.user.create(PODS, pod("a", schedulingGates=gates), enabled)
+    term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["node-0"]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+    await refused(people.reconciler.patch(PODS, "a", {"spec": {"schedulingGates": gates[1:]}}, enabled), "spec.sched")
+    spec: Raw = {"schedulingGates": gates[:1], "affinity": affinity}
+    opened: Raw = {"metadata": {"annotations": dict.fromkeys(OUTPUTS, "x")}, "spec": spec}
+    await people.reconciler.patch(PODS, "a", opened, enabled)
+    await refused(people.reconciler.patch(PODS, "a", {"spec": {"nodeSelector": {"a": "b"}}}, enabled), "spec.nodeSel")
+    await people.reconciler.patch(PODS, "a", forged("gpuwarden.io/woken-at", "now"), enabled)
+
+
+async def test_whoever_binds_says_why_a_pod_waits_and_nothing_else_of_it(people: People, enabled: str) -> None:
+    await people.user.create(PODS, pod("a", schedulerName="nobody"), enabled)
+    said = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
+    await people.binder.patch(PODS, "a", {"status": said}, enabled, "status")
+    for change, what in (
+        ({"status": {"podIP": "10.9.9.9", "podIPs": [{"ip": "10.9.9.9"}]}}, "status.podIP"),
+        ({"status": {"phase": "Succeeded"}}, "status.phase"),
+        ({"metadata": {"labels": {"app": "other"}}}, "metadata.labels[app]"),
+    ):
+        await refused(people.binder.patch(PODS, "a", change, enabled, "status"), what, "gpuwarden-bind")
+    await people.user.delete(PODS, "a", enabled)
+    await gone(people.admin, PODS, "a", enabled)
+
+
+OTHERS_TAINT: Raw = {"key": "example.test/mine", "effect": "NoSchedule"}
+OUR_TAINT: Raw = {"key": "gpuwarden.io/evidence-lost", "effect": "NoSchedule"}
+
+
+async def test_whoever_taints_nodes_for_us_changes_no_other_taint(people: People) -> None:
+    node = NODES.path(None, "node-0")
+    before = (await people.admin.get(NODES, "node-0"))["spec"].get("taints", [])
+
+    async def tried(who: Kube, *taints: Raw) -> bool:
+        return await is_allowed(who, node, {"spec": {"taints": [*taints]}})
+
+    assert await tried(people.reconciler, *before, OUR_TAINT)
+    assert not await tried(people.reconciler, *before, {**OUR_TAINT, "effect": "NoExecute"})
+    assert not await tried(people.reconciler, *before, OTHERS_TAINT)
+    assert not await tried(people.exporter, *before, OUR_TAINT)
+    await people.admin.patch(NODES, "node-0", {"spec": {"taints": [*before, OTHERS_TAINT, OUR_TAINT]}})
+    try:
+        assert await tried(people.reconciler, *before, OTHERS_TAINT)
+        assert not await tried(people.reconciler, *before, OUR_TAINT)
+    finally:
+        await people.admin.patch(NODES, "node-0", {"spec": {"taints": before or None}})
+
+
+@pytest.mark.parametrize(
+    ("change", "by"),
+    [
+        ({"metadata": {"labels": {"gpuid.github.com/gpu-0": "1"}}}, "exporter"),
+        ({"metadata": {"annotations": {"gpuwarden.io/gpus": "{}"}}}, "exporter"),
+        ({"metadata": {"labels": {"example.test/a": "b"}}}, None),
+        ({"metadata": {"annotations": {"fudo.org/gpu.device.labels": "e30="}}}, None),
+        ({"metadata": {"finalizers": ["example.test/hold"]}}, None),
+        ({"spec": {"unschedulable": True}}, None),
+    ],
+    ids=["serials", "gpus", "label", "annotation", "finalizer", "cordon"],
+)
+async def test_whoever_labels_nodes_for_us_writes_serials_and_gpus(people: People, change: Raw, by: str | None) -> None:
+    node = NODES.path(None, "node-0")
+    assert await is_allowed(people.exporter, node, change) == (by == "exporter")
+    assert not await is_allowed(people.reconciler, node, change)
+    assert await is_allowed(people.user, node, change)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from attrs import define
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.crew import Site, site
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
+    NAMESPACES,
     PODS,
     ApiError,
     Kube,
@@ -20,7 +23,6 @@ from tests.e2e.kube import (
     deployment,
     pod,
     pod_in_phase,
-    pods_in_phase,
     wait_until,
 )
 
@@ -29,6 +31,60 @@ GATE = "gpuwarden.io/queue"
 GPU = "gpuwarden.io/gpu-uuid"
 # What is promised, and what a machine that does other things besides may need.
 PROMISED, PATIENT = 2.0, 20.0
+
+
+@define
+class Line:
+    """Where pods wait rather than are refused."""
+
+    here: Site
+    kube: Kube
+
+    @property
+    def namespace(self) -> str:
+        return self.here.namespace
+
+    async def create(self, name: str | None, gpus: int = 1, asked: dict[str, str] | None = None, **spec: Any) -> Raw:
+        return await self.kube.create(PODS, pod(name, gpus, asked, **spec), self.namespace)
+
+    async def get(self, name: str) -> Raw:
+        return await self.kube.get(PODS, name, self.namespace)
+
+    async def pods(self) -> list[Raw]:
+        return await self.kube.list(PODS, self.namespace)
+
+    async def runs(self, name: str) -> None:
+        await pod_in_phase(self.kube, self.namespace, name, "Running")
+
+    async def run(self, *names: str) -> None:
+        """Pods that have a GPU each."""
+        for name in names:
+            await self.create(name)
+        for name in names:
+            await self.runs(name)
+
+    async def wait(self, name: str, gpus: int = 1, asked: dict[str, str] | None = None, **spec: Any) -> Raw:
+        """A pod that waits behind our gate."""
+        made = await self.create(name, gpus, asked, **spec)
+        assert gates(made) == [GATE]
+        return made
+
+    async def end(self, name: str) -> None:
+        await self.kube.delete(PODS, name, self.namespace, grace=0)
+
+    async def still_waits(self, name: str) -> None:
+        assert gates(await self.get(name)) == [GATE]
+
+    async def holders(self) -> set[str]:
+        """The uids of those that hold something."""
+        return {str(entry["uid"]) for entry in (await self.here.held()).values()}
+
+    async def opened_after(self, name: str, ended: str) -> float:
+        """How many seconds after the end of the one pod the gate of the other is open."""
+        await self.end(ended)
+        freed = time.monotonic()
+        await wait_until(lambda: self.get(name), lambda found: not gates(found), PATIENT)
+        return time.monotonic() - freed
 
 
 @asynccontextmanager
@@ -40,27 +96,26 @@ async def queueing(
         yield here
 
 
+@asynccontextmanager
+async def line(cluster: Cluster, kube: Kube, directory: Path, *, gpus: int, acts: bool = True) -> AsyncIterator[Line]:
+    """On one node. With `acts`, somebody opens gates."""
+    async with queueing(cluster, kube, directory, gpus=gpus) as here:
+        if acts:
+            await here.reconciler()
+        await here.offered()
+        yield Line(here, kube)
+        assert here.judge.wrongs == []
+
+
 def gates(raw: Raw) -> list[str]:
     return [gate["name"] for gate in raw["spec"].get("schedulingGates", ())]
 
 
-async def events_of(kube: Kube, raw: Raw) -> list[Raw]:
-    meta = raw["metadata"]
-    return await kube.list(EVENTS, meta["namespace"], fieldSelector=f"involvedObject.uid={meta['uid']}")
-
-
-async def opened_after(kube: Kube, namespace: str, name: str, ended: str) -> float:
-    """How many seconds after the end of the one pod the gate of the other is open."""
-    await kube.delete(PODS, ended, namespace, grace=0)
-    freed = time.monotonic()
-    await wait_until(lambda: kube.get(PODS, name, namespace), lambda found: not gates(found), PATIENT)
-    return time.monotonic() - freed
-
-
 async def told(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
     """The message of the event that says so."""
+    meta = raw["metadata"]
     found = await wait_until(
-        lambda: events_of(kube, raw),
+        lambda: kube.list(EVENTS, meta["namespace"], fieldSelector=f"involvedObject.uid={meta['uid']}"),
         lambda events: any(one["reason"] == reason and words in one["message"] for one in events),
     )
     return next(str(one["message"]) for one in found if one["reason"] == reason and words in one["message"])
@@ -69,77 +124,65 @@ async def told(kube: Kube, raw: Raw, reason: str, words: str = "") -> str:
 async def test_more_pods_than_gpus_all_run_in_their_turn_and_never_two_on_one(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with queueing(cluster, kube, tmp_path, gpus=2) as here:
-        await here.reconciler()
-        await here.offered()
-        await kube.create(DEPLOYMENTS, deployment("train", 5, 1), here.namespace)
-        there = await wait_until(lambda: kube.list(PODS, here.namespace), lambda pods: len(pods) == 5)
+    async with line(cluster, kube, tmp_path, gpus=2) as queue:
+        await kube.create(DEPLOYMENTS, deployment("train", 5, 1), queue.namespace)
+        there = await wait_until(queue.pods, lambda pods: len(pods) == 5)
         seen: set[str] = set()
         while len(seen) < 5:  # each that runs is ended, and the next one has its GPU
-            running = await wait_until(
-                lambda: kube.list(PODS, here.namespace),
-                lambda pods: any(p["status"]["phase"] == "Running" and p["metadata"]["uid"] not in seen for p in pods),
-            )
+            running = await wait_until(queue.pods, lambda pods: any(is_new(one, seen) for one in pods))
             for one in running:
-                if one["status"]["phase"] == "Running" and one["metadata"]["uid"] not in seen:
+                if is_new(one, seen):
                     seen.add(one["metadata"]["uid"])
                     if len(seen) < 5:
-                        await kube.delete(PODS, one["metadata"]["name"], here.namespace, grace=0)
+                        await queue.end(one["metadata"]["name"])
         first = {one["metadata"]["uid"] for one in there}
         assert len(first & seen) >= 2
-        assert here.judge.wrongs == []
-        assert len(here.judge.seen) >= 5
-        await kube.delete(DEPLOYMENTS, "train", here.namespace)
+        assert len(queue.here.judge.seen) >= 5
+        await kube.delete(DEPLOYMENTS, "train", queue.namespace)
+
+
+def is_new(raw: Raw, seen: set[str]) -> bool:
+    return raw["status"]["phase"] == "Running" and raw["metadata"]["uid"] not in seen
 
 
 async def test_who_waits_is_told_why_and_served_within_moments_of_a_gpu_being_free(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with queueing(cluster, kube, tmp_path, gpus=1) as here:
-        await here.reconciler()
-        await here.offered()
-        await kube.create(PODS, pod("first", 1), here.namespace)
-        await pod_in_phase(kube, here.namespace, "first", "Running")
+    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+        await queue.run("first")
         # With terms of its own: their number is fixed once a pod exists, what stands in them is not.
         own = [{"matchExpressions": [{"key": "kubernetes.io/os", "operator": "In", "values": ["linux"]}]}] * 2
         required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": own}}
-        waits = await kube.create(PODS, pod("second", 1, affinity={"nodeAffinity": required}), here.namespace)
-        assert gates(waits) == [GATE]
+        waits = await queue.wait("second", affinity={"nodeAffinity": required})
         assert "with fewer than 1 free" in waits["metadata"]["annotations"]["gpuwarden.io/waiting"]
         assert waits["metadata"]["labels"]["gpuwarden.io/queued"] == "true"
         assert GPU not in waits["metadata"]["annotations"]
         assert "with fewer than 1 free" in await told(kube, waits, "NoFreeDevice")
-        took = [await opened_after(kube, here.namespace, "second", "first")]
-        opened = await kube.get(PODS, "second", here.namespace)
-        assert opened["metadata"]["annotations"][GPU] in here.gpus
+        took = [await queue.opened_after("second", "first")]
+        opened = await queue.get("second")
+        assert opened["metadata"]["annotations"][GPU] in queue.here.gpus
         assert "gpuwarden.io/queued" not in opened["metadata"].get("labels", {})
-        await pod_in_phase(kube, here.namespace, "second", "Running")
+        await queue.runs("second")
         await told(kube, waits, "GateOpened")
         # The machine may be busy at the one moment or the other.
         names = ["second", *(f"later-{number}" for number in range(4))]
         for before, name in itertools.pairwise(names):
             if min(took) > PROMISED:
-                await kube.create(PODS, pod(name, 1), here.namespace)
-                took.append(await opened_after(kube, here.namespace, name, before))
-        assert here.judge.wrongs == []
+                await queue.create(name)
+                took.append(await queue.opened_after(name, before))
         assert min(took) < PROMISED
 
 
 async def test_a_pod_waits_for_evidence(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
-    async with queueing(cluster, kube, tmp_path, gpus=1) as here:
-        await here.offered()
+    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         asked = {"gpuwarden.io/required-hash": "sha256:later"}
-        waits = await kube.create(PODS, pod("careful", 1, asked), here.namespace)
-        only_proven = await kube.create(PODS, pod("proven-only", 0, asked), here.namespace)
-        assert gates(waits) == gates(only_proven) == [GATE]
-        for one in (waits, only_proven):
+        for one in (await queue.wait("careful", 1, asked), await queue.wait("proven-only", 0, asked)):
             assert "attested as sha256:later" in one["metadata"]["annotations"]["gpuwarden.io/waiting"]
-        here.flags = (*here.flags, "--node-hash-map", '{"queue-0": "sha256:later"}')
-        await here.reconciler()
+        queue.here.flags = (*queue.here.flags, "--node-hash-map", '{"queue-0": "sha256:later"}')
+        await queue.here.reconciler()
         for name in ("careful", "proven-only"):
-            await pod_in_phase(kube, here.namespace, name, "Running")
-        bound = await kube.get(PODS, "proven-only", here.namespace)
-        assert bound["spec"]["nodeName"] == "queue-0"
+            await queue.runs(name)
+        assert (await queue.get("proven-only"))["spec"]["nodeName"] == "queue-0"
 
 
 @pytest.mark.long  # a Lease has to end twice
@@ -147,109 +190,117 @@ async def test_a_reconciler_that_ends_between_the_steps_leaves_nothing_double(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """Where exactly it ends is left to chance here; every step is taken in tests/ledger/test_queue.py."""
-    async with queueing(cluster, kube, tmp_path, gpus=1) as here:
-        await here.offered()
-        await kube.create(PODS, pod("first", 1), here.namespace)
-        await pod_in_phase(kube, here.namespace, "first", "Running")
-        waits = await kube.create(PODS, pod("second", 1), here.namespace)
-        assert gates(waits) == [GATE]
+    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
+        here = queue.here
+        await queue.run("first")
+        waits = await queue.wait("second")
         deaf = await here.reconciler()
         await wait_until(here.held, lambda held: {entry["phase"] for entry in held.values()} == {"finalized"})
-        await kube.delete(PODS, "first", here.namespace, grace=0)
+        await queue.end("first")
         # Whatever it was doing at that moment, it does no more.
         await deaf.kill()
         await here.reconciler()
-        await pod_in_phase(kube, here.namespace, "second", "Running")
-        held = await here.held()
-        assert {entry["uid"] for entry in held.values()} == {waits["metadata"]["uid"]}
-        assert here.judge.wrongs == []
-        await kube.delete(PODS, "second", here.namespace, grace=0)
+        await queue.runs("second")
+        assert await queue.holders() == {waits["metadata"]["uid"]}
+        await queue.end("second")
         await wait_until(here.held, lambda left: not left)
 
 
 async def test_a_pod_that_is_deleted_while_it_waits_leaves_nothing(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with queueing(cluster, kube, tmp_path, gpus=1) as here:
-        await here.reconciler()
-        await here.offered()
-        await kube.create(PODS, pod("first", 1), here.namespace)
-        await pod_in_phase(kube, here.namespace, "first", "Running")
-        await kube.create(PODS, pod("second", 1), here.namespace)
-        third = await kube.create(PODS, pod("third", 1), here.namespace)
-        await kube.delete(PODS, "second", here.namespace)
-        await kube.delete(PODS, "first", here.namespace, grace=0)
-        await pod_in_phase(kube, here.namespace, "third", "Running")
-        assert {entry["uid"] for entry in (await here.held()).values()} == {third["metadata"]["uid"]}
+    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+        await queue.run("first")
+        await queue.wait("second")
+        third = await queue.wait("third")
+        await kube.delete(PODS, "second", queue.namespace)
+        await queue.end("first")
+        await queue.runs("third")
+        assert await queue.holders() == {third["metadata"]["uid"]}
+
+
+async def test_what_a_namespace_demands_meanwhile_ends_the_wait_until_it_demands_it_no_more(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+        await queue.run("first")
+        waits = await queue.wait("second")
+        key = "gpuwarden.io/required-hash"
+        await kube.patch(NAMESPACES, queue.namespace, {"metadata": {"annotations": {key: "sha256:strict"}}})
+        await told(kube, waits, "Forged", "not what the pod asks for")
+        await queue.end("first")
+        await wait_until(queue.here.held, lambda held: not held)
+        await kube.patch(NAMESPACES, queue.namespace, {"metadata": {"annotations": {key: None}}})
+        await queue.runs("second")
+        assert await queue.holders() == {waits["metadata"]["uid"]}
 
 
 async def test_nobody_else_opens_the_gate_and_no_pod_without_gpus_is_bound(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with queueing(cluster, kube, tmp_path, gpus=1) as here:
-        await here.offered()
-        await kube.create(PODS, pod("first", 1), here.namespace)
-        await wait_until(here.held)
-        await kube.create(PODS, pod("second", 1), here.namespace)
+    async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
+        await queue.create("first")
+        await wait_until(queue.here.held)
+        await queue.wait("second")
         open_it = [{"op": "remove", "path": "/spec/schedulingGates"}]
         with pytest.raises(ApiError, match="nothing is reserved for the pod yet"):
-            await kube.patch(PODS, "second", open_it, here.namespace)
-        forged = [
-            *open_it,
-            {"op": "add", "path": "/metadata/annotations/gpuwarden.io~1gpu-uuid", "value": min(here.gpus)},
-            {"op": "add", "path": "/metadata/annotations/gpuwarden.io~1node", "value": here.nodes[0]},
-            {"op": "add", "path": "/metadata/annotations/gpuwarden.io~1reservation-id", "value": "made-up"},
-        ]
+            await kube.patch(PODS, "second", open_it, queue.namespace)
+        made_up = {"gpu-uuid": min(queue.here.gpus), "node": queue.here.nodes[0], "reservation-id": "made-up"}
         with pytest.raises(ApiError, match="nothing is reserved for the pod yet"):
-            await kube.patch(PODS, "second", forged, here.namespace)
-        assert gates(await kube.get(PODS, "second", here.namespace)) == [GATE]
+            await kube.patch(PODS, "second", [*open_it, *planted(made_up)], queue.namespace)
+        await queue.wait("proven-only", 0, {"gpuwarden.io/required-hash": "sha256:later"})
+        with pytest.raises(ApiError, match="the pod has no reservation"):
+            await kube.patch(PODS, "proven-only", [*open_it, *planted(made_up)], queue.namespace)
+        for name in ("second", "proven-only"):
+            await queue.still_waits(name)
+
+
+def planted(annotations: dict[str, str]) -> list[Raw]:
+    return [
+        {"op": "add", "path": f"/metadata/annotations/gpuwarden.io~1{name}", "value": value}
+        for name, value in annotations.items()
+    ]
 
 
 async def test_a_gate_of_ones_own_is_taken_off_and_one_that_is_put_on_elsewhere_is_never_opened(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with queueing(cluster, kube, tmp_path, gpus=1) as here:
-        await here.reconciler()
-        await here.offered()
-        own = await kube.create(PODS, pod("own", 1, schedulingGates=[{"name": GATE}]), here.namespace)
+    async with line(cluster, kube, tmp_path, gpus=1) as queue:
+        own = await queue.create("own", schedulingGates=[{"name": GATE}])
         assert gates(own) == []
-        assert own["metadata"]["annotations"][GPU] in here.gpus
+        assert own["metadata"]["annotations"][GPU] in queue.here.gpus
         # Where nobody reviews.
-        await kube.create(PODS, pod("stray", schedulingGates=[{"name": GATE}]), here.own_namespace)
-        stray = await kube.get(PODS, "stray", here.own_namespace)
+        elsewhere = queue.here.own_namespace
+        stray = await kube.create(PODS, pod("stray", schedulingGates=[{"name": GATE}]), elsewhere)
         assert "put there by gpuwarden only" in await told(kube, stray, "Forged")
-        assert gates(await kube.get(PODS, "stray", here.own_namespace)) == [GATE]
-        await kube.delete(PODS, "stray", here.own_namespace)
+        assert gates(await kube.get(PODS, "stray", elsewhere)) == [GATE]
+        await kube.delete(PODS, "stray", elsewhere)
 
 
 async def test_a_large_claim_is_served_before_small_ones_that_came_later(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    async with queueing(cluster, kube, tmp_path, gpus=2) as here:
-        await here.reconciler()
-        await here.offered()
-        for name in ("a", "b"):
-            await kube.create(PODS, pod(name, 1), here.namespace)
-        await pods_in_phase(kube, here.namespace, 2, "Running")
-        large = await kube.create(PODS, pod("large", 2), here.namespace)
+    async with line(cluster, kube, tmp_path, gpus=2) as queue:
+        await queue.run("a", "b")
+        large = await queue.wait("large", 2)
         await told(kube, large, "NoFreeDevice")
-        await kube.delete(PODS, "a", here.namespace, grace=0)
-        await wait_until(here.held, lambda held: len(held) == 1)
-        small = await wait_until(lambda: created_gated(kube, here.namespace), bool)
+        await queue.end("a")
+        await wait_until(queue.here.held, lambda held: len(held) == 1)
+        small = await wait_until(lambda: created_gated(queue, large), bool)
         assert small is not None
+        name = small["metadata"]["name"]
         await told(kube, small, "NoFreeDevice", "turn of another pod")
-        await kube.delete(PODS, "b", here.namespace, grace=0)
-        await pod_in_phase(kube, here.namespace, "large", "Running")
-        assert gates(await kube.get(PODS, small["metadata"]["name"], here.namespace)) == [GATE]
-        await kube.delete(PODS, "large", here.namespace, grace=0)
-        await pod_in_phase(kube, here.namespace, small["metadata"]["name"], "Running")
-        assert here.judge.wrongs == []
+        await queue.end("b")
+        await queue.runs("large")
+        await queue.still_waits(name)
+        await queue.end("large")
+        await queue.runs(name)
 
 
-async def created_gated(kube: Kube, namespace: str) -> Raw | None:
-    """A small pod that has to wait, once the replica knows who came first."""
-    made = await kube.create(PODS, pod(None, 1), namespace)
-    if gates(made):
+async def created_gated(queue: Line, first: Raw) -> Raw | None:
+    """A small pod that has to wait, once the replica knows who came first; that is told in whole seconds."""
+    made = await queue.create(None)
+    if gates(made) and made["metadata"]["creationTimestamp"] > first["metadata"]["creationTimestamp"]:
         return made
-    await kube.delete(PODS, made["metadata"]["name"], namespace, grace=0)
+    await queue.end(made["metadata"]["name"])
     return None

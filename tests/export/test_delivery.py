@@ -1,9 +1,10 @@
 """From what was taken to what is stored, with stores that fail."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, Heard, Pauses, together
 from webhook.export.outbox import Outbox, opener
 from webhook.export.records import Batch
+from webhook.export.stdout import StdoutExporter
 
 QUICK = Pauses(timedelta(milliseconds=1), timedelta(milliseconds=20))
 PATIENCE = timedelta(seconds=30)
@@ -105,12 +107,62 @@ async def test_what_is_refused_for_good_does_not_stand_in_the_way() -> None:
     assert (stored, refused) == (["before", "after"], [("memory", "bad", "it makes no sense")])
 
 
-async def test_a_bug_in_an_exporter_ends_the_run_and_is_not_hidden() -> None:
-    class BuggyExporter(MemoryExporter):
-        async def export(self, batch: Batch) -> None:
-            raise ZeroDivisionError(batch.id)
+class BuggyExporter(MemoryExporter):
+    """Cannot do with one batch, in a way that nobody thought of."""
 
-    delivery = Delivery([BuggyExporter(), MemoryExporter("well")], opener(None), clock)
+    async def export(self, batch: Batch) -> None:
+        if batch.id == "bad":
+            raise OverflowError("date value out of range")
+        await super().export(batch)
+
+
+async def test_a_batch_that_breaks_an_exporter_is_set_aside_and_the_next_is_stored(tmp_path: Path) -> None:
+    refused: list[tuple[str, str, str]] = []
+    heard = Heard(refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)))
+    store = BuggyExporter()
+    async with delivering(store, directory=tmp_path, heard=heard) as delivery:
+        for name in ("before", "bad", "after"):
+            await delivery.take(batch(name))
+        await until(lambda: list(store.stored) == ["before", "after"])
+        assert delivery.states["memory"].error is None
+    assert refused == [("memory", "bad", "a bug: OverflowError")]
+    assert [one.name.split("-")[0] for one in (tmp_path / "memory").glob("*.refused")] == ["000000000002"]
+
+
+async def test_a_batch_of_a_time_that_no_calendar_has_ends_nobody() -> None:
+    """It may be in an outbox from before such times were refused."""
+    far = datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14)))
+    stream = io.StringIO()
+    async with delivering(StdoutExporter(stream)) as delivery:
+        await delivery.take(Batch("far", (reading(time=far),)))
+        await delivery.take(batch("next"))
+        await until(lambda: '"batch":"next"' in stream.getvalue())
+    assert '"batch":"far"' not in stream.getvalue()
+
+
+async def test_what_the_system_refuses_an_exporter_is_tried_again() -> None:
+    """No route, no descriptor left: that is not the batch's fault."""
+
+    class CutOffExporter(MemoryExporter):
+        async def export(self, batch: Batch) -> None:
+            if not self.given:
+                self.given.append(batch.id)
+                raise OSError(24, "Too many open files")
+            await super().export(batch)
+
+    store = CutOffExporter()
+    async with delivering(store) as delivery:
+        await delivery.take(batch("0"))
+        await until(lambda: list(store.stored) == ["0"])
+    assert store.given == ["0", "0"]
+
+
+async def test_a_bug_in_delivery_itself_ends_the_run_and_is_not_hidden() -> None:
+    def stored(_exporter: str, one: Batch) -> None:
+        raise ZeroDivisionError(one.id)
+
+    heard = Heard(stored=stored)
+    delivery = Delivery([MemoryExporter(), MemoryExporter("well")], opener(None), clock, heard=heard)
     await delivery.take(batch())
     with pytest.raises(ZeroDivisionError, match="batch-0"):
         async with asyncio.timeout(PATIENCE.total_seconds()):
@@ -138,6 +190,21 @@ class TestOneThatWouldRatherTakeManyAtOnce:
             store.thaw()
             await until(lambda: sum(one.size for one in store.stored.values()) == 10)
             assert [one.size for one in store.stored.values()] == [2, 4, 4]
+
+    async def test_one_that_breaks_the_exporter_is_told_from_its_neighbours(self) -> None:
+        class BuggyGatheringExporter(GatheringExporter):
+            async def export(self, batch: Batch) -> None:
+                if any(one.gpu == reading(7).gpu for one in batch.readings):
+                    raise OverflowError
+                await super().export(batch)
+
+        store, refused = BuggyGatheringExporter(), list[str]()
+        heard = Heard(refused=lambda _, one, reason: refused.append(one.id))
+        delivery = Delivery([store], opener(None), clock, pauses=QUICK, heard=heard)
+        for one in (batch("0", gpus=1), Batch("bad", (reading(7),)), batch("2", gpus=1)):
+            await delivery.take(one)
+        assert await delivery.drain(PATIENCE) == 0
+        assert (refused, list(store.stored)) == (["bad"], ["0", "2"])
 
     async def test_one_that_is_refused_is_told_from_its_neighbours(self) -> None:
         refused: list[str] = []

@@ -67,6 +67,13 @@ def test_as_text_it_is_a_table_with_what_fits() -> None:
     ]
 
 
+def test_a_terminal_is_told_nothing_by_what_is_shown() -> None:
+    said = shown([past_use(node="\x1b]0;owned\x07", serial="1\r2", pod="\u202ea", owner="Job/\x9b2J")], "text")
+    assert all(line.isprintable() for line in said.splitlines())
+    assert r"\x1b]0;owned\x07" in said
+    assert r"train/\u202ea" in said
+
+
 def test_none_is_said_in_a_sentence() -> None:
     assert shown([], "text") == "No such use is known."
     assert json.loads(shown([], "json")) == []

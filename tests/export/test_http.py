@@ -9,6 +9,7 @@ import pytest
 
 from tests.export.endpoint import BREAK_OFF, HANG, TRUNCATE, Endpoint, Order, listening
 from tests.export.records import NOW, batch, later, use
+from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.http import TRIES, HttpExporter
 from webhook.export.records import Batch
@@ -178,3 +179,10 @@ class TestReadiness:
         async with listening(order) as endpoint, posting(endpoint) as exporter:
             with pytest.raises(ExportError):
                 await exporter.check()
+
+
+@pytest.mark.parametrize("token", ["tök", "a\nb"], ids=["letter", "line"])
+def test_a_token_that_no_header_takes_is_refused_at_the_start_and_not_shown(token: str) -> None:
+    with pytest.raises(GpuwardenError, match="no line of printable ASCII") as caught:
+        HttpExporter(HttpTarget("https://store.example.org", timedelta(seconds=1), token), clock)
+    assert token not in str(caught.value)

@@ -1,6 +1,7 @@
 """Which pods are read when, and what becomes of each reading; the cluster is a few dictionaries."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -14,8 +15,9 @@ from webhook.export.calls import ApiAwayError, ApiRefusesError
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import NodeSeen
 from webhook.export.pod_exec import ExecError
-from webhook.export.reader import Plan, Reader, Told
+from webhook.export.reader import LEAST_BETWEEN, LONG, Plan, Reader, Told
 from webhook.export.records import Batch, Reading
+from webhook.inventory.nvidia_smi import Smi, parse
 
 Raw = dict[str, Any]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -44,13 +46,18 @@ class House:
     refuses_labels: Exception | None = None
     labels_take: float = 0.0
     before_answer: Callable[[], Any] = lambda: None
+    parse: Callable[[bytes], Smi] = parse
     now: datetime = NOW
+    # What the clock of turns is ahead of the loop's.
+    ahead: float = 0.0
     reader: Reader = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         told = Told(failed=self._failed)
-        self.reader = Reader(self.plan, self, self, self._take, lambda: self.now, loop.time, told)
+        self.reader = Reader(
+            self.plan, self, self, self._take, lambda: self.now, lambda: loop.time() + self.ahead, told, self.parse
+        )
 
     def _failed(self, reason: str) -> None:
         self.failures.append(reason)
@@ -80,6 +87,10 @@ class House:
         self.labels[name] = labels
         self.nodes[name] = evolve(self.nodes[name], labels=labels, gpus=gpus)
         return True
+
+    def skip(self, seconds: float) -> None:
+        self.ahead += seconds
+        self.reader.turns.put("nobody")  # whoever waits looks at the clock again
 
     def see(self, raw: Raw) -> None:
         """The watch tells of it."""
@@ -262,8 +273,76 @@ async def test_a_boot_that_is_told_of_has_the_node_read_again() -> None:
         assert len(house.execs) == 1
         house.nodes["node-a"] = evolve(house.nodes["node-a"], boot_id="boot-2")
         house.reader.booted("node-a", "boot-2")
+        house.skip(LEAST_BETWEEN)
         await until(lambda: len(house.batches) == 2)
     assert {one.boot_id for one in house.batches[1].readings} == {"boot-2"}
+
+
+def flip_boots(house: House, number: int) -> None:
+    house.nodes["node-a"] = evolve(house.nodes["node-a"], boot_id=f"boot-{number}")
+    house.reader.booted("node-a", f"boot-{number}")
+
+
+def flip_readiness(house: House, number: int) -> None:
+    house.nodes["node-a"] = evolve(house.nodes["node-a"], gpus=None)
+    house.see(plugin_pod(containerStatuses=[{"ready": False}]))
+    house.see(plugin_pod())
+
+
+def make_it_anew(house: House, number: int) -> None:
+    house.reader.deleted(plugin_pod())
+    house.see(plugin_pod(uid=f"anew-{number}"))
+
+
+@pytest.mark.parametrize("flip", [flip_boots, flip_readiness, make_it_anew])
+async def test_whoever_flips_what_it_says_of_itself_is_not_read_without_pause(
+    flip: Callable[[House, int], None],
+) -> None:
+    house = House()
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: len(house.batches) == 1)
+        for number in range(50):
+            flip(house, number)
+            await asyncio.sleep(0.01)
+        assert house.execs == ["p"]
+        house.skip(LEAST_BETWEEN)
+        await until(lambda: len(house.batches) == 2)
+        await settled(house)
+        assert house.execs == ["p", "p"]
+
+
+async def test_of_long_texts_one_is_parsed_at_a_time() -> None:
+    """Each takes many times its size, and there are as many as workers."""
+    long = document(h100_host()) + b" " * LONG
+    at_once, most, lock = 0, 0, threading.Lock()
+
+    def counting(content: bytes) -> Smi:
+        nonlocal at_once, most
+        with lock:
+            at_once += 1
+            most = max(most, at_once)
+        found = parse(content)
+        with lock:
+            at_once -= 1
+        return found
+
+    house = House(says=lambda _: long, parse=counting)
+    async with house.working(8):
+        for number in range(8):
+            house.see(plugin_pod(f"p-{number}", uid=f"u-{number}", node=f"node-{number}"))
+        await until(lambda: len(house.batches) == 8)
+    assert most == 1
+
+
+async def test_an_annotation_with_a_time_that_no_calendar_has_is_read_over() -> None:
+    house = House()
+    text = '{"time":"0001-01-01T00:00:00+14:00","gpus":[{"index":0,"serial":"1"}],"pod":"u-1","boot":"boot-1"}'
+    house.nodes["node-a"] = NodeSeen("uid", "aws:///zone/i-1", "boot-1", {}, text)
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.batches)
+    assert (house.execs, {one.time for one in house.readings}) == (["p"], {NOW})
 
 
 async def test_what_was_read_from_a_pod_that_was_replaced_is_dropped() -> None:

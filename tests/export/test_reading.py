@@ -1,6 +1,6 @@
 """From nvidia-smi's words to records and back from the annotation."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from attrs import evolve
@@ -41,7 +41,7 @@ def test_a_machine_is_called_as_its_provider_does(provider_id: str | None, machi
 
 def test_the_annotation_gives_the_same_records_again() -> None:
     found = node_gpus(parse(document(gb200_tray())), "u", "boot", NOW)
-    again = read_before(annotation(found), "u", "boot")
+    again = read_before(annotation(found), "u", "boot", now=NOW)
     assert again == found
     assert batch_of(readings_of(again, SOURCE)) == batch_of(readings_of(found, SOURCE))
     assert len(annotation(found)) < 2000
@@ -50,14 +50,44 @@ def test_the_annotation_gives_the_same_records_again() -> None:
 @pytest.mark.parametrize("text", [None, "", "{}", "x" * 300_000], ids=["none", "empty", "no-reading", "too-long"])
 def test_what_is_no_reading_is_none(text: str | None) -> None:
     with pytest.raises(NothingToReadError):
-        read_before(text, "u", "boot")
+        read_before(text, "u", "boot", now=NOW)
 
 
 @pytest.mark.parametrize(("pod", "boot"), [("u", "other"), ("other", "boot"), ("u", None)])
 def test_a_reading_of_another_pod_or_boot_is_none(pod: str, boot: str | None) -> None:
     text = annotation(node_gpus(parse(document(gb200_tray())), "u", "boot", NOW))
     with pytest.raises(NothingToReadError, match="another pod or boot"):
-        read_before(text, pod, boot)
+        read_before(text, pod, boot, now=NOW)
+
+
+@pytest.mark.parametrize(
+    "time",
+    [
+        pytest.param("0001-01-01T00:00:00+14:00", id="before-all-time"),
+        pytest.param("9999-12-31T23:59:59-14:00", id="after-all-time"),
+        pytest.param("9999-12-31T23:59:59Z", id="at-the-end-of-time"),
+        pytest.param("2026-01-01T00:06:00Z", id="tomorrow"),
+        pytest.param("2019-12-31T00:00:00Z", id="before-there-was-such-a-thing"),
+    ],
+)
+def test_a_time_that_no_calendar_has_is_no_reading(time: str) -> None:
+    text = f'{{"time":"{time}","gpus":[],"pod":"u","boot":"boot"}}'
+    with pytest.raises(NothingToReadError):
+        read_before(text, "u", "boot", now=NOW)
+
+
+def test_a_reading_from_before_its_node_was_made_is_none() -> None:
+    text = annotation(node_gpus(parse(document(gb200_tray())), "u", "boot", NOW))
+    later = NOW + timedelta(hours=1)
+    assert read_before(text, "u", "boot", now=later, created=NOW + timedelta(minutes=1)).time == NOW
+    with pytest.raises(NothingToReadError, match="a time that cannot be"):
+        read_before(text, "u", "boot", now=later, created=NOW + timedelta(minutes=10))
+
+
+def test_a_reading_has_its_time_in_utc_wherever_it_was_written() -> None:
+    text = '{"time":"2026-01-01T05:30:00.123456+05:30","gpus":[],"pod":"u"}'
+    found = read_before(text, "u", None, now=NOW)
+    assert (found.time, found.time.tzinfo) == (NOW, UTC)
 
 
 def test_another_time_makes_another_batch() -> None:
@@ -70,4 +100,4 @@ def test_a_uuid_that_names_nothing_or_two_is_left_out() -> None:
     cards = [Card(0, serial="1", uuid="GPU-1"), Card(1, serial="2", uuid="GPU-1"), Card(2, serial="3", uuid="a b")]
     found = node_gpus(parse(document([*cards, evolve(cards[0], uuid="GPU-2")])), "u", "boot", NOW)
     assert [one.uuid for one in found.gpus] == [None, None, None, "GPU-2"]
-    assert read_before(annotation(found), "u", "boot") == found
+    assert read_before(annotation(found), "u", "boot", now=NOW) == found

@@ -25,5 +25,5 @@ def test_exec_is_a_right_in_the_namespace_of_the_device_plugin_only() -> None:
 
 
 def test_it_is_printed_only_when_asked_for() -> None:
-    assert "gpuwarden-export" not in as_yaml("all", Installation())
-    assert "gpuwarden-export" in as_yaml("export", Installation())
+    assert "name: gpuwarden-export" not in as_yaml("all", Installation())
+    assert "name: gpuwarden-export" in as_yaml("export", Installation())

@@ -135,13 +135,50 @@ def test_an_election_needs_a_name_to_stand_under() -> None:
 def test_each_store_gets_what_it_needs(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("a b'c\\\n")
     given = {"POSTGRES_HOST": "db", "POSTGRES_DB": "d", "POSTGRES_USER": "u", "EXPORTER_TYPE": "postgres, s3,http"}
-    more = {"S3_BUCKET": "b", "HTTP_ENDPOINT": "http://h/x", "HTTP_AUTH_TOKEN": "t"}
+    more = {"S3_BUCKET": "b", "HTTP_ENDPOINT": "https://h/x", "HTTP_AUTH_TOKEN": "t"}
     found = load({**NEEDED, **given, **more}, postgres_password_file=str(tmp_path / "password"))
     assert found.exporter_type == ("postgres", "s3", "http")
     assert found.postgres.password == "a b'c\\"
     assert found.http.token == "t"
     assert found.s3.bucket == "b"
     assert "a b" not in repr(found.postgres)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_refused"),
+    [
+        ("http://store.example.org/x", True),
+        ("HTTP://10.0.0.1:8080", True),
+        ("http://localhost.example.org", True),
+        ("https://store.example.org/x", False),
+        ("http://localhost:8080/x", False),
+        ("http://127.0.0.1:8080", False),
+        ("http://[::1]:8080", False),
+    ],
+)
+def test_a_token_goes_by_plain_http_to_this_machine_alone(tmp_path: Path, endpoint: str, is_refused: bool) -> None:
+    (tmp_path / "token").write_text("example-token\n")
+    given = {**NEEDED, "EXPORTER_TYPE": "http", "HTTP_ENDPOINT": endpoint}
+    file = {"http_auth_token_file": str(tmp_path / "token")}
+    if is_refused:
+        wanted = "everybody on the way could read the token; allowed: https, or http to this machine"
+        assert mistakes({**given, "HTTP_AUTH_TOKEN": "t"}) == (f"variable HTTP_ENDPOINT: {wanted}",)
+        assert mistakes(given, **file) == (f"variable HTTP_ENDPOINT: {wanted}",)
+        assert load(given).http.token is None
+    else:
+        assert load({**given, "HTTP_AUTH_TOKEN": "t"}).http.token == "t"
+        assert load(given, **file).http.token == "example-token"
+
+
+def test_a_token_for_an_exporter_that_is_not_chosen_goes_nowhere() -> None:
+    assert load({**NEEDED, "HTTP_ENDPOINT": "http://h/x", "HTTP_AUTH_TOKEN": "t"}).exporter_type == ("stdout",)
+
+
+def test_a_root_certificate_reaches_the_database(tmp_path: Path) -> None:
+    given = {"POSTGRES_SSLROOTCERT": "/certs/ca.crt", "POSTGRES_SSLMODE": "verify-full"}
+    assert load({**NEEDED, **given}).postgres.sslrootcert == "/certs/ca.crt"
+    assert load(NEEDED).postgres.sslrootcert is None
+    assert load(NEEDED, postgres_sslrootcert="ca.crt").postgres.sslrootcert == "ca.crt"
 
 
 def test_a_settings_file_names_them_by_their_keys(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """What nvidia-smi says, and what only looks like it."""
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from tests.export.smi import Card, dead, document, gb200_tray, h100_host, uuid_o
 from webhook.inventory import nvidia_smi
 from webhook.inventory.nvidia_smi import Gpu, Smi, UnreadableSmiError, parse
 
+ROOT = Path(__file__).parents[2]
 ENTITIES = b"".join(b'<!ENTITY a%d "%s">' % (k, b"&a%d;" % (k - 1) * 10) for k in range(1, 10))
 
 
@@ -72,15 +76,15 @@ def test_a_host_without_gpus() -> None:
         pytest.param(document(h100_host())[:-20], "it ends in the middle", id="truncated-at-the-end"),
         pytest.param(b"<html/>", "its root is 'html', not nvidia_smi_log", id="another-root"),
         pytest.param(b"<nvidia_smi_log/><gpu/>", "it is no XML: junk after document element", id="two-roots"),
-        pytest.param(b"<nvidia_smi_log>" + b"<a/>" * 600_000, "it has more than 500000 tags", id="many-tags"),
+        pytest.param(b"<nvidia_smi_log>" + b"<a/>" * 600_000, "it has more than 200000 tags", id="many-tags"),
         pytest.param(
             b"<!DOCTYPE nvidia_smi_log [" + ENTITIES + b"]><nvidia_smi_log>&a9;</nvidia_smi_log>",
-            "it has an entity, 'a1'",
+            "it declares things of its own",
             id="an-entity-bomb",
         ),
         pytest.param(
             b'<!DOCTYPE nvidia_smi_log [<!ENTITY f SYSTEM "file:///etc/passwd">]><nvidia_smi_log>&f;</nvidia_smi_log>',
-            "it has an entity, 'f'",
+            "it declares things of its own",
             id="a-file-of-ours",
         ),
         pytest.param(
@@ -103,13 +107,67 @@ def test_what_is_no_list_of_gpus_is_refused_with_the_reason(content: bytes, reas
     assert str(caught.value).startswith(reason)
 
 
-def test_more_than_20_mb_are_refused_unread() -> None:
+def test_more_than_8_mib_are_refused_unread() -> None:
+    assert nvidia_smi.MAX_SIZE == 8 * 1024 * 1024
     with pytest.raises(UnreadableSmiError, match="are more than"):
         parse(b" " * (nvidia_smi.MAX_SIZE + 1))
 
 
+@pytest.mark.parametrize("dtd", [b"", b'SYSTEM "nvsmi_device_v12.dtd" '], ids=["alone", "with-a-dtd"])
+def test_defaults_of_attributes_are_refused(dtd: bytes) -> None:
+    """Each element that leaves it out would have a copy of its own."""
+    declared = b"<!DOCTYPE r " + dtd + b'[<!ATTLIST a x CDATA "' + b"A" * 100_000 + b'">]>'
+    with pytest.raises(UnreadableSmiError, match=r"^it declares things of its own$"):
+        parse(declared + b"<nvidia_smi_log>" + b"<a/>" * 100 + b"</nvidia_smi_log>")
+
+
+def test_a_dtd_that_is_only_named_is_passed_over() -> None:
+    assert parse(b'<!DOCTYPE nvidia_smi_log SYSTEM "http://127.0.0.1:9/x.dtd"><nvidia_smi_log/>') == Smi(())
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_more_attributes_than_gpus_have_are_refused(encoding: str) -> None:
+    many = " ".join(f'a{number:x}=""' for number in range(nvidia_smi.MAX_ATTRIBUTES + 1))
+    with pytest.raises(UnreadableSmiError, match=r"^it has more than 50000 attributes$"):
+        parse(f"<nvidia_smi_log {many}/>".encode(encoding))
+
+
+MEASURING = """
+import resource, sys
+from webhook.inventory.nvidia_smi import UnreadableSmiError, parse
+def most(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+content = sys.stdin.buffer.read()
+before = most()
+try:
+    parse(content)
+except UnreadableSmiError:
+    pass
+print(most() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(
+            b'<!DOCTYPE r [<!ATTLIST a x CDATA "' + b"A" * 1_000_000 + b'">]><r>' + b"<a/>" * 1000 + b"</r>",
+            id="defaults",
+        ),
+        pytest.param(b"<r " + b" ".join(b'a%x=""' % k for k in range(500_000)) + b"/>", id="attributes"),
+        pytest.param(b"<r " + b" ".join(b'a%x=""' % k for k in range(49_000)) + b"/>", id="attributes-within-bounds"),
+        pytest.param(b"<r>" + b"".join(b"<a%x/>x\n" % k for k in range(199_000)) + b"</r>", id="names-within-bounds"),
+        pytest.param(b"<r>" + "\U0001f600".encode() * 2_000_000 + b"</r>", id="a-long-text"),
+    ],
+)
+def test_no_text_takes_more_memory_than_a_pod_has(content: bytes) -> None:
+    """In a process of its own, whose memory was never larger."""
+    command = [sys.executable, "-c", MEASURING]
+    done = subprocess.run(command, input=content, capture_output=True, check=True, timeout=120, cwd=ROOT)
+    assert int(done.stdout) < 128
+
+
 def test_a_deep_text_harms_nobody() -> None:
-    deep = 200_000
+    deep = 99_000
     assert parse(b"<nvidia_smi_log>" + b"<a>" * deep + b"</a>" * deep + b"</nvidia_smi_log>") == Smi(())
 
 

@@ -29,6 +29,7 @@ class FakeStore:
         self.history: list[Raw] = []
         self.faults: list[Fault] = []
         self.is_away = False
+        self.refusals = 0  # how many writes are refused, whatever they are
         self.writes = 0
 
     def apply(self, raw: Raw) -> None:
@@ -67,6 +68,9 @@ class FakeStore:
         fault = self.faults.pop(0) if self.faults else None
         if self.is_away or fault is Fault.NOT_WRITTEN:
             raise StoreAwayError("away")
+        if self.refusals:
+            self.refusals -= 1
+            raise RefusedError("not this one")
         name = raw["metadata"]["name"]
         current = self._current(raw)
         if fault is Fault.STALE:

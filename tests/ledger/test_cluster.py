@@ -6,18 +6,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
 from webhook.core.claim import ClaimRecord
-from webhook.core.device import Node
+from webhook.core.device import DeviceUuid, Node
 from webhook.core.errors import DeadlinePassedError, LedgerUnavailableError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.gpu_node import GpuNode
-from webhook.ledger.carrier import Carrier
-from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
+from webhook.ledger.carrier import Carrier, Sight
+from webhook.ledger.cluster import PATIENCE, ClusterLedger, WitnessAwayError
 from webhook.ledger.moves import Times
 from webhook.ledger.store import RefusedError
 
@@ -36,9 +37,12 @@ class Pods:
         self.removed: list[PodIdentity] = []
         self.lists = 0
         self.is_away = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
 
     async def is_gone(self, pod: PodIdentity) -> bool:
         await asyncio.sleep(0)
+        await self.may_answer.wait()
         if self.is_away:
             raise WitnessAwayError("away")
         return pod.uid not in self.uids
@@ -50,11 +54,10 @@ class Pods:
             raise WitnessAwayError("away")
         return [one for one in map(Carrier.of, self.raws.values()) if one is not None]
 
-    async def look(self, pod: PodIdentity) -> Carrier | None:
+    async def look(self, pod: PodIdentity) -> Sight | None:
         if self.is_away:
             raise WitnessAwayError("away")
-        raw = self.raws.get(pod.uid)
-        return None if raw is None else Carrier.of(raw)
+        return Sight.of(self.raws[pod.uid]) if pod.uid in self.uids else None
 
     async def remove(self, pod: PodIdentity) -> None:
         self.removed.append(pod)
@@ -248,6 +251,110 @@ async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench:
     assert (await bench.reserve(ask(2), on("node-a", "GPU-a0"))).id == "r2"
 
 
+async def test_what_nobody_could_decide_to_the_end_is_given_up_by_the_next_who_looks(bench: ClusterBench) -> None:
+    """Whoever looked was stopped between two reservations, one of which needed asking."""
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(R1, pod(1))
+    await bench.reserve(ask(2), on("node-a", "GPU-a1"))
+    await bench.ledger.bind(ReservationId("r2"), pod(2))
+    bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    bench.pods.may_answer.clear()
+    looking = asyncio.create_task(bench.ledger.collect(bench.now))
+    await asyncio.sleep(0)
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+    bench.pods.may_answer.set()
+    assert [one.id for one in await bench.ledger.collect(bench.now)] == ["r2"]
+    bench.now += PATIENCE + CLOCK_SKEW
+    assert [one.id for one in await bench.ledger.collect(bench.now)] == ["r1"]
+
+
+async def test_what_was_offered_and_could_not_be_taken_is_offered_again(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    await bench.ledger.collect(bench.now)
+    bench.store.refusals = 1
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(2), on("node-a", "GPU-a0"))
+    slot = on("node-a", "GPU-a0").slots[0]
+    assert not bench.fleet.is_slot_free(slot)
+    await bench.ledger.collect(bench.now)
+    assert bench.fleet.is_slot_free(slot)
+
+
+# One id on two nodes.
+
+
+async def on_two_nodes(bench: ClusterBench) -> Replica:
+    """The one who was behind, which has caught up."""
+    behind = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    bench.now += timedelta(seconds=1)
+    await bench.reserve(ask(1), on("node-b", "GPU-b0"), by=behind)
+    behind.watch.catch_up()
+    return behind
+
+
+async def test_an_id_that_stands_on_two_nodes_is_seen_twice_and_found_where_it_is_looked_for(
+    bench: ClusterBench,
+) -> None:
+    ledger = (await on_two_nodes(bench)).ledger
+    assert sorted(one.node for one in ledger.reservations()) == ["node-a", "node-b"]
+    found = [await ledger.find(R1, node=node) for node in ("node-a", "node-b", None)]
+    assert [one and one.node for one in found] == ["node-a", "node-b", "node-a"]
+    assert [len(ledger.of_device(DeviceUuid(uuid))) for uuid in ("GPU-a0", "GPU-b0")] == [1, 1]
+    assert ledger.waiting_in("ml") == 2
+
+
+async def test_where_it_is_looked_for_is_asked_though_it_is_known_elsewhere(bench: ClusterBench) -> None:
+    behind = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.reserve(ask(1), on("node-b", "GPU-b0"), by=behind)
+    found = await behind.ledger.find(R1, node="node-a")
+    assert found is not None
+    assert found.node == "node-a"
+
+
+@pytest.mark.parametrize("node", ["node-a", "node-b"])
+async def test_of_an_id_on_two_nodes_the_one_that_is_meant_is_named_and_released(
+    bench: ClusterBench, node: str
+) -> None:
+    ledger = (await on_two_nodes(bench)).ledger
+    assert (await ledger.confirm(R1, pod(1), node=node)).node == node
+    held = ledger.of_pod("uid-1")
+    assert held is not None
+    assert held.node == node
+    assert await ledger.release(R1, pod(1), node=node)
+    left = {name: len(bench.held(name)) for name in ("node-a", "node-b")}
+    assert left == {"node-a": node != "node-a", "node-b": node != "node-b"}
+    assert ledger.of_pod("uid-1") is None
+
+
+async def test_of_an_id_on_two_nodes_both_expire(bench: ClusterBench) -> None:
+    ledger = (await on_two_nodes(bench)).ledger
+    bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    given_up = await ledger.collect(bench.now)
+    assert sorted(one.node for one in given_up) == ["node-a", "node-b"]
+    assert ledger.waiting_in("ml") == 0
+    for one in given_up:
+        await ledger.expire(one)
+    assert not ledger.reservations()
+
+
+async def test_an_id_that_came_again_unseen_leaves_nothing_of_what_it_was(bench: ClusterBench) -> None:
+    """Released and made anew with another device and pod, in one step of a watch that was behind."""
+    behind = bench.another()
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.confirm(R1, pod(1))
+    behind.watch.catch_up()
+    await bench.ledger.release(R1, pod(1))
+    await bench.reserve(ask(1), on("node-a", "GPU-a1"))
+    await bench.ledger.confirm(R1, pod(2))
+    behind.ledger.learn(bench.store.objects["node-a"])
+    assert behind.ledger.of_pod("uid-1") is None
+    assert [behind.fleet.is_slot_free(on("node-a", f"GPU-a{k}").slots[0]) for k in (0, 1)] == [True, False]
+
+
 # Faults.
 
 
@@ -392,6 +499,39 @@ async def test_an_object_that_cannot_be_read_changes_nothing(bench: ClusterBench
     bad["metadata"] = {**bad["metadata"], "resourceVersion": "999"}
     bench.ledger.learn(bad)
     assert await bench.ledger.find(R1) == held
+
+
+async def test_nothing_is_kept_of_nodes_that_are_gone_or_never_were(bench: ClusterBench) -> None:
+    """Whoever makes a pod can name a node."""
+    for name in ("node-x", "node-y"):
+        with pytest.raises(SlotsTakenError):
+            await bench.reserve(ask(1), on(name, "GPU-x"))
+    del bench.store.objects["node-b"]
+    bench.ledger.forget("node-b")
+    assert bench.ledger.desk_count == 1
+
+
+@pytest.mark.parametrize(
+    ("uuids", "record"),
+    [
+        pytest.param("GPU-a0", ClaimRecord(), id="some-for-none"),
+        pytest.param("", ClaimRecord(gpus=1), id="none-for-one"),
+        pytest.param("GPU-a0,GPU-a1", ClaimRecord(gpus=1), id="two-for-one"),
+        pytest.param("GPU-a0", ClaimRecord(gpus=2), id="one-for-two"),
+    ],
+)
+async def test_a_pod_with_another_number_of_devices_than_it_was_to_have_carries_nothing(
+    bench: ClusterBench, uuids: str, record: ClaimRecord
+) -> None:
+    raw = carrying("u1", uuids)
+    raw["metadata"]["annotations"]["gpuwarden.io/claim"] = record.text()
+    assert Carrier.of(raw) is None
+    honest = Carrier.of(carrying("u1", "GPU-a0"))
+    assert honest is not None
+    forged = evolve(honest, uuids=tuple(DeviceUuid(one) for one in uuids.split(",") if one), gpus=record.gpus)
+    with pytest.raises(SlotsTakenError):
+        await bench.ledger.adopt(forged)
+    assert bench.held() == {}
 
 
 async def test_older_news_is_no_news(bench: ClusterBench) -> None:

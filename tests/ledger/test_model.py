@@ -20,6 +20,7 @@ from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Pods, Replica
 from webhook.core.claim import ClaimRecord
+from webhook.core.device import Slot
 from webhook.core.errors import LedgerError
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, ReservationId
 from webhook.ledger.carrier import Carrier
@@ -29,7 +30,6 @@ T = TypeVar("T")
 # The API server gives up a request after 60 s, whatever its webhooks have said.
 REQUEST_TIMEOUT = timedelta(seconds=60)
 REPLICAS = 3
-RECORD = ClaimRecord(gpus=1)
 PLACES = st.lists(
     st.sampled_from(
         [
@@ -48,6 +48,15 @@ NODES = st.lists(st.sampled_from(["node-a", "node-b"]), min_size=1, max_size=2, 
 ARRIVALS = st.lists(st.tuples(st.integers(0, REPLICAS - 1), PLACES), min_size=1, max_size=4)
 
 
+def record_of(place: Placement) -> ClaimRecord:
+    return ClaimRecord(gpus=len(place.slots))
+
+
+def alike(places: list[Placement], model: Placement) -> list[Placement]:
+    """Those that serve the same claim."""
+    return [place for place in places if len(place.slots) == len(model.slots)]
+
+
 @define
 class Creation:
     """One pod on its way through the API server."""
@@ -56,7 +65,12 @@ class Creation:
     begun: datetime
     placement: Placement | None = None
     reservation_id: ReservationId | None = None
+    is_copy: bool = False
     is_validated: bool = False
+
+
+def slots_of(one: Creation) -> tuple[Slot, ...]:
+    return () if one.placement is None else one.placement.slots
 
 
 class Protocol(RuleBasedStateMachine):
@@ -103,7 +117,8 @@ class Protocol(RuleBasedStateMachine):
         self.number += 1
         pod = PodIdentity("ml", f"pod-{self.number}", f"uid-{self.number}")
         replica = self.replicas[which]
-        ask = Ask(ReservationId(f"r{self.number}"), "ml", RECORD.digest())
+        places = alike(places, places[0])
+        ask = Ask(ReservationId(f"r{self.number}"), "ml", record_of(places[0]).digest())
         self.run(replica.ledger.collect(self.true_now + self.skews[which]))
         answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
         held = self.run(replica.ledger.reserve(ask, places, answer_by=answer_by))
@@ -116,7 +131,22 @@ class Protocol(RuleBasedStateMachine):
         """Another pod with the same annotations: a copied manifest, or a forger."""
         self.number += 1
         pod = PodIdentity("ml", one.pod.name, f"uid-{self.number}")  # names come back
-        return Creation(pod, self.true_now, one.placement, one.reservation_id)
+        return Creation(pod, self.true_now, one.placement, one.reservation_id, is_copy=True)
+
+    @rule(one=creations, which=st.integers(0, REPLICAS - 1), places=PLACES)
+    def mutate_again(self, one: Creation, which: int, places: list[Placement]) -> None:
+        """The same review once more, of a replica that may be behind and decides for another node. What it answers is
+        what counts."""
+        assert one.placement is not None
+        assert one.reservation_id is not None
+        if one.is_copy or one.is_validated:
+            return
+        ask = Ask(one.reservation_id, "ml", record_of(one.placement).digest())
+        answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
+        ledger = self.replicas[which].ledger
+        held = self.run(ledger.reserve(ask, alike(places, one.placement), answer_by=answer_by))
+        if held is not None:
+            one.placement = Placement(held.node, held.slots)
 
     @rule(one=creations, which=st.integers(0, REPLICAS - 1), is_heard=st.booleans())
     def validate(self, one: Creation, which: int, is_heard: bool) -> None:
@@ -127,7 +157,7 @@ class Protocol(RuleBasedStateMachine):
         found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
         if found is None or found.phase is Phase.RELEASING or found.slots != one.placement.slots:
             return
-        bound = self.run(ledger.bind(one.reservation_id, one.pod))
+        bound = self.run(ledger.bind(one.reservation_id, one.pod, node=found.node))
         if bound is not None and is_heard:
             one.is_validated = True
 
@@ -155,13 +185,13 @@ class Protocol(RuleBasedStateMachine):
         self.run(ledger.collect(self.true_now + self.skews[which]))
         for one in list(ledger.reservations()):
             if one.uid is None:
-                self.run(ledger.expire(one.id))
-            elif one.uid in self.existing:
-                self.run(ledger.confirm(one.id, self.existing[one.uid].pod))
-            elif one.phase is not Phase.PENDING:
-                self.run(ledger.release(one.id, PodIdentity("ml", "", one.uid)))
+                self.run(ledger.expire(one))
+            elif one.uid in self.existing and one.slots == slots_of(self.existing[one.uid]):
+                self.run(ledger.confirm(one.id, self.existing[one.uid].pod, node=one.node))
+            elif one.uid in self.existing or one.phase is not Phase.PENDING:
+                self.run(ledger.release(one.id, PodIdentity("ml", "", one.uid), node=one.node))
             else:
-                self.run(ledger.expire(one.id))
+                self.run(ledger.expire(one))
 
     # Things go wrong.
 
@@ -177,6 +207,11 @@ class Protocol(RuleBasedStateMachine):
     def trouble(self, faults: list[Fault]) -> None:
         self.store.faults = faults
 
+    @rule(refusals=st.integers(1, 2))
+    def refuse(self, refusals: int) -> None:
+        """Some writes, an expiry among them, that would do no harm."""
+        self.store.refusals = refusals
+
     @rule(is_away=st.booleans())
     def lose_the_witness(self, is_away: bool) -> None:
         self.facts.is_away = is_away
@@ -184,6 +219,9 @@ class Protocol(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 5, 30, 60, 100]))
     def wait(self, seconds: int) -> None:
         self.true_now += timedelta(seconds=seconds)
+
+    def all_is_well(self) -> None:
+        self.store.faults, self.store.refusals, self.facts.is_away = [], 0, False
 
     # What must hold.
 
@@ -209,12 +247,13 @@ class Protocol(RuleBasedStateMachine):
             for slots in entries.values():
                 assert slots in (["GPU-a0/0"], ["GPU-a1/0"], ["GPU-b0/0"], ["GPU-a0/0", "GPU-a1/0"])
 
-    @rule()
-    def in_the_end_nothing_leaks(self) -> None:
+    @rule(is_fresh=st.booleans())
+    def in_the_end_nothing_leaks(self, is_fresh: bool) -> None:
         """Once no request lives, any replica alone gets back what no pod holds, with no reconciler to help it."""
-        self.store.faults, self.facts.is_away = [], False
+        self.all_is_well()
         self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
-        last = self.replicas[0] = self.fresh(0)
+        last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]
+        last.watch.catch_up()
         now = self.true_now + self.skews[0]
         self.run(last.ledger.collect(now))
         busy = {slot for one in self.existing.values() if one.placement for slot in one.placement.slots}
@@ -227,8 +266,9 @@ class Protocol(RuleBasedStateMachine):
         for number, place in enumerate((on("node-a", "GPU-a0"), on("node-a", "GPU-a1"), on("node-b", "GPU-b0"))):
             self.number += 1
             ask = Ask(ReservationId(f"end-{self.number}-{number}"), "ml", "d")
-            held = self.run(last.ledger.reserve(ask, [place], answer_by=now + timedelta(seconds=10)))
             is_free = place.slots[0] not in busy and str(place.slots[0]) not in final
+            assert last.fleet.is_slot_free(place.slots[0]) is is_free
+            held = self.run(last.ledger.reserve(ask, [place], answer_by=now + timedelta(seconds=10)))
             assert (held is not None) is is_free
 
 
@@ -279,7 +319,7 @@ class Remade(Protocol):
         found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
         if found is None or found.slots != one.placement.slots:
             return
-        confirmed = self.run(ledger.confirm(one.reservation_id, one.pod))
+        confirmed = self.run(ledger.confirm(one.reservation_id, one.pod, node=found.node))
         if confirmed is not None and confirmed.uid == one.pod.uid:
             self.on_node.add(one.pod.uid)
 
@@ -318,7 +358,7 @@ class Remade(Protocol):
             assert one.placement is not None
             found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
             carrier = Carrier.of(self.facts.raws[one.pod.uid])
-            if found is None and carrier is not None:
+            if (found is None or found.node != one.placement.node) and carrier is not None:
                 self.run(ledger.adopt(carrier))
 
     @invariant()
@@ -341,12 +381,13 @@ class Remade(Protocol):
     def several_devices_are_held_together(self) -> None:
         """Said of what is stored in the plain protocol; an object that says nothing has nothing to be judged."""
 
-    @rule()
-    def in_the_end_nothing_leaks(self) -> None:
+    @rule(is_fresh=st.booleans())
+    def in_the_end_nothing_leaks(self, is_fresh: bool) -> None:
         """Once no request lives and the reconciler has looked, what no pod carries can be had."""
-        self.store.faults, self.facts.is_away = [], False
+        self.all_is_well()
         self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
-        last = self.replicas[0] = self.fresh(0)
+        last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]
+        last.watch.catch_up()
         self.restore(0)
         self.reconcile(0)
         self.reconcile(0)
@@ -366,7 +407,7 @@ def carrying(one: Creation) -> Raw:
         "gpuwarden.io/reservation-id": one.reservation_id,
         "gpuwarden.io/node": one.placement.node,
         "gpuwarden.io/gpu-uuid": ",".join(slot.uuid for slot in one.placement.slots),
-        "gpuwarden.io/claim": RECORD.text(),
+        "gpuwarden.io/claim": record_of(one.placement).text(),
     }
     return {"metadata": {"namespace": "ml", "name": one.pod.name, "uid": one.pod.uid, "annotations": annotations}}
 

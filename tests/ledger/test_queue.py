@@ -1,6 +1,9 @@
 """The queue: in turn, once, told why not, and whole whatever it is stopped at."""
 
-from datetime import timedelta
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 import jsonpatch
@@ -9,23 +12,31 @@ import pytest
 from tests import builders
 from tests.builders import HASH, NOW, Raw, device, node, raw_container
 from tests.heard import Heard
+from tests.ledger.test_cluster import ClusterBench
 from webhook.core import check
 from webhook.core.claim import ClaimRules, recorded_claim
-from webhook.core.decide import EvidencePolicy
+from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.difference import Change
 from webhook.core.dress import DressRules, waiting
+from webhook.core.errors import LedgerUnavailableError
+from webhook.core.fleet import Fleet
+from webhook.core.lines import Waiter
+from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, ReservationId
+from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
-from webhook.ledger.queue import GateError, Queue
-from webhook.namespaces import ClaimReading
-from webhook.waiting_pods import WaitingPods
+from webhook.ledger.queue import GateError, Queue, Round
+from webhook.namespaces import ClaimReading, WatchedNamespaces
+from webhook.waiting_pods import Demands, WaitingPods, is_waiting
 
 GATE = "gpuwarden.io/queue"
 GPU = "gpuwarden.io/gpu-uuid"
 RULES = DressRules()
+BIND_DEADLINE = timedelta(minutes=5)
+LATER = NOW + timedelta(days=1)
 ON_GPU_0 = Placement("node-a", (builders.slot("GPU-0"),))
 
 
@@ -36,14 +47,62 @@ class Yard:
         self.pods: dict[str, Raw] = {}
         self.said: dict[str, str] = {}
         self.failing = False
+        self.fails: set[str] = set()
+        self.hangs: set[str] = set()
+        self.loses_answers = False
+        self.telling_now = self.told_at_once = 0
 
-    async def open(self, pod: PodIdentity, patch: list[Change]) -> None:
-        if self.failing:
+    async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
+        if self.failing or pod.name in self.fails:
             raise GateError("away")
+        if pod.name not in self.pods:
+            return False
         self.pods[pod.name] = jsonpatch.apply_patch(self.pods[pod.name], patch)
+        if self.loses_answers:
+            raise GateError("away")
+        return True
 
     async def say(self, pod: PodIdentity, why: str) -> None:
+        if pod.name in self.hangs:
+            await asyncio.Event().wait()
+        self.telling_now += 1
+        self.told_at_once = max(self.told_at_once, self.telling_now)
+        await asyncio.sleep(0)
+        self.telling_now -= 1
         self.said[pod.name] = why
+
+    async def is_shut(self, pod: PodIdentity) -> bool:
+        return pod.name in self.pods and is_waiting(self.pods[pod.name])
+
+
+class Asked(Fleet):
+    """Counts the questions that it was asked."""
+
+    questions = 0
+
+    def learn(self, asked: NodesAsked) -> frozenset[str]:
+        self.questions += 1
+        return super().learn(asked)
+
+
+class Contested(MemoryLedger):
+    """Others are there too: before a reservation is made, `meanwhile` happens."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.meanwhile: list[Callable[[], Awaitable[object]]] = []
+
+    async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
+        if self.meanwhile:
+            await self.meanwhile.pop()()
+        return await super().reserve(ask, placements, answer_by=answer_by)
+
+
+class NobodyToAsk:
+    """What the watch has told of namespaces is all there is."""
+
+    async def get(self, name: str) -> Raw | None:
+        return None
 
 
 class Scene:
@@ -51,17 +110,23 @@ class Scene:
 
     def __init__(self, *, always: bool = False) -> None:
         self.now = NOW
-        self.fleet = builders.fleet(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1)))
-        self.ledger = MemoryLedger(self.fleet, lambda: self.now, Times(timedelta(seconds=90), timedelta(seconds=5)))
+        self.is_current = self.can_be_read = True
+        self.reads = 0
+        self.time: Iterator[float] = itertools.repeat(0.0)
+        self.fleet = Asked()
+        self.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1)), NOW)
+        self.ledger = Contested(self.fleet, lambda: self.now, Times(timedelta(seconds=90), timedelta(seconds=5)))
         self.yard, self.heard = Yard(), Heard()
         self.policy = EvidencePolicy(always)
+        self.namespaces = WatchedNamespaces(NobodyToAsk())
         self.queue = self.another()
 
     def another(self) -> Queue:
         """As after a start: it knows what the watch tells and what the ledger has."""
-        self.claims = ClaimReading(ClaimRules())
+        self.claims = ClaimReading(ClaimRules(), self.namespaces)
         self.pods = WaitingPods(self.claims, RULES)
         self.pods.replaced(self.yard.pods)
+        self.demands = Demands(self.pods)
         return Queue(
             self.pods,
             self.ledger,
@@ -72,7 +137,37 @@ class Scene:
             self.yard,
             self.heard,
             lambda: self.now,
+            bind_deadline=BIND_DEADLINE,
+            is_current=lambda: self.is_current,
+            read_anew=self.read_anew,
+            timer=lambda: next(self.time),
         )
+
+    async def read_anew(self) -> bool:
+        self.reads += 1
+        return self.can_be_read
+
+    def demand(self, digest: str | None, *, is_heard: bool = True) -> None:
+        """The namespace of all pods here demands a hash, or no more."""
+        annotations = {} if digest is None else {"gpuwarden.io/required-hash": digest}
+        raw = {"metadata": {"name": "ml", "annotations": annotations}}
+        self.namespaces.view.changed(raw)
+        if is_heard:
+            self.demands.changed(raw)
+
+    def waiter(self, name: str) -> Waiter:
+        found = self.pods.lines.get(f"uid-{name}")
+        assert found is not None
+        return found
+
+    def relabel(self, name: str, **labels: str) -> None:
+        """Somebody edits a pod that waits."""
+        raw = self.yard.pods[name]
+        meta = {**raw["metadata"], "labels": {**raw["metadata"]["labels"], **labels}, "resourceVersion": "2"}
+        self.show({**raw, "metadata": meta})
+
+    def held(self) -> dict[str | None, list[str]]:
+        return {one.uid: [str(uuid) for uuid in one.uuids] for one in self.ledger.reservations()}
 
     def come(self, name: str, gpus: int = 1, *, seconds: int = 0, **members: Any) -> None:
         """A pod that waits has been created."""
@@ -189,8 +284,7 @@ async def test_stopped_right_after_it_reserved_it_finds_what_it_reserved(scene: 
     scene.come("other")
     await scene.queue.step()
     scene.come("a", seconds=1)
-    (waiter,) = scene.pods.lines.heads(scene.pods.lines.kinds()[0])
-    ask = Ask(ReservationId("pod-uid-a"), "ml", waiter.claim.digest, "a")
+    ask = Ask(ReservationId("pod-uid-a"), "ml", scene.waiter("a").claim.digest, "a")
     (left,) = {"GPU-0", "GPU-1"} - set(scene.opened().values())
     place = Placement("node-a", (builders.slot(left),))
     await scene.ledger.reserve(ask, [place], answer_by=NOW + timedelta(seconds=9))
@@ -212,8 +306,7 @@ async def test_what_an_earlier_creation_left_over_is_adopted(
     scene: Scene, name: str | None, seconds: int, is_adopted: bool
 ) -> None:
     scene.come("a")
-    (waiter,) = scene.pods.lines.heads(scene.pods.lines.kinds()[0])
-    ask = Ask(ReservationId("review-1"), "ml", waiter.claim.digest, name)
+    ask = Ask(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, name)
     place = Placement("node-a", (builders.slot("GPU-1"),))
     await scene.ledger.reserve(ask, [place], answer_by=NOW + timedelta(seconds=9))
     scene.now += timedelta(seconds=seconds)
@@ -288,3 +381,432 @@ async def test_a_line_is_asked_for_once_a_pass_however_long_it_is(scene: Scene) 
     kind = scene.pods.lines.kinds()[0]
     assert [head.pod.name for head in scene.pods.lines.heads(kind)] == ["p2"]
     assert len(scene.opened()) == 2
+
+
+# What is held behind a gate that is shut.
+
+
+async def test_what_a_namespace_demands_by_now_is_asked_before_anything_is_held(scene: Scene) -> None:
+    for name in ("a", "b"):
+        scene.come(name)
+    scene.demand(HASH, is_heard=False)
+    for _ in range(3):
+        await scene.queue.step()
+        assert scene.held() == {}
+    assert scene.opened() == {}
+    assert scene.heard.told == [("a", Reason.FORGED), ("b", Reason.FORGED)]
+
+
+async def test_a_pod_that_is_edited_behind_its_gate_holds_nothing_any_more(scene: Scene) -> None:
+    scene.come("a", 2)
+    scene.come("b", 2, seconds=1)
+    scene.yard.fails = {"a"}
+    await scene.queue.step()
+    assert scene.held().keys() == {"uid-a"}
+    scene.relabel("a", **{"gpuwarden.io/gpu.model": "b200"})
+    await scene.queue.step()
+    assert scene.held().keys() == {"uid-b"}
+    assert scene.opened().keys() == {"b"}
+    assert ("a", Reason.FORGED) in scene.heard.told
+
+
+async def test_a_demand_that_comes_behind_the_gate_ends_what_is_held(scene: Scene) -> None:
+    scene.come("a")
+    scene.yard.failing = True
+    await scene.queue.step()
+    scene.demand(HASH, is_heard=False)
+    scene.now += timedelta(minutes=1)
+    await scene.queue.step()
+    assert scene.held() == {}
+
+
+async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(scene: Scene) -> None:
+    scene.come("a", 2)
+    scene.come("b", 2, seconds=1)
+    scene.yard.fails = {"a"}
+    while scene.now < NOW + BIND_DEADLINE:
+        await scene.queue.step()
+        assert scene.held().keys() == {"uid-a"}
+        scene.now += timedelta(seconds=20)
+    await scene.queue.step()
+    assert scene.held().keys() == {"uid-b"}
+    assert scene.opened().keys() == {"b"}
+    assert ("a", Reason.BIND_DEADLINE_PASSED) in scene.heard.told
+    await scene.end("b")
+    scene.yard.fails = set()
+    scene.now += BIND_DEADLINE
+    await scene.queue.step()
+    assert scene.opened().keys() == {"a"}
+
+
+async def test_what_was_held_while_nobody_acted_is_held_anew(scene: Scene) -> None:
+    """Its time to get onto a node would be over as its gate is opened."""
+    scene.come("a")
+    scene.yard.failing = True
+    await scene.queue.step()
+    scene.yard.failing = False
+    scene.now += 2 * BIND_DEADLINE
+    await scene.another().step()
+    assert scene.opened().keys() == {"a"}
+    (held,) = scene.ledger.reservations()
+    assert held.since == scene.now
+
+
+async def test_of_a_pod_whose_gate_is_open_unheard_nothing_is_taken(scene: Scene) -> None:
+    scene.come("a")
+    scene.yard.loses_answers = True
+    await scene.queue.step()
+    before = scene.held()
+    assert scene.opened().keys() == {"a"}
+    scene.now += BIND_DEADLINE
+    await scene.queue.step()
+    assert scene.held() == before
+    assert "uid-a" not in scene.pods.lines
+
+
+def two_proven_nodes() -> Scene:
+    scene = Scene(always=True)
+    scene.fleet.put(node("node-b", device("GPU-2"), device("GPU-3")), NOW)
+    for name in ("node-a", "node-b"):
+        scene.fleet.prove(name, builders.evidence(name), NOW)
+    return scene
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["without-evidence", "gone"])
+async def test_a_reservation_on_a_node_that_will_not_do_any_more_is_made_anew_elsewhere(*, is_gone: bool) -> None:
+    scene = two_proven_nodes()
+    scene.come("a", 2)
+    scene.come("b", 2, seconds=1)
+    scene.yard.failing = True
+    await scene.queue.step()
+    first = scene.ledger.of_pod("uid-a")
+    assert first is not None
+    if is_gone:
+        scene.fleet.remove(first.node)
+    else:
+        scene.fleet.prove(first.node, None, scene.now)
+    scene.yard.failing = False
+    scene.now += timedelta(seconds=2)
+    await scene.queue.step()
+    second = scene.ledger.of_pod("uid-a")
+    if second is not None:
+        assert second.node != first.node
+    assert {one.node for one in scene.ledger.reservations()}.isdisjoint({first.node})
+    assert len(scene.opened()) == 1
+
+
+async def test_a_reservation_on_a_node_without_evidence_does_not_hold_up_its_line() -> None:
+    scene = two_proven_nodes()
+    scene.come("a")
+    scene.yard.failing = True
+    await scene.queue.step()
+    (first,) = scene.ledger.reservations()
+    scene.fleet.prove(first.node, None, scene.now)
+    scene.come("b", seconds=1)
+    scene.yard.failing = False
+    scene.now += timedelta(seconds=2)
+    await scene.queue.step()
+    assert scene.opened().keys() == {"a", "b"}
+    assert first.node not in {one.node for one in scene.ledger.reservations()}
+
+
+async def test_nothing_is_adopted_on_a_node_without_evidence() -> None:
+    scene = two_proven_nodes()
+    scene.come("a")
+    ask = Ask(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, "a")
+    await scene.ledger.reserve(ask, [ON_GPU_0], answer_by=LATER)
+    scene.fleet.prove("node-a", None, NOW)
+    await scene.queue.step()
+    held = scene.ledger.of_pod("uid-a")
+    assert held is not None
+    assert (held.node, held.id) == ("node-b", "pod-uid-a")
+    assert scene.opened().keys() == {"a"}
+
+
+async def test_a_reservation_for_another_claim_is_nobodys_own_whatever_its_id(scene: Scene) -> None:
+    scene.come("a", 2)
+    await scene.ledger.reserve(Ask(ReservationId("pod-uid-a"), "ml", "forged"), [ON_GPU_0], answer_by=LATER)
+    await scene.queue.step()
+    assert scene.opened() == {"a": "GPU-0,GPU-1"}
+    assert {one.claim_digest for one in scene.ledger.reservations()} != {"forged"}
+
+
+async def test_a_reservation_that_names_a_waiting_pod_and_is_of_another_claim_is_given_back(scene: Scene) -> None:
+    scene.come("a", 2)
+    forged = Ask(ReservationId("review-9"), "ml", "forged")
+    await scene.ledger.reserve(forged, [ON_GPU_0], answer_by=LATER)
+    await scene.ledger.bind(forged.id, builders.identity("a", "uid-a"))
+    await scene.queue.step()
+    assert scene.opened() == {"a": "GPU-0,GPU-1"}
+
+
+# What it goes by.
+
+
+async def test_while_a_watch_is_interrupted_nothing_is_done_and_afterwards_all_is_read_anew(scene: Scene) -> None:
+    scene.come("a")
+    scene.is_current = False
+    await scene.queue.step()
+    assert (scene.opened(), scene.reads, scene.held()) == ({}, 0, {})
+    scene.is_current = True
+    for _ in range(3):
+        await scene.queue.step()
+    assert scene.opened().keys() == {"a"}
+    assert scene.reads == 1
+    scene.is_current = False
+    await scene.queue.step()
+    scene.is_current = True
+    scene.come("b")
+    await scene.queue.step()
+    assert scene.reads == 2
+
+
+async def test_whoever_is_elected_reads_before_it_reserves(scene: Scene) -> None:
+    scene.come("a")
+    scene.can_be_read = False
+    for _ in range(2):
+        await scene.queue.step()
+    assert (scene.held(), scene.reads) == ({}, 2)
+    scene.can_be_read = True
+    await scene.queue.step()
+    assert scene.opened().keys() == {"a"}
+    scene.come("b")
+    scene.queue.begin()
+    await scene.queue.step()
+    assert scene.reads == 4
+
+
+@pytest.mark.parametrize("has_acted", [False, True], ids=["before-it-acts", "after-it-has-acted-too"])
+async def test_a_leader_whose_watch_is_behind_leaves_no_second_gpu_with_a_pod(scene: Scene, *, has_acted: bool) -> None:
+    bench = ClusterBench()
+    second = bench.another()
+    scene.come("a")
+    ask = Ask(ReservationId("pod-uid-a"), "ml", scene.waiter("a").claim.digest, "a")
+    await bench.reserve(ask, Placement("node-b", (builders.slot("GPU-b0"),)))
+    await bench.ledger.confirm(ask.id, builders.identity("a", "uid-a"))
+    bench.pods.uids.add("uid-a")
+    if has_acted:
+        bench.now += timedelta(seconds=1)
+        await bench.reserve(ask, Placement("node-a", (builders.slot("GPU-a0"),)), by=second)
+        await second.ledger.confirm(ask.id, builders.identity("a", "uid-a"))
+
+    async def read_anew() -> bool:
+        for raw in bench.store.objects.values():
+            second.ledger.learn(raw)
+        return True
+
+    queue = Queue(
+        scene.pods,
+        second.ledger,
+        second.fleet,
+        scene.policy,
+        scene.claims,
+        RULES,
+        scene.yard,
+        scene.heard,
+        lambda: bench.now,
+        read_anew=read_anew,
+    )
+    await queue.step()
+    assert scene.opened() == {"a": "GPU-b0"}
+    assert (len(bench.held("node-a")), len(bench.held("node-b"))) == (0, 1)
+
+
+async def test_what_a_list_says_of_pods_known_before_counts_and_the_watch_knows_the_rest(scene: Scene) -> None:
+    for name in ("gone", "edited", "deleted", "same"):
+        scene.come(name)
+    asked = list(scene.pods.raws)
+    listed = {name: scene.yard.pods[name] for name in ("edited", "deleted", "same")}
+    meta = listed["edited"]["metadata"]
+    listed["edited"] = {**listed["edited"], "metadata": {**meta, "labels": {}, "resourceVersion": "2"}}
+    scene.come("new")
+    scene.pods.deleted(scene.yard.pods["deleted"])
+    scene.pods.read(asked, listed.values())
+    assert scene.pods.lines.uids() == {"uid-same", "uid-new"}
+    assert scene.pods.misfits.keys() == {"uid-edited"}
+
+
+async def test_a_pod_fits_again_once_its_namespace_demands_what_it_did(scene: Scene) -> None:
+    scene.come("a")
+    scene.yard.failing = True
+    scene.demand(HASH)
+    await scene.queue.step()
+    assert scene.heard.told == [("a", Reason.FORGED)]
+    scene.yard.failing = False
+    scene.demand(None)
+    await scene.queue.step()
+    assert scene.opened().keys() == {"a"}
+
+
+async def test_only_pods_of_namespaces_that_demand_something_else_are_judged_again(scene: Scene) -> None:
+    scene.come("a")
+    scene.demand(HASH)
+    scene.pods.judge_again(9)
+    assert scene.pods.misfits.keys() == {"uid-a"}
+    scene.namespaces.view.changed({"metadata": {"name": "ml"}})
+    scene.demands.changed({"metadata": {"name": "other", "annotations": {"gpuwarden.io/required-hash": HASH}}})
+    scene.pods.judge_again(9)
+    assert scene.pods.misfits.keys() == {"uid-a"}
+    scene.demands.deleted({"metadata": {"name": "ml"}})
+    scene.pods.judge_again(9)
+    assert scene.pods.misfits == {}
+
+
+async def test_of_a_pod_that_is_gone_nobody_is_told_that_its_gate_is_open(scene: Scene) -> None:
+    scene.come("a")
+    del scene.yard.pods["a"]
+    await scene.queue.step()
+    assert scene.heard.told == []
+    assert "uid-a" not in scene.pods.lines
+
+
+# How much a pass does.
+
+
+def many_kinds(scene: Scene, number: int, gpus: int = 3) -> None:
+    """Nobody can be served."""
+    for k in range(number):
+        scene.come(f"p{k}", gpus, nodeSelector={"zone": f"z{k}"})
+
+
+async def test_a_pass_over_many_kinds_lets_others_work(scene: Scene) -> None:
+    many_kinds(scene, 50)
+    worked = 0
+
+    async def others() -> None:
+        nonlocal worked
+        while True:
+            worked += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    await scene.queue._serve_all(Round(float("inf"), [], {}, set()))
+    task.cancel()
+    assert worked >= 50
+
+
+async def test_a_pass_ends_when_its_time_is_over_and_the_next_goes_on_there(scene: Scene) -> None:
+    many_kinds(scene, 30)
+    scene.time = itertools.count(0.0, 0.1)
+    passes = 0
+    while len(scene.yard.said) < 30:
+        before = len(scene.yard.said)
+        await scene.queue.step()
+        passes += 1
+        assert 0 < len(scene.yard.said) - before < 15
+    assert passes > 2
+
+
+async def test_kinds_are_looked_at_again_only_when_something_has_changed(scene: Scene) -> None:
+    many_kinds(scene, 30)
+    await scene.queue.step()
+    before = scene.fleet.questions
+    await scene.queue.step()
+    assert scene.fleet.questions == before
+    scene.come("q", 3, nodeSelector={"zone": "z7"})
+    await scene.queue.step()
+    assert before == scene.fleet.questions  # it stands behind one that wants the same
+    scene.come("r", 2, nodeSelector={"zone": "z7"})
+    await scene.queue.step()
+    assert before < scene.fleet.questions < before + 9
+    before = scene.fleet.questions
+    scene.fleet.put(node("node-z", *(device(f"GPU-z{k}") for k in range(3)), labels={"zone": "z9"}), NOW)
+    await scene.queue.step()
+    assert scene.fleet.questions >= before + 30
+    assert scene.opened().keys() == {"p9"}
+
+
+NEWS: dict[str, Callable[[Scene], object]] = {
+    "a-node": lambda scene: scene.fleet.put(node("node-b", device("GPU-9")), NOW),
+    "a-label": lambda scene: scene.fleet.put(node("node-a", device("GPU-0"), labels={"zone": "a"}), NOW),
+    "a-node-that-went": lambda scene: scene.fleet.remove("node-a"),
+    "evidence": lambda scene: scene.fleet.prove("node-a", builders.evidence("node-a"), NOW),
+    "a-reservation": lambda scene: scene.fleet.hold(builders.reservation(builders.slot("GPU-1"))),
+    "the-end-of-one": lambda scene: scene.fleet.free(builders.reservation(builders.slot("GPU-0"))),
+    "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0"}}, {"node-a"}),
+    "time": lambda scene: setattr(scene, "now", NOW + timedelta(seconds=5)),
+}
+
+
+@pytest.mark.parametrize("news", NEWS.values(), ids=NEWS)
+async def test_whatever_a_decision_goes_by_is_noticed(scene: Scene, news: Callable[[Scene], object]) -> None:
+    scene.fleet.hold(builders.reservation(builders.slot("GPU-0")))
+    scene.come("a", 2)
+    await scene.queue.step()
+    before = scene.fleet.questions
+    await scene.queue.step()
+    assert scene.fleet.questions == before
+    news(scene)
+    await scene.queue.step()
+    assert scene.fleet.questions > before
+
+
+async def test_claims_that_no_node_can_hold_wait_for_those_that_one_can(scene: Scene) -> None:
+    for count in range(3, 200):
+        scene.come(f"huge-{count}", count)
+    scene.come("small", seconds=1)
+    scene.time = itertools.count(0.0, 0.1)
+    await scene.queue.step()
+    assert scene.opened().keys() == {"small"}
+
+
+async def test_pods_are_told_together_and_one_that_hangs_keeps_nobody(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webhook.ledger.queue.TELLING_BUDGET", 0.05)
+    many_kinds(scene, 40)
+    scene.yard.hangs = {"p0"}
+    async with asyncio.timeout(10):
+        await scene.queue.step()
+    assert len(scene.yard.said) == 39
+    assert scene.yard.told_at_once > 4
+    scene.yard.hangs = set()
+    await scene.queue.step()
+    assert len(scene.yard.said) == 40
+
+
+# Others are faster.
+
+
+async def test_a_lost_race_is_decided_anew_at_once(scene: Scene) -> None:
+    scene.come("a")
+    places: list[str] = []
+
+    async def other() -> None:
+        found = decide(scene.waiter("a").claim, scene.fleet, scene.policy, most=1)
+        assert not isinstance(found, Deny)
+        (place,) = found
+        places.append(place.slots[0].uuid)
+        await super(Contested, scene.ledger).reserve(Ask(ReservationId("r1"), "ml", "d1"), [place], answer_by=LATER)
+
+    scene.ledger.meanwhile.append(other)
+    await scene.queue.step()
+    assert scene.opened().keys() == {"a"}
+    assert scene.opened()["a"] not in places
+
+
+async def test_after_a_race_lost_for_good_small_claims_do_not_overtake(scene: Scene) -> None:
+    scene.come("large", 2)
+    scene.come("small", 1, seconds=1)
+
+    async def other() -> None:
+        await super(Contested, scene.ledger).reserve(Ask(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=LATER)
+
+    scene.ledger.meanwhile.append(other)
+    await scene.queue.step()
+    assert scene.opened() == {}
+    assert "turn of another pod" in scene.yard.said["small"]
+
+
+async def test_while_the_ledger_is_away_for_one_nobody_of_its_kind_overtakes_it(scene: Scene) -> None:
+    scene.come("large", 2)
+    scene.come("small", 1, seconds=1)
+
+    async def away() -> None:
+        raise LedgerUnavailableError("away")
+
+    scene.ledger.meanwhile.append(away)
+    await scene.queue.step()
+    assert scene.opened() == {}
+    await scene.queue.step()
+    assert scene.opened().keys() == {"large"}

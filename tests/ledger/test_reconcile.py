@@ -1,5 +1,6 @@
 """The reconciler: pods decide, and nothing is freed because somebody could not be asked."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.builders import Raw
 from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.test_cluster import NODE_A, ClusterBench
+from webhook.core import keys
 from webhook.core.claim import ClaimRecord
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, PodIdentity, ReservationId
@@ -19,6 +21,7 @@ from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, OnBindDeadline, Rec
 BIND_DEADLINE = timedelta(minutes=5)
 R1 = ReservationId("r1")
 RECORD = ClaimRecord(gpus=1)
+ON_NODE: Raw = {"nodeName": "node-a"}
 POD = PodIdentity("ml", "pod-1", "uid-1")
 
 
@@ -48,8 +51,7 @@ class Scene:
         """Reserved, bound, existing and confirmed."""
         await self.reserve()
         await self.bench.ledger.bind(R1, POD)
-        self.bench.pods.uids.add(POD.uid)
-        self.reconciler.changed(raw_pod())
+        self.show(raw_pod())
         await self.reconciler.step()
 
     @property
@@ -89,7 +91,7 @@ async def test_a_pod_whose_uid_nobody_bound_is_bound_by_the_watch(scene: Scene) 
 
 async def test_a_pod_with_another_claim_is_not_given_the_reservation(scene: Scene) -> None:
     await scene.reserve()
-    scene.reconciler.changed(raw_pod(record=ClaimRecord(gpus=2)))
+    scene.reconciler.changed(raw_pod(record=ClaimRecord(gpus=1, requirements=("h100",))))
     await scene.reconciler.step()
     assert scene.phase is Phase.PENDING
     assert "uid" not in scene.bench.held()["GPU-a0/0"]
@@ -172,10 +174,11 @@ async def test_after_a_long_absence_what_exists_is_confirmed_and_what_does_not_i
     second = PodIdentity("ml", "pod-2", "uid-2")
     await scene.bench.reserve(Ask(ReservationId("r2"), "ml", "d"), on("node-a", "GPU-a1"))
     await scene.bench.ledger.bind(ReservationId("r2"), second)
-    scene.bench.pods.uids.add(POD.uid)
+    running = {**raw_pod(phase="Running"), "spec": ON_NODE}
+    scene.show(running)
     scene.bench.now += timedelta(hours=5)
     returned = scene.another(scene.bench.another().ledger)
-    returned.replaced({"ml/pod-1": raw_pod(phase="Running")})
+    returned.replaced({"ml/pod-1": running})
     await returned.step()
     assert {slot: entry["phase"] for slot, entry in scene.bench.held().items()} == {"GPU-a0/0": "finalized"}
 
@@ -194,7 +197,6 @@ async def test_a_release_that_was_begun_is_ended(scene: Scene) -> None:
 # A pod that exists and is not put on its node.
 
 OWNED: Raw = {"ownerReferences": [{"kind": "ReplicaSet", "name": "rs", "uid": "u", "controller": True}]}
-ON_NODE: Raw = {"nodeName": "node-a"}
 
 
 async def confirmed(scene: Scene, **meta: Any) -> None:
@@ -326,6 +328,148 @@ async def test_a_running_pod_is_told_of_and_never_killed(scene: Scene) -> None:
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
+
+
+# A pod whose annotations a hand has taken off.
+
+
+def bare(*, is_on_node: bool = True, phase: str = "Running", gates: Sequence[str] = ()) -> Raw:
+    raw = raw_pod(phase=phase)
+    raw["metadata"]["annotations"] = {}
+    spec: Raw = {"schedulingGates": [{"name": name} for name in gates]}
+    return {**raw, "spec": {**spec, **(ON_NODE if is_on_node else {})}}
+
+
+async def test_without_its_annotations_a_running_pod_holds_its_devices_until_it_is_deleted(scene: Scene) -> None:
+    await scene.run_a_pod()
+    scene.show(bare())
+    scene.bench.now += 10 * BIND_DEADLINE
+    await scene.reconciler.step()
+    assert scene.phase is Phase.FINALIZED
+    scene.reconciler.deleted(bare())
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
+async def test_without_its_annotations_a_pod_that_has_ended_holds_nothing(scene: Scene) -> None:
+    await scene.run_a_pod()
+    scene.show(bare())
+    await scene.reconciler.step()
+    scene.show(bare(phase="Succeeded"))
+    scene.bench.now += PATIENCE
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
+async def test_a_pod_on_no_node_that_carries_nothing_holds_nothing(scene: Scene) -> None:
+    await scene.run_a_pod()
+    scene.show(bare(is_on_node=False, phase="Pending", gates=["somebody.else/gate"]))
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
+async def test_a_pod_behind_our_gate_holds_what_it_does_not_carry_yet(scene: Scene) -> None:
+    await scene.reserve()
+    await scene.bench.ledger.confirm(R1, POD)
+    scene.show(bare(is_on_node=False, phase="Pending", gates=[keys.QUEUE_GATE]))
+    for _ in range(3):
+        await scene.reconciler.step()
+        scene.bench.now += BIND_DEADLINE
+    assert scene.phase is Phase.FINALIZED
+
+
+# Two reservations for one pod: whoever made the second one was behind.
+
+
+async def reserved_twice(scene: Scene) -> ClusterLedger:
+    """On two nodes under one id; the ledger of the one that was behind, which has caught up."""
+    behind = scene.bench.another()
+    what = Ask(R1, "ml", RECORD.digest())
+    for ledger, place in ((scene.bench.ledger, on("node-a", "GPU-a0")), (behind.ledger, on("node-b", "GPU-b0"))):
+        await ledger.reserve(what, [place], answer_by=scene.bench.now + timedelta(seconds=10))
+        await ledger.confirm(R1, POD)
+        scene.bench.now += timedelta(seconds=1)
+    assert (len(scene.bench.held()), len(scene.bench.held("node-b"))) == (1, 1)
+    scene.bench.replica.watch.catch_up()
+    behind.watch.catch_up()
+    return behind.ledger
+
+
+@pytest.mark.parametrize("where", ["node-a", "node-b"])
+@pytest.mark.parametrize("is_on_node", [True, False], ids=["on its node", "on no node"])
+async def test_of_two_reservations_of_one_pod_the_one_that_it_carries_stays(
+    scene: Scene, where: str, is_on_node: bool
+) -> None:
+    behind = await reserved_twice(scene)
+    raw = raw_pod()
+    carried = {"gpuwarden.io/node": where, "gpuwarden.io/gpu-uuid": f"GPU-{where[-1]}0"}
+    raw["metadata"]["annotations"] |= carried
+    raw["spec"] = {"nodeName": where} if is_on_node else {}
+    scene.show(raw)
+    second = scene.another(behind)
+    second.replaced({"ml/pod-1": raw})
+    await second.step()
+    await second.step()
+    assert {node: len(scene.bench.held(node)) for node in ("node-a", "node-b")} == {
+        "node-a": where == "node-a",
+        "node-b": where == "node-b",
+    }
+    assert scene.heard.told == []
+
+
+async def test_of_two_reservations_of_one_pod_none_stays_without_it(scene: Scene) -> None:
+    behind = await reserved_twice(scene)
+    assert len(behind.reservations()) == 2
+    second = scene.another(behind)
+    second.replaced({})
+    await second.step()
+    await second.step()
+    assert (scene.bench.held(), scene.bench.held("node-b")) == ({}, {})
+
+
+async def test_a_pod_has_what_it_carries_though_its_reservation_was_made_elsewhere(scene: Scene) -> None:
+    await scene.run_a_pod()
+    raw = raw_pod()
+    raw["metadata"]["annotations"] |= {"gpuwarden.io/node": "node-b", "gpuwarden.io/gpu-uuid": "GPU-b0"}
+    scene.show(raw)
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+    assert scene.bench.held("node-b")["GPU-b0/0"]["uid"] == POD.uid
+
+
+async def test_a_pod_on_its_node_that_names_what_it_does_not_have_keeps_what_it_has(scene: Scene) -> None:
+    await scene.run_a_pod()
+    raw = raw_pod(phase="Running")
+    raw["metadata"]["annotations"]["gpuwarden.io/reservation-id"] = "r2"
+    scene.show({**raw, "spec": ON_NODE})
+    for _ in range(3):
+        await scene.reconciler.step()
+        scene.bench.now += PATIENCE
+    assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r1"
+
+
+# What the store would not have at first.
+
+
+async def test_an_expiry_that_fails_is_tried_again(scene: Scene) -> None:
+    await scene.reserve()
+    scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    scene.bench.store.refusals = 1
+    await scene.reconciler.step()
+    assert scene.phase is Phase.PENDING
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
+async def test_what_was_proven_to_be_of_no_pod_is_cleared_away_though_the_store_refused_once(scene: Scene) -> None:
+    await scene.reserve()
+    await scene.bench.ledger.bind(R1, POD)
+    scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    scene.bench.store.refusals = 1
+    await scene.reconciler.step()
+    scene.bench.pods.is_away = True
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
 
 
 # Hands that write what we never do.

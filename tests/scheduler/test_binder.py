@@ -1,6 +1,8 @@
 """The binder with a real door and ledger: what it puts where, what it tells, and when it tries again."""
 
 import asyncio
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -98,6 +100,7 @@ class Scene:
         self.heard = Heard()
         self.counted: list[str] = []
         self.notified = 0
+        self.time: Iterator[float] = itertools.repeat(0.0)
         parts = house.parts
         self.world = World([OURS, "second-name"], self._notify)
         self.nodes, self.pods = NodesOfWorld(self.world), PodsOfWorld(self.world)
@@ -114,6 +117,7 @@ class Scene:
             shared,
             self.told,
             parts.clock,
+            lambda: next(self.time),
         )
         for name in NAMES:
             self.node(name)
@@ -458,6 +462,36 @@ async def test_only_so_many_are_under_way_at_once(scene: Scene) -> None:
     assert scene.cluster.most_at_once == 64
 
 
+async def test_a_pass_over_many_shapes_lets_others_work_and_ends_in_time(scene: Scene) -> None:
+    for number in range(40):
+        scene.plain(f"p{number}", nodeSelector={"zone": f"z{number}"})
+    scene.time = itertools.count(0.0, 0.05)
+    looked: set[str] = set()
+    worked = 0
+
+    async def others() -> None:
+        nonlocal worked
+        while True:
+            worked += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    passes = 0
+    while len(looked) < 40:
+        scene.nodes.changed(raw_node("node-a", labels={"turn": str(passes)}))  # all are due again
+        before = scene.notified
+        await scene.binder.step()
+        now = {name for name, reason in scene.heard.told}
+        assert now > looked
+        assert len(now - looked) < 15
+        assert scene.notified > before or now == {f"p{number}" for number in range(40)}
+        looked = now
+        passes += 1
+    task.cancel()
+    assert passes > 2
+    assert worked >= 40
+
+
 @pytest.mark.parametrize("has_begun", [True, False])
 async def test_who_is_stopped_leaves_the_pod_to_the_next(scene: Scene, *, has_begun: bool) -> None:
     scene.cluster.hangs.add("p")
@@ -535,6 +569,16 @@ async def test_a_list_is_right_whatever_was_missed(scene: Scene) -> None:
     scene.nodes.replaced({"node-a": raw_node("node-a")})
     assert list(scene.world.rooms) == ["node-a"]
     assert gone != waits
+
+
+async def test_nothing_is_kept_of_nodes_that_are_gone(scene: Scene) -> None:
+    before = scene.world.touched("one-of-many")
+    for number in range(20):
+        scene.nodes.changed(raw_node(f"passing-{number}"))
+        scene.nodes.deleted(raw_node(f"passing-{number}"))
+        scene.world.touch(f"passing-{number}")  # what is named after a node may outlive it
+    assert scene.world.remembered <= scene.world.rooms.keys()
+    assert scene.world.touched("one-of-many") > before  # who waits for one that is gone hears of it
 
 
 async def test_what_cannot_be_read_stays_as_it_was_known(scene: Scene) -> None:

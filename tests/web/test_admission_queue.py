@@ -10,6 +10,9 @@ from tests.builders import Raw, raw_container, raw_env, raw_pod
 from tests.conftest import Build
 from tests.web.house import INVENTORY, House, patched
 from tests.web.replica import Shared, sharing
+from webhook.core.claim import recorded_claim
+from webhook.core.dress import Outfit, dressed
+from webhook.core.pod import Pod
 
 GATE = {"name": "gpuwarden.io/queue"}
 GPU_UUID = "gpuwarden.io/gpu-uuid"
@@ -148,6 +151,42 @@ async def test_a_pod_that_waits_otherwise_than_we_made_it_is_refused(house: Hous
     assert words in response["status"]["message"]
 
 
+UNPROVEN = {"gpuwarden.io/required-hash": "sha256:none"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        pytest.param(lambda raw: with_env(raw, raw_env(NVIDIA_VISIBLE_DEVICES="all")), "GpuWithoutClaim", id="env"),
+        pytest.param(lambda raw: annotated(raw, **{"cdi.k8s.io/x": "nvidia.com/gpu=all"}), "GpuWithoutClaim", id="cdi"),
+        pytest.param(lambda raw: annotated(raw, **{GPU_UUID: "GPU-c0"}), "Forged", id="a-gpu-of-ones-own"),
+    ],
+)
+async def test_a_pod_that_waits_for_a_proven_node_alone_is_shown_no_gpu(house: House, change: Any, reason: str) -> None:
+    gated = await house.dress(raw_pod(annotations=UNPROVEN))
+    assert (await validated(house, gated))["allowed"]
+    assert (await validated(house, change(gated)))["status"]["reason"] == reason
+
+
+@pytest.mark.parametrize("uid", ["pod-uid-first", "pod-"])
+async def test_a_review_does_not_name_the_reservation_of_a_pod_that_waits(house: House, uid: str) -> None:
+    response = await house.mutate(raw_pod(raw_container(gpus=1)), uid)
+    assert (response["allowed"], response["status"]["reason"]) == (False, "NotReviewed")
+    assert house.held == ["GPU-b0"]
+
+
+async def test_more_than_any_node_has_is_not_waited_for(house: House) -> None:
+    response = await house.mutate(raw_pod(raw_container(gpus=3)))
+    assert response["status"]["reason"] == "NoMatchingDevice"
+    assert "no node has more than 2 GPUs" in response["status"]["message"]
+    assert (await house.mutate(raw_pod(raw_container(gpus=2), labels=A100)))["auditAnnotations"]["reason"] == "Queued"
+
+
+async def test_of_a_fleet_without_gpus_nobody_knows_what_it_will_have(build: Build) -> None:
+    house = await build({"nodes": []}, when_unavailable="queue")
+    assert (await house.mutate(raw_pod(raw_container(gpus=3))))["auditAnnotations"]["reason"] == "Queued"
+
+
 async def test_our_gate_alone_is_refused_and_taken_off(house: House) -> None:
     raw = raw_pod(schedulingGates=[GATE])
     assert (await validated(house, raw))["status"]["reason"] == "Forged"
@@ -177,6 +216,32 @@ async def test_the_gate_is_opened_only_with_the_reservation_in_the_same_change(h
     assert response["status"]["reason"] == "NotReserved"
 
 
+CDI = {"cdi.k8s.io/x": "nvidia.com/gpu=all"}
+MADE_UP = {GPU_UUID: "GPU-c0", "gpuwarden.io/node": "node-c", "gpuwarden.io/reservation-id": "made-up"}
+
+
+@pytest.mark.parametrize(
+    ("planted", "reason"),
+    [
+        pytest.param({}, None, id="nothing"),
+        pytest.param(CDI, "GpuWithoutClaim", id="cdi"),
+        pytest.param(MADE_UP, "Forged", id="a-reservation"),
+        pytest.param({"fudo.org/gpu.uuid": "GPU-c0"}, "Forged", id="a-gpu-by-its-alias"),
+    ],
+)
+async def test_with_the_gate_of_a_pod_without_gpus_nothing_else_is_let_in(
+    house: House, planted: dict[str, str], reason: str | None
+) -> None:
+    old = builders.created(await house.dress(raw_pod(annotations=UNPROVEN)))
+    house.parts.fleet.prove("node-c", builders.evidence("node-c", "sha256:none"), house.now)
+    claim = recorded_claim(Pod.parse(old))
+    assert claim is not None
+    opened = dressed(old, Outfit(claim, ("node-c",), has_waited=True), house.parts.rules.dress)
+    response = await house.validate(builders.review("UPDATE", new=annotated(opened, **planted), old=old, uid="open"))
+    assert response["allowed"] is (reason is None)
+    assert (response.get("status") or {}).get("reason") == reason
+
+
 # Placement maps.
 
 
@@ -195,6 +260,8 @@ async def replica(tmp_path: Path) -> House:
 async def test_in_a_cluster_a_mapped_pod_waits_whatever_is_said_of_others(replica: House) -> None:
     await replica.create(mapped(0, "0=node-a:1"), "first", "uid-first")
     gated = await replica.mutate(mapped(1, "1=node-a:1"), "second")
+    many = ",".join(f"GPU-{k}" for k in range(9))
+    assert (await replica.mutate(mapped(2, f"2=node-a:{many}"), "many"))["auditAnnotations"]["reason"] == "Queued"
     assert gated["auditAnnotations"] == {"reason": "Queued", "waits-for": "NoFreeDevice"}
     assert not (await replica.mutate(raw_pod(raw_container(gpus=9)), "third"))["allowed"]
 

@@ -237,7 +237,7 @@ async def test_a_bad_answer_costs_the_pod_nothing_but_hints(build: Build, body: 
 async def test_where_no_node_names_its_gpus_nobody_is_asked_and_nothing_made_up(build: Build) -> None:
     async with scored(build, BARE) as (house, double):
         response = await house.mutate(job())
-        assert "no node says which GPUs it has" in warnings(response)
+        assert "which GPUs it has, so the scorer was not asked" in warnings(response)
         assert "nodeSelector" not in patched(job(), response)["spec"]
         text = house.parts.metrics.render()[0].decode()
         assert 'gpuwarden_scoring_total{outcome="no-candidates"} 1.0' in text

@@ -154,11 +154,14 @@ def matches_reservation(
 
 
 def waits_as_dressed(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:
-    """A gated pod without a reservation is as we made it: nothing of what its GPUs will be is said yet, and the claim
-    that they will be chosen by is what the pod asks for."""
-    forged = sorted((keys.OUTPUT_NAMES - {keys.CLAIM.name}) & pod.annotations.keys())
+    """A gated pod without a reservation is as we made it: nothing of what its GPUs will be is said yet, nothing else
+    would show it any, and the claim that they will be chosen by is what the pod asks for."""
+    forged = said_of_gpus(pod)
     if forged:
         return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: a pod that waits for GPUs has none yet")
+    other_way = no_other_ways(pod, rules) if claim.count else no_markers(pod, rules)
+    if other_way is not None:
+        return other_way
     asked = claim_of(pod, claims, claim.record.asked)
     if asked is None or not says_no_less(claim, asked):
         return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
@@ -202,6 +205,19 @@ def proven_only(
             hint="create the pod anew if what its namespace demands has changed" if rules.bond.hashes else "",
         )
     return proven_nodes(raw, claim, fleet, policy) or preset_node(pod, {n for n in nodes_pinned_to(raw) if n})
+
+
+def without_gpus(pod: Pod, rules: DressRules) -> Deny | None:
+    """Nothing in a pod whose claim is for a proven node alone says that GPUs are its own, or would show it one."""
+    forged = said_of_gpus(pod)
+    if forged:
+        return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: the pod has no reservation")
+    return no_markers(pod, rules)
+
+
+def said_of_gpus(pod: Pod) -> list[str]:
+    """The annotations that only a reservation brings."""
+    return sorted((keys.OUTPUT_NAMES - {keys.CLAIM.name}) & pod.annotations.keys())
 
 
 def proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:

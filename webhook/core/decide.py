@@ -52,6 +52,9 @@ EVIDENCE_OBJECTIONS = {
 
 ROOM_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
 
+# What the most of no node is: less than no device at all.
+NO_NODE = -1
+
 # Nodes times expressions that one decision may ask, where the index cannot answer; it takes some 20 ms.
 MAX_ASKED = 20_000
 
@@ -103,7 +106,7 @@ def decide(
     if found:
         return found
     question = Question(claim, fleet, policy)
-    return question.best(most) or unmapped(claim) or ambiguous(question) or question.denial()
+    return question.best(most) or unmapped(claim) or ambiguous(question) or nowhere(question) or question.denial()
 
 
 def preferred(claim: Claim, fleet: Fleet, policy: EvidencePolicy, most: int) -> tuple[Placement, ...]:
@@ -139,6 +142,20 @@ def ambiguous(question: "Question") -> Deny | None:
         f"{question.claim.sentence}: found on none of {nodes} nodes: {len(named)} of them have the label "
         f"{LOGICAL_NODE_LABEL}={place.node}",
         hint="leave that label on one of them",
+        causes=question.denial().causes,
+    )
+
+
+def nowhere(question: "Question") -> Deny | None:
+    """The map means a node that there is not."""
+    place = question.claim.place
+    if place is None or any(name in question.fleet.berths for name in question.named() or ()):
+        return None
+    return Deny(
+        Reason.NO_SUITABLE_NODE,
+        f"{question.claim.sentence}: found on none of {len(question.fleet.berths)} nodes: none has the label "
+        f"{LOGICAL_NODE_LABEL}={place.node} or that name",
+        hint="correct the map, or label the node",
         causes=question.denial().causes,
     )
 
@@ -179,6 +196,32 @@ class Question:
     def _among(self, names: Iterable[str]) -> Iterator[Placement]:
         fits = (self.fit(self.fleet.berths[name]) for name in names if name in self.fleet.berths)
         return (Placement(fit.name, fit.slots) for fit in fits if fit.fits)
+
+    def most(self) -> int:
+        """The most devices of these kinds that any node has, free or not, against which nothing else speaks; less than
+        none if there is no such node."""
+        names = self.named()
+        if names is not None:
+            berths = [self.fleet.berths[name] for name in names if name in self.fleet.berths]
+            return max((self._total(one) for one in berths if self._node_objection(one) is None), default=NO_NODE)
+        if not self.needs_each_node:
+            return max((total for total, _ in self._totals()), default=NO_NODE)
+        each = islice(((total, name) for total, nodes in self._totals() for name in nodes), self._patience())
+        return max((total for total, name in each if self.is_selected(self.fleet.berths[name])), default=NO_NODE)
+
+    def _totals(self) -> Iterator[tuple[int, Mapping[str, None]]]:
+        """Nodes against which nothing else speaks, and how many of the devices each of them has."""
+        for group in self.groups():
+            for node_class, row in self.fleet.rows(group).items():
+                if self.class_objection(node_class) is None:
+                    for names in row.shapes.values():
+                        yield self._total(self.fleet.berths[next(iter(names))]), names
+
+    def _total(self, berth: Berth) -> int:
+        place = self.claim.place
+        if place is None:
+            return sum(kind in self.kinds for kind in berth.kinds)
+        return sum(map(self.can_serve, called(berth, place)))
 
     def _most_proven(self) -> int:
         return max(1, MAX_PROVEN_NODES // len(self.claim.nodes.terms or "1"))
@@ -269,21 +312,20 @@ class Question:
         return self.fit(berth).objection if self.claim.place else self._objection(berth)
 
     def _objection(self, berth: Berth) -> Objection | None:
+        return self._node_objection(berth) or (None if self.claim.place else self.shape_objection(berth.cell.shape))
+
+    def _node_objection(self, berth: Berth) -> Objection | None:
+        """What speaks against the node, whatever devices it has."""
         if not self.claim.nodes.matches(berth.node.name, berth.labels):
             return Objection.NOT_SELECTED
         if self.claim.is_mapped and berth.node.name not in (self.named() or ()):
             return Objection.NOT_SELECTED
-        return (
-            self.evidence_objection(berth)
-            or self._condition_objection(berth.cell.node_class)
-            or (None if self.claim.place else self.shape_objection(berth.cell.shape))
-        )
+        return self.evidence_objection(berth) or self._condition_objection(berth.cell.node_class)
 
     def _map_objection(self, berth: Berth, place: MapEntry, found: int) -> Objection | None:
         if found == self.claim.count:
             return None
-        called = [d for d in berth.node.devices if any(d.is_called(gpu) for gpu in place.gpus)]
-        serving = sum(map(self.can_serve, called))
+        serving = sum(map(self.can_serve, called(berth, place)))
         return Objection.FEWER_FREE if serving == self.claim.count else Objection.FEWER_MATCHING
 
     def evidence_objection(self, berth: Berth) -> Objection | None:
@@ -414,3 +456,8 @@ class Question:
 
 def tightness(fitting: tuple[int, Mapping[str, None]]) -> int:
     return fitting[0]
+
+
+def called(berth: Berth, place: MapEntry) -> list[Device]:
+    """The node's devices that a map means."""
+    return [d for d in berth.node.devices if any(d.is_called(gpu) for gpu in place.gpus)]

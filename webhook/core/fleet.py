@@ -57,10 +57,13 @@ class Fleet:
         self._turn = turn
         self.berths: dict[str, Berth] = {}
         self.states: Counter[EvidenceState] = Counter()
+        self.changes = 0
+        """Counts what a decision may come out otherwise for."""
         self._kinds: Numbered[Kind] = Numbered()
         self._shapes: Numbered[Shape] = Numbered()
         self._classes: Numbered[NodeClass] = Numbered()
         self._groups: dict[Group, dict[int, Row]] = {}  # of rows by class
+        self._sizes = Counter[int]()  # nodes by how many devices they have
         self._homes: dict[DeviceUuid, str] = {}
         # All homes of a UUID that has several, or that stands on its node several times.
         self._disputed: dict[DeviceUuid, list[str]] = {}
@@ -99,6 +102,7 @@ class Fleet:
             self._forget(known.node)
             self._set_aside.difference_update(device.uuid for device in known.node.devices)
         evidence = known.evidence if known else None
+        self.changes += 1
         self._remember(node)
         self._mark_set_aside(node)
         kinds = tuple(map(self.kind_of, node.devices))
@@ -117,12 +121,14 @@ class Fleet:
         berth = self.berths.pop(name, None)
         if berth is None:
             return
+        self.changes += 1
         self._set_aside.difference_update(device.uuid for device in berth.node.devices)
         self._leave(berth)
         self.states[berth.state] -= 1
         self._forget(berth.node)
 
     def _remember(self, node: Node) -> None:
+        self._sizes[len(node.devices)] += 1
         self._label_uses.update(node.labels.keys())
         for key, types in self._gpu_types.items():
             if key in node.labels:
@@ -141,6 +147,7 @@ class Fleet:
                 self._place_again(home)
 
     def _forget(self, node: Node) -> None:
+        lessen(self._sizes, len(node.devices))
         for key in node.labels:
             lessen(self._label_uses, key)
             if key in self._gpu_types:
@@ -190,6 +197,7 @@ class Fleet:
                 self._judge(berth, now)
 
     def _judge(self, berth: Berth, now: datetime) -> None:
+        self.changes += 1
         self.states[berth.state] -= 1
         berth.state = state_of(berth.evidence, now)
         self.states[berth.state] += 1
@@ -204,6 +212,7 @@ class Fleet:
         """From now on these GPUs are for maps: by the nodes and names that the maps use; `changed` are the nodes of
         whom something else is said than before."""
         self._mapped = mapped
+        self.changes += 1
         for name in {one for node in changed for one in (node, *self.names_with(LOGICAL_NODE_LABEL, [node]))}:
             berth = self.berths.get(name)
             if berth is not None:
@@ -222,6 +231,7 @@ class Fleet:
     # What is learnt of reservations.
 
     def hold(self, reservation: Reservation) -> None:
+        self.changes += 1
         for slot in reservation.slots:
             self._held.setdefault(slot.uuid, {})[slot.k] = reservation.id
             if not reservation.is_shared:
@@ -229,6 +239,7 @@ class Fleet:
         self._place_devices(reservation.uuids)
 
     def free(self, reservation: Reservation) -> None:
+        self.changes += 1
         for slot in reservation.slots:
             holders = self._held.get(slot.uuid, {})
             if holders.get(slot.k) == reservation.id:
@@ -333,6 +344,11 @@ class Fleet:
     def quarantined_devices(self) -> set[DeviceUuid]:
         """Those that the inventory knows and nobody can be given."""
         return self._unhealthy.keys() | self._disputed.keys()
+
+    @property
+    def most_devices(self) -> int:
+        """The most that any one node has, whatever they are."""
+        return max(self._sizes, default=0)
 
     def claimants(self, uuid: DeviceUuid) -> tuple[str, ...]:
         """The nodes that say they have it, if there are several."""

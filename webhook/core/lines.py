@@ -7,7 +7,6 @@ overtaken for ever by claims for one of the same kind, and one that nothing can 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from datetime import datetime
-from typing import NamedTuple
 
 from attrs import field, frozen
 
@@ -15,11 +14,20 @@ from webhook.core.claim import Claim
 from webhook.core.gpu_map import MapEntry
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.reasons import Reason
-from webhook.core.reservation import PodIdentity
+from webhook.core.reservation import PodIdentity, ReservationId
 from webhook.core.verdict import Deny
 
+# Begins the ids of reservations that are made for pods in the lines. A review's uid never begins so.
+OWN_IDS = "pod-"
 
-class Kind(NamedTuple):
+
+def reservation_id_of(pod: PodIdentity) -> ReservationId:
+    """Follows from the pod's uid, so that whoever comes after a stop finds what was reserved before it."""
+    return ReservationId(f"{OWN_IDS}{pod.uid}")
+
+
+@frozen(cache_hash=True)
+class Kind:
     """What claims of a kind agree in: they can be served from the same devices."""
 
     hashes: frozenset[str]
@@ -97,6 +105,9 @@ class Lines:
     def kinds(self) -> list[Kind]:
         return list(self._lines)
 
+    def get(self, uid: str) -> Waiter | None:
+        return self._waiters.get(uid)
+
     def heads(self, kind: Kind) -> list[Waiter]:
         """The first of each number of GPUs, oldest first."""
         turns = sorted(line[0] for line in self._lines.get(kind, {}).values())
@@ -104,8 +115,9 @@ class Lines:
 
     def behind(self, waiter: Waiter) -> Iterator[Waiter]:
         """It and those that came after it and want exactly the same."""
-        line = list(self._lines.get(waiter.kind, {}).get(waiter.claim.count, ()))
-        return (self._waiters[uid] for _, uid in line[bisect_left(line, waiter.turn) :] if uid in self._waiters)
+        line = self._lines.get(waiter.kind, {}).get(waiter.claim.count, [])
+        after = line[bisect_left(line, waiter.turn) :]
+        return (self._waiters[uid] for _, uid in after if uid in self._waiters)
 
 
 def its_turn_is_later(claim: Claim, first: Claim) -> Deny:

@@ -45,15 +45,15 @@ class Calls:
         """The object; None if there is none. Raises ApiAwayError, ApiRefusesError."""
         await self._limit.turn()
         content_type = MERGE_PATCH if method == "PATCH" else JSON
-        request = await self._api.param_serialize(
-            method=method,
-            resource_path=path,
-            path_params=dict(names),
-            header_params={"Accept": JSON, **({"Content-Type": content_type} if body is not None else {})},
-            body=body,
-            auth_settings=["BearerToken"],
-        )
         try:
+            request = await self._api.param_serialize(  # which reads the token from its file
+                method=method,
+                resource_path=path,
+                path_params=dict(names),
+                header_params={"Accept": JSON, **({"Content-Type": content_type} if body is not None else {})},
+                body=body,
+                auth_settings=["BearerToken"],
+            )
             answer = await self._api.call_api(*request, _request_timeout=self._longest)
             async with answer.response as response:
                 status, content = response.status, await response.read()

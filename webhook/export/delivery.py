@@ -151,6 +151,13 @@ class Lane:
                 await self.exporter.export(batch)
         except TimeoutError as exc:
             raise ExportError(f"no end after {LIMIT.total_seconds():.0f} s") from exc
+        except ExportError:
+            raise
+        except OSError as exc:  # of the system that we run on, so no matter of this batch
+            raise ExportError(f"the system refuses: {exc}") from exc
+        except Exception as exc:  # a bug with one batch must not end the delivery of all others
+            log.exception("exporting failed", exporter=self.exporter.name, batch=batch.id)
+            raise ExportError(f"a bug: {type(exc).__name__}", is_lasting=True) from exc
 
     def _remember(self, batch: Batch) -> None:
         self._stored[batch.id] = None

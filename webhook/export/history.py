@@ -141,6 +141,11 @@ def cell(use: PastUse, name: str) -> str:
         case "until":
             return "still" if use.until is None else raw_time(use.until)
         case "pod":
-            return f"{use.namespace}/{use.pod}" if use.pod else "-"
+            return printable(f"{use.namespace}/{use.pod}") if use.pod else "-"
         case _:
-            return getattr(use, name) or "-"
+            return printable(getattr(use, name) or "-")
+
+
+def printable(text: str) -> str:
+    """A terminal obeys what it is shown, and whoever may write rows is not its owner."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from webhook.clock import Clock
+from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
 from webhook.export.targets import HttpTarget
@@ -43,6 +44,9 @@ class HttpExporter:
     name = "http"
 
     def __init__(self, target: HttpTarget, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
+        """Raises GpuwardenError where the token cannot be said."""
+        if target.token is not None and not (target.token.isascii() and target.token.isprintable()):
+            raise GpuwardenError("the token of the http exporter is no line of printable ASCII")
         self._target = target
         self._clock = clock
         self._sleep = sleep

@@ -167,6 +167,8 @@ PARTITION_PATTERN: Final = Kind("text with %Y, %m, %d, %H", read_partition)
 DIRECTORY: Final = Kind("a directory, which is made", Path)
 TEXT: Final = Kind("any text", read_text)
 OBJECT_FORMAT: Final = Kind("csv, parquet", words("csv", "parquet"))
+# Not FILE: libpq reads it, anew for each connection.
+ROOT_CERTIFICATES: Final = Kind("a file with certificates in PEM", read_text)
 SSL_MODE: Final = Kind(
     "disable, allow, prefer, require, verify-ca, verify-full",
     words("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),

@@ -45,7 +45,7 @@ class Candidate:
         self.identity = f"{pod}_{uuid.uuid4()}"
         self._call = calls.call
         self._where = {"namespace": namespace, "name": name}
-        self._terms = terms
+        self.terms = terms
         self._clock = clock
         self._now = now
         self._seen: tuple[str, float] = ("", 0.0)  # the version of the Lease, and since when it is that
@@ -54,7 +54,7 @@ class Candidate:
     @property
     def left(self) -> timedelta:
         """How long nobody else can have it."""
-        return timedelta(seconds=max(0.0, self._renewed + self._terms.duration.total_seconds() - self._now()))
+        return timedelta(seconds=max(0.0, self._renewed + self.terms.duration.total_seconds() - self._now()))
 
     async def win(self) -> None:
         """Returns once this one is elected."""
@@ -68,13 +68,13 @@ class Candidate:
                 if str(exc) != told:
                     log.warning("the Lease cannot be had", problem=str(exc), **self._where)
                 told = str(exc)
-            await asyncio.sleep(self._terms.retry_period.total_seconds())
+            await asyncio.sleep(self.terms.retry_period.total_seconds())
 
     async def hold(self) -> None:
         """Returns once it is lost: taken by another, or not renewed in time."""
-        deadline = self._terms.renew_deadline.total_seconds()
+        deadline = self.terms.renew_deadline.total_seconds()
         while True:
-            await asyncio.sleep(self._terms.retry_period.total_seconds())
+            await asyncio.sleep(self.terms.retry_period.total_seconds())
             try:
                 async with asyncio.timeout(max(0.0, self._renewed + deadline - self._now())):
                     if not await self._take():
@@ -135,7 +135,7 @@ class Candidate:
         version = str(raw["metadata"]["resourceVersion"])
         if self._seen[0] != version:
             self._seen = (version, self._now())
-        lasts = spec.get("leaseDurationSeconds") or self._terms.duration.total_seconds()
+        lasts = spec.get("leaseDurationSeconds") or self.terms.duration.total_seconds()
         return self._now() - self._seen[1] > lasts
 
     def _spec(self, old: Raw, holder: str) -> Raw:
@@ -143,7 +143,7 @@ class Candidate:
         is_same = holder == self.identity
         return {
             "holderIdentity": self.identity,
-            "leaseDurationSeconds": max(1, round(self._terms.duration.total_seconds())),
+            "leaseDurationSeconds": max(1, round(self.terms.duration.total_seconds())),
             "renewTime": time,
             "acquireTime": (old.get("acquireTime") if is_same else None) or time,
             "leaseTransitions": int(old.get("leaseTransitions") or 0) + (0 if is_same else 1),

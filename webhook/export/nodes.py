@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Final
+from datetime import datetime
+from typing import Annotated, Any, Final
 
 import msgspec
 from attrs import frozen
@@ -20,6 +21,7 @@ LONGEST_PAUSE: Final = 45.0
 
 class MetadataWire(msgspec.Struct, frozen=True):
     uid: str = ""
+    created: Annotated[datetime, msgspec.Meta(tz=True)] | None = msgspec.field(name="creationTimestamp", default=None)
     labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
 
@@ -51,6 +53,7 @@ class NodeSeen:
     boot_id: str | None
     labels: Mapping[str, str]
     gpus: str | None  # our annotation
+    created: datetime | None = None
 
 
 def node_seen(raw: object) -> NodeSeen:
@@ -61,6 +64,7 @@ def node_seen(raw: object) -> NodeSeen:
         boot_id=(wire.status.node_info.boot_id or None) if wire.status and wire.status.node_info else None,
         labels=wire.metadata.labels or {},
         gpus=(wire.metadata.annotations or {}).get(keys.NODE_GPUS),
+        created=wire.metadata.created,
     )
 
 

@@ -30,7 +30,7 @@ from webhook.export.tables import (
     use_row,
     width,
 )
-from webhook.export.targets import PostgresTarget
+from webhook.export.targets import PostgresTarget, is_here
 
 log = structlog.get_logger(__name__)
 
@@ -88,6 +88,12 @@ class PostgresExporter:
         """Raises GpuwardenError where the table cannot be called so."""
         self._target = target
         self._tables = Tables.named(target.table)
+        if target.sslmode != "verify-full" and not is_here(target.host):
+            log.warning(
+                "the database's certificate is not checked against its name",
+                sslmode=target.sslmode,
+                hint="set POSTGRES_SSLMODE=verify-full and POSTGRES_SSLROOTCERT",
+            )
         self._session: Session | None = None
         self._turn = asyncio.Lock()
         self._clipped: set[str] = set()
@@ -219,6 +225,7 @@ async def connected(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
         user=target.user,
         password=target.password,
         sslmode=target.sslmode,
+        sslrootcert=target.sslrootcert,
         connect_timeout=max(2, round(target.connect_timeout.total_seconds())),
         tcp_user_timeout=round(TCP_PATIENCE.total_seconds() * 1000),
         application_name="gpuwarden",

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import Any, Final, Protocol
 
@@ -39,8 +40,11 @@ Raw = dict[str, Any]
 COMMAND: Final = ("/bin/sh", "-c", "nvidia-smi -q -x")
 # S2's: pods that become ready together are not read together.
 SPREAD: Final = 0.2
-# Larger texts are parsed beside the loop.
+# Larger texts are parsed beside the loop, one at a time: each takes many times its size.
 LONG: Final = 1024 * 1024
+# Seconds between the beginnings of two readings of a pod, whatever happens to it: its kubelet says when it is ready and
+# when it has booted, and would have us read and store without pause. A failure is tried again sooner, a few times.
+LEAST_BETWEEN: Final = 10.0
 
 
 class ContainerWire(msgspec.Struct, frozen=True):
@@ -154,18 +158,25 @@ class Reader:
         clock: Clock,
         now: Callable[[], float],
         told: Told | None = None,
+        parsed: Callable[[bytes], Smi] = parse,
     ) -> None:
         self._plan = plan
         self._exec = execute
         self._nodes = nodes
         self._take = take
         self._clock = clock
+        self._now = now
         self._told = told or Told()
+        self._parsed = parsed
+        # A thread goes on when whoever waits for it gives up, so it is threads that there is one of.
+        self._parsing = ThreadPoolExecutor(1, "parsing")
         self.turns = Turns(now)
         self._pods: dict[str, PodSeen] = {}
         self._boots: dict[str, str | None] = {}
         self._done: dict[str, Done] = {}
         self._failures: dict[str, int] = {}
+        # When each was last begun with, the oldest first, and no longer than that matters.
+        self._begun: dict[str, float] = {}
 
     @property
     def last_reads(self) -> Mapping[str, datetime]:
@@ -192,7 +203,7 @@ class Reader:
             self._forget(pod.name)
         self._pods[pod.name] = pod
         if pod.is_eligible and (before is None or before.uid != pod.uid or not before.is_eligible):
-            self.turns.put(pod.name, random.uniform(0, SPREAD))  # noqa: S311 - to keep out of step
+            self._put(pod.name, random.uniform(0, SPREAD))  # noqa: S311 - to keep out of step
 
     def deleted(self, raw: Raw) -> None:
         self._forget(raw["metadata"]["name"])
@@ -208,11 +219,25 @@ class Reader:
         if self._boots.get(node, boot) != boot:
             for pod in self._pods.values():
                 if pod.node == node:
-                    self.turns.put(pod.name)
+                    self._put(pod.name)
         self._boots[node] = boot
 
     def forget_node(self, node: str) -> None:
         self._boots.pop(node, None)
+
+    def _put(self, name: str, after: float = 0.0) -> None:
+        """Something has happened to it: then, or when it may be read again."""
+        now = self._now()
+        self.turns.put(name, max(after, self._begun.get(name, now - LEAST_BETWEEN) + LEAST_BETWEEN - now))
+
+    def _begin(self, name: str) -> None:
+        now = self._now()
+        self._begun.pop(name, None)
+        self._begun[name] = now
+        for other, at in list(self._begun.items()):
+            if at > now - LEAST_BETWEEN:
+                break
+            del self._begun[other]
 
     # What workers do.
 
@@ -229,6 +254,7 @@ class Reader:
         pod = self._pods.get(name)
         if pod is None or not pod.is_eligible:
             return
+        self._begin(name)
         try:
             async with asyncio.timeout(self._plan.timeout.total_seconds()):
                 done = await self._read(pod)
@@ -296,8 +322,9 @@ class Reader:
     def _as_read_before(self, pod: PodSeen, node: NodeSeen) -> NodeGpus | None:
         """Another process, or this one before it was restarted, has read it; unless it is time to read it again."""
         try:
-            found = read_before(node.gpus, pod.uid, node.boot_id)
-        except NothingToReadError:
+            found = read_before(node.gpus, pod.uid, node.boot_id, now=self._clock(), created=node.created)
+        except NothingToReadError as exc:
+            log.debug("to be read", node=pod.node, problem=str(exc))
             return None
         is_old = bool(self._plan.resync) and self._clock() - found.time >= self._plan.resync
         return None if is_old else found
@@ -305,7 +332,7 @@ class Reader:
     async def _ask(self, pod: PodSeen, node: NodeSeen) -> NodeGpus:
         content = await self._exec.run(self._plan.namespace, pod.name, self._plan.container, COMMAND, MAX_SIZE)
         time = self._clock()
-        smi = parse(content) if len(content) < LONG else await asyncio.to_thread(parse, content)
+        smi = await self._smi(content)
         now = await self._nodes.pod(self._plan.namespace, pod.name)
         if now is None or now["metadata"].get("uid") != pod.uid or now["spec"].get("nodeName") != pod.node:
             raise ReplacedError("the pod is not the one that was asked")
@@ -315,6 +342,11 @@ class Reader:
         if self._plan.labels:
             await self._write(pod, node, smi, found)
         return found
+
+    async def _smi(self, content: bytes) -> Smi:
+        if len(content) < LONG:
+            return self._parsed(content)
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, self._parsed, content)
 
     async def _write(self, pod: PodSeen, node: NodeSeen, smi: Smi, found: NodeGpus) -> None:
         """What the node is called by. That the API server refuses it keeps nothing from being exported."""

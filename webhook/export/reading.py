@@ -5,8 +5,9 @@ a restart, makes the very same records of it, and nothing is stored twice.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 import msgspec
@@ -19,6 +20,10 @@ from webhook.inventory.node_gpus import MAX_ANNOTATION, GpuWire, NodeGpus, gpus_
 from webhook.inventory.nvidia_smi import Gpu, Smi
 
 NO_MACHINE: Final = "na"
+# What another replica's clock, or the API server's, may be ahead of ours.
+SKEW: Final = timedelta(minutes=5)
+# Nothing like this was read before, on whatever node.
+EARLIEST: Final = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 class NothingToReadError(GpuwardenError):
@@ -67,7 +72,8 @@ def node_gpus(smi: Smi, pod_uid: str, boot_id: str | None, time: datetime) -> No
 def names(gpus: Sequence[Gpu]) -> list[str | None]:
     """The UUIDs, without those that name nothing, or two."""
     uuids = [one.uuid if one.uuid is not None and UUID.fullmatch(one.uuid) else None for one in gpus]
-    return [uuid if uuids.count(uuid) == 1 else None for uuid in uuids]
+    times = Counter(uuids)
+    return [uuid if times[uuid] == 1 else None for uuid in uuids]
 
 
 def annotation(found: NodeGpus) -> str:
@@ -110,8 +116,13 @@ def batch_of(readings: tuple[Reading, ...]) -> Batch:
     return Batch(id=hashlib.sha256(content).hexdigest(), readings=readings)
 
 
-def read_before(text: str | None, pod_uid: str, boot_id: str | None) -> NodeGpus:
-    """What the annotation says, if it was read from this pod since this boot. Raises NothingToReadError."""
+def read_before(
+    text: str | None, pod_uid: str, boot_id: str | None, *, now: datetime, created: datetime | None = None
+) -> NodeGpus:
+    """What the annotation says, if it was read from this pod since this boot. Raises NothingToReadError.
+
+    Whoever may write Nodes may have written it, so its time has to be between the Node's creation and now.
+    """
     if text is None or len(text) > MAX_ANNOTATION:
         raise NothingToReadError("no reading")
     try:
@@ -120,4 +131,7 @@ def read_before(text: str | None, pod_uid: str, boot_id: str | None) -> NodeGpus
         raise NothingToReadError(str(exc)) from exc
     if (found.pod, found.boot) != (pod_uid, boot_id):
         raise NothingToReadError("a reading of another pod or boot")
+    earliest = max(created or EARLIEST, EARLIEST) - SKEW
+    if not earliest <= found.time <= now + SKEW:
+        raise NothingToReadError(f"a time that cannot be: {found.time.isoformat()}")
     return found

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from attrs import evolve, field, frozen
 
@@ -26,6 +27,7 @@ from webhook.export.kinds import (
     PARTITION_PATTERN,
     PATIENCE,
     RATE,
+    ROOT_CERTIFICATES,
     SELECTOR,
     SERVER_PORT,
     SSL_MODE,
@@ -34,7 +36,7 @@ from webhook.export.kinds import (
     WORDS,
     WORKERS,
 )
-from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget
+from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_here
 from webhook.setting_kinds import FILE, HOST, NAMESPACE, TRUTH, URL
 from webhook.setting_table import (
     EXPORT_PREFIX,
@@ -206,6 +208,12 @@ class ExportSettings:
     postgres_sslmode: str = field(
         default="require", metadata=declared(SSL_MODE, "how it is reached", older_variable="POSTGRES_SSLMODE")
     )
+    postgres_sslrootcert: str | None = field(
+        default=None,
+        metadata=declared(
+            ROOT_CERTIFICATES, "whom its certificate has to be from", older_variable="POSTGRES_SSLROOTCERT"
+        ),
+    )
     postgres_table: str = field(
         default="gpu", metadata=declared(TEXT, "the table of readings", older_variable="POSTGRES_TABLE")
     )
@@ -259,6 +267,7 @@ class ExportSettings:
             user=self.postgres_user or "",
             password=secret(self.postgres_password, self.postgres_password_file) or "",
             sslmode=self.postgres_sslmode,
+            sslrootcert=self.postgres_sslrootcert,
             table=self.postgres_table,
             auto_migrate=self.postgres_auto_migrate,
         )
@@ -335,6 +344,16 @@ class ExportReader(Reader):
         for name in ("http_auth_token", "postgres_password"):
             if name in self.given and f"{name}_file" in self.given:
                 self.mistakes.append(f"{self.where([name, f'{name}_file'])}: said twice; choose one")
+        if self._shows_token(values):
+            problem = "everybody on the way could read the token; allowed: https, or http to this machine"
+            self.mistakes.append(f"{self.where(['http_endpoint'])}: {problem}")
+
+    def _shows_token(self, values: Mapping[str, Any]) -> bool:
+        if self._needs is not None or "http" not in self._value(values, "exporter_type"):
+            return False
+        has_token = bool(values.get("http_auth_token")) or "http_auth_token_file" in self.given
+        endpoint = urlsplit(values.get("http_endpoint") or "")
+        return has_token and endpoint.scheme == "http" and not is_here(endpoint.hostname or "")
 
     def _missing(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if self._needs is not None:

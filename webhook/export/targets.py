@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
+from ipaddress import ip_address
 
 from attrs import field, frozen
 
@@ -23,6 +24,8 @@ class PostgresTarget:
     password: str = field(repr=False)
     port: int = 5432
     sslmode: str = "require"
+    # A file; libpq looks for one in the home directory if there is none.
+    sslrootcert: str | None = None
     table: str = "gpu"
     auto_migrate: bool = False
     # To be connected, and for each statement.
@@ -49,3 +52,13 @@ class ObjectTarget:
     @property
     def url(self) -> str:
         return self.bucket if "://" in self.bucket else f"s3://{self.bucket}"
+
+
+def is_here(host: str) -> bool:
+    """Whether what goes there stays on this machine: to the directory of a socket, or by loopback."""
+    if host.startswith("/") or host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,6 +1,8 @@
 """What `gpuwarden export` has read of a node's GPUs, as it stands in an annotation of the Node; read by discovery."""
 
-from datetime import datetime
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Annotated, Final
 
 import msgspec
@@ -38,18 +40,29 @@ class NodeGpus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def gpus_in(text: str) -> NodeGpus:
-    """Raises UnreadableDevicesError."""
+    """What the text says, with its time in UTC. Raises UnreadableDevicesError."""
     try:
         found = msgspec.json.decode(text, type=NodeGpus)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise UnreadableDevicesError(f"it is not what was read of GPUs: {exc}") from exc
     if len(found.gpus) > MAX_DEVICES:
         raise UnreadableDevicesError(f"{len(found.gpus)} devices are more than {MAX_DEVICES}")
-    uuids = [one.uuid for one in found.gpus if one.uuid is not None]
-    wrong = [uuid for uuid in uuids if not UUID.fullmatch(uuid) or uuids.count(uuid) > 1]
-    if wrong:
+    uuids = Counter(one.uuid for one in found.gpus if one.uuid is not None)
+    if wrong := [uuid for uuid, times in uuids.items() if times > 1 or not UUID.fullmatch(uuid)]:
         raise UnreadableDevicesError(f"{shown(wrong[0])} is no UUID, or stands there twice")
-    return found
+    if wrong := [text for text in texts_in(found) if not text.isprintable()]:
+        raise UnreadableDevicesError(f"{shown(wrong[0])} is not printable")
+    try:
+        return msgspec.structs.replace(found, time=found.time.astimezone(UTC))
+    except OverflowError as exc:
+        raise UnreadableDevicesError(f"its time {found.time.isoformat()} is in no calendar of UTC") from exc
+
+
+def texts_in(found: NodeGpus) -> Iterator[str]:
+    """They end up in tables and on terminals, and whoever may write Nodes may have written them."""
+    for one in found.gpus:
+        yield from filter(None, (one.serial, one.pci, one.model, one.memory, one.chassis))
+    yield from filter(None, (found.driver,))
 
 
 def devices_read(found: NodeGpus) -> tuple[Device, ...]:

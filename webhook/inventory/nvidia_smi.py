@@ -1,7 +1,7 @@
 """What `nvidia-smi -q -x` says, read from its bytes. They come from a container, so nothing in them is trusted.
 
-The text names an external DTD. It is never fetched, and entities are refused: none is needed, and a few lines of them
-grow to gigabytes.
+The text names an external DTD, which is never fetched. What declares entities or attributes itself is refused: none is
+needed, and a few lines of them grow to gigabytes.
 """
 
 import re
@@ -14,10 +14,12 @@ from attrs import frozen
 
 from webhook.core.errors import GpuwardenError
 
-# A GPU has some 30 KiB there. Whatever is larger than this is no list of GPUs.
-MAX_SIZE: Final = 20 * 1024 * 1024
-# A GPU has about 1,000 elements there, and an element in memory is larger than its text.
-MAX_TAGS: Final = 500_000
+# A GPU has some 30 KiB there. Whatever is larger than this is no list of GPUs, and many nodes may answer at once.
+MAX_SIZE: Final = 8 * 1024 * 1024
+# A GPU has about 1,000 elements there, and an element in memory is larger than its text: so many take some 100 MiB.
+MAX_TAGS: Final = 200_000
+# A GPU has one. Each takes some 300 bytes of memory, and equals signs in texts count too.
+MAX_ATTRIBUTES: Final = 50_000
 MAX_GPUS: Final = 1024
 # Longer is no serial, no model and no version.
 MAX_TEXT: Final = 128
@@ -92,6 +94,8 @@ def parse(content: bytes) -> Smi:
         raise UnreadableSmiError(f"{len(content)} bytes are more than {MAX_SIZE}")
     if content.count(b"<") > MAX_TAGS:
         raise UnreadableSmiError(f"it has more than {MAX_TAGS} tags")
+    if content.count(b"=") > MAX_ATTRIBUTES:
+        raise UnreadableSmiError(f"it has more than {MAX_ATTRIBUTES} attributes")
     root = _root(content)
     if root.tag != ROOT:
         raise UnreadableSmiError(f"its root is {root.tag[:MAX_TEXT]!r}, not {ROOT}")
@@ -103,14 +107,8 @@ def parse(content: bytes) -> Smi:
 
 
 def _root(content: bytes) -> ElementTree.Element:
-    """Entities are declared before the root, and expat alone has looked at that when they are refused."""
-    parser = expat.ParserCreate()
-    parser.EntityDeclHandler = _refuse_entity
-    parser.StartElementHandler = _stop
-    parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
     try:
-        with suppress(_RootReachedError):
-            parser.Parse(content, True)
+        _check_declarations(content)
         return ElementTree.fromstring(content)  # noqa: S314 - see above
     except expat.ExpatError as exc:
         raise UnreadableSmiError(_why(content, exc.code, exc.lineno)) from exc
@@ -118,6 +116,16 @@ def _root(content: bytes) -> ElementTree.Element:
         raise UnreadableSmiError(_why(content, exc.code, exc.position[0])) from exc
     except (ValueError, LookupError) as exc:
         raise UnreadableSmiError(f"it is in an encoding that cannot be read: {exc}") from exc
+
+
+def _check_declarations(content: bytes) -> None:
+    """They stand before the root, and expat alone has looked at them when they are refused."""
+    parser = expat.ParserCreate()
+    parser.StartDoctypeDeclHandler = _refuse_declarations
+    parser.StartElementHandler = _stop
+    parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
+    with suppress(_RootReachedError):
+        parser.Parse(content, True)
 
 
 class _RootReachedError(Exception):
@@ -128,8 +136,9 @@ def _stop(_name: str, _attributes: object) -> NoReturn:
     raise _RootReachedError
 
 
-def _refuse_entity(name: str, *_: object) -> NoReturn:
-    raise UnreadableSmiError(f"it has an entity, {name[:MAX_TEXT]!r}")
+def _refuse_declarations(_name: str, _system: str | None, _public: str | None, has_own: int) -> None:
+    if has_own:
+        raise UnreadableSmiError("it declares things of its own")
 
 
 def _said(gpu: ElementTree.Element) -> dict[str, str]:

@@ -11,7 +11,8 @@ from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, R
 class Ledger(Protocol):
     """Holds devices for claims. A slot has at most one live reservation, whatever is asked in whatever order.
 
-    Ids are fixed by the caller before the write, so whoever lost an answer asks again and finds what was done.
+    Ids are fixed by the caller before the write, so whoever lost an answer asks again and finds what was done. Asked
+    again of one that was behind, an id may stand on two nodes: `node` says which is meant, if there is one.
     """
 
     async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
@@ -24,21 +25,23 @@ class Ledger(Protocol):
     async def find(
         self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
     ) -> Reservation | None:
-        """The reservation, of whatever phase; `node` says where to look if it is not known here, or to be sure."""
+        """The reservation, of whatever phase; `node` says where to look if it is not known there, or to be sure."""
 
-    async def bind(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+    async def bind(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
         """The pod's uid has become known; its reservation is that uid's from now on, and waits anew."""
 
-    async def finalize(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+    async def finalize(
+        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None
+    ) -> Reservation:
         """The pod exists. Idempotent for the same pod.
 
         Raises UnknownReservationError, ReservationConflictError or ReservationExpiredError; so does `bind`.
         """
 
-    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
+    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
         """The pod exists, and it is the API server that says so: no deadline matters any more."""
 
-    async def release(self, reservation_id: ReservationId, pod: PodIdentity) -> bool:
+    async def release(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> bool:
         """The pod has ended: its devices are free. Another pod's or another reservation's stay held."""
 
     async def collect(self, now: datetime) -> Collection[Reservation]:

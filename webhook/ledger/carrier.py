@@ -1,5 +1,6 @@
 """A pod that carries a reservation in its annotations, as the API server shows it."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,8 +23,13 @@ class StatusWire(Wire, frozen=True):
     phase: str | None = None
 
 
+class GateWire(Wire, frozen=True):
+    name: str | None = None
+
+
 class SpecWire(Wire, frozen=True):
     node_name: str | None = None
+    scheduling_gates: list[GateWire] | None = None
 
 
 class MetaWire(Metadata, frozen=True):
@@ -43,9 +49,10 @@ class Carrier:
     pod: PodIdentity
     reservation_id: ReservationId
     claim_digest: str
-    # Where its devices are, and which.
+    # Where its devices are, which, and how many it was to have.
     node: str | None
     uuids: tuple[DeviceUuid, ...]
+    gpus: int
     is_shared: bool
     created: datetime
     # Where it has been put; such a pod runs, or soon will.
@@ -57,7 +64,8 @@ class Carrier:
 
     @classmethod
     def of(cls, raw: Raw) -> "Carrier | None":
-        """None if the pod carries no reservation."""
+        """None if the pod carries no reservation, or one that cannot be its: of more or fewer devices than it was to
+        have, or of any though it was to have none."""
         try:
             wire = msgspec.convert(raw, PodWire)
             meta = wire.metadata or MetaWire()
@@ -68,14 +76,17 @@ class Carrier:
         reservation_id = annotations.get(keys.RESERVATION_ID.name)
         if not reservation_id or not meta.uid:
             return None
-        uuids = (annotations.get(keys.GPU_UUID.name) or "").split(",")
+        uuids = [uuid for uuid in (annotations.get(keys.GPU_UUID.name) or "").split(",") if uuid]
+        if not has_its_number(uuids, record.gpus):
+            return None
         phase = (wire.status and wire.status.phase) or "Pending"
         return cls(
             pod=PodIdentity(meta.namespace or "", meta.name or "", meta.uid),
             reservation_id=ReservationId(reservation_id),
             claim_digest=record.digest(),
             node=annotations.get(keys.NODE.name),
-            uuids=tuple(DeviceUuid(uuid) for uuid in uuids if uuid),
+            uuids=tuple(map(DeviceUuid, uuids)),
+            gpus=record.gpus,
             is_shared=record.shared,
             created=meta.creation_timestamp or datetime.fromtimestamp(0, UTC),
             is_on_node=bool(wire.spec and wire.spec.node_name),
@@ -84,3 +95,30 @@ class Carrier:
             has_ended=phase in ENDED,
             has_controller=any(owner.controller for owner in meta.owner_references or ()),
         )
+
+
+@frozen
+class Sight:
+    """A pod as it was found, whether it carries a reservation or not."""
+
+    carrier: Carrier | None
+    # Behind our gate it waits for its reservation to be written into it.
+    is_gated: bool
+    is_on_node: bool
+    has_ended: bool
+
+    @classmethod
+    def of(cls, raw: Raw) -> "Sight":
+        """Raises msgspec.ValidationError for what is no pod."""
+        wire = msgspec.convert(raw, PodWire)
+        spec = wire.spec or SpecWire()
+        return cls(
+            carrier=Carrier.of(raw),
+            is_gated=any(gate.name == keys.QUEUE_GATE for gate in spec.scheduling_gates or ()),
+            is_on_node=bool(spec.node_name),
+            has_ended=wire.status is not None and wire.status.phase in ENDED,
+        )
+
+
+def has_its_number(uuids: Sequence[str], gpus: int) -> bool:
+    return len(uuids) == gpus > 0

@@ -7,6 +7,7 @@ what is really there: a move that was made already is found made.
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -128,21 +129,27 @@ class ClusterLedger:
         desk = self._desks.get(name)
         if desk is not None:
             desk.raw = desk.node = None
+            if desk.worker is None or desk.worker.done():
+                del self._desks[name]
 
     def _desk(self, name: str) -> Desk:
         return self._desks.setdefault(name, Desk(name))
+
+    @property
+    def desk_count(self) -> int:
+        """Of nodes that are there, and of those that somebody asks for at this moment."""
+        return len(self._desks)
 
     # What the ledger does.
 
     async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
         if self._clock() >= answer_by:
             raise DeadlinePassedError(ask.id)
-        known = self._shelf.find(ask.id)
-        if known is not None:
-            if may_give_way(known, self._clock(), self._times, self._gone):
-                await self.expire(known.id)  # asked for again, it is a new one
-            else:
+        for known in self._shelf.several(ask.id):
+            if not may_give_way(known, self._clock(), self._times, self._gone):
                 placements = [Placement(known.node, known.slots)]
+                break
+            await self.expire(known)  # asked for again, it is a new one
         for placement in placements:
             with self._shelf.wished(ask, placement):
                 try:
@@ -156,36 +163,45 @@ class ClusterLedger:
     async def find(
         self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
     ) -> Reservation | None:
-        known = self._shelf.find(reservation_id)
-        if node is not None and (known is None or is_fresh):
+        known = self._shelf.find(reservation_id, node)
+        if node is not None and (known is None or known.node != node or is_fresh):
             await self._read(node)
-            known = self._shelf.find(reservation_id)
+            known = self._shelf.find(reservation_id, node)
         return known
 
-    async def bind(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=False))
+    async def bind(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
+        return await self._named(Name(reservation_id, pod, exists=False), node)
 
-    async def finalize(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=True))
+    async def finalize(
+        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None
+    ) -> Reservation:
+        return await self._named(Name(reservation_id, pod, exists=True), node)
 
-    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=True, is_proven=True))
+    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
+        return await self._named(Name(reservation_id, pod, exists=True, is_proven=True), node)
 
-    async def _named(self, move: Name) -> Reservation:
-        known = self._shelf.find(move.reservation_id)
+    async def _named(self, move: Name, node: str | None) -> Reservation:
+        known = self._shelf.find(move.reservation_id, node)
         named = None if known is None else await self._moved(known.node, move)
         if named is None:
             raise UnknownReservationError(move.reservation_id)
         return named
 
-    async def release(self, reservation_id: ReservationId, pod: PodIdentity) -> bool:
-        known = self._shelf.find(reservation_id)
+    async def release(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> bool:
+        known = self._shelf.find(reservation_id, node)
         return known is not None and await self._moved(known.node, Release(known.id, pod)) is not None
 
-    async def expire(self, reservation_id: ReservationId) -> bool:
-        """Clear away what nobody came for; the reconciler's part."""
-        known = self._shelf.find(reservation_id)
-        return known is not None and await self._moved(known.node, Expire(known.id, self._gone)) is not None
+    def given_up(self, now: datetime) -> Collection[Reservation]:
+        """What nobody came for and `collect` has given up: all of it, however often it could not be cleared away."""
+        return [
+            one
+            for one in self._shelf.all()
+            if one.phase is Phase.PENDING and may_give_way(one, now, self._times, self._gone)
+        ]
+
+    async def expire(self, one: Reservation) -> bool:
+        """Clear away what was given up; the reconciler's part."""
+        return await self._moved(one.node, Expire(one.id, self._gone)) is not None
 
     async def adopt(self, carrier: Carrier) -> Reservation | None:
         """Hold again what an existing pod carries and nobody else has; the reconciler's part.
@@ -203,14 +219,23 @@ class ClusterLedger:
     async def settle(self, name: str) -> None:
         """One step towards it; the reconciler's part."""
         await self._moved(name, Look())
-        desk = self._desk(name)
-        if desk.raw is not None and desk.node is not None and not is_settled(desk.node):
+        desk = self._desks.get(name)
+        if desk is not None and desk.raw is not None and desk.node is not None and not is_settled(desk.node):
             self.learn(await self._store.put(with_finalizer(desk.raw, is_kept=not desk.node.is_leaving)))
 
     async def collect(self, now: datetime) -> Collection[Reservation]:
         """Offer what is past its deadline; whoever takes it clears it away in the store."""
-        past = list(self._shelf.past_deadline(now - self._times.clock_skew))
-        return [one for one in past if one.phase is Phase.PENDING and await self._is_given_up(one, now)]
+        past = deque(self._shelf.past_deadline(now - self._times.clock_skew))
+        given_up = []
+        try:
+            while past:
+                if past[0].phase is Phase.PENDING and await self._is_given_up(past[0], now):
+                    given_up.append(past[0])
+                past.popleft()
+        finally:
+            for one in past:  # whoever waited for this is gone; the first one may be the reason
+                self._shelf.look_again(one, now + PATIENCE if one is past[0] else one.deadline or now)
+        return given_up
 
     async def _is_given_up(self, one: Reservation, now: datetime) -> bool:
         """A reservation whose pod's uid is known ends only with proof that there is no such pod."""
@@ -218,7 +243,7 @@ class ClusterLedger:
             pod = PodIdentity(one.namespace, one.pod_name or "", one.uid)
             try:
                 if not await self._witness.is_gone(pod):
-                    await self.confirm(one.id, pod)
+                    await self.confirm(one.id, pod, node=one.node)
                     return False
             except (WitnessAwayError, LedgerError) as exc:
                 log.warning("expired reservation left as it is", reservation=one.id, exc_info=exc)
@@ -237,6 +262,11 @@ class ClusterLedger:
 
     def of_pod(self, uid: str) -> Reservation | None:
         return self._shelf.of_pod(uid)
+
+    def carried(self, one: Carrier) -> Reservation | None:
+        """The reservation that the pod says it carries, as far as it is known here, whosever it is."""
+        held = self._shelf.find(one.reservation_id, one.node)
+        return held if held is not None and held.node == one.node else None
 
     def reservations(self) -> Collection[Reservation]:
         return self._shelf.all()
@@ -261,6 +291,8 @@ class ClusterLedger:
             finally:  # whatever went wrong, nobody is left waiting
                 for turn in turns:
                     turn.fail(LedgerUnavailableError("the store cannot be reached"))
+        if desk.node is None and self._desks.get(desk.name) is desk:
+            del self._desks[desk.name]  # anybody can name a node that does not exist
 
     async def _serve(self, desk: Desk, turns: list[Turn]) -> None:
         """All turns to their end: made, failed, or out of time."""

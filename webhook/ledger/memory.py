@@ -58,24 +58,26 @@ class MemoryLedger:
     ) -> Reservation | None:
         return self._shelf.find(reservation_id)
 
-    async def bind(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=False))
+    async def bind(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
+        return self._named(Name(reservation_id, pod, exists=False), node)
 
-    async def finalize(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=True))
+    async def finalize(
+        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None
+    ) -> Reservation:
+        return self._named(Name(reservation_id, pod, exists=True), node)
 
-    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=True, is_proven=True))
+    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
+        return self._named(Name(reservation_id, pod, exists=True, is_proven=True), node)
 
-    def _named(self, move: Name) -> Reservation:
-        known = self._shelf.find(move.reservation_id)
+    def _named(self, move: Name, node: str | None) -> Reservation:
+        known = self._shelf.find(move.reservation_id, node)
         named = None if known is None else self._moved(known.node, move, self._clock())
         if named is None:
             raise UnknownReservationError(move.reservation_id)
         return named
 
-    async def release(self, reservation_id: ReservationId, pod: PodIdentity) -> bool:
-        known = self._shelf.find(reservation_id)
+    async def release(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> bool:
+        known = self._shelf.find(reservation_id, node)
         return known is not None and self._moved(known.node, Release(known.id, pod), self._clock()) is not None
 
     async def collect(self, now: datetime) -> Collection[Reservation]:

@@ -19,7 +19,7 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.reservation import Ask, Event, Phase, Placement, PodIdentity, Reservation, ReservationId
-from webhook.ledger.carrier import Carrier
+from webhook.ledger.carrier import Carrier, has_its_number
 
 Stored = Mapping[ReservationId, Reservation]
 Held = dict[ReservationId, Reservation]
@@ -157,7 +157,8 @@ class Adopt:
                 raise ReservationConflictError(known.id)
             return Name(known.id, carrier.pod, exists=True, is_proven=True).apply(stored, held, now, times)
         slots = tuple(sorted(Slot(uuid, first_free(uuid, held)) for uuid in carrier.uuids))
-        if not slots or any(collides(one, slots, carrier.is_shared) for one in held.values()):
+        is_odd = not has_its_number(carrier.uuids, carrier.gpus)
+        if is_odd or any(collides(one, slots, carrier.is_shared) for one in held.values()):
             raise SlotsTakenError(carrier.reservation_id)
         adopted = Reservation(
             id=carrier.reservation_id,

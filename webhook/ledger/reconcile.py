@@ -16,14 +16,15 @@ from attrs import frozen
 from webhook.clock import Clock
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Phase, PodIdentity, Reservation
+from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
 from webhook.events import Events, Subject
-from webhook.ledger.carrier import Carrier
+from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import ClusterLedger, Witness, WitnessAwayError
 
 log = structlog.get_logger(__name__)
 
 Raw = dict[str, Any]
+Place = tuple[str, ReservationId]
 
 # A pod whose reservation is missing is looked at this often, and is not removed before: whoever is restoring a node's
 # object needs a moment.
@@ -52,8 +53,8 @@ class Waiting:
 class Pods(Witness, Protocol):
     """Pods that can be looked at and removed, by a quorum read and by uid."""
 
-    async def look(self, pod: PodIdentity) -> Carrier | None:
-        """The pod as it is now; None if it is gone, or carries nothing. Raises WitnessAwayError."""
+    async def look(self, pod: PodIdentity) -> Sight | None:
+        """The pod as it is now; None if it is gone. Raises WitnessAwayError."""
 
     async def remove(self, pod: PodIdentity) -> None:
         """This pod, by its uid, and no other of its name; one that is gone is no mistake. Raises WitnessAwayError."""
@@ -73,6 +74,7 @@ class Reconciler:
         self._pods: dict[str, Carrier] = {}
         self._deleted: set[str] = set()  # uids of which the watch has said so, until their reservations are gone
         self._look_again: dict[str, datetime] = {}  # pods without their reservation, by uid
+        self._ask_again: dict[Place, datetime] = {}  # reservations whose pods exist and do not carry them
         self._has_listed = False
         self.news = asyncio.Event()
         """Set when a pod has come, changed or gone since the last pass."""
@@ -84,23 +86,32 @@ class Reconciler:
         found = (Carrier.of(raw) for raw in objects.values())
         self._pods = {one.pod.uid: one for one in found if one is not None}
         self._look_again = {uid: at for uid, at in self._look_again.items() if uid in self._pods}
+        self._ask_again.clear()
         self._has_listed = True
         self.news.set()
 
     def changed(self, raw: Raw) -> None:
         one = Carrier.of(raw)
-        if one is not None:
-            self._pods[one.pod.uid] = one
-            if not self._is_at_rest(one):
-                self.news.set()
+        if one is None:
+            self._forget(raw)
+            return
+        self._pods[one.pod.uid] = one
+        if not self._is_at_rest(one):
+            self.news.set()
 
     def deleted(self, raw: Raw) -> None:
-        one = Carrier.of(raw)
-        if one is not None:
-            self._pods.pop(one.pod.uid, None)
-            self._look_again.pop(one.pod.uid, None)
-            self._deleted.add(one.pod.uid)
+        """Whatever it carried when it went."""
+        uid = self._forget(raw)
+        if self._ledger.of_pod(uid) is not None:
+            self._deleted.add(uid)
             self.news.set()
+
+    def _forget(self, raw: Raw) -> str:
+        uid = str(raw["metadata"].get("uid"))
+        self._look_again.pop(uid, None)
+        if self._pods.pop(uid, None) is not None:
+            self.news.set()
+        return uid
 
     # What is done about it.
 
@@ -118,10 +129,12 @@ class Reconciler:
         await self._all(
             self._attempt(self._part(held), reservation=held.id)
             for held in list(self._ledger.reservations())
-            if held.phase is Phase.RELEASING or held.uid not in self._pods
+            if held.phase is Phase.RELEASING or not self._is_carried(held)
         )
-        given_up = await self._ledger.collect(self._clock())
+        await self._ledger.collect(self._clock())
+        given_up = self._ledger.given_up(self._clock())
         await self._all(self._attempt(self._expire(one), reservation=one.id) for one in given_up)
+        self._ask_again = {place: at for place, at in self._ask_again.items() if at > self._clock()}
         self._deleted = {uid for uid in self._deleted if self._ledger.of_pod(uid) is not None}
 
     async def _all(self, actions: Iterable[Awaitable[None]]) -> None:
@@ -142,8 +155,8 @@ class Reconciler:
 
     def _is_at_rest(self, one: Carrier) -> bool:
         """Nothing is to be done about nearly every pod, nearly always."""
-        held = self._ledger.of_pod(one.pod.uid)
-        if held is None or held.phase is not Phase.FINALIZED or held.id != one.reservation_id or one.has_ended:
+        held = self._ledger.carried(one)
+        if held is None or held.phase is not Phase.FINALIZED or held.uid != one.pod.uid or one.has_ended:
             return False
         return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one, held)
 
@@ -151,7 +164,9 @@ class Reconciler:
         """A pod that exists and its reservation: confirmed while it runs, released when it has ended."""
         if one.pod.uid in self._look_again and self._look_again[one.pod.uid] > self._clock():
             return
-        held = self._ledger.of_pod(one.pod.uid) or await self._ledger.find(one.reservation_id, node=one.node)
+        if self._ledger.carried(one) is None:
+            await self._ledger.find(one.reservation_id, node=one.node)
+        held = self._ledger.carried(one)
         if held is None or held.claim_digest != one.claim_digest or not held.may_be(one.pod):
             if not one.has_ended:
                 await self._miss(one)
@@ -161,7 +176,7 @@ class Reconciler:
             await self._release(held, one.pod, "ended")
             return
         if held.phase is Phase.PENDING or held.uid is None:
-            await self._ledger.confirm(held.id, one.pod)
+            await self._ledger.confirm(held.id, one.pod, node=held.node)
             log.info("reservation confirmed", reservation=held.id, pod=f"{one.pod.namespace}/{one.pod.name}")
         if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one, held):
             await self._give_up(one, held)
@@ -216,29 +231,70 @@ class Reconciler:
 
     # A reservation without its pod.
 
+    def _is_carried(self, held: Reservation) -> bool:
+        one = None if held.uid is None else self._pods.get(held.uid)
+        return one is not None and carries(one, held)
+
     async def _part(self, held: Reservation) -> None:
-        """A reservation whose pod is not among those seen: freed only if the pod is known to be gone."""
+        """A reservation that no pod among those seen carries: freed only if that is certain."""
         if held.phase is Phase.RELEASING:
             await self._release(held, PodIdentity(held.namespace, "", held.uid or ""), "was being released")
         elif held.uid is None:
             await self._part_unnamed(held)
-        elif held.uid not in self._pods:
-            pod = PodIdentity(held.namespace, held.pod_name or "", held.uid)
-            if held.uid in self._deleted or (held.phase is Phase.FINALIZED and await self._api.is_gone(pod)):
-                await self._release(held, pod, "gone")
+        elif held.uid in self._deleted:
+            await self._release(held, pod_of(held), "gone")
+        elif held.phase is Phase.FINALIZED or held.uid in self._pods:  # else it is only promised, and will expire
+            await self._part_named(held)
+
+    async def _part_named(self, held: Reservation) -> None:
+        """Its pod may have gone unseen, wait behind our gate, have lost its annotations, or carry another one: a leader
+        that was behind may have reserved twice for one pod."""
+        place, now = (held.node, held.id), self._clock()
+        if self._ask_again.get(place, now) > now:
+            return
+        why = self._why_not_its(held, await self._api.look(pod_of(held)))
+        if why:
+            await self._release(held, pod_of(held), why)
+        else:
+            self._ask_again[place] = now + PATIENCE
+
+    def _why_not_its(self, held: Reservation, seen: Sight | None) -> str:
+        """Empty as long as the pod may use what is held. One that is on its node may do so whatever it says, unless it
+        says another that it has."""
+        if seen is None:
+            return "gone"
+        if seen.has_ended:
+            return "ended"
+        if seen.is_gated or (seen.carrier is not None and carries(seen.carrier, held)):
+            return ""
+        if seen.is_on_node and not self._has_another(seen.carrier):
+            return ""
+        return "its pod does not carry it"
+
+    def _has_another(self, one: Carrier | None) -> bool:
+        own = None if one is None else self._ledger.carried(one)
+        return one is not None and own is not None and own.phase is Phase.FINALIZED and own.uid == one.pod.uid
 
     async def _part_unnamed(self, held: Reservation) -> None:
         """Finalized is what has a pod. One without was written by hand; whose it could be, only a whole list tells."""
-        if held.phase is Phase.FINALIZED and all(one.reservation_id != held.id for one in await self._api.carriers()):
+        if held.phase is Phase.FINALIZED and not any(carries(one, held) for one in await self._api.carriers()):
             await self._release(held, PodIdentity(held.namespace, "", ""), "of no pod")
 
     async def _release(self, held: Reservation, pod: PodIdentity, why: str) -> None:
-        if await self._ledger.release(held.id, pod):
+        if await self._ledger.release(held.id, pod, node=held.node):
             log.info("reservation released", reservation=held.id, node=held.node, why=why)
 
     async def _expire(self, held: Reservation) -> None:
-        if await self._ledger.expire(held.id):
+        if await self._ledger.expire(held):
             log.info("reservation expired", reservation=held.id, node=held.node)
+
+
+def carries(one: Carrier, held: Reservation) -> bool:
+    return (one.reservation_id, one.node) == (held.id, held.node)
+
+
+def pod_of(held: Reservation) -> PodIdentity:
+    return PodIdentity(held.namespace, held.pod_name or "", held.uid or "")
 
 
 def had_since(one: Carrier, held: Reservation | None) -> datetime:

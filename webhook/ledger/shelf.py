@@ -4,25 +4,39 @@ import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from webhook.core.device import DeviceUuid
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, Reservation, ReservationId
 
 Held = Mapping[ReservationId, Reservation]
+Key = tuple[str, ReservationId]  # with the node: a writer that was behind may have used an id on two
 NEVER = datetime.fromtimestamp(0, UTC)
+
+Named = TypeVar("Named", bound=str)
+
+
+def key_of(one: Reservation) -> Key:
+    return one.node, one.id
+
+
+def rank(one: Reservation) -> tuple[bool, datetime, str]:
+    """Which of several is meant when nobody says where: what has a pod, then the older one."""
+    return one.phase is not Phase.FINALIZED, one.since, one.node
 
 
 class Shelf:
-    """Reservations by id, pod and device. The fleet hears of every change."""
+    """Reservations by node and id, by pod and by device. The fleet hears of every change."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._by_id: dict[ReservationId, Reservation] = {}
-        self._by_uid: dict[str, ReservationId] = {}
+        self._all: dict[Key, Reservation] = {}
+        self._by_id: dict[ReservationId, list[Key]] = {}
+        self._by_uid: dict[str, list[Key]] = {}
         self._nodes: dict[str, Held] = {}
-        self._deadlines: list[tuple[datetime, ReservationId]] = []  # a heap; entries may be out of date
-        self._waiting: dict[str, set[ReservationId]] = {}  # by namespace
+        self._deadlines: list[tuple[datetime, Key]] = []  # a heap; entries may be out of date
+        self._waiting: dict[str, set[Key]] = {}  # by namespace
 
     def on(self, node: str) -> Held:
         return self._nodes.get(node, {})
@@ -33,28 +47,36 @@ class Shelf:
         for gone in before.keys() - held.keys():
             self._drop(before[gone])
         for one in held.values():
-            if before.get(one.id) != one:
-                self._put(one)
+            known = before.get(one.id)
+            if known == one:
+                continue
+            if known is not None and (known.uid, known.slots) != (one.uid, one.slots):
+                self._drop(known)  # it went and came again, unseen
+            self._put(one)
         if held:
             self._nodes[node] = held
         else:
             self._nodes.pop(node, None)
 
     def _put(self, one: Reservation) -> None:
-        self._by_id[one.id] = one
-        if one.uid is not None:
-            self._by_uid[one.uid] = one.id
+        key = key_of(one)
+        if key not in self._all:
+            self._by_id.setdefault(one.id, []).append(key)
+            if one.uid is not None:
+                self._by_uid.setdefault(one.uid, []).append(key)
+        self._all[key] = one
         if one.deadline is not None:
-            heapq.heappush(self._deadlines, (one.deadline, one.id))
+            heapq.heappush(self._deadlines, (one.deadline, key))
         self._count(one, is_waiting=one.phase is Phase.PENDING)
         self._fleet.hold(one)
 
     def _drop(self, one: Reservation) -> None:
-        if self._by_id.get(one.id) == one:
-            del self._by_id[one.id]
-            self._count(one, is_waiting=False)
-        if one.uid is not None and self._by_uid.get(one.uid) == one.id:
-            del self._by_uid[one.uid]
+        key = key_of(one)
+        del self._all[key]
+        strike(self._by_id, one.id, key)
+        if one.uid is not None:
+            strike(self._by_uid, one.uid, key)
+        self._count(one, is_waiting=False)
         self._fleet.free(one)
 
     def offer(self, one: Reservation) -> None:
@@ -80,54 +102,72 @@ class Shelf:
         try:
             yield
         finally:
-            known = self._by_id.get(wish.id)
+            known = self._all.get(key_of(wish))
             if known is None or set(known.slots) != set(wish.slots):
                 self._fleet.free(wish)
                 self._show_again(placement)
 
     def _show_again(self, placement: Placement) -> None:
+        """What was offered there is not, until it is looked at once more."""
         uuids = {slot.uuid for slot in placement.slots}
         for one in self.on(placement.node).values():
             if uuids.intersection(one.uuids):
                 self._count(one, is_waiting=one.phase is Phase.PENDING)
                 self._fleet.hold(one)
+                if one.deadline is not None:
+                    self.look_again(one, one.deadline)
 
     def _count(self, one: Reservation, *, is_waiting: bool) -> None:
-        ids = self._waiting.setdefault(one.namespace, set())
+        keys = self._waiting.setdefault(one.namespace, set())
         if is_waiting:
-            ids.add(one.id)
+            keys.add(key_of(one))
         else:
-            ids.discard(one.id)
-        if not ids:
+            keys.discard(key_of(one))
+        if not keys:
             del self._waiting[one.namespace]
 
     def waiting_in(self, namespace: str) -> int:
         return len(self._waiting.get(namespace, ()))
 
     def look_again(self, one: Reservation, at: datetime) -> None:
-        """Its deadline has passed, and nothing could be decided."""
-        heapq.heappush(self._deadlines, (at, one.id))
+        """Its deadline has passed, and nothing was done about it."""
+        heapq.heappush(self._deadlines, (at, key_of(one)))
 
     def past_deadline(self, now: datetime) -> Iterator[Reservation]:
         """Each reservation once, as its deadline passes."""
-        past: dict[ReservationId, None] = {}
+        past: dict[Key, None] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             past[heapq.heappop(self._deadlines)[1]] = None
-        for reservation_id in past:
-            one = self._by_id.get(reservation_id)
+        for key in past:
+            one = self._all.get(key)
             if one is not None and one.is_past_deadline(now):
                 yield one
 
-    def find(self, reservation_id: ReservationId) -> Reservation | None:
-        return self._by_id.get(reservation_id)
+    def find(self, reservation_id: ReservationId, node: str | None = None) -> Reservation | None:
+        """The one on that node if there is one, else any."""
+        there = None if node is None else self._all.get((node, reservation_id))
+        return there or next(iter(self.several(reservation_id)), None)
+
+    def several(self, reservation_id: ReservationId) -> Sequence[Reservation]:
+        return self._ranked(self._by_id.get(reservation_id, ()))
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         holders = self._fleet.holders(uuid)
-        return [self._by_id[holder] for _, holder in sorted(holders.items()) if holder in self._by_id]
+        found = [one for _, holder in sorted(holders.items()) for one in self.several(holder) if uuid in one.uuids]
+        return list(dict.fromkeys(found))
 
     def of_pod(self, uid: str) -> Reservation | None:
-        reservation_id = self._by_uid.get(uid)
-        return None if reservation_id is None else self._by_id.get(reservation_id)
+        return next(iter(self._ranked(self._by_uid.get(uid, ()))), None)
+
+    def _ranked(self, keys: Collection[Key]) -> Sequence[Reservation]:
+        found = [self._all[key] for key in keys]
+        return sorted(found, key=rank) if len(found) > 1 else found
 
     def all(self) -> Collection[Reservation]:
-        return self._by_id.values()
+        return self._all.values()
+
+
+def strike(keys: dict[Named, list[Key]], name: Named, key: Key) -> None:
+    keys[name].remove(key)
+    if not keys[name]:
+        del keys[name]

@@ -19,7 +19,7 @@ from webhook.core import keys
 Manifest = dict[str, Any]
 
 WEBHOOKS = ("mutating.yaml", "validating.yaml")
-POLICIES = ("protect.yaml", "strip.yaml")
+POLICIES = ("protect.yaml", "own.yaml", "strip.yaml")
 RBAC = ("rbac.yaml",)
 CERTS = ("certs.yaml",)
 EXPORT = ("export.yaml",)
@@ -32,6 +32,7 @@ GPU_NAMESPACE = "gpu-operator"
 OPT_IN = f"{keys.DOMAIN}/enabled"
 RESOURCE = "nvidia.com/gpu"
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
+RECONCILER, BINDER, EXPORTER = "gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export"
 
 # Names of labels, annotations and resources; what else could stand in a quoted word of CEL has no place there.
 QUALIFIED_NAME = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
@@ -48,6 +49,10 @@ class Installation:
     gpu_namespace: str = GPU_NAMESPACE
     # Instead of the service, for a server outside of the cluster.
     url: str | None = None
+    # The service accounts of those who write to pods and nodes.
+    reconciler: str = RECONCILER
+    binder: str = BINDER
+    exporter: str = EXPORTER
     # In PEM; without it the API server goes by the roots of its own machine.
     ca_bundle: bytes = b""
     opt_in: str = OPT_IN
@@ -71,12 +76,22 @@ class Installation:
             OPT_IN: self.opt_in,
             ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names): ", ".join(aliases),
             f"'{RESOURCE}'": f"'{self.resource}'",
+            # Whole names first: they begin with what is filled in after them.
+            **{self._account(NAMESPACE, ours): self._account(self.namespace, own) for ours, own in self._accounts()},
             OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
             GPU_NAMESPACE: self.gpu_namespace,
         }
 
+    def _accounts(self) -> tuple[tuple[str, str], ...]:
+        return ((RECONCILER, self.reconciler), (BINDER, self.binder), (EXPORTER, self.exporter))
+
+    @staticmethod
+    def _account(namespace: str, name: str) -> str:
+        return f"'{OWN_ACCOUNTS.format(namespace)}{name}'"
+
     def _given(self) -> tuple[str, ...]:
-        return (self.namespace, self.service, self.gpu_namespace, self.opt_in, self.resource, *self.hash_aliases)
+        names = (self.namespace, self.service, self.gpu_namespace, self.opt_in, self.resource, *self.hash_aliases)
+        return (*names, self.reconciler, self.binder, self.exporter)
 
 
 def webhooks(installation: Installation) -> list[Manifest]:

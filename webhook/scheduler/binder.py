@@ -5,6 +5,9 @@ and to the API server. One that hangs holds up nobody else.
 """
 
 import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
@@ -34,6 +37,10 @@ log = structlog.get_logger(__name__)
 
 # Bindings under way at once: more than the API server takes in at a time, and few enough for it to bear.
 AT_ONCE = 64
+# Seconds that one pass may take: where pods of many shapes wait, each of them looks at all nodes.
+BUDGET = 0.5
+# … and how much of it without letting others work.
+TURN = 0.01
 # How long the door may take over one pod before that pod waits for another turn.
 DOOR_TIMEOUT = 5.0
 # After a refusal by somebody else, the pod is tried again so much later, and less and less often.
@@ -112,6 +119,8 @@ class Hopeless:
 
 
 Wish = Reserved | Anywhere | Hopeless
+Place = tuple[int, datetime, str]
+"""In the order of turns."""
 
 
 class Binder:
@@ -128,6 +137,7 @@ class Binder:
         pods: Living,
         telling: Telling,
         clock: Clock,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:
         self._world = world
         self._fleet = fleet
@@ -138,6 +148,8 @@ class Binder:
         self._pods = pods
         self._telling = telling
         self._clock = clock
+        self._timer = timer
+        self._stopped_at: Place | None = None
         self._choice = Choice(world, fleet, policy)
         self._under_way: set[asyncio.Task[None]] = set()
 
@@ -149,12 +161,32 @@ class Binder:
         """One pass over those whose turn it is; what they lead to goes on by itself."""
         now = self._clock()
         self._fleet.advance(now)
-        due = [one for one in self._world.waiters.values() if self._is_due(one, now)]
-        due.sort(key=lambda one: (is_anywhere(one), -one.priority, one.created))
-        for waiter in due:
+        began = yielded = self._timer()
+        for waiter in self._in_turn(now):
             if len(self._under_way) >= AT_ONCE:
                 return
-            self._look(waiter, now)
+            moment = self._timer()
+            if moment >= began + BUDGET:
+                self._stopped_at = turn_of(waiter)
+                self._world.notify()
+                return
+            if moment >= yielded + TURN:
+                yielded = moment
+                await asyncio.sleep(0)
+            if self._world.waiters.get(waiter.identity.uid) is waiter:
+                self._look(waiter, now)
+        self._stopped_at = None
+
+    def _in_turn(self, now: datetime) -> list[Waiter]:
+        """Those whose turn it is. Where the last pass had no time for all, it goes on with those that it left; not so
+        with those whose place is fixed, for they cost little."""
+        due = [one for one in self._world.waiters.values() if self._is_due(one, now)]
+        fixed = [one for one in due if not is_anywhere(one)]
+        others = [one for one in due if is_anywhere(one)]
+        fixed.sort(key=turn_of)
+        others.sort(key=turn_of)
+        first = 0 if self._stopped_at is None else bisect_left(others, self._stopped_at, key=turn_of)
+        return [*fixed, *others[first:], *others[:first]]
 
     async def settle(self) -> None:
         """Until no binding is under way."""
@@ -310,6 +342,10 @@ class Binder:
         if outcome in (Outcome.NOT_RESERVED, Outcome.REFUSED):
             self._choice.forget()  # what spoke for the node may have changed without a word
             self._telling.waits(waiter, plain(why, MAX_TOLD))
+
+
+def turn_of(waiter: Waiter) -> Place:
+    return -waiter.priority, waiter.created, waiter.identity.uid
 
 
 def is_anywhere(waiter: Waiter) -> bool:

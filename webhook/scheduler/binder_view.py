@@ -4,7 +4,7 @@ It hears all pods and nodes from watches. A pod that is about to be bound counts
 the watch says where it is.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from datetime import UTC, datetime
 from typing import Any
 
@@ -84,17 +84,26 @@ class World:
         self._standing: dict[str, Standing] = {}
         self._on: dict[str, dict[str, Needs]] = {}
         self._touched: dict[str, int] = {}
+        self._elsewhere = 0  # nodes that are gone, or not there yet, share one count
 
     def touched(self, node: str) -> int:
         """The count of changes when something about that node changed last."""
-        return self._touched.get(node, 0)
+        return self._touched.get(node, self._elsewhere)
 
     def touch(self, node: str, *, is_reshaped: bool = True) -> None:
         """Something that matters to pods for that node has changed."""
         self.changes += 1
         self.reshaped += is_reshaped
-        self._touched[node] = self.changes
+        if node in self.rooms:
+            self._touched[node] = self.changes
+        else:
+            self._elsewhere = self.changes
         self.notify()
+
+    @property
+    def remembered(self) -> Set[str]:
+        """The nodes whose last change is known by itself."""
+        return self._touched.keys()
 
     # Nodes.
 
@@ -123,6 +132,7 @@ class World:
         room = self.rooms.pop(name, None)
         if room is not None:
             self._forget_hostname(room.node)
+            self._touched.pop(name, None)
             self.touch(name)
 
     def _forget_hostname(self, node: Node) -> None:

@@ -10,6 +10,7 @@ import structlog
 from attrs import evolve, field, frozen
 
 from webhook.clock import Clock
+from webhook.core import keys
 from webhook.core.claim import Claim
 from webhook.core.fleet import Fleet
 from webhook.core.hints import (
@@ -34,7 +35,10 @@ log = structlog.get_logger(__name__)
 # Of the time that a review has left, a scorer may take so much: what was promised has to be held after it.
 SHARE = 0.5
 
-NO_CANDIDATES = "no node says which GPUs it has, so the scorer was not asked: the pod goes on without hints"
+NO_CANDIDATES = (
+    f"no node says by its label {' or '.join(keys.GPU_TYPE_LABELS)} which GPUs it has, so the scorer was not asked: "
+    "the pod goes on without hints"
+)
 
 
 @frozen

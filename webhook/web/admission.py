@@ -25,6 +25,7 @@ from webhook.core.errors import (
 )
 from webhook.core.hints import handed_down
 from webhook.core.hints import hinted as with_hints
+from webhook.core.lines import OWN_IDS
 from webhook.core.pod import Pod
 from webhook.core.reasons import HEALED_BY_WAITING, Reason
 from webhook.core.reservation import Ask, Phase, PodIdentity, Reservation, ReservationId
@@ -168,6 +169,8 @@ class Admission:
             return await self._ended(review)
         if review.operation != Operation.CREATE or review.subresource:
             return NOT_ASKED  # a pod that exists is validated, never patched
+        if review.uid.startswith(OWN_IDS):
+            return NOT_A_REVIEWS_UID
         raw = required_object(review)
         pod = Pod.parse(raw)
         again = await self._reserved_before(pod, review)
@@ -217,6 +220,8 @@ class Admission:
                 return NOT_ASKED
             return Admit(changes(raw, clean), warnings=(*copied, *said))
         refused = check.refused_at_once(pod, claim, self._rules.dress)
+        if refused is None and self._rules.waits(claim):
+            refused = self._holder.never(claim)
         if refused is not None:
             return refused
         hinted = await self._hinted(pod, claim, review, answer_by)
@@ -311,7 +316,7 @@ class Admission:
         pod = Pod.parse(raw)
         claim = recorded_claim(pod)
         if claim is not None and pod.is_gated:
-            return check.no_other_ways(pod, self._rules.dress) or await self._created_waiting(raw, pod, claim, review)
+            return await self._created_waiting(raw, pod, claim, review)
         if claim is None:
             return self._created_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
@@ -344,11 +349,8 @@ class Admission:
     def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
         fleet, policy = self._holder.fleet, self._holder.policy
         fleet.advance(self._clock())
-        forged = sorted((keys.OUTPUT_NAMES - {keys.CLAIM.name}) & pod.annotations.keys())
-        if forged:
-            return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: the pod has no reservation")
         return (
-            check.no_markers(pod, self._rules.dress)
+            check.without_gpus(pod, self._rules.dress)
             or check.proven_only(raw, pod, claim, fleet, policy, claims)
             or Admit()
         )
@@ -370,7 +372,7 @@ class Admission:
             return refused
         if identity.uid:
             name = self._ledger.finalize if self._pods.believes_reviews else self._ledger.bind
-            refused = await named(name, known.id, identity)
+            refused = await named(name, known, identity)
             if refused is None:
                 self._pods.created(identity)
         return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
@@ -393,7 +395,9 @@ class Admission:
         fleet, policy = self._holder.fleet, self._holder.policy
         fleet.advance(self._clock())
         if not claim.count:
-            return check.proven_nodes(raw, claim, fleet, policy) or Admit()
+            return (
+                check.without_gpus(new, self._rules.dress) or check.proven_nodes(raw, claim, fleet, policy) or Admit()
+            )
         known = await recorded_reservation(self._ledger, new)
         if known is None or known.uid != new.meta.uid:
             known = await recorded_reservation(self._ledger, new, is_fresh=True)
@@ -439,6 +443,12 @@ class Admission:
         return NOT_ASKED
 
 
+# It would be the id of a reservation that another pod waits for.
+NOT_A_REVIEWS_UID = Deny(
+    Reason.NOT_REVIEWED,
+    f"request.uid: no API server's review has a uid that begins with {OWN_IDS!r}",
+    hint="send reviews with uids of their own",
+)
 COPIED = "annotations of another pod's reservation were taken off: gpuwarden writes them"
 
 

@@ -107,9 +107,9 @@ class Finalize:
             raise RefusedFinalizeError(422, against)
         try:
             if self._pods.believes_reviews:
-                await self._ledger.finalize(held.id, told.pod)
+                await self._ledger.finalize(held.id, told.pod, node=held.node)
             else:
-                await self._ledger.confirm(held.id, told.pod)
+                await self._ledger.confirm(held.id, told.pod, node=held.node)
         except UnknownReservationError as exc:
             raise RefusedFinalizeError(404, f"reservation {held.id} is gone") from exc
         except ReservationConflictError as exc:

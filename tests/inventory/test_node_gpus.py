@@ -1,0 +1,49 @@
+"""What stands in a Node's annotation of its GPUs: whoever may write Nodes may have written it."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from webhook.inventory.node_annotations import UnreadableDevicesError
+from webhook.inventory.node_gpus import gpus_in
+
+
+def text(*gpus: dict[str, Any], **members: Any) -> str:
+    return json.dumps({"time": "2026-01-01T00:00:00Z", "gpus": list(gpus), **members})
+
+
+def test_it_is_read_as_it_was_written() -> None:
+    found = gpus_in(text({"index": 0, "uuid": "GPU-0", "model": "NVIDIA H100 80GB"}, driver="580.10.01"))
+    assert (found.time, found.driver) == (datetime(2026, 1, 1, tzinfo=UTC), "580.10.01")
+    assert [(one.uuid, one.model) for one in found.gpus] == [("GPU-0", "NVIDIA H100 80GB")]
+
+
+@pytest.mark.parametrize("name", ["serial", "pci", "model", "memory", "chassis"])
+@pytest.mark.parametrize("said", ["\x1b]0;owned\x07", "1\n2", "\u202e1"], ids=["escape", "line", "direction"])
+def test_a_text_that_a_terminal_would_obey_is_unreadable(name: str, said: str) -> None:
+    with pytest.raises(UnreadableDevicesError, match="is not printable") as caught:
+        gpus_in(text({"index": 0, name: said}))
+    assert str(caught.value).isprintable()
+
+
+def test_a_driver_that_a_terminal_would_obey_is_unreadable() -> None:
+    with pytest.raises(UnreadableDevicesError, match="is not printable"):
+        gpus_in(text(driver="\x1b[2J"))
+
+
+@pytest.mark.parametrize("time", ["0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])
+def test_a_time_that_no_calendar_has_is_unreadable(time: str) -> None:
+    with pytest.raises(UnreadableDevicesError, match="no calendar"):
+        gpus_in(text(time=time))
+
+
+@pytest.mark.parametrize("uuids", [["GPU-0", "GPU-1", "GPU-0"], ["a b"], ["GPU-0,1"]], ids=["twice", "space", "comma"])
+def test_a_uuid_that_names_nothing_or_two_is_unreadable(uuids: list[str]) -> None:
+    with pytest.raises(UnreadableDevicesError, match="is no UUID, or stands there twice"):
+        gpus_in(text(*({"index": index, "uuid": uuid} for index, uuid in enumerate(uuids))))
+
+
+def test_devices_without_a_uuid_are_not_the_same_one() -> None:
+    assert len(gpus_in(text({"index": 0}, {"index": 1})).gpus) == 2

@@ -1,0 +1,133 @@
+"""Who is elected acts, and whoever has lost the Lease has stopped before another can have it."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes.aio import client
+
+from tests.export.test_lease import Leases
+from webhook.cluster import token_reader
+from webhook.election import INSISTENCE, TERMS, lead_once
+from webhook.export.calls import ApiAwayError, Calls
+from webhook.export.lease import Candidate, Terms
+from webhook.export.turns import Limit
+
+Raw = dict[str, Any]
+SHORT = Terms(timedelta(seconds=1.5), timedelta(seconds=0.5), timedelta(seconds=0.02))
+
+
+class Silent(Leases):
+    """Its first answers come; from then on it says nothing for ever."""
+
+    answers = 2
+
+    async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
+        if not self.answers:
+            await asyncio.Event().wait()
+        self.answers -= 1
+        return await super().call(method, path, names, body)
+
+
+def candidate(leases: Leases, pod: str = "a", terms: Terms = SHORT) -> Candidate:
+    now = asyncio.get_running_loop().time
+    return Candidate(leases, "n", "l", pod, terms, lambda: datetime(2026, 1, 1, tzinfo=UTC), now)
+
+
+class Acting:
+    """What the elected one does, and when it did it last."""
+
+    def __init__(self, ignores: int = 0) -> None:
+        self.last = 0.0
+        self.has_begun = asyncio.Event()
+        self._ignores = ignores
+
+    async def lead(self) -> None:
+        while True:
+            self.last = asyncio.get_running_loop().time()
+            self.has_begun.set()
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                self._ignores -= 1
+                if self._ignores < 0:
+                    raise
+
+
+async def test_who_hears_nothing_of_its_lease_acts_no_more_before_another_can() -> None:
+    leases, acting = Silent(), Acting()
+    leases.put({})
+    one = candidate(leases)
+    await one.win()
+    async with asyncio.timeout(30):
+        await lead_once(one, acting.lead)
+    assert one.left > timedelta(0)
+    stopped = acting.last
+    await asyncio.sleep(0.05)
+    assert acting.last == stopped
+
+
+async def test_a_lease_that_another_has_ends_what_is_done() -> None:
+    leases, acting = Leases(), Acting()
+    one = candidate(leases)
+    await one.win()
+    leases.put({**(leases.lease or {})["spec"], "holderIdentity": "a thief"})
+    async with asyncio.timeout(30):
+        await lead_once(one, acting.lead)
+    assert one.left == timedelta(0)
+
+
+async def test_who_goes_on_though_cancelled_is_cancelled_again() -> None:
+    leases, acting = Leases(), Acting(ignores=1)
+    one = candidate(leases)
+    await one.win()
+    leases.is_away = True
+    async with asyncio.timeout(30 * INSISTENCE):
+        await lead_once(one, acting.lead)
+
+
+async def test_who_leads_no_more_by_a_bug_leaves_the_lease_to_others() -> None:
+    async def lead() -> None:
+        raise RuntimeError("a bug")
+
+    leases = Leases()
+    one, other = candidate(leases), candidate(leases, "b")
+    await one.win()
+    waiting = asyncio.ensure_future(other.win())
+    async with asyncio.timeout(30):
+        await lead_once(one, lead)
+        assert one.left == timedelta(0)
+        await waiting
+    assert leases.holder == other.identity
+
+
+async def test_told_to_stop_it_has_stopped_when_that_returns() -> None:
+    leases, acting = Leases(), Acting()
+    one = candidate(leases)
+    await one.win()
+    task = asyncio.ensure_future(lead_once(one, acting.lead))
+    async with asyncio.timeout(30):
+        await acting.has_begun.wait()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    stopped = acting.last
+    await asyncio.sleep(0.05)
+    assert acting.last == stopped
+
+
+async def test_a_token_that_cannot_be_read_now_is_an_api_server_that_is_away(tmp_path: Path) -> None:
+    configuration = client.Configuration()
+    configuration.host = "http://127.0.0.1:1"
+    vars(configuration)["refresh_api_key_hook"] = token_reader(tmp_path / "none")
+    async with client.ApiClient(configuration) as api:
+        with pytest.raises(ApiAwayError):
+            await Calls(api, Limit(1, 1, lambda: 0.0)).call("GET", "/version", {})
+
+
+def test_a_leader_has_stopped_before_its_lease_is_over() -> None:
+    assert TERMS.renew_deadline + timedelta(seconds=2 * INSISTENCE) < TERMS.duration
