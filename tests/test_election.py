@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from kubernetes.aio import client
 
-from tests.export.test_lease import Leases
+from tests.test_lease import Leases
+from webhook.calls import ApiAwayError, Calls, Limit
 from webhook.cluster import token_reader
 from webhook.election import INSISTENCE, TERMS, lead_once
-from webhook.export.calls import ApiAwayError, Calls
-from webhook.export.lease import Candidate, Terms
-from webhook.export.turns import Limit
+from webhook.lease import Candidate, Terms
 
 Raw = dict[str, Any]
 SHORT = Terms(timedelta(seconds=1.5), timedelta(seconds=0.5), timedelta(seconds=0.02))

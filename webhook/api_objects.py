@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-import aiohttp
 import msgspec
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.calls import LOST
 from webhook.cluster import REQUEST_TIMEOUT, as_raw, translated
 from webhook.ledger.store import Raw, RefusedError, StoreAwayError
 from webhook.namespaces import NamespacesUnavailableError
@@ -132,7 +132,7 @@ class ApiNamespaces:
                 name, _request_timeout=REQUEST_TIMEOUT
             ) as response:
                 status, body = response.status, await response.read()
-        except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as exc:
+        except LOST as exc:
             raise NamespacesUnavailableError("the API server cannot be reached") from exc
         if status == 404:
             return None

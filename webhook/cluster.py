@@ -10,6 +10,7 @@ import msgspec
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.calls import LOST
 from webhook.core.errors import GpuwardenError
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
@@ -158,7 +159,7 @@ class ApiCallers:
         review = client.V1TokenReview(spec=client.V1TokenReviewSpec(token=token, audiences=audiences))
         try:
             answer = await self._reviews.create_token_review(review, _request_timeout=REQUEST_TIMEOUT)
-        except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as exc:
+        except LOST as exc:
             raise CallersUnavailableError("the API server cannot be asked") from exc
         status = answer.status
         if not (status and status.authenticated):
@@ -224,7 +225,7 @@ class ApiPods:
                 name, namespace, _request_timeout=REQUEST_TIMEOUT
             ) as response:
                 status, body = response.status, await response.read()
-        except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as exc:
+        except LOST as exc:
             raise PodsUnavailableError("the API server cannot be reached") from exc
         if status == 404:
             return None

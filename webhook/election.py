@@ -10,10 +10,9 @@ from typing import Any, Final
 import structlog
 from kubernetes.aio import client
 
+from webhook.calls import Calls, Limit
 from webhook.clock import utc_now
-from webhook.export.calls import Calls
-from webhook.export.lease import Candidate, Terms
-from webhook.export.turns import Limit
+from webhook.lease import Candidate, Terms
 from webhook.settings import Settings
 
 log = structlog.get_logger(__name__)

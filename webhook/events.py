@@ -5,12 +5,11 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Protocol
 
-import aiohttp
 import structlog
 from attrs import frozen
 from kubernetes.aio import client
-from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.calls import LOST
 from webhook.clock import Clock
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
@@ -102,7 +101,7 @@ class ApiEvents:
                 await self._events.create_namespaced_event(
                     one.subject.namespace or CLUSTER_NAMESPACE, event_of(one), _request_timeout=REQUEST_TIMEOUT
                 )
-            except (ApiException, aiohttp.ClientError, TimeoutError, OSError) as exc:
+            except LOST as exc:
                 log.warning("event lost", reason=one.reason, error=type(exc).__name__)
 
 

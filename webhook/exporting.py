@@ -18,15 +18,14 @@ from kubernetes.aio import client
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from webhook.calls import ApiRefusesError, Calls, Limit
 from webhook.clock import utc_now
 from webhook.cluster import connected
 from webhook.clustered import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
 from webhook.core.errors import GpuwardenError
 from webhook.evidence.node_evidence import NodeEvidence
 from webhook.export import Exporter, ExportError
-from webhook.export.calls import ApiRefusesError, Calls
 from webhook.export.delivery import Delivery, Heard
-from webhook.export.lease import Candidate, Terms
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import ApiNode, node_seen
 from webhook.export.outbox import opener
@@ -41,11 +40,11 @@ from webhook.export.reading import (
 )
 from webhook.export.records import Batch, raw_reading
 from webhook.export.settings import ExportSettings
-from webhook.export.turns import Limit
 from webhook.export.uses import Called, OpenUses, PodWords, Uses
 from webhook.inventory.node_annotations import UnreadableDevicesError
 from webhook.inventory.node_gpus import GpuWire, gpus_in
 from webhook.inventory.nvidia_smi import MAX_SIZE, parse
+from webhook.lease import Candidate, Terms
 from webhook.listener import Listener
 from webhook.process import stop_signal
 from webhook.telemetry import configure_logging

@@ -5,11 +5,12 @@ from typing import Any
 import msgspec
 from kubernetes.aio import client
 
+from webhook.calls import LOST
 from webhook.core import keys
 from webhook.core.difference import Change
 from webhook.core.reservation import PodIdentity
 from webhook.ledger.queue import GateError
-from webhook.scheduler.api_pods import LOST, MERGE_PATCH, REQUEST_TIMEOUT, said_in
+from webhook.scheduler.api_pods import MERGE_PATCH, REQUEST_TIMEOUT, said_in
 from webhook.waiting_pods import is_waiting
 
 JSON_PATCH = "application/json-patch+json"

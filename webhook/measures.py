@@ -3,12 +3,11 @@
 from collections.abc import Awaitable
 from typing import Any
 
-import aiohttp
 import msgspec
 import structlog
 from kubernetes.aio import client
-from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.calls import LOST
 from webhook.cluster import REQUEST_TIMEOUT
 from webhook.continuous import MeasureError
 from webhook.core import keys
@@ -19,7 +18,6 @@ log = structlog.get_logger(__name__)
 
 Raw = dict[str, Any]
 
-LOST = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 GONE, CONFLICT = 404, 409
 
 

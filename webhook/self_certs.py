@@ -13,13 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import aiohttp
 import msgspec
 import structlog
 from attrs import frozen
 from kubernetes.aio import client
-from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.calls import LOST
 from webhook.clock import utc_now
 from webhook.cluster import REQUEST_TIMEOUT, connected
 from webhook.core.errors import GpuwardenError
@@ -46,7 +45,6 @@ log = structlog.get_logger(__name__)
 
 Raw = dict[str, Any]
 
-LOST = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 NOT_FOUND, CONFLICT = 404, 409
 JSON_PATCH, MERGE_PATCH = "application/json-patch+json", "application/merge-patch+json"
 KINDS = ("mutating", "validating")

@@ -15,6 +15,7 @@ import structlog
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.calls import LOST
 from webhook.core.errors import GpuwardenError
 
 log = structlog.get_logger(__name__)
@@ -29,7 +30,7 @@ PAGE = 500
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
 
-TROUBLE = (ApiException, aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError)
+TROUBLE = (*LOST, msgspec.DecodeError)
 
 
 class StartOverError(GpuwardenError):

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
+from webhook.calls import Limit
 from webhook.export.pod_exec import ExecError, PodExec
-from webhook.export.turns import Limit
 
 Frames = Callable[[web.WebSocketResponse], Awaitable[None]]
 SUCCESS = b'\x03{"metadata":{},"status":"Success"}'

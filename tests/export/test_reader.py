@@ -11,7 +11,7 @@ import pytest
 from attrs import define, evolve, field
 
 from tests.export.smi import Card, dead, document, gb200_tray, h100_host
-from webhook.export.calls import ApiAwayError, ApiRefusesError
+from webhook.calls import ApiAwayError, ApiRefusesError
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import NodeSeen
 from webhook.export.pod_exec import ExecError

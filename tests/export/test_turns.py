@@ -5,7 +5,8 @@ import itertools
 
 from attrs import define
 
-from webhook.export.turns import LONGEST_PAUSE, Limit, Turns, pause_after
+from webhook.calls import Limit
+from webhook.export.turns import LONGEST_PAUSE, Turns, pause_after
 
 
 @define

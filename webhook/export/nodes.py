@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 import msgspec
 from attrs import frozen
 
+from webhook.calls import ApiAwayError, ApiRefusesError, Calls
 from webhook.core import keys
-from webhook.export.calls import ApiAwayError, ApiRefusesError, Calls
 from webhook.export.labels import label_patch
 
 Raw = dict[str, Any]

@@ -11,8 +11,8 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.stream import WsApiClient
 from kubernetes.aio.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
 
+from webhook.calls import Limit
 from webhook.core.errors import GpuwardenError
-from webhook.export.turns import Limit
 
 # Of what a command says beside its answer, enough to see what is wrong.
 MAX_COMPLAINT: Final = 2000

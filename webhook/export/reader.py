@@ -11,10 +11,10 @@ import msgspec
 import structlog
 from attrs import field, frozen
 
+from webhook.calls import ApiAwayError, ApiRefusesError
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
-from webhook.export.calls import ApiAwayError, ApiRefusesError
 from webhook.export.labels import wanted_labels
 from webhook.export.nodes import NodeSeen
 from webhook.export.pod_exec import ExecError

@@ -1,4 +1,4 @@
-"""Who is to be done when, each at most once at a time; and a limit on requests."""
+"""Who is to be done when, each at most once at a time."""
 
 import asyncio
 import heapq
@@ -77,24 +77,6 @@ class Turns:
                 await self._news.wait()
         except TimeoutError:
             return
-
-
-class Limit:
-    """So many requests a second, and so many at once after a rest."""
-
-    def __init__(self, rate: float, burst: int, now: Callable[[], float]) -> None:
-        self._rate = rate
-        self._burst = burst
-        self._now = now
-        # When the bucket would be full again.
-        self._full_at = now()
-
-    async def turn(self) -> None:
-        now = self._now()
-        self._full_at = max(self._full_at, now) + 1 / self._rate
-        late = self._full_at - now - self._burst / self._rate
-        if late > 0:
-            await asyncio.sleep(late)
 
 
 def pause_after(failures: int) -> float:

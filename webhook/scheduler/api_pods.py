@@ -1,11 +1,10 @@
 """What is done to pods that wait for a node: put on one by a Binding, told of, or woken by an annotation."""
 
-import aiohttp
 import msgspec
 import structlog
 from kubernetes.aio import client
-from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.calls import LOST
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
@@ -18,8 +17,6 @@ REQUEST_TIMEOUT = 4.0
 MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 MAX_SAID = 800
-
-LOST = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
 class StatusWire(msgspec.Struct, frozen=True):

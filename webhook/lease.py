@@ -1,4 +1,4 @@
-"""The Lease that elects one of several exporters. It is given back only after the last write.
+"""A Lease that elects one of several processes. Who gives it back does so only after the last write.
 
 Who holds it is judged by when it was seen to change, on the own clock: nobody else's time is trusted.
 """
@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 import structlog
 from attrs import frozen
 
+from webhook.calls import ApiAwayError, ApiRefusesError
 from webhook.clock import Clock
-from webhook.export.calls import ApiAwayError, ApiRefusesError
 
 log = structlog.get_logger(__name__)
 

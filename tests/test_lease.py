@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from attrs import define
 
-from webhook.export.calls import ApiAwayError, ApiRefusesError
-from webhook.export.lease import Candidate, Terms
+from webhook.calls import ApiAwayError, ApiRefusesError
+from webhook.lease import Candidate, Terms
 
 Raw = dict[str, Any]
 TERMS = Terms(timedelta(seconds=3), timedelta(milliseconds=200), timedelta(milliseconds=10))

@@ -1,6 +1,7 @@
 """Single requests to the API server, at no more than a rate, with its refusals in our words."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import aiohttp
@@ -9,12 +10,13 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
-from webhook.export.turns import Limit
 
 Raw = dict[str, Any]
 REQUEST_TIMEOUT: Final = 10.0
 JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"
+# What the client library raises where no good answer came.
+LOST: Final = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
 class ApiAwayError(GpuwardenError):
@@ -31,6 +33,24 @@ class ApiRefusesError(GpuwardenError):
 
 class SaidWire(msgspec.Struct, frozen=True):
     message: str = ""
+
+
+class Limit:
+    """So many requests a second, and so many at once after a rest."""
+
+    def __init__(self, rate: float, burst: int, now: Callable[[], float]) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._now = now
+        # When the bucket would be full again.
+        self._full_at = now()
+
+    async def turn(self) -> None:
+        now = self._now()
+        self._full_at = max(self._full_at, now) + 1 / self._rate
+        late = self._full_at - now - self._burst / self._rate
+        if late > 0:
+            await asyncio.sleep(late)
 
 
 class Calls:
