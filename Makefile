@@ -49,8 +49,9 @@ cluster: $(VENV)/run.stamp ## a real control plane with simulated nodes (needs G
 cluster-down: $(VENV)/run.stamp ## stop it
 	@$(BIN)/python -m scripts.controlplane down
 
-# A wait that ran out is tried once more, and told: the machine may have been busy. What was found wrong never is.
-ONCE_MORE := --reruns 1 --only-rerun '^[a-z0-9_.]*(NotInTimeError|TimeoutError|ReadTimeout)'
+# A machine with other work upsets timings: a failed test is tried once more, three in all, and shown. What the judge of
+# the pods found (tests/e2e/judge.py) never is. Without second tries: make e2e ONCE_MORE=
+ONCE_MORE := --reruns 1 --max-suite-reruns 3 --rerun-except PromiseBroken --rerun-show-tracebacks
 
 e2e: $(VENV)/dev.stamp ## the tests on a real control plane (needs Go)
 	@$(BIN)/python -m scripts.controlplane build

@@ -28,6 +28,10 @@ class Holder:
     is_terminating: bool
 
 
+class PromiseBrokenError(AssertionError):
+    """What no second try of a test makes good."""
+
+
 class Judge:
     """All pods with GPUs, from a watch; what must never be is noted with the version at which it was."""
 
@@ -44,6 +48,10 @@ class Judge:
     @property
     def gpus(self) -> set[str]:
         return set(self.of_gpu)
+
+    def acquit(self) -> None:
+        if self.wrongs:
+            raise PromiseBrokenError("\n".join(self.wrongs[:5]))
 
     async def run(self) -> None:
         """For ever; a watch that ends is begun anew with a list, which is one moment too."""

@@ -162,6 +162,11 @@ def noted(key: str, value: str) -> Raw:
     return pod("a", annotations={key: value})
 
 
+def left_alone() -> Raw:
+    """A pod that nobody else writes: the API server asks again about a change if another came between."""
+    return pod("a", gpus=1, annotations=HASH, schedulerName="nobody")
+
+
 def labelled(key: str, value: str) -> Raw:
     return with_labels(pod("a"), {key: value})
 
@@ -367,7 +372,7 @@ async def test_a_promise_is_changed_through_no_door(
     doors: Doors, enabled: str, change: dict[str, str | None], subresource: str
 ) -> None:
     """By an administrator neither, whom the policies let pass."""
-    await doors.kube.create(PODS, pod("a", gpus=1, annotations=HASH), enabled)
+    await doors.kube.create(PODS, left_alone(), enabled)
     async with Counting(doors) as calls:
         with pytest.raises(ApiError) as refused:
             await doors.kube.patch(PODS, "a", {"metadata": {"annotations": change}}, enabled, subresource)
@@ -376,7 +381,7 @@ async def test_a_promise_is_changed_through_no_door(
 
 
 async def test_a_debug_container_is_asked_about_when_it_would_see_gpus(doors: Doors, enabled: str) -> None:
-    made = await doors.kube.create(PODS, pod("a", gpus=1, annotations=HASH), enabled)
+    made = await doors.kube.create(PODS, left_alone(), enabled)
     own = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
 
     def debug(name: str, value: str) -> Raw:

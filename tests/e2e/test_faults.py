@@ -117,7 +117,7 @@ async def test_a_creation_is_denied_clearly_or_succeeds(
             free_after_s=free_after,
             unclear=storm.tally.unclear[:3],
         )
-        assert not here.judge.wrongs
+        here.judge.acquit()
         assert len(storm.tally.unclear) <= len(answers) // 20, storm.tally.unclear[:5]
         assert {reason for _, reason in storm.tally.why} <= {reason.value for reason in Reason}
         assert proxy.struck[kind]
@@ -156,7 +156,7 @@ async def test_a_410_to_every_watch_is_lived_with_and_the_server_is_not_flooded(
         await wait_until(lambda: confirmed(here))
         after_recovery = await emptied(here)
         tell(request, watches_refused_per_s=rate, free_after_s=free_after, free_after_recovery_s=after_recovery)
-        assert not here.judge.wrongs
+        here.judge.acquit()
         # A handful of watches, each begun anew a few times a second at most.
         assert rate < 20
 
@@ -182,7 +182,7 @@ async def test_a_path_that_freezes_costs_denials_and_nothing_else(
         await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
         free_after = await emptied(here)
         tell(request, refused=dict(storm.tally.why), slowest_answer_s=max(storm.tally.denied), free_after_s=free_after)
-        assert not here.judge.wrongs
+        here.judge.acquit()
         assert len(storm.tally.unclear) <= 2, storm.tally.unclear  # two of ten, on a machine that is busy elsewhere
 
 
@@ -230,7 +230,7 @@ async def test_what_happens_to_the_control_plane_in_the_middle_leaves_all_well(
             without_verdict=len(storm.tally.unclear),
             free_after_s=free_after,
         )
-        assert not here.judge.wrongs
+        here.judge.acquit()
 
 
 async def test_replicas_whose_clocks_differ_by_the_skew_give_nothing_away(
@@ -255,5 +255,5 @@ async def test_replicas_whose_clocks_differ_by_the_skew_give_nothing_away(
         await wait_until(lambda: confirmed(here))
         free_after = await emptied(here, 60)
         tell(request, made=len(storm.tally.made), refused=dict(storm.tally.why), free_after_s=free_after)
-        assert not here.judge.wrongs
+        here.judge.acquit()
         assert {reason for _, reason in storm.tally.why} <= {"NoFreeDevice", "DeadlinePassed"}

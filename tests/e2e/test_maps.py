@@ -88,7 +88,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         update = {"spec": {"replicas": 3, "template": {"metadata": {"annotations": {MAP: smaller}}}}}
         await kube.patch(STATEFUL_SETS, "web", update, here.namespace)
         await placed(kube, here, {**both, "web-1": (second, f"GPU-{second}-1")}, old)
-        assert here.judge.wrongs == []
+        here.judge.acquit()
 
         # Two nodes of one logical name: which is meant nobody can tell.
         await kube.patch(NODES, first, {"metadata": {"labels": {"gpu-node-name": "rack-1"}}})
@@ -106,7 +106,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         # With the set goes the claim on its GPUs.
         await kube.delete(STATEFUL_SETS, "web", here.namespace)
         await wait_until(lambda: is_served(kube, here), bool)
-        assert here.judge.wrongs == []
+        here.judge.acquit()
 
 
 async def node_events(kube: Kube, node: str) -> list[Raw]:
