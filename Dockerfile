@@ -1,6 +1,7 @@
+# check=skip=InvalidDefaultArgInFrom
 # The image: an interpreter, the locked dependencies, gpuwarden; no compiler, no package manager of ours, no root.
 # PYTHON_IMAGE is a python:3.12-slim with its digest. `make docker-build` and the release find out today's digest and
-# hand it in, and it stands in the provenance of a release: there is none here that would grow old.
+# hand it in, and it stands in the provenance of a release: there is none here that would grow old, hence the first line.
 ARG PYTHON_IMAGE
 
 FROM ${PYTHON_IMAGE} AS build

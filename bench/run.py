@@ -98,9 +98,16 @@ PARTS = (
 def main() -> int:
     parser = ArgumentParser(prog="python -m bench.run", description="Measures gpuwarden's speed and memory.")
     parser.add_argument("--check", action="store_true", help="the short form; exit code 1 if a limit is broken")
-    parser.add_argument("--only", choices=[part.name for part in PARTS], help="one part; nothing is written")
+    parser.add_argument(
+        "--only",
+        choices=[part.name for part in PARTS],
+        action="append",
+        default=[],
+        help="one part, may be given several times; nothing is written but with --page",
+    )
+    parser.add_argument("--page", help="write results/PAGE.md in place of the README, which is of all parts")
     asked = parser.parse_args()
-    parts = [part for part in PARTS if asked.only in (None, part.name)]
+    parts = [part for part in PARTS if not asked.only or part.name in asked.only]
     described = machine.description()
     slack = SLACK if asked.check else 1.0
     try:
@@ -110,8 +117,8 @@ def main() -> int:
         return 1
     if asked.check:
         return int(not all(one.is_met for part in parts for one in part.targets(found[part.name], slack)))
-    if asked.only is None:
-        write(described, found)
+    if asked.page or not asked.only:
+        write(described, found, asked.page)
     return 0
 
 
@@ -123,29 +130,32 @@ def measured(part: Part, *, is_short: bool, slack: float) -> Raw:
     return found
 
 
-def write(described: Raw, found: Raw) -> None:
+def write(described: Raw, found: Raw, page: str | None) -> None:
     """The figures for machines and for people."""
     RESULTS.mkdir(exist_ok=True)
     day = utc_now().date().isoformat()
-    kept = {"date": day, "command": "make bench", "machine": described, **found}
-    (RESULTS / f"{day}.json").write_text(json.dumps(kept, indent=2) + "\n")
-    (RESULTS / "README.md").write_text("\n".join(report(day, described, found)) + "\n")
+    chosen = "".join(f" --only {name}" for name in found)
+    command = "make bench" if page is None else f"python -m bench.run{chosen} --page {page}"
+    kept = {"date": day, "command": command, "machine": described, **found}
+    name = day if page is None else f"{page}-{day}"
+    (RESULTS / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
+    (RESULTS / f"{page or 'README'}.md").write_text("\n".join(report(day, name, command, described, found)) + "\n")
     print(f"\nwritten to {RESULTS.relative_to(Path.cwd())}/")
 
 
-def report(day: str, described: Raw, found: Raw) -> list[str]:
+def report(day: str, name: str, command: str, described: Raw, found: Raw) -> list[str]:
     text = [
         "# Measured",
         "",
-        f"By `make bench` on {day}, which wrote this page and [{day}.json]({day}.json). What is measured, and how,",
-        "stands at the top of each module in `bench/`. Compare figures within one run: those of two machines, or of",
-        "two days on a shared one, differ by more than most changes do.",
+        f"By `{command}` on {day}, which wrote this page and [{name}.json]({name}.json).",
+        "What is measured, and how, stands at the top of each module in `bench/`. Compare figures within one run:",
+        "those of two machines, or of two days on a shared one, differ by more than most changes do.",
         "",
         "| machine | |",
         "|---|---|",
         *(f"| {key.replace('_', ' ')} | {value} |" for key, value in described.items()),
     ]
-    for part in PARTS:
+    for part in (one for one in PARTS if one.name in found):
         targets = part.targets(found[part.name], 1.0)
         text += ["", f"## {part.title}", "", *part.lines(found[part.name]), "", *(f"- {t.sentence}" for t in targets)]
     return text

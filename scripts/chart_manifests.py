@@ -97,7 +97,7 @@ def template(found: Iterable[Manifest]) -> str:
     )
     return re.sub(
         rf"^( *)- {EXCLUDED}$",
-        r"\1{{- range .Values.webhooks.excludedNamespaces }}\n\1- {{ . }}\n\1{{- end }}",
+        r"\1{{- range .Values.webhooks.excludedNamespaces }}\n\1- {{ quote . }}\n\1{{- end }}",
         whole,
         flags=re.M,
     )

@@ -340,7 +340,7 @@ MONITORING: Final = [
         "priorityClasses.classes",
         {"gpu-ultra": 1000, "gpu-high": 750, "gpu-medium": 500, "gpu-default": 250},
         {"type": "object", "additionalProperties": {"type": "integer", "maximum": 1000000000}},
-        "Their names and values.",
+        "Their names and values; yours are added to these, and null takes one of these away.",
     ),
 ]
 

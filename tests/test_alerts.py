@@ -33,6 +33,7 @@ def known_series() -> dict[str, frozenset[str]]:
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
     metrics.watch_evidence(EvidenceCounts)
+    metrics.watch_ages(dict)
     metrics.observe_verdict("CREATE", "admit", "Admitted", 0.001)
     metrics.observe_extender("filter", "passed", 0.001)
     metrics.count_provider_error("spire-server")
@@ -75,6 +76,14 @@ def test_a_rule_asks_about_what_there_is(rule: Raw) -> None:
             assert set(values.split("|")) <= WORDS[label, name], values
 
 
+@pytest.mark.parametrize("outcome", ["refused", "away"])
+def test_keys_that_are_not_had_are_told_before_evidence_ends(outcome: str) -> None:
+    """In silence every node would end unproven, `--max-bundle-age` and a proof's life later."""
+    asked = f'gpuwarden_trust_bundle_looks_total{{outcome="{outcome}"}}'
+    assert [rule["for"] for rule in RULES if asked in rule["expr"]] == ["5m"]
+    assert Metrics().registry.get_sample_value("gpuwarden_trust_bundle_looks_total", {"outcome": outcome}) == 0
+
+
 def test_prometheus_takes_the_rules() -> None:
     promtool = built()
     if promtool is None:
@@ -90,5 +99,6 @@ WORDS: dict[tuple[str, str], set[str]] = {
     ("state", "gpuwarden_evidence_changes_total"): STATES,
     ("state", "gpuwarden_devices"): DEVICES,
     ("outcome", "gpuwarden_evidence_proofs_total"): {"accepted", "replayed"},
+    ("outcome", "gpuwarden_trust_bundle_looks_total"): {"renewed", "confirmed", "refused", "away"},
     ("reason", "gpuwarden_verdicts_total"): {reason.value for reason in Reason if reason not in EVENTS_ONLY},
 }

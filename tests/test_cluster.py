@@ -1,5 +1,7 @@
 """The connection to an API server, as a Pod has it, and what the API server says of tokens."""
 
+import base64
+import re
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from webhook import settings
-from webhook.cluster import ApiCallers, NotInAPodError, connected
+from webhook.cluster import ApiCallers, BadCaError, NotInAPodError, connected
 from webhook.listener import Listener
 from webhook.settings import Settings
 from webhook.web.callers import CallersUnavailableError
@@ -177,3 +179,13 @@ async def test_an_api_server_that_refuses_to_say_leaves_it_open(api_server: ApiS
     api_server.code = 500
     with pytest.raises(CallersUnavailableError):
         await ApiCallers(api).is_reviewer("t", "gpuwarden", ())
+
+
+async def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
+    """Such as one that holds a certificate in base64, as kubeconfigs do."""
+    token, ca = tmp_path / "token", tmp_path / "ca"
+    token.write_text("t")
+    ca.write_bytes(base64.b64encode(CA.cert_pem.bytes()))
+    chosen = Settings(kubernetes_url="https://127.0.0.1:1", access_token=token, ca_certificate=ca)
+    with pytest.raises(BadCaError, match=re.escape(f"{ca} holds no CA certificate in PEM")):
+        await connected(chosen)

@@ -5,13 +5,21 @@ from datetime import timedelta
 import pytest
 from attrs import evolve
 
-from tests.builders import HASH, NOW, OTHER_HASH, Raw, evidence, node
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence, node
 from tests.heard import Heard
-from webhook.continuous import SETTLED, Continuous, MeasureError, OnEvidenceLost, Resident
+from webhook.continuous import (
+    MAX_CLASSES,
+    SETTLED,
+    Continuous,
+    MeasureError,
+    OnEvidenceLost,
+    Resident,
+    evidence_ages,
+)
 from webhook.core.claim import ClaimRecord
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Taint
-from webhook.core.evidence import Evidence
+from webhook.core.evidence import Evidence, EvidenceState, combined
 from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
@@ -253,12 +261,51 @@ async def test_a_pod_that_ends_or_goes_is_without_evidence_no_longer() -> None:
     assert scene.metric("gpuwarden_pods_without_evidence") == 0
 
 
+def ages(scene: Scene) -> dict[tuple[str, str], float]:
+    metrics = Metrics()
+    metrics.watch_ages(lambda: evidence_ages(scene.fleet, scene.now))
+    samples = (one for family in metrics.registry.collect() for one in family.samples)
+    name = "gpuwarden_evidence_age_seconds"
+    return {(one.labels["state"], one.labels["node_class"]): one.value for one in samples if one.name == name}
+
+
 def test_the_age_of_the_oldest_evidence_is_shown() -> None:
     scene = Scene()
-    scene.metrics.watch_evidence(scene.continuous.counts)
     scene.proves(B, evidence(B, since=NOW - HOUR, until=NOW))
-    assert scene.metric('gpuwarden_evidence_age_seconds{state="fresh"}') == 60
-    assert scene.metric('gpuwarden_evidence_age_seconds{state="stale"}') == 3600
+    shown = ages(scene)
+    assert (shown["fresh", ""], shown["stale", ""]) == (60, 3600)
+    assert shown == {(state, ""): shown[state, ""] for state in EvidenceState}
+
+
+def test_ages_are_told_apart_by_the_class_of_the_nodes() -> None:
+    """One kind of machine whose agents hang is not seen among thousands of another."""
+    scene = Scene()
+    scene.fleet.put(evolve(node(A), labels={"gpu.nvidia.com/class": "H100", "nvidia.com/gpu.product": "x"}), NOW)
+    scene.fleet.put(evolve(node(B), labels={"nvidia.com/gpu.product": "L40S"}), NOW)
+    scene.proves(A, evidence(A, since=NOW - HOUR, until=NOW + HOUR))
+    scene.proves(B, evidence(B, since=NOW - SECOND, until=NOW + HOUR))
+    shown = ages(scene)
+    assert {label: age for label, age in shown.items() if age} == {("fresh", "H100"): 3600, ("fresh", "L40S"): 1}
+    assert ("stale", "H100") in shown
+
+
+def test_of_several_words_the_oldest_one_is_the_age() -> None:
+    scene = Scene()
+    words = [evidence(A, since=NOW - age, until=NOW + HOUR) for age in (HOUR, SECOND)]
+    scene.proves(A, combined([evolve(one, source=name) for one, name in zip(words, "ab", strict=True)]))
+    assert ages(scene)["fresh", ""] == 3600
+
+
+def test_labels_without_end_make_no_series_without_end() -> None:
+    scene = Scene()
+    for number in range(MAX_CLASSES + 20):
+        name = f"node-{number:03}"
+        scene.fleet.put(evolve(node(name), labels={"gpu.nvidia.com/class": f"made-up-{number:03}"}), NOW)
+        scene.proves(name, evidence(name, since=NOW - HOUR, until=NOW + HOUR))
+    classes = {label for _, label in ages(scene)}
+    assert len(classes) == MAX_CLASSES + 1
+    assert "other" in classes
+    assert ages(scene)["fresh", "other"] == 3600
 
 
 # By policy.

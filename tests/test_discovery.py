@@ -154,6 +154,19 @@ async def test_a_bad_annotation_is_told_once_and_changes_nothing(scene: Scene) -
     assert scene.events.messages[0].endswith("it is not base64")
 
 
+async def test_an_object_that_a_hand_made_unreadable_is_told_once_and_left_as_it_is(scene: Scene) -> None:
+    await scene.with_node("GPU-1", held=("GPU-1",))
+    good = scene.gpu_nodes.objects["node-a"]
+    by_hand = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
+    scene.gpu_nodes.put({**good, "status": {"held": {**good["status"]["held"], "GPU-1": by_hand}}})
+    scene.node("node-b", annotation("GPU-b"))
+    assert await scene.step() == ["create node-b"]
+    scene.node(said=annotation("GPU-2"))
+    assert await scene.step() == []
+    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    assert "'GPU-1' is no slot" in scene.events.messages[0]
+
+
 async def test_a_device_that_vanishes_while_held_is_quarantined_until_nothing_holds_it(scene: Scene) -> None:
     await scene.with_node("GPU-1", "GPU-2", held=("GPU-1",))
     scene.node(said=annotation("GPU-2"))

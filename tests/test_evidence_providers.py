@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from attrs import frozen
 from structlog.testing import capture_logs
 
 from tests import builders
@@ -18,6 +19,8 @@ from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, raw_container, ra
 from tests.conftest import Build
 from tests.evidence.certificates import Authority
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent, until
+from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
+from tests.evidence.tokens import SigningKey
 from tests.running import serving
 from tests.web.house import INVENTORY, House
 from webhook import settings
@@ -27,6 +30,7 @@ from webhook.evidence.spire_server import SpireServer
 from webhook.evidence.static import StaticEvidence
 from webhook.evidence_providers import providers_of
 from webhook.server import Server, assembled
+from webhook.wiring import Parts
 
 HOUR = timedelta(hours=1)
 MAX_AGE = timedelta(minutes=40)
@@ -205,34 +209,71 @@ async def test_a_server_is_ready_when_spire_has_answered_once(
     (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
     flags = FLAGS | {"spire_server": f"127.0.0.1:{spire.port}", "spire_workload_api": f"unix:{api.path}"}
     flags |= {"inventory": "inventory.json", "evidence_poll": "100ms"}
-    flags |= dict.fromkeys(("port", "ui_port", "extender_port"), "0")
-    async with assembled(settings.load(flags, {})) as assembly:
-        server = Server(settings.load(flags, {}), assembly)
-        starting, stop = asyncio.create_task(server.start()), asyncio.Event()
-
-        async def says(status: int) -> bool:
-            with suppress(httpx.HTTPError, AttributeError):  # the listeners are yet to come
-                url = dict(part.split("=", 1) for part in server.ready_line.split()[1:])["http"]
-                async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
-                    return (await client.get("/readyz")).status_code == status
-            return False
-
-        def errors() -> float:
-            name = "gpuwarden_evidence_provider_errors_total"
-            return assembly.parts.metrics.registry.get_sample_value(name, {"provider": "spire-server"}) or 0.0
-
-        await until(lambda: says(503))
-        await until(lambda: errors() >= 2)
-        assert await says(503)
+    async with beginning(flags) as one:
+        vain = "gpuwarden_evidence_provider_errors_total"
+        await until(lambda: one.says(503))
+        await until(lambda: one.counted(vain, provider="spire-server") >= 2)
+        assert await one.says(503)
         await spire.start(authority.issue(SERVER_ID), authority)
-        await asyncio.wait_for(starting, 30)
-        assert await says(200)
-        assert assembly.parts.fleet.berths["node-a"].state is EvidenceState.FRESH
+        await asyncio.wait_for(one.starting, 30)
+        assert await one.says(200)
+        assert one.parts.fleet.berths["node-a"].state is EvidenceState.FRESH
         await spire.stop()
-        assert await says(200)  # what was said stays until its own end, and so does the server
+        assert await one.says(200)  # what was said stays until its own end, and so does the server
+    await api.stop()
+
+
+async def test_a_server_is_ready_when_it_has_had_the_keys_of_the_trust_domain_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
+    api = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), SigningKey.make())
+    flags = {"evidence": "jwt-svid", "spire_trust_domain": TRUST_DOMAIN, "spire_workload_api": f"unix:{api.path}"}
+    async with beginning(flags | {"inventory": "inventory.json"}) as one:
+        looks = "gpuwarden_trust_bundle_looks_total"
+        await until(lambda: one.counted(looks, outcome="away") >= 2)
+        assert await one.says(503)
+        await api.start()
+        await asyncio.wait_for(one.starting, 30)
+        assert await one.says(200)
+        await api.stop()
+        before = one.counted(looks, outcome="away")
+        assert one.parts.attestation is not None
+        await one.parts.attestation.load()
+        assert one.counted(looks, outcome="away") == before + 1
+        assert await one.says(200)
+
+
+@frozen(eq=False)
+class Beginning:
+    """A server that starts, and what it says of itself meanwhile."""
+
+    server: Server
+    parts: Parts
+    starting: asyncio.Task[None]
+
+    async def says(self, status: int) -> bool:
+        with suppress(httpx.HTTPError, AttributeError):  # the listeners are yet to come
+            url = dict(part.split("=", 1) for part in self.server.ready_line.split()[1:])["http"]
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                return (await client.get("/readyz")).status_code == status
+        return False
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.parts.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def beginning(flags: Mapping[str, str]) -> AsyncIterator[Beginning]:
+    given = settings.load({**flags, **dict.fromkeys(("port", "ui_port", "extender_port"), "0")}, {})
+    async with assembled(given) as assembly:
+        server = Server(given, assembly)
+        one = Beginning(server, assembly.parts, asyncio.create_task(server.start()))
+        yield one
+        stop = asyncio.Event()
         stop.set()
         await server.run(stop)
-    await api.stop()
 
 
 async def test_a_server_is_ready_with_what_spire_says(spire: SpireDouble, tmp_path: Path) -> None:

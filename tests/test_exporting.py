@@ -9,10 +9,13 @@ import httpx
 import pytest
 
 from tests.export.smi import Card, dead, document, gb200_tray
+from tests.export.test_reader import plugin_pod
 from tests.running import refusing
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.measured import ExportMetrics
+from webhook.export.nodes import trimmed_node
+from webhook.export.reader import pod_seen, trimmed_pod
 from webhook.exporting import NodesView, StoreHealth, hash_in, node_words
 from webhook.web.app import application, get
 from webhook.web.health import Stage
@@ -70,10 +73,18 @@ def test_one_reading_is_a_line_a_gpu_and_nothing_else(tmp_path: Path) -> None:
     assert "no record of 00000004:01:00.0" in done.stderr
 
 
+NAMED = ["--cluster", "C", "--node", "N"]
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "text"),
     [
-        (["--smi-file", "nowhere", "--cluster", "C", "--node", "N"], 1, "nowhere"),
+        (
+            ["--smi-file", "nowhere", *NAMED],
+            1,
+            "export: the file 'nowhere' cannot be read: No such file or directory\n",
+        ),
+        (["--smi-file", "", *NAMED], 1, "export: the file '' cannot be read: Is a directory\n"),
         (["--smi-file", "bad.xml", "--cluster", "C", "--node", "N"], 1, "it ends in the middle"),
         (["--smi-file", "bad.xml", "--node", "N"], 2, "CLUSTER_NAME"),
         (["--smi-file", "bad.xml", "--cluster", "C"], 2, "--node"),
@@ -99,6 +110,36 @@ def test_what_matters_of_a_node_and_of_its_evidence() -> None:
     entry = {"hash": "sha256:aa", "banned": False, "conflict": False}
     assert hash_in({"metadata": {"name": "n"}, "status": {"sources": {"static": entry}}}) == "sha256:aa"
     assert hash_in({"metadata": {"name": "n"}}) is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        plugin_pod(),
+        plugin_pod(phase="Pending"),
+        plugin_pod(containerStatuses=[{"ready": True}, {"ready": False}]),
+        plugin_pod(containerStatuses=None),
+        {"metadata": {"name": "p", "uid": "u"}, "spec": {"containers": []}},
+        {**plugin_pod(), "metadata": {"name": "p", "uid": "u", "deletionTimestamp": "2026-01-01T00:00:00Z"}},
+    ],
+)
+def test_what_is_kept_of_a_pod_in_a_long_list_is_what_is_looked_at(raw: dict[str, Any]) -> None:
+    assert pod_seen(trimmed_pod(raw)) == pod_seen(raw)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"status": None}, {"status": {"nodeInfo": {"bootID": "b"}, "images": [{"names": ["i"]}]}, "spec": {}}]
+)
+@pytest.mark.parametrize("notes", [None, {"gpuwarden.io/gpus": "{}", "other": "long"}])
+def test_what_is_kept_of_a_node_in_a_long_list_is_what_is_looked_at(
+    notes: dict[str, str] | None, more: dict[str, Any]
+) -> None:
+    raw = {"metadata": {"name": "n", "resourceVersion": "7", "annotations": notes}, **more}
+    kept = trimmed_node(raw)
+    assert node_words(kept) == node_words(raw)
+    assert (kept["metadata"]["name"], kept["metadata"]["resourceVersion"]) == ("n", "7")
+    assert "long" not in str(kept)
+    assert "images" not in str(kept)
 
 
 class NobodyReads:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from tests import builders
 from webhook.core.dress import DressRules, waiting
 from webhook.gates import ApiGates
-from webhook.ledger.queue import GateError
+from webhook.ledger.queue_gates import GateError
 from webhook.listener import Listener
 
 THE_POD = builders.identity()

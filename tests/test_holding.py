@@ -1,17 +1,18 @@
 """How much of a namespace may wait for its pods at once, and whose turn it is."""
 
 import asyncio
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from tests import builders
 from tests.builders import NOW
+from webhook.clock import utc_now
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.device import Device, DeviceUuid, Node
-from webhook.core.errors import LedgerUnavailableError
+from webhook.core.errors import DeadlinePassedError, LedgerUnavailableError, SlotsTakenError
 from webhook.core.fleet import Fleet
 from webhook.core.lines import Waiter
 from webhook.core.nodes_asked import NodesAsked
@@ -174,6 +175,19 @@ async def test_however_many_wait_it_is_one_question_whose_turn_it_is() -> None:
     assert refused.hint == "that one asks for 8"
 
 
+def test_who_wants_no_gpu_waits_behind_nobody_who_does_and_holds_up_nobody() -> None:
+    fleet = builders.fleet(sized("node-a", 2), proven={"node-a": builders.HASH})
+    asked: dict[str, Any] = {"annotations": {"gpuwarden.io/required-hash": builders.HASH}}
+    house = holder(fleet)
+    only_proven = builders.claim(builders.raw_pod(**asked))
+    house.lines.put(waiter(2, **asked))
+    assert house.others_first(waiter(1, **asked).claim) is not None
+    assert house.others_first(only_proven) is None
+    house.lines.drop("uid-2")
+    house.lines.put(Waiter(PodIdentity("ml", "p0", "uid-0"), NOW, only_proven))
+    assert house.others_first(waiter(1, **asked).claim) is None
+
+
 FLEETS = {
     "plain": [sized("node-a", 4), sized("node-b", 2)],
     "not-ready": [sized("node-a", 4, is_ready=False), sized("node-b", 2)],
@@ -238,3 +252,28 @@ def test_what_is_more_than_any_node_has_is_known_as_nodes_come_and_go() -> None:
     fleet.remove("node-b")
     fleet.remove("node-a")
     assert house.never(asked) is None
+
+
+class BehindLedger(MemoryLedger):
+    """Knows what the fleet has not heard of yet: what is chosen cannot be had."""
+
+    tries = 0
+
+    async def reserve(self, ask: Ask, *_: object, answer_by: datetime) -> Reservation:
+        await asyncio.sleep(0)
+        self.tries += 1
+        if utc_now() >= answer_by:
+            raise DeadlinePassedError(ask.id)
+        raise SlotsTakenError(ask.id)
+
+
+async def test_what_cannot_be_had_over_and_over_is_waited_for_and_keeps_nobody_else_waiting() -> None:
+    fleet = Fleet()
+    fleet.put(Node("node-a", devices=(Device(DeviceUuid("GPU-0")),)), utc_now())
+    ledger = BehindLedger(fleet, utc_now, Times(DEADLINE, SKEW))
+    holder = Holder(fleet, ledger, EvidencePolicy(), utc_now, Metrics())
+    ask = Ask(ReservationId("r1"), "ml", CLAIM.digest)
+    denied = await holder.hold(ask, CLAIM, answer_by=utc_now() + timedelta(seconds=0.5))
+    assert isinstance(denied, Deny)
+    assert denied.reason is Reason.DEADLINE_PASSED
+    assert 3 <= ledger.tries <= 30

@@ -8,6 +8,7 @@ from tests.heard import Heard
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_map import parse_map
 from webhook.core.reasons import Reason
 from webhook.core.verdict import Deny
 from webhook.maps import MappedSets, NamespaceNews, NodeNames
@@ -15,10 +16,11 @@ from webhook.maps import MappedSets, NamespaceNews, NodeNames
 LAX = EvidencePolicy()
 
 
-def stateful_set(text: str | None, name: str = "web", namespace: str = "ml") -> Raw:
+def stateful_set(text: str | None, name: str = "web", namespace: str = "ml", created: str = "2026-01-01") -> Raw:
     annotations = {} if text is None else {"gpu-scheduling-map": text}
+    stamp = f"{created}T00:00:00Z"
     return {
-        "metadata": {"name": name, "namespace": namespace},
+        "metadata": {"name": name, "namespace": namespace, "uid": f"uid-{name}", "creationTimestamp": stamp},
         "spec": {"template": {"metadata": {"annotations": annotations}}},
     }
 
@@ -28,13 +30,15 @@ def namespace(name: str = "ml", **labels: str) -> Raw:
 
 
 class Scene:
-    def __init__(self) -> None:
-        self.fleet = builders.fleet(
-            node("node-a", *(device(f"GPU-{k}", index=k, serial=f"9000{k}") for k in range(3)), labels={"zone": "a"})
-        )
+    def __init__(self, shares: int = 1) -> None:
+        devices = [device(f"GPU-{k}", index=k, serial=f"9000{k}", shares=shares) for k in range(3)]
+        self.fleet = builders.fleet(node("node-a", *devices, labels={"zone": "a"}))
         self.sets = MappedSets(self.fleet)
         self.news = NamespaceNews(self.sets)
         self.news.changed({"metadata": {"name": "ml", "resourceVersion": "1", "labels": OPTED_IN}})
+
+    def serves(self, claim: Claim) -> bool:
+        return not isinstance(decide(claim, self.fleet, LAX), Deny)
 
     def free(self) -> int:
         """How many GPUs a claim without a map can have at once."""
@@ -51,10 +55,10 @@ def general(count: int = 1) -> Claim:
     return builders.claim(builders.raw_pod(raw_container(gpus=count)))
 
 
-def mapped(text: str) -> Claim:
-    return builders.claim(
-        builders.raw_pod(name="web-0", annotations={"gpu-scheduling-map": text}, owners=[builders.stateful_set()])
-    )
+def mapped(text: str, of_set: str = "web", **annotations: str) -> Claim:
+    owner = {**builders.stateful_set(of_set), "uid": f"uid-{of_set}"}
+    asked = {"gpu-scheduling-map": text, **annotations}
+    return builders.claim(builders.raw_pod(name=f"{of_set}-0", annotations=asked, owners=[owner]))
 
 
 @pytest.fixture
@@ -82,6 +86,47 @@ def test_a_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:
     assert scene.free() == 3
 
 
+@pytest.mark.defect("S1-3")
+@pytest.mark.parametrize("late", ["0=node-a:0", "0=node-a:GPU-0", "7=rack-1:90000"], ids=["index", "uuid", "serial"])
+@pytest.mark.parametrize("is_heard_first", [True, False], ids=["late-first", "early-first"])
+def test_of_two_sets_the_older_keeps_the_gpu_by_whatever_name(scene: Scene, late: str, is_heard_first: bool) -> None:
+    devices = scene.fleet.berths["node-a"].node.devices
+    scene.fleet.put(node("node-a", *devices, labels={"gpu-node-name": "rack-1"}), NOW)
+    early, other = stateful_set("0=rack-1:0"), stateful_set(late, "late", created="2026-01-02")
+    for raw in (other, early) if is_heard_first else (early, other):
+        scene.sets.changed(raw)
+    assert scene.serves(mapped("0=rack-1:0"))
+    refused = decide(mapped("0=rack-1:0", "late"), scene.fleet, LAX)
+    assert isinstance(refused, Deny)
+    assert refused.reason is Reason.NO_FREE_DEVICE
+    assert "; kept for the map of an older StatefulSet: GPU-0; name other GPUs" in refused.sentence
+    scene.sets.deleted(early)
+    assert scene.serves(mapped("0=rack-1:0", "late"))
+    scene.sets.changed(stateful_set("0=rack-1:0", created="2026-01-03"))  # made anew, it is the younger one
+    assert scene.serves(mapped("0=rack-1:0", "late"))
+    assert not scene.serves(mapped("0=rack-1:0"))
+
+
+@pytest.mark.defect("S1-3")
+def test_who_is_of_no_set_has_no_gpu_of_a_set(scene: Scene) -> None:
+    raw = builders.raw_pod(
+        name="web-0",
+        annotations={"gpu-scheduling-map": "0=node-a:0"},
+        labels={"apps.kubernetes.io/pod-index": "0"},
+    )
+    assert scene.serves(builders.claim(raw))
+    scene.sets.changed(stateful_set("0=node-a:0"))
+    assert not scene.serves(builders.claim(raw))
+
+
+def test_a_gpu_that_is_there_to_be_shared_is_for_both_sets() -> None:
+    scene = Scene(shares=2)
+    scene.sets.changed(stateful_set("0=node-a:0"))
+    scene.sets.changed(stateful_set("0=node-a:0", "late", created="2026-01-02"))
+    for name in ("web", "late"):
+        assert scene.serves(mapped("0=node-a:0", name, **{"gpuwarden.io/shared": "true"}))
+
+
 def test_a_set_counts_where_its_namespace_has_asked_for_us(scene: Scene) -> None:
     scene.sets.changed(stateful_set("0=node-a:0,1,2", namespace="elsewhere"))
     assert scene.free() == 3
@@ -107,6 +152,19 @@ def test_a_node_that_comes_later_or_is_labelled_later_is_the_maps_too(scene: Sce
     assert scene.free() == 1
     scene.fleet.put(node("node-a", *devices), NOW)
     assert scene.free() == 3
+
+
+def test_a_map_is_not_read_again_whenever_something_else_of_its_set_changes(scene: Scene) -> None:
+    """Each pod of a set that comes or goes changes it."""
+    scene.sets.changed(stateful_set("0=node-a:0"))
+    before = parse_map.cache_info()
+    scene.sets.changed({**stateful_set("0=node-a:0"), "status": {"readyReplicas": 1}})
+    assert parse_map.cache_info() == before
+    scene.sets.changed(stateful_set("0=node-a:0,1"))
+    assert scene.free() == 1
+    scene.sets.deleted(stateful_set("0=node-a:0,1"))
+    scene.sets.changed(stateful_set("0=node-a:0,1"))
+    assert scene.free() == 1
 
 
 @pytest.mark.defect("S1-12")

@@ -1,7 +1,7 @@
 """NodeEvidence in the API server: each source writes its own entry, seldom; every replica hears of all."""
 
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from webhook.evidence import EvidenceUnavailableError
 from webhook.inventory.gpu_nodes import ClusterInventory
 from webhook.node_evidences import POLL_EVERY, EvidenceView, EvidenceWriter
 
-HOUR = timedelta(hours=1)
+HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 SAID, LATER = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
 
 
@@ -418,6 +418,32 @@ def test_a_proof_by_a_clock_that_is_ahead_is_not_of_the_node_that_came_after() -
         view.changed(raw(version, jwt_svid=entry(since=since, until=LATER, nonceDigest=f"n{version}")))
         states.append(fleet.berths["node-a"].state)
     assert states == [EvidenceState.ABSENT, EvidenceState.FRESH]
+
+
+@pytest.mark.parametrize("source", ["jwt-svid", "spire-server"])
+@pytest.mark.defect("S0-2")
+def test_what_is_written_counts_no_longer_than_evidence_may_here(source: str) -> None:
+    """Written under a longer `--max-evidence-age`, by a process of yesterday or by hand, it is as old as it is."""
+    shown: list[str] = []
+    view = EvidenceView({}, show=shown.append, asked=[source, "static"], skew=5 * SECOND, max_age=10 * MINUTE)
+    proof = {"nonceDigest": "n"} if source == "jwt-svid" else {}
+    for since, until, ends in (
+        ("2026-03-02T12:00:00Z", "2026-03-02T12:40:00Z", NOW + 10 * MINUTE + 5 * SECOND),
+        ("2026-03-02T12:00:01Z", "2026-03-02T12:10:01Z", NOW + 10 * MINUTE + SECOND),
+    ):
+        said = {source: entry(since=since, until=until, **proof), "static": entry()}
+        view.changed(raw(len(shown) + 1, "node-a", **said))
+        found = view.word_on("node-a")
+        assert found is not None
+        assert found.until == ends
+
+
+def test_what_somebody_wrote_down_has_the_end_that_he_gave_it() -> None:
+    view = EvidenceView({}, show=lambda _: None, asked=["static"], max_age=10 * MINUTE)
+    view.changed(raw(static=entry(since="2026-03-02T11:00:00Z", until=LATER)))
+    found = view.word_on("node-a")
+    assert found is not None
+    assert found.until == datetime.fromisoformat(LATER)
 
 
 def test_an_object_that_cannot_be_read_leaves_what_was_known() -> None:

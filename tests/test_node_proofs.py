@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 
 import pytest
+from attrs import evolve
 
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND
 from tests.fake_objects import FakeObjects
@@ -60,7 +61,9 @@ class InMemory(Place):
         return self._book
 
     async def kept(self, name: str = "node-a") -> Evidence | None:
-        return (await self._book.poll()).get(name)
+        """As it was accepted: it is told of from a skew earlier on."""
+        told = (await self._book.poll()).get(name)
+        return told if told is None or told.since is None else evolve(told, since=told.since + SKEW)
 
 
 class InCluster(Place):

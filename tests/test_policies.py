@@ -402,6 +402,7 @@ def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
     writes = {"create", "update", "patch", "delete", "deletecollection"}
     may_write = {name for rule in rules if writes & set(rule["verbs"]) for name in rule["resources"]}
     ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
+    ours |= {"trustbundles", "trustbundles/status"}  # with --bundle-endpoint
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
     by_bind = {"pods/binding", "pods/status"}
     assert may_write == ours | by_policy | by_bind | {"pods", "events", "leases", "tokenreviews"}

@@ -1,5 +1,6 @@
 """Around the steps of a rotation: who is overtaken looks again, and files change all at once."""
 
+import asyncio
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -8,8 +9,19 @@ import pytest
 from attrs import define, field
 
 from webhook.policies import Installation, certs
+from webhook.probes import Probes
 from webhook.rotation import NAMES, Rules, State
-from webhook.self_certs import OvertakenError, Round, Seen, all_rounds, one_round, rules_of, swap_in
+from webhook.self_certs import (
+    News,
+    OvertakenError,
+    Round,
+    Seen,
+    all_rounds,
+    look_again_and_again,
+    one_round,
+    rules_of,
+    swap_in,
+)
 from webhook.settings import Settings, SettingsError, load
 
 RULES = Rules(
@@ -30,8 +42,10 @@ class Shared:
     state: State | None = None
     published: bytes = b""
     writes: list[str] = field(factory=list)
+    looked: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(0))
 
     async def look(self) -> Seen:
+        self.looked.release()
         return Seen((), None if self.state is None else "1", self.state)
 
     async def keep(self, seen: Seen, state: State) -> None:
@@ -60,6 +74,20 @@ async def test_done_is_whoever_has_a_certificate_and_nothing_to_do() -> None:
     first = await one_round(place, RULES)
     assert (first.state, first.is_done) == (place.state, False)
     assert await one_round(place, RULES) == Round(place.state, is_done=True)
+
+
+async def test_what_has_come_is_looked_at_at_once() -> None:
+    """A webhook configuration without a CA bundle has every pod refused that asks for GPUs."""
+    settings = Settings(ui_port=0, certs_look_interval=timedelta(hours=1))
+    place, news = Shared(), News()
+    async with Probes(settings).listening() as probes:
+        looking = asyncio.create_task(look_again_and_again(settings, place, probes, news.there))
+        async with asyncio.timeout(30):
+            await place.looked.acquire()
+            await place.looked.acquire()  # that was the last thing to be done
+            news.changed({"metadata": {"name": "gpuwarden"}})
+            await place.looked.acquire()
+        looking.cancel()
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -130,7 +158,11 @@ def test_times_and_names_that_cannot_be_are_refused(flags: dict[str, str], said:
 def test_the_account_may_do_that_and_no_more() -> None:
     rules = [rule for one in certs(Installation(namespace="wardens")) for rule in one.get("rules", ())]
     assert [(rule["resources"], rule.get("resourceNames"), rule["verbs"]) for rule in rules] == [
-        (["mutatingwebhookconfigurations", "validatingwebhookconfigurations"], ["gpuwarden"], ["get", "patch"]),
+        (
+            ["mutatingwebhookconfigurations", "validatingwebhookconfigurations"],
+            ["gpuwarden"],
+            ["get", "list", "watch", "patch"],
+        ),
         (["secrets"], None, ["create"]),
         (["secrets"], [Settings().certs_secret], ["get", "patch"]),
     ]

@@ -155,6 +155,7 @@ def test_the_names_of_the_metrics_stay() -> None:
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
     metrics.watch_evidence(EvidenceCounts)
+    metrics.watch_ages(dict)
     assert families(metrics) == {
         "gpuwarden_admission_duration_seconds": "histogram",
         "gpuwarden_verdicts_total": "counter",

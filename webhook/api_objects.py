@@ -8,7 +8,7 @@ import msgspec
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
-from webhook.calls import LOST
+from webhook.calls import LOST, NODE_PATH, answered
 from webhook.cluster import REQUEST_TIMEOUT, as_raw, translated
 from webhook.ledger.store import Raw, RefusedError, StoreAwayError
 from webhook.namespaces import NamespacesUnavailableError
@@ -107,31 +107,37 @@ class ApiNodes:
     """The Nodes of the API server."""
 
     def __init__(self, api: client.ApiClient) -> None:
-        self._nodes = client.CoreV1Api(api)
+        self._api = api
 
     async def is_gone(self, name: str) -> bool:
-        try:
-            async with translated():
-                await self._nodes.read_node(name, _request_timeout=REQUEST_TIMEOUT)
-        except StoreAwayError as exc:
-            if is_not_found(exc):
-                return True
-            raise
-        return False
+        return await node_in(self._api, name) is None
+
+
+async def node_in(api: client.ApiClient, name: str) -> Raw | None:
+    """The Node as it is now; None if there is none. Raises StoreAwayError."""
+    async with translated():
+        status, body = await answered(api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
+    if status == 404:
+        return None
+    try:
+        raw = msgspec.json.decode(body, type=Raw)
+        if (status, raw["kind"], raw["metadata"]["name"]) == (200, "Node", name):
+            return raw
+    except (msgspec.DecodeError, KeyError, TypeError) as exc:
+        raise StoreAwayError(f"the API server answered {status}, and no node") from exc
+    raise StoreAwayError(f"the API server answered {status}, and not with that node")
 
 
 class ApiNamespaces:
     """The namespaces of the API server."""
 
     def __init__(self, api: client.ApiClient) -> None:
-        self._namespaces = client.CoreV1Api(api)
+        self._api = api
 
     async def get(self, name: str) -> Raw | None:
+        path = "/api/v1/namespaces/{name}"
         try:
-            async with await self._namespaces.read_namespace_without_preload_content(
-                name, _request_timeout=REQUEST_TIMEOUT
-            ) as response:
-                status, body = response.status, await response.read()
+            status, body = await answered(self._api, "GET", path, {"name": name}, seconds=REQUEST_TIMEOUT)
         except LOST as exc:
             raise NamespacesUnavailableError("the API server cannot be reached") from exc
         if status == 404:

@@ -17,7 +17,7 @@ from webhook.evidence.jwt_svid import SOURCE, BadTokenError, Examiner, check_sig
 from webhook.evidence.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
 from webhook.evidence.nonce import BadKeyError, KeyFile, Nonce, Nonces, digest, one_process_only
 from webhook.evidence.proofs import ProofBook, ReplayedProofError, UnknownNodeError
-from webhook.evidence.trust_bundle import BundleSource, TrustBundle
+from webhook.evidence.trust_bundle import BundleSource, Marks, TrustBundle
 from webhook.settings import Settings
 from webhook.telemetry import Metrics
 
@@ -38,6 +38,8 @@ class Attestation:
     clock: Clock
     metrics: Metrics
     key_file: KeyFile | None = None
+    # Elsewhere they are written down, and good whether or not the next one can be checked.
+    ends_with_process: bool = True
 
     def challenge(self, node: str) -> Nonce:
         return self.nonces.issue(node, self.clock())
@@ -64,8 +66,13 @@ class Attestation:
         return evidence
 
     async def load(self) -> None:
-        """The first look at the trust bundle. Without one no proof is taken, and nothing else waits for it."""
+        """The first look at the trust bundle."""
         await self.bundle.refresh()
+
+    async def first_answers(self) -> None:
+        """Where nobody else knows of a proof, until one can be checked: before, every node would be refused."""
+        if self.ends_with_process:
+            await self.bundle.first()
 
     async def run(self) -> None:
         """For ever."""
@@ -93,7 +100,9 @@ def outcome_of(exc: GpuwardenError) -> str:
             return "unavailable"
 
 
-def attestation_of(settings: Settings, book: ProofBook, clock: Clock, metrics: Metrics) -> Attestation | None:
+def attestation_of(
+    settings: Settings, book: ProofBook, clock: Clock, metrics: Metrics, marks: Marks | None = None
+) -> Attestation | None:
     """None where nodes are not challenged.
 
     Where proofs end with the process the challenges do too, whatever key is set: a proof that this process has not
@@ -105,9 +114,8 @@ def attestation_of(settings: Settings, book: ProofBook, clock: Clock, metrics: M
     key_file = None if shared is None else KeyFile(shared)
     nonces = Nonces(one_process_only() if key_file is None else key_file.keys, settings.clock_skew)
     evidence_id = EvidenceId(settings.evidence_id, settings.spire_trust_domain)
-    bundle = TrustBundle(
-        source_of(settings, settings.spire_trust_domain), clock, settings.max_bundle_age, metrics.count_bundle
-    )
+    source = source_of(settings, settings.spire_trust_domain)
+    bundle = TrustBundle(source, clock, settings.max_bundle_age, metrics.count_bundle, marks)
     return Attestation(
         nonces=nonces,
         examiner=Examiner(evidence_id, nonces, settings.clock_skew),
@@ -117,6 +125,7 @@ def attestation_of(settings: Settings, book: ProofBook, clock: Clock, metrics: M
         clock=clock,
         metrics=metrics,
         key_file=key_file,
+        ends_with_process=not settings.keeps_in_cluster,
     )
 
 

@@ -15,6 +15,9 @@ Raw = dict[str, Any]
 REQUEST_TIMEOUT: Final = 10.0
 JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
+POD_PATH: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
+NODE_PATH: Final = "/api/v1/nodes/{name}"
 # What the client library raises where no good answer came.
 LOST: Final = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
@@ -53,6 +56,33 @@ class Limit:
             await asyncio.sleep(late)
 
 
+async def answered(
+    api: client.ApiClient,
+    method: str,
+    path: str,
+    names: Mapping[str, str],
+    body: object = None,
+    *,
+    seconds: float,
+    kind: str = JSON,
+) -> tuple[int, bytes]:
+    """The status and the content of whatever comes back; raises one of LOST.
+
+    By paths: the client's methods for pods and nodes load a module for every kind of object there is, 24 MiB of them.
+    """
+    request = await api.param_serialize(  # which reads the token from its file
+        method=method,
+        resource_path=path,
+        path_params=dict(names),
+        header_params={"Accept": JSON, **({"Content-Type": kind} if body is not None else {})},
+        body=body,
+        auth_settings=["BearerToken"],
+    )
+    answer = await api.call_api(*request, _request_timeout=seconds)
+    async with answer.response as response:
+        return response.status, await response.read()
+
+
 class Calls:
     """Requests with the credentials of `api`."""
 
@@ -64,19 +94,9 @@ class Calls:
     async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
         """The object; None if there is none. Raises ApiAwayError, ApiRefusesError."""
         await self._limit.turn()
-        content_type = MERGE_PATCH if method == "PATCH" else JSON
+        kind = MERGE_PATCH if method == "PATCH" else JSON
         try:
-            request = await self._api.param_serialize(  # which reads the token from its file
-                method=method,
-                resource_path=path,
-                path_params=dict(names),
-                header_params={"Accept": JSON, **({"Content-Type": content_type} if body is not None else {})},
-                body=body,
-                auth_settings=["BearerToken"],
-            )
-            answer = await self._api.call_api(*request, _request_timeout=self._longest)
-            async with answer.response as response:
-                status, content = response.status, await response.read()
+            status, content = await answered(self._api, method, path, names, body, seconds=self._longest, kind=kind)
         except ApiException as exc:
             status, content = exc.status or 0, b""
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:

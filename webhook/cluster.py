@@ -1,6 +1,7 @@
 """The connection to the API server. Nobody but this module and those built on it imports `kubernetes`."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
-from webhook.calls import LOST
+from webhook.calls import LOST, POD_PATH, answered
 from webhook.core.errors import GpuwardenError
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
@@ -35,6 +36,10 @@ Load = Callable[..., Awaitable[None]]
 RefreshKey = Callable[[client.Configuration], Awaitable[None]]
 
 
+class BadCaError(GpuwardenError):
+    """Nobody could be trusted by this file."""
+
+
 class NotInAPodError(GpuwardenError):
     """There is no service account to be used."""
 
@@ -49,7 +54,10 @@ async def connected(settings: Settings, mounted: Path = MOUNTED) -> client.ApiCl
         await use_token(configuration, settings.kubernetes_url, settings.access_token, settings.ca_certificate)
     elif settings.in_cluster:
         await use_service_account(configuration, settings.api_server_of_pod, mounted)
-    return client.ApiClient(configuration)
+    try:
+        return client.ApiClient(configuration)
+    except ssl.SSLError as exc:
+        raise BadCaError(f"{configuration.ssl_ca_cert} holds no CA certificate in PEM") from exc
 
 
 async def use_service_account(configuration: client.Configuration, host: str | None, mounted: Path) -> None:
@@ -188,7 +196,6 @@ class ApiPods:
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
-        self._pods = client.CoreV1Api(api)
 
     async def contradicts(self, pod: PodIdentity) -> str | None:
         name = f"pod {pod.namespace}/{pod.name}"
@@ -221,10 +228,9 @@ class ApiPods:
 
     async def _read(self, namespace: str, name: str) -> Raw | None:
         try:
-            async with await self._pods.read_namespaced_pod_without_preload_content(
-                name, namespace, _request_timeout=REQUEST_TIMEOUT
-            ) as response:
-                status, body = response.status, await response.read()
+            status, body = await answered(
+                self._api, "GET", POD_PATH, {"namespace": namespace, "name": name}, seconds=REQUEST_TIMEOUT
+            )
         except LOST as exc:
             raise PodsUnavailableError("the API server cannot be reached") from exc
         if status == 404:
@@ -255,9 +261,10 @@ class ApiPods:
             raise WitnessAwayError(str(exc)) from exc
 
     async def remove(self, pod: PodIdentity) -> None:
-        body = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.uid))
+        names, body = {"namespace": pod.namespace, "name": pod.name}, {"preconditions": {"uid": pod.uid}}
         try:
-            await self._pods.delete_namespaced_pod(pod.name, pod.namespace, body=body, _request_timeout=REQUEST_TIMEOUT)
-        except TROUBLE as exc:
-            if not (isinstance(exc, ApiException) and exc.status in (404, 409)):  # gone, or of another uid
-                raise WitnessAwayError("the pod cannot be removed") from exc
+            status, _ = await answered(self._api, "DELETE", POD_PATH, names, body, seconds=REQUEST_TIMEOUT)
+        except LOST as exc:
+            raise WitnessAwayError("the pod cannot be removed") from exc
+        if status >= 400 and status not in (404, 409):  # gone, or of another uid
+            raise WitnessAwayError("the pod cannot be removed")

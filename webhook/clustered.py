@@ -26,7 +26,7 @@ from webhook.ledger.cluster import ClusterLedger
 from webhook.maps import MappedSets, NamespaceNews
 from webhook.namespaces import WatchedNamespaces
 from webhook.node_evidences import EvidenceView, EvidenceWriter
-from webhook.node_proofs import ApiBirths, ClusterProofs
+from webhook.node_proofs import ApiBirths, ClusterMarks, ClusterProofs
 from webhook.scoring.candidates import RunningJobs, WatchedPriorityClasses
 from webhook.scoring.hints import Hinting
 from webhook.settings import Settings
@@ -39,6 +39,7 @@ from webhook.wiring import Parts, assembled, hinting_of, times_of
 log = structlog.get_logger(__name__)
 
 NODE_EVIDENCES = ("gpuwarden.io", "v1alpha1", "nodeevidences")
+TRUST_BUNDLES = ("gpuwarden.io", "v1alpha1", "trustbundles")
 GPU_NODES_PATH = "/apis/" + "/".join(GPU_NODES)
 NODE_EVIDENCES_PATH = "/apis/" + "/".join(NODE_EVIDENCES)
 NODES_PATH = "/api/v1/nodes"
@@ -57,13 +58,21 @@ def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: Api
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
     own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
     namespaces = WatchedNamespaces(ApiNamespaces(api))
-    feed = ClusterFeed(api, fleet, ledger, own, clock, namespaces, asked=settings.evidence, skew=settings.clock_skew)
+    asked, skew, max_age = settings.evidence, settings.clock_skew, settings.max_evidence_age
+    feed = ClusterFeed(api, fleet, ledger, own, clock, namespaces, asked=asked, skew=skew, max_age=max_age)
     parts = assembled(settings, clock, fleet, metrics, ledger, feed, pods, namespaces)
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.holder.lines)
     feed.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
     proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiBirths(api), settings.clock_skew)
-    attestation = attestation_of(settings, proofs, clock, metrics)
+    attestation = attestation_of(settings, proofs, clock, metrics, marks_of(settings, api))
     return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
+
+
+def marks_of(settings: Settings, api: client.ApiClient) -> ClusterMarks | None:
+    """None where bundles have no number: those that agents hand out."""
+    if settings.bundle_endpoint is None or settings.spire_trust_domain is None:
+        return None
+    return ClusterMarks(ApiObjects(api, TRUST_BUNDLES), settings.spire_trust_domain)
 
 
 def hinting_in(settings: Settings, parts: Parts, api: client.ApiClient) -> Hinting | None:
@@ -90,9 +99,10 @@ class ClusterFeed:
         *,
         asked: Collection[str],
         skew: timedelta,
+        max_age: timedelta,
     ) -> None:
         inventory = ClusterInventory(fleet, clock, proven=lambda name: evidence.word_on(name))
-        evidence = EvidenceView(own, show=inventory.prove, asked=asked, skew=skew)
+        evidence = EvidenceView(own, show=inventory.prove, asked=asked, skew=skew, max_age=max_age)
         gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
         sets = MappedSets(fleet)
         self._watches: tuple[Watch, ...] = (

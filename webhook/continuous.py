@@ -42,6 +42,9 @@ FIRST_PAUSE = timedelta(seconds=2)
 LONGEST_PAUSE = timedelta(minutes=1)
 # What one pass does: more would keep other work of the process waiting.
 AT_A_TIME = 50
+# Classes of nodes that the metrics tell apart.
+MAX_CLASSES = 30
+OTHER_CLASS = "other"
 # An API server that does not answer is not asked fifty times a pass.
 MAX_FAILURES = 3
 
@@ -203,16 +206,8 @@ class Continuous:
     # What is shown to whoever looks, in whatever process.
 
     def counts(self) -> EvidenceCounts:
-        now = self._clock()
-        self._fleet.advance(now)
-        ages: dict[str, float] = {}
-        for berth in self._fleet.berths.values():
-            if berth.evidence is not None and berth.evidence.since is not None:
-                age = (now - berth.evidence.since).total_seconds()
-                ages[berth.state] = max(age, ages.get(berth.state, 0.0))
-        return EvidenceCounts(
-            pods_without=sum(self._objection(one) is not None for one in self._residents.values()), ages=ages
-        )
+        self._fleet.advance(self._clock())
+        return EvidenceCounts(pods_without=sum(self._objection(one) is not None for one in self._residents.values()))
 
     # What is done about it.
 
@@ -329,6 +324,29 @@ class Continuous:
     async def _evict(self, pod: PodIdentity) -> None:
         await self._measures.evict(pod)
         log.info("pod evicted, its node's evidence has ended", namespace=pod.namespace, name=pod.name)
+
+
+def evidence_ages(fleet: Fleet, now: datetime) -> dict[tuple[str, str], float]:
+    """In seconds, of the oldest evidence by state and class of nodes. Labels are others' words: past a number of them
+    the rest is one class."""
+    fleet.advance(now)
+    found: dict[tuple[str, str], float] = {}
+    classes: set[str] = set()
+    for berth in fleet.berths.values():
+        said = berth.evidence
+        since = None if said is None else said.oldest or said.since
+        if since is None:
+            continue
+        own = class_of(berth.node)
+        own = own if own in classes or len(classes) < MAX_CLASSES else OTHER_CLASS
+        classes.add(own)
+        found[berth.state, own] = max((now - since).total_seconds(), found.get((berth.state, own), 0.0))
+    return found
+
+
+def class_of(node: Node) -> str:
+    """What its GPUs are, by its labels."""
+    return next((node.labels[key] for key in keys.GPU_TYPE_LABELS if key in node.labels), "")
 
 
 def sources_of(said: Evidence) -> str:

@@ -251,8 +251,10 @@ class Discovery:
         raw = self.gpu_nodes.get(name)
         try:
             known = None if raw is None else GpuNode.parse(raw)
-        except UnreadableGpuNodeError:
-            return  # the ledger says so; what was known stays
+        except UnreadableGpuNodeError as exc:
+            text = f"GPUNode {name} is left out of account, what was known of it stays: {exc}"
+            self._tell_once(name, Reason.DEVICES_UNREADABLE, text)
+            return
         if name not in self.nodes:
             self._dispute(name, ())
             if raw is not None and known is not None:

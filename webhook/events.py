@@ -3,19 +3,22 @@
 import asyncio
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from attrs import frozen
 from kubernetes.aio import client
 
-from webhook.calls import LOST
+from webhook.calls import LOST, answered
 from webhook.clock import Clock
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 
 log = structlog.get_logger(__name__)
 
+Raw = dict[str, Any]
+
+EVENTS_PATH = "/api/v1/namespaces/{namespace}/events"
 COMPONENT = "gpuwarden"
 # The same of the same is said again after this: the API server forgets events after an hour.
 QUIET = timedelta(minutes=30)
@@ -66,7 +69,7 @@ class ApiEvents:
     """Events in the API server, in the order told, each once in a while."""
 
     def __init__(self, api: client.ApiClient, clock: Clock, count: Callable[[Reason], None]) -> None:
-        self._events = client.CoreV1Api(api)
+        self._api = api
         self._clock = clock
         self._count = count
         self._waiting: asyncio.Queue[Happening] = asyncio.Queue(MAX_WAITING)
@@ -97,31 +100,36 @@ class ApiEvents:
         """For ever. What the API server does not take is lost: the log has it."""
         while True:
             one = await self._waiting.get()
+            names = {"namespace": one.subject.namespace or CLUSTER_NAMESPACE}
             try:
-                await self._events.create_namespaced_event(
-                    one.subject.namespace or CLUSTER_NAMESPACE, event_of(one), _request_timeout=REQUEST_TIMEOUT
+                status, _ = await answered(
+                    self._api, "POST", EVENTS_PATH, names, event_of(one), seconds=REQUEST_TIMEOUT
                 )
             except LOST as exc:
                 log.warning("event lost", reason=one.reason, error=type(exc).__name__)
+            else:
+                if status >= 400:
+                    log.warning("event lost", reason=one.reason, error=f"the API server answered {status}")
 
 
-def event_of(one: Happening) -> client.CoreV1Event:
+def event_of(one: Happening) -> Raw:
     subject = one.subject
-    return client.CoreV1Event(
-        metadata=client.V1ObjectMeta(generate_name=f"{subject.name[:200]}."),
-        involved_object=client.V1ObjectReference(
-            api_version=subject.api_version,
-            kind=subject.kind,
-            name=subject.name,
-            namespace=subject.namespace or None,
-            uid=subject.uid or None,
-        ),
-        reason=one.reason.value,
-        message=one.message[:MAX_MESSAGE],
-        type="Warning" if one.is_warning else "Normal",
-        first_timestamp=one.at,
-        last_timestamp=one.at,
-        count=1,
-        source=client.V1EventSource(component=COMPONENT),
-        reporting_component=COMPONENT,
-    )
+    involved = {
+        "apiVersion": subject.api_version,
+        "kind": subject.kind,
+        "name": subject.name,
+        "namespace": subject.namespace,
+        "uid": subject.uid,
+    }
+    return {
+        "metadata": {"generateName": f"{subject.name[:200]}."},
+        "involvedObject": {what: value for what, value in involved.items() if value},
+        "reason": one.reason.value,
+        "message": one.message[:MAX_MESSAGE],
+        "type": "Warning" if one.is_warning else "Normal",
+        "firstTimestamp": one.at.isoformat(),
+        "lastTimestamp": one.at.isoformat(),
+        "count": 1,
+        "source": {"component": COMPONENT},
+        "reportingComponent": COMPONENT,
+    }

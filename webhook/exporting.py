@@ -27,10 +27,10 @@ from webhook.evidence.node_evidence import NodeEvidence
 from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, Heard
 from webhook.export.measured import ExportCollector, ExportMetrics
-from webhook.export.nodes import ApiNode, node_seen
+from webhook.export.nodes import ApiNode, node_seen, trimmed_node
 from webhook.export.outbox import opener
 from webhook.export.pod_exec import PodExec
-from webhook.export.reader import Plan, Reader, Told
+from webhook.export.reader import Plan, Reader, Told, trimmed_pod
 from webhook.export.reading import (
     NO_MACHINE,
     Source,
@@ -40,7 +40,7 @@ from webhook.export.reading import (
 )
 from webhook.export.records import Batch, raw_reading
 from webhook.export.settings import ExportSettings
-from webhook.export.uses import Called, OpenUses, PodWords, Uses
+from webhook.export.uses import Called, OpenUses, PodWords, Uses, trimmed_object
 from webhook.inventory.node_annotations import UnreadableDevicesError
 from webhook.inventory.node_gpus import GpuWire, gpus_in
 from webhook.inventory.nvidia_smi import MAX_SIZE, parse
@@ -61,7 +61,7 @@ STOPPED, LOST = 0, 1
 DRAIN: Final = timedelta(seconds=20)
 # Before a Lease that was not renewed is another's, the last write has to have ended.
 MARGIN: Final = timedelta(seconds=1)
-USES_PAUSE: Final = 0.5
+USES_PAUSE, USES_LONGEST_PAUSE = 0.5, 5.0
 # Stores are asked this often at most, however often somebody asks for our readiness, and have this long to answer.
 CHECK_EVERY: Final = 2.0
 CHECK_LONGEST: Final = 5.0
@@ -69,17 +69,24 @@ CHECK_LONGEST: Final = 5.0
 
 def read_file(path: str, cluster: str, node: str, machine: str | None) -> int:
     """One reading of one host: a JSON line a GPU on stdout."""
-    if path == "-":
-        content, source = sys.stdin.buffer.read(MAX_SIZE + 1), "stdin"
-    else:
-        with Path(path).open("rb") as file:
-            content, source = file.read(MAX_SIZE + 1), path
-    found = node_gpus(parse(content), "", None, utc_now())
+    source = "stdin" if path == "-" else path
+    found = node_gpus(parse(content_of(path)), "", None, utc_now())
     for record in readings_of(found, Source(cluster, node, machine or NO_MACHINE, source)):
         sys.stdout.write(msgspec.json.encode(raw_reading(record)).decode() + "\n")
     if nameless := without_serial(found):
         sys.stderr.write(f"gpuwarden export: no record of {', '.join(nameless)}: without a serial\n")
     return STOPPED
+
+
+def content_of(path: str) -> bytes:
+    """As much as can be parsed, and a byte. Raises GpuwardenError."""
+    try:
+        if path == "-":
+            return sys.stdin.buffer.read(MAX_SIZE + 1)
+        with Path(path).open("rb") as file:
+            return file.read(MAX_SIZE + 1)
+    except OSError as exc:
+        raise GpuwardenError(f"the file {path!r} cannot be read: {exc.strerror}") from exc
 
 
 async def export(settings: ExportSettings) -> int:
@@ -124,8 +131,8 @@ class NodesView(View[NodeWords]):
     def __init__(self, reader: Boots) -> None:
         super().__init__(node_words)
         self._reader = reader
-        # By node, what its annotation was when it was last read, and what it said of each UUID.
-        self._gpus: dict[str, tuple[str, Mapping[str, GpuWire]]] = {}
+        # Of the node that was asked about last: what its annotation was, and what it said of each UUID.
+        self._gpus: tuple[str, str, Mapping[str, GpuWire]] = ("", "", {})
 
     def changed(self, raw: Raw) -> None:
         super().changed(raw)
@@ -137,7 +144,6 @@ class NodesView(View[NodeWords]):
 
     def forget(self, name: str) -> None:
         super().forget(name)
-        self._gpus.pop(name, None)
         self._reader.forget_node(name)
         self.take_news()
 
@@ -145,11 +151,9 @@ class NodesView(View[NodeWords]):
         found = self.get(node)
         if found is None or found.gpus is None:
             return None
-        text, by_uuid = self._gpus.get(node, (None, {}))
-        if text != found.gpus:
-            by_uuid = gpus_by_uuid(found.gpus)
-            self._gpus[node] = found.gpus, by_uuid
-        return by_uuid.get(uuid)
+        if self._gpus[:2] != (node, found.gpus):
+            self._gpus = node, found.gpus, gpus_by_uuid(found.gpus)
+        return self._gpus[2].get(uuid)
 
 
 def gpus_by_uuid(text: str) -> Mapping[str, GpuWire]:
@@ -183,8 +187,7 @@ class ClusterWords:
         if read is not None:
             return Called(read.serial, read.chassis)
         known = self._uses().gpu_nodes.get(node)
-        devices = [one for one in known.devices if one.uuid == uuid] if known is not None else []
-        return Called(devices[0].serial or None) if devices else Called()
+        return Called(known.serials.get(uuid) if known is not None else None)
 
     def evidence(self, node: str) -> str | None:
         return self._evidence.get(node)
@@ -287,10 +290,11 @@ class Process:
             is_current=lambda: all(one.is_current for one in (nodes_watch, gpu_nodes_watch)),
         )
         pods = f"/api/v1/namespaces/{settings.namespace}/pods"
-        nodes_watch = Watch(api, NODES_PATH, self._nodes_view)
-        gpu_nodes_watch = Watch(api, GPU_NODES_PATH, self._uses.gpu_nodes)
-        self._watches = [Watch(api, pods, self._reader, {"labelSelector": settings.label_selector}), nodes_watch]
-        self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence)]
+        nodes_watch = Watch(api, NODES_PATH, self._nodes_view, trimmed=trimmed_node)
+        gpu_nodes_watch = Watch(api, GPU_NODES_PATH, self._uses.gpu_nodes, trimmed=trimmed_object)
+        wanted = {"labelSelector": settings.label_selector}
+        self._watches = [Watch(api, pods, self._reader, wanted, trimmed_pod), nodes_watch]
+        self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence, trimmed=trimmed_object)]
         # Elections are not held up by what else there is to ask.
         urgent = Calls(api, Limit(50, 100, loop.time), longest=settings.lease_renew_deadline.total_seconds())
         terms = Terms(settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period)
@@ -380,16 +384,28 @@ class Process:
         return draining.result()
 
     async def _follow_uses(self) -> None:
-        """A bug in one pass must not end them all."""
+        """A bug in one pass must not end them all. What fails every time is told once, and tried less often."""
+        told: str | None = None
+        pause = USES_PAUSE
         while True:
-            try:
-                await self._uses.step()
-            except ExportError as exc:
-                self._metrics.count_not_read("outbox")
-                log.warning("uses left for the next pass", problem=str(exc))
-            except Exception:
-                log.exception("a pass over uses failed")
-            await asyncio.sleep(USES_PAUSE)
+            problem = await self._problem_with_uses()
+            if problem is not None and problem != told:
+                log.warning("uses left for the next pass", problem=problem)
+            told = problem
+            pause = USES_PAUSE if problem is None else min(2 * pause, USES_LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    async def _problem_with_uses(self) -> str | None:
+        """Of one pass; None if there was none."""
+        try:
+            await self._uses.step()
+        except GpuwardenError as exc:
+            self._metrics.count_not_read("outbox" if isinstance(exc, ExportError) else "uses")
+            return str(exc)
+        except Exception as exc:
+            log.exception("a pass over uses failed")
+            return repr(exc)
+        return None
 
     def _app(self) -> Any:
         async def metrics(_request: Request) -> Response:

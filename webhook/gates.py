@@ -5,15 +5,14 @@ from typing import Any
 import msgspec
 from kubernetes.aio import client
 
-from webhook.calls import LOST
+from webhook.calls import JSON_PATCH, LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.core import keys
 from webhook.core.difference import Change
 from webhook.core.reservation import PodIdentity
-from webhook.ledger.queue import GateError
-from webhook.scheduler.api_pods import MERGE_PATCH, REQUEST_TIMEOUT, said_in
+from webhook.ledger.queue_gates import GateError
+from webhook.scheduler.api_pods import REQUEST_TIMEOUT, names_of, said_in
 from webhook.waiting_pods import is_waiting
 
-JSON_PATCH = "application/json-patch+json"
 GONE = 404
 
 
@@ -21,7 +20,7 @@ class ApiGates:
     """Every patch names the uid of its pod."""
 
     def __init__(self, api: client.ApiClient) -> None:
-        self._pods = client.CoreV1Api(api)
+        self._api = api
 
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
         return await self._patch(pod, patch, JSON_PATCH)
@@ -31,10 +30,7 @@ class ApiGates:
 
     async def is_shut(self, pod: PodIdentity) -> bool:
         try:
-            async with await self._pods.read_namespaced_pod_without_preload_content(
-                pod.name, pod.namespace, _request_timeout=REQUEST_TIMEOUT
-            ) as response:
-                status, body = response.status, await response.read()
+            status, body = await answered(self._api, "GET", POD_PATH, names_of(pod), seconds=REQUEST_TIMEOUT)
         except LOST as exc:
             raise GateError("the API server cannot be reached") from exc
         if status == GONE:
@@ -47,10 +43,9 @@ class ApiGates:
     async def _patch(self, pod: PodIdentity, patch: list[Change] | dict[str, Any], kind: str) -> bool:
         """Whether there was a pod of that name."""
         try:
-            async with await self._pods.patch_namespaced_pod_without_preload_content(
-                pod.name, pod.namespace, patch, _content_type=kind, _request_timeout=REQUEST_TIMEOUT
-            ) as response:
-                status, body = response.status, await response.read()
+            status, body = await answered(
+                self._api, "PATCH", POD_PATH, names_of(pod), patch, seconds=REQUEST_TIMEOUT, kind=kind
+            )
         except LOST as exc:
             raise GateError("the API server cannot be reached") from exc
         if status >= 400 and status != GONE:

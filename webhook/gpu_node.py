@@ -1,8 +1,8 @@
 """GPUNode objects, both ways: the devices in `spec`, the reservations in `status.held`, one entry a slot."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from attrs import evolve, frozen
@@ -16,8 +16,10 @@ API_VERSION = "gpuwarden.io/v1alpha1"
 # Keeps a deleted object as long as something is held on it.
 FINALIZER = "gpuwarden.io/held"
 
-
+PHASES = tuple(Phase)  # in the order in which they follow one another
 LONG_AGO = datetime.fromtimestamp(0, UTC)
+Which = Callable[..., Any]
+Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class UnreadableGpuNodeError(GpuwardenError):
@@ -42,8 +44,8 @@ class HeldWire(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str
     pod: str | None = None
     uid: str | None = None
-    since: datetime | None = None
-    deadline: datetime | None = None
+    since: Moment | None = None
+    deadline: Moment | None = None
     shared: bool = False
 
 
@@ -76,6 +78,8 @@ class GpuNode:
     version: int
     devices: tuple[Device, ...]
     reservations: Mapping[ReservationId, Reservation]
+    # The same; but where a hand has changed some slots of one, it is only as far as the slot that is furthest behind.
+    stored: Mapping[ReservationId, Reservation]
     # Whether what is held here is known: an object that is new says nothing of the pods that are there already.
     is_rebuilt: bool
     # Being deleted: it stays as long as something is held, and gives nothing any more.
@@ -95,11 +99,14 @@ class GpuNode:
         if is_leaving:
             devices = tuple(evolve(one, is_healthy=False) for one in devices)
         held = wire.status and wire.status.held
+        furthest = reservations(name, held or {}, max)
+        is_even = all(furthest[ReservationId(one.reservation)].phase is one.phase for one in (held or {}).values())
         return cls(
             name=name,
             version=version,
             devices=devices,
-            reservations=reservations(name, held or {}),
+            reservations=furthest,
+            stored=furthest if is_even else reservations(name, held or {}, min),
             is_rebuilt=held is not None,
             is_leaving=is_leaving,
             is_kept=FINALIZER in (wire.metadata.finalizers or ()),
@@ -127,19 +134,24 @@ def raw_device(one: Device) -> Raw:
     return raw
 
 
-def reservations(node: str, held: Mapping[str, HeldWire]) -> dict[ReservationId, Reservation]:
+def reservations(node: str, held: Mapping[str, HeldWire], which: Which) -> dict[ReservationId, Reservation]:
+    """Where a hand has changed some slots of one, it is as far as `which` of them: no slot goes back."""
     slots: dict[str, list[Slot]] = {}
+    entries: dict[str, HeldWire] = {}
     for key, entry in held.items():
         slots.setdefault(entry.reservation, []).append(slot(key))
-    entries = {entry.reservation: entry for entry in held.values()}
+        entries[entry.reservation] = which(entries.get(entry.reservation, entry), entry, key=how_far)
     return {ReservationId(one): reservation(node, entries[one], tuple(sorted(slots[one]))) for one in entries}
 
 
+def how_far(entry: HeldWire) -> tuple[int, bool]:
+    return PHASES.index(entry.phase), entry.uid is not None
+
+
 def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservation:
-    """Only a pod holds without end: what has neither a pod nor a deadline somebody wrote by hand, and it is past."""
-    deadline = entry.deadline
-    if deadline is None and entry.phase is Phase.PENDING:
-        deadline = LONG_AGO
+    """Only what is pending has a deadline, and only a pod holds without end: one that says otherwise somebody wrote by
+    hand, and what has neither a pod nor a deadline is past it."""
+    deadline = (entry.deadline or LONG_AGO) if entry.phase is Phase.PENDING else None
     return Reservation(
         id=ReservationId(entry.reservation),
         namespace=entry.namespace,

@@ -1,5 +1,6 @@
 """Decide and reserve, over and over while others are faster: the step that every door into the product shares."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, Question, decide
 from webhook.core.errors import (
     DeadlinePassedError,
     LedgerUnavailableError,
+    PlacementRefusedError,
     ReservationConflictError,
     SlotsTakenError,
 )
@@ -21,6 +23,11 @@ from webhook.core.reservation import Ask, Placement, Reservation
 from webhook.core.verdict import Deny
 from webhook.ledger import Ledger
 from webhook.telemetry import Metrics
+
+# So many tries one right after the other, for others are faster now and then. After that the ledger knows something
+# that the fleet has yet to hear, and there are pauses, longer and longer.
+AT_ONCE = 3
+PAUSE, LONGEST = 0.01, 0.25
 
 
 class Holder:
@@ -56,11 +63,13 @@ class Holder:
         return decide(claim, self.fleet, self.policy, most=most)
 
     def others_first(self, claim: Claim) -> Deny | None:
-        """Whether it is the turn of others of its kind. Those that nothing can be had for hold nobody up.
+        """Whether it is the turn of others of its kind. Those that nothing can be had for hold nobody up, nor do those
+        that want no device.
 
         One question for all of them: they differ in how many they want, and in nothing else.
         """
-        heads = self.lines.heads(Kind.of(claim)) if len(self.lines) else []
+        heads = self.lines.heads(Kind.of(claim)) if len(self.lines) and claim.count else []
+        heads = [head for head in heads if head.claim.count]
         if not heads:
             return None
         self.fleet.advance(self._clock())
@@ -104,6 +113,7 @@ class Holder:
 
     async def _held(self, ask: Ask, claim: Claim, answer_by: datetime) -> Reservation | Deny:
         most = 1  # the best one is nearly always still free
+        tries = 0
         while True:
             await self.ledger.collect(self._clock())
             # The same review may have come before, and its answer been lost: then there is nothing to decide.
@@ -113,15 +123,24 @@ class Holder:
                 return places
             try:
                 return await self.ledger.reserve(ask, places, answer_by=answer_by)
-            except SlotsTakenError:
+            except SlotsTakenError as exc:
+                if isinstance(exc, PlacementRefusedError) and most == MAX_PLACEMENTS:
+                    return NOT_WRITTEN
                 self._metrics.count_ledger_conflict()
-                most = MAX_PLACEMENTS
+                most, tries = MAX_PLACEMENTS, tries + 1
+                if tries > AT_ONCE:
+                    await asyncio.sleep(min(PAUSE * (tries - AT_ONCE), LONGEST))
             except DeadlinePassedError:
                 return Deny(Reason.DEADLINE_PASSED, "the review's time is over: nothing was reserved", hint="try again")
             except ReservationConflictError:
                 return conflict(ask)
             except LedgerUnavailableError:
                 return Deny(Reason.LEDGER_AWAY, "reservations cannot be made at this moment", hint="try again")
+
+
+NOT_WRITTEN = Deny(
+    Reason.LEDGER_AWAY, "the reservation cannot be written down as it would have to be", hint="see gpuwarden's log"
+)
 
 
 def full(namespace: str, limit: int) -> Deny:

@@ -89,14 +89,30 @@ class Candidate:
 
     async def release(self) -> None:
         """For whoever waits: as nobody's, at once. If that fails, it ends by itself."""
+        problem = "somebody else wrote on it, over and over"
         try:
-            raw = await self._call("GET", LEASE, self._where)
-            if raw is not None and raw["spec"].get("holderIdentity") == self.identity:
-                spec = {**raw["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
-                await self._call("PUT", LEASE, self._where, {**raw, "spec": spec})
-                log.info("the Lease is given back", identity=self.identity)
-        except (ApiAwayError, ApiRefusesError) as exc:
-            log.warning("the Lease is not given back", problem=str(exc))
+            async with asyncio.timeout(self.terms.renew_deadline.total_seconds()):
+                for _ in range(3):
+                    if await self._is_given_back():
+                        return
+        except (ApiAwayError, ApiRefusesError, TimeoutError) as exc:
+            problem = str(exc) or "no answer"
+        log.warning("the Lease is not given back", problem=problem)
+
+    async def _is_given_back(self) -> bool:
+        """Or another's. Our own last word may come in between, if nobody waited for its answer."""
+        raw = await self._call("GET", LEASE, self._where)
+        if raw is None or (raw.get("spec") or {}).get("holderIdentity") != self.identity:
+            return True
+        spec = {**raw["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+        try:
+            await self._call("PUT", LEASE, self._where, {**raw, "spec": spec})
+        except ApiRefusesError as exc:
+            if exc.status == 409:
+                return False
+            raise
+        log.info("the Lease is given back", identity=self.identity)
+        return True
 
     async def _take(self) -> bool:
         """Have it for another while, if nobody else has it. Somebody may write on it in between without taking it."""

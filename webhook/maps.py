@@ -1,16 +1,16 @@
 """Placement maps of StatefulSets that exist: their GPUs stay out of the general pool. And node names that are not one
 node's."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import structlog
+from attrs import frozen
 
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import parse_map
+from webhook.core.gpu_map import Keeper, parse_map
 from webhook.core.reasons import Reason
 from webhook.events import Events, Subject
 from webhook.view import View
@@ -21,6 +21,9 @@ Raw = dict[str, Any]
 # A node as a map names it, and a GPU of it as the map does.
 Place = tuple[str, str]
 Named = frozenset[Place]
+Kept = frozenset[tuple[Place, Keeper]]
+Key = tuple[str, str]
+"""Of a set: namespace and name."""
 
 OPT_INS = (f"{keys.DOMAIN}/enabled", "scheduler.radix.ai/enabled")
 
@@ -31,6 +34,19 @@ def opted_in(raw: Mapping[str, Any]) -> bool:
     return any(labels.get(key) == "true" for key in OPT_INS)
 
 
+@frozen
+class MappedSet:
+    """What matters of a StatefulSet."""
+
+    keeper: Keeper
+    text: str | None
+
+    @classmethod
+    def of(cls, raw: Raw) -> "MappedSet":
+        meta = raw["metadata"]
+        return cls(Keeper(meta.get("creationTimestamp") or "", meta.get("uid") or ""), map_of(raw))
+
+
 class MappedSets:
     """Hears of StatefulSets and namespaces. A set counts where the namespace has asked for us: elsewhere anybody could
     take GPUs out of everybody's reach."""
@@ -38,59 +54,84 @@ class MappedSets:
     def __init__(self, fleet: Fleet) -> None:
         self.namespaces: View[bool] = View(opted_in)
         self._fleet = fleet
-        self._sets: dict[tuple[str, str], Named] = {}
-        self._counted: dict[tuple[str, str], Named] = {}
-        self._uses: Counter[Place] = Counter()
-        self._mapped: dict[str, set[str]] = {}
+        self._sets: dict[Key, MappedSet] = {}
+        self._named: dict[Key, Named] = {}
+        self._counted: dict[Key, Kept] = {}
+        self._keepers: dict[Place, set[Keeper]] = {}
+        self._mapped: dict[str, dict[str, Keeper]] = {}
 
     # What the watch of StatefulSets tells.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        there = {key_of(raw) for raw in objects.values()}
-        self._settle({key: frozenset() for key in self._sets.keys() - there})
-        self._settle({key_of(raw): places_of(raw) for raw in objects.values()})
+        self._forget(self._sets.keys() - {key_of(raw) for raw in objects.values()})
+        self._read(objects.values())
 
     def changed(self, raw: Raw) -> None:
-        self._settle({key_of(raw): places_of(raw)})
+        self._read([raw])
 
     def deleted(self, raw: Raw) -> None:
-        self._settle({key_of(raw): frozenset()})
+        self._forget([key_of(raw)])
 
     def refresh(self) -> None:
         """Namespaces may have asked for us, or no longer do."""
         news = set(self.namespaces.take_news())
-        self._settle({key: places for key, places in self._sets.items() if key[0] in news})
+        self._settle([key for key in self._named if key[0] in news])
 
-    def _settle(self, said: Mapping[tuple[str, str], Named]) -> None:
-        changed: set[str] = set()
-        for key, places in said.items():
+    def _read(self, raws: Iterable[Raw]) -> None:
+        """A set changes with each pod of it that comes or goes; what matters of it hardly ever does."""
+        news: list[Key] = []
+        for raw in raws:
+            key, one = key_of(raw), MappedSet.of(raw)
+            if self._sets.get(key) == one:
+                continue
+            self._sets[key] = one
+            places = places_of(key, one.text)
             if places:
-                self._sets[key] = places
+                self._named[key] = places
             else:
-                self._sets.pop(key, None)
-            counted = places if self.namespaces.get(key[0]) else frozenset()
-            before = self._counted.get(key, frozenset())
-            self._uses.update(counted - before)
-            self._uses.subtract(before - counted)
-            changed |= {node for node, _ in counted ^ before}
-            if counted:
-                self._counted[key] = counted
-            else:
-                self._counted.pop(key, None)
-            for node, gpu in counted ^ before:
-                self._count(node, gpu)
+                self._named.pop(key, None)
+            news.append(key)
+        self._settle(news)
+
+    def _forget(self, gone: Iterable[Key]) -> None:
+        gone = list(gone)
+        for key in gone:
+            self._sets.pop(key, None)
+            self._named.pop(key, None)
+        self._settle(gone)
+
+    def _settle(self, news: Iterable[Key]) -> None:
+        changed: set[str] = set()
+        for key in news:
+            before, after = self._counted.pop(key, frozenset()), self._kept(key)
+            if after:
+                self._counted[key] = after
+            for place, keeper in before - after:
+                self._keepers[place].discard(keeper)
+            for place, keeper in after - before:
+                self._keepers.setdefault(place, set()).add(keeper)
+            for place in {place for place, _ in before ^ after}:
+                self._say(place)
+                changed.add(place[0])
         if changed:
             self._fleet.set_aside(self._mapped, changed)
 
-    def _count(self, node: str, gpu: str) -> None:
-        if self._uses[node, gpu] > 0:
-            self._mapped.setdefault(node, set()).add(gpu)
+    def _kept(self, key: Key) -> Kept:
+        if key not in self._named or not self.namespaces.get(key[0]):
+            return frozenset()
+        keeper = self._sets[key].keeper
+        return frozenset((place, keeper) for place in self._named[key])
+
+    def _say(self, place: Place) -> None:
+        """Who keeps it by now."""
+        node, gpu = place
+        if self._keepers[place]:
+            self._mapped.setdefault(node, {})[gpu] = min(self._keepers[place])
             return
-        del self._uses[node, gpu]
-        gpus = self._mapped.get(node, set())
-        gpus.discard(gpu)
-        if not gpus:
-            self._mapped.pop(node, None)
+        del self._keepers[place]
+        del self._mapped[node][gpu]
+        if not self._mapped[node]:
+            del self._mapped[node]
 
 
 class NamespaceNews:
@@ -112,21 +153,25 @@ class NamespaceNews:
         self._sets.refresh()
 
 
-def key_of(raw: Raw) -> tuple[str, str]:
+def key_of(raw: Raw) -> Key:
     return raw["metadata"].get("namespace") or "", raw["metadata"]["name"]
 
 
-def places_of(raw: Raw) -> Named:
-    """What the set's map names, whatever its scale; nothing if nobody can read it: its pods are denied then."""
+def map_of(raw: Raw) -> str | None:
+    """The map in its template."""
     meta = ((raw.get("spec") or {}).get("template") or {}).get("metadata") or {}
     annotations = meta.get("annotations") or {}
-    text = next((annotations[name] for name in keys.GPU_MAP.names if annotations.get(name)), None)
+    return next((annotations[name] for name in keys.GPU_MAP.names if annotations.get(name)), None)
+
+
+def places_of(key: Key, text: str | None) -> Named:
+    """What the set's map names, whatever its scale; nothing if nobody can read it: its pods are denied then."""
     if text is None:
         return frozenset()
     try:
         entries = parse_map(text)
     except InvalidPodError:
-        log.warning("map of a StatefulSet left out", namespace=key_of(raw)[0], name=key_of(raw)[1])
+        log.warning("map of a StatefulSet left out", namespace=key[0], name=key[1])
         return frozenset()
     return frozenset((entry.node, plain_name(gpu)) for entry in entries.values() for gpu in entry.gpus)
 

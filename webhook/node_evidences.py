@@ -13,6 +13,7 @@ from webhook.clock import Clock
 from webhook.core.evidence import Evidence, combined
 from webhook.evidence import EvidenceProvider
 from webhook.evidence.node_evidence import (
+    ENDLESS,
     NodeEvidence,
     entry_in,
     has_entry,
@@ -172,7 +173,8 @@ class EvidenceView:
 
     It is known of nodes that have not been heard of too. An object that cannot be read leaves what was known. The
     sources that are `asked` all have to vouch for a node; what others have said counts for nothing. A proof's moment is
-    by the clock of whoever signed it, so it may have been made a `skew` earlier.
+    by the clock of whoever signed it, so it may have been made a `skew` earlier. Nothing counts when it is older than
+    `max_age`, whatever end was written down with it.
     """
 
     def __init__(
@@ -181,8 +183,10 @@ class EvidenceView:
         show: Callable[[str], None],
         asked: Collection[str],
         skew: timedelta = timedelta(),
+        max_age: timedelta | None = None,
     ) -> None:
         self._skew = skew
+        self._max_age = max_age
         self._own = own
         self._show = show
         self._asked = frozenset(asked)
@@ -193,7 +197,14 @@ class EvidenceView:
         return combined([*own, *(self._view.get(name) or ())], self._asked)
 
     def _said_in(self, raw: Raw) -> tuple[Evidence, ...]:
-        return tuple(map(self._at_the_earliest, NodeEvidence.parse(only(raw, self._asked)).sources.values()))
+        said = NodeEvidence.parse(only(raw, self._asked)).sources.values()
+        return tuple(self._at_the_earliest(self._no_longer(one)) for one in said)
+
+    def _no_longer(self, one: Evidence) -> Evidence:
+        """An agent's word begins a skew early, so that is what any of them may have more."""
+        if self._max_age is None or one.since is None or one.until is None or one.source in ENDLESS:
+            return one
+        return evolve(one, until=min(one.until, one.since + self._max_age + self._skew))
 
     def _at_the_earliest(self, one: Evidence) -> Evidence:
         return one if one.nonce_digest is None or one.since is None else evolve(one, since=one.since - self._skew)

@@ -1,19 +1,24 @@
-"""Accepted proofs in the cluster: one entry of NodeEvidence, by compare-and-swap, whichever replica was told."""
+"""What has to outlive a process where nodes prove themselves, by compare-and-swap, whichever replica was told: accepted
+proofs, each an entry of NodeEvidence, and how far the trust bundle has come."""
 
+import hashlib
 from datetime import datetime, timedelta
 from typing import Protocol
 
+from attrs import asdict
 from kubernetes.aio import client
 
-from webhook.api_objects import Objects, is_not_found
-from webhook.cluster import REQUEST_TIMEOUT, translated
+from webhook.api_objects import Objects, node_in
+from webhook.core import keys
 from webhook.core.errors import LedgerError
 from webhook.core.evidence import Evidence
 from webhook.evidence import EvidenceUnavailableError
+from webhook.evidence.jwt_bundle import JwtBundle, Mark, check_succession
 from webhook.evidence.jwt_svid import SOURCE
-from webhook.evidence.node_evidence import entry_in, new_node_evidence, with_entries
+from webhook.evidence.node_evidence import API_VERSION, entry_in, new_node_evidence, with_entries
 from webhook.evidence.proofs import UnknownNodeError, check_birth, check_newer
-from webhook.ledger.store import StaleError, StoreAwayError
+from webhook.ledger.store import Raw, StaleError
+from webhook.setting_kinds import SUBDOMAIN
 
 # Others write the entries of other sources of the same object.
 TRIES = 5
@@ -30,17 +35,11 @@ class ApiBirths:
     """Node objects, by a quorum read: a node that was made anew a moment ago is another one."""
 
     def __init__(self, api: client.ApiClient) -> None:
-        self._nodes = client.CoreV1Api(api)
+        self._api = api
 
     async def born(self, name: str) -> datetime | None:
-        try:
-            async with translated():
-                node = await self._nodes.read_node(name, _request_timeout=REQUEST_TIMEOUT)
-        except StoreAwayError as exc:
-            if is_not_found(exc):
-                return None
-            raise
-        return node.metadata.creation_timestamp if node.metadata else None
+        node = await node_in(self._api, name)
+        return None if node is None else datetime.fromisoformat(node["metadata"]["creationTimestamp"])
 
 
 class ClusterProofs:
@@ -73,3 +72,55 @@ class ClusterProofs:
                 continue
             return
         raise StaleError(proof.node)
+
+
+class ClusterMarks:
+    """One TrustBundle object for all replicas, and for those that come after. Who deletes it begins anew."""
+
+    def __init__(self, objects: Objects, trust_domain: str) -> None:
+        self._objects = objects
+        self._trust_domain = trust_domain
+
+    async def advance(self, bundle: JwtBundle) -> None:
+        try:
+            await self._write(bundle)
+        except LedgerError as exc:
+            raise EvidenceUnavailableError("how far the trust bundle has come cannot be looked up or kept") from exc
+
+    async def _write(self, bundle: JwtBundle) -> None:
+        name, mark = object_name(self._trust_domain), bundle.mark
+        for _ in range(TRIES):
+            raw = await self._objects.get(name)
+            last = mark_in(raw or {})
+            check_succession(last, bundle)
+            if mark is None or mark == last:
+                return
+            try:
+                raw = raw or await self._objects.create(new_trust_bundle(name, self._trust_domain))
+                await self._objects.replace_status({**raw, "status": asdict(mark)})
+            except StaleError:
+                continue
+            return
+        raise StaleError(name)
+
+
+def object_name(trust_domain: str) -> str:
+    """Not every trust domain is a name that an object may have."""
+    if SUBDOMAIN.fullmatch(trust_domain):
+        return trust_domain
+    return f"trust-domain-{hashlib.sha256(trust_domain.encode()).hexdigest()[:32]}"
+
+
+def new_trust_bundle(name: str, trust_domain: str) -> Raw:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": "TrustBundle",
+        "metadata": {"name": name, "labels": {keys.MANAGED_BY: keys.OURS}},
+        "spec": {"trustDomain": trust_domain},
+    }
+
+
+def mark_in(raw: Raw) -> Mark | None:
+    """None for an object that nobody has written further than to make it."""
+    status = raw.get("status")
+    return None if not status else Mark(status["sequence"], status["keys"])

@@ -10,7 +10,7 @@ from webhook.api_objects import ApiNamespaces
 from webhook.clock import utc_now
 from webhook.cluster import PODS_PATH, ApiGpuNodes, ApiPods, connected
 from webhook.clustered import GPU_NODES_PATH, NAMESPACES_PATH, STATEFUL_SETS_PATH, Discovering
-from webhook.continuous import Continuous, OnEvidenceLost, is_vouched
+from webhook.continuous import Continuous, OnEvidenceLost, evidence_ages, is_vouched
 from webhook.core.fleet import Fleet
 from webhook.election import lead_again_and_again
 from webhook.events import ApiEvents
@@ -56,10 +56,16 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
     fleet, pods, metrics = Fleet(), ApiPods(api), probes.metrics
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
     events = ApiEvents(api, utc_now, metrics.count_event)
-    waiting = Waiting(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline))
+    waiting = Waiting(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew)
     reconciler = Reconciler(ledger, pods, events, utc_now, waiting)
     inventory = ClusterInventory(fleet, utc_now, proven=lambda name: evidence.word_on(name))
-    evidence = EvidenceView({}, show=inventory.prove, asked=settings.evidence, skew=settings.clock_skew)
+    evidence = EvidenceView(
+        {},
+        show=inventory.prove,
+        asked=settings.evidence,
+        skew=settings.clock_skew,
+        max_age=settings.max_evidence_age,
+    )
     discovering = Discovering(
         settings,
         api,
@@ -83,6 +89,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         count_change=metrics.count_evidence_change,
     )
     metrics.watch_evidence(continuous.counts)
+    metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
     namespaces = WatchedNamespaces(ApiNamespaces(api))
     rules, policy = rules_of(settings, namespaces), policy_of(settings)
     waking = Waking(fleet, policy, rules.claims, ApiAlarm(api), utc_now)
@@ -122,7 +129,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
             queue.begin()
             await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
 
-        await lead_again_and_again(settings, api, LEASE, lead)
+        await lead_again_and_again(settings, api, LEASE, lead, ledger.rest)
 
 
 async def read_anew(api: client.ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:

@@ -71,7 +71,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes, health
             await watch.ready.wait()
         log.info("watching", nodes=len(parts.world.rooms), waiting=len(parts.world.waiters))
         probes.begin()
-        await lead_again_and_again(settings, api, LEASE, lambda: leading(parts.binder, parts.news))
+        await lead_again_and_again(settings, api, LEASE, lambda: leading(parts.binder, parts.news), parts.rest)
 
 
 class Parts:
@@ -81,10 +81,16 @@ class Parts:
         self.news = asyncio.Event()
         self.world = World(settings.scheduler_name, self.news.set)
         fleet, pods, policy = Fleet(), ApiPods(api), policy_of(settings)
-        ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
+        ledger = self._ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
         own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
         inventory = ClusterInventory(fleet, utc_now, proven=lambda name: evidence.word_on(name))
-        evidence = EvidenceView(own, show=inventory.prove, asked=settings.evidence, skew=settings.clock_skew)
+        evidence = EvidenceView(
+            own,
+            show=inventory.prove,
+            asked=settings.evidence,
+            skew=settings.clock_skew,
+            max_age=settings.max_evidence_age,
+        )
         namespaces = WatchedNamespaces(ApiNamespaces(api))
         claims = rules_of(settings, namespaces).claims
         holder = Holder(fleet, ledger, policy, utc_now, metrics)
@@ -100,6 +106,11 @@ class Parts:
             Watch(api, NAMESPACES_PATH, namespaces.view),
             Watch(api, PODS_PATH, PodsOfWorld(self.world)),
         )
+
+    async def rest(self) -> None:
+        """Until nothing is under way any more."""
+        await self.binder.settle()
+        await self._ledger.rest()
 
 
 class Acting(Protocol):

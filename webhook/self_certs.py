@@ -7,7 +7,7 @@ import base64
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +18,12 @@ import structlog
 from attrs import frozen
 from kubernetes.aio import client
 
-from webhook.calls import LOST
+from webhook.calls import JSON, JSON_PATCH, LOST, MERGE_PATCH, answered
 from webhook.clock import utc_now
 from webhook.cluster import REQUEST_TIMEOUT, connected
 from webhook.core.errors import GpuwardenError
 from webhook.probes import Probes
-from webhook.process import stop_signal, until
+from webhook.process import rest, stop_signal, until
 from webhook.rotation import (
     BUNDLE,
     CERT,
@@ -40,13 +40,16 @@ from webhook.rotation import (
 )
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
+from webhook.watch import Watch
 
 log = structlog.get_logger(__name__)
 
 Raw = dict[str, Any]
 
 NOT_FOUND, CONFLICT = 404, 409
-JSON_PATCH, MERGE_PATCH = "application/json-patch+json", "application/merge-patch+json"
+SECRETS_PATH = "/api/v1/namespaces/{namespace}/secrets"
+CONFIGURATIONS_PATH = "/apis/admissionregistration.k8s.io/v1/{kind}webhookconfigurations"
+CONFIGURATION_PATH = f"{CONFIGURATIONS_PATH}/{{name}}"
 KINDS = ("mutating", "validating")
 # Between two steps.
 SOON = timedelta(seconds=0.05)
@@ -143,15 +146,48 @@ async def keep(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     configure_logging(settings.log_level)
     stop = stop_signal()
+    news = News()
     async with await connected(settings) as api, Probes(settings).listening() as probes:
-        await until(stop, look_again_and_again(settings, ApiPlace(api, settings), probes))
+        looking = look_again_and_again(settings, ApiPlace(api, settings), probes, news.there)
+        watches = (watch.run() for watch in watches_of(settings, api, news))
+        await until(stop, all_of(looking, *watches))
     log.info("stopped")
 
 
-async def look_again_and_again(settings: Settings, place: Place, probes: Probes) -> None:
+async def all_of(*work: Coroutine[Any, Any, None]) -> None:
+    await asyncio.gather(*work)
+
+
+class News:
+    """Hears that a configuration has come or changed. Until it has its CA bundle, the API server refuses every pod that
+    asks for GPUs: it is looked at at once."""
+
+    def __init__(self) -> None:
+        self.there = asyncio.Event()
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self.there.set()
+
+    def changed(self, raw: Raw) -> None:
+        self.there.set()
+
+    def deleted(self, raw: Raw) -> None:
+        """Nothing is left to be written there."""
+
+
+def watches_of(settings: Settings, api: client.ApiClient, news: News) -> list[Watch]:
+    return [
+        Watch(api, CONFIGURATIONS_PATH.format(kind=kind), news, only={"fieldSelector": f"metadata.name={name}"})
+        for kind in KINDS
+        for name in settings.certs_configurations
+    ]
+
+
+async def look_again_and_again(settings: Settings, place: Place, probes: Probes, news: asyncio.Event) -> None:
     """An API server that is away, or a right that is missing, is waited for: what is served stays good for weeks."""
     rules, has_begun = rules_of(settings), False
     while True:
+        news.clear()
         pause = settings.certs_look_interval
         try:
             done = await one_round(place, rules)
@@ -165,7 +201,7 @@ async def look_again_and_again(settings: Settings, place: Place, probes: Probes)
         except (CertificatesError, OSError) as exc:
             probes.metrics.count_provider_error("certificates")
             log.warning("certificates cannot be looked after", problem=str(exc))
-        await asyncio.sleep(pause.total_seconds())
+        await rest(news, pause.total_seconds(), SOON.total_seconds())
 
 
 def show(probes: Probes, state: State | None) -> None:
@@ -196,19 +232,13 @@ class ApiPlace:
     """The Secret and the webhook configurations of the API server."""
 
     def __init__(self, api: client.ApiClient, settings: Settings) -> None:
-        self._core = client.CoreV1Api(api)
-        self._admission = client.AdmissionregistrationV1Api(api)
+        self._api = api
         self._namespace, self._secret = settings.certs_namespace, settings.certs_secret
         self._names = settings.certs_configurations
 
     async def look(self) -> Seen:
         configurations = [await self._configuration(kind, name) for kind in KINDS for name in self._names]
-        secret = await answer(
-            self._core.read_namespaced_secret_without_preload_content(
-                self._secret, self._namespace, _request_timeout=REQUEST_TIMEOUT
-            ),
-            fine=(NOT_FOUND,),
-        )
+        secret = await self._answer("GET", f"{SECRETS_PATH}/{{name}}", self._own_names, fine=(NOT_FOUND,))
         there = tuple(one for one in configurations if one is not None)
         if secret is None:
             return Seen(there, None, None)
@@ -223,19 +253,11 @@ class ApiPlace:
     async def keep(self, seen: Seen, state: State) -> None:
         data: dict[str, bytes | str] = {name: base64.b64encode(text).decode() for name, text in data_of(state).items()}
         if seen.version is None:
-            body = client.V1Secret(metadata=client.V1ObjectMeta(name=self._secret), type="Opaque", data=data)
-            await answer(
-                self._core.create_namespaced_secret_without_preload_content(
-                    self._namespace, body, _request_timeout=REQUEST_TIMEOUT
-                )
-            )
+            body = {"metadata": {"name": self._secret}, "type": "Opaque", "data": data}
+            await self._answer("POST", SECRETS_PATH, self._own_names, body)
             return
         patch = {"metadata": {"resourceVersion": seen.version}, "data": {**dict.fromkeys(NAMES), **data}}
-        await answer(
-            self._core.patch_namespaced_secret_without_preload_content(
-                self._secret, self._namespace, patch, _content_type=MERGE_PATCH, _request_timeout=REQUEST_TIMEOUT
-            )
-        )
+        await self._answer("PATCH", f"{SECRETS_PATH}/{{name}}", self._own_names, patch, kind=MERGE_PATCH)
 
     async def publish(self, seen: Seen, bundle: bytes) -> None:
         text = base64.b64encode(bundle).decode()
@@ -246,12 +268,11 @@ class ApiPlace:
             # The version makes the patch fail where somebody has changed the configuration since.
             patch = [{"op": "replace", "path": "/metadata/resourceVersion", "value": one.version}]
             patch += [{"op": "add", "path": f"/webhooks/{k}/clientConfig/caBundle", "value": text} for k in wrong]
-            call = getattr(self._admission, f"patch_{one.kind}_webhook_configuration_without_preload_content")
-            await answer(call(one.name, patch, _content_type=JSON_PATCH, _request_timeout=REQUEST_TIMEOUT))
+            names = {"kind": one.kind, "name": one.name}
+            await self._answer("PATCH", CONFIGURATION_PATH, names, patch, kind=JSON_PATCH)
 
     async def _configuration(self, kind: str, name: str) -> Configuration | None:
-        call = getattr(self._admission, f"read_{kind}_webhook_configuration_without_preload_content")
-        raw = await answer(call(name, _request_timeout=REQUEST_TIMEOUT), fine=(NOT_FOUND,))
+        raw = await self._answer("GET", CONFIGURATION_PATH, {"kind": kind, "name": name}, fine=(NOT_FOUND,))
         if raw is None:
             return None
         bundles = tuple(
@@ -259,25 +280,36 @@ class ApiPlace:
         )
         return Configuration(kind, name, raw["metadata"]["resourceVersion"], bundles)
 
+    @property
+    def _own_names(self) -> dict[str, str]:
+        return {"namespace": self._namespace, "name": self._secret}
 
-async def answer(request: Awaitable[Any], fine: tuple[int, ...] = ()) -> Raw | None:
-    """What the API server says; None where it refuses in a way that is no mistake."""
-    try:
-        async with await request as response:
-            status, body = response.status, await response.read()
-    except LOST as exc:
-        raise CertificatesError("the API server cannot be reached") from exc
-    if status in fine:
-        return None
-    if status == CONFLICT:
-        raise OvertakenError
-    try:
-        raw = msgspec.json.decode(body, type=Raw)
-    except msgspec.DecodeError as exc:
-        raise CertificatesError(f"the API server answered {status}, and no object") from exc
-    if status >= 400:
-        raise CertificatesError(f"the API server answered {status}: {raw.get('message', '')}")
-    return raw
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        names: Mapping[str, str],
+        body: object = None,
+        *,
+        kind: str = JSON,
+        fine: tuple[int, ...] = (),
+    ) -> Raw | None:
+        """What the API server says; None where it refuses in a way that is no mistake."""
+        try:
+            status, said = await answered(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
+        except LOST as exc:
+            raise CertificatesError("the API server cannot be reached") from exc
+        if status in fine:
+            return None
+        if status == CONFLICT:
+            raise OvertakenError
+        try:
+            raw = msgspec.json.decode(said, type=Raw)
+        except msgspec.DecodeError as exc:
+            raise CertificatesError(f"the API server answered {status}, and no object") from exc
+        if status >= 400:
+            raise CertificatesError(f"the API server answered {status}: {raw.get('message', '')}")
+        return raw
 
 
 # In a directory.

@@ -158,6 +158,8 @@ class Server:
                 undo.push_async_callback(listener.stop, 0.0)
             await self._load()
             await self._parts.feed.first_answers()
+            if self._parts.attestation is not None:
+                await self._parts.attestation.first_answers()
             if self._parts.hinting is not None:
                 self._hinting = asyncio.ensure_future(self._parts.hinting.run())
                 await self._parts.hinting.heard(HINTS_PATIENCE)

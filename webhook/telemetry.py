@@ -142,10 +142,13 @@ CountsSource = Callable[[], FleetCounts]
 
 @frozen
 class EvidenceCounts:
-    """Pods on nodes whose evidence does not suit them; the age in seconds of the oldest evidence, by state."""
+    """Pods on nodes whose evidence does not suit them."""
 
     pods_without: int = 0
-    ages: Mapping[str, float] = field(factory=dict)
+
+
+# In seconds, of the oldest evidence by its state and by the class of its nodes.
+Ages = Mapping[tuple[str, str], float]
 
 
 class EvidenceCollector(Collector):
@@ -164,8 +167,28 @@ class EvidenceCollector(Collector):
 def evidence_families(counts: EvidenceCounts) -> Iterator[GaugeMetricFamily]:
     about = "Running pods whose node's evidence no longer suits them"
     yield GaugeMetricFamily("gpuwarden_pods_without_evidence", about, counts.pods_without)
-    about = "Age of the oldest evidence by state; evidence without a beginning has none"
-    yield family("gpuwarden_evidence_age_seconds", about, "state", tuple(EvidenceState), counts.ages)
+
+
+class AgesCollector(Collector):
+    """Asks when somebody looks: ages never stand still."""
+
+    def __init__(self, ages: Callable[[], Ages]) -> None:
+        self.ages = ages
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return [age_family({})]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        return [age_family(self.ages())]
+
+
+def age_family(ages: Ages) -> GaugeMetricFamily:
+    about = "Age of the oldest evidence by state and class of nodes; evidence without a beginning has none"
+    gauge = GaugeMetricFamily("gpuwarden_evidence_age_seconds", about, labels=["state", "node_class"])
+    for node_class in sorted({one for _, one in ages}) or [""]:
+        for state in EvidenceState:
+            gauge.add_metric([state, node_class], ages.get((state, node_class), 0))
+    return gauge
 
 
 class FleetCollector(Collector):
@@ -276,6 +299,8 @@ class Metrics:
         self._provider_errors = Bound[str, Counter](provider_errors.labels)
         for outcome in ("accepted", "replayed"):  # what alerts ask about is there from the start
             proofs.labels(outcome)
+        for outcome in ("refused", "away"):
+            bundles.labels(outcome)
         for outcome in SCORING_OUTCOMES:
             scorings.labels(outcome)
         for state in EvidenceState:
@@ -355,6 +380,10 @@ class Metrics:
     def watch_evidence(self, count: Callable[[], EvidenceCounts]) -> None:
         """From now on every look at the metrics asks `count`."""
         self.registry.register(EvidenceCollector(count))
+
+    def watch_ages(self, ages: Callable[[], Ages]) -> None:
+        """From now on every look at the metrics asks `ages`."""
+        self.registry.register(AgesCollector(ages))
 
     def render(self) -> tuple[bytes, str]:
         """The metrics as text, and the content type of that text."""

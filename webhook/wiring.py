@@ -9,6 +9,7 @@ from attrs import evolve, frozen
 
 from webhook.attestation import Attestation, attestation_of
 from webhook.clock import Clock
+from webhook.continuous import evidence_ages
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device_state import DeviceState, device_state
@@ -103,6 +104,7 @@ def assembled(
         notes=(*settings.notes, *([STATIC_NOTE] if "static" in settings.evidence else [])),
     )
     metrics.watch_fleet(lambda: counts(parts))
+    metrics.watch_ages(lambda: evidence_ages(fleet, clock()))
     return parts
 
 

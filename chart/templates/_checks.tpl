@@ -1,12 +1,14 @@
 {{- /* What cannot work is said in one sentence, and nothing is installed. */ -}}
 {{- define "gpuwarden.checks" -}}
+{{- $moved := list }}
 {{- range $path, $sentence := .Files.Get "files/moved.yaml" | fromYaml }}
   {{- $place := $.Values }}{{ $found := true }}
   {{- range $name := splitList "." $path }}
     {{- if and $found (kindIs "map" $place) (hasKey $place $name) }}{{ $place = index $place $name }}{{ else }}{{ $found = false }}{{ end }}
   {{- end }}
-  {{- if $found }}{{ fail (printf "\n\n%s." $sentence) }}{{ end }}
+  {{- if $found }}{{ $moved = append $moved (printf "%s." $sentence) }}{{ end }}
 {{- end }}
+{{- with $moved }}{{ fail (printf "\n\n%s" (join "\n" .)) }}{{ end }}
 {{- $values := .Values }}{{ $settings := .Values.settings }}
 {{- $evidence := splitList "," (include "gpuwarden.evidence" . | nospace) }}
 {{- if has .Release.Namespace (list "kube-system" "kube-public" "kube-node-lease") }}

@@ -26,7 +26,7 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- with default $values.priorityClassName $own.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ quote . }}
   {{- end }}
   {{- with $values.podSecurityContext }}
   securityContext:

@@ -44,6 +44,17 @@ def test_our_own_namespace_and_that_of_the_cluster_are_never_reviewed() -> None:
         ]
 
 
+def test_a_name_of_digits_stays_a_name() -> None:
+    """`123` may be a namespace and a class, and YAML would make a number of it."""
+    classes = {"priorityClassName": "123", "priorityClasses.create": True, "priorityClasses.classes": {"123": 1000}}
+    found = rendered({"webhooks.excludedNamespaces": ["123"], **classes})
+    excluded = [one["values"][-1] for hook in webhooks(found) for one in hook["namespaceSelector"]["matchExpressions"]]
+    assert "123" in excluded
+    assert 123 not in excluded
+    assert {pod["spec"]["priorityClassName"] for name, pod in pods(found) if name == "serve"} == {"123"}
+    assert "123" in [one["metadata"]["name"] for one in of_kind(found, "PriorityClass")]
+
+
 @pytest.mark.defect("S1-16")
 def test_the_failure_policy_is_the_values_and_the_last_door_stays_shut() -> None:
     for said in ("Fail", "Ignore"):
@@ -318,3 +329,6 @@ def test_the_classes_that_scores_lead_to_are_made() -> None:
         "gpu-medium": 500,
         "gpu-default": 250,
     }
+    changed = {"priorityClasses.create": True, "priorityClasses.classes": {"mine": 7, "gpu-ultra": None}}
+    names = {each["metadata"]["name"] for each in of_kind(rendered(changed), "PriorityClass")}
+    assert names == {"mine", "gpu-high", "gpu-medium", "gpu-default"}

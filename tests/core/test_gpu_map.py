@@ -1,6 +1,7 @@
 """The placement map: what older systems' users wrote means the same, and every line that means nothing is named."""
 
 import re
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given
@@ -121,13 +122,19 @@ def test_a_map_of_nothing_but_mistakes_is_answered_in_bounded_length() -> None:
 
 def test_a_map_longer_than_any_set_is_not_read() -> None:
     with pytest.raises(InvalidPodError, match=f"the map has {MAX_LINES + 1} lines, 10000 are read"):
-        parse_map("\n" * MAX_LINES)
+        parse_map("\n" * (MAX_LINES + 1))
 
 
-def test_a_map_of_ten_thousand_lines_is_read_whole() -> None:
-    entries = parsed("\n".join(f"{n}=node-{n // 8}:{n % 8}" for n in range(MAX_LINES)))
+@pytest.mark.parametrize("end", ["", "\n"], ids=["no-final-newline", "final-newline"])
+def test_a_map_of_ten_thousand_lines_is_read_whole(end: str) -> None:
+    entries = parsed("\n".join(f"{n}=node-{n // 8}:{n % 8}" for n in range(MAX_LINES)) + end)
     assert len(entries) == MAX_LINES
     assert entries[9_999] == ("node-1249", "7")
+
+
+def test_a_map_that_all_pods_of_a_set_have_is_read_once() -> None:
+    text = "0=node1:0\n1=node2:0\n"
+    assert parse_map(text) is parse_map("".join(text))
 
 
 def test_leading_zeros_do_not_count() -> None:
@@ -146,7 +153,7 @@ def test_any_text_is_a_map_or_has_its_bad_lines_named(text: str) -> None:
         assert len(set(entry.gpus)) == len(entry.gpus) > 0
 
 
-def read(text: str) -> tuple[dict[int, MapEntry], tuple[str, ...]]:
+def read(text: str) -> tuple[Mapping[int, MapEntry], tuple[str, ...]]:
     try:
         return parse_map(text), ()
     except InvalidPodError as caught:

@@ -93,8 +93,9 @@ def test_memory_is_a_decimal_number(text: str, number: float) -> None:
     assert features(gpu__mem__gi=text).gpu_mem_gb == number
 
 
-@pytest.mark.parametrize("text", ["16.0", "many", "", "1e3", "9" * 40])
-def test_a_batch_size_that_is_no_integer_is_left_out_with_a_warning(text: str) -> None:
+@pytest.mark.defect("S3-11")
+@pytest.mark.parametrize("text", ["16.0", "many", "", "1e3", "9" * 40, "-1", "nan", "40Gi", "1e400"])
+def test_a_batch_size_that_is_no_whole_number_is_left_out_with_a_warning(text: str) -> None:
     found = features(ml__batch_size=text)
     assert found.batch_size is None
     assert len(found.warnings) == 1

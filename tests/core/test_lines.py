@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import NOW, raw_container
-from webhook.core.lines import OWN_IDS, Kind, Lines, Waiter, reservation_id_of
+from webhook.core.lines import OWN_IDS, Kind, Lines, Turns, Waiter, reservation_id_of
 from webhook.core.reservation import PodIdentity
 
 
@@ -61,6 +61,29 @@ def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, 
     for head in heads:
         same = [one for one in in_order if one.claim.count == head.claim.count]
         assert list(lines.behind(head)) == same
+
+
+def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
+    lines = Lines()
+    for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
+        lines.put(one)
+    (kind,) = lines.kinds()
+    turns, taken = Turns(lines, lines.heads(kind)), []
+    while turns:
+        taken.append(turns.take())
+        turns.goes_on(taken[-1])
+    assert [one.pod.name for one in taken] == ["p1", "p2", "p3", "p4"]
+
+
+def test_whoever_waits_holds_up_those_that_want_as_many_or_more_and_nobody_else() -> None:
+    lines = Lines()
+    for one in (waiter(1, 4, 1), waiter(2, 8, 2), waiter(3, 1, 3), waiter(4, 4, 4), waiter(5, 2, 5)):
+        lines.put(one)
+    (kind,) = lines.kinds()
+    turns = Turns(lines, lines.heads(kind))
+    first = turns.take()
+    assert [one.pod.name for one in turns.held_up_by(first)] == ["p2"]
+    assert [turns.take().pod.name for _ in range(len(turns))] == ["p3", "p5"]
 
 
 def test_the_id_of_a_reservation_follows_from_the_pod_and_is_no_reviews() -> None:

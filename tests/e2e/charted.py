@@ -4,8 +4,10 @@ files, accounts and permissions that were rendered."""
 import asyncio
 import base64
 import json
+import os
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +18,7 @@ from attrs import field, frozen
 from scripts.chart_values import CHART
 from scripts.controlplane.cluster import Cluster
 from tests.chart.rendering import HELM, unfolded
-from tests.e2e.kube import CONFIG_MAPS, DEPLOYMENTS, SERVICES, Kube, Raw, Resource, wait_until
+from tests.e2e.kube import CONFIG_MAPS, DEPLOYMENTS, Kube, Raw, Resource, wait_until
 from tests.running import GPUWARDEN
 
 SECRETS = Resource("api/v1", "secrets")
@@ -24,6 +26,15 @@ SECRETS = Resource("api/v1", "secrets")
 START_TIMEOUT = 60.0
 HELM_TIMEOUT = 180.0
 MOUNTED_AT = "/etc/gpuwarden"
+# Without a cluster network no Service leads anywhere; this one takes the same way to loopback.
+LEADING_HERE = f"""#!{sys.executable}
+import sys, yaml
+documents = [*filter(None, yaml.load_all(sys.stdin, yaml.CSafeLoader))]
+for one in documents:
+    if (one["kind"], one["metadata"]["name"]) == ("Service", "gpuwarden"):
+        one["spec"] = {{"type": "ExternalName", "externalName": "localhost", "ports": one["spec"]["ports"]}}
+yaml.dump_all(documents, sys.stdout, yaml.CSafeDumper)
+"""
 
 
 def free_port() -> int:
@@ -38,6 +49,23 @@ class Process:
 
     process: asyncio.subprocess.Process
     log: Path
+    urls: dict[str, str] = field(factory=dict)
+
+    async def is_ready(self) -> None:
+        """Once it has said so, and where it listens."""
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                line = await self.process.stdout.readline()
+        except TimeoutError:
+            line = b""
+        assert line.startswith(b"ready "), f"not ready: {self.log.read_text()[-3000:]}"
+        self.urls.update((name, url) for name, _, url in (part.partition("=") for part in line.decode().split()[1:]))
+
+    def cpu_seconds(self) -> float:
+        """What it has used of a core so far."""
+        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mib(self) -> float:
         """What it has resident."""
@@ -87,12 +115,12 @@ class Release:
     async def install(self, values: Mapping[str, Any], chart: Path = CHART, command: str = "install") -> str:
         """`helm install`, and a Service that leads the API server to this machine. What helm said."""
         said = {"service.port": self.port, **values}
+        lead = self.directory / "leading-here"
+        lead.write_text(LEADING_HERE)
+        lead.chmod(0o700)
         words = [command, self.name, str(chart), *(["--create-namespace"] if command == "install" else [])]
-        done = await asyncio.to_thread(self.helm, *words, values=said)
+        done = await asyncio.to_thread(self.helm, *words, "--post-renderer", str(lead), values=said)
         assert done.returncode == 0, done.stderr
-        # Without a cluster network no Service leads anywhere; this one takes the same way to loopback.
-        lead = {"spec": {"type": "ExternalName", "externalName": "localhost", "selector": None, "clusterIP": None}}
-        await self.kube.patch(SERVICES, "gpuwarden", {"spec": {**lead["spec"], "clusterIPs": None}}, self.namespace)
         return done.stdout
 
     async def upgrade(self, values: Mapping[str, Any], chart: Path = CHART) -> str:
@@ -102,13 +130,21 @@ class Release:
         """The process of a Deployment's Pod, once it has said that it is ready."""
         name = self.name if component == "serve" else f"{self.name}-{component}"
         spec = (await self.kube.get(DEPLOYMENTS, name, self.namespace))["spec"]["template"]["spec"]
-        place = self.directory / f"{component}-{len(self.running)}"
+        started = await self.launched(spec, f"{component}-{len(self.running)}", {"--port": self.port})
+        self.running[f"{component}-{len(self.running)}"] = started
+        if component != "export":  # its stdout is for records
+            await started.is_ready()
+        return started
+
+    async def launched(self, spec: Raw, name: str, ports: Mapping[str, int]) -> Process:
+        """What a kubelet starts for a Pod of that name, at `ports` by flag and else at any that is free."""
+        place = self.directory / name
         place.mkdir()
         await self._mount(spec, place)
         (container,) = spec["containers"]
-        take = self._kubeconfig if component == "export" else self._account
+        take = self._kubeconfig if container["name"] == "export" else self._account
         account = await asyncio.to_thread(take, spec["serviceAccountName"], place)
-        args = [word for each in container["args"] for word in self._here(each, place, account)]
+        args = [word for each in container["args"] for word in self._here(each, place, account, ports)]
         fields = {"metadata.name": place.name, "metadata.namespace": self.namespace}
         environment = {"PATH": "/usr/bin:/bin"} | {
             one["name"]: one.get("value") or fields[one["valueFrom"]["fieldRef"]["fieldPath"]]
@@ -119,17 +155,7 @@ class Release:
             process = await asyncio.create_subprocess_exec(
                 GPUWARDEN, *args, cwd=place, env=environment, stdout=asyncio.subprocess.PIPE, stderr=stderr
             )
-        started = self.running[f"{component}-{len(self.running)}"] = Process(process, log)
-        assert process.stdout is not None
-        if component == "export":  # its stdout is for records
-            return started
-        try:
-            async with asyncio.timeout(START_TIMEOUT):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            line = b""
-        assert line.startswith(b"ready "), f"{component} is not ready: {log.read_text()[-3000:]}"
-        return started
+        return Process(process, log)
 
     def _account(self, name: str, place: Path) -> list[str]:
         """What `--in-cluster` finds in a Pod."""
@@ -144,17 +170,15 @@ class Release:
     def _kubeconfig(self, name: str, _place: Path) -> list[str]:
         return [f"--kubeconfig={self.cluster.service_account_kubeconfig(self.namespace, name)}"]
 
-    def _here(self, word: str, place: Path, account: Sequence[str]) -> list[str]:
+    def _here(self, word: str, place: Path, account: Sequence[str], ports: Mapping[str, int]) -> list[str]:
         """An argument as it is outside of a Pod: all on loopback, ports that are free, files where we put them."""
         match flag := word.partition("=")[0]:
             case "--in-cluster":
                 return list(account)
             case "--host":
                 return ["--host=127.0.0.1"]
-            case "--port":
-                return [f"--port={self.port}"]
-            case "--ui-port" | "--extender-port" | "--server-port":
-                return [f"{flag}=0"]
+            case "--port" | "--ui-port" | "--extender-port" | "--server-port":
+                return [f"{flag}={ports.get(flag, 0)}"]
             case "--config" if "export" in word:
                 # It looks for the Pod's account unasked.
                 return [word.replace(MOUNTED_AT, str(place)), *account]

@@ -21,7 +21,14 @@ from tests.e2e.kube import trust_of
 
 # Of one connection, and so of one hop: they are not passed on.
 HOP = frozenset({"connection", "transfer-encoding", "content-length", "content-encoding", "host", "accept-encoding"})
-REASONS = {409: "Conflict", 410: "Expired", 429: "TooManyRequests", 500: "InternalError", 503: "ServiceUnavailable"}
+REASONS = {
+    409: "Conflict",
+    410: "Expired",
+    422: "Invalid",
+    429: "TooManyRequests",
+    500: "InternalError",
+    503: "ServiceUnavailable",
+}
 
 
 @frozen
@@ -100,6 +107,16 @@ def is_ledger_call(one: Exchange) -> bool:
 
 def is_watch(one: Exchange) -> bool:
     return one.is_watch
+
+
+def is_list(one: Exchange) -> bool:
+    """Of a whole kind of objects: the path ends with their plural."""
+    return one.method == "GET" and not one.is_watch and one.path.endswith("s")
+
+
+async def passed_on(one: Exchange) -> web.StreamResponse:
+    """Nothing happens to it; it is counted."""
+    return (await one.forward()).response()
 
 
 def answering(status: int) -> Fault:
@@ -272,5 +289,6 @@ class Proxy:
 
     def _call(self, one: Exchange) -> dict[str, Any]:
         headers = {name: value for name, value in one.request.headers.items() if name.lower() not in HOP}
+        headers["Accept-Encoding"] = "identity"  # long lists would come packed
         url = URL(self._upstream + one.request.path_qs, encoded=True)
         return {"method": one.method, "url": url, "data": one.body or None, "headers": headers}

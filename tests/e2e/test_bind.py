@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from attrs import define
+from attrs import define, evolve
 
 from bench import bind
 from scripts.controlplane.cluster import Cluster
@@ -36,7 +36,12 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, Running, ready_line
+from webhook.cluster import connected
 from webhook.core import keys
+from webhook.core.reservation import PodIdentity
+from webhook.scheduler.api_pods import ApiBindings
+from webhook.scheduler.extender import BindingRefusedError
+from webhook.settings import Settings
 
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 OURS = "gpu-scheduler"
@@ -44,6 +49,12 @@ NAMES = ("bind-0", "bind-1")
 # What is promised of a world that changes: the pod is on its node within this, on a machine that does little else.
 SOON = 2.0
 CPUS = "4"
+COUNTED = (
+    'gpuwarden_bindings_total{outcome="bound"}',
+    'gpuwarden_bindings_total{outcome="no_node"}',
+    'gpuwarden_events_total{reason="FailedScheduling"}',
+    'gpuwarden_events_total{reason="Scheduled"}',
+)
 
 
 @contextmanager
@@ -106,6 +117,13 @@ class Scene:
         said = await wait_until(told, lambda text: all(word in text for word in words))
         assert await self.node_of(name) is None
         return said
+
+    async def metrics(self) -> dict[str, float]:
+        """What has been counted so far, by outcome and by event."""
+        async with httpx.AsyncClient(base_url=self.running.urls["http"], trust_env=False) as client:
+            text = (await client.get("/metrics")).raise_for_status().text
+        found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(found.get(name, 0)) for name in COUNTED}
 
     async def patch_node(self, name: str, **spec: Any) -> None:
         await self.kube.patch(NODES, name, {"spec": spec})
@@ -194,6 +212,7 @@ UNFIT: dict[str, tuple[Raw, Raw, str]] = {
 @pytest.mark.defect("S1-20")
 @pytest.mark.parametrize(("hurt", "heal", "words"), UNFIT.values(), ids=UNFIT)
 async def test_a_pod_waits_with_an_event_until_its_node_is_fit(scene: Scene, hurt: Raw, heal: Raw, words: str) -> None:
+    before = await scene.metrics()
     await scene.patch_node("bind-0", **hurt)
     await scene.create("hurt", nodeSelector={"kubernetes.io/hostname": "bind-0"})
     assert f"1 {words}" in await scene.waits("hurt", words)
@@ -201,6 +220,7 @@ async def test_a_pod_waits_with_an_event_until_its_node_is_fit(scene: Scene, hur
     started = time.monotonic()
     await scene.is_on("hurt", "bind-0")
     assert time.monotonic() - started < SOON
+    await wait_until(scene.metrics, lambda after: all(after[name] > before[name] for name in COUNTED))
 
 
 @pytest.mark.defect("S1-8")
@@ -284,6 +304,21 @@ async def test_a_pod_that_is_made_anew_under_its_old_name_is_decided_anew(scene:
     await scene.create("twice", nodeSelector={"kubernetes.io/hostname": "bind-1"})
     await scene.kube.patch(NODES, "bind-0", {"metadata": {"labels": {"free": "yes"}}})
     await scene.is_on("twice", "bind-1")
+
+
+@pytest.mark.defect("S1-7")
+async def test_a_binding_is_of_this_very_pod_as_it_was_seen(scene: Scene, cluster: Cluster) -> None:
+    meta = (await scene.create("very", schedulerName="nobody"))["metadata"]
+    very, version = PodIdentity(scene.namespace, "very", meta["uid"]), meta["resourceVersion"]
+    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+        bindings = ApiBindings(api)
+        for one, seen in ((evolve(very, uid="of-the-one-before"), version), (very, "1")):
+            with pytest.raises(BindingRefusedError) as refused:
+                await bindings.bind(one, "bind-0", seen)
+            assert refused.value.is_race
+        assert await scene.node_of("very") is None
+        await bindings.bind(very, "bind-0", version)
+    assert await scene.node_of("very") == "bind-0"
 
 
 @pytest.mark.defect("S1-4")

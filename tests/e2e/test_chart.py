@@ -22,7 +22,7 @@ from scripts.controlplane.build import binaries
 from scripts.controlplane.cluster import ROOT, Cluster, gpu_node
 from tests.chart.matrix import MATRIX
 from tests.chart.rendering import rendered
-from tests.e2e.charted import Release
+from tests.e2e.charted import Process, Release
 from tests.e2e.conftest import new_namespace
 from tests.e2e.figures import tell
 from tests.e2e.hooks import ENABLED
@@ -38,6 +38,9 @@ LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 PART_OF = "app.kubernetes.io/part-of=gpuwarden"
 # A minute is promised of a machine that does nothing else; this one may be busy.
 FIRST_POD_WITHIN = 150.0
+# What `serve` has resident when it is asked nothing, and takes of a core.
+IDLE_MIB, IDLE_SHARE = 120.0, 0.02
+IDLE_FOR = 10.0
 
 
 def note(*uuids: str) -> Raw:
@@ -310,7 +313,7 @@ async def life(
     installed = time.monotonic() - begun
     assert "kubectl label namespace" in notes
     # As kubelets would: all at once, and `serve` waits for its certificate.
-    await asyncio.gather(*(release.start(component) for component in ("certs", "serve", "reconcile")))
+    _, serve, _ = await asyncio.gather(*map(release.start, ("certs", "serve", "reconcile")))
     async with new_namespace(kube, ENABLED) as namespace:
         await wait_until(lambda: is_dressed(kube, namespace), seconds=FIRST_POD_WITHIN)
         made = await kube.create(PODS, pod("first", gpus=1), namespace)
@@ -319,6 +322,7 @@ async def life(
         memory = {name: f"{one.memory_mib():.0f}" for name, one in release.running.items()}
         tell(request, helm_install_s=installed, to_first_admitted_pod_s=first, MiB=memory)
         assert first < FIRST_POD_WITHIN
+        await serve_idles(serve, request)
         await wait_until(lambda: own_pods(kube), lambda seen: seen == EXPECTED)
         await asyncio.gather(*(release.start(component) for component in ("bind", "score", "export")))
         await wait_until(lambda: kube.find(LEASES, "gpuid-leader", OURS))
@@ -330,6 +334,21 @@ async def life(
         await kube.delete(PODS, "first", namespace)
         await gone(kube, PODS, "first", namespace)
     await nothing_is_left(cluster, kube, release)
+
+
+async def serve_idles(serve: Process, request: pytest.FixtureRequest) -> None:
+    """Once a kubelet's probes and a scrape are all that comes. What it has resident does not depend on the machine."""
+    async with httpx.AsyncClient(base_url=serve.urls["http"], trust_env=False) as client:
+        begun, before = time.monotonic(), serve.cpu_seconds()
+        while time.monotonic() < begun + IDLE_FOR:
+            for path in ("/readyz", "/healthz", "/metrics"):
+                (await client.get(path)).raise_for_status()
+            await asyncio.sleep(IDLE_FOR / 2)
+        share = (serve.cpu_seconds() - before) / (time.monotonic() - begun)
+    memory = serve.memory_mib()
+    tell(request, idle_MiB=memory, idle_core_percent=100 * share)
+    assert memory < IDLE_MIB
+    assert share < IDLE_SHARE
 
 
 async def all_replicas_deleted_come_back(kube: Kube, release: Release, namespace: str) -> None:
@@ -381,26 +400,32 @@ async def values_change_and_the_bundle_stays(kube: Kube, release: Release, names
     assert (await kube.get(MUTATING, OURS))["webhooks"][0]["timeoutSeconds"] == 7
 
 
-async def a_version_is_added_and_taken_back(kube: Kube, release: Release, namespace: str, tmp_path: Path) -> None:
-    """A chart whose definitions have one version more; and back, as a rollback would."""
-    newer = tmp_path / "newer"
-    shutil.copytree(CHART, newer)
-    file = newer / "templates/generated/crds.yaml"
+def newer(directory: Path) -> Path:
+    """A chart whose definitions have one version more."""
+    chart = directory / "newer"
+    shutil.copytree(CHART, chart)
+    file = chart / "templates/generated/crds.yaml"
     text = file.read_text()
     start, end = text.index("  - name: v1alpha1"), text.index("\n---\n", text.index("  - name: v1alpha1"))
     version = text[start:end].replace("v1alpha1", "v1beta1").replace("storage: true", "storage: false")
     file.write_text(f"{text[:end]}\n{version}{text[end:]}")
-    await release.upgrade(BASE, newer)
+    return chart
 
-    async def served() -> list[str]:
-        definition = await kube.get(CRDS, "gpunodes.gpuwarden.io")
-        return [each["name"] for each in definition["spec"]["versions"] if each["served"]]
 
-    assert await served() == ["v1alpha1", "v1beta1"]
+async def served(kube: Kube) -> list[str]:
+    """The versions of our definitions."""
+    definition = await kube.get(CRDS, "gpunodes.gpuwarden.io")
+    return [each["name"] for each in definition["spec"]["versions"] if each["served"]]
+
+
+async def a_version_is_added_and_taken_back(kube: Kube, release: Release, namespace: str, tmp_path: Path) -> None:
+    """And back, as a rollback would."""
+    await release.upgrade(BASE, newer(tmp_path))
+    assert await served(kube) == ["v1alpha1", "v1beta1"]
 
     async def held_in_both() -> bool:
         spots = [
-            Resource(f"apis/gpuwarden.io/{version}", "gpunodes", is_namespaced=False) for version in await served()
+            Resource(f"apis/gpuwarden.io/{version}", "gpunodes", is_namespaced=False) for version in await served(kube)
         ]
         seen = [await found(kube, spot) for spot in spots]
         return all(
@@ -409,7 +434,7 @@ async def a_version_is_added_and_taken_back(kube: Kube, release: Release, namesp
 
     await wait_until(held_in_both)
     await release.upgrade(BASE)
-    assert await served() == ["v1alpha1"]
+    assert await served(kube) == ["v1alpha1"]
     await wait_until(lambda: is_dressed(kube, namespace))
 
 

@@ -150,6 +150,7 @@ async def cleared(kube: Kube, namespace: str) -> None:
                 await kube.delete(EVENTS, event["metadata"]["name"], "default")
 
 
+@pytest.mark.defect("S0-6")
 @pytest.mark.parametrize("scene", ["report"], indirect=True)
 async def test_evidence_that_ends_under_a_pod_is_told_to_the_node_the_pod_and_its_owner(scene: Scene) -> None:
     await scene.kube.create(DEPLOYMENTS, deployment("train", 1, 1, ASKING), scene.namespace)

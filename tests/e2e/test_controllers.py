@@ -3,13 +3,15 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, site
+from tests.e2e.conftest import new_namespace
+from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.figures import tell
 from tests.e2e.kube import (
     DEPLOYMENTS,
@@ -221,3 +223,33 @@ async def test_a_terminating_pod_keeps_its_gpu_until_its_finalizer_lets_it_go(he
     await gone(here.kube, PODS, "stays", here.namespace)
     await wait_until(lambda: holders(here), lambda found: len(found) == 1)
     await wait_until(lambda: made(here, pod("next", gpus=4)))  # the replica hears of it a moment later
+
+
+async def test_a_namespace_that_is_deleted_gives_back_what_its_pods_had_and_no_sooner(
+    here: Site, request: pytest.FixtureRequest
+) -> None:
+    on_each = [{"nodeSelector": {"kubernetes.io/hostname": node}} for node in here.nodes]
+    slow, unbound = pod("slow", gpus=4, **on_each[0]), pod("unbound", gpus=3, schedulerName="nobody", **on_each[1])
+    slow["metadata"]["annotations"] = {"kubelet.test/stops-after": "6s"}
+    async with new_namespace(here.kube, OPT_IN) as doomed:
+        await here.kube.create(PODS, slow, doomed)
+        await pod_in_phase(here.kube, doomed, "slow", "Running")
+        await here.kube.create(PODS, unbound, doomed)
+        await here.kube.create(PODS, pod("quick", gpus=1, **on_each[1]), doomed)
+        await pod_in_phase(here.kube, doomed, "quick", "Running")
+        await wait_until(lambda: holders(here), lambda found: len(found) == 3)
+    # The second node is free while the first one is still in use: nobody gets what runs there.
+    await wait_until(lambda: here.held_on(here.nodes[1]), lambda held: not held)
+    async with asyncio.timeout(60):
+        while await here.kube.find(PODS, "slow", doomed) is not None:
+            with suppress(ApiError):
+                await here.kube.create(PODS, pod(None, gpus=4), here.namespace)
+            await asyncio.sleep(0.2)
+    await wait_until(lambda: here.held_on(here.nodes[0]), lambda held: doomed not in namespaces_of(held))
+    await wait_until(lambda: made(here, pod(None, gpus=4, **on_each[0])))
+    await wait_until(lambda: holders(here), lambda found: len(found) == 2)
+    tell(request, gpus_used_again=len(here.judge.gpus))
+
+
+def namespaces_of(held: dict[str, Raw]) -> set[str]:
+    return {str(entry["namespace"]) for entry in held.values()}

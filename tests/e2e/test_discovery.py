@@ -204,6 +204,34 @@ async def test_one_bad_annotation_is_told_on_its_node_and_the_others_are_served(
     assert await scene.has_gpu(A, "train-a") == "GPU-a"  # what was known stays
 
 
+async def test_a_gpu_node_that_a_hand_made_unreadable_holds_nobody_up_until_it_is_mended(scene: Scene) -> None:
+    """Nothing of what is held is lost, and everybody else is served at once."""
+    await scene.node(A, said("GPU-a", "GPU-a2"))
+    had = await scene.has_gpu(A, "first")
+    (left,) = {"GPU-a", "GPU-a2"} - {had}
+    await scene.is_held(A, had)
+    await scene.node(B, said("GPU-b"))
+    await scene.is_answered(scene.asking(B), "GPU-b")
+    entry = {"reservation": "x", "phase": "pending", "namespace": scene.namespace, "digest": "d"}
+    held = {"status": {"held": {"no-slot": entry}}}
+    await scene.kube.patch(GPU_NODES, A, held, subresource="status")
+    assert "'no-slot' is no slot" in await scene.told(A, "DevicesUnreadable")
+    await wait_until(lambda: scene.answer(scene.asking(A)), lambda answer: not is_admitted(answer))
+    either = {"key": "kubernetes.io/hostname", "operator": "In", "values": [A, B]}
+    terms = {"nodeSelectorTerms": [{"matchExpressions": [either]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    second = await scene.kube.create(PODS, pod("second", 1, affinity=affinity), scene.namespace)
+    assert second["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-b"
+    assert await scene.phase(A, had) == "finalized"
+    await scene.kube.patch(
+        GPU_NODES, A, {"status": {"held": {"no-slot": {"phase": "releasing"}}}}, subresource="status"
+    )
+    await scene.kube.patch(GPU_NODES, A, {"status": {"held": {"no-slot": None}}}, subresource="status")
+    await scene.is_answered(scene.asking(A), left)
+    await scene.kube.delete(PODS, "first", scene.namespace)
+    await wait_until(lambda: scene.phase(A, had), lambda phase: phase is None)
+
+
 async def test_a_gpu_that_changes_its_uuid_while_held_is_quarantined_until_its_pod_ends(scene: Scene) -> None:
     await scene.node(A, said("GPU-old"))
     assert await scene.has_gpu(A, "first") == "GPU-old"

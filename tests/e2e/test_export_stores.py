@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -328,6 +329,61 @@ class TestHistory:
         (one,) = await self.asked(postgres, past, serial="99")
         assert (one.gpu_uuid, one.machine) == ("GPU-9", None)
 
+    async def stored(self, postgres: Postgres, table: str, *batches: Batch) -> None:
+        async with exporting(target_of(postgres, table)) as exporter:
+            for one in batches:
+                await exporter.export(one)
+
+    async def test_two_that_share_a_gpu_at_once_are_two_uses_with_their_own_times(
+        self, postgres: Postgres, table: str
+    ) -> None:
+        uses = (
+            use(0, gpu_uuid="GPU-0", since=NOW, until=later(100)),
+            use(1, gpu_uuid="GPU-0", since=later(50), until=later(150)),
+            use(2, gpu_uuid="GPU-0", since=later(60)),
+        )
+        await self.stored(postgres, table, batch(gpus=1), *(Batch(one.reservation, uses=(one,)) for one in uses))
+        found = await self.asked(postgres, table, serial="1760000000011")
+        assert [(one.pod, one.since, one.until) for one in found] == [
+            ("job-2", later(60), None),
+            ("job-1", later(50), later(150)),
+            ("job-0", NOW, later(100)),
+        ]
+        at = {second: asked_in_docs(postgres, table, later(second), later(second + 1)) for second in (10, 70, 120)}
+        assert at == {10: {"job-0"}, 70: {"job-0", "job-1", "job-2"}, 120: {"job-1", "job-2"}}
+
+    async def test_two_dies_with_one_serial_have_their_own_uses(self, postgres: Postgres, table: str) -> None:
+        dies = tuple(reading(number, gpu="1760000000011") for number in range(2))
+        await self.stored(postgres, table, Batch("dies", dies, (use(0), use(1))))
+        found = await self.asked(postgres, table, serial="1760000000011")
+        assert [(one.gpu_uuid, one.index, one.pod) for one in found] == [("GPU-0", 0, "job-0"), ("GPU-1", 1, "job-1")]
+
+    @pytest.mark.defect("S2-2")
+    async def test_a_use_is_called_as_its_gpu_was_where_it_was(self, postgres: Postgres, table: str) -> None:
+        """The GPU moves from one node to another, in another chassis, and is read there alone; a cluster beside it has
+        a node of the same name."""
+        await self.stored(
+            postgres,
+            table,
+            batch("there", 1, node="gpu-b", machine="i-b", chassis="C-b", index=3, time=later(100)),
+            batch("beside", 1, cluster="other", machine="i-o", chassis="C-o", index=5, time=later(10)),
+            Batch("uses", uses=(use(0, until=later(50)), use(1, gpu_uuid="GPU-0", node="gpu-b", since=later(90)))),
+        )
+        found = await self.asked(postgres, table, serial="1760000000011")
+        assert [(one.node, one.machine, one.chassis, one.index) for one in found] == [
+            ("gpu-b", "i-b", "C-b", 3),
+            ("gpu-a", None, "unknown", None),
+        ]
+        assert {one.serial for one in found} == {"1760000000011"}
+
+    @pytest.mark.defect("S2-2")
+    async def test_a_chassis_that_is_learnt_later_is_kept(self, postgres: Postgres, table: str) -> None:
+        for one in (use(), use(chassis="C-1"), use(until=later(9))):
+            await self.stored(postgres, table, Batch(f"{one}", uses=(one,)))
+        assert rows(postgres, table, "string_agg(chassis, ',')", suffix="_use") == "C-1"
+        await self.stored(postgres, table, Batch("other", uses=(use(1),)))
+        assert rows(postgres, table, "string_agg(chassis, ',' ORDER BY pod)", suffix="_use") == "C-1,unknown"
+
     async def test_the_command_answers_from_the_database(self, postgres: Postgres, past: str) -> None:
         done = history(postgres, past, "--serial", "1760000000012", "-o", "json")
         assert done.returncode == 0, done.stderr
@@ -344,6 +400,21 @@ class TestHistory:
         done = history(postgres, table)
         assert done.returncode == 2
         assert "say what to look for" in done.stderr
+
+
+def asked_in_docs(postgres: Postgres, table: str, after: datetime, before: datetime) -> set[str]:
+    """The pods, by the question in docs/history.md, of that time."""
+    (question,) = re.findall(r"^SELECT .*?;$", (ROOT / "docs" / "history.md").read_text(), re.DOTALL | re.MULTILINE)
+    for old, new in (
+        ("gpu_history", Tables.named(table).view.as_string()),
+        ("SELECT node, pod, owner, evidence_hash, since, until", "SELECT pod"),
+        ("'1760000000011'", "'1760000000011'"),
+        ("'2026-06-02'", f"'{before.isoformat()}'"),
+        ("'2026-06-01'", f"'{after.isoformat()}'"),
+    ):
+        assert old in question
+        question = question.replace(old, new)
+    return set(postgres.run_sql(question).split())
 
 
 def history(postgres: Postgres, table: str, *arguments: str) -> subprocess.CompletedProcess[str]:

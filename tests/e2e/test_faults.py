@@ -21,13 +21,15 @@ from tests.e2e.faults import (
     expired,
     expired_inside,
     is_ledger_call,
+    is_list,
     is_reservation_write,
     is_watch,
     lost,
+    passed_on,
     swallowed,
 )
 from tests.e2e.figures import percentile, tell
-from tests.e2e.kube import PODS, Kube, wait_until
+from tests.e2e.kube import PODS, Kube, pod, wait_until
 from tests.e2e.storm import Storm, plain
 from tests.e2e.test_watch import everybody_is_back
 from webhook.core.reasons import Reason
@@ -51,6 +53,7 @@ class Kind:
 
 KINDS = {
     "409": Kind(is_reservation_write, answering(409)),
+    "422": Kind(is_reservation_write, answering(422)),
     "429": Kind(is_ledger_call, answering(429)),
     "500": Kind(is_ledger_call, answering(500)),
     "503": Kind(is_ledger_call, answering(503)),
@@ -257,3 +260,32 @@ async def test_replicas_whose_clocks_differ_by_the_skew_give_nothing_away(
         tell(request, made=len(storm.tally.made), refused=dict(storm.tally.why), free_after_s=free_after)
         here.judge.acquit()
         assert {reason for _, reason in storm.tally.why} <= {"NoFreeDevice", "DeadlinePassed"}
+
+
+@pytest.mark.defect("S4-19")
+async def test_reviews_list_nothing_whatever_their_number(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with site(cluster, kube, tmp_path, **SHAPE) as here, Proxy(cluster) as proxy:
+        proxy.on("list", is_list, passed_on)
+        through = proxy.kubeconfig(tmp_path)
+        await here.replica(through)
+        await here.reviewed()
+        await here.reconciler(through)
+        await here.offered()
+        first = proxy.struck["list"]
+        assert first  # what watches begin with
+        gate = asyncio.Semaphore(16)
+
+        async def shown() -> None:
+            async with gate:
+                await kube.create(PODS, pod("shown", gpus=1), here.namespace, dryRun="All")
+
+        await asyncio.gather(*(shown() for _ in range(500)))
+        storm = Storm(here, clients=8)
+        await asyncio.wait_for(storm.create(len(here.gpus), plain), 120)
+        await wait_until(lambda: confirmed(here), seconds=LEAK_LIMIT)
+        await emptied(here)
+        tell(request, lists_at_the_start=first, lists_by_516_reviews=proxy.struck["list"] - first)
+        here.judge.acquit()
+        assert proxy.struck["list"] == first

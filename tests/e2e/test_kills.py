@@ -87,9 +87,11 @@ async def until_made(here: Site, content: Raw, seconds: float) -> Raw:
     return made
 
 
-async def killed(worker: Worker, stop: Stop) -> float:
-    """When it was."""
-    await asyncio.wait_for(stop.reached.wait(), MANY)
+async def killed(worker: Worker, stop: Stop, *held_up: "asyncio.Task[Any]") -> float:
+    """When it was. What is held up by the step does not end before."""
+    reaching = asyncio.create_task(stop.reached.wait())
+    await asyncio.wait((reaching, *held_up), timeout=MANY, return_when=asyncio.FIRST_COMPLETED)
+    assert reaching.done(), f"the step was not reached: {held_up}"
     await worker.kill()
     stop.let_go()
     return time.monotonic()
@@ -114,7 +116,7 @@ async def test_a_replica_killed_at_any_step_leaves_nothing_past_the_deadline(
             await here.balancer.only(victim)
             stop = stopped_at(proxy, node, step)
             creation = asyncio.create_task(kube.create(PODS, on(node), here.namespace))
-            died = await killed(victim, stop)
+            died = await killed(victim, stop, creation)
             with pytest.raises(ApiError, match="failed calling webhook"):
                 await creation
             await here.balancer.only(other)

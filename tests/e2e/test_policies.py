@@ -565,8 +565,9 @@ async def test_whoever_labels_nodes_for_us_writes_serials_and_gpus(people: Peopl
         (VALIDATING, "gpuwarden"),
         (CRDS, "gpunodes.gpuwarden.io"),
         (CRDS, "nodeevidences.gpuwarden.io"),
+        (CRDS, "trustbundles.gpuwarden.io"),
     ],
-    ids=["mutating", "validating", "gpunodes", "nodeevidences"],
+    ids=["mutating", "validating", "gpunodes", "nodeevidences", "trustbundles"],
 )
 async def test_the_installation_cannot_be_taken_away(people: People, of: Resource, name: str) -> None:
     said = f"{of.plural} {name} belongs to gpuwarden"

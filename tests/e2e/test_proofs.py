@@ -6,12 +6,14 @@ import os
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
+import trustme
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
@@ -27,6 +29,7 @@ from tests.e2e.kube import (
     ApiError,
     Kube,
     Raw,
+    Resource,
     forced_away,
     gone,
     pod,
@@ -34,13 +37,15 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_discovery import NODE_EVIDENCES
 from tests.e2e.test_ledger import GPU_NODES, installed
-from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
-from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, evidence_id, token
+from tests.evidence.jwt_doubles import JwtWorkloadApiDouble, endpoint, http
+from tests.evidence.test_bundle_endpoint import web_context
+from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, token
 from tests.ledger.fake_store import gpu_node
 from tests.running import GPUWARDEN, Running, serving
 from webhook.clock import utc_now
 from webhook.policies import Installation, rbac
 
+TRUST_BUNDLES = Resource("apis/gpuwarden.io/v1alpha1", "trustbundles", is_namespaced=False)
 NODE = "proof-a"
 KEY = SigningKey.make()
 RBAC = {"ServiceAccount": SERVICE_ACCOUNTS, "ClusterRole": CLUSTER_ROLES, "ClusterRoleBinding": CLUSTER_ROLE_BINDINGS}
@@ -166,23 +171,43 @@ async def test_a_proof_told_to_one_replica_counts_with_all(scene: Scene) -> None
     await scene.all_admit(OTHER_HASH, admitted=True)
 
 
+@pytest.mark.defect("S0-2")
 async def test_a_token_is_taken_once_by_all_replicas_together(scene: Scene) -> None:
     text = await scene.token(scene.replicas[0])
     answers = await asyncio.gather(*(scene.posted(one, text) for one in scene.replicas * 10))
     assert Counter(answers) == {200: 1, 409: 19}
 
 
+@asynccontextmanager
+async def another(scene: Scene, account: Path, directory: Path, *keys_from: str) -> AsyncIterator[Running]:
+    """A replica that has just been started; its keys are from where the others' are, if nothing else is said."""
+    flags = ["--ledger", "cluster", "--kubeconfig", str(account), "--evidence", "jwt-svid"]
+    flags += ["--spire-trust-domain", TRUST_DOMAIN, "--nonce-key", str(directory / "nonce.key")]
+    flags += keys_from or ["--spire-workload-api", f"unix:{scene.agent.path}"]
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(TemporaryDirectory(dir=directory)))
+        yield await asyncio.to_thread(stack.enter_context, serving(place, None, flags))
+
+
 async def test_a_token_is_refused_after_a_restart_too(scene: Scene, account: Path, tmp_path: Path) -> None:
     text = await scene.token(scene.replicas[0])
     assert await scene.posted(scene.replicas[0], text) == 200
-    flags = ["--ledger", "cluster", "--kubeconfig", str(account), "--evidence", "jwt-svid"]
-    flags += ["--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{scene.agent.path}"]
-    (tmp_path / "again").mkdir()
-    with ExitStack() as stack:
-        starting = serving(tmp_path / "again", None, [*flags, "--nonce-key", str(tmp_path / "nonce.key")])
-        again = await asyncio.to_thread(stack.enter_context, starting)
+    async with another(scene, account, tmp_path) as again:
         assert await scene.posted(again, text) == 409
         assert await scene.admits(again, HASH)
+
+
+async def test_a_replica_that_starts_while_the_keys_are_away_goes_by_what_is_written(
+    scene: Scene, account: Path, tmp_path: Path
+) -> None:
+    """It is ready; what it cannot check it does not take, until it can."""
+    await scene.proves(scene.replicas[0])
+    await scene.agent.stop()
+    async with another(scene, account, tmp_path) as again:
+        assert await scene.admits(again, HASH)
+        assert await scene.posted(again, await scene.token(again)) == 503
+        await scene.agent.start()
+        await scene.proves(again)
 
 
 async def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(scene: Scene) -> None:
@@ -226,3 +251,40 @@ async def test_an_api_server_that_is_away_takes_nothing_and_loses_nothing(scene:
     await wait_until(lambda: scene.kube.find(NODES, NODE))
     await scene.proves(first)
     await scene.all_admit(HASH, admitted=True)
+
+
+async def test_no_replica_takes_an_older_bundle_whichever_was_there_before(
+    scene: Scene, account: Path, tmp_path: Path
+) -> None:
+    """A key that was taken back would come back with it. Whoever has rebuilt SPIRE deletes the object."""
+    ca, lost, new = trustme.CA(), SigningKey.make("key-2"), SigningKey.make("key-3")
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    async with AsyncExitStack() as stack:
+        shown = await stack.enter_async_context(endpoint(web_context(ca), document(KEY, sequence=8)))
+        keys_from = ("--bundle-endpoint", shown.url, "--bundle-endpoint-ca", str(tmp_path / "ca.pem"))
+        stack.push_async_callback(scene.kube.delete, TRUST_BUNDLES, TRUST_DOMAIN)
+        async with another(scene, account, tmp_path, *keys_from) as first:
+            await scene.proves(first)
+        kept = await scene.kube.get(TRUST_BUNDLES, TRUST_DOMAIN)
+        assert kept["status"]["sequence"] == 8
+        backwards = {**kept, "status": {**kept["status"], "sequence": 7}}
+        with pytest.raises(ApiError, match="never goes back"):
+            await scene.kube.replace(TRUST_BUNDLES, backwards, subresource="status")
+
+        shown.reply = http(document(KEY, lost, sequence=7))
+        async with another(scene, account, tmp_path, *keys_from) as again:
+            for key in (lost, KEY):
+                text = token(key, await scene.challenged(again), utc_now(), sub=evidence_id(NODE, OTHER_HASH))
+                assert await scene.posted(again, text) == 503
+            assert not await scene.admits(again, OTHER_HASH)
+            assert await scene.admits(again, HASH)  # what is written is good, keys or none
+
+            shown.reply = http(document(new, sequence=1))
+            await scene.kube.delete(TRUST_BUNDLES, TRUST_DOMAIN)
+
+            async def attempt() -> int:
+                challenge = await scene.challenged(again)
+                return await scene.posted(again, token(new, challenge, utc_now(), sub=evidence_id(NODE)))
+
+            assert await wait_until(attempt, lambda status: status == 200) == 200
+        assert (await scene.kube.get(TRUST_BUNDLES, TRUST_DOMAIN))["status"]["sequence"] == 1

@@ -53,6 +53,9 @@ class Line:
     async def pods(self) -> list[Raw]:
         return await self.kube.list(PODS, self.namespace)
 
+    async def node_of(self, name: str) -> str:
+        return str((await self.get(name))["spec"]["nodeName"])
+
     async def runs(self, name: str) -> None:
         await pod_in_phase(self.kube, self.namespace, name, "Running")
 
@@ -97,9 +100,11 @@ async def queueing(
 
 
 @asynccontextmanager
-async def line(cluster: Cluster, kube: Kube, directory: Path, *, gpus: int, acts: bool = True) -> AsyncIterator[Line]:
-    """On one node. With `acts`, somebody opens gates."""
-    async with queueing(cluster, kube, directory, gpus=gpus) as here:
+async def line(
+    cluster: Cluster, kube: Kube, directory: Path, *, gpus: int, nodes: int = 1, acts: bool = True
+) -> AsyncIterator[Line]:
+    """With `acts`, somebody opens gates."""
+    async with queueing(cluster, kube, directory, nodes=nodes, gpus=gpus) as here:
         if acts:
             await here.reconciler()
         await here.offered()
@@ -295,6 +300,29 @@ async def test_a_large_claim_is_served_before_small_ones_that_came_later(
         await queue.still_waits(name)
         await queue.end("large")
         await queue.runs(name)
+
+
+async def test_while_a_large_claim_waits_for_its_node_small_ones_use_the_others(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    async with line(cluster, kube, tmp_path, nodes=2, gpus=2) as queue:
+        await queue.run("a", "b", "c")
+        where = {name: await queue.node_of(name) for name in "abc"}
+        assert where["a"] == where["b"] != where["c"]
+        large = await queue.wait("large", 2)
+        await told(kube, large, "NoFreeDevice")
+        small = await wait_until(lambda: created_gated(queue, large), bool)
+        assert small is not None
+        name = small["metadata"]["name"]
+        # One GPU is free, beside c: that is where the large one will be.
+        await told(kube, small, "NoFreeDevice", "turn of another pod")
+        await queue.end("a")
+        await queue.runs(name)
+        assert await queue.node_of(name) == where["a"]
+        await queue.still_waits("large")
+        await queue.end("c")
+        await queue.runs("large")
+        assert await queue.node_of("large") == where["c"]
 
 
 async def created_gated(queue: Line, first: Raw) -> Raw | None:

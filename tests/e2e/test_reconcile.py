@@ -200,3 +200,20 @@ async def test_a_hold_that_a_hand_took_out_is_put_back(reconciling: ApiBench, ku
     with suppress(ApiError):  # the reconciler may have been faster
         await kube.patch(GPU_NODES, "node-a", [{"op": "remove", "path": path}], subresource="status")
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
+
+
+@pytest.mark.defect("S4-8")
+async def test_the_garbage_collector_takes_no_reservation_away(
+    reconciling: ApiBench, kube: Kube, namespace: str
+) -> None:
+    await reserved(reconciling, namespace)
+    await kube.create(PODS, dressed_pod("r1"), namespace)
+    await wait_until(lambda: is_in_phase(reconciling, "finalized"))
+    # Made later, and of an owner that is not there: once it has been collected, what came before it has been looked at.
+    nobody = {"apiVersion": "v1", "kind": "ConfigMap", "name": "nobody", "uid": "00000000-0000-0000-0000-000000000000"}
+    await kube.create(CONFIG_MAPS, {"metadata": {"name": "orphan", "ownerReferences": [nobody]}}, namespace)
+    await gone(kube, CONFIG_MAPS, "orphan", namespace)
+    raw = await kube.get(GPU_NODES, "node-a")
+    assert "ownerReferences" not in raw["metadata"]
+    assert "deletionTimestamp" not in raw["metadata"]
+    assert raw["status"]["held"]["GPU-a0/0"]["phase"] == "finalized"

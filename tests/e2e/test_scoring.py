@@ -3,6 +3,7 @@ being created."""
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from scripts.controlplane.cluster import ROOT, Cluster
+from tests.e2e.conftest import new_namespace
 from tests.e2e.crew import Site, site
 from tests.e2e.figures import tell
 from tests.e2e.kube import JOBS, NODES, PODS, ApiError, Kube, Raw, Resource, gone, pod, pod_in_phase, wait_until
@@ -115,6 +117,11 @@ async def test_the_documented_pod_and_job_run_with_the_hints_of_our_own_scorer(
         await gone(kube, JOBS, "bert", here.namespace)
         await wait_until(lambda: kube.list(PODS, here.namespace), lambda found: not found)
 
+        async with new_namespace(kube, {"scheduler.radix.ai/enabled": "true"}) as older:
+            assert is_hinted(await kube.create(PODS, example("pod.yaml"), older, dryRun="All"))
+            made = await kube.create(JOBS, example("job.yaml"), older, dryRun="All")
+            assert made["spec"]["template"]["metadata"]["annotations"] == made["metadata"]["annotations"]
+
 
 # Scorers of all kinds.
 
@@ -145,10 +152,13 @@ BAD_NOW: dict[str, Raw] = {
     "garbage": {"body": b"\x00\xff{"},
     "nan": {"body": b'{"priority_score": NaN}'},
     "html": {"body": HTML},
-    "dead": {"hangs_up": True},
+    "wrong-types": {"body": good(priority_score="85")},
+    "hangs-up": {"hangs_up": True},
+    "slow": {"delay": 30.0},
 }
 
 
+@pytest.mark.defect("S3-7")
 @pytest.mark.defect("S3-14")
 @pytest.mark.defect("S3-15")
 @pytest.mark.defect("X-1")
@@ -156,28 +166,82 @@ BAD_NOW: dict[str, Raw] = {
 async def test_whatever_a_scorer_does_pods_are_created(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    async with scored_site(cluster, kube, tmp_path) as here, scoring() as double:
-        await serve(here, double.url, timeout="30s")
-        await a_class_is_named_only_where_there_is_one(here)
-        await pods_of_every_shape_are_created(here, double)
-        for name, members in BAD_NOW.items():
-            with behaving(double, members):
-                made, said = await created(here, asking(name))
-            assert "the pod goes on without hints" in said, name
-            assert "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"], name
-            assert made["spec"]["priority"] == 0
-        double.delay = 30
-        started = time.monotonic()
-        _, said = await created(here, asking("slow"), dry_run=False)
-        tell(request, slow_s=time.monotonic() - started)
-        assert time.monotonic() - started < 10  # the API server would have given up
-        assert "has not answered within" in said
-        double.delay = 0
-        await what_runs_is_told(here, double)
+    async with scored_site(cluster, kube, tmp_path) as here:
+        async with scoring() as double:
+            await serve(here, double.url, timeout="30s")
+            await a_class_is_named_only_where_there_is_one(here)
+            await pods_of_every_shape_are_created(here, double)
+            await nothing_is_listed_for_a_review(here, double)
+            for name, members in BAD_NOW.items():
+                await created(here, asking(f"before-{name}"))  # a good answer: nobody is left alone yet
+                with behaving(double, members):
+                    started = time.monotonic()
+                    made, said = await created(here, asking(name))
+                    took = time.monotonic() - started
+                    assert took < 10, name  # the API server would have given up
+                    assert "the pod goes on without hints" in said, name
+                    assert double.asked[-1]["job_type"] == name
+                    assert "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"], name
+                    assert made["spec"]["priority"] == 0
+                    await the_documented_job_runs_without_hints(here, f"job-{name}")
+            tell(request, slow_s=took)
+            await what_runs_is_told(here, double)
+        _, said = await created(here, asking("dead"))
+        assert "the scorer cannot be reached: the pod goes on without hints" in said
+        await the_documented_job_runs_without_hints(here, "job-dead")
+        await kube.create(PODS, example("pod.yaml"), here.namespace)
+        assert not traces(await pod_in_phase(kube, here.namespace, "bert", "Running"))
+
+
+def traces(made: Raw) -> list[str]:
+    """What a scorer has left in a pod."""
+    notes, spec = made["metadata"]["annotations"], made["spec"]
+    written = [key for key in notes if key.partition("/")[2] in ("priority-score", "chosen-gpu", "decision-timestamp")]
+    return [*written, *(key for key in ("nodeSelector", "priorityClassName") if key in spec)]
+
+
+async def the_documented_job_runs_without_hints(here: Site, name: str) -> None:
+    content = example("job.yaml")
+    content["metadata"]["name"] = content["metadata"]["annotations"]["app.kubernetes.io/job-type"] = name
+    await here.kube.create(JOBS, content, here.namespace)
+    of_job = {"labelSelector": f"job-name={name}"}
+    pods = await wait_until(lambda: here.kube.list(PODS, here.namespace, **of_job), lambda found: len(found) == 2)
+    assert [traces(one) for one in pods] == [[], []], name
+    assert all(one["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] in here.gpus for one in pods)
+    await wait_until(lambda: here.kube.get(JOBS, name, here.namespace), lambda one: one["status"].get("succeeded") == 2)
+    await here.kube.delete(JOBS, name, here.namespace)
+    await gone(here.kube, JOBS, name, here.namespace)
+    await wait_until(lambda: here.kube.list(PODS, here.namespace, **of_job), lambda found: not found)
+
+
+REVIEWS = 30
+
+
+async def nothing_is_listed_for_a_review(here: Site, double: Double) -> None:
+    """Others list as well, now and then."""
+    before, asked = await lists(here.kube), len(double.asked)
+    await asyncio.gather(*(created(here, asking(f"listed-{number}")) for number in range(REVIEWS)))
+    assert len(double.asked) - asked == REVIEWS
+    assert await lists(here.kube) - before < REVIEWS
+
+
+async def lists(kube: Kube) -> float:
+    """How many the API server has answered of what hints are made of."""
+    text = (await kube.http.get("/metrics")).raise_for_status().text
+    counted = re.findall(r"^apiserver_request_total{([^}]*)} (\S+)$", text, re.MULTILINE)
+    of = ("nodes", "pods", "priorityclasses", "gpunodes")
+    found = [
+        float(count)
+        for labels, count in counted
+        if 'verb="LIST"' in labels and any(f'resource="{name}"' in labels for name in of)
+    ]
+    assert found
+    return sum(found)
 
 
 async def what_runs_is_told(here: Site, double: Double) -> None:
-    """By the watch: the one pod that was really created."""
+    """By the watch: the one pod that was really created and is still there."""
+    await created(here, asking("stays"), dry_run=False)
     number = 0
 
     async def told() -> list[str]:
@@ -186,7 +250,7 @@ async def what_runs_is_told(here: Site, double: Double) -> None:
         await created(here, asking(f"neighbour-{number}"))
         return list(double.asked[-1]["colocated_job_types"])
 
-    await wait_until(told, lambda found: found == ["slow"])
+    await wait_until(told, lambda found: found == ["stays"])
 
 
 async def a_class_is_named_only_where_there_is_one(here: Site) -> None:

@@ -1,19 +1,25 @@
 """Our server behind a real API server: what it patches is what runs, and what it says reaches the client."""
 
-from collections.abc import AsyncIterator, Iterator
+import base64
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import trustme
+from aiohttp import web
 
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, at_service, at_url, reviewed
+from tests.e2e.hooks import ENABLED, MUTATED, at_service, at_url, hook, reviewed
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
     JOBS,
+    MUTATING,
     PODS,
     SERVICES,
     ApiError,
@@ -197,3 +203,103 @@ async def test_it_is_reached_through_a_service(kube: Kube, enabled: str, tmp_pat
             started = await pod_in_phase(kube, enabled, "a", "Running")
             assert started["spec"]["nodeName"] == "node-1"
             assert len(await held(running)) == 3
+
+
+# Another team's webhook, which comes after ours.
+
+
+def sees_all(one: Raw) -> list[Raw]:
+    env = one["spec"]["containers"][0]["env"]
+    number = next(k for k, entry in enumerate(env) if entry["name"] == "NVIDIA_VISIBLE_DEVICES")
+    return [{"op": "replace", "path": f"/spec/containers/0/env/{number}/value", "value": "all"}]
+
+
+def adds_a_sidecar(one: Raw) -> list[Raw]:
+    if len(one["spec"]["containers"]) > 1:
+        return []
+    mesh = {"name": "mesh", "image": "example.test/mesh:1"}
+    return [{"op": "add", "path": "/spec/containers/-", "value": mesh}]
+
+
+def presets_a_node(one: Raw) -> list[Raw]:
+    return [{"op": "add", "path": "/spec/nodeName", "value": "node-2"}]
+
+
+@asynccontextmanager
+async def another_webhook(
+    kube: Kube, namespace: str, directory: Path, change: Callable[[Raw], list[Raw]], policy: str
+) -> AsyncIterator[list[str]]:
+    """The uids of the reviews that it was asked for; under `IfNeeded` it has the last word at the mutating door."""
+    ca, asked = trustme.CA(), list[str]()
+    trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ca.issue_cert("127.0.0.1").configure_cert(trust)
+    ca.cert_pem.write_to_path(directory / "another.crt")
+
+    async def answered(request: web.Request) -> web.Response:
+        review = (await request.json())["request"]
+        asked.append(review["uid"])
+        patch = base64.b64encode(json.dumps(change(review["object"])).encode()).decode()
+        said = {"uid": review["uid"], "allowed": True, "patchType": "JSONPatch", "patch": patch}
+        return web.json_response({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": said})
+
+    app = web.Application()
+    app.router.add_post("/change", answered)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=trust).start()
+    base = at_url(f"https://127.0.0.1:{runner.addresses[0][1]}")
+    selector = {"kubernetes.io/metadata.name": namespace}
+    one = hook("change.example.test", base, "/change", directory / "another.crt", selector, MUTATED)
+    name = f"zz-{namespace}"  # they are called in the order of their configurations' names
+    await kube.create(MUTATING, {"metadata": {"name": name}, "webhooks": [{**one, "reinvocationPolicy": policy}]})
+    try:
+        await wait_until(lambda: acts(kube, namespace, asked))
+        asked.clear()
+        yield asked
+    finally:
+        await kube.delete(MUTATING, name)
+        await runner.cleanup()
+
+
+async def acts(kube: Kube, namespace: str, asked: list[str]) -> bool:
+    with suppress(ApiError):
+        await kube.create(PODS, pod("probe", gpus=1, annotations=HASH), namespace, dryRun="All")
+    return bool(asked)
+
+
+@pytest.mark.parametrize("change", [sees_all, adds_a_sidecar])
+async def test_what_another_webhook_does_after_us_is_put_right(
+    kube: Kube, server: Running, trained: str, tmp_path: Path, change: Callable[[Raw], list[Raw]]
+) -> None:
+    async with another_webhook(kube, trained, tmp_path, change, "Never") as asked:
+        made = await kube.create(PODS, pod("train", gpus=2, annotations=HASH), trained)
+        assert len(asked) == 1
+    containers = [container.get("env", ()) for container in made["spec"]["containers"]]
+    seen = [env["value"].split(",") for one in containers for env in one if env["name"] == "NVIDIA_VISIBLE_DEVICES"]
+    assert seen == [gpus_of(made)]  # no sidecar's either
+    assert await held(server) == set(gpus_of(made))  # the second round found what the first had reserved
+    await pod_in_phase(kube, trained, "train", "Running")
+
+
+@pytest.mark.parametrize(("change", "field"), [(sees_all, "spec.containers[0].env"), (presets_a_node, "spec.nodeName")])
+async def test_whoever_has_the_last_word_at_the_mutating_door_does_not_have_it_at_ours(
+    kube: Kube, server: Running, trained: str, tmp_path: Path, change: Callable[[Raw], list[Raw]], field: str
+) -> None:
+    async with another_webhook(kube, trained, tmp_path, change, "IfNeeded"):
+        with pytest.raises(ApiError) as refused:
+            await kube.create(PODS, pod("train", gpus=1, annotations=HASH), trained)
+    assert refused.value.status == 403
+    assert field in refused.value.message
+    assert await kube.find(PODS, "train", trained) is None
+
+
+async def test_a_pod_that_names_its_node_runs_there_without_a_scheduler(
+    kube: Kube, server: Running, trained: str
+) -> None:
+    made = await kube.create(PODS, pod("train", gpus=1, schedulerName="nobody", nodeName="node-2"), trained)
+    assert reserved_node(made) == "node-2"
+    await pod_in_phase(kube, trained, "train", "Running")
+
+
+def reserved_node(made: Raw) -> str:
+    return str(made["metadata"]["annotations"]["gpuwarden.io/node"])

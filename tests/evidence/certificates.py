@@ -59,7 +59,9 @@ class Authority:
     def root(self) -> bytes:
         return self._certificate.public_bytes(Encoding.DER)
 
-    def issue(self, *uris: str, not_after: datetime | None = None) -> Issued:
+    def issue(
+        self, *uris: str, not_after: datetime | None = None, names_in_der: x509.UnrecognizedExtension | None = None
+    ) -> Issued:
         """`spiffe_id` is the first URI: whoever asks for two wants to see them refused."""
         now, key = utc_now(), ec.generate_private_key(ec.SECP256R1())
         builder = (
@@ -80,6 +82,8 @@ class Authority:
         )
         if uris:
             builder = builder.add_extension(names(*uris), critical=False)
+        if names_in_der is not None:
+            builder = builder.add_extension(names_in_der, critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
         return Issued(
             spiffe_id=uris[0] if uris else "",

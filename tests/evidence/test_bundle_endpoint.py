@@ -202,6 +202,23 @@ async def test_each_bundle_says_whom_to_trust_next(tmp_path: Path) -> None:
         await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root))
 
 
+async def test_a_file_of_roots_that_has_changed_is_the_newest_word(tmp_path: Path) -> None:
+    """Of a server that was built anew nobody else could say it. A file that did not change says nothing."""
+    old, rebuilt = Authority(), Authority()
+    trust = SpiffeTrust(pem(tmp_path, old.root), SERVER_ID)
+    assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root)) == 1
+    for content in (None, "nothing"):
+        if content is not None:
+            (tmp_path / "roots.pem").write_text(content)
+        with pytest.raises(EvidenceUnavailableError):
+            await fetched(trust, rebuilt.issue(SERVER_ID), rebuilt, with_roots(rebuilt.root))
+        assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root)) == 1
+    pem(tmp_path, rebuilt.root)
+    assert await fetched(trust, rebuilt.issue(SERVER_ID), rebuilt, with_roots(rebuilt.root)) == 1
+    with pytest.raises(EvidenceUnavailableError):
+        await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root))
+
+
 async def test_a_bundle_without_roots_changes_nothing(tmp_path: Path) -> None:
     authority = Authority()
     trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)

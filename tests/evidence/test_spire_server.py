@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import uvloop
 from attrs import evolve
+from cryptography import x509
+from cryptography.x509.oid import ExtensionOID
 from structlog.testing import capture_logs
 
 from tests.builders import NOW, SECOND
@@ -297,6 +299,13 @@ class TestTheHandshake:
     async def test_another_spiffe_id_of_a_good_chain_is_refused(self, idle: Scene, uris: list[str]) -> None:
         await idle.start(CA.issue(*uris))
         assert f"and not {SERVER_ID}" in await idle.refused()
+        assert idle.spire.requests == []
+
+    async def test_a_certificate_with_names_that_nobody_can_read_is_refused(self, idle: Scene) -> None:
+        """An X.400 address: no reason to fall over it."""
+        strange = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, b"\x30\x02\xa3\x00")
+        await idle.start(CA.issue(names_in_der=strange))
+        assert f"the peer is nobody, and not {SERVER_ID}" in await idle.refused()
         assert idle.spire.requests == []
 
     async def test_the_right_id_from_another_authority_is_refused(self, idle: Scene) -> None:

@@ -4,12 +4,13 @@ import asyncio
 from datetime import timedelta
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.builders import NOW, SECOND
 from tests.evidence.tokens import SigningKey, document
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_bundle import JwtBundle, parse_bundle
-from webhook.evidence.trust_bundle import TrustBundle
+from webhook.evidence.trust_bundle import OwnMarks, TrustBundle
 
 KEY, OTHER = SigningKey.make("key-1"), SigningKey.make("key-2")
 HOUR = timedelta(hours=1)
@@ -72,6 +73,26 @@ async def test_a_bundle_that_went_back_is_not_taken() -> None:
     assert scene.told == ["renewed", "renewed", "refused"]
 
 
+class Forgetful(OwnMarks):
+    """Of whoever keeps count, an object that somebody may delete."""
+
+    def forget(self) -> None:
+        self._last = None
+
+
+async def test_who_keeps_count_may_let_it_begin_anew_without_a_restart() -> None:
+    """A SPIRE Server that was rebuilt counts from 1."""
+    scene, marks = Scene(KEY, sequence=700), Forgetful()
+    scene.bundle = TrustBundle(scene, lambda: scene.now, HOUR, scene.told.append, marks)
+    await scene.bundle.refresh()
+    scene.document = document(OTHER, sequence=1)
+    await scene.bundle.refresh()
+    marks.forget()
+    await scene.bundle.refresh()
+    assert [await scene.has("key-1"), await scene.has("key-2")] == [False, True]
+    assert scene.told == ["renewed", "refused", "renewed"]
+
+
 async def test_a_source_that_is_away_leaves_the_last_bundle_until_its_end() -> None:
     scene = Scene(KEY)
     await scene.bundle.refresh()
@@ -104,6 +125,26 @@ async def test_after_the_end_a_lower_sequence_is_still_refused() -> None:
     scene.document = document(OTHER, sequence=6)
     with pytest.raises(EvidenceUnavailableError):
         await scene.has("key-2")
+
+
+async def test_the_first_bundle_is_waited_for_and_told_of_now_and_then() -> None:
+    scene = Scene(KEY)
+    found, scene.document = scene.document, None
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 61:
+            scene.document = found
+
+    with capture_logs() as lines:
+        await scene.bundle.first(sleep)
+    assert (len(pauses), set(pauses)) == (61, {1.0})
+    assert await scene.has("key-1")
+    told = [line["event"] for line in lines]
+    assert told.count("not ready: the first trust bundle is waited for") == 3
+    await scene.bundle.first(sleep)
+    assert len(pauses) == 61
 
 
 async def test_before_the_first_bundle_nothing_can_be_said() -> None:

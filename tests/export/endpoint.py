@@ -22,9 +22,10 @@ class Request:
 class Endpoint:
     """Follows one order for each request, in turn; the last is for all that come after."""
 
-    def __init__(self, *orders: Order, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *orders: Order, headers: Mapping[str, str] | None = None, body: bytes = b"{}") -> None:
         self._orders: list[Order] = list(orders) or [200]
         self._headers = headers or {}
+        self._body = body
         self.requests: list[Request] = []
         self.port = 0
 
@@ -47,7 +48,7 @@ class Endpoint:
                 writer.write(self._answer(200 if order == TRUNCATE else int(order)))
                 if order == TRUNCATE:
                     break
-                writer.write(b"{}")
+                writer.write(self._body)
                 await writer.drain()
         writer.close()
 
@@ -55,7 +56,7 @@ class Endpoint:
         lines: Sequence[str] = [
             f"HTTP/1.1 {status} As ordered",
             "Content-Type: application/json",
-            "Content-Length: 2",
+            f"Content-Length: {len(self._body)}",
             'ETag: "1"',
             *(f"{name}: {value}" for name, value in self._headers.items()),
         ]
@@ -71,8 +72,10 @@ async def received(reader: asyncio.StreamReader) -> Request:
 
 
 @asynccontextmanager
-async def listening(*orders: Order, headers: Mapping[str, str] | None = None) -> AsyncIterator[Endpoint]:
-    endpoint = Endpoint(*orders, headers=headers)
+async def listening(
+    *orders: Order, headers: Mapping[str, str] | None = None, body: bytes = b"{}"
+) -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint(*orders, headers=headers, body=body)
     tasks: set[asyncio.Task[None]] = set()
 
     def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.export.endpoint import BREAK_OFF, HANG, TRUNCATE, Endpoint, Order, listening
 from tests.export.records import NOW, batch, later, use
@@ -179,6 +180,23 @@ class TestReadiness:
         async with listening(order) as endpoint, posting(endpoint) as exporter:
             with pytest.raises(ExportError):
                 await exporter.check()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "token", "is_said"),
+    [
+        ("http://store.example.org/data", "t", True),
+        ("http://store.example.org/data", None, False),
+        ("https://store.example.org/data", "t", False),
+        ("http://127.0.0.1:8080/data", "t", False),
+    ],
+)
+def test_a_token_that_others_can_read_is_warned_of_at_the_start(
+    endpoint: str, token: str | None, is_said: bool
+) -> None:
+    with capture_logs() as logs:
+        HttpExporter(HttpTarget(endpoint, timedelta(seconds=1), token), clock)
+    assert [line["event"] for line in logs] == ["everybody on the way can read the token"] * is_said
 
 
 @pytest.mark.parametrize("token", ["tök", "a\nb"], ids=["letter", "line"])

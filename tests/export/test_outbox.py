@@ -1,5 +1,8 @@
 """What is kept between being taken and being stored."""
 
+import json
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -8,10 +11,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.export.doubles import SlowShelf
+from tests.export.killed import COUNT
 from tests.export.records import NOW, batch, later, use
 from webhook.export import ExportError
-from webhook.export.outbox import DirectoryShelf, MemoryShelf, Outbox, Shelf, Waiting, opener
+from webhook.export.outbox import BOUND_IN_MEMORY, DirectoryShelf, MemoryShelf, Outbox, Shelf, Waiting, opener
 from webhook.export.records import Batch
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=["memory", "directory"])
@@ -116,7 +122,52 @@ class TestWhileOneIsWritten:
         assert [found.id for found in batches(outbox)] == ["0"]
 
 
+def test_what_is_kept_in_memory_leaves_room_for_the_process() -> None:
+    """A Pod has a limit of some hundred MiB for all its exporters; a disk has more."""
+    assert BOUND_IN_MEMORY == 32 * 1024 * 1024
+    outbox = opener(None)("dead")
+    big = batch(gpus=1, node="n" * (BOUND_IN_MEMORY - 4096))
+    assert outbox.put(big, NOW)
+    with pytest.raises(ExportError, match=f"of {BOUND_IN_MEMORY} bytes wait"):
+        outbox.put(batch("next", gpus=100), NOW)
+
+
+@pytest.mark.defect("S2-8")
+def test_killed_before_any_touch_of_a_file_everything_is_there_once_in_the_end(tmp_path: Path) -> None:
+    """Real kills: before each file is opened, renamed or removed."""
+    command = [sys.executable, "-m", "tests.export.killed", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lives = [json.loads(line) for line in done.stdout.splitlines()]
+    readings = sorted(f"node-{node}/GPU-{gpu}" for node in range(COUNT) for gpu in range(2))
+    uses = [[f"r-1/GPU-{gpu}", later(1).isoformat()] for gpu in (1, 2)]
+    assert [one for one in lives if (one["code"], one["readings"], one["uses"]) != (0, readings, uses)] == []
+    assert {one["said"] for one in lives} == set(range(COUNT + 1))
+    assert len(lives) > 20
+
+
 class TestOnDisk:
+    def test_a_file_of_another_name_is_none_of_ours(self, tmp_path: Path) -> None:
+        (tmp_path / "notes.batch").write_text("a person's")
+        outbox = Outbox(DirectoryShelf(tmp_path))
+        assert outbox.put(batch(), NOW)
+        assert batches(outbox) == [batch()]
+        assert (tmp_path / "notes.batch").read_text() == "a person's"
+
+    def test_a_disk_without_room_keeps_nothing_and_leaves_nothing(self, tmp_path: Path) -> None:
+        """Linux's own full disk, under the name that the next batch is written to."""
+        outbox = Outbox(DirectoryShelf(tmp_path / "outbox"))
+        assert outbox.put(batch("probe"), NOW)
+        (probe,) = (tmp_path / "outbox").glob("*.batch")
+        outbox.done(entry for entry, _ in outbox.first(0))
+        again = reopened(outbox, tmp_path / "outbox")
+        (tmp_path / "outbox" / f"{probe.name}.new").symlink_to("/dev/full")
+        with pytest.raises(ExportError, match=r"^the outbox cannot be written: No space left on device$"):
+            again.put(batch("probe"), NOW)
+        assert again.waiting == Waiting()
+        assert [path.name for path in (tmp_path / "outbox").iterdir()] == ["lock"]
+        assert again.put(batch("probe"), NOW)
+
     def test_the_next_process_finds_everything_in_its_order_with_its_age(self, tmp_path: Path) -> None:
         outbox = Outbox(DirectoryShelf(tmp_path))
         given = [batch(f"{number}") for number in range(12)]

@@ -12,8 +12,10 @@ from attrs import define, evolve, field
 
 from tests.export.smi import Card, dead, document, gb200_tray, h100_host
 from webhook.calls import ApiAwayError, ApiRefusesError
+from webhook.export.delivery import State
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import NodeSeen
+from webhook.export.outbox import Waiting
 from webhook.export.pod_exec import ExecError
 from webhook.export.reader import LEAST_BETWEEN, LONG, Plan, Reader, Told
 from webhook.export.records import Batch, Reading
@@ -262,6 +264,34 @@ async def test_it_is_read_again_where_it_may_have_changed(change: str) -> None:
     assert second.execs == ["p"]
 
 
+@pytest.mark.defect("S2-17")
+async def test_a_process_that_goes_on_reads_again_when_it_is_time() -> None:
+    house = House(evolve(PLAN, resync=timedelta(minutes=10)))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.batches)
+        for number in range(1, 4):
+            house.skip(599)
+            await asyncio.sleep(0.05)
+            assert len(house.execs) == number
+            house.now += timedelta(minutes=10)
+            house.skip(1)
+            await until(lambda number=number: len(house.batches) == number + 1)  # type: ignore[misc]
+    assert [batch.readings[0].time for batch in house.batches] == [NOW + k * timedelta(minutes=10) for k in range(4)]
+
+
+async def test_nobody_is_read_without_pause_however_short_the_time_is() -> None:
+    house = House(evolve(PLAN, resync=timedelta(milliseconds=1)))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.batches)
+        house.now += timedelta(seconds=1)
+        await asyncio.sleep(0.1)
+        assert house.execs == ["p"]
+        house.skip(LEAST_BETWEEN)
+        await until(lambda: len(house.batches) == 2)
+
+
 async def test_a_boot_that_is_told_of_has_the_node_read_again() -> None:
     house = House()
     async with house.working():
@@ -410,6 +440,21 @@ async def test_an_api_server_that_is_away_is_asked_again() -> None:
         house.refuses_labels = None
         await until(lambda: house.batches)
     assert house.failures == ["unavailable"]
+
+
+def test_what_waits_and_how_old_the_readings_are_can_be_seen() -> None:
+    metrics = ExportMetrics()
+    read = {"node-a": NOW - timedelta(seconds=90), "node-b": NOW + timedelta(seconds=5)}
+    states = {"postgres": State(Waiting(7, 100, NOW), "down"), "s3": State(Waiting(), None)}
+    metrics.show(ExportCollector(lambda: 3, lambda: read, lambda: states, lambda: NOW))
+    found = metrics.render()[0].decode().splitlines()
+    assert {
+        "gpuwarden_export_queue_depth 3.0",
+        'gpuwarden_export_read_age_seconds{node="node-a"} 90.0',
+        'gpuwarden_export_read_age_seconds{node="node-b"} 0.0',
+        'gpuwarden_export_outbox_batches{exporter="postgres"} 7.0',
+        'gpuwarden_export_outbox_batches{exporter="s3"} 0.0',
+    } <= set(found)
 
 
 @pytest.mark.defect("S2-14")

@@ -1,5 +1,6 @@
 """Objects and their keys, on a server that remembers what it was sent. A real S3 server is in `tests/e2e`."""
 
+import asyncio
 import csv
 import io
 import re
@@ -7,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.export.endpoint import HANG, Endpoint, Order, listening
+from tests.export.endpoint import HANG, Endpoint, Order, listening, received
 from tests.export.records import NOW, batch, later, use
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
@@ -90,13 +91,14 @@ async def test_the_same_batch_again_is_the_same_object_again() -> None:
     assert [(one.path, one.body) for one in first] == [(one.path, one.body) for one in second]
 
 
+@pytest.mark.defect("S2-2")
 async def test_uses_are_not_among_the_readings() -> None:
     async with listening() as endpoint:
         await exporter(endpoint).export(Batch("uses", uses=(use(until=later(3600)),)))
     (key,) = keys(endpoint)
     assert key.startswith("/gpuids/serial-numbers-use/year=2026/month=01/day=01/hour=01/")
     assert endpoint.requests[0].body.decode() == (
-        "prod,gpu-a,reservation-0,GPU-0,,,train,job-0,uid-0,Job/train,sha256:abc,"
+        "prod,gpu-a,reservation-0,GPU-0,,unknown,train,job-0,uid-0,Job/train,sha256:abc,"
         "2026-01-01T00:00:00.123456Z,2026-01-01T01:00:00.123456Z\n"
     )
 
@@ -145,6 +147,70 @@ async def test_a_store_that_fails_is_a_fault_with_a_reason_and_without_a_secret(
             await exporter(endpoint, seconds=0.5).export(batch())
     assert not caught.value.is_lasting
     assert "hush" not in str(caught.value)
+
+
+async def test_who_may_only_write_is_ready() -> None:
+    async with listening(403, body=b"<Error><Code>AccessDenied</Code></Error>") as endpoint:
+        await exporter(endpoint).check()
+    async with listening(403, body=b"<Error><Code>InvalidAccessKeyId</Code></Error>") as endpoint:
+        with pytest.raises(ExportError, match=r"^InvalidAccessKeyId"):
+            await exporter(endpoint).check()
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+async def test_credentials_and_endpoint_come_from_aws_own_variables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening() as endpoint:
+        for variable, text in (
+            (name, endpoint.url),
+            ("AWS_ACCESS_KEY_ID", "its-key"),
+            ("AWS_SECRET_ACCESS_KEY", "hush"),
+            ("AWS_SESSION_TOKEN", "of-this-session"),
+            ("AWS_REGION", "another-1"),
+        ):
+            monkeypatch.setenv(variable, text)
+        await ObjectExporter(ObjectTarget("gpuids", region="eu-central-1")).export(batch())
+    (request,) = endpoint.requests
+    assert request.path.startswith("/gpuids/year%3D2026/")
+    assert re.search(r"Credential=its-key/\d{8}/eu-central-1/s3/", request.headers["authorization"])
+    assert request.headers["x-amz-security-token"] == "of-this-session"
+
+
+async def test_the_directory_of_a_url_is_what_keys_begin_with() -> None:
+    async with listening() as endpoint:
+        await exporter(endpoint, "s3://gpuids/of/ours").export(batch())
+    assert keys(endpoint)[0].startswith("/gpuids/of/ours/serial-numbers/year=2026/")
+
+
+@pytest.mark.defect("S2-16")
+async def test_what_is_on_its_way_at_the_end_is_broken_off() -> None:
+    """The store has not heard it out, and does not afterwards."""
+    is_asked, is_over = asyncio.Event(), asyncio.Event()
+
+    async def unhurried(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await received(reader)
+        is_asked.set()
+        await reader.read()
+        is_over.set()
+        writer.close()
+
+    server = await asyncio.start_server(unhurried, "127.0.0.1", 0)
+    endpoint = Endpoint()
+    endpoint.port = server.sockets[0].getsockname()[1]
+    async with server, asyncio.timeout(20):
+        exporting = asyncio.create_task(exporter(endpoint).export(batch()))
+        await is_asked.wait()
+        exporting.cancel()
+        await asyncio.wait([exporting])
+        await is_over.wait()
+
+
+async def test_uses_that_know_little_are_parquet_too() -> None:
+    arro3_io = pytest.importorskip("arro3.io")
+    async with listening() as endpoint:
+        await exporter(endpoint, form="parquet").export(Batch("uses", uses=(use(pod=None, owner=None),)))
+    table = arro3_io.read_parquet(io.BytesIO(endpoint.requests[0].body)).read_all()
+    assert table.column("pod").to_pylist() == [None]
+    assert table.column("until").to_pylist() == [None]
 
 
 @pytest.mark.defect("S2-15")

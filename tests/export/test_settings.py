@@ -66,6 +66,7 @@ def mistakes(environ: dict[str, str], **flags: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("variable", S2)
 def test_a_variable_of_s2_has_its_default_and_is_read(variable: str) -> None:
     name, default, text, value = S2[variable]
+    assert load(NEEDED).cluster_name == "prod"
     assert getattr(load(NEEDED), name) == default
     assert getattr(load({**NEEDED, variable: text}), name) == value
 
@@ -127,6 +128,50 @@ def test_what_s2_passes_over_in_silence_is_passed_over_and_told() -> None:
     assert mistakes(NEEDED, postgres_port="x")
 
 
+IN_POD = {**NEEDED, "KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443"}
+
+
+class TestWhichCluster:
+    """S2's KUBECONFIG counts where there is no cluster around it; ours counts always."""
+
+    @pytest.fixture
+    def kubeconfig(self, tmp_path: Path) -> str:
+        file = tmp_path / "kubeconfig"
+        file.write_text("{}")
+        return str(file)
+
+    @pytest.fixture
+    def mounted(self, tmp_path: Path) -> Path:
+        directory = tmp_path / "serviceaccount"
+        directory.mkdir()
+        (directory / "token").write_text("t")
+        return directory
+
+    def test_in_a_pod_it_is_its_own(self, kubeconfig: str, mounted: Path) -> None:
+        for environ in (IN_POD, {**IN_POD, "KUBECONFIG": kubeconfig}):
+            found = load(environ).connection(mounted)
+            assert (found.in_cluster, found.kubeconfig) == (True, None)
+            assert found.api_server_of_pod == "https://10.0.0.1:443"
+
+    def test_outside_it_is_that_of_the_variable(self, kubeconfig: str, mounted: Path, tmp_path: Path) -> None:
+        found = load({**NEEDED, "KUBECONFIG": kubeconfig}).connection(mounted)
+        assert (found.in_cluster, str(found.kubeconfig)) == (False, kubeconfig)
+        found = load({**IN_POD, "KUBECONFIG": kubeconfig}).connection(tmp_path / "nothing-mounted")
+        assert str(found.kubeconfig) == kubeconfig
+
+    def test_who_names_one_by_our_own_words_means_it(self, kubeconfig: str, mounted: Path) -> None:
+        for found in (
+            load(IN_POD, kubeconfig=kubeconfig),
+            load({**IN_POD, "GPUWARDEN_EXPORT_KUBECONFIG": kubeconfig}),
+        ):
+            assert str(found.connection(mounted).kubeconfig) == kubeconfig
+
+    @pytest.mark.parametrize("empty", [{}, {"KUBECONFIG": ""}])
+    def test_none_is_a_mistake(self, empty: dict[str, str], mounted: Path) -> None:
+        with pytest.raises(SettingsError, match="this is no Pod"):
+            load({**NEEDED, **empty}).connection(mounted)
+
+
 def test_an_election_needs_a_name_to_stand_under() -> None:
     assert "POD_NAME" in mistakes({**NEEDED, "LEADER_ELECTION": "T"})[0]
     assert load({**NEEDED, "LEADER_ELECTION": "T", "POD_NAME": "p"}).leader_election
@@ -161,10 +206,14 @@ def test_a_token_goes_by_plain_http_to_this_machine_alone(tmp_path: Path, endpoi
     given = {**NEEDED, "EXPORTER_TYPE": "http", "HTTP_ENDPOINT": endpoint}
     file = {"http_auth_token_file": str(tmp_path / "token")}
     if is_refused:
-        wanted = "everybody on the way could read the token; allowed: https, or http to this machine"
+        wanted = (
+            "everybody on the way could read the token; allowed: https, or http to this machine,"
+            " or to anybody with --http-token-in-plain true"
+        )
         assert mistakes({**given, "HTTP_AUTH_TOKEN": "t"}) == (f"variable HTTP_ENDPOINT: {wanted}",)
         assert mistakes(given, **file) == (f"variable HTTP_ENDPOINT: {wanted}",)
         assert load(given).http.token is None
+        assert load({**given, "GPUWARDEN_EXPORT_HTTP_TOKEN_IN_PLAIN": "true"}, **file).http.token == "example-token"
     else:
         assert load({**given, "HTTP_AUTH_TOKEN": "t"}).http.token == "t"
         assert load(given, **file).http.token == "example-token"

@@ -1,7 +1,11 @@
 """Lines for whoever collects logs."""
 
+import asyncio
+import fcntl
 import io
 import json
+import os
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -63,6 +67,76 @@ async def test_a_pipe_that_nobody_reads_any_more_is_a_fault_with_a_reason() -> N
 
     with pytest.raises(ExportError, match=r"stdout takes nothing: .*Broken pipe"):
         await StdoutExporter(Broken()).export(batch())
+
+
+class Pipe:
+    """A pipe that takes a page, and its reader."""
+
+    def __init__(self) -> None:
+        reader, writer = os.pipe()
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+        self.stream = os.fdopen(writer, "w")
+        self._reader = os.fdopen(reader, "rb", buffering=0)
+
+    def read(self) -> bytes:
+        """All that is in it."""
+        os.set_blocking(self._reader.fileno(), False)
+        found = b""
+        while content := self._reader.read(65536):
+            found += content
+        return found
+
+    def close(self) -> None:
+        self.stream.close()
+        self._reader.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    found = Pipe()
+    yield found
+    found.close()
+
+
+async def read_out(pipe: Pipe, exporting: Coroutine[Any, Any, None]) -> bytes:
+    """What comes until it is done."""
+    task, found = asyncio.create_task(exporting), b""
+    async with asyncio.timeout(20):
+        while not task.done():
+            await asyncio.sleep(0.01)
+            found += pipe.read()
+    await task
+    return found + pipe.read()
+
+
+@pytest.mark.defect("S2-16")
+async def test_whoever_reads_late_gets_nothing_of_after_the_end_and_whole_lines(pipe: Pipe) -> None:
+    exporter = StdoutExporter(pipe.stream)
+    big = batch(gpus=50)
+    exporting = asyncio.create_task(exporter.export(big))
+    done, _ = await asyncio.wait([exporting], timeout=0.3)
+    assert not done
+    exporting.cancel()
+    await asyncio.wait([exporting])
+    first = pipe.read()
+    assert first.endswith(b"\n")
+    await asyncio.sleep(0.3)
+    assert pipe.read() == b""
+    # Tried again by the same process, it goes on where it stopped.
+    told = [json.loads(line) for line in (first + await read_out(pipe, exporter.export(big))).splitlines()]
+    assert [one["index"] for one in told[:-1]] == list(range(50))
+    assert told[-1]["records"] == 50
+
+
+async def test_another_batch_begins_at_its_beginning(pipe: Pipe) -> None:
+    exporter = StdoutExporter(pipe.stream)
+    exporting = asyncio.create_task(exporter.export(batch(gpus=50)))
+    await asyncio.wait([exporting], timeout=0.3)
+    exporting.cancel()
+    await asyncio.wait([exporting])
+    pipe.read()
+    found = await read_out(pipe, exporter.export(batch("other", gpus=2)))
+    assert [json.loads(line).get("index") for line in found.splitlines()] == [0, 1, None]
 
 
 async def test_a_closed_stdout_is_not_ready() -> None:

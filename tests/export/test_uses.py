@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from attrs import define, evolve, field
+from structlog.testing import capture_logs
 
 from webhook.core.errors import GpuwardenError
-from webhook.export import ExportError
+from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
 from webhook.export.uses import Called, OpenUses, PodWords, Uses
 
@@ -42,6 +43,8 @@ class House:
     directory: Path | None
     rows: dict[tuple[str, str], Use] = field(factory=dict)
     told: list[Use] = field(factory=list)
+    ids: list[str] = field(factory=list)
+    asked: int = 0
     now: datetime = NOW
     version: int = 0
     is_current: bool = True
@@ -49,6 +52,8 @@ class House:
     called: Called = field(factory=lambda: Called("S1", "C1"))
     crash: str = ""
     refuses: bool = False
+    # A node whose uses the store will not have.
+    refuses_of: str = ""
     uses: Uses = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -61,8 +66,11 @@ class House:
     async def _take(self, batch: Batch) -> None:
         if self.refuses:
             raise ExportError("full")
+        if self.refuses_of in {one.node for one in batch.uses}:
+            raise ExportError("too full for these")
         if self.crash == "before":
             raise CrashError
+        self.ids.append(batch.id)
         for one in batch.uses:
             self.told.append(one)
             before = self.rows.get((one.reservation, one.gpu_uuid))
@@ -72,9 +80,12 @@ class House:
             raise CrashError
 
     async def pod(self, namespace: str, name: str, uid: str) -> PodWords:
+        self.asked += 1
         found = self.pods.get(uid, PodWords("StatefulSet/train"))
         if found.owner == "nobody can be asked":
             raise GpuwardenError("away")
+        if found.owner == "a bug":
+            raise ZeroDivisionError
         return found
 
     def gpu(self, node: str, uuid: str) -> Called:
@@ -130,6 +141,115 @@ async def test_a_reservation_is_told_when_it_begins_and_when_it_ends(house: Hous
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW + timedelta(hours=1))
     assert len(house.told) == 4
+
+
+async def test_a_beginning_is_told_once_whatever_else_comes_and_goes_on_its_node(house: House) -> None:
+    """A store without keys keeps what it is told, and counts it."""
+    lasting = {"GPU-1/0": entry()}
+    house.holds(lasting)
+    await house.uses.step()
+    for number in range(5):
+        other = entry(f"o-{number}", f"u-o-{number}")
+        house.holds({**lasting, "GPU-2/0": other})
+        await house.uses.step()
+        house.holds(lasting)
+        await house.uses.step()
+    assert house.told.count(EXPECTED) == 1
+    assert len(house.told) == 1 + 2 * 5
+    restarted(house, lasting)
+    await house.uses.step()
+    assert len(house.told) == 11
+
+
+async def test_the_same_beginning_is_the_same_batch_whoever_tells_it_and_whatever_else_is_there(house: House) -> None:
+    house.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
+    await house.uses.step()
+    heir = House(None)
+    heir.holds({"GPU-3/0": entry("r-2", "u-2"), "GPU-2/0": entry(), "GPU-1/0": entry()})
+    await heir.uses.step()
+    assert house.ids[0] in heir.ids
+    assert len(heir.ids) == 2
+
+
+async def test_what_nobody_takes_of_one_node_holds_up_no_other(house: House) -> None:
+    house.refuses_of = "node-a"
+    house.holds({"GPU-1/0": entry()}, "node-a")
+    house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
+    with pytest.raises(ExportError, match="too full"):
+        await house.uses.step()
+    house.holds({"GPU-3/0": entry("r-3", "u-3")}, "node-c")
+    with pytest.raises(ExportError, match="too full"):
+        await house.uses.step()
+    assert [one.reservation for one in house.told] == ["r-2", "r-3"]
+    house.refuses_of = ""
+    await house.uses.step()
+    assert [one.reservation for one in house.told] == ["r-2", "r-3", "r-1"]
+
+
+async def test_an_end_is_of_the_moment_it_came_also_while_nobody_takes_it(house: House) -> None:
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    house.refuses = True
+    house.holds({})
+    for _ in range(2):
+        with pytest.raises(ExportError):
+            await house.uses.step()
+        house.now += timedelta(hours=1)
+    house.refuses = False
+    await house.uses.step()
+    assert house.told == [EXPECTED, evolve(EXPECTED, until=NOW)]
+
+
+async def test_what_nobody_ever_takes_does_not_grow_without_end(house: House) -> None:
+    house.refuses = True
+    with capture_logs() as logs:
+        for number in range(uses.MOST_UNTOLD + 5):
+            house.now += timedelta(seconds=1)
+            house.holds({"GPU-1/0": entry(f"r-{number}", f"u-{number}")})
+            with pytest.raises(ExportError):
+                await house.uses.step()
+    house.refuses = False
+    house.holds({})
+    await house.uses.step()
+    assert len(house.told) == uses.MOST_UNTOLD
+    assert house.told[-1].reservation == f"r-{uses.MOST_UNTOLD + 4}"
+    assert {line["event"] for line in logs} == {"uses forgotten: no outbox takes them"}
+
+
+async def test_a_bug_with_one_node_ends_nothing_for_the_others(house: House) -> None:
+    house.pods["u-1"] = PodWords("a bug")
+    house.holds({"GPU-1/0": entry()})
+    house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
+    with capture_logs() as logs:
+        await house.uses.step()
+    assert [line["event"] for line in logs] == ["uses of a node not followed"]
+    assert [one.reservation for one in house.told] == ["r-2"]
+
+
+async def test_who_may_not_ask_about_pods_is_told_so(house: House) -> None:
+    house.pods["u-1"] = PodWords("nobody can be asked")
+    house.holds({"GPU-1/0": entry()})
+    house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
+    with pytest.raises(GpuwardenError, match="away"):
+        await house.uses.step()
+    assert [one.reservation for one in house.told] == ["r-2"]
+    del house.pods["u-1"]
+    await house.uses.step()
+    assert [one.reservation for one in house.told] == ["r-2", "r-1"]
+
+
+async def test_while_a_gpu_node_is_gone_its_pods_are_asked_about_rarely(house: House) -> None:
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    house.relist([])
+    await house.uses.step()
+    asked = house.asked
+    for _ in range(50):
+        await house.uses.step()
+    assert house.asked == asked
+    house.now += uses.ASK_AGAIN
+    await house.uses.step()
+    assert house.asked == asked + 1
 
 
 async def test_a_reservation_without_a_pod_uses_nothing_yet(house: House) -> None:
@@ -236,11 +356,14 @@ async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until is None
     house.pods["u-1"] = PodWords("nobody can be asked")
-    await house.uses.step()
+    house.now += uses.ASK_AGAIN
+    with pytest.raises(GpuwardenError):
+        await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until is None
     house.pods["u-1"] = PodWords(is_there=False)
+    house.now += uses.ASK_AGAIN
     await house.uses.step()
-    assert house.rows["r-1", "GPU-1"].until == NOW
+    assert house.rows["r-1", "GPU-1"].until == house.now
 
 
 async def test_half_a_file_is_set_aside_and_the_rest_is_known(house: House) -> None:
@@ -249,7 +372,7 @@ async def test_half_a_file_is_set_aside_and_the_rest_is_known(house: House) -> N
     await house.uses.step()
     assert house.directory is not None
     file = house.directory / "node-a.json"
-    assert json.loads(file.read_text())[0]["reservation"] == "r-1"
+    assert json.loads(file.read_text())[0]["use"]["reservation"] == "r-1"
     file.write_bytes(file.read_bytes()[:-5])
     again = OpenUses(house.directory)
     assert again.nodes() == {"node-b"}

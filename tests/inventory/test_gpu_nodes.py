@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from tests.builders import NOW, SECOND, Raw, evidence
 from tests.ledger.fake_store import gpu_node
@@ -110,8 +111,14 @@ def test_one_object_that_cannot_be_read_leaves_the_others_alone(scene: Scene) ->
     scene.nodes.changed({"metadata": {"name": "node-a", "labels": 5}})
     scene.gpu_nodes.changed({**raw_gpu_node("node-a"), "spec": {"devices": [{"uuid": 5}]}})
     scene.nodes.changed(raw_node("node-b"))
-    assert scene.node("node-a") == Node("node-a", {"zone": "a"}, DEVICES)
+    known = scene.node("node-a")
+    assert known is not None
+    assert known.labels == {"zone": "a"}
+    # Who holds them cannot be read either, so they are offered to nobody until it can.
+    assert known.devices == tuple(evolve(one, is_healthy=False) for one in DEVICES)
     assert scene.node("node-b") is not None
+    scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
+    assert scene.node("node-a") == Node("node-a", {"zone": "a"}, DEVICES)
 
 
 def test_what_is_held_is_learnt_before_devices_are_offered(scene: Scene) -> None:

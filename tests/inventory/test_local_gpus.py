@@ -1,73 +1,16 @@
-"""The GPUs of this machine: a stand-in for nvidia-smi in the path, and one for NVML's library."""
+"""The GPUs of this machine: a stand-in for nvidia-smi, and one for the driver's library under nvidia-ml-py."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import pynvml  # type: ignore[import-untyped]  # theirs to annotate
 import pytest
 
 from tests.export.smi import document, gb200_tray
+from tests.inventory.nvml import Chip, Driver
 from tests.running import refusing
-from webhook.inventory.local_gpus import by_nvml, by_program
+from webhook.inventory.local_gpus import by_nvml, by_program, local_gpus
 from webhook.inventory.nvidia_smi import Gpu, UnreadableSmiError
-
-
-class NvmlError(Exception):
-    pass
-
-
-class Nvml:
-    """Two GPUs as nvidia-ml-py tells of them: one is well, the other is lost."""
-
-    NVMLError = NvmlError
-
-    def __init__(self, *, works: bool = True) -> None:
-        self.works = works
-
-    def nvmlInit(self) -> None:
-        if not self.works:
-            raise NvmlError("Driver Not Loaded")
-
-    def nvmlShutdown(self) -> None: ...
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlSystemGetDriverVersion(self) -> bytes:
-        return b"580.10.01"
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index:
-            raise NvmlError("GPU is lost")
-        return 7
-
-    def nvmlDeviceGetUUID(self, _: int) -> str:
-        return "GPU-1"
-
-    def nvmlDeviceGetSerial(self, _: int) -> str:
-        return "1320000000010"
-
-    def nvmlDeviceGetMinorNumber(self, _: int) -> int:
-        return 3
-
-    def nvmlDeviceGetName(self, _: int) -> str:
-        return "NVIDIA H100 80GB HBM3"
-
-    def nvmlDeviceGetMemoryInfo(self, _: int) -> Any:
-        return SimpleNamespace(total=81559 * 1024 * 1024)
-
-    def nvmlDeviceGetPciInfo(self, _: int) -> Any:
-        return SimpleNamespace(busId=b"00000000:17:00.0\0\0")
-
-    def nvmlDeviceGetMigMode(self, _: int) -> Any:
-        raise NvmlError("Not Supported")
-
-    def c_nvmlPlatformInfo_v2_t(self) -> Any:
-        return SimpleNamespace(chassisSerialNumber=b"")
-
-    def nvmlDeviceGetPlatformInfo(self, _: int, form: Any) -> int:
-        form.chassisSerialNumber = b"1820000000042"
-        return 0
 
 
 @pytest.fixture
@@ -82,29 +25,75 @@ def does(path: Path, line: str) -> None:
     path.chmod(0o755)
 
 
-def test_by_nvml() -> None:
-    found = by_nvml(Nvml())
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """nvidia-ml-py over a driver's library that the test gives."""
+
+    def loaded(driver: Driver) -> Any:
+        monkeypatch.setattr(pynvml, "nvmlLib", driver)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        return pynvml
+
+    return loaded
+
+
+TRAY = (
+    Chip(b"GPU-1", b"1760000000012", 0, b"1820000000042"),
+    Chip(b"GPU-2", b"1760000000012", 1, b"1820000000042"),
+    Chip(b"GPU-3", None, 2, b"N/A", mig=1),
+    Chip(b"GPU-4", b"1760000000011", 3, is_lost=True),
+)
+
+
+def test_by_the_library_of_a_driver(library: Any) -> None:
+    """Through nvidia-ml-py itself: what it wants by reference and what by value is its own affair."""
+    driver = Driver(TRAY)
+    found = by_nvml(library(driver))
     assert found.driver == "580.10.01"
-    assert found.gpus == (
-        Gpu(
-            index=0,
-            pci="00000000:17:00.0",
-            uuid="GPU-1",
-            serial="1320000000010",
-            minor=3,
-            model="NVIDIA H100 80GB HBM3",
-            memory="81559Mi",
-            chassis="1820000000042",
-            said_serial="1320000000010",
-            said_chassis="1820000000042",
-        ),
-        Gpu(1),
+    first, second, third, lost = found.gpus
+    assert first == Gpu(
+        index=0,
+        pci="00000000:01:00.0",
+        uuid="GPU-1",
+        serial="1760000000012",
+        minor=0,
+        model="NVIDIA GB200",
+        memory="189471Mi",
+        chassis="1820000000042",
+        said_serial="1760000000012",
+        said_chassis="1820000000042",
     )
+    assert (second.uuid, second.serial, second.minor) == ("GPU-2", "1760000000012", 1)
+    assert (third.serial, third.chassis, third.said_chassis, third.is_mig) == (None, None, "N/A", True)
+    assert lost == Gpu(3)
+    assert driver.opened == 0
 
 
-def test_nvml_without_a_driver() -> None:
+def test_an_older_driver_has_no_word_for_the_chassis(library: Any) -> None:
+    found = by_nvml(library(Driver(TRAY, lacks=["nvmlDeviceGetPlatformInfo", "nvmlDeviceGetMigMode"])))
+    assert [(one.serial, one.chassis, one.is_mig) for one in found.gpus[:2]] == [("1760000000012", None, False)] * 2
+
+
+def test_a_name_that_is_no_text_is_not_known_and_the_rest_is(library: Any) -> None:
+    found = by_nvml(library(Driver([Chip(b"GPU-1", b"\xff\xfe", 0, name=b"\xff")])))
+    assert [(one.uuid, one.serial, one.model) for one in found.gpus] == [("GPU-1", None, None)]
+
+
+def test_a_driver_that_is_not_loaded(library: Any) -> None:
     with pytest.raises(UnreadableSmiError, match="NVML cannot be used: Driver Not Loaded"):
-        by_nvml(Nvml(works=False))
+        by_nvml(library(Driver(TRAY, works=False)))
+
+
+def test_the_library_is_asked_first_and_the_program_where_it_fails(library: Any, stand_in: Path) -> None:
+    stand_in.with_name("content.xml").write_bytes(document(gb200_tray()))
+    does(stand_in, f"cat {stand_in.with_name('content.xml')}")
+    library(Driver(TRAY[:1]))
+    assert [one.uuid for one in local_gpus().gpus] == ["GPU-1"]
+    library(Driver(TRAY, works=False))
+    assert [one.uuid for one in local_gpus().gpus] == [one.uuid for one in gb200_tray()]
+    stand_in.unlink()
+    with pytest.raises(UnreadableSmiError, match=r"NVML cannot be used: .*; there is no nvidia-smi here"):
+        local_gpus()
 
 
 def test_by_the_program(stand_in: Path) -> None:

@@ -11,16 +11,21 @@ from attrs import evolve
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
-from webhook.core.claim import ClaimRecord
+from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy
 from webhook.core.device import DeviceUuid, Node
 from webhook.core.errors import DeadlinePassedError, LedgerUnavailableError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
+from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.verdict import Deny
 from webhook.gpu_node import GpuNode
+from webhook.holding import Holder
 from webhook.ledger.carrier import Carrier, Sight
-from webhook.ledger.cluster import PATIENCE, ClusterLedger, WitnessAwayError
+from webhook.ledger.cluster import PATIENCE, ClusterLedger, Witness, WitnessAwayError
 from webhook.ledger.moves import Times
 from webhook.ledger.store import RefusedError
+from webhook.telemetry import Metrics
 
 R1 = ReservationId("r1")
 NODE_A = gpu_node("node-a", "GPU-a0", "GPU-a1", "GPU-a2", "GPU-a3", "GPU-s", shares={"GPU-s": 4})
@@ -66,7 +71,7 @@ class Pods:
 class Replica:
     """One process over a store that others use too."""
 
-    def __init__(self, store: FakeStore, pods: Pods, clock: Callable[[], datetime]) -> None:
+    def __init__(self, store: FakeStore, pods: Witness, clock: Callable[[], datetime]) -> None:
         self.fleet = Fleet()
         self.ledger = ClusterLedger(self.fleet, store, pods, clock, Times(PENDING_DEADLINE, CLOCK_SKEW))
         self.watch = Watch(store, self.ledger.learn)
@@ -493,12 +498,26 @@ async def test_a_node_whose_object_is_gone_gives_nothing_and_forgets_nothing(ben
     assert not bench.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
 
 
-async def test_an_object_that_cannot_be_read_changes_nothing(bench: ClusterBench) -> None:
+async def test_what_was_held_on_an_object_that_cannot_be_read_is_remembered(bench: ClusterBench) -> None:
     held = await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bad = {**bench.store.objects["node-a"], "status": {"held": {"no slot": {"phase": "odd"}}}}
     bad["metadata"] = {**bad["metadata"], "resourceVersion": "999"}
     bench.ledger.learn(bad)
     assert await bench.ledger.find(R1) == held
+
+
+async def test_an_object_that_a_hand_made_unreadable_holds_nobody_up_until_it_is_mended(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    good = bench.store.objects["node-a"]
+    by_hand = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
+    bench.store.apply({**good, "status": {"held": {**good["status"]["held"], "GPU-a1": by_hand}}})
+    async with asyncio.timeout(5):
+        held = await bench.reserve(ask(2), on("node-a", "GPU-a2"), on("node-b", "GPU-b0"))
+    assert held.node == "node-b"
+    assert await bench.ledger.find(R1) is not None
+    bench.store.apply({**good, "status": good["status"]})
+    bench.replica.watch.catch_up()
+    assert (await bench.reserve(ask(3), on("node-a", "GPU-a2"))).node == "node-a"
 
 
 async def test_nothing_is_kept_of_nodes_that_are_gone_or_never_were(bench: ClusterBench) -> None:
@@ -558,3 +577,99 @@ PENDING: dict[str, Any] = {"reservation": "r1", "phase": "pending", "namespace":
 def test_the_store_refuses_to_give_away_what_is_held(after: dict[str, Any]) -> None:
     with pytest.raises(RefusedError):
         check_rules({"s": PENDING}, after)
+
+
+class SlowStore(FakeStore):
+    """Carries a write out, and answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer, self.has_begun = asyncio.Event(), asyncio.Event()
+
+    async def put_status(self, raw: Raw) -> Raw:
+        self.has_begun.set()
+        await self.may_answer.wait()
+        return await super().put_status(raw)
+
+
+async def test_at_rest_no_write_is_under_way_and_none_begins_that_nobody_waits_for(bench: ClusterBench) -> None:
+    store = bench.store = SlowStore()
+    store.apply({**NODE_A, **KNOWN})
+    ledger = bench.another().ledger
+    answer_by = bench.now + timedelta(seconds=10)
+    first = asyncio.ensure_future(ledger.reserve(ask(1), [on("node-a", "GPU-a0")], answer_by=answer_by))
+    await store.has_begun.wait()
+    later = asyncio.ensure_future(ledger.reserve(ask(2), [on("node-a", "GPU-a1")], answer_by=answer_by))
+    await asyncio.sleep(0)
+    first.cancel()
+    later.cancel()
+    resting = asyncio.ensure_future(ledger.rest())
+    await asyncio.sleep(0.01)
+    assert not resting.done()
+    store.may_answer.set()
+    await resting
+    assert store.writes == 1
+    assert list(bench.held()) == ["GPU-a0/0"]
+
+
+class StrictStore(FakeStore):
+    """Its rules forbid whatever is written on some nodes."""
+
+    def __init__(self, *forbidden: str) -> None:
+        super().__init__()
+        self.forbidden = forbidden
+        self.tries = 0
+
+    async def put_status(self, raw: Raw) -> Raw:
+        self.tries += 1
+        if raw["metadata"]["name"] in self.forbidden:
+            await asyncio.sleep(0)
+            raise RefusedError("too long")
+        return await super().put_status(raw)
+
+
+def strict(bench: ClusterBench, *forbidden: str) -> tuple[StrictStore, Holder]:
+    store = bench.store = StrictStore(*forbidden)
+    store.apply({**NODE_A, **KNOWN})
+    store.apply({**NODE_B, **KNOWN})
+    replica = bench.another()
+    return store, Holder(replica.fleet, replica.ledger, EvidencePolicy(), lambda: bench.now, Metrics())
+
+
+CLAIM = Claim(ClaimRecord(gpus=1))
+
+
+async def test_what_the_store_forbids_everywhere_is_denied_after_few_tries(bench: ClusterBench) -> None:
+    """A forged review may name a namespace that no rule lets in: it must not keep us and the API server busy."""
+    store, holder = strict(bench, "node-a", "node-b")
+    what = Ask(ReservationId("r1"), "n" * 300, CLAIM.digest)
+    async with asyncio.timeout(30):
+        denied = await holder.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
+    assert isinstance(denied, Deny)
+    assert denied.reason is Reason.LEDGER_AWAY
+    assert store.tries <= 2 * MAX_PLACEMENTS
+
+
+@pytest.mark.parametrize("phase", ["finalized", "releasing"])
+async def test_a_deadline_that_a_hand_has_given_to_what_has_none_stops_nobody(bench: ClusterBench, phase: str) -> None:
+    entry = {"reservation": "x", "phase": phase, "namespace": "ml", "digest": "d", "deadline": "2025-01-01T00:00:00Z"}
+    bench.store.apply({**bench.store.objects["node-a"], "status": {"held": {"GPU-a0/0": entry}}})
+    bench.replica.watch.catch_up()
+    await bench.ledger.collect(bench.now)
+    taken, other = await asyncio.gather(
+        bench.reserve(ask(1), on("node-a", "GPU-a0")),
+        bench.reserve(ask(2), on("node-a", "GPU-a1")),
+        return_exceptions=True,
+    )
+    assert isinstance(taken, SlotsTakenError if phase == "finalized" else Reservation)
+    assert isinstance(other, Reservation)
+
+
+@pytest.mark.parametrize("forbidden", ["node-a", "node-b"])
+async def test_what_one_node_cannot_keep_another_does(bench: ClusterBench, forbidden: str) -> None:
+    _, holder = strict(bench, forbidden)
+    what = Ask(ReservationId("r1"), "ml", CLAIM.digest)
+    async with asyncio.timeout(30):
+        held = await holder.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
+    assert isinstance(held, Reservation)
+    assert held.node != forbidden

@@ -18,8 +18,9 @@ from webhook.core.claim import ClaimRules, recorded_claim
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.difference import Change
 from webhook.core.dress import DressRules, waiting
-from webhook.core.errors import LedgerUnavailableError
+from webhook.core.errors import LedgerUnavailableError, PlacementRefusedError
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_map import Keeper
 from webhook.core.lines import Waiter
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
@@ -28,7 +29,8 @@ from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reserva
 from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
-from webhook.ledger.queue import GateError, Queue, Round
+from webhook.ledger.queue import Queue, Round
+from webhook.ledger.queue_gates import GateError
 from webhook.namespaces import ClaimReading, WatchedNamespaces
 from webhook.waiting_pods import Demands, WaitingPods, is_waiting
 
@@ -49,6 +51,7 @@ class Yard:
         self.failing = False
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
+        self.cannot_be_told: set[str] = set()
         self.loses_answers = False
         self.telling_now = self.told_at_once = 0
 
@@ -65,6 +68,8 @@ class Yard:
     async def say(self, pod: PodIdentity, why: str) -> None:
         if pod.name in self.hangs:
             await asyncio.Event().wait()
+        if pod.name in self.cannot_be_told:
+            raise GateError("away")
         self.telling_now += 1
         self.told_at_once = max(self.told_at_once, self.telling_now)
         await asyncio.sleep(0)
@@ -169,7 +174,7 @@ class Scene:
     def held(self) -> dict[str | None, list[str]]:
         return {one.uid: [str(uuid) for uuid in one.uuids] for one in self.ledger.reservations()}
 
-    def come(self, name: str, gpus: int = 1, *, seconds: int = 0, **members: Any) -> None:
+    def come(self, name: str, gpus: int | None = 1, *, seconds: int = 0, **members: Any) -> None:
         """A pod that waits has been created."""
         raw = builders.raw_pod(raw_container(gpus=gpus), name=name, uid=f"uid-{name}", **members)
         gated = waiting(raw, builders.claim(raw), RULES, "because")
@@ -247,6 +252,20 @@ async def test_small_claims_that_came_later_do_not_overtake_a_large_one(scene: S
     await scene.end("first")
     await scene.queue.step()
     assert scene.opened().keys() == {"large"}
+
+
+async def test_who_wants_no_gpu_waits_behind_nobody_who_does(scene: Scene) -> None:
+    asked = {"gpuwarden.io/required-hash": HASH}
+    scene.fleet.prove("node-a", builders.evidence("node-a"), NOW)
+    scene.come("first", annotations=asked)
+    await scene.queue.step()
+    scene.come("large", 2, seconds=1, annotations=asked)
+    scene.come("proven-only", None, seconds=2, annotations=asked)
+    await scene.queue.step()
+    assert {name for name, raw in scene.yard.pods.items() if "schedulingGates" not in raw["spec"]} == {
+        "first",
+        "proven-only",
+    }
 
 
 async def test_a_claim_that_no_node_could_serve_holds_nobody_up(scene: Scene) -> None:
@@ -680,7 +699,7 @@ async def test_a_pass_over_many_kinds_lets_others_work(scene: Scene) -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    await scene.queue._serve_all(Round(float("inf"), [], {}, set()))
+    await scene.queue._serve_all(Round(float("inf"), [], set()))
     task.cancel()
     assert worked >= 50
 
@@ -723,7 +742,7 @@ NEWS: dict[str, Callable[[Scene], object]] = {
     "evidence": lambda scene: scene.fleet.prove("node-a", builders.evidence("node-a"), NOW),
     "a-reservation": lambda scene: scene.fleet.hold(builders.reservation(builders.slot("GPU-1"))),
     "the-end-of-one": lambda scene: scene.fleet.free(builders.reservation(builders.slot("GPU-0"))),
-    "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0"}}, {"node-a"}),
+    "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0": Keeper("", "set-1")}}, {"node-a"}),
     "time": lambda scene: setattr(scene, "now", NOW + timedelta(seconds=5)),
 }
 
@@ -753,7 +772,7 @@ async def test_claims_that_no_node_can_hold_wait_for_those_that_one_can(scene: S
 async def test_pods_are_told_together_and_one_that_hangs_keeps_nobody(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("webhook.ledger.queue.TELLING_BUDGET", 0.05)
+    monkeypatch.setattr("webhook.ledger.queue_telling.TELLING_BUDGET", 0.05)
     many_kinds(scene, 40)
     scene.yard.hangs = {"p0"}
     async with asyncio.timeout(10):
@@ -763,6 +782,52 @@ async def test_pods_are_told_together_and_one_that_hangs_keeps_nobody(
     scene.yard.hangs = set()
     await scene.queue.step()
     assert len(scene.yard.said) == 40
+
+
+async def test_a_pod_that_selects_other_nodes_by_now_is_not_opened_for_the_node_it_got(scene: Scene) -> None:
+    scene.fleet.put(node("node-a", device("GPU-0"), labels={"zone": "a"}), NOW)
+    scene.fleet.put(node("node-b", device("GPU-2"), device("GPU-3"), labels={"zone": "b"}), NOW)
+    scene.come("a")
+
+    async def narrowed() -> None:
+        raw = scene.yard.pods["a"]
+        meta = {**raw["metadata"], "resourceVersion": "2"}
+        scene.show({**raw, "metadata": meta, "spec": {**raw["spec"], "nodeSelector": {"zone": "b"}}})
+
+    scene.ledger.meanwhile.append(narrowed)
+    await scene.queue.step()
+    assert scene.opened() == {}
+    await scene.queue.step()
+    assert scene.opened().keys() == {"a"}
+    assert [one.node for one in scene.ledger.reservations()] == ["node-b"]
+
+
+async def test_what_could_not_be_written_into_a_pod_is_written_later(scene: Scene) -> None:
+    for name in ("a", "b"):
+        scene.come(name, 3)
+    scene.yard.cannot_be_told = {"a"}
+    for _ in range(3):
+        await scene.queue.step()
+    assert scene.yard.said.keys() == {"b"}
+    assert sorted(name for name, _ in scene.heard.told) == ["a", "b"]
+    scene.yard.cannot_be_told = set()
+    await scene.queue.step()
+    assert scene.yard.said.keys() == {"a", "b"}
+    assert len(scene.heard.told) == 2
+
+
+async def test_of_what_a_pod_waited_for_nothing_is_written_once_its_gate_is_open(scene: Scene) -> None:
+    scene.come("first", 2)
+    await scene.queue.step()
+    scene.come("second", 2, seconds=1)
+    scene.yard.cannot_be_told = {"second"}
+    await scene.queue.step()
+    await scene.end("first")
+    scene.yard.cannot_be_told = set()
+    for _ in range(2):
+        await scene.queue.step()
+    assert scene.opened().keys() == {"second"}
+    assert scene.yard.said == {}
 
 
 # Others are faster.
@@ -796,6 +861,25 @@ async def test_after_a_race_lost_for_good_small_claims_do_not_overtake(scene: Sc
     await scene.queue.step()
     assert scene.opened() == {}
     assert "turn of another pod" in scene.yard.said["small"]
+
+
+async def test_a_claim_that_the_ledger_refuses_is_tried_later_and_holds_up_nobody(scene: Scene) -> None:
+    scene.come("refused")
+    for number in range(1, 3):
+        scene.come(f"next-{number}", seconds=number)
+
+    async def refuses() -> None:
+        raise PlacementRefusedError("not by these rules")
+
+    scene.ledger.meanwhile.append(refuses)
+    await scene.queue.step()
+    assert scene.opened().keys() == {"next-1", "next-2"}
+    await scene.end("next-1")
+    await scene.queue.step()
+    assert scene.opened().keys() == {"next-2"}
+    scene.now += timedelta(seconds=1)
+    await scene.queue.step()
+    assert scene.opened().keys() == {"next-2", "refused"}
 
 
 async def test_while_the_ledger_is_away_for_one_nobody_of_its_kind_overtakes_it(scene: Scene) -> None:

@@ -17,7 +17,7 @@ from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
-from webhook.scheduler.binder import Binder
+from webhook.scheduler.binder import Binder, Outcome
 from webhook.scheduler.binder_telling import Told
 from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, World
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
@@ -36,7 +36,7 @@ class Cluster:
         self.bound: list[tuple[str, str]] = []
         self.loses: set[str] = set()
         """`question` or `answer`: which one gets lost on the way."""
-        self.refuses: dict[str, BindingRefusedError] = {}
+        self.refuses: dict[str, Exception] = {}
         self.hangs: set[str] = set()
         self.watch_lags = False
         self.most_at_once = self.at_once = 0
@@ -436,6 +436,30 @@ async def test_after_a_failure_the_room_is_there_again(scene: Scene) -> None:
     assert scene.world.rooms["node-a"].used["cpu"] == 0
     scene.plain("q", cpu="4")
     assert await scene.passes() == [("q", "node-a")]
+
+
+@pytest.mark.defect("S1-20")
+@pytest.mark.parametrize(
+    ("refusal", "outcome", "told"),
+    [
+        (BindingRefusedError("denied", 403), Outcome.REFUSED, [Reason.FAILED_SCHEDULING]),
+        (BindingRefusedError("another by now", 409), Outcome.CONFLICT, []),
+        (BindingLostError("nobody answers"), Outcome.LOST, []),
+        (RuntimeError("a bug"), Outcome.FAILED, []),
+    ],
+    ids=["refused", "conflict", "lost", "failed"],
+)
+async def test_every_try_is_counted_by_what_became_of_it_and_the_next_one_succeeds(
+    scene: Scene, refusal: Exception, outcome: Outcome, told: list[Reason]
+) -> None:
+    scene.cluster.refuses["p"] = refusal
+    scene.plain("p")
+    assert await scene.passes() == []
+    assert scene.counted == [outcome]
+    assert [reason for _, reason in scene.heard.told] == told
+    del scene.cluster.refuses["p"]
+    assert len(await scene.passes(wait=1)) == 1
+    assert scene.counted == [outcome, Outcome.BOUND]
 
 
 @pytest.mark.defect("S1-9")

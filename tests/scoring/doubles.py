@@ -68,7 +68,19 @@ class Double:
     hangs_up_once: bool = False
     more_headers: str = ""
     asked: list[Raw] = field(factory=list)
+    # Nobody is answered before so many are asking at once.
+    crowd: int = 0
+    asking_now: int = 0
+    crowded: asyncio.Event = field(factory=asyncio.Event)
     connections: int = 0
+
+    async def _take_time(self) -> None:
+        self.asking_now += 1
+        if self.asking_now >= self.crowd:
+            self.crowded.set()
+        await self.crowded.wait()
+        await asyncio.sleep(self.delay)
+        self.asking_now -= 1
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -84,7 +96,7 @@ class Double:
                 if self.hangs_up or self.hangs_up_once:
                     self.hangs_up_once = False
                     return
-                await asyncio.sleep(self.delay)
+                await self._take_time()
                 headers = f"{self.more_headers}content-length: {len(self.body)}\r\n\r\n"
                 writer.write(f"HTTP/1.1 {self.status} X\r\n{headers}".encode())
                 writer.write(self.body)

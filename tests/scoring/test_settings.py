@@ -11,6 +11,7 @@ from webhook.settings import SettingsError, as_yaml, load
 from webhook.wiring import bucket_of, embedded, hinting_of
 
 
+@pytest.mark.defect("S3-12")
 def test_the_names_of_the_older_system_are_read() -> None:
     found = load(
         {},

@@ -274,6 +274,25 @@ async def test_in_a_cluster_an_ordinal_without_a_line_waits_and_is_named(replica
     assert (await validated(replica, patched(raw, response)))["allowed"]
 
 
+@pytest.mark.defect("S1-6")
+@pytest.mark.parametrize(
+    ("text", "members", "words"),
+    [
+        ("0=rack-9:1", {}, "none has the label gpu-node-name=rack-9 or that name"),
+        ("0=node-a:1", {"nodeSelector": {"zone": "later"}}, "not selected by the pod"),
+    ],
+    ids=["no-such-node", "not-selected"],
+)
+async def test_in_a_cluster_a_mapped_pod_waits_for_a_node_that_is_labelled_later(
+    replica: House, text: str, members: Raw, words: str
+) -> None:
+    raw = mapped(0, text, **members)
+    response = await replica.mutate(raw)
+    assert response["auditAnnotations"] == {"reason": "Queued", "waits-for": "NoSuitableNode"}
+    assert words in response["warnings"][0]
+    assert (await validated(replica, patched(raw, response)))["allowed"]
+
+
 @pytest.mark.defect("S1-2")
 async def test_without_a_cluster_it_is_denied_and_the_ordinal_is_named(build: Build) -> None:
     response = await (await build()).mutate(mapped(7, "0=node-a:1"))

@@ -8,12 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
 
 from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, raw_container, raw_pod
 from tests.evidence.bad_tokens import BAD, Bad, World
-from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
-from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, token
+from tests.evidence.jwt_doubles import JwtWorkloadApiDouble, endpoint, http
+from tests.evidence.test_bundle_endpoint import web_context
+from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, seconds, token
 from tests.web.house import INVENTORY, House
 from webhook.evidence.jwt_svid import Fault
 
@@ -85,6 +87,8 @@ async def test_a_node_that_answers_is_proven_until_its_time(site: Site) -> None:
     )
     assert await site.admits(HASH)
     assert not await site.admits(OTHER_HASH)
+    shown = (await site.house.plain.get("/metrics")).text
+    assert 'gpuwarden_evidence_age_seconds{node_class="",state="fresh"} 5.0' in shown
     site.house.now += timedelta(minutes=40) - timedelta(seconds=1)
     assert await site.admits(HASH)
     site.house.now += timedelta(seconds=1)
@@ -116,6 +120,7 @@ async def test_no_bad_token_proves_a_node(site: Site, bad: Bad, fault: Fault) ->
     assert not await site.admits(OTHER_HASH)
 
 
+@pytest.mark.defect("S0-2")
 async def test_a_replayed_token_is_refused_and_counted(site: Site) -> None:
     text = await site.token()
     assert (await site.post(text)).status_code == 200
@@ -154,6 +159,15 @@ async def test_a_later_answer_renews(site: Site) -> None:
     reply = await site.post(await site.token())
     assert reply.json()["until"] == "2026-03-02T13:00:00Z"
     site.house.now += timedelta(minutes=30)
+    assert await site.admits(HASH)
+
+
+async def test_a_signers_clock_that_is_ahead_leaves_no_gap_between_two_proofs(site: Site) -> None:
+    await site.post(await site.token())
+    site.house.now += timedelta(minutes=20)
+    ahead = seconds(site.house.now) + 5
+    reply = await site.post(await site.token(iat=ahead, exp=ahead + 60))
+    assert (reply.status_code, reply.json()["since"]) == (200, "2026-03-02T12:20:05Z")
     assert await site.admits(HASH)
 
 
@@ -198,6 +212,36 @@ async def test_a_key_that_was_taken_back_signs_nothing(site: Site) -> None:
     assert (await site.post(await site.token())).status_code == 403
     text = token(other, await site.nonce(), site.house.now)
     assert (await site.post(text)).status_code == 200
+
+
+@pytest.mark.parametrize("rolled_back", [7, 8, None], ids=["older", "same-number", "no-number"])
+async def test_a_key_that_was_taken_back_does_not_come_back_with_an_older_bundle(
+    tmp_path: Path, rolled_back: int | None
+) -> None:
+    """A real endpoint shows what it showed before; a token that names the lost key has it looked for, and refused."""
+    ca, lost = trustme.CA(), SigningKey.make("key-2")
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    async with endpoint(web_context(ca), document(KEY, lost, sequence=7)) as shown:
+        trusted: dict[str, Any] = {"bundle_endpoint": shown.url, "bundle_endpoint_ca": tmp_path / "ca.pem"}
+        site = await Site(tmp_path, **trusted).open()
+
+        async def posted(key: SigningKey) -> int:
+            site.house.now += timedelta(seconds=6)
+            return (await site.post(token(key, await site.nonce(), site.house.now))).status_code
+
+        assert await posted(lost) == 200
+        shown.reply = http(document(KEY, sequence=8))
+        assert site.house.parts.attestation is not None
+        await site.house.parts.attestation.load()
+        assert await posted(lost) == 403
+        shown.reply = http(document(KEY, lost, sequence=rolled_back))
+        for _ in range(3):
+            assert await posted(lost) == 403
+        assert await posted(KEY) == 200
+        name = "gpuwarden_trust_bundle_looks_total"
+        looks = site.house.parts.metrics.registry.get_sample_value(name, {"outcome": "refused"})
+        assert looks == 3
+        await site.close()
 
 
 async def test_a_key_of_a_moment_ago_is_looked_for(site: Site) -> None:

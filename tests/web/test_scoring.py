@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,14 @@ def job(job_type: str = "train-bert", gpus: int | None = 1, **members: Any) -> R
 async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncIterator[tuple[House, Double]]:
     settings = {
         name: members.pop(name)
-        for name in ("hint_pods", "write_aliases", "assemble", "when_unavailable")
+        for name in (
+            "hint_pods",
+            "write_aliases",
+            "assemble",
+            "when_unavailable",
+            "priority_buckets",
+            "scorer_timeout",
+        )
         if name in members
     }
     async with scoring(**members) as double:
@@ -95,6 +104,40 @@ async def test_older_names_are_written_where_that_is_set(build: Build) -> None:
         assert not [key for key in notes(await house.dress(job())) if key.startswith("scheduler.radix.ai/")]
 
 
+@pytest.mark.defect("S3-12")
+async def test_buckets_of_ones_own_are_gone_by(build: Build) -> None:
+    buckets = ({"minScore": 85, "priorityClassName": "urgent"}, {"minScore": 0, "priorityClassName": "later"})
+    async with scored(build, priority_buckets=buckets) as (house, double):
+        assert (await house.dress(job("one"), "one"))["spec"]["priorityClassName"] == "urgent"
+        double.body = good(priority_score=84.9)
+        assert (await house.dress(job("two"), "two"))["spec"]["priorityClassName"] == "later"
+
+
+@pytest.mark.defect("S3-6")
+async def test_where_only_the_product_is_known_the_product_is_selected(build: Build) -> None:
+    product = "nvidia.com/gpu.product"
+    inventory = {"nodes": [{**node("big", "unread", 2), "labels": {product: "A100-80GB"}}]}
+    async with scored(build, inventory) as (house, double):
+        final = await house.create(job())
+        assert final["spec"]["nodeSelector"] == {product: "A100-80GB"}
+        assert notes(final)["scheduler.radix.ai/chosen-gpu"] == "A100-80GB"
+    assert double.asked[0]["candidate_gpu_types"] == ["A100-80GB"]
+
+
+@pytest.mark.defect("S3-11")
+@pytest.mark.parametrize("text", ["nan", "-1", "40Gi", "1e400"])
+async def test_a_feature_that_is_no_number_is_left_out_and_its_author_is_told(build: Build, text: str) -> None:
+    said = {"gpu.mem.gi": text, "ml.batch_size": text}
+    # As nobody asks for a GPU by name, there is nothing to be taken for the usual.
+    raw = job(gpus=None, annotations={**said, "gpuwarden.io/gpu-count": "1"})
+    async with scored(build) as (house, double):
+        response = await house.mutate(raw)
+        assert len(house.held) == 1
+    assert double.asked[0]["features"] == {"job_type": "train-bert", "tenant": "default"}
+    assert "annotation gpu.mem.gi: " in warnings(response)
+    assert "annotation ml.batch_size: " in warnings(response)
+
+
 async def test_the_hint_ranks_only_while_something_fits_there(build: Build) -> None:
     async with scored(build) as (house, _):
         for number in range(2):
@@ -118,6 +161,33 @@ async def test_nobody_is_asked_about_a_pod_that_no_proven_node_can_have(build: B
         refused = await house.mutate(job(annotations={"gpuwarden.io/required-hash": "sha256:none"}))
         assert refusal(refused) == (403, "NoProvenNode")
     assert double.asked == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("0=big:0", "NotInMap"), ("1=nowhere:0", "NoSuitableNode")], ids=["no-line", "no-such-node"]
+)
+async def test_nobody_is_asked_about_a_pod_whose_map_leads_nowhere(build: Build, text: str, reason: str) -> None:
+    async with scored(build) as (house, double):
+        refused = await house.mutate(mapped("bert-1", text))
+        assert refusal(refused) == (403, reason)
+    assert double.asked == []
+
+
+async def test_a_map_is_harder_than_any_hint(build: Build) -> None:
+    async with scored(build) as (house, double):
+        raw = mapped("bert-1", "1=small:GPU-small-2")
+        response = await house.mutate(raw)
+        final = patched(raw, response)
+        assert (pinned_nodes(final), house.held) == (["small"], ["GPU-small-2"])
+        assert "nodeSelector" not in final["spec"]
+        assert final["spec"]["priorityClassName"] == "gpu-high"
+        assert "it is placed without that hint" in warnings(response)
+    assert len(double.asked) == 1
+
+
+def mapped(name: str, text: str) -> Raw:
+    owners = [builders.stateful_set("bert")]
+    return job(gpus=None, annotations={"gpuwarden.io/gpu-map": text}, name=name, owners=owners)
 
 
 async def test_a_toleration_that_a_hint_adds_opens_the_node_it_is_for(build: Build) -> None:
@@ -180,6 +250,28 @@ async def test_a_pod_with_gpus_of_others_is_hinted_and_not_reserved(build: Build
         assert house.held == []
         last = await house.validate(builders.validating_create(final))
         assert last["allowed"]
+
+
+NOWHERE: dict[str, tuple[Raw, Raw]] = {
+    "no-node-has-it": ({"pool": "made-up"}, {}),
+    "not-where-the-pod-may-be": (
+        {CLASS: "A100-80GB"},
+        {"affinity": builders.required_affinity(builders.term(builders.expression(CLASS, "In", "L4-24GB")))},
+    ),
+}
+
+
+@pytest.mark.parametrize(("selected", "own"), NOWHERE.values(), ids=NOWHERE)
+async def test_a_pod_that_no_place_is_looked_for_is_not_sent_where_it_cannot_be(
+    build: Build, selected: Raw, own: Raw
+) -> None:
+    raw = job(container=raw_container(resources={"requests": {"amd.com/gpu": "1"}}), **own)
+    async with scored(build, body=good(gpu_selector={"nodeSelector": selected})) as (house, _):
+        response = await house.mutate(raw)
+    final = patched(raw, response)
+    assert "nodeSelector" not in final["spec"]
+    assert final["spec"]["priorityClassName"] == "gpu-high"
+    assert "it is placed without that hint" in warnings(response)
 
 
 @pytest.mark.defect("S3-17")
@@ -274,6 +366,12 @@ async def test_a_slow_scorer_does_not_take_the_reviews_time(build: Build) -> Non
         assert time.monotonic() - started < 20
 
 
+@pytest.mark.defect("S3-12")
+async def test_the_time_that_a_scorer_has_is_what_was_set(build: Build) -> None:
+    async with scored(build, delay=60, scorer_timeout=timedelta(milliseconds=200)) as (house, _):
+        assert "has not answered within 0.2 s" in warnings(await house.mutate(job()))
+
+
 # Jobs.
 
 
@@ -332,22 +430,24 @@ async def test_what_is_no_review_is_answered_400_and_never_with_an_empty_uid(bui
 @pytest.mark.defect("S3-7")
 async def test_fifty_pods_at_once_wait_for_a_slow_scorer_once(tmp_path: Path) -> None:
     inventory = {"nodes": [node(f"n-{k}", "A100-80GB", 8) for k in range(8)]}
-    async with scoring(delay=2.0) as double:
-        flags = ("--scorer", double.url, "--scorer-timeout", "8s", "--log-level", "warn")
+    async with scoring(delay=2.0, crowd=50) as double:
+        flags = ("--scorer", double.url, "--scorer-timeout", "14s", "--log-level", "warn")
         with serving(tmp_path, inventory, flags) as server:
             async with server.client(timeout=60.0, trust_env=False) as client:
                 await client.get("/healthz")
-                started = time.monotonic()
-                replies = await asyncio.gather(
-                    *(
-                        client.post(
-                            "/mutate?timeout=20s", json=builders.mutating_create(job(f"job-{k}"), uid=f"review-{k}")
-                        )
-                        for k in range(50)
+                asked = [
+                    client.post(
+                        "/mutate?timeout=30s", json=builders.mutating_create(job(f"job-{k}"), uid=f"review-{k}")
                     )
-                )
+                    for k in range(50)
+                ]
+                answering = asyncio.gather(*asked)
+                crowded = asyncio.ensure_future(double.crowded.wait())
+                futures: list[asyncio.Future[Any]] = [answering, crowded]
+                await asyncio.wait(futures, return_when=FIRST_COMPLETED)
+                started = time.monotonic()
+                answers = [reply.json()["response"] for reply in await answering]
                 took = time.monotonic() - started
-    answers = [reply.json()["response"] for reply in replies]
     assert all(one["allowed"] and not one.get("warnings") for one in answers)
     assert len(double.asked) == 50
-    assert 2.0 <= took < 8.0, took
+    assert 1.5 <= took < 8.0, took

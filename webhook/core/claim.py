@@ -77,6 +77,8 @@ class Claim:
     warnings: tuple[str, ...] = field(default=(), eq=False)
     # Where it had better be, while something fits there.
     preferred: NodesAsked | None = field(default=None, eq=False)
+    # The StatefulSet whose map put the pod there.
+    set_uid: str | None = field(default=None, eq=False)
     hashes: frozenset[str] = field(init=False, eq=False, repr=False)
     requirements: frozenset[str] = field(init=False, eq=False, repr=False)
 
@@ -145,7 +147,7 @@ def recorded_claim(pod: Pod) -> Claim | None:
     text = pod.annotations.get(keys.CLAIM.name)
     if text is None:
         return None
-    return Claim(ClaimRecord.parse(text), NodesAsked.of(pod))
+    return Claim(ClaimRecord.parse(text), NodesAsked.of(pod), set_uid=set_uid_of(pod))
 
 
 def recorded_or_none(pod: Pod) -> Claim | None:
@@ -194,7 +196,7 @@ class Reader:
             containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
         )
         self._warn_of_unknown_keys()
-        return Claim(record, nodes, tuple(self.warnings))
+        return Claim(record, nodes, tuple(self.warnings), set_uid=set_uid_of(self.pod))
 
     def _annotation(self, key: Key) -> str | None:
         """The value under the canonical name or an alias; two that differ are a mistake."""
@@ -332,6 +334,12 @@ def ordinal_of(pod: Pod) -> int | None:
         return None
     suffix = (pod.meta.name or "").rpartition("-")[2]
     return int(suffix) if ORDINAL.fullmatch(suffix) else None
+
+
+def set_uid_of(pod: Pod) -> str | None:
+    """The StatefulSet that the pod is of."""
+    owners = pod.meta.owner_references or ()
+    return next((one.uid for one in owners if one.controller and one.kind == "StatefulSet"), None)
 
 
 def is_s4_requirement(label: str) -> bool:

@@ -52,6 +52,9 @@ EVIDENCE_OBJECTIONS = {
 
 ROOM_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
 
+# GPUs that one denial names.
+MOST_NAMED = 8
+
 # What the most of no node is: less than no device at all.
 NO_NODE = -1
 
@@ -106,7 +109,8 @@ def decide(
     if found:
         return found
     question = Question(claim, fleet, policy)
-    return question.best(most) or unmapped(claim) or ambiguous(question) or nowhere(question) or question.denial()
+    answer = question.best(most) or unmapped(claim) or ambiguous(question) or nowhere(question)
+    return answer or kept(question.denial(), question)
 
 
 def preferred(claim: Claim, fleet: Fleet, policy: EvidencePolicy, most: int) -> tuple[Placement, ...]:
@@ -157,6 +161,18 @@ def nowhere(question: "Question") -> Deny | None:
         f"{LOGICAL_NODE_LABEL}={place.node} or that name",
         hint="correct the map, or label the node",
         causes=question.denial().causes,
+    )
+
+
+def kept(denial: Deny, question: "Question") -> Deny:
+    """The denial, with what is to be done where it is not for others to end: the map of another set names the GPUs."""
+    others = [device.uuid for device in question.others()] if denial.reason is Reason.NO_FREE_DEVICE else []
+    if not others:
+        return denial
+    return evolve(
+        denial,
+        message=f"{denial.message}; kept for the map of an older StatefulSet: {', '.join(sorted(others)[:MOST_NAMED])}",
+        hint="name other GPUs, or delete the older set",
     )
 
 
@@ -286,7 +302,21 @@ class Question:
     def _mapped_slots(self, berth: Berth, gpus: tuple[str, ...]) -> tuple[Slot, ...]:
         devices = [[d for d in berth.node.devices if d.is_called(gpu)] for gpu in gpus]
         able = dict.fromkeys(d for (d,) in (found for found in devices if len(found) == 1) if self.can_serve(d))
-        return tuple(self.free_slot(device) for device in able if self.fleet.is_available(device))
+        return tuple(self.free_slot(device) for device in able if self._can_have(device))
+
+    def _can_have(self, device: Device) -> bool:
+        """Of two sets whose maps name it, the older one; unless it is there to be shared."""
+        claim, fleet = self.claim, self.fleet
+        return fleet.is_available(device) and (claim.is_shared or not fleet.is_kept_from(device, claim.set_uid))
+
+    def others(self) -> list[Device]:
+        """Those that the claim's map names, and that are for another set."""
+        place, fleet = self.claim.place, self.fleet
+        if place is None or self.claim.is_shared:
+            return []
+        berths = (fleet.berths[name] for name in self.named() or () if name in fleet.berths)
+        meant = (device for berth in berths for device in called(berth, place))
+        return [device for device in meant if fleet.is_kept_from(device, self.claim.set_uid)]
 
     def can_serve(self, device: Device) -> bool:
         return self.fleet.kind_of(device) in self.kinds

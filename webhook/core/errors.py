@@ -25,6 +25,10 @@ class SlotsTakenError(LedgerError):
     """None of the placements was free any more: decide afresh."""
 
 
+class PlacementRefusedError(SlotsTakenError):
+    """No placement can be held, taken or not: the ledger's own rules forbid it."""
+
+
 class ReservationConflictError(LedgerError):
     """The reservation belongs to another claim or another pod."""
 

@@ -28,6 +28,7 @@ from webhook.core.cells import (
 )
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
+from webhook.core.gpu_map import Keeper, Mapped
 from webhook.core.keys import GPU_TYPE_LABELS, HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.reservation import Reservation, ReservationId
@@ -70,8 +71,8 @@ class Fleet:
         self._unhealthy: Counter[DeviceUuid] = Counter()
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
         self._held_alone: set[DeviceUuid] = set()  # by somebody who did not ask to share
-        self._mapped: Mapping[str, Collection[str]] = {}  # by node name as maps have it: GPUs as they call them
-        self._set_aside: set[DeviceUuid] = set()
+        self._mapped: Mapped = {}
+        self._set_aside: dict[DeviceUuid, Keeper] = {}
         self._changes: list[tuple[datetime, str]] = []  # a heap: when which node's evidence changes by itself
         self._topics: tuple[str, ...] = ()
         self._class_nodes: Counter[int] = Counter()
@@ -100,7 +101,7 @@ class Fleet:
             if known.node == node:
                 return
             self._forget(known.node)
-            self._set_aside.difference_update(device.uuid for device in known.node.devices)
+            self._forget_set_aside(known.node)
         evidence = known.evidence if known else None
         self.changes += 1
         self._remember(node)
@@ -122,7 +123,7 @@ class Fleet:
         if berth is None:
             return
         self.changes += 1
-        self._set_aside.difference_update(device.uuid for device in berth.node.devices)
+        self._forget_set_aside(berth.node)
         self._leave(berth)
         self.states[berth.state] -= 1
         self._forget(berth.node)
@@ -208,7 +209,7 @@ class Fleet:
 
     # What is learnt of placement maps.
 
-    def set_aside(self, mapped: Mapping[str, Collection[str]], changed: Collection[str]) -> None:
+    def set_aside(self, mapped: Mapped, changed: Collection[str]) -> None:
         """From now on these GPUs are for maps: by the nodes and names that the maps use; `changed` are the nodes of
         whom something else is said than before."""
         self._mapped = mapped
@@ -220,13 +221,17 @@ class Fleet:
                 self._place(berth)
 
     def _mark_set_aside(self, node: Node) -> None:
-        self._set_aside.difference_update(device.uuid for device in node.devices)
-        if not self._mapped:
-            return
+        self._forget_set_aside(node)
         names = {node.name, node.labels.get(LOGICAL_NODE_LABEL, node.name)}
-        called = {gpu for name in names for gpu in self._mapped.get(name, ())}
-        if called:
-            self._set_aside.update(d.uuid for d in node.devices if any(name in called for name in d.names))
+        said = [self._mapped[name] for name in names if name in self._mapped]
+        for device in node.devices if said else ():
+            keepers = [called[name] for called in said for name in device.names if name in called]
+            if keepers:
+                self._set_aside[device.uuid] = min(keepers)
+
+    def _forget_set_aside(self, node: Node) -> None:
+        for device in node.devices:
+            self._set_aside.pop(device.uuid, None)
 
     # What is learnt of reservations.
 
@@ -326,6 +331,15 @@ class Fleet:
     def is_offered(self, device: Device) -> bool:
         """Available, and set aside for no placement map: to a claim that comes by none."""
         return device.uuid not in self._set_aside and self.is_available(device)
+
+    def is_kept_from(self, device: Device, set_uid: str | None) -> bool:
+        """Whether it is for the map of another StatefulSet than this one."""
+        keeper = self._set_aside.get(device.uuid)
+        return keeper is not None and keeper.uid != set_uid
+
+    def may_be_offered(self, device: Device) -> bool:
+        """Whether it is offered once nobody holds it."""
+        return device.uuid not in self._set_aside and not self.is_quarantined(device.uuid)
 
     def is_quarantined(self, uuid: DeviceUuid) -> bool:
         """Unhealthy, vanished, or the same UUID on two nodes."""

@@ -1,7 +1,9 @@
 """The placement map: which ordinal of a StatefulSet gets which GPUs of which node, one line each."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
+from functools import lru_cache
+from types import MappingProxyType
 
 from attrs import frozen
 
@@ -9,10 +11,24 @@ from webhook.core.errors import InvalidPodError
 
 MAX_LINES = 10_000
 MAX_MISTAKES = 50
+# All pods of a set have the same map, and each is reviewed several times.
+MAPS_KEPT = 8
 
 NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 ORDINAL = re.compile(r"[0-9]{1,64}")
 GPU_TOKEN = re.compile(r"[0-9]{1,20}|(GPU|MIG)-[A-Za-z0-9._/-]{1,128}")
+
+
+@frozen(order=True)
+class Keeper:
+    """A StatefulSet whose map names a GPU. Of several, the oldest keeps it."""
+
+    created: str
+    uid: str
+
+
+# By node as maps have it: GPUs as they call them, and who keeps each.
+Mapped = Mapping[str, Mapping[str, Keeper]]
 
 
 @frozen
@@ -31,11 +47,12 @@ class MapLineError(Exception):
         self.code = code
 
 
-def parse_map(text: str) -> dict[int, MapEntry]:
+@lru_cache(MAPS_KEPT)
+def parse_map(text: str) -> Mapping[int, MapEntry]:
     """The whole map, or `InvalidPodError` that names every bad line."""
     entries: dict[int, MapEntry] = {}
     mistakes: list[str] = []
-    lines = text.split("\n")
+    lines = text.removesuffix("\n").split("\n")
     if len(lines) > MAX_LINES:
         raise InvalidPodError(f"the map has {len(lines)} lines, {MAX_LINES} are read")
     for number, line in enumerate(lines, start=1):
@@ -49,7 +66,7 @@ def parse_map(text: str) -> dict[int, MapEntry]:
         raise InvalidPodError(*mistakes[:MAX_MISTAKES], *more)
     if not entries:
         raise InvalidPodError("empty-map: the map names no ordinal")
-    return entries
+    return MappingProxyType(entries)
 
 
 def parse_line(line: str, earlier: Container[int]) -> dict[int, MapEntry]:

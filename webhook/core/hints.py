@@ -25,7 +25,7 @@ Json = dict[str, Any]
 DEFAULT_MEMORY_GB = 40.0
 DEFAULT_TENANT = "default"
 DECIMAL = re.compile(r"[+-]?(\d{1,30}(\.\d{0,30})?|\.\d{1,30})([eE][+-]?\d{1,3})?", re.ASCII)
-INTEGER = re.compile(r"[+-]?\d{1,9}", re.ASCII)
+INTEGER = re.compile(r"\+?\d{1,9}", re.ASCII)
 # What one feature may be long; more is no name of a job or a team.
 MAX_FEATURE = 253
 

@@ -4,8 +4,9 @@ First come, first served holds per kind: all that a claim asks for but how many.
 overtaken for ever by claims for one of the same kind, and one that nothing can be had for holds nobody up.
 """
 
+import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 
 from attrs import field, frozen
@@ -36,11 +37,14 @@ class Kind:
     place: MapEntry | None
     unmapped: int | None
     nodes: NodesAsked
+    # For maps: what one set may have, another may not.
+    set_uid: str | None
 
     @classmethod
     def of(cls, claim: Claim) -> "Kind":
-        record = claim.record
-        return cls(claim.hashes, claim.requirements, claim.is_shared, claim.place, record.unmapped, claim.nodes)
+        record, set_uid = claim.record, claim.set_uid if claim.is_mapped else None
+        asked = claim.hashes, claim.requirements, claim.is_shared
+        return cls(*asked, claim.place, record.unmapped, claim.nodes, set_uid)
 
 
 @frozen(order=False)
@@ -118,6 +122,39 @@ class Lines:
         line = self._lines.get(waiter.kind, {}).get(waiter.claim.count, [])
         after = line[bisect_left(line, waiter.turn) :]
         return (self._waiters[uid] for _, uid in after if uid in self._waiters)
+
+
+class Turns:
+    """One pass over those of a kind: whose turn it is, oldest first, whatever number each wants."""
+
+    def __init__(self, lines: Lines, heads: Iterable[Waiter]) -> None:
+        self._lines = {head.claim.count: lines.behind(head) for head in heads}
+        self._next: list[tuple[tuple[datetime, str], Waiter]] = []
+        for count in self._lines:
+            self._come(count)
+
+    def __len__(self) -> int:
+        """Of how many numbers there is somebody left."""
+        return len(self._next)
+
+    def _come(self, count: int) -> None:
+        following = next(self._lines.get(count, iter(())), None)
+        if following is not None:
+            heapq.heappush(self._next, (following.turn, following))
+
+    def take(self) -> Waiter:
+        return heapq.heappop(self._next)[1]
+
+    def goes_on(self, waiter: Waiter) -> None:
+        """Its turn is over, and holds up nobody."""
+        self._come(waiter.claim.count)
+
+    def held_up_by(self, waiter: Waiter) -> list[Waiter]:
+        """It waits for devices to become free, and those behind it that want as many or more wait as well."""
+        held_up = [one for _, one in self._next if one.claim.count >= waiter.claim.count]
+        self._next = [turn for turn in self._next if turn[1].claim.count < waiter.claim.count]
+        heapq.heapify(self._next)
+        return held_up
 
 
 def its_turn_is_later(claim: Claim, first: Claim) -> Deny:

@@ -106,3 +106,5 @@ HEALED_BY_WAITING = frozenset(
         Reason.LEDGER_AWAY,
     }
 )
+# The node that a map means is labelled, or comes back, while the map's pods wait.
+HEALED_OF_MAPPED = HEALED_BY_WAITING | {Reason.NO_SUITABLE_NODE}

@@ -96,18 +96,21 @@ def web_context(roots: Path | None) -> ssl.SSLContext:
 
 
 class SpiffeTrust:
-    """https_spiffe: the server shows its SVID. Roots are those of a file at first, and then what each bundle says."""
+    """https_spiffe: the server shows its SVID. Roots are those of a file at first, and then what each bundle says.
+
+    A file that changes is the newest word: the roots of a server that was built anew are in no bundle of the old one's.
+    """
 
     def __init__(self, roots: Path, spiffe_id: str) -> None:
         self._spiffe_id = spiffe_id
-        try:
-            self._roots = [
-                one.public_bytes(Encoding.DER) for one in x509.load_pem_x509_certificates(roots.read_bytes())
-            ]
-        except (ValueError, OSError) as exc:
-            raise BadRootsError(f"{roots} holds no CA certificate in PEM") from exc
+        self._file = roots
+        self._roots = self._written = roots_in(roots)
 
     def context(self) -> ssl.SSLContext:
+        with suppress(BadRootsError):
+            written = roots_in(self._file)
+            if written != self._written:
+                self._roots = self._written = written
         return context_towards(self._spiffe_id, b"".join(self._roots))
 
     def learn(self, bundle: JwtBundle) -> None:
@@ -116,3 +119,10 @@ class SpiffeTrust:
         except ValueError:
             return
         self._roots = roots or self._roots
+
+
+def roots_in(file: Path) -> list[bytes]:
+    try:
+        return [one.public_bytes(Encoding.DER) for one in x509.load_pem_x509_certificates(file.read_bytes())]
+    except (ValueError, OSError) as exc:
+        raise BadRootsError(f"{file} holds no CA certificate in PEM") from exc

@@ -1,6 +1,7 @@
 """The keys that may sign for a trust domain, from a SPIFFE bundle document."""
 
 import base64
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -33,6 +34,14 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 @frozen
+class Mark:
+    """How far a trust domain's bundle has come: its number, and which keys have that number."""
+
+    sequence: int
+    keys: str
+
+
+@frozen
 class JwtBundle:
     """Keys by key ID. Where the document says so, how often to look again and how many there were before."""
 
@@ -41,6 +50,14 @@ class JwtBundle:
     sequence: int | None = None
     refresh_hint: int | None = None
     x509_roots: tuple[bytes, ...] = field(default=(), eq=False)
+
+    @property
+    def mark(self) -> Mark | None:
+        """None for a bundle without a number."""
+        if self.sequence is None:
+            return None
+        spelt = msgspec.json.encode(sorted(self.fingerprints))
+        return Mark(self.sequence, hashlib.sha256(spelt).hexdigest())
 
 
 def parse_bundle(document: bytes, *, uses: frozenset[str | None] = frozenset({JWT_USE})) -> JwtBundle:
@@ -101,13 +118,13 @@ def roots(keys: Iterable[Mapping[str, Any]]) -> Iterable[bytes]:
                 raise BadBundleError("a root that is no certificate is in the bundle") from exc
 
 
-def check_succession(old: JwtBundle | None, new: JwtBundle) -> None:
+def check_succession(last: Mark | None, new: JwtBundle) -> None:
     """A sequence never goes back, and one number means one set of keys; a taken back key would come back otherwise."""
     if not new.keys:
         raise BadBundleError("there is no key in the bundle that could sign a token of ours")
-    if old is None or old.sequence is None:
+    if last is None:
         return
-    if new.sequence is None or new.sequence < old.sequence:
-        raise BadBundleError(f"the bundle went back from sequence {old.sequence} to {new.sequence}")
-    if new.sequence == old.sequence and new.fingerprints != old.fingerprints:
+    if new.sequence is None or new.sequence < last.sequence:
+        raise BadBundleError(f"the bundle went back from sequence {last.sequence} to {new.sequence}")
+    if new.sequence == last.sequence and new.mark != last:
         raise BadBundleError(f"the bundle has other keys under the same sequence {new.sequence}")

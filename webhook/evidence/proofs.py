@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
 from typing import Protocol
 
+from attrs import evolve
+
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
@@ -65,7 +67,9 @@ class MemoryProofs:
         check_birth(proof, self._born.get(proof.node), self._skew)
         check_newer(proof, self._last.get(proof.node))
         self._last[proof.node] = proof
-        self._said = {**self._said, proof.node: proof}
+        # The moment is by the clock of whoever signed it: it must not be of our future.
+        told = proof if proof.since is None else evolve(proof, since=proof.since - self._skew)
+        self._said = {**self._said, proof.node: told}
 
     async def poll(self) -> Mapping[str, Evidence]:
         self._notice_births()

@@ -11,13 +11,16 @@ import structlog
 
 from webhook.clock import Clock
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt_bundle import BadBundleError, JwtBundle, check_succession
+from webhook.evidence.jwt_bundle import BadBundleError, JwtBundle, Mark, check_succession
 
 log = structlog.get_logger(__name__)
 
 # An endpoint may ask to be asked more often, not less.
 MAX_PAUSE: Final = timedelta(seconds=60)
 MIN_PAUSE: Final = timedelta(seconds=5)
+# Between two looks for a first bundle, and how many of them pass between two words about it.
+FIRST_PAUSE: Final = timedelta(seconds=1)
+LOOKS_A_WORD: Final = 30
 
 
 class BundleSource(Protocol):
@@ -30,11 +33,41 @@ class BundleSource(Protocol):
         """What was fetched is in use from now on."""
 
 
+class Marks(Protocol):
+    """Knows how far the bundle has come."""
+
+    async def advance(self, bundle: JwtBundle) -> None:
+        """From now on nothing that came before it is taken.
+
+        Raises BadBundleError for a bundle that may not take the place of the last, EvidenceUnavailableError where that
+        cannot be known.
+        """
+
+
+class OwnMarks:
+    """As far as this process has seen it."""
+
+    def __init__(self) -> None:
+        self._last: Mark | None = None
+
+    async def advance(self, bundle: JwtBundle) -> None:
+        check_succession(self._last, bundle)
+        self._last = bundle.mark
+
+
 class TrustBundle:
     """The newest bundle. One that may not take its place leaves it; one that nobody confirms any more ends."""
 
-    def __init__(self, source: BundleSource, clock: Clock, max_age: timedelta, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        source: BundleSource,
+        clock: Clock,
+        max_age: timedelta,
+        tell: Callable[[str], None],
+        marks: Marks | None = None,
+    ) -> None:
         self._source = source
+        self._marks = marks or OwnMarks()
         self._clock = clock
         self._max_age = max_age
         self._tell = tell
@@ -59,6 +92,16 @@ class TrustBundle:
     async def refresh(self) -> None:
         async with self._turn:
             await self._refresh()
+
+    async def first(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
+        """Until there has been one."""
+        looks = 0
+        while self._bundle is None:
+            if looks % LOOKS_A_WORD == 0:
+                log.warning("not ready: the first trust bundle is waited for")
+            looks += 1
+            await sleep(FIRST_PAUSE.total_seconds())
+            await self.refresh()
 
     async def run(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
         """For ever."""
@@ -90,7 +133,7 @@ class TrustBundle:
         asked = self._tried = self._clock()
         try:
             found = await self._source.fetch()
-            check_succession(self._bundle, found)
+            await self._succeed(found)
         except EvidenceUnavailableError as exc:
             self._tell("away")
             log.warning("trust bundle not to be had, the last one stays", problem=str(exc))
@@ -99,6 +142,11 @@ class TrustBundle:
             log.warning("trust bundle refused, the last one stays", problem=str(exc))
         else:
             self._take(found, asked)
+
+    async def _succeed(self, found: JwtBundle) -> None:
+        """The same once more is no step."""
+        if found.mark is None or self._bundle is None or found.mark != self._bundle.mark:
+            await self._marks.advance(found)
 
     def _take(self, found: JwtBundle, asked: datetime) -> None:
         is_new = self._bundle is None or found.fingerprints != self._bundle.fingerprints

@@ -12,6 +12,8 @@ from cryptography import x509
 from webhook.evidence.protobuf import MalformedMessageError, as_bytes, as_text, fields_of
 
 SEQUENCE = 0x30
+# What the library says of extensions that are not there, twice there, or of a kind that it does not know.
+UNREADABLE = (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError)
 
 
 @frozen
@@ -56,7 +58,7 @@ def uri_sans(certificate: x509.Certificate) -> list[str]:
     """The URIs that a certificate is for: an SVID has one."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, ValueError):
+    except UNREADABLE:
         return []
     return names.get_values_for_type(x509.UniformResourceIdentifier)
 

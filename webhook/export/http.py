@@ -9,12 +9,15 @@ from typing import Any, Final
 
 import httpx
 import msgspec
+import structlog
 
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
-from webhook.export.targets import HttpTarget
+from webhook.export.targets import HttpTarget, is_read_on_the_way
+
+log = structlog.get_logger(__name__)
 
 USER_AGENT: Final = "gpuid-http-exporter/1.0"
 TRIES: Final = 3
@@ -47,6 +50,8 @@ class HttpExporter:
         """Raises GpuwardenError where the token cannot be said."""
         if target.token is not None and not (target.token.isascii() and target.token.isprintable()):
             raise GpuwardenError("the token of the http exporter is no line of printable ASCII")
+        if is_read_on_the_way(target):
+            log.warning("everybody on the way can read the token", endpoint=target.endpoint, hint="use https")
         self._target = target
         self._clock = clock
         self._sleep = sleep

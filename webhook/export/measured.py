@@ -28,6 +28,7 @@ REASONS: Final = (
     "too_large",
     "unavailable",
     "unreadable",
+    "uses",
 )
 
 

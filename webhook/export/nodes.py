@@ -68,6 +68,17 @@ def node_seen(raw: object) -> NodeSeen:
     )
 
 
+def trimmed_node(raw: Raw) -> Raw:
+    """What matters of it between its readings: a Node has all its images too."""
+    meta, info = raw["metadata"], (raw.get("status") or {}).get("nodeInfo") or {}
+    notes = {name: text for name, text in (meta.get("annotations") or {}).items() if name == keys.NODE_GPUS}
+    return {
+        "kind": raw.get("kind"),
+        "metadata": {"name": meta["name"], "resourceVersion": meta["resourceVersion"], "annotations": notes},
+        "status": {"nodeInfo": {"bootID": info.get("bootID")}},
+    }
+
+
 class ApiNode:
     """The Nodes, and the pods beside them, one at a time."""
 

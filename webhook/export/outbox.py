@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,13 @@ log = structlog.get_logger(__name__)
 
 # A batch of 8 GPUs has 3 KiB: a fleet of 10,000 nodes for eight readings.
 BOUND: Final = 256 * 1024 * 1024
+# Where there is no disk for it, it is a Pod's memory, which four exporters may be owed at once.
+BOUND_IN_MEMORY: Final = 32 * 1024 * 1024
 # Batches that a store has refused for good, kept for a person to look at.
 MAX_REFUSED: Final = 100
 
 WAITING, REFUSED, TORN, NEW = ".batch", ".refused", ".torn", ".new"
+NAME: Final = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.batch")
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -144,7 +148,7 @@ class DirectoryShelf:
             old.unlink(missing_ok=True)
 
     def names(self) -> Sequence[str]:
-        return sorted(path.name for path in self._directory.glob(f"*{WAITING}"))
+        return sorted(path.name for path in self._directory.glob(f"*{WAITING}") if NAME.fullmatch(path.name))
 
     def close(self) -> None:
         os.close(self._lock)
@@ -307,10 +311,12 @@ def decoded(content: bytes) -> Kept:
     return msgspec.json.decode(body, type=Kept)
 
 
-def opener(directory: Path | None, bound: int = BOUND) -> Callable[[str], Outbox]:
+def opener(directory: Path | None, bound: int | None = None) -> Callable[[str], Outbox]:
     """Opens the outbox of an exporter, by its name. Raises ExportError where there cannot be one."""
 
     def opened(name: str) -> Outbox:
-        return Outbox(MemoryShelf() if directory is None else DirectoryShelf(directory / name), bound)
+        if directory is None:
+            return Outbox(MemoryShelf(), bound or BOUND_IN_MEMORY)
+        return Outbox(DirectoryShelf(directory / name), bound or BOUND)
 
     return opened

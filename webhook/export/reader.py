@@ -98,6 +98,19 @@ def pod_seen(raw: Raw) -> PodSeen:
     )
 
 
+def trimmed_pod(raw: Raw) -> Raw:
+    """What `pod_seen` looks at."""
+    meta, spec, status = raw["metadata"], raw["spec"], raw.get("status") or {}
+    return {
+        "metadata": {name: meta[name] for name in ("name", "uid", "deletionTimestamp") if name in meta},
+        "spec": {"nodeName": spec.get("nodeName"), "containers": [{} for _ in spec["containers"]]},
+        "status": {
+            "phase": status.get("phase"),
+            "containerStatuses": [{"ready": one.get("ready", False)} for one in status.get("containerStatuses") or ()],
+        },
+    }
+
+
 class Exec(Protocol):
     async def run(self, namespace: str, pod: str, container: str, command: tuple[str, ...], limit: int) -> bytes:
         """Raises ExecError."""
@@ -286,7 +299,7 @@ class Reader:
         self._failures.pop(pod.name, None)
         if self._plan.resync:
             age = (self._clock() - done.time).total_seconds()
-            self.turns.put(pod.name, max(0.0, self._plan.resync.total_seconds() - max(0.0, age)))
+            self._put(pod.name, max(0.0, self._plan.resync.total_seconds() - max(0.0, age)))
 
     def _fail(self, pod: PodSeen, reason: str, text: str) -> None:
         """One failure is counted once; it is tried again, less and less often."""

@@ -90,7 +90,7 @@ def raw_use(use: Use) -> dict[str, Any]:
         "reservation": use.reservation,
         "gpu_uuid": use.gpu_uuid,
         "serial": use.serial,
-        "chassis": use.chassis,
+        "chassis": use.chassis or UNKNOWN,
         "namespace": use.namespace,
         "pod": use.pod,
         "pod_uid": use.pod_uid,

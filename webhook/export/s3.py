@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import obstore
-from obstore.exceptions import BaseError, PermissionDeniedError
+from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
 from webhook.core.errors import GpuwardenError
@@ -30,6 +30,8 @@ PLACEHOLDERS: Final = ("%Y", "%m", "%d", "%H")
 RETRIES: Final = 2
 MAX_SAID: Final = 300
 CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+# As S3 and Google say it, and as Azure does.
+MAY_NOT_LIST: Final = ("AccessDenied", "AuthorizationPermissionMismatch")
 
 
 class ObjectExporter:
@@ -62,11 +64,9 @@ class ObjectExporter:
         try:
             async for _ in self._store.list(prefix=self._directory("") + ".nothing"):
                 pass
-        except PermissionDeniedError as exc:
-            if "AccessDenied" not in str(exc):
-                raise ExportError(said(exc)) from exc
         except (BaseError, OSError) as exc:
-            raise ExportError(said(exc)) from exc
+            if code_in(exc) not in MAY_NOT_LIST:
+                raise ExportError(said(exc)) from exc
 
     async def close(self) -> None:
         """The store keeps no connection of ours that would have to be ended."""
@@ -167,6 +167,11 @@ RENDERERS: Final = {"csv": as_csv, "parquet": as_parquet}
 
 def said(exc: Exception) -> str:
     """What the store calls it, and the first line of the rest: below are the same words over and over."""
-    code = CODE.search(str(exc))
+    code = code_in(exc)
     first = str(exc).strip().split("\n", 1)[0][:MAX_SAID]
-    return f"{code[1]}: {first}" if code else first
+    return f"{code}: {first}" if code else first
+
+
+def code_in(exc: Exception) -> str | None:
+    found = CODE.search(str(exc))
+    return found[1] if found else None

@@ -123,7 +123,7 @@ class ExportSettings:
         default=None,
         metadata=declared(
             FILE,
-            "the cluster, if not the one whose Pod this is; S2's variable counts outside of Pods only",
+            "the cluster, if not the one whose Pod this is; gpuid's variable counts outside of Pods only",
             older_variable="KUBECONFIG",
         ),
     )
@@ -191,6 +191,12 @@ class ExportSettings:
         metadata=declared(TEXT, "its bearer token", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True),
     )
     http_auth_token_file: Path | None = field(default=None, metadata=declared(FILE, "a file with it"))
+    http_token_in_plain: bool = field(
+        default=False,
+        metadata=declared(
+            TRUTH, "whether the token may go by plain http to other machines: everybody on the way can read it"
+        ),
+    )
     postgres_host: str | None = field(
         default=None, metadata=declared(TEXT, "the database server", older_variable="POSTGRES_HOST")
     )
@@ -345,11 +351,18 @@ class ExportReader(Reader):
             if name in self.given and f"{name}_file" in self.given:
                 self.mistakes.append(f"{self.where([name, f'{name}_file'])}: said twice; choose one")
         if self._shows_token(values):
-            problem = "everybody on the way could read the token; allowed: https, or http to this machine"
+            problem = (
+                "everybody on the way could read the token; allowed: https, or http to this machine,"
+                " or to anybody with --http-token-in-plain true"
+            )
             self.mistakes.append(f"{self.where(['http_endpoint'])}: {problem}")
 
     def _shows_token(self, values: Mapping[str, Any]) -> bool:
-        if self._needs is not None or "http" not in self._value(values, "exporter_type"):
+        if (
+            self._needs is not None
+            or values.get("http_token_in_plain")
+            or "http" not in self._value(values, "exporter_type")
+        ):
             return False
         has_token = bool(values.get("http_auth_token")) or "http_auth_token_file" in self.given
         endpoint = urlsplit(values.get("http_endpoint") or "")
@@ -396,9 +409,9 @@ REFERENCE: Final = """\
 
 Written by `gpuwarden config reference export`; change `webhook/export/settings.py` instead.
 
-A flag wins over a variable, ours over S2's, a variable over the YAML file that `--config` or `GPUWARDEN_EXPORT_CONFIG`
-names, the file over the default. Secrets have no flag: everybody on the machine could read it. All mistakes are named
-at once, and the exit code is 2.
+A flag wins over a variable, ours over gpuid's, a variable over the YAML file that `--config` or
+`GPUWARDEN_EXPORT_CONFIG` names, the file over the default. Secrets have no flag: everybody on the machine could read
+it. All mistakes are named at once, and the exit code is 2.
 
 | flag | variable | YAML key | default | allowed | meaning |
 |---|---|---|---|---|---|

@@ -1,8 +1,12 @@
 """JSON lines on stdout, for whoever collects logs. Our own log is on stderr."""
 
 import asyncio
+import io
+import select
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final, TextIO
 
 import msgspec
@@ -13,21 +17,32 @@ from webhook.export.records import Batch, raw_reading, raw_time, raw_use
 # S2's words.
 READING, COMPLETED = "gpu serial number reading", "export completed"
 USE: Final = "gpu use"
+# How long a try that was given up waits for the pipe until it notices.
+LOOKS_EVERY: Final = timedelta(milliseconds=100)
 
 
 class StdoutExporter:
     """A line for each record and one for the batch, written at once. Stored is what the pipe has taken.
 
-    A batch that comes again is written again: a pipe does not know what went through it.
+    A batch that comes again is written again: a pipe does not know what went through it. One that was broken off in
+    this process goes on where it stopped, between two lines.
     """
 
     name = "stdout"
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
+        # Which batch was broken off, and how many of its lines were written.
+        self._begun = ("", 0)
+        self._turn = threading.Lock()
 
     async def export(self, batch: Batch) -> None:
-        await asyncio.to_thread(self._write, "".join(map(as_line, lines(batch))))
+        """Whoever reads may be slow or asleep: a thread waits for it, and writes nothing once this has ended."""
+        writing = Writing(self._turn)
+        try:
+            await asyncio.to_thread(self._write, batch, writing)
+        finally:
+            writing.give_up()
 
     async def check(self) -> None:
         if self._stream.closed:
@@ -36,12 +51,54 @@ class StdoutExporter:
     async def close(self) -> None:
         """Stdout is the process's."""
 
-    def _write(self, text: str) -> None:
+    def _write(self, batch: Batch, writing: "Writing") -> None:
+        name, written = self._begun
+        written = written if name == batch.id else 0
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            for line in list(map(as_line, lines(batch)))[written:]:
+                if not writing.wrote(self._stream, line):
+                    return
+                written += 1
+                self._begun = (batch.id, written)
         except (OSError, ValueError) as exc:
             raise ExportError(f"stdout takes nothing: {exc}") from exc
+        self._begun = ("", 0)
+
+
+class Writing:
+    """One try to write a batch, which can be given up from another thread."""
+
+    def __init__(self, turn: threading.Lock) -> None:
+        self._turn = turn
+        self._is_given_up = False
+
+    def give_up(self) -> None:
+        """Nothing is written after."""
+        with self._turn:
+            self._is_given_up = True
+
+    def wrote(self, stream: TextIO, line: str) -> bool:
+        """Whether it did, and was not given up. A line is written when the pipe has room, so that it takes no time."""
+        while True:
+            is_free = has_room(stream)
+            with self._turn:
+                if self._is_given_up:
+                    return False
+                if is_free:
+                    stream.write(line)
+                    stream.flush()
+                    return True
+
+
+def has_room(stream: TextIO) -> bool:
+    """For a line of up to a page; waits a moment for it."""
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:
+        return True  # in memory
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLOUT)
+    return bool(waiting.poll(LOOKS_EVERY.total_seconds() * 1000))
 
 
 def lines(batch: Batch) -> Sequence[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 from psycopg import sql
 
 from webhook.core.errors import GpuwardenError
-from webhook.export.records import Reading, Use
+from webhook.export.records import UNKNOWN, Reading, Use
 
 # Postgres cuts longer names off without a word, and then two of them may be the same.
 MAX_NAME: Final = 63
@@ -56,11 +56,14 @@ CREATE TABLE IF NOT EXISTS {uses} (
     PRIMARY KEY (cluster, reservation, gpu_uuid)
 )"""
 
-# What was read of the GPU last before the use ended; failing that, first after.
+# What was read of the GPU there last before the use ended; failing that, first after. Its serial it has everywhere.
 CREATE_VIEW: Final = """
 CREATE OR REPLACE VIEW {view} AS
 SELECT u.cluster, u.node, r.machine, u.gpu_uuid,
-       COALESCE(u.serial, r.gpu) AS serial, COALESCE(u.chassis, r.chassis) AS chassis,
+       COALESCE(u.serial, r.gpu, (
+           SELECT g.gpu FROM {table} g WHERE g.uuid = u.gpu_uuid ORDER BY g.read_time DESC LIMIT 1
+       )) AS serial,
+       COALESCE(NULLIF(u.chassis, 'unknown'), r.chassis, 'unknown') AS chassis,
        r.index, r.minor, r.pci_bus_id, r.model,
        u.namespace, u.pod, u.pod_uid, u.owner, u.evidence_hash, u.reservation, u.since, u.until
 FROM {uses} u
@@ -200,7 +203,7 @@ def reading_row(reading: Reading) -> Mapping[str, Any]:
 
 
 def use_row(use: Use) -> Mapping[str, Any]:
-    return {name: getattr(use, name) for name in USE_COLUMNS}
+    return {name: getattr(use, name) for name in USE_COLUMNS} | {"chassis": use.chassis or UNKNOWN}
 
 
 def one_of_each(uses: Iterable[Use]) -> Sequence[Use]:
@@ -223,7 +226,11 @@ def joined(old: Use, new: Use) -> Use:
 
 def upsert(columns: Sequence[str]) -> sql.Composed:
     """What becomes of a use that is known: the same as `joined` says."""
-    kept = {"since": "LEAST({old}, {new})", "until": "COALESCE({old}, {new})"}
+    kept = {
+        "since": "LEAST({old}, {new})",
+        "until": "COALESCE({old}, {new})",
+        "chassis": "COALESCE(NULLIF({new}, 'unknown'), {old}, {new})",
+    }
     changes = [
         sql.SQL("{} = " + kept.get(name, "COALESCE({new}, {old})")).format(
             sql.Identifier(name), old=sql.Identifier("old", name), new=sql.Identifier("excluded", name)

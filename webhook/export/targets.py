@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from attrs import field, frozen
 
@@ -52,6 +53,12 @@ class ObjectTarget:
     @property
     def url(self) -> str:
         return self.bucket if "://" in self.bucket else f"s3://{self.bucket}"
+
+
+def is_read_on_the_way(target: HttpTarget) -> bool:
+    """Whether its token is, by whoever is there."""
+    endpoint = urlsplit(target.endpoint)
+    return target.token is not None and endpoint.scheme == "http" and not is_here(endpoint.hostname or "")
 
 
 def is_here(host: str) -> bool:

@@ -7,9 +7,10 @@ words. An end that nobody saw is closed when it is noticed.
 import asyncio
 import hashlib
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import structlog
@@ -25,9 +26,14 @@ from webhook.view import View
 
 log = structlog.get_logger(__name__)
 
+Raw = dict[str, Any]
 Key = tuple[str, str]  # reservation and UUID
 # How many nodes are seen to in one pass.
 AT_A_TIME: Final = 500
+# Of one node, for which there is no room in an outbox. Beyond that the oldest are lost, and the log says so.
+MOST_UNTOLD: Final = 1000
+# Where a GPUNode is gone and its pods are not, nobody tells of their end: they are asked about.
+ASK_AGAIN: Final = timedelta(seconds=5)
 
 
 @frozen
@@ -57,12 +63,42 @@ class Known(Protocol):
     def evidence(self, node: str) -> str | None: ...
 
 
+@frozen
+class Held:
+    """What matters of a GPUNode: who holds what, and what its GPUs are called."""
+
+    reservations: tuple[Reservation, ...]
+    serials: Mapping[str, str]
+    is_rebuilt: bool
+
+    @classmethod
+    def parse(cls, raw: Raw) -> "Held":
+        node = GpuNode.parse(raw)
+        return cls(
+            reservations=tuple(one for one in node.reservations.values() if one.uid is not None),
+            serials={one.uuid: one.serial for one in node.devices if one.serial},
+            is_rebuilt=node.is_rebuilt,
+        )
+
+
+def trimmed_object(raw: Raw) -> Raw:
+    """Without who wrote which field."""
+    return {**raw, "metadata": {name: one for name, one in raw["metadata"].items() if name != "managedFields"}}
+
+
+class Noted(msgspec.Struct, frozen=True):
+    """A use as it is written down: what has been told is told no more, until it ends."""
+
+    use: Use
+    is_told: bool = False
+
+
 class OpenUses:
     """By node, what has begun and is not known to be over, and what is over and not told. A file a node, if kept."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._all: dict[str, dict[Key, Use]] = {}
+        self._all: dict[str, dict[Key, Noted]] = {}
         if directory is None:
             return
         try:
@@ -76,10 +112,10 @@ class OpenUses:
     def nodes(self) -> set[str]:
         return set(self._all)
 
-    def of(self, node: str) -> Mapping[Key, Use]:
+    def of(self, node: str) -> Mapping[Key, Noted]:
         return self._all.get(node, {})
 
-    def keep(self, node: str, uses: Mapping[Key, Use]) -> None:
+    def keep(self, node: str, uses: Mapping[Key, Noted]) -> None:
         """These are kept when this returns, and no others of the node. Raises ExportError: then nothing has changed."""
         if uses == self.of(node):
             return
@@ -95,16 +131,16 @@ class OpenUses:
 
     def _read(self, file: Path) -> None:
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=list[Use])
+            found = msgspec.json.decode(file.read_bytes(), type=list[Noted])
         except (msgspec.DecodeError, OSError) as exc:
             # The starts are seen again in the cluster; an end that came while nobody looked is not.
             log.warning("open uses cannot be read", file=str(file), problem=str(exc))
             file.replace(file.with_suffix(".torn"))
             return
         for one in found:
-            self._all.setdefault(one.node, {})[one.reservation, one.gpu_uuid] = one
+            self._all.setdefault(one.use.node, {})[one.use.reservation, one.use.gpu_uuid] = one
 
-    def _write(self, file: Path, uses: list[Use]) -> None:
+    def _write(self, file: Path, uses: list[Noted]) -> None:
         if not uses:
             file.unlink(missing_ok=True)  # one that comes back after a power cut is told again, in the same words
             return
@@ -139,57 +175,85 @@ class Uses:
         self._take = take
         self._clock = clock
         self._is_current = is_current
-        self.gpu_nodes: View[GpuNode] = View(GpuNode.parse)
-        # Nodes that are to be looked at, and nodes whose uses are to be told.
+        self.gpu_nodes: View[Held] = View(Held.parse)
+        # Nodes that are to be looked at, and nodes of which something is to be told.
         self._todo: dict[str, None] = {}
         self._owed = dict.fromkeys(sorted(open_uses.nodes()))
+        # Nodes whose GPUNode is gone, and when their pods are asked about next.
+        self._gone: dict[str, datetime] = {}
         self._has_begun = False
 
     async def step(self) -> None:
-        """One pass over what is news. What cannot be done now is left for the next one. Raises ExportError."""
+        """One pass over what is news. What cannot be done now is left for the next one and holds up nothing else;
+        then the first of the reasons is raised, a GpuwardenError."""
         if not self._is_current():
             return
-        for name in list(self._owed):
-            await self._tell(name)
         if not self._has_begun:
             self._todo.update(dict.fromkeys([*self.gpu_nodes.names(), *sorted(self._open.nodes())]))
             self._has_begun = True
         self._todo.update(dict.fromkeys(self.gpu_nodes.take_news()))
-        for name in list(self._todo)[:AT_A_TIME]:
-            del self._todo[name]
+        problems = await self._each(self._todo, self._settle)
+        problems += await self._each(self._owed, self._tell)
+        if problems:
+            raise problems[0]
+
+    async def _each(self, names: dict[str, None], done: Callable[[str], Awaitable[None]]) -> list[GpuwardenError]:
+        """Some of them. Those that fail come last next time."""
+        problems = []
+        for name in list(names)[:AT_A_TIME]:
+            del names[name]
             try:
-                await self._settle(name)
-                await self._tell(name)
+                await done(name)
             except GpuwardenError as exc:
-                self._todo[name] = None
-                if isinstance(exc, ExportError):
-                    raise
-                log.debug("uses left for the next pass", node=name, problem=str(exc))
+                names[name] = None
+                problems.append(exc)
+            except Exception:  # a bug with one node must not end it for the others
+                log.exception("uses of a node not followed", node=name)
+        return problems
 
     async def _settle(self, name: str) -> None:
         node, known = self.gpu_nodes.get(name), self._open.of(name)
-        if node is not None and not node.is_rebuilt:
-            return  # what is held there is not known yet; it is news when it is
-        held = {
-            (one.id, uuid): one
-            for one in (node.reservations.values() if node is not None else ())
-            if one.uid is not None
-            for uuid in one.uuids
-        }
-        new = dict(known)
-        for key, one in known.items():
-            if key not in held and one.until is None and (node is not None or await self._is_gone(one)):
-                new[key] = self._ended(one)
-        for key in held.keys() - known.keys():
-            new[key] = await self._begun(name, *key, held[key])
-        if new != known:
-            await asyncio.to_thread(self._open.keep, name, new)
-            self._owed[name] = None
-        if node is None and any(one.until is None for one in new.values()):
-            self._todo[name] = None
+        if node is None:
+            return await self._settle_gone(name, known)
+        self._gone.pop(name, None)
+        if not node.is_rebuilt:
+            return None  # what is held there is not known yet; it is news when it is
+        held: dict[Key, Reservation] = {(one.id, uuid): one for one in node.reservations for uuid in one.uuids}
+        new = {key: one if key in held else self._ended(one) for key, one in known.items()}
+        begun = {key: one for key, one in held.items() if key not in known}
+        pods = {one.id: await self._pod_of(one) for one in {one.id: one for one in begun.values()}.values()}
+        for key, one in begun.items():
+            new[key] = Noted(self._begun(name, *key, one, pods[one.id]))
+        return await self._keep(name, new)
 
-    async def _begun(self, node: str, reservation: str, uuid: str, held: Reservation) -> Use:
-        pod = await self._known.pod(held.namespace, held.pod_name or "", held.uid or "")
+    async def _settle_gone(self, name: str, known: Mapping[Key, Noted]) -> None:
+        """Its GPUNode is: taken away by force, perhaps, and made anew in a moment. The pods decide."""
+        if all(one.use.until is not None for one in known.values()):
+            self._gone.pop(name, None)
+            return
+        self._todo[name] = None
+        if self._clock() < self._gone.get(name, LONG_AGO):
+            return
+        self._gone[name] = self._clock() + ASK_AGAIN
+        new = {key: self._ended(one) if await self._is_gone(one.use) else one for key, one in known.items()}
+        await self._keep(name, new)
+
+    async def _keep(self, name: str, new: Mapping[Key, Noted]) -> None:
+        if new == self._open.of(name):
+            return
+        over = sorted(
+            (one for one in new.values() if one.use.until is not None), key=lambda one: one.use.until or NEVER
+        )
+        if lost := over[:-MOST_UNTOLD]:
+            log.error("uses forgotten: no outbox takes them", node=name, uses=len(lost))
+            new = {key: one for key, one in new.items() if one not in lost}
+        await asyncio.to_thread(self._open.keep, name, new)
+        self._owed[name] = None
+
+    async def _pod_of(self, held: Reservation) -> PodWords:
+        return await self._known.pod(held.namespace, held.pod_name or "", held.uid or "")
+
+    def _begun(self, node: str, reservation: str, uuid: str, held: Reservation, pod: PodWords) -> Use:
         called = self._known.gpu(node, uuid)
         return Use(
             cluster=self._cluster,
@@ -206,28 +270,42 @@ class Uses:
             evidence_hash=self._known.evidence(node),
         )
 
-    def _ended(self, one: Use) -> Use:
+    def _ended(self, one: Noted) -> Noted:
         """What was not known of the GPU when it began may be known now."""
-        called = self._known.gpu(one.node, one.gpu_uuid)
-        return evolve(
-            one,
-            until=max(self._clock(), one.since),
-            serial=one.serial or called.serial,
-            chassis=one.chassis or called.chassis,
+        use = one.use
+        if use.until is not None:
+            return one
+        called = self._known.gpu(use.node, use.gpu_uuid)
+        return Noted(
+            evolve(
+                use,
+                until=max(self._clock(), use.since),
+                serial=use.serial or called.serial,
+                chassis=use.chassis or called.chassis,
+            )
         )
 
     async def _is_gone(self, one: Use) -> bool:
-        """Its GPUNode is: taken away by force, perhaps, and made anew in a moment. The pod decides."""
         return not (await self._known.pod(one.namespace or "", one.pod or "", one.pod_uid or "")).is_there
 
     async def _tell(self, name: str) -> None:
-        """All of the node that is written down; what is over is forgotten once the exporters have it."""
-        if name not in self._owed:
-            return
-        uses = self._open.of(name)
-        if uses:
-            told = tuple(uses.values())
-            await self._take(Batch(id=hashlib.sha256(msgspec.json.encode(told)).hexdigest(), uses=told))
-            still = {key: one for key, one in uses.items() if one.until is None}
-            await asyncio.to_thread(self._open.keep, name, still)
-        self._owed.pop(name, None)
+        """What of the node is not told yet. What is over is forgotten once the exporters have it."""
+        noted = self._open.of(name)
+        for batch in batches_of(one.use for one in noted.values() if not one.is_told):
+            await self._take(batch)
+        still = {key: Noted(one.use, is_told=True) for key, one in noted.items() if one.use.until is None}
+        await asyncio.to_thread(self._open.keep, name, still)
+
+
+LONG_AGO, NEVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+
+
+def batches_of(uses: Iterable[Use]) -> Sequence[Batch]:
+    """What begins or ends with one reservation, together: the same again is the same batch, whoever else is there."""
+    together: dict[tuple[str, datetime | None], list[Use]] = {}
+    for one in sorted(uses, key=lambda one: (one.until or NEVER, one.since, one.reservation, one.gpu_uuid)):
+        together.setdefault((one.reservation, one.until), []).append(one)
+    return [
+        Batch(id=hashlib.sha256(msgspec.json.encode(group)).hexdigest(), uses=tuple(group))
+        for group in together.values()
+    ]

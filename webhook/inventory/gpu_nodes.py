@@ -109,6 +109,11 @@ class ClusterInventory:
         self._devices[name] = devices
         self._show(name)
 
+    def quarantine(self, name: str) -> None:
+        """They are there, and nobody can say who has them."""
+        self._devices[name] = tuple(evolve(one, is_healthy=False) for one in self._devices.get(name, ()))
+        self._show(name)
+
     def forget_devices(self, name: str) -> None:
         self._devices.pop(name, None)
         self._show(name)
@@ -177,7 +182,9 @@ class GpuNodesListener:
         try:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError as exc:
-            log.warning("GPUNode left as it was known", exc_info=exc)
+            log.warning("GPUNode cannot be read, its devices are offered to nobody", problem=str(exc))
+            self._inventory.quarantine(raw["metadata"]["name"])
+            self._forget(raw["metadata"]["name"])
             return
         self._learn(raw)  # before its devices are offered: what is held of them has to be known first
         self._inventory.know_devices(node.name, node.devices)

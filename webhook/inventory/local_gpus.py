@@ -4,6 +4,7 @@ import importlib
 import shutil
 import subprocess
 from collections.abc import Callable
+from ctypes import byref
 from typing import Any, Final
 
 from webhook.inventory.nvidia_smi import MAX_SIZE, Gpu, Smi, UnreadableSmiError, known, parse
@@ -91,15 +92,16 @@ def chassis_of(nvml: Any, handle: Any) -> str | None:
     if form is None:
         return None
     platform = form()
-    asked(nvml, nvml.nvmlDeviceGetPlatformInfo, handle, platform)
+    # The library hands on what it is given, and a structure by value is read as an address.
+    asked(nvml, nvml.nvmlDeviceGetPlatformInfo, handle, byref(platform))
     return text_of(platform.chassisSerialNumber)
 
 
 def asked(nvml: Any, question: Callable[..., Any], *about: Any) -> Any:
-    """None where this GPU, this driver or this library has no answer."""
+    """None where this GPU, this driver or this library has no answer, or not one that is text."""
     try:
         return question(*about)
-    except nvml.NVMLError:
+    except (nvml.NVMLError, UnicodeDecodeError):
         return None
 
 

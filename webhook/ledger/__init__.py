@@ -19,7 +19,8 @@ class Ledger(Protocol):
         """Hold the first placement that is free, whole or not at all.
 
         The same ask again gets the same reservation. Nothing is written from `answer_by` on.
-        Raises SlotsTakenError, ReservationConflictError, DeadlinePassedError or LedgerUnavailableError.
+        Raises SlotsTakenError, PlacementRefusedError among them, ReservationConflictError, DeadlinePassedError or
+        LedgerUnavailableError.
         """
 
     async def find(

@@ -22,6 +22,7 @@ from webhook.core.errors import (
     GpuwardenError,
     LedgerError,
     LedgerUnavailableError,
+    PlacementRefusedError,
     SlotsTakenError,
     UnknownReservationError,
 )
@@ -111,11 +112,13 @@ class ClusterLedger:
     # What the watch tells.
 
     def learn(self, raw: Raw) -> None:
-        """A GPUNode as somebody saw it; older than what is known, it is nothing new."""
+        """A GPUNode as somebody saw it; older than what is known, it is nothing new. What was held on one that cannot
+        be read is remembered, as on one that has gone."""
         try:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError as exc:
-            log.warning("GPUNode left as it was known", exc_info=exc)
+            log.warning("GPUNode cannot be read", problem=str(exc))
+            self.forget(raw["metadata"]["name"])  # nothing can be written there
             return
         desk = self._desk(node.name)
         if desk.node is not None and desk.node.version >= node.version:
@@ -140,6 +143,11 @@ class ClusterLedger:
         """Of nodes that are there, and of those that somebody asks for at this moment."""
         return len(self._desks)
 
+    @property
+    def reminders(self) -> int:
+        """Of deadlines, those that are over included."""
+        return self._shelf.reminders
+
     # What the ledger does.
 
     async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
@@ -150,15 +158,18 @@ class ClusterLedger:
                 placements = [Placement(known.node, known.slots)]
                 break
             await self.expire(known)  # asked for again, it is a new one
+        refused = 0
         for placement in placements:
             with self._shelf.wished(ask, placement):
                 try:
                     taken = await self._moved(placement.node, Take(ask, placement, self._gone), answer_by)
-                except SlotsTakenError:
+                except SlotsTakenError as exc:
+                    refused += isinstance(exc, PlacementRefusedError)
                     continue
             if taken is not None:
                 return taken
-        raise SlotsTakenError(ask.id)
+        is_refused = refused and refused == len(placements)
+        raise PlacementRefusedError(ask.id) if is_refused else SlotsTakenError(ask.id)
 
     async def find(
         self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
@@ -271,6 +282,12 @@ class ClusterLedger:
     def reservations(self) -> Collection[Reservation]:
         return self._shelf.all()
 
+    async def rest(self) -> None:
+        """Until no write is under way. What nobody waits for any more is not begun."""
+        working = [desk.worker for desk in self._desks.values() if desk.worker is not None]
+        if working:
+            await asyncio.wait(working)
+
     # How a move gets into the store.
 
     async def _moved(self, node: str, move: Move, answer_by: datetime | None = None) -> Reservation | None:
@@ -301,8 +318,7 @@ class ClusterLedger:
             await self._read(desk.name)
         while turns := self._in_time(turns):
             if desk.raw is None or desk.node is None:
-                for turn in turns:
-                    turn.fail(SlotsTakenError(f"there is no GPUNode {desk.name}"))
+                self._without_object(desk.name, turns)
                 return
             carriers = () if desk.node.is_rebuilt else await self._carriers(desk.seen)
             try:
@@ -312,7 +328,7 @@ class ClusterLedger:
                     continue
                 held: Held = dict(desk.node.reservations)
                 made, again, doubtful = self._apply(desk.node, held, turns, is_current=is_current)
-                if held != desk.node.reservations:
+                if held != desk.node.stored:
                     self.learn(await self._store.put_status(with_held(desk.raw, held.values(), desk.node.devices)))
                     is_current = True
             except RefusedError:
@@ -330,6 +346,15 @@ class ClusterLedger:
                 is_current = True
             turns = again + doubtful
 
+    def _without_object(self, name: str, turns: list[Turn]) -> None:
+        """Nothing is to be had there. What was held is only remembered, and forgotten as it ends."""
+        for turn in turns:
+            if isinstance(turn.move, Release | Expire):
+                turn.result = self._shelf.make(name, turn.move, self._clock(), self._times)
+                turn.succeed()
+            else:
+                turn.fail(SlotsTakenError(f"there is no GPUNode {name}"))
+
     def _apply(
         self, node: GpuNode, held: Held, turns: list[Turn], *, is_current: bool
     ) -> tuple[list[Turn], list[Turn], list[Turn]]:
@@ -344,7 +369,7 @@ class ClusterLedger:
                 turn.fail(SlotsTakenError(f"GPUNode {node.name} is being deleted"))
                 continue
             try:
-                turn.result = turn.move.apply(node.reservations, held, now, self._times)
+                turn.result = turn.move.apply(node.stored, held, now, self._times)
                 made.append(turn)
             except AgainError:
                 again.append(turn)
@@ -391,7 +416,7 @@ class ClusterLedger:
                 await self._serve(desk, [turn])
             return
         log.error("the store refused a move", node=desk.name, move=type(turns[0].move).__name__)
-        turns[0].fail(SlotsTakenError("the store refused it"))
+        turns[0].fail(PlacementRefusedError("the store refused it"))
 
     def _in_time(self, turns: list[Turn]) -> list[Turn]:
         now = self._clock()

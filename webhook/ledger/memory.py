@@ -8,7 +8,7 @@ from webhook.core.device import DeviceUuid
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
-from webhook.ledger.moves import AgainError, Everybody, Expire, Held, Move, Name, Release, Take, Times, same_ask
+from webhook.ledger.moves import Everybody, Expire, Move, Name, Release, Take, Times, same_ask
 from webhook.ledger.shelf import Shelf
 
 # Embedded, a uid is bound and its pod believed to exist in one step: a pending reservation has no pod.
@@ -41,17 +41,7 @@ class MemoryLedger:
         raise SlotsTakenError(ask.id)
 
     def _moved(self, node: str, move: Move, now: datetime) -> Reservation | None:
-        """The move made, in as many steps as it takes a store that remembers the step before."""
-        stored = self._shelf.on(node)
-        while True:
-            held: Held = dict(stored)
-            try:
-                result = move.apply(stored, held, now, self._times)
-            except AgainError:
-                stored = held
-                continue
-            self._shelf.replace(node, held)
-            return result
+        return self._shelf.make(node, move, now, self._times)
 
     async def find(
         self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False

@@ -6,35 +6,39 @@ pod. Behind a shut gate nothing is held that the pod cannot use.
 """
 
 import asyncio
-import heapq
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 from enum import Enum, auto
 from functools import partial
-from itertools import islice
-from typing import Any, Protocol
 
 import structlog
 from attrs import define, frozen
 
 from webhook.clock import Clock
-from webhook.core import check, keys
+from webhook.core import check
+from webhook.core.backfill import Ahead, node_left_to, placed
 from webhook.core.claim import Claim
-from webhook.core.decide import EvidencePolicy, Question, decide
-from webhook.core.difference import Change
-from webhook.core.dress import DressRules, Outfit, RawPod, changes, dressed
-from webhook.core.errors import GpuwardenError, InvalidPodError, LedgerError, ReservationConflictError, SlotsTakenError
+from webhook.core.decide import EvidencePolicy, Question
+from webhook.core.dress import DressRules, Outfit
+from webhook.core.errors import (
+    InvalidPodError,
+    LedgerError,
+    PlacementRefusedError,
+    ReservationConflictError,
+    SlotsTakenError,
+)
 from webhook.core.fleet import Fleet
-from webhook.core.lines import OWN_IDS, Kind, Waiter, its_turn_is_later, reservation_id_of
+from webhook.core.lines import Kind, Turns, Waiter, its_turn_is_later, reservation_id_of
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation
-from webhook.core.verdict import Deny, plain
+from webhook.core.verdict import Deny
 from webhook.events import Events, Subject
 from webhook.ledger import Ledger
+from webhook.ledger.queue_gates import Action, Doorkeeper, Gates, some_at_once
+from webhook.ledger.queue_holdings import Holdings
+from webhook.ledger.queue_telling import Telling
 from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.waiting_pods import WaitingPods, identity_in
 
@@ -42,41 +46,14 @@ log = structlog.get_logger(__name__)
 
 # For a reservation that nobody's review waits for.
 PATIENCE = timedelta(seconds=10)
-# A reservation for a pod without a name is nobody's when its creation must have come to its end: the API server gives
-# a request 60 s.
-LONGEST_CREATION = timedelta(seconds=60)
-# What one pass does: more would keep other work of the process waiting. In seconds, for what is decided, and for pods
-# to be told.
-BUDGET, TELLING_BUDGET = 1.0, 2.0
+# What one pass does: more would keep other work of the process waiting. In seconds, for what is decided, and in pods.
+BUDGET = 1.0
 OPENED_AT_A_TIME = 100
-TOLD_AT_A_TIME = 50
 JUDGED_AT_A_TIME = 50
-AT_ONCE = 16
 # How often somebody else may have been faster before the line waits for another pass.
 MOST_RACES = 8
 # What no change of the fleet tells of is noticed after this.
 LOOK_AGAIN = timedelta(seconds=5)
-# Between two tries at one gate: doubling, up to half a minute.
-FIRST_PAUSE = timedelta(seconds=1)
-LONGEST_PAUSE = timedelta(seconds=30)
-MAX_SAID = 900
-
-
-class GateError(GpuwardenError):
-    """Nothing can be done about the gate now; the text says why."""
-
-
-class Gates(Protocol):
-    """What is done to pods that wait. All raise GateError; a pod that is gone is no mistake."""
-
-    async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
-        """The whole JSON patch or nothing of it. Whether there still was a pod of that name."""
-
-    async def say(self, pod: PodIdentity, why: str) -> None:
-        """What it waits for, in its annotation."""
-
-    async def is_shut(self, pod: PodIdentity) -> bool:
-        """Whether this very pod is there and waits behind our gate, by a quorum read."""
 
 
 class Turn(Enum):
@@ -89,14 +66,6 @@ class Turn(Enum):
     """Nobody can say at this moment: nobody of its kind overtakes it."""
 
 
-@define
-class Tries:
-    """When a gate that could not be opened is tried again."""
-
-    not_before: datetime
-    pause: timedelta = FIRST_PAUSE
-
-
 @frozen
 class Looked:
     """A kind of which nobody could be served, by what there was to decide on."""
@@ -106,7 +75,12 @@ class Looked:
     at: datetime
 
 
-Action = Callable[[], Awaitable[None]]
+@frozen
+class Left:
+    """Which node is left to the pod that is first among those of a kind that wait for devices to become free."""
+
+    uid: str
+    node: str
 
 
 @define
@@ -115,8 +89,6 @@ class Round:
 
     until: float
     opening: list[Action]
-    left_over: dict[tuple[str, str], list[Reservation]]
-    """What no pod has come for yet, by namespace and digest of its claim."""
     served: set[str]
     """Uids of pods that have their reservation: their turn is over."""
 
@@ -152,7 +124,6 @@ class Queue:
         self._policy = policy
         self._claims = claims
         self._rules = rules
-        self._gates = gates
         self._events = events
         self._clock = clock
         self._bind_deadline = bind_deadline
@@ -160,9 +131,11 @@ class Queue:
         self._read_anew = read_anew
         self._timer = timer
         self._is_up_to_date = False
+        self._holdings = Holdings(pods, ledger, fleet, policy, gates, clock)
+        self._doorkeeper = Doorkeeper(pods, gates, rules, events, clock)
+        self._telling = Telling(pods, gates, events)
         self._why: dict[Kind, dict[int, Deny]] = {}
-        self._told: dict[str, Reason] = {}
-        self._tries: dict[str, Tries] = {}
+        self._left: dict[Kind, Left] = {}
         self._looked: dict[Kind, Looked] = {}
         self._next: Kind | None = None
 
@@ -175,7 +148,8 @@ class Queue:
         if not self._is_current():
             self._is_up_to_date = False
             return
-        self._forget_gone()
+        self._doorkeeper.forget_all_but(self._pods.raws)
+        self._telling.forget_all_but(self._pods.raws)
         self._pods.judge_again(JUDGED_AT_A_TIME)
         if not self._pods.raws:
             return
@@ -183,17 +157,12 @@ class Queue:
         if not self._is_up_to_date:
             return
         self._fleet.advance(self._clock())
-        now = Round(self._timer() + BUDGET, [], defaultdict(list), set())
+        now = Round(self._timer() + BUDGET, [], set())
         await self._keep(now)
         now.until = self._timer() + BUDGET
         await self._serve_all(now)
-        await self._all(now.opening)
-        await self._tell(now)
-
-    def _forget_gone(self) -> None:
-        for known in (self._told, self._tries):
-            for uid in known.keys() - self._pods.raws.keys():
-                del known[uid]
+        await some_at_once(now.opening)
+        await self._telling.tell(self._why, now.served)
 
     def _is_over(self, now: Round) -> bool:
         return len(now.opening) >= OPENED_AT_A_TIME or self._timer() >= now.until or not self._is_current()
@@ -202,38 +171,28 @@ class Queue:
 
     async def _keep(self, now: Round) -> None:
         """A pod that has its reservation needs no turn: its gate is opened, or what it cannot use is given back."""
-        held_by = defaultdict[str, list[Reservation]](list)
-        moment = self._clock()
-        for one in self._ledger.reservations():
-            uid = one.uid or (one.id.removeprefix(OWN_IDS) if one.id.startswith(OWN_IDS) else None)
-            if one.phase is Phase.RELEASING or one.is_past_deadline(moment):
-                continue
-            if uid is None and one.phase is Phase.PENDING:
-                now.left_over[one.namespace, one.claim_digest].append(one)
-            elif uid in self._pods.raws:
-                held_by[uid].append(one)
+        held_by = self._holdings.look()
         now.served.update(held_by)
-        for uid, all_held in held_by.items():
+        for uid, (held, *others) in held_by.items():
             if self._is_over(now):
                 return
             await asyncio.sleep(0)
-            held, *others = sorted(all_held, key=lambda one: (one.phase is not Phase.FINALIZED, one.since, one.node))
             for other in others:  # two who acted at once, of whom one was far behind
                 raw = self._pods.raws.get(uid)
                 if raw is not None:
-                    await self._give_back(identity_in(raw), other, "the pod has another one")
+                    await self._holdings.give_back(identity_in(raw), other, "the pod has another one")
             await self._keep_one(uid, held, now)
 
     async def _keep_one(self, uid: str, held: Reservation, now: Round) -> None:
         waiter, misfit = self._pods.lines.get(uid), self._pods.misfits.get(uid)
         if misfit is not None:
-            await self._give_back(misfit[0], held, misfit[1].message)
+            await self._holdings.give_back(misfit[0], held, misfit[1].message)
         if waiter is None:
             return
-        against = self._objection(waiter, held)
+        against = self._holdings.objection(waiter, held)
         is_late = not against and held.since + self._bind_deadline <= self._clock()
         if against or is_late:
-            if await self._give_back(waiter.pod, held, against or "its time is over"):
+            if await self._holdings.give_back(waiter.pod, held, against or "its time is over"):
                 now.served.discard(uid)  # it stands in its line again
                 if is_late:
                     self._set_aside(waiter.pod, held)
@@ -241,44 +200,14 @@ class Queue:
         await self._turn(waiter, held, now)
         misfit = self._pods.misfits.get(uid)
         if misfit is not None:
-            await self._give_back(waiter.pod, held, misfit[1].message)
-
-    def _objection(self, waiter: Waiter, held: Reservation) -> str:
-        """Why the reservation is of no use to the pod."""
-        claim, pod = waiter.claim, waiter.pod
-        if held.claim_digest != claim.digest or not held.may_be(pod):
-            return "it was made for another claim"
-        return self._node_objection(claim, held.node)
-
-    def _node_objection(self, claim: Claim, node: str) -> str:
-        unproven = check.still_proven(claim, node, self._fleet, self._policy)
-        if unproven is not None:
-            return unproven.message
-        is_selected = claim.nodes.matches(node, self._fleet.berths[node].labels)
-        return "" if is_selected else f"node {node} is not what the pod selects any more"
+            await self._holdings.give_back(waiter.pod, held, misfit[1].message)
 
     def _set_aside(self, pod: PodIdentity, held: Reservation) -> None:
         """Past the bind deadline nobody may put it on a node. Where that is for a gate that cannot be opened, others
         have the devices for as long as it had them."""
-        tries = self._tries.get(pod.uid)
-        if tries is not None:
-            tries.not_before = self._clock() + self._bind_deadline
+        self._doorkeeper.leave(pod.uid, self._bind_deadline)
         text = f"its gate was not opened within {self._bind_deadline}: {','.join(held.uuids)} can be had again"
         self._events.tell(Subject.of_pod(pod), Reason.BIND_DEADLINE_PASSED, text)
-
-    async def _give_back(self, pod: PodIdentity, held: Reservation, why: str) -> bool:
-        """Whether it is free. Of a pod whose gate is open already, by an answer that was lost, nothing is taken."""
-        owner = pod if held.uid == pod.uid else PodIdentity(held.namespace, "", "")
-        try:
-            if not await self._gates.is_shut(pod):
-                self._pods.forget(pod.uid)
-                return False
-            is_free = await self._ledger.release(held.id, owner, node=held.node)
-        except (GateError, LedgerError) as exc:
-            log.warning("not given back", reservation=held.id, problem=str(exc))
-            return False
-        log.info("given back behind a gate", reservation=held.id, pod=f"{pod.namespace}/{pod.name}", why=why)
-        return is_free
 
     # Whose turn it is.
 
@@ -286,6 +215,7 @@ class Queue:
         """Kind by kind; the next pass goes on with those for whom there was no time."""
         kinds = self._pods.lines.kinds()
         self._why = {kind: self._why[kind] for kind in kinds if kind in self._why}
+        self._left = {kind: self._left[kind] for kind in kinds if kind in self._left}
         self._looked = {kind: self._looked[kind] for kind in kinds if kind in self._looked}
         first = kinds.index(self._next) if self._next in kinds else 0
         self._next = None
@@ -324,29 +254,35 @@ class Queue:
         return Question(claim, self._fleet, self._policy).most()
 
     async def _serve_line(self, heads: list[Waiter], now: Round, why: dict[int, Deny]) -> bool:
-        """The oldest first, whatever number it wants. One that waits for devices to become free holds up those behind
-        it; one that nothing can be had for holds up those alone that want the same. Whether that is all there is to
-        it."""
-        lines = {head.claim.count: self._pods.lines.behind(head) for head in heads}
-        turns = [(one.turn, one) for line in lines.values() if (one := next(line, None)) is not None]
-        heapq.heapify(turns)
+        """The oldest first, whatever number it wants. To the first one that waits for devices to become free a node is
+        left, and those behind it have the others. Whether all have had their turn."""
+        turns, ahead = Turns(self._pods.lines, heads), None
         while turns:
-            _, waiter = heapq.heappop(turns)
-            came = await self._turn_if_there(waiter, now)
+            waiter = turns.take()
+            came = await self._turn_if_there(waiter, now, ahead)
             if came is Turn.UNDECIDED:
                 return False
             if isinstance(came, Turn):
-                following = next(lines[waiter.claim.count], None)
-                if following is not None:
-                    heapq.heappush(turns, (following.turn, following))
+                turns.goes_on(waiter)
             else:
                 why[waiter.claim.count] = came
                 if came.reason is Reason.NO_FREE_DEVICE:
-                    why |= {one.claim.count: its_turn_is_later(one.claim, waiter.claim) for _, one in turns}
-                    return True
+                    ahead = ahead or self._left_to(waiter)
+                    held_up = turns.held_up_by(waiter)
+                    why |= {one.claim.count: its_turn_is_later(one.claim, waiter.claim) for one in held_up}
             if turns and self._is_over(now):
                 return False
         return True
+
+    def _left_to(self, waiter: Waiter) -> Ahead | None:
+        """None if no device that becomes free would serve it: then nobody takes anything from it."""
+        left = self._left.get(waiter.kind)
+        before = left.node if left is not None and left.uid == waiter.pod.uid else None
+        node = node_left_to(waiter.claim, self._fleet, self._policy, before)
+        if node is None:
+            return None
+        self._left[waiter.kind] = Left(waiter.pod.uid, node)
+        return Ahead(waiter.claim, node)
 
     async def _look_at(self, heads: list[Waiter], now: Round, why: dict[int, Deny]) -> bool:
         """Those who want more than any node has: they hold up nobody, and are told so when there is time."""
@@ -359,27 +295,30 @@ class Queue:
                 why[head.claim.count] = came
         return True
 
-    async def _turn_if_there(self, waiter: Waiter, now: Round) -> Turn | Deny:
+    async def _turn_if_there(self, waiter: Waiter, now: Round, ahead: Ahead | None = None) -> Turn | Deny:
         await asyncio.sleep(0)
         if waiter.pod.uid not in self._pods.lines or waiter.pod.uid in now.served:
             return Turn.PASSED_OVER
-        return await self._turn(waiter, None, now)
+        return await self._turn(waiter, None, now, ahead)
 
-    async def _turn(self, waiter: Waiter, held: Reservation | None, now: Round) -> Turn | Deny:
+    async def _turn(
+        self, waiter: Waiter, held: Reservation | None, now: Round, ahead: Ahead | None = None
+    ) -> Turn | Deny:
         """Its place, and its gate among those to be opened; or why not."""
-        tries = self._tries.get(waiter.pod.uid)
-        if tries is not None and tries.not_before > self._clock():
+        if self._doorkeeper.is_to_wait(waiter.pod.uid):
             return Turn.PASSED_OVER
-        held = held or self._adoptable(waiter, now)
-        places = decide(waiter.claim, self._fleet, self._policy) if held is None else ()
+        held = held or self._holdings.adopted(waiter)
+        places = placed(waiter.claim, self._fleet, self._policy, ahead) if held is None else ()
         if isinstance(places, Deny):
             return places
         try:
             if await self._is_misfit(waiter):
                 return Turn.PASSED_OVER
-            outfit = await self._outfit(waiter, held, places)
-        except ReservationConflictError:
-            log.warning("another's reservation has its id", pod=f"{waiter.pod.namespace}/{waiter.pod.name}")
+            outfit = await self._outfit(waiter, held, places, ahead)
+        except (ReservationConflictError, PlacementRefusedError) as exc:
+            name = f"{waiter.pod.namespace}/{waiter.pod.name}"
+            log.warning("nothing can be held for it", pod=name, error=type(exc).__name__)
+            self._doorkeeper.try_later(waiter.pod.uid)
             return Turn.PASSED_OVER
         except (LedgerError, NamespacesUnavailableError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
@@ -388,7 +327,7 @@ class Queue:
         if isinstance(outfit, Deny):
             return outfit
         now.served.add(waiter.pod.uid)
-        now.opening.append(partial(self._open, waiter, outfit))
+        now.opening.append(partial(self._doorkeeper.open, waiter, outfit))
         return Turn.SERVED
 
     async def _is_misfit(self, waiter: Waiter) -> bool:
@@ -405,115 +344,31 @@ class Queue:
             self._pods.refuse(waiter.pod.uid, refused)
         return refused is not None
 
-    async def _outfit(self, waiter: Waiter, held: Reservation | None, places: Sequence[Placement]) -> Outfit | Deny:
+    async def _outfit(
+        self, waiter: Waiter, held: Reservation | None, places: Sequence[Placement], ahead: Ahead | None
+    ) -> Outfit | Deny:
         claim, pod = waiter.claim, waiter.pod
         if not claim.count:
             return Outfit(claim, tuple(sorted(place.node for place in places)), has_waited=True)
-        known = await self._reserved(waiter, places) if held is None else held
+        known = await self._reserved(waiter, places, ahead) if held is None else held
         if isinstance(known, Deny):
             return known
         if known.phase is not Phase.FINALIZED or known.uid != pod.uid:
             known = await self._ledger.confirm(known.id, pod, node=known.node)
         return Outfit(claim, (known.node,), known.id, known.uuids, has_waited=True)
 
-    async def _reserved(self, waiter: Waiter, places: Sequence[Placement]) -> Reservation | Deny:
+    async def _reserved(self, waiter: Waiter, places: Sequence[Placement], ahead: Ahead | None) -> Reservation | Deny:
         """Whoever is faster costs a fresh decision, and not the turn."""
         claim, pod = waiter.claim, waiter.pod
         ask = Ask(reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared)
         for _ in range(MOST_RACES):
             try:
                 return await self._ledger.reserve(ask, places, answer_by=self._clock() + PATIENCE)
+            except PlacementRefusedError:
+                raise
             except SlotsTakenError:
-                again = decide(claim, self._fleet, self._policy)
+                again = placed(claim, self._fleet, self._policy, ahead)
                 if isinstance(again, Deny):
                     return again
                 places = again
         raise SlotsTakenError(ask.id)
-
-    def _adoptable(self, waiter: Waiter, now: Round) -> Reservation | None:
-        """What nobody else can come for: while this pod exists no other can be created under its name, and no creation
-        lasts longer than the API server lets it."""
-        left = now.left_over.get((waiter.pod.namespace, waiter.claim.digest), [])
-        moment = self._clock()
-        for one in left:
-            is_abandoned = one.pod_name is None and one.since + LONGEST_CREATION <= moment
-            is_its_own = one.pod_name == waiter.pod.name or is_abandoned
-            if is_its_own and not self._node_objection(waiter.claim, one.node):
-                left.remove(one)
-                log.info("reservation adopted", reservation=one.id, pod=f"{one.namespace}/{waiter.pod.name}")
-                return one
-        return None
-
-    # The gate.
-
-    async def _all(self, actions: Sequence[Action]) -> None:
-        waiting = iter(actions)
-
-        async def work() -> None:
-            for action in waiting:
-                await action()
-
-        await asyncio.gather(*(work() for _ in range(min(AT_ONCE, len(actions)))))
-
-    async def _open(self, waiter: Waiter, outfit: Outfit) -> None:
-        pod, raw = waiter.pod, self._pods.raws.get(waiter.pod.uid)
-        if raw is None or pod.uid in self._pods.misfits:
-            return  # it is gone, and so will be what it holds; or has been changed meanwhile
-        try:
-            is_there = await self._gates.open(pod, opened(raw, outfit, self._rules))
-        except GateError as exc:
-            tries = self._tries.setdefault(pod.uid, Tries(self._clock()))
-            tries.not_before, tries.pause = self._clock() + tries.pause, min(2 * tries.pause, LONGEST_PAUSE)
-            log.warning("gate not opened", namespace=pod.namespace, name=pod.name, problem=str(exc))
-            return
-        self._pods.forget(pod.uid)
-        if is_there:
-            text = f"{outfit.visible or 'proven'} on {outfit.nodes[0]}: the gate is open"
-            self._events.tell(Subject.of_pod(pod), Reason.GATE_OPENED, text, is_warning=False)
-
-    # Why not.
-
-    async def _tell(self, now: Round) -> None:
-        """Each pod when the reason has changed, some in each pass."""
-        for uid, (pod, refused) in islice(self._untold_misfits(), TOLD_AT_A_TIME):
-            self._told[uid] = refused.reason
-            self._events.tell(Subject.of_pod(pod), refused.reason, refused.sentence)
-        untold = list(islice(self._untold(now), TOLD_AT_A_TIME))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(TELLING_BUDGET):
-                await self._all([partial(self._tell_one, pod, refused) for pod, refused in untold])
-
-    def _untold_misfits(self) -> Iterator[tuple[str, tuple[PodIdentity, Deny]]]:
-        return ((uid, one) for uid, one in self._pods.misfits.items() if self._told.get(uid) is not one[1].reason)
-
-    def _untold(self, now: Round) -> Iterator[tuple[PodIdentity, Deny]]:
-        for kind, why in self._why.items():
-            for head in self._pods.lines.heads(kind):
-                refused = why.get(head.claim.count)
-                if refused is None:
-                    continue
-                for waiter in self._pods.lines.behind(head):
-                    uid = waiter.pod.uid
-                    if self._told.get(uid) is not refused.reason and uid not in now.served:
-                        yield waiter.pod, refused
-
-    async def _tell_one(self, pod: PodIdentity, refused: Deny) -> None:
-        try:
-            await self._gates.say(pod, plain(refused.sentence, MAX_SAID))
-        except GateError as exc:
-            log.info("pod not told", namespace=pod.namespace, name=pod.name, problem=str(exc))
-        self._told[pod.uid] = refused.reason
-        self._events.tell(Subject.of_pod(pod), refused.reason, f"waits: {refused.sentence}")
-
-
-def opened(raw: RawPod, outfit: Outfit, rules: DressRules) -> list[Change]:
-    """All that a reservation means to a gated pod, on the condition that the pod is as it was seen."""
-    meta: dict[str, Any] = raw["metadata"]
-    gates = raw["spec"]["schedulingGates"]
-    place = next(number for number, gate in enumerate(gates) if gate.get("name") == keys.QUEUE_GATE)
-    return [
-        {"op": "test", "path": "/metadata/uid", "value": meta["uid"]},
-        {"op": "test", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]},
-        {"op": "test", "path": f"/spec/schedulingGates/{place}/name", "value": keys.QUEUE_GATE},
-        *changes(raw, dressed(raw, outfit, rules)),
-    ]

@@ -33,6 +33,8 @@ PATIENCE = timedelta(seconds=10)
 AT_ONCE = 32
 # The API server may still carry out a binding that was reviewed this long ago.
 LAST_BINDING = timedelta(seconds=60)
+# More deletions than this are not kept for reservations that may have gone meanwhile.
+MANY = 1000
 
 
 class OnBindDeadline(StrEnum):
@@ -48,6 +50,13 @@ class Waiting:
 
     bind_deadline: timedelta = timedelta(minutes=5)
     afterwards: OnBindDeadline = OnBindDeadline.REMOVE
+    # How far the clocks of two of us may be from the right time, each to its own side.
+    clock_skew: timedelta = timedelta(seconds=5)
+
+    @property
+    def after_the_last_binding(self) -> timedelta:
+        """When none can be under way that was let through in time, be it by a clock that is late."""
+        return self.bind_deadline + LAST_BINDING + 2 * self.clock_skew
 
 
 class Pods(Witness, Protocol):
@@ -73,6 +82,7 @@ class Reconciler:
         self._waiting = waiting or Waiting()
         self._pods: dict[str, Carrier] = {}
         self._deleted: set[str] = set()  # uids of which the watch has said so, until their reservations are gone
+        self._enough = MANY  # of them, until it is looked which are needed still
         self._look_again: dict[str, datetime] = {}  # pods without their reservation, by uid
         self._ask_again: dict[Place, datetime] = {}  # reservations whose pods exist and do not carry them
         self._has_listed = False
@@ -95,6 +105,9 @@ class Reconciler:
         if one is None:
             self._forget(raw)
             return
+        before = self._pods.get(one.pod.uid)
+        if one.is_on_node and before is not None and not before.is_on_node and one.pod.uid in self._look_again:
+            self._look_again[one.pod.uid] = self._clock()  # before it starts
         self._pods[one.pod.uid] = one
         if not self._is_at_rest(one):
             self.news.set()
@@ -105,6 +118,17 @@ class Reconciler:
         if self._ledger.of_pod(uid) is not None:
             self._deleted.add(uid)
             self.news.set()
+        if len(self._deleted) > self._enough:  # whoever stands by acts on none of them
+            self._forget_released()
+
+    @property
+    def deletions(self) -> int:
+        """That are kept at this moment."""
+        return len(self._deleted)
+
+    def _forget_released(self) -> None:
+        self._deleted = {uid for uid in self._deleted if self._ledger.of_pod(uid) is not None}
+        self._enough = MANY + 2 * len(self._deleted)
 
     def _forget(self, raw: Raw) -> str:
         uid = str(raw["metadata"].get("uid"))
@@ -135,7 +159,7 @@ class Reconciler:
         given_up = self._ledger.given_up(self._clock())
         await self._all(self._attempt(self._expire(one), reservation=one.id) for one in given_up)
         self._ask_again = {place: at for place, at in self._ask_again.items() if at > self._clock()}
-        self._deleted = {uid for uid in self._deleted if self._ledger.of_pod(uid) is not None}
+        self._forget_released()
 
     async def _all(self, actions: Iterable[Awaitable[None]]) -> None:
         """At once as far as the API server likes it: what is done on one node shares its writes."""
@@ -193,7 +217,7 @@ class Reconciler:
         self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
         if self._is_removed(one):
             await self._api.remove(one.pod)  # the watch will tell, and then its devices are free
-        elif had_since(one, held) + self._waiting.bind_deadline + LAST_BINDING <= self._clock():
+        elif had_since(one, held) + self._waiting.after_the_last_binding <= self._clock():
             seen = await self._api.look(one.pod)
             if seen is not None and not seen.is_on_node:
                 await self._release(held, one.pod, "not bound in time")

@@ -9,10 +9,13 @@ from typing import TypeVar
 from webhook.core.device import DeviceUuid
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, Reservation, ReservationId
+from webhook.ledger.moves import AgainError, Move, Times
 
 Held = Mapping[ReservationId, Reservation]
 Key = tuple[str, ReservationId]  # with the node: a writer that was behind may have used an id on two
 NEVER = datetime.fromtimestamp(0, UTC)
+# So many old reminders are no matter.
+FEW = 100
 
 Named = TypeVar("Named", bound=str)
 
@@ -58,6 +61,19 @@ class Shelf:
         else:
             self._nodes.pop(node, None)
 
+    def make(self, node: str, move: Move, now: datetime, times: Times) -> Reservation | None:
+        """A move where there is no store, in as many steps as it takes one that remembers the step before."""
+        stored = self.on(node)
+        while True:
+            held = dict(stored)
+            try:
+                result = move.apply(stored, held, now, times)
+            except AgainError:
+                stored = held
+                continue
+            self.replace(node, held)
+            return result
+
     def _put(self, one: Reservation) -> None:
         key = key_of(one)
         if key not in self._all:
@@ -66,9 +82,20 @@ class Shelf:
                 self._by_uid.setdefault(one.uid, []).append(key)
         self._all[key] = one
         if one.deadline is not None:
-            heapq.heappush(self._deadlines, (one.deadline, key))
+            self._remind(key, one.deadline)
         self._count(one, is_waiting=one.phase is Phase.PENDING)
         self._fleet.hold(one)
+
+    def _remind(self, key: Key, at: datetime) -> None:
+        """Where nobody ever asks what is past its deadline, what is over is forgotten all the same."""
+        heapq.heappush(self._deadlines, (at, key))
+        if len(self._deadlines) > FEW + 2 * len(self._all):
+            self._deadlines = [(one.deadline, key) for key, one in self._all.items() if one.deadline is not None]
+            heapq.heapify(self._deadlines)
+
+    @property
+    def reminders(self) -> int:
+        return len(self._deadlines)
 
     def _drop(self, one: Reservation) -> None:
         key = key_of(one)
@@ -131,7 +158,7 @@ class Shelf:
 
     def look_again(self, one: Reservation, at: datetime) -> None:
         """Its deadline has passed, and nothing was done about it."""
-        heapq.heappush(self._deadlines, (at, key_of(one)))
+        self._remind(key_of(one), at)
 
     def past_deadline(self, now: datetime) -> Iterator[Reservation]:
         """Each reservation once, as its deadline passes."""

@@ -4,7 +4,7 @@ import msgspec
 import structlog
 from kubernetes.aio import client
 
-from webhook.calls import LOST
+from webhook.calls import LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
@@ -14,7 +14,6 @@ log = structlog.get_logger(__name__)
 
 # Below the five seconds that a scheduler waits for an extender if nothing else is said.
 REQUEST_TIMEOUT = 4.0
-MERGE_PATCH = "application/merge-patch+json"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 MAX_SAID = 800
 
@@ -27,21 +26,16 @@ class ApiBindings:
     """Bindings in the API server, with the pod's uid as their condition."""
 
     def __init__(self, api: client.ApiClient) -> None:
-        self._pods = client.CoreV1Api(api)
+        self._api = api
 
     async def bind(self, pod: PodIdentity, node: str, version: str = "") -> None:
-        meta = client.V1ObjectMeta(
-            name=pod.name, namespace=pod.namespace, uid=pod.uid or None, resource_version=version or None
-        )
-        target = client.V1ObjectReference(api_version="v1", kind="Node", name=node)
+        conditions = {"uid": pod.uid, "resourceVersion": version}
+        meta = {**names_of(pod), **{what: value for what, value in conditions.items() if value}}
+        binding = {"metadata": meta, "target": {"apiVersion": "v1", "kind": "Node", "name": node}}
         try:
-            async with await self._pods.create_namespaced_pod_binding_without_preload_content(
-                pod.name,
-                pod.namespace,
-                client.V1Binding(metadata=meta, target=target),
-                _request_timeout=REQUEST_TIMEOUT,
-            ) as response:
-                status, body = response.status, await response.read()
+            status, body = await answered(
+                self._api, "POST", f"{POD_PATH}/binding", names_of(pod), binding, seconds=REQUEST_TIMEOUT
+            )
         except LOST as exc:
             raise BindingLostError("the API server cannot be reached") from exc
         if status >= 400:
@@ -52,7 +46,7 @@ class ApiConditions:
     """The condition of pods in the API server that says whether they have a node."""
 
     def __init__(self, api: client.ApiClient) -> None:
-        self._pods = client.CoreV1Api(api)
+        self._api = api
 
     async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> None:
         """Only while the pod is as it was at that version: it may be on a node by now. Lost, it is not said."""
@@ -65,10 +59,15 @@ class ApiConditions:
         }
         patch = {"metadata": {"uid": pod.uid, "resourceVersion": version}, "status": {"conditions": [condition]}}
         try:
-            async with await self._pods.patch_namespaced_pod_status_without_preload_content(
-                pod.name, pod.namespace, patch, _content_type=STRATEGIC_MERGE_PATCH, _request_timeout=REQUEST_TIMEOUT
-            ) as response:
-                await response.read()
+            await answered(
+                self._api,
+                "PATCH",
+                f"{POD_PATH}/status",
+                names_of(pod),
+                patch,
+                seconds=REQUEST_TIMEOUT,
+                kind=STRATEGIC_MERGE_PATCH,
+            )
         except LOST as exc:
             log.warning("condition lost", namespace=pod.namespace, name=pod.name, error=type(exc).__name__)
 
@@ -77,19 +76,22 @@ class ApiAlarm:
     """Wakes pods in the API server."""
 
     def __init__(self, api: client.ApiClient) -> None:
-        self._pods = client.CoreV1Api(api)
+        self._api = api
 
     async def wake(self, pod: PodIdentity, at: str) -> None:
         patch = {"metadata": {"uid": pod.uid, "annotations": {keys.WOKEN_AT: at}}}
         try:
-            async with await self._pods.patch_namespaced_pod_without_preload_content(
-                pod.name, pod.namespace, patch, _content_type=MERGE_PATCH, _request_timeout=REQUEST_TIMEOUT
-            ) as response:
-                status, body = response.status, await response.read()
+            status, body = await answered(
+                self._api, "PATCH", POD_PATH, names_of(pod), patch, seconds=REQUEST_TIMEOUT, kind=MERGE_PATCH
+            )
         except LOST as exc:
             raise NotWokenError("the API server cannot be reached") from exc
         if status >= 400 and status not in (404, 409):  # gone, or of another uid
             raise NotWokenError(said_in(status, body))
+
+
+def names_of(pod: PodIdentity) -> dict[str, str]:
+    return {"namespace": pod.namespace, "name": pod.name}
 
 
 def said_in(status: int, body: bytes) -> str:

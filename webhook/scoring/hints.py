@@ -11,7 +11,8 @@ from attrs import evolve, field, frozen
 
 from webhook.clock import Clock
 from webhook.core import keys
-from webhook.core.claim import Claim
+from webhook.core.claim import MAX_EXPRESSIONS, Claim, ClaimRecord
+from webhook.core.decide import EvidencePolicy, preferred
 from webhook.core.fleet import Fleet
 from webhook.core.hints import (
     DEFAULT_BUCKETS,
@@ -24,6 +25,7 @@ from webhook.core.hints import (
     is_to_be_scored,
     was_hinted,
 )
+from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.review import Review
 from webhook.scoring import Question, Scorer, ScorerUnavailableError
@@ -112,8 +114,20 @@ class Hinting:
             return Hinted(warnings=(*features.warnings, f"{exc}: the pod goes on without hints"))
         around = Surroundings(self.fleet.gpu_types, self.buckets, self.classes.names, self.classes.default)
         hints = hints_of(advice, features, pod, around, self.clock())
+        hints = hints if claim is not None else self._possible(hints, pod)
         self._tell(pod, features, hints, review)
         return Hinted(hints)
+
+    def _possible(self, hints: Hints, pod: Pod) -> Hints:
+        """For a pod that no place is looked for here: a selector has to leave it a node that it may be on."""
+        nodes = NodesAsked.of(pod)
+        if not hints.selector:
+            return hints
+        if nodes.expressions <= MAX_EXPRESSIONS:
+            wished = hints.wished(Claim(ClaimRecord(), nodes))
+            if preferred(wished, self.fleet, EvidencePolicy(), most=1):
+                return hints
+        return hints.on_nodes_with({})
 
     def _tell(self, pod: Pod, features: Features, hints: Hints, review: Review) -> None:
         log.info(

@@ -27,7 +27,7 @@ from webhook.core.hints import handed_down
 from webhook.core.hints import hinted as with_hints
 from webhook.core.lines import OWN_IDS
 from webhook.core.pod import Pod
-from webhook.core.reasons import HEALED_BY_WAITING, Reason
+from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
 from webhook.core.reservation import Ask, Phase, PodIdentity, Reservation, ReservationId
 from webhook.core.review import Operation, Review, answer
 from webhook.core.verdict import Admit, Deny, Verdict, plain
@@ -187,10 +187,10 @@ class Admission:
         return Admit(patch) if patch else NOT_ASKED
 
     async def _hinted(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> Hinted:
-        """What a scorer advises: asked for once it is known that evidence does not stand in the way."""
+        """What a scorer advises: asked for once it is known that neither map nor evidence stands in the way."""
         if self._hinting is None or keys.JOB_TYPE not in pod.annotations:
             return NOT_SCORED
-        if claim is not None and not self._rules.waits(claim) and is_unproven(self._holder.places(claim, most=1)):
+        if claim is not None and not self._rules.waits(claim) and no_hint_helps(self._holder.places(claim, most=1)):
             return NOT_SCORED
         return await self._hinting.hints(pod, claim, review, answer_by)
 
@@ -259,7 +259,8 @@ class Admission:
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
         """What waiting cannot heal is said at once. Where a pod without GPUs may go is written into each of its own
         terms, and their number is fixed once it exists."""
-        if not self._rules.waits(claim) or refused.reason not in HEALED_BY_WAITING or pod.body.node_name:
+        is_healed = refused.reason in (HEALED_OF_MAPPED if claim.is_mapped else HEALED_BY_WAITING)
+        if not (self._rules.waits(claim) and is_healed) or pod.body.node_name:
             return False
         return bool(claim.count) or claim.nodes.terms is None
 
@@ -449,6 +450,10 @@ NOT_A_REVIEWS_UID = Deny(
     f"request.uid: no API server's review has a uid that begins with {OWN_IDS!r}",
     hint="send reviews with uids of their own",
 )
+# What a scorer could add to the pod heals none of these.
+HARDER_THAN_HINTS = frozenset(
+    {Reason.NO_PROVEN_NODE, Reason.NO_SUITABLE_NODE, Reason.NOT_IN_MAP, Reason.AMBIGUOUS_NODE}
+)
 COPIED = "annotations of another pod's reservation were taken off: gpuwarden writes them"
 
 
@@ -478,8 +483,8 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
     )
 
 
-def is_unproven(places: object) -> bool:
-    return isinstance(places, Deny) and places.reason is Reason.NO_PROVEN_NODE
+def no_hint_helps(places: object) -> bool:
+    return isinstance(places, Deny) and places.reason in HARDER_THAN_HINTS
 
 
 def outfit_of(claim: Claim, held: Reservation) -> Outfit:

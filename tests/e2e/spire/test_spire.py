@@ -24,7 +24,11 @@ from webhook.clock import utc_now
 from webhook.core.evidence import state_of
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.attested import Rules
+from webhook.evidence.evidence_id import DEFAULT_TEMPLATE, EvidenceId, Named
+from webhook.evidence.jwt_svid import Examiner, check_signature
+from webhook.evidence.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
 from webhook.evidence.naming import naming_of
+from webhook.evidence.nonce import Nonces, one_process_only
 from webhook.evidence.spire_server import SpireServer, TcpServer
 from webhook.evidence.workload_api import OwnIdentity
 
@@ -36,6 +40,7 @@ pytestmark = pytest.mark.skipif(
 TRUST_DOMAIN = "example.org"
 OURS = f"spiffe://{TRUST_DOMAIN}/gpuwarden"
 HASH = "26" * 32
+SKEW = timedelta(seconds=5)
 SERVER = """\
 server {{
   bind_address = "127.0.0.1"
@@ -149,7 +154,8 @@ def spire(tmp_path: Path) -> Iterator[Spire]:
         yield Spire(tmp_path, stack)
 
 
-async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None:
+async def begun(spire: Spire) -> str:
+    """Server and agent; the agent's ID once it is attested."""
     attest(spire)
     spire.begin("spire-server", "run", "-config", str(spire.configure("server.conf", SERVER)))
     await until(lambda: spire.answers("healthcheck"))
@@ -157,9 +163,18 @@ async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None
     spire.begin("spire-agent", "run", "-config", str(spire.configure("agent.conf", AGENT)))
     agent_id = f"spiffe://{TRUST_DOMAIN}/spire/agent/x509pop/node/node-1"
     await until(lambda: spire.answers("agent", "show", "-spiffeID", agent_id))
+    return agent_id
+
+
+def register(spire: Spire, agent_id: str, spiffe_id: str, *options: str) -> None:
+    """Whoever runs this test is that workload."""
     selector = f"unix:uid:{spire.directory.stat().st_uid}"
-    entry = ("entry", "create", "-parentID", agent_id, "-spiffeID", OURS, "-selector", selector)
-    spire.tell(*entry)
+    spire.tell("entry", "create", "-parentID", agent_id, "-spiffeID", spiffe_id, "-selector", selector, *options)
+
+
+async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None:
+    agent_id = await begun(spire)
+    register(spire, agent_id, OURS)
     rules = Rules(
         trust_domain=TRUST_DOMAIN,
         attestors=frozenset({"x509pop"}),
@@ -167,7 +182,7 @@ async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None
         hash=naming_of("x509pop:san:attestation-hash", "hash"),
         agent_ttl=timedelta(minutes=10),
         max_age=timedelta(minutes=8),
-        skew=timedelta(seconds=5),
+        skew=SKEW,
     )
     identity = OwnIdentity(str(spire.directory / "agent.sock"), TRUST_DOMAIN, utc_now, own_id=OURS)
     server = TcpServer("127.0.0.1", spire.port, TRUST_DOMAIN, identity)
@@ -191,3 +206,27 @@ async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None
     await asyncio.to_thread(spire.tell, "agent", "ban", "-spiffeID", agent_id)
     await until(is_banned)
     await identity.close()
+
+
+async def test_a_real_token_over_our_challenge_proves_its_node(spire: Spire) -> None:
+    own = f"spiffe://{TRUST_DOMAIN}/evidence/node-1/{HASH}"
+    register(spire, await begun(spire), own, "-jwtSVIDTTL", "60")
+    api, nonces = JwtWorkloadApi(str(spire.directory / "agent.sock")), Nonces(one_process_only(), SKEW)
+
+    async def tokens() -> list[str]:
+        try:
+            found = await api.jwt_svids(nonces.issue("node-1", utc_now()).text)
+        except EvidenceUnavailableError as exc:
+            sys.stderr.write(f"{exc}\n")
+            return []
+        return [one.token for one in found if one.spiffe_id == own]
+
+    async def has_one() -> bool:
+        return len(await tokens()) == 1
+
+    await until(has_one)
+    (token,) = await tokens()
+    proof = Examiner(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW).examined(token, utc_now())
+    assert proof.says == Named("node-1", HASH)
+    bundle = await WorkloadBundles(api, TRUST_DOMAIN).fetch()
+    check_signature(proof, bundle.keys.get(proof.token.key_id))

@@ -1,0 +1,18 @@
+"""What BuildKit says of a Dockerfile, without a builder: its own parser, linter and .dockerignore, as libraries."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any, Final
+
+from scripts.controlplane.build import binaries
+
+HERE: Final = Path(__file__).resolve().parent
+
+
+def said_of(directory: Path, **arguments: str) -> dict[str, Any]:
+    """As `docker build --check` says it of a directory with a Dockerfile, and which files a builder would be sent."""
+    given = [f"{name}={value}" for name, value in arguments.items()]
+    command = [str(binaries(HERE) / "dockerfile-check"), str(directory), *given]
+    said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    return said

@@ -1,0 +1,323 @@
+"""Backfill: whoever waits for many GPUs of one node is served when its node has them, whoever else comes."""
+
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from attrs import define, field
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import builders
+from tests.builders import HASH, NOW, device, node, raw_container, raw_pod
+from webhook.core.backfill import Ahead, node_left_to, placed
+from webhook.core.claim import Claim
+from webhook.core.decide import EvidencePolicy, decide, explain
+from webhook.core.device import Node
+from webhook.core.fleet import Fleet
+from webhook.core.gpu_map import Keeper
+from webhook.core.lines import Lines, Turns, Waiter, its_turn_is_later
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Phase, Placement, PodIdentity, Reservation
+from webhook.core.verdict import Deny
+
+POLICY = EvidencePolicy()
+
+
+def claim(gpus: int, **members: object) -> Claim:
+    return builders.claim(raw_pod(raw_container(gpus=gpus), **members))  # type: ignore[arg-type]  # as they are
+
+
+def sized(name: str, gpus: int, *, sound: bool = True, **members: object) -> Node:
+    devices = [device(f"{name}-{k}", index=k, is_healthy=sound or k > 0) for k in range(gpus)]
+    return node(name, *devices, **members)  # type: ignore[arg-type]  # as they are
+
+
+def busy(fleet: Fleet, *uuids: str) -> None:
+    for uuid in uuids:
+        fleet.hold(builders.reservation(builders.slot(uuid), id=f"r-{uuid}", node=uuid.rpartition("-")[0]))
+
+
+def left_to(asked: Claim, fleet: Fleet, before: str | None = None, policy: EvidencePolicy = POLICY) -> str | None:
+    return node_left_to(asked, fleet, policy, before)
+
+
+# Which node.
+
+
+def test_the_one_with_the_most_free_the_first_by_name() -> None:
+    fleet = builders.fleet(sized("c", 4), sized("b", 4), sized("a", 4), sized("small", 3))
+    busy(fleet, "a-0", "a-1", "b-0", "c-0")
+    assert left_to(claim(4), fleet) == "b"
+
+
+def test_it_stays_until_another_one_has_more_free() -> None:
+    fleet = builders.fleet(sized("a", 4), sized("b", 4))
+    busy(fleet, "a-0", "a-1", "b-0", "b-1")
+    assert left_to(claim(4), fleet, before="b") == "b"
+    busy(fleet, "b-2")
+    assert left_to(claim(4), fleet, before="b") == "a"
+
+
+WILL_NOT_DO = {
+    "too-small": sized("a", 3),
+    "a-broken-device": sized("a", 4, sound=False),
+    "not-ready": sized("a", 4, is_ready=False),
+    "cordoned": sized("a", 4, is_cordoned=True),
+}
+
+
+@pytest.mark.parametrize("before", [None, "a", "gone"])
+@pytest.mark.parametrize("other", WILL_NOT_DO.values(), ids=WILL_NOT_DO)
+def test_one_that_could_never_have_it_is_left_to_nobody(other: Node, before: str | None) -> None:
+    fleet = builders.fleet(other, sized("b", 4))
+    busy(fleet, *(f"b-{k}" for k in range(4)))
+    assert left_to(claim(4), fleet, before) == "b"
+    fleet.remove("b")
+    assert left_to(claim(4), fleet, before) is None
+
+
+def test_one_without_the_evidence_that_is_asked_for_is_left_to_nobody() -> None:
+    fleet = builders.fleet(sized("a", 4), sized("b", 4), sized("c", 4), proven={"b": HASH, "c": "sha256:other"})
+    busy(fleet, "a-0", "b-0", "b-1", "c-0")
+    asked = claim(4, annotations={"gpuwarden.io/required-hash": HASH})
+    assert [left_to(asked, fleet, before) for before in (None, "a", "c")] == ["b", "b", "b"]
+    assert left_to(claim(4), fleet, policy=EvidencePolicy(is_always_required=True)) == "c"
+    fleet.prove("b", None, NOW)
+    assert left_to(asked, fleet, "b") is None
+
+
+SELECTS = {
+    "a-label": {"nodeSelector": {"zone": "z"}},
+    "a-host-name": {"nodeSelector": {"kubernetes.io/hostname": "b"}},
+    "by-name": {"affinity": builders.required_affinity(builders.on_node("b"))},
+    "not-by-name": {
+        "affinity": builders.required_affinity(
+            builders.term(fields=[builders.expression("metadata.name", "NotIn", "a")])
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("members", SELECTS.values(), ids=SELECTS)
+def test_one_that_the_pod_does_not_select_is_left_to_nobody(members: dict[str, object]) -> None:
+    fleet = builders.fleet(
+        sized("a", 4, labels={"kubernetes.io/hostname": "a"}),
+        sized("b", 4, labels={"kubernetes.io/hostname": "b", "zone": "z"}),
+    )
+    busy(fleet, "b-0", "b-1")
+    assert [left_to(claim(4, **members), fleet, before) for before in (None, "a")] == ["b", "b"]
+
+
+def test_what_maps_have_set_aside_is_nothing_to_wait_for() -> None:
+    fleet = builders.fleet(sized("a", 4), sized("b", 4))
+    busy(fleet, "b-0", "b-1")
+    fleet.set_aside({"a": {"0": Keeper("", "set-1")}}, {"a"})
+    assert left_to(claim(4), fleet) == "b"
+
+
+def test_devices_of_another_kind_do_not_count() -> None:
+    labels = {"fudo.org/gpu.nvlink": "true"}
+    asked = claim(2, labels=labels)
+    (label,) = asked.requirements
+    fleet = builders.fleet(
+        sized("a", 4), node("b", *(device(f"b-{k}", label) for k in range(2)), *(device(f"c-{k}") for k in range(4)))
+    )
+    busy(fleet, "b-0")
+    assert left_to(asked, fleet) == "b"
+    busy(fleet, "a-0")
+    assert left_to(claim(4), fleet) == "b"
+
+
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"nodeSelector": {"zone": "z"}},
+    {"annotations": {"gpuwarden.io/required-hash": HASH}},
+    {
+        "affinity": builders.required_affinity(
+            builders.term(fields=[builders.expression("metadata.name", "NotIn", "n0")])
+        )
+    },
+    {"nodeSelector": {"kubernetes.io/hostname": "n1"}},
+)
+
+
+@given(st.data())
+def test_the_index_says_what_a_look_at_each_node_would_say(data: st.DataObject) -> None:
+    there, held = [], []
+    for number in range(data.draw(st.integers(1, 5))):
+        name, gpus = f"n{number}", data.draw(st.integers(1, 4))
+        labels = {"kubernetes.io/hostname": name, **({"zone": "z"} if data.draw(st.booleans()) else {})}
+        sound, ready = data.draw(st.booleans()), data.draw(st.booleans())
+        there.append(sized(name, gpus, sound=sound, is_ready=ready, labels=labels))
+        held += [f"{name}-{k}" for k in range(data.draw(st.integers(0, gpus)))]
+    proven = {one.name: HASH for one in there if data.draw(st.booleans())}
+    asked = claim(data.draw(st.integers(1, 4)), **data.draw(st.sampled_from(ASKED)))
+    idle, fleet = builders.fleet(*there, proven=proven), builders.fleet(*there, proven=proven)
+    busy(fleet, *held)
+
+    free = {
+        fit.name: sum(map(fleet.is_offered, fleet.berths[fit.name].node.devices))
+        for fit in explain(asked, idle, POLICY)
+        if fit.fits
+    }
+    best = min(free, key=lambda name: (-free[name], name), default=None)
+    assert left_to(asked, fleet) == best
+    before = data.draw(st.sampled_from([one.name for one in there]))
+    is_kept = before in free and best is not None and free[best] <= free[before]
+    assert left_to(asked, fleet, before) == (before if is_kept else best)
+
+
+# Who else may be where.
+
+
+def test_later_claims_are_placed_beside_it_and_told_whose_turn_it_is() -> None:
+    fleet = builders.fleet(sized("a", 2), sized("b", 2))
+    busy(fleet, "a-0", "b-0")
+    ahead = Ahead(claim(2), "a")
+    found = placed(claim(1), fleet, POLICY, ahead)
+    assert not isinstance(found, Deny)
+    assert [place.node for place in found] == ["b"]
+    busy(fleet, "b-1")
+    assert placed(claim(1), fleet, POLICY, ahead) == its_turn_is_later(claim(1), ahead.claim)
+    busy(fleet, "a-1")
+    assert placed(claim(1), fleet, POLICY, ahead) == decide(claim(1), fleet, POLICY)
+
+
+def test_where_no_node_is_left_to_anybody_it_is_the_decision() -> None:
+    fleet = builders.fleet(sized("a", 2))
+    assert placed(claim(1), fleet, POLICY, None) == decide(claim(1), fleet, POLICY)
+
+
+def test_who_wants_no_device_takes_none_away() -> None:
+    fleet = builders.fleet(sized("a", 2), proven={"a": HASH})
+    asked = builders.claim(raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
+    found = placed(asked, fleet, POLICY, Ahead(claim(2), "a"))
+    assert not isinstance(found, Deny)
+    assert [place.node for place in found] == ["a"]
+
+
+# Nobody waits for ever.
+
+
+@define
+class World:
+    """Pods come and end, in any order; after each move there is a pass, as the queue makes it."""
+
+    fleet: Fleet
+    lines: Lines = field(factory=Lines)
+    running: dict[str, Reservation] = field(factory=dict)
+    left: tuple[str, str] | None = None
+    first: Waiter | None = None
+    came: int = 0
+
+    def come(self, gpus: int) -> None:
+        self.came += 1
+        identity = PodIdentity("ml", f"p{self.came}", f"uid-{self.came:04}")
+        self.lines.put(Waiter(identity, NOW + timedelta(seconds=self.came), claim(gpus)))
+
+    def end(self, uid: str) -> None:
+        self.fleet.free(self.running.pop(uid))
+
+    def make_pass(self) -> None:
+        heads = [head for kind in self.lines.kinds() for head in self.lines.heads(kind)]  # they are of one kind
+        turns, ahead, self.first = Turns(self.lines, heads), None, None
+        while turns:
+            waiter = turns.take()
+            found = placed(waiter.claim, self.fleet, POLICY, ahead)
+            if not isinstance(found, Deny):
+                assert ahead is None or found[0].node != ahead.node
+                self.run(waiter, found[0])
+                turns.goes_on(waiter)
+            elif found.reason is Reason.NO_FREE_DEVICE:
+                ahead = ahead or self.leave(waiter)
+                turns.held_up_by(waiter)
+
+    def leave(self, waiter: Waiter) -> Ahead | None:
+        before = self.left[1] if self.left is not None and self.left[0] == waiter.pod.uid else None
+        chosen = node_left_to(waiter.claim, self.fleet, POLICY, before)
+        if chosen is None:
+            return None
+        if before is not None and chosen != before:
+            assert self.free_on(chosen) > self.free_on(before)
+        self.left, self.first = (waiter.pod.uid, chosen), waiter
+        return Ahead(waiter.claim, chosen)
+
+    def run(self, waiter: Waiter, place: Placement) -> None:
+        self.lines.drop(waiter.pod.uid)
+        held = builders.reservation(
+            *place.slots, id=waiter.pod.uid, node=place.node, phase=Phase.FINALIZED, uid=waiter.pod.uid
+        )
+        assert all(self.fleet.is_slot_free(slot) for slot in held.slots)
+        self.running[waiter.pod.uid] = held
+        self.fleet.hold(held)
+
+    def free_on(self, name: str) -> int:
+        return sum(map(self.fleet.is_offered, self.fleet.berths[name].node.devices))
+
+    def on(self, name: str) -> list[str]:
+        return [uid for uid, held in self.running.items() if held.node == name]
+
+    def waiting(self) -> Iterable[Waiter]:
+        return (waiter for uid in self.lines.uids() if (waiter := self.lines.get(uid)) is not None)
+
+    def idle(self) -> list[str]:
+        """Who waits and would fit, beside the node that is left to the first."""
+        left = self.left[1] if self.first is not None and self.left is not None else None
+        return [
+            waiter.pod.name
+            for waiter in self.waiting()
+            for name in self.fleet.berths
+            if name != left and self.free_on(name) >= waiter.claim.count
+        ]
+
+
+def world(nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject) -> Iterator[World]:
+    """After each of its passes."""
+    made = World(builders.fleet(*(sized(f"n{k}", gpus, sound=sound) for k, (gpus, sound) in enumerate(nodes))))
+    for gpus in story:
+        if gpus:
+            made.come(gpus)
+        elif made.running:
+            made.end(data.draw(st.sampled_from(sorted(made.running))))
+        made.make_pass()
+        yield made
+
+
+# How many GPUs each has, and whether all of them work; how many a pod wants that comes, or 0 where one ends.
+nodes = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=4)
+stories = st.lists(st.one_of(st.integers(1, 4), st.just(0)), min_size=1, max_size=30)
+
+
+@given(nodes, stories, st.data())
+def test_no_gpu_is_idle_that_a_claim_could_have_beside_the_one_node(
+    nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject
+) -> None:
+    for made in world(nodes, story, data):
+        assert made.idle() == []
+
+
+@given(nodes, stories, st.data())
+def test_whoever_is_first_is_served_after_at_most_as_many_ends_on_its_node_as_it_wants_gpus(
+    nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject
+) -> None:
+    """Small claims come without end, and pods end on other nodes as anybody likes."""
+    *_, made = world(nodes, story, data)
+    first = made.first
+    if first is None:
+        return
+    for _ in range(first.claim.count):
+        assert made.left is not None
+        uid, left = made.left
+        assert uid == first.pod.uid
+        made.end(data.draw(st.sampled_from(made.on(left))))
+        elsewhere = [uid for uid, held in made.running.items() if held.node != left]
+        for uid in data.draw(st.lists(st.sampled_from(elsewhere), unique=True)) if elsewhere else ():
+            made.end(uid)
+        for gpus in data.draw(st.lists(st.integers(1, 4), max_size=4)):
+            made.come(gpus)
+        made.make_pass()
+        if first.pod.uid in made.running:
+            return
+    raise AssertionError(f"{first.pod.name} still waits for {first.claim.count} GPUs")

@@ -1,0 +1,221 @@
+"""An installed chart is changed while pods are created: no review is lost. The cluster is the module's own, with one
+node whose Pods are processes; Deployments, scheduler and helm are real."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from attrs import define, field
+
+from scripts.controlplane.cluster import Cluster, gpu_node
+from tests.e2e.charted import Release
+from tests.e2e.conftest import new_namespace
+from tests.e2e.figures import tell
+from tests.e2e.hooks import ENABLED
+from tests.e2e.judge import Judge, judging
+from tests.e2e.kube import DEPLOYMENTS, MUTATING, PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.kubelet import LOOK_EVERY, Kubelet, Proxy
+from tests.e2e.test_chart import OURS, everything_away, is_dressed, newer, note, served
+
+NODE_NAMES, GPUS = ("node-0", "node-1"), 64
+SIMULATED = "test/simulated"
+KUBELET = "kubelet"
+# Replicas start one after the other, each with what the probes take; and the machine may be busy.
+ROLLED_OUT_WITHIN = 240.0
+# Creations a second; each is reviewed twice.
+RATE = 5.0
+# Of so many one is real, and keeps its GPU.
+REAL = 5
+
+VALUES: Mapping[str, Any] = {
+    "settings.requireEvidence": "asked",
+    "settings.logLevel": "warn",
+    # A machine that stands still for a while is no lost review.
+    "webhooks.timeoutSeconds": 25,
+    # A webhook configuration that comes is heard of, not found by looking now and then.
+    "settings.certsLookInterval": "1h",
+    "reconcile.replicas": 1,
+    "nodeSelector": {"kubernetes.io/hostname": KUBELET},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    simulated = ["--manage-all-nodes=false", f"--manage-nodes-with-annotation-selector={SIMULATED}=true"]
+    with Cluster(tmp_path_factory.mktemp("upgrade"), flags={"kwok": simulated}) as running:
+        nodes = []
+        for name in NODE_NAMES:
+            node = gpu_node(name, GPUS)
+            node["metadata"]["annotations"] = {SIMULATED: "true", **note(*(f"GPU-{name}-{k}" for k in range(GPUS)))}
+            nodes.append(node)
+        running.add_nodes(nodes)
+        yield running
+
+
+@define(eq=False)
+class House:
+    """A release, the node that it runs on, and a namespace whose pods are reviewed."""
+
+    kube: Kube
+    release: Release
+    kubelet: Kubelet
+    namespace: str
+    judge: Judge
+    lost: list[str] = field(factory=list)
+    created: int = 0
+    real: list[str] = field(factory=list)
+
+    async def load(self) -> None:
+        """Pods at a steady rate, for ever, whatever becomes of those before."""
+        begun, number, tasks = time.monotonic(), 0, set[asyncio.Task[None]]()
+        try:
+            while True:
+                task = asyncio.create_task(self._one(number))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                number += 1
+                await asyncio.sleep(max(0.0, begun + number / RATE - time.monotonic()))
+        finally:
+            await asyncio.gather(*tasks)  # what was sent is answered, and counts
+
+    async def _one(self, number: int) -> None:
+        """Nobody else writes it."""
+        is_real = number % REAL == 0 and len(self.real) < GPUS
+        name = f"p-{len(self.real)}-{number}"
+        content = pod(name, gpus=1, schedulerName="nobody")
+        if is_real:
+            self.real.append(name)
+        try:
+            made = await self.kube.create(PODS, content, self.namespace, **({} if is_real else {"dryRun": "All"}))
+            if "gpuwarden.io/gpu-uuid" not in made["metadata"]["annotations"]:
+                self.lost.append(f"{name} passed unseen")
+        except (ApiError, httpx.HTTPError) as exc:
+            self.lost.append(f"{name}: {exc}")
+        self.created += 1
+
+    async def rolled_out(self) -> None:
+        """All Deployments, and no Pod of before is left."""
+
+        async def unfinished() -> Raw:
+            await asyncio.sleep(LOOK_EVERY)
+            found = await self.kube.list(DEPLOYMENTS, OURS)
+            behind = {one["metadata"]["name"]: one["status"] for one in found if not is_rolled_out(one)}
+            if behind:
+                return behind
+            pods = await self.kube.list(PODS, OURS)
+            return {"leaving": [one["metadata"]["name"] for one in pods if "deletionTimestamp" in one["metadata"]]}
+
+        await wait_until(unfinished, lambda left: left == {"leaving": []}, ROLLED_OUT_WITHIN)
+
+    def serving(self) -> set[str]:
+        return {one.name for one in self.kubelet.pods.values() if one.component == "serve"}
+
+
+def is_rolled_out(deployment: Raw) -> bool:
+    status, wanted = deployment["status"], deployment["spec"]["replicas"]
+    return bool(
+        status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
+        and status.get("updatedReplicas", 0) == status.get("replicas", 0) == status.get("readyReplicas", 0) == wanted
+    )
+
+
+@asynccontextmanager
+async def installed(cluster: Cluster, kube: Kube, directory: Path, values: Mapping[str, Any]) -> AsyncIterator[House]:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(everything_away, cluster, kube)
+        balancer = await stack.enter_async_context(Proxy())
+        release = Release(cluster, kube, directory, port=balancer.port)
+        kubelet = await stack.enter_async_context(Kubelet(release, balancer, KUBELET).working())
+        stack.push_async_callback(uninstalled, release, kubelet)
+        await release.install(values)
+        namespace = await stack.enter_async_context(new_namespace(kube, ENABLED))
+        judge = await stack.enter_async_context(judging(kube))
+        house = House(kube, release, kubelet, namespace, judge)
+        await house.rolled_out()
+        yield house
+
+
+async def uninstalled(release: Release, kubelet: Kubelet) -> None:
+    await asyncio.to_thread(release.helm, "uninstall", OURS, "--ignore-not-found")
+
+    async def left() -> list[str]:
+        return [one.name for one in kubelet.pods.values()]
+
+    await wait_until(left, lambda names: names == [], ROLLED_OUT_WITHIN)
+
+
+async def under_load(house: House, change: Callable[[], Awaitable[Any]]) -> int:
+    """How many pods were created meanwhile."""
+    load = asyncio.ensure_future(house.load())
+    try:
+        await wait_until(lambda: counted(house), lambda seen: seen >= RATE)
+        before = house.created
+        await change()
+        return house.created - before
+    finally:
+        load.cancel()
+        await asyncio.gather(load, return_exceptions=True)
+
+
+async def counted(house: House) -> int:
+    return house.created
+
+
+async def webhooks_are_switched_on(house: House) -> float:
+    """Seconds from helm's end until pods are dressed. In between they are refused: never do they pass unseen."""
+    plain = await house.kube.create(PODS, pod("before", gpus=1), house.namespace, dryRun="All")
+    assert "annotations" not in plain["metadata"]
+    await house.release.upgrade(VALUES)
+    begun = time.monotonic()
+    await wait_until(lambda: is_dressed(house.kube, house.namespace))
+    return time.monotonic() - begun
+
+
+async def test_an_upgrade_and_a_rollback_lose_no_review(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Values and a version of the CRDs; every replica is another one afterwards."""
+    async with installed(cluster, kube, tmp_path, {**VALUES, "webhooks.enabled": False}) as house:
+        switched_on = await webhooks_are_switched_on(house)
+        release, first = house.release, house.serving()
+        changed = {**VALUES, "settings.logLevel": "info", "webhooks.timeoutSeconds": 24, "serve.replicas": 3}
+
+        async def upgrade() -> None:
+            await release.upgrade(changed, newer(tmp_path))
+            await house.rolled_out()
+
+        async def back() -> None:
+            done = await asyncio.to_thread(release.helm, "rollback", OURS, "2")
+            assert done.returncode == 0, done.stderr
+            await house.rolled_out()
+
+        begun = time.monotonic()
+        upgraded = await under_load(house, upgrade)
+        took = time.monotonic() - begun
+        second = house.serving()
+        assert (len(first), len(second), first & second) == (2, 3, set())
+        assert (await kube.get(MUTATING, OURS))["webhooks"][0]["timeoutSeconds"] == 24
+        assert await served(kube) == ["v1alpha1", "v1beta1"]
+
+        rolled_back = await under_load(house, back)
+        assert (len(house.serving()), house.serving() & second) == (2, set())
+        assert (await kube.get(MUTATING, OURS))["webhooks"][0]["timeoutSeconds"] == 25
+        assert await served(kube) == ["v1alpha1"]
+
+        creations = upgraded + rolled_back
+        tell(request, creations=creations, lost=len(house.lost), upgrade_s=took, switched_on_s=switched_on)
+        assert house.lost == []
+        assert min(upgraded, rolled_back) > RATE
+        assert house.kubelet.wrongs == []
+        assert {*first, *second} <= {*house.kubelet.ended}
+        house.judge.acquit()
+        await wait_until(lambda: judged(house), lambda seen: seen >= len(house.real))
+
+
+async def judged(house: House) -> int:
+    return len(house.judge.seen)

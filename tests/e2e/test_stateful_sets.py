@@ -1,0 +1,629 @@
+"""The map and the binder together: a StatefulSet of mapped pods behind the webhook, under a scheduler of ours.
+
+Three nodes that the map knows by their logical names, two replicas of the webhook, a reconciler and a binder. Each
+ordinal runs with the GPUs of its line and no others, whatever becomes of its pods, its node and the processes.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from datetime import UTC, timedelta
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from attrs import define, field
+
+from scripts.controlplane.cluster import Cluster
+from scripts.controlplane.cluster import gpu_node as node_object
+from tests.e2e.crew import Site, site
+from tests.e2e.figures import tell
+from tests.e2e.kube import (
+    EVENTS,
+    NODES,
+    PATIENCE,
+    PODS,
+    STATEFUL_SETS,
+    ApiError,
+    Kube,
+    NotInTimeError,
+    Raw,
+    forced_away,
+    gone,
+    pod,
+    wait_until,
+)
+from tests.e2e.test_bind import OURS, binding
+from tests.e2e.test_extender import NODE_EVIDENCES
+from tests.e2e.test_ledger import GPU_NODES
+from tests.e2e.test_queue import gates, told
+from tests.running import Running, challenging
+from webhook.clock import utc_now
+from webhook.core import keys
+from webhook.core.evidence import Evidence
+from webhook.evidence.jwt_svid import SOURCE
+from webhook.evidence.node_evidence import new_node_evidence, with_entries
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SET = "trainer"
+HASH = "sha256:aa11"
+MAP = "0=node1:0,1\n1=node2:2\n2=node3:0,1,2\n"
+INDICES = {0: (0, 1), 1: (2,), 2: (0, 1, 2)}
+GPUS = 4
+LOGICAL = {"sets-0": "node1", "sets-1": "node2", "sets-2": "node3"}
+NAMES = tuple(LOGICAL)
+# What has to happen after a pod has gone: its GPUs are given back, the next one waits for them, is served and bound.
+LONG = 2 * PATIENCE
+READY, STOPS_AFTER = "kubelet.test/ready", "kubelet.test/stops-after"
+
+Place = tuple[str, tuple[str, ...]]
+"""A node, and GPUs of it."""
+
+
+def gpus_of(node: str, *indices: int) -> tuple[str, ...]:
+    return tuple(f"GPU-{node}-{k}" for k in indices)
+
+
+PLACES: Mapping[int, Place] = {n: (NAMES[n], gpus_of(NAMES[n], *INDICES[n])) for n in INDICES}
+
+
+def mapped_set(name: str = SET, replicas: int = 3, text: str = MAP, asked: Mapping[str, str] | None = None) -> Raw:
+    """Its containers say all that can be said of the variable before: nothing, something else, something of it."""
+    containers: list[Raw] = [
+        {"name": "bare", "image": "app:1"},
+        {"name": "has-env", "image": "app:1", "env": [{"name": "MODE", "value": "x"}]},
+        {"name": "has-cuda", "image": "app:1", "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": "9"}]},
+        {
+            "name": "has-reference",
+            "image": "app:1",
+            "env": [{"name": "CUDA_VISIBLE_DEVICES", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}],
+        },
+    ]
+    template = {
+        "metadata": {"labels": {"app": name}, "annotations": {"gpu-scheduling-map": text, **(asked or {})}},
+        "spec": {
+            "schedulerName": OURS,
+            "initContainers": [{"name": "warm", "image": "app:1"}],
+            "containers": containers,
+        },
+    }
+    spec = {
+        "replicas": replicas,
+        "serviceName": name,
+        "selector": {"matchLabels": {"app": name}},
+        "template": template,
+    }
+    return {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": name}, "spec": spec}
+
+
+def shown(raw: Raw) -> set[tuple[str, ...]]:
+    """What the variable is in each container when it starts, as a kubelet would work it out; it stands there once."""
+    annotations = raw["metadata"]["annotations"]
+    found = set()
+    for container in (*raw["spec"]["initContainers"], *raw["spec"]["containers"]):
+        (env,) = [one for one in container["env"] if one["name"] == "CUDA_VISIBLE_DEVICES"]
+        assert ("value" in env) != ("valueFrom" in env)
+        if "valueFrom" in env:
+            path = env["valueFrom"]["fieldRef"]["fieldPath"]
+            assert path == f"metadata.annotations['{keys.GPU_UUID.name}']"
+            found.add(tuple(annotations[keys.GPU_UUID.name].split(",")))
+        else:
+            found.add(tuple(env["value"].split(",")))
+    return found
+
+
+def place_of(raw: Raw | None) -> Place | None:
+    """Where it runs, and with which GPUs; None unless it runs."""
+    if raw is None or raw["status"]["phase"] != "Running" or "deletionTimestamp" in raw["metadata"]:
+        return None
+    (gpus,) = shown(raw)
+    return raw["spec"]["nodeName"], gpus
+
+
+@define(eq=False)
+class Stage:
+    """Where a set plays."""
+
+    here: Site
+    kube: Kube
+    cluster: Cluster
+    binders: ExitStack
+    _started: list[Running] = field(factory=list)
+
+    @property
+    def namespace(self) -> str:
+        return self.here.namespace
+
+    def bind(self) -> None:
+        """Another binder, that wants to be elected."""
+        directory = self.here.directory / f"bind-{len(self._started)}"
+        flags = ("--log-level", "info", *self.here.flags)
+        running = binding(directory, self.here.kubeconfig, self.here.own_namespace, *flags)
+        self._started.append(self.binders.enter_context(running))
+
+    @property
+    def binder(self) -> Running:
+        """The latest."""
+        return self._started[-1]
+
+    async def create(self, content: Raw) -> None:
+        await self.kube.create(STATEFUL_SETS, content, self.namespace)
+
+    async def change(self, name: str = SET, **spec: Any) -> None:
+        await self.kube.patch(STATEFUL_SETS, name, {"spec": spec}, self.namespace)
+
+    async def find(self, ordinal: int, name: str = SET) -> Raw | None:
+        return await self.kube.find(PODS, f"{name}-{ordinal}", self.namespace)
+
+    async def get(self, ordinal: int, name: str = SET) -> Raw:
+        return await self.kube.get(PODS, f"{name}-{ordinal}", self.namespace)
+
+    async def pods(self) -> dict[str, Raw]:
+        found = await self.kube.list(PODS, self.namespace)
+        return {one["metadata"]["name"]: one for one in found}
+
+    async def uids(self) -> set[str]:
+        return {one["metadata"]["uid"] for one in (await self.pods()).values()}
+
+    async def delete(self, ordinal: int, *, force: bool = False, name: str = SET) -> str:
+        """The uid of the pod that is told to go."""
+        uid = str((await self.get(ordinal, name))["metadata"]["uid"])
+        await self.kube.delete(PODS, f"{name}-{ordinal}", self.namespace, grace=0 if force else None)
+        return uid
+
+    async def slow_to_stop(self, ordinal: int, after: str) -> None:
+        meta = {"annotations": {STOPS_AFTER: after}}
+        await self.kube.patch(PODS, f"{SET}-{ordinal}", {"metadata": meta}, self.namespace)
+
+    async def runs(self, *ordinals: int, name: str = SET, without: Collection[str] = (), seconds: float = LONG) -> None:
+        """Each with the GPUs of its line; none of those uids among them."""
+
+        async def look() -> dict[int, Any]:
+            found = await self.pods()
+            there = {n: found.get(f"{name}-{n}") for n in ordinals}
+            return {n: place_of(raw) for n, raw in there.items() if raw and raw["metadata"]["uid"] not in without}
+
+        expected = {n: PLACES[n] for n in ordinals}
+        await wait_until(look, lambda places: places == expected, seconds)
+
+    async def waits(
+        self,
+        ordinal: int,
+        reason: str,
+        words: str = "",
+        *,
+        name: str = SET,
+        without: str = "",
+        seconds: float = PATIENCE,
+    ) -> Raw:
+        """Behind our gate, with an event that says so; by then it has nothing."""
+
+        async def look() -> Raw | None:
+            found = await self.find(ordinal, name)
+            return found if found and found["metadata"]["uid"] != without else None
+
+        raw = await wait_until(look, lambda found: found and gates(found) == ["gpuwarden.io/queue"], seconds)
+        assert raw is not None
+        await told(self.kube, raw, reason, words)
+        after = await self.get(ordinal, name)
+        assert gates(after) == ["gpuwarden.io/queue"]
+        assert keys.GPU_UUID.name not in after["metadata"]["annotations"]
+        return after
+
+    async def label(self, node: str, logical: str | None) -> None:
+        await self.kube.patch(NODES, node, {"metadata": {"labels": {keys.LOGICAL_NODE_LABEL: logical}}})
+
+    async def node_is_ready(self, node: str, *, ready: bool) -> None:
+        said = None if ready else "false"
+        await self.kube.patch(NODES, node, {"metadata": {"annotations": {READY: said}}})
+
+        async def look() -> bool:
+            found = (await self.kube.get(NODES, node))["status"]["conditions"]
+            return any(one["type"] == "Ready" and one["status"] == "True" for one in found)
+
+        await wait_until(look, lambda is_ready: is_ready == ready)
+
+    async def prove(self, node: str, digest: str | None) -> None:
+        """As a provider's writer would; None takes its word back."""
+        now = utc_now().astimezone(UTC)
+        word = digest and Evidence(node, digest, SOURCE, now, now + timedelta(hours=1))
+        if await self.kube.find(NODE_EVIDENCES, node) is None:
+            await self.kube.create(NODE_EVIDENCES, new_node_evidence(node))
+        raw = await self.kube.get(NODE_EVIDENCES, node)
+        await self.kube.replace(NODE_EVIDENCES, with_entries(raw, {SOURCE: word or None}), subresource="status")
+
+    async def is_node(self, node: str) -> bool:
+        return await self.kube.find(NODES, node) is not None
+
+    async def bound_by_ours(self) -> list[str]:
+        events = await self.kube.list(EVENTS, self.namespace, fieldSelector="reason=Scheduled")
+        return [one["involvedObject"]["uid"] for one in events]
+
+
+def raw_node(name: str) -> Raw:
+    """As its kubelet registers it, with what `gpuwarden export` has read there."""
+    raw = node_object(name, GPUS, **{keys.LOGICAL_NODE_LABEL: LOGICAL[name]})
+    raw["metadata"]["annotations"] = read_there(gpus_of(name, *range(GPUS)))
+    return raw
+
+
+def read_there(uuids: Sequence[str]) -> dict[str, str]:
+    gpus = [{"index": index, "uuid": uuid} for index, uuid in enumerate(uuids)]
+    return {keys.NODE_GPUS: json.dumps({"time": "2026-01-01T00:00:00Z", "gpus": gpus})}
+
+
+async def discovered(kube: Kube) -> None:
+    """The nodes say themselves which GPUs they have, and their GPUNodes come and go with them."""
+    for name in NAMES:
+        meta = raw_node(name)["metadata"]
+        await kube.patch(NODES, name, {"metadata": {"labels": meta["labels"], "annotations": meta["annotations"]}})
+        await kube.patch(GPU_NODES, name, {"metadata": {"labels": {keys.MANAGED_BY: keys.OURS}}})
+
+    def have_indices(found: list[Raw]) -> bool:
+        devices = [one for raw in found if raw["metadata"]["name"] in NAMES for one in raw["spec"]["devices"]]
+        return len(devices) == len(NAMES) * GPUS and all("index" in one for one in devices)
+
+    await wait_until(lambda: kube.list(GPU_NODES), have_indices)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+    """All processes, once."""
+    directory = tmp_path_factory.mktemp("sets")
+    async with (
+        Kube(cluster.kubeconfig) as kube,
+        site(
+            cluster, kube, directory, nodes=3, gpus=GPUS, name="sets", replicas=2, flags=challenging(directory)
+        ) as here,
+    ):
+        assert here.nodes == NAMES
+        await here.reconciler()
+        await discovered(kube)
+        with ExitStack() as binders:
+            made = Stage(here, kube, cluster, binders)
+            made.bind()
+            await here.offered()
+            yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stage(company: Stage) -> AsyncIterator[Stage]:
+    """Empty and sound before each test, and after."""
+    try:
+        yield company
+        company.here.judge.acquit()
+    finally:
+        await emptied(company)
+        await healed(company)
+        await company.here.offered()
+    company.here.judge.acquit()
+
+
+async def emptied(stage: Stage) -> None:
+    """No set, no pod, nothing held."""
+    for one in await stage.kube.list(STATEFUL_SETS, stage.namespace):
+        await stage.kube.delete(STATEFUL_SETS, one["metadata"]["name"], stage.namespace)
+    await stage.here.free_all()
+    await wait_until(stage.pods, lambda found: not found)
+    await wait_until(stage.here.held, lambda held: not held)
+
+
+async def healed(stage: Stage) -> None:
+    """Whatever a test did to nodes and processes, and did not get to undo."""
+    lost = [raw_node(name) for name in NAMES if not await stage.is_node(name)]
+    await asyncio.to_thread(stage.cluster.add_nodes, lost)
+    for name in NAMES:
+        said = {**raw_node(name)["metadata"]["annotations"], READY: None}
+        meta = {"labels": {keys.LOGICAL_NODE_LABEL: LOGICAL[name]}, "annotations": said}
+        await stage.kube.patch(NODES, name, {"metadata": meta, "spec": {"unschedulable": None}})
+    if stage.binder.process.poll() is not None:
+        stage.bind()
+
+
+@pytest.mark.defect("S1-1")
+@pytest.mark.defect("S1-6")
+@pytest.mark.defect("S1-12")
+@pytest.mark.defect("S1-13")
+@pytest.mark.defect("S1-14")
+async def test_each_ordinal_runs_with_the_gpus_of_its_line_whatever_becomes_of_its_pods(
+    stage: Stage, request: pytest.FixtureRequest
+) -> None:
+    took = {"labelled_later": await a_node_that_is_labelled_later_has_its_ordinal(stage)}
+    took["deleted"] = await a_deleted_pod_has_its_gpus_back(stage)
+    took["slow_to_stop"] = await a_pod_that_is_slow_to_stop_keeps_them_until_it_has(stage)
+    await scaled_down_and_up_each_has_its_own(stage)
+    took["rolling_update"] = await a_rolling_update_leaves_each_where_it_was(stage)
+    tell(request, **took)
+
+
+async def a_node_that_is_labelled_later_has_its_ordinal(stage: Stage) -> float:
+    await stage.label("sets-2", None)
+    await stage.create(mapped_set())
+    await stage.runs(0, 1)
+    await stage.waits(2, "NoSuitableNode", "gpu-node-name=node3")
+    await stage.label("sets-2", "node3")
+    started = time.monotonic()
+    await stage.runs(2)
+    await stage.runs(0, 1, 2)
+    return time.monotonic() - started
+
+
+async def a_deleted_pod_has_its_gpus_back(stage: Stage) -> float:
+    started = time.monotonic()
+    old = {await stage.delete(0, force=True), await stage.delete(2)}
+    await stage.runs(0, 1, 2, without=old)
+    return time.monotonic() - started
+
+
+async def a_pod_that_is_slow_to_stop_keeps_them_until_it_has(stage: Stage) -> float:
+    """Who else wants them waits all the while; and nobody but the ordinal has them after."""
+    await stage.slow_to_stop(1, "3s")
+    started = time.monotonic()
+    old = await stage.delete(1)
+    terminating = await stage.get(1)
+    assert terminating["metadata"]["uid"] == old
+    assert "deletionTimestamp" in terminating["metadata"]
+    taken = pod("general", GPUS, nodeSelector={"kubernetes.io/hostname": "sets-1"})
+    with pytest.raises(ApiError) as refused:
+        await stage.kube.create(PODS, taken, stage.namespace, dryRun="All")
+    assert refused.value.reason == "NoFreeDevice"
+    await stage.runs(1, without={old})
+    return time.monotonic() - started
+
+
+async def scaled_down_and_up_each_has_its_own(stage: Stage) -> None:
+    await stage.change(replicas=1)
+    await wait_until(stage.pods, lambda found: set(found) == {f"{SET}-0"})
+    await stage.change(replicas=3)
+    await stage.runs(0, 1, 2)
+
+
+async def a_rolling_update_leaves_each_where_it_was(stage: Stage) -> float:
+    """One by one, the last ordinal first, each of them slow to stop."""
+    before = await stage.pods()
+    for ordinal in range(3):
+        await stage.slow_to_stop(ordinal, "500ms")
+    started = time.monotonic()
+    await stage.change(template={"metadata": {"annotations": {"example.test/release": "2"}}})
+    old = {one["metadata"]["uid"] for one in before.values()}
+    await stage.runs(0, 1, 2, without=old)
+    took = time.monotonic() - started
+    after = await stage.pods()
+    assert all(one["metadata"]["annotations"]["example.test/release"] == "2" for one in after.values())
+    began = [after[f"{SET}-{n}"]["metadata"]["creationTimestamp"] for n in (2, 1, 0)]
+    assert began == sorted(began)
+    bound = await stage.bound_by_ours()
+    assert len(bound) == len(set(bound))
+    return took
+
+
+async def test_an_ordinal_waits_for_evidence_of_its_node_too(stage: Stage, request: pytest.FixtureRequest) -> None:
+    for node in NAMES[:2]:
+        await stage.prove(node, HASH)
+    await stage.create(mapped_set(asked={keys.REQUIRED_HASH.name: HASH}))
+    await stage.runs(0, 1)
+    await stage.waits(2, "NoProvenNode", "no evidence")
+    await stage.prove("sets-2", HASH)
+    started = time.monotonic()
+    await stage.runs(0, 1, 2)
+    took = time.monotonic() - started
+    await stage.prove("sets-1", None)
+    old = await stage.delete(1)
+    await stage.waits(1, "NoProvenNode", "no evidence", without=old)
+    await stage.prove("sets-1", HASH)
+    await stage.runs(0, 1, 2, without={old})
+    tell(request, proven_later=took)
+    for node in NAMES:
+        await forced_away(stage.kube, NODE_EVIDENCES, node)
+
+
+@pytest.mark.defect("S1-3")
+@pytest.mark.defect("S1-20")
+async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_that_is_gone(stage: Stage) -> None:
+    """Of what its map names it has nothing, not what is free either: the older set's ordinals come back to theirs."""
+    await stage.create(mapped_set())
+    await stage.runs(0, 1, 2)
+    content = mapped_set("rival", 1, "7=node1:1,2\n")
+    content["spec"]["ordinals"] = {"start": 7}
+    await stage.create(content)
+    rival = await stage.waits(7, "NoFreeDevice", "kept for the map of an older StatefulSet", name="rival")
+
+    await stage.slow_to_stop(0, "1s")
+    old = await stage.delete(0)
+    await stage.runs(0, 1, 2, without={old})
+    await stage.change(replicas=0)
+    await wait_until(stage.here.held, lambda held: not held)
+    await stage.change(replicas=3)
+    await stage.runs(0, 1, 2)
+    assert (await stage.waits(7, "NoFreeDevice", name="rival"))["metadata"]["uid"] == rival["metadata"]["uid"]
+
+    await stage.kube.delete(STATEFUL_SETS, SET, stage.namespace)
+    after = await wait_until(lambda: stage.find(7, "rival"), place_of, LONG)
+    assert place_of(after) == ("sets-0", gpus_of("sets-0", 1, 2))
+    assert after is not None
+    assert after["metadata"]["uid"] == rival["metadata"]["uid"]
+    await stage.create(mapped_set())
+    await stage.waits(0, "NoFreeDevice", "with fewer than 2 free")
+    await stage.kube.delete(STATEFUL_SETS, "rival", stage.namespace)
+    await stage.runs(0, 1, 2)
+
+
+@pytest.mark.defect("S1-8")
+async def test_an_ordinal_waits_for_its_node_that_is_not_ready_and_runs_there_again(stage: Stage) -> None:
+    """The controllers take the pod away by themselves: it tolerates such a node for a moment only."""
+    brief = {"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 1}
+    content = mapped_set()
+    content["spec"]["template"]["spec"]["tolerations"] = [brief]
+    await stage.create(content)
+    await stage.runs(0, 1, 2)
+    old = (await stage.get(1))["metadata"]["uid"]
+    await stage.node_is_ready("sets-1", ready=False)
+    lost = await stage.waits(1, "NodeNotReady", "not ready", without=old)
+    await stage.node_is_ready("sets-1", ready=True)
+    await stage.runs(0, 1, 2, without={old})
+    assert (await stage.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
+
+
+@pytest.mark.parametrize("is_forced", [True, pytest.param(False, marks=pytest.mark.long)], ids=["by-hand", "collected"])
+async def test_an_ordinal_waits_for_its_node_that_is_gone_and_runs_there_again(
+    stage: Stage, *, is_forced: bool
+) -> None:
+    """Somebody says that the pod is over, or the collector of orphaned pods does after a minute."""
+    await stage.create(mapped_set())
+    await stage.runs(0, 1, 2)
+    old = str((await stage.get(1))["metadata"]["uid"])
+    await stage.kube.delete(NODES, "sets-1")
+    if is_forced:
+        await stage.delete(1, force=True)
+    lost = await stage.waits(1, "NoSuitableNode", "gpu-node-name=node2", without=old, seconds=180)
+    await gone(stage.kube, GPU_NODES, "sets-1")
+    await asyncio.to_thread(stage.cluster.add_nodes, [raw_node("sets-1")])
+    await stage.runs(0, 1, 2, without={old})
+    assert (await stage.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
+
+
+async def test_a_gpu_that_is_replaced_is_the_next_pods_by_its_index(stage: Stage) -> None:
+    """The pod that has the old one keeps it, and nobody has either by mistake."""
+    await stage.create(mapped_set())
+    await stage.runs(0, 1, 2)
+    before = gpus_of("sets-1", *range(GPUS))
+    await replaced(stage, (*before[:2], "GPU-new", before[3]))
+    await replaced(stage, before)
+
+
+async def replaced(stage: Stage, uuids: Sequence[str]) -> None:
+    """The node has these GPUs from now on, and another one at the index that the map names."""
+
+    async def devices() -> dict[str, bool]:
+        found = (await stage.kube.get(GPU_NODES, "sets-1"))["spec"]["devices"]
+        return {one["uuid"]: one.get("healthy", True) for one in found}
+
+    await stage.kube.patch(NODES, "sets-1", {"metadata": {"annotations": read_there(uuids)}})
+    seen = await wait_until(devices, lambda found: found.get(uuids[2]))
+    assert sorted(seen.values()) == [False, True, True, True, True]
+    await stage.delete(1)
+    await wait_until(lambda: stage.find(1), lambda raw: place_of(raw) == ("sets-1", (uuids[2],)), LONG)
+    await wait_until(devices, lambda found: found == dict.fromkeys(uuids, True))
+
+
+@pytest.mark.defect("S1-8")
+@pytest.mark.defect("S1-11")
+async def test_a_binder_that_is_killed_in_the_middle_leaves_every_pod_to_the_next(
+    stage: Stage, request: pytest.FixtureRequest
+) -> None:
+    """Killed while one pod is on its node, one has its GPUs and waits for room there, and one is not there yet."""
+    hog = pod("hog", nodeName="sets-1")
+    hog["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "64"}}
+    await stage.kube.create(PODS, hog, stage.namespace)
+    content = mapped_set()
+    content["spec"]["template"]["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "1"}}
+    await stage.create(content)
+    await stage.runs(0)
+    waits = await wait_until(lambda: stage.find(1))
+    assert waits is not None
+    await told(stage.kube, waits, "FailedScheduling", "are on node sets-1, which is with too little cpu")
+    stage.binder.process.kill()
+    stage.binder.process.wait()
+    await stage.kube.delete(PODS, "hog", stage.namespace, grace=0)
+    old = await stage.delete(0)
+    started = time.monotonic()
+    stage.bind()
+    await stage.runs(0, 1, 2, without={old})
+    tell(request, until_all_run=time.monotonic() - started)
+    assert (await stage.get(1))["metadata"]["uid"] == waits["metadata"]["uid"]
+    bound = await stage.bound_by_ours()
+    assert len(bound) == len(set(bound))
+
+
+# Everything together, for a while.
+
+STORM = 300.0
+
+
+@pytest.mark.long
+async def test_whatever_happens_in_whatever_order_each_ordinal_runs_with_its_own_again(
+    stage: Stage, request: pytest.FixtureRequest
+) -> None:
+    seed = time.time_ns()
+    chance = random.Random(seed)  # noqa: S311 - a plan, not a secret
+    until = time.monotonic() + STORM
+    tell(request, seed=seed)
+    rounds, slowest = 0, 0.0
+    await stage.create(mapped_set())
+    await stage.runs(0, 1, 2)
+    await stage.create(mapped_set("rival", 2, "0=node1:1,2\n1=node2:2,3\n"))
+    while time.monotonic() < until:
+        happening = chance.sample(HAPPENINGS, k=chance.randint(1, 3))
+        log = [one.__name__ for one in happening]
+        await asyncio.gather(*(one(stage, chance) for one in happening))
+        await healed(stage)
+        started = time.monotonic()
+        try:
+            await stage.runs(0, 1, 2, seconds=180)
+        except NotInTimeError as exc:
+            raise NotInTimeError(f"after {log}: {exc}") from exc
+        slowest, rounds = max(slowest, time.monotonic() - started), rounds + 1
+        stage.here.judge.acquit()
+    tell(request, rounds=rounds, slowest_to_be_well_again=slowest)
+
+
+async def pods_are_deleted(stage: Stage, chance: random.Random) -> None:
+    for ordinal in chance.sample(range(3), k=chance.randint(1, 3)):
+        with suppress(ApiError):
+            await stage.slow_to_stop(ordinal, f"{chance.choice((0, 300, 2000))}ms")
+            await stage.delete(ordinal, force=chance.random() < 0.3)
+
+
+async def the_set_is_scaled(stage: Stage, chance: random.Random) -> None:
+    for replicas in (chance.randint(0, 2), chance.randint(0, 5), 3):
+        await stage.change(replicas=replicas)
+        await asyncio.sleep(chance.uniform(0, 2))
+
+
+async def the_template_changes(stage: Stage, chance: random.Random) -> None:
+    await stage.change(template={"metadata": {"annotations": {"example.test/release": str(chance.random())}}})
+    await asyncio.sleep(chance.uniform(0, 2))
+
+
+async def a_node_is_lost(stage: Stage, chance: random.Random) -> None:
+    node = chance.choice(NAMES)
+    await stage.kube.delete(NODES, node)
+    for one in (await stage.pods()).values():
+        if one["spec"].get("nodeName") == node:
+            with suppress(ApiError):
+                await stage.kube.delete(PODS, one["metadata"]["name"], stage.namespace, grace=0)
+    await asyncio.sleep(chance.uniform(0, 3))
+
+
+async def a_node_is_not_ready(stage: Stage, chance: random.Random) -> None:
+    with suppress(ApiError):
+        meta = {"annotations": {READY: "false"}, "labels": {keys.LOGICAL_NODE_LABEL: chance.choice((None, "node9"))}}
+        await stage.kube.patch(NODES, chance.choice(NAMES), {"metadata": meta})
+    await asyncio.sleep(chance.uniform(0, 3))
+
+
+async def the_binder_is_killed(stage: Stage, chance: random.Random) -> None:
+    await asyncio.sleep(chance.uniform(0, 1))
+    stage.binder.process.kill()
+    stage.binder.process.wait()
+
+
+async def the_reconciler_is_killed(stage: Stage, chance: random.Random) -> None:
+    await asyncio.sleep(chance.uniform(0, 1))
+    await stage.here.reconcilers[-1].kill()
+    await stage.here.reconciler()
+
+
+HAPPENINGS = (
+    pods_are_deleted,
+    the_set_is_scaled,
+    the_template_changes,
+    a_node_is_lost,
+    a_node_is_not_ready,
+    the_binder_is_killed,
+    the_reconciler_is_killed,
+)

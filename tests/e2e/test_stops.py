@@ -1,0 +1,38 @@
+"""An elected process that is told to stop ends what it does, and another one follows at once."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.figures import tell
+from tests.e2e.kube import Kube, Resource, wait_until
+from tests.e2e.test_ledger import installed
+from tests.running import reconciling
+
+LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
+
+
+@pytest.mark.parametrize("command", ["reconcile", "bind"])
+async def test_who_is_told_to_stop_gives_the_lease_back(
+    cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path, request: pytest.FixtureRequest, command: str
+) -> None:
+    await installed(kube)
+    flags = ("--kubeconfig", str(cluster.kubeconfig), "--lease-namespace", namespace, "--log-level", "info")
+
+    async def holder() -> str:
+        lease = await kube.find(LEASES, f"gpuwarden-{command}", namespace)
+        return str(lease and lease["spec"].get("holderIdentity", ""))
+
+    with reconciling(tmp_path, flags, command) as first:
+        await wait_until(holder, lambda name: f"-{first.process.pid}_" in name)
+        with reconciling(tmp_path, flags, command) as second:
+            assert f"-{first.process.pid}_" in await holder()
+            told = time.monotonic()
+            code, _, log = first.stop()
+            stopped = time.monotonic()
+            assert code == 0
+            assert f"-{first.process.pid}_" not in await holder(), log
+            await wait_until(holder, lambda name: f"-{second.process.pid}_" in name)
+            tell(request, seconds_to_stop=stopped - told, seconds_until_another_led=time.monotonic() - told)

@@ -1,0 +1,478 @@
+"""The reconciler under any order of moves: the real one, two of them at once, over the real ledger and the real door of
+Bindings. Names of pods come back, watches lag, answers get lost, namespaces and GPUNodes are deleted, clocks differ.
+
+Who has a GPU is judged from the pods that the API server has, not from anybody's ledger.
+"""
+
+import asyncio
+import copy
+from collections.abc import Coroutine
+from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import pytest
+from attrs import define
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from structlog.testing import capture_logs
+
+from tests.builders import Raw
+from tests.heard import Heard
+from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE
+from tests.ledger.fake_store import FakeStore, Fault, gpu_node
+from tests.ledger.test_cluster import Replica
+from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, alike, record_of
+from webhook.binding_door import BindingDoor
+from webhook.core.binding import Binding
+from webhook.core.claim import ClaimRules
+from webhook.core.decide import EvidencePolicy
+from webhook.core.errors import LedgerError
+from webhook.core.pod import Pod
+from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, ReservationId
+from webhook.gpu_node import FINALIZER
+from webhook.holding import Holder
+from webhook.ledger.carrier import Carrier, Sight
+from webhook.ledger.cluster import WitnessAwayError
+from webhook.ledger.reconcile import PATIENCE, OnBindDeadline, Reconciler, Waiting
+from webhook.namespaces import ClaimReading, Undemanding
+from webhook.pods import PodsUnavailableError
+from webhook.telemetry import Metrics
+
+T = TypeVar("T")
+
+DEVICES = {"node-a": ("GPU-a0", "GPU-a1"), "node-b": ("GPU-b0",)}
+BIND_DEADLINE = timedelta(minutes=5)
+PROCESSES = 2
+WHICH = st.integers(0, PROCESSES - 1)
+NAMES = st.sampled_from(["one", "two", "three"])
+NAMESPACES = st.sampled_from(["ml", "dl"])
+ENDED = ("Succeeded", "Failed")
+# Of what there is to be heard: so many events, or all.
+HEARD = st.sampled_from([None, 0, 1, 3, None])
+
+
+class ApiServer:
+    """Pods by namespace and name, and all that has become of them, in order."""
+
+    def __init__(self) -> None:
+        self.pods: dict[tuple[str, str], Raw] = {}
+        self.history: list[tuple[str, Raw]] = []
+        self.is_away = False
+
+    def of_uid(self, uid: str) -> Raw | None:
+        return next((raw for raw in self.pods.values() if raw["metadata"]["uid"] == uid), None)
+
+    def put(self, raw: Raw) -> None:
+        self.pods[raw["metadata"]["namespace"], raw["metadata"]["name"]] = raw
+        self.history.append(("MODIFIED", copy.deepcopy(raw)))
+
+    def change(self, uid: str, **parts: Raw) -> None:
+        raw = self.of_uid(uid)
+        assert raw is not None
+        self.put({**raw, **{name: {**raw[name], **part} for name, part in parts.items()}})
+
+    def delete(self, uid: str) -> None:
+        """What runs is stopped first."""
+        raw = self.of_uid(uid)
+        if raw is None:
+            return
+        if raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED:
+            self.change(uid, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})
+        else:
+            self.take_away(uid)
+
+    def take_away(self, uid: str) -> None:
+        raw = self.of_uid(uid)
+        if raw is not None:
+            del self.pods[raw["metadata"]["namespace"], raw["metadata"]["name"]]
+            self.history.append(("DELETED", copy.deepcopy(raw)))
+
+    # As the door of Bindings asks.
+
+    believes_reviews = False
+
+    async def find(self, namespace: str, name: str) -> Pod | None:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise PodsUnavailableError("away")
+        raw = self.pods.get((namespace, name))
+        return None if raw is None else Pod.parse(raw)
+
+    async def uid_of(self, namespace: str, name: str) -> str:
+        found = await self.find(namespace, name)
+        return (found and found.meta.uid) or ""
+
+    async def contradicts(self, pod: PodIdentity) -> str | None:
+        return None if await self.uid_of(pod.namespace, pod.name) == pod.uid else "another pod"
+
+    def created(self, pod: PodIdentity) -> None:
+        """The watch says so."""
+
+    def ended(self, pod: PodIdentity) -> None:
+        """The watch says so."""
+
+    # As those ask who want to be certain.
+
+    async def _read(self, pod: PodIdentity) -> Raw | None:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise WitnessAwayError("away")
+        raw = self.pods.get((pod.namespace, pod.name))
+        return raw if raw is not None and raw["metadata"]["uid"] == pod.uid else None
+
+    async def is_gone(self, pod: PodIdentity) -> bool:
+        return await self._read(pod) is None
+
+    async def look(self, pod: PodIdentity) -> Sight | None:
+        raw = await self._read(pod)
+        return None if raw is None else Sight.of(copy.deepcopy(raw))
+
+    async def remove(self, pod: PodIdentity) -> None:
+        await self._read(pod)
+        self.delete(pod.uid)
+
+    async def carriers(self) -> list[Carrier]:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise WitnessAwayError("away")
+        return [one for one in map(Carrier.of, copy.deepcopy(list(self.pods.values()))) if one is not None]
+
+
+class Process:
+    """One that reviews and reconciles; it may be behind in either watch."""
+
+    def __init__(self, world: "World", which: int) -> None:
+        self.world, self.which = world, which
+        self.api, self.store = world.api, world.store
+        self.replica = Replica(world.store, world.api, self.clock)
+        self.ledger = self.replica.ledger
+        waiting = Waiting(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
+        self.reconciler = Reconciler(self.ledger, world.api, Heard(), self.clock, waiting)
+        holder = Holder(self.replica.fleet, self.ledger, EvidencePolicy(), self.clock, Metrics())
+        self.door = BindingDoor(holder, world.api, ClaimReading(ClaimRules(), Undemanding()), BIND_DEADLINE, self.clock)
+        self.seen = 0
+        self.list_pods()
+
+    def clock(self) -> datetime:
+        return self.world.now + self.world.skews[self.which]
+
+    def list_pods(self) -> None:
+        """As after a restart or a 410."""
+        listed = {"/".join(key): copy.deepcopy(raw) for key, raw in self.api.pods.items()}
+        self.reconciler.replaced(listed)
+        self.seen = len(self.api.history)
+
+    def hear_of_pods(self, events: int | None = None) -> None:
+        until = len(self.api.history) if events is None else min(self.seen + events, len(self.api.history))
+        for kind, raw in self.api.history[self.seen : until]:
+            tell = self.reconciler.deleted if kind == "DELETED" else self.reconciler.changed
+            tell(copy.deepcopy(raw))
+        self.seen = until
+
+    def hear_of_nodes(self, events: int | None = None) -> None:
+        self.replica.watch.catch_up(events)
+        for name in DEVICES if events is None else ():
+            if name not in self.store.objects:
+                self.ledger.forget(name)
+
+
+@define
+class Creation:
+    """One pod on its way through the API server, as the mutating door has dressed it."""
+
+    pod: PodIdentity
+    begun: datetime
+    placement: Placement
+    reservation_id: ReservationId
+    is_owned: bool
+    is_preset: bool
+    is_validated: bool = False
+
+    def raw(self, created: datetime) -> Raw:
+        annotations = {
+            "gpuwarden.io/reservation-id": self.reservation_id,
+            "gpuwarden.io/node": self.placement.node,
+            "gpuwarden.io/gpu-uuid": ",".join(slot.uuid for slot in self.placement.slots),
+            "gpuwarden.io/claim": record_of(self.placement).text(),
+        }
+        owners = [{"kind": "ReplicaSet", "name": "rs", "uid": "u", "controller": True}] if self.is_owned else []
+        meta = {
+            "namespace": self.pod.namespace,
+            "name": self.pod.name,
+            "uid": self.pod.uid,
+            "annotations": annotations,
+            "creationTimestamp": created.isoformat(),
+            "ownerReferences": owners,
+        }
+        spec = {"nodeName": self.placement.node} if self.is_preset else {}
+        return {"metadata": meta, "spec": spec, "status": {"phase": "Pending"}}
+
+
+@define
+class Reviewed:
+    """A Binding that the door has let pass, and that the API server has not carried out yet."""
+
+    uid: str
+    node: str
+    begun: datetime
+
+
+def gpus_of(raw: Raw) -> list[str]:
+    return str(raw["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]).split(",")
+
+
+class World(RuleBasedStateMachine):
+    """Every move that somebody in a cluster can make, at any time."""
+
+    creations = Bundle("creations")
+    reviewed = Bundle("reviewed")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.quiet = ExitStack()
+        self.quiet.enter_context(capture_logs())  # to write out what is logged takes longer than all the rest
+        self.quiet.enter_context(pytest.MonkeyPatch.context()).setattr("webhook.ledger.cluster.PAUSE", 0.0001)
+        self.now = datetime(2026, 1, 1, tzinfo=UTC)
+        self.api, self.store = ApiServer(), FakeStore()
+        for name in DEVICES:
+            self.make(name)
+        self.skews = [timedelta(0)] * PROCESSES
+        self.processes: list[Process] = []
+        self.number = 0
+
+    def teardown(self) -> None:
+        self.loop.close()
+        self.quiet.close()
+
+    def make(self, name: str) -> None:
+        made = gpu_node(name, *DEVICES[name])
+        self.store.apply({**made, "metadata": {**made["metadata"], "finalizers": [FINALIZER]}})
+
+    @initialize(skews=st.lists(st.integers(-5, 5), min_size=PROCESSES, max_size=PROCESSES))
+    def begin(self, skews: list[int]) -> None:
+        self.skews = [timedelta(seconds=skew) for skew in skews]
+        self.processes = [Process(self, which) for which in range(PROCESSES)]
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T | None:
+        with suppress(LedgerError, PodsUnavailableError):
+            return self.loop.run_until_complete(coroutine)
+        return None
+
+    def pods(self) -> list[Raw]:
+        return sorted(self.api.pods.values(), key=lambda raw: str(raw["metadata"]["uid"]))
+
+    # A pod comes to be.
+
+    @rule(
+        target=creations,
+        which=WHICH,
+        places=PLACES,
+        name=NAMES,
+        namespace=NAMESPACES,
+        is_owned=st.booleans(),
+        is_preset=st.booleans(),
+    )
+    def mutate(
+        self, which: int, places: list[Placement], name: str, namespace: str, is_owned: bool, is_preset: bool
+    ) -> Any:
+        self.number += 1
+        one, ledger = self.processes[which], self.processes[which].ledger
+        places = alike(places, places[0])
+        what = Ask(ReservationId(f"r{self.number}"), namespace, record_of(places[0]).digest())
+        self.run(ledger.collect(one.clock()))
+        held = self.run(ledger.reserve(what, places, answer_by=one.clock() + timedelta(seconds=10)))
+        if held is None:
+            return multiple()
+        pod = PodIdentity(namespace, name, f"uid-{self.number}")
+        return Creation(pod, self.now, Placement(held.node, held.slots), held.id, is_owned, is_preset)
+
+    @rule(one=creations, which=WHICH, is_heard=st.booleans())
+    def validate(self, one: Creation, which: int, is_heard: bool) -> None:
+        self.bind(one, which, is_heard=is_heard)
+
+    def bind(self, one: Creation, which: int, *, is_heard: bool) -> None:
+        ledger = self.processes[which].ledger
+        found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
+        if found is None or found.phase is Phase.RELEASING or found.slots != one.placement.slots:
+            return
+        bound = self.run(ledger.bind(one.reservation_id, one.pod, node=found.node))
+        one.is_validated = one.is_validated or (bound is not None and is_heard)
+
+    @rule(one=consumes(creations))
+    def create(self, one: Creation) -> None:
+        self.store_pod(one)
+
+    def store_pod(self, one: Creation) -> None:
+        """If the request is alive still, and no other has the name."""
+        is_late = self.now - one.begun > REQUEST_TIMEOUT
+        if one.is_validated and not is_late and (one.pod.namespace, one.pod.name) not in self.api.pods:
+            self.api.put(one.raw(self.now))
+
+    @rule(
+        which=WHICH, places=PLACES, name=NAMES, is_owned=st.booleans(), is_preset=st.booleans(), is_bound=st.booleans()
+    )
+    def come_to_be(
+        self, which: int, places: list[Placement], name: str, is_owned: bool, is_preset: bool, is_bound: bool
+    ) -> None:
+        """As it goes nearly always."""
+        one = self.mutate(which, places, name, "ml", is_owned, is_preset)
+        if isinstance(one, Creation):
+            self.bind(one, which, is_heard=True)
+            self.store_pod(one)
+            raw = self.api.of_uid(one.pod.uid)
+            if raw is not None and is_bound:
+                binding = self.let_through(which, raw)
+                if binding is not None:
+                    self.carry_out_a_binding(binding)
+
+    # It is put on its node, runs, ends and goes.
+
+    @rule(target=reviewed, which=WHICH, data=st.data())
+    def review_a_binding(self, which: int, data: st.DataObject) -> Any:
+        waiting = [raw for raw in self.pods() if not raw["spec"].get("nodeName")]
+        return (waiting and self.let_through(which, data.draw(st.sampled_from(waiting)))) or multiple()
+
+    def let_through(self, which: int, raw: Raw) -> "Reviewed | None":
+        """By the door, as it is."""
+        meta = raw["metadata"]
+        node = meta["annotations"]["gpuwarden.io/node"]
+        binding = Binding(PodIdentity(meta["namespace"], meta["name"], meta["uid"]), node, {})
+        is_let_through = False
+
+        async def review() -> None:
+            nonlocal is_let_through
+            is_let_through = await self.processes[which].door.refusal(binding) is None
+
+        self.run(review())
+        return Reviewed(meta["uid"], node, self.now) if is_let_through else None
+
+    @rule(one=consumes(reviewed))
+    def carry_out_a_binding(self, one: Reviewed) -> None:
+        """At any time while the request lives."""
+        raw = self.api.of_uid(one.uid)
+        if raw is None or raw["spec"].get("nodeName") or self.now - one.begun > REQUEST_TIMEOUT:
+            return
+        self.api.change(one.uid, spec={"nodeName": one.node})
+
+    @rule(data=st.data(), phase=st.sampled_from(["Running", *ENDED]))
+    def go_on(self, data: st.DataObject, phase: str) -> None:
+        there = [raw for raw in self.pods() if raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED]
+        if there:
+            self.api.change(data.draw(st.sampled_from(there))["metadata"]["uid"], status={"phase": phase})
+
+    @rule(data=st.data(), is_all=st.booleans())
+    def delete(self, data: st.DataObject, is_all: bool) -> None:
+        """A pod, or a namespace with all that is in it."""
+        if self.api.pods:
+            meta = data.draw(st.sampled_from(self.pods()))["metadata"]
+            for raw in self.pods():
+                if raw["metadata"]["uid"] == meta["uid"] or (
+                    is_all and raw["metadata"]["namespace"] == meta["namespace"]
+                ):
+                    self.api.delete(raw["metadata"]["uid"])
+
+    @rule()
+    def stop_what_is_terminating(self) -> None:
+        for raw in self.pods():
+            if "deletionTimestamp" in raw["metadata"]:
+                self.api.take_away(raw["metadata"]["uid"])
+
+    # Those who act.
+
+    @rule(which=WHICH, of_pods=HEARD, of_nodes=HEARD)
+    def reconcile(self, which: int, of_pods: int | None, of_nodes: int | None) -> None:
+        """On as much as it has heard of either."""
+        self.processes[which].hear_of_pods(of_pods)
+        self.processes[which].hear_of_nodes(of_nodes)
+        self.run(self.processes[which].reconciler.step())
+
+    @rule()
+    def reconcile_both_at_once(self) -> None:
+        """One that has lost its Lease, and one that has it."""
+
+        async def both() -> None:
+            await asyncio.gather(*(one.reconciler.step() for one in self.processes))
+
+        self.run(both())
+
+    @rule(which=WHICH, is_new=st.booleans())
+    def start_over(self, which: int, is_new: bool) -> None:
+        """As after a restart, or after a 410 to the watch of pods."""
+        if is_new:
+            self.processes[which] = Process(self, which)
+        else:
+            self.processes[which].list_pods()
+
+    @rule(name=st.sampled_from(sorted(DEVICES)))
+    def delete_a_gpu_node(self, name: str) -> None:
+        """One that has gone is made anew first."""
+        self.discover()
+        self.store.delete(name)
+
+    def discover(self) -> None:
+        for name in DEVICES:
+            if name not in self.store.objects:
+                self.make(name)
+
+    # What goes wrong.
+
+    @rule(faults=st.lists(st.sampled_from(list(Fault)), max_size=3), is_away=st.booleans())
+    def trouble(self, faults: list[Fault], is_away: bool) -> None:
+        self.store.faults, self.api.is_away = faults, is_away
+
+    @rule(seconds=st.sampled_from([1, 12, 58, 100, 290, 420]))
+    def wait(self, seconds: int) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    # What must hold.
+
+    @invariant()
+    def no_device_is_with_two_pods_on_their_node(self) -> None:
+        there = [raw for raw in self.pods() if raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED]
+        uuids = [uuid for raw in there for uuid in gpus_of(raw)]
+        assert len(uuids) == len(set(uuids))
+
+    @invariant()
+    def whoever_is_on_a_node_holds_what_it_was_promised(self) -> None:
+        for raw in self.pods():
+            node = raw["spec"].get("nodeName")
+            if not node or raw["status"]["phase"] in ENDED:
+                continue
+            held = self.store.objects.get(node, {"status": {}})["status"].get("held")
+            if held is not None:
+                entries = [held.get(f"{uuid}/0") for uuid in gpus_of(raw)]
+                assert [entry and entry.get("uid") for entry in entries] == [raw["metadata"]["uid"]] * len(entries)
+
+    @rule(is_fresh=st.booleans(), which=WHICH)
+    def in_the_end_the_ledger_says_what_is(self, is_fresh: bool, which: int) -> None:
+        """Once all is well and nothing is under way, one of them alone makes it so."""
+        self.store.faults, self.api.is_away = [], False
+        one = self.processes[which] = Process(self, which) if is_fresh else self.processes[which]
+        for _ in range(6):
+            self.now += BIND_DEADLINE + REQUEST_TIMEOUT + PENDING_DEADLINE + 4 * CLOCK_SKEW + 2 * PATIENCE
+            one.hear_of_pods()
+            one.hear_of_nodes()
+            self.run(one.reconciler.step())
+            self.discover()
+        expected = {
+            f"{uuid}/0": raw["metadata"]["uid"]
+            for raw in self.pods()
+            if raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED
+            for uuid in gpus_of(raw)
+        }
+        held = {
+            slot: entry.get("uid")
+            for raw in self.store.objects.values()
+            for slot, entry in (raw["status"].get("held") or {}).items()
+        }
+        assert held == expected
+        one.hear_of_nodes()
+        known = {str(slot): one.uid for one in one.ledger.reservations() for slot in one.slots}
+        assert known == expected
+
+
+World.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestWorld = World.TestCase
