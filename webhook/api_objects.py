@@ -10,6 +10,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.calls import LOST, NODE_PATH, answered
 from webhook.cluster import REQUEST_TIMEOUT, as_raw, translated
+from webhook.core.errors import GpuwardenError
 from webhook.ledger.store import Raw, RefusedError, StoreAwayError
 from webhook.namespaces import NamespacesUnavailableError
 
@@ -120,12 +121,9 @@ async def node_in(api: client.ApiClient, name: str) -> Raw | None:
     if status == 404:
         return None
     try:
-        raw = msgspec.json.decode(body, type=Raw)
-        if (status, raw["kind"], raw["metadata"]["name"]) == (200, "Node", name):
-            return raw
-    except (msgspec.DecodeError, KeyError, TypeError) as exc:
-        raise StoreAwayError(f"the API server answered {status}, and no node") from exc
-    raise StoreAwayError(f"the API server answered {status}, and not with that node")
+        return the_one(status, body, "Node", name)
+    except NotTheOneError as exc:
+        raise StoreAwayError(str(exc)) from exc
 
 
 class ApiNamespaces:
@@ -142,18 +140,26 @@ class ApiNamespaces:
             raise NamespacesUnavailableError("the API server cannot be reached") from exc
         if status == 404:
             return None
-        return namespace_in(status, body, name)
+        try:
+            return the_one(status, body, "Namespace", name)
+        except NotTheOneError as exc:
+            raise NamespacesUnavailableError(str(exc)) from exc
 
 
-def namespace_in(status: int, body: bytes, name: str) -> Raw:
-    """The namespace that was asked for: its name comes from whoever sends reviews, and `..` is the path of another."""
+class NotTheOneError(GpuwardenError):
+    """An answer that is not the object that was asked for."""
+
+
+def the_one(status: int, body: bytes, kind: str, name: str) -> Raw:
+    """The object that was asked for: its name may come from whoever sends reviews, and `..` is the path of another."""
     try:
-        raw = msgspec.json.decode(body, type=Raw)
-        if (status, raw["kind"], raw["metadata"]["name"]) == (200, "Namespace", name):
-            return raw
+        raw: Raw = msgspec.json.decode(body, type=Raw)
+        is_the_one = (status, raw["kind"], raw["metadata"]["name"]) == (200, kind, name)
     except (msgspec.DecodeError, KeyError, TypeError) as exc:
-        raise NamespacesUnavailableError(f"the API server answered {status}, and no namespace") from exc
-    raise NamespacesUnavailableError(f"the API server answered {status}, and not with that namespace")
+        raise NotTheOneError(f"the API server answered {status}, and no {kind}") from exc
+    if not is_the_one:
+        raise NotTheOneError(f"the API server answered {status}, and not with that {kind}")
+    return raw
 
 
 def is_not_found(exc: StoreAwayError) -> bool:

@@ -63,13 +63,16 @@ class Worker:
         return sum(map(float, found))
 
 
+Way = tuple["Worker", asyncio.StreamReader, asyncio.StreamWriter]
+
+
 class Balancer:
     """As a Service: each connection goes to the next server that takes it."""
 
     def __init__(self) -> None:
         self.servers: list[Worker] = []
         self._turn = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Worker | None] = {}
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
@@ -80,39 +83,48 @@ class Balancer:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(list(self._tasks))
 
     async def only(self, *servers: Worker) -> None:
         """From now on these; connections to others end, as when a Service loses an endpoint that died."""
         self.servers = list(servers)
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended([task for task, server in self._tasks.items() if server not in servers])
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         try:
-            there = await self._connected()
-            if there is not None:
+            way = await self._connected()
+            if way is not None:
+                self._tasks[task], answers, questions = way
                 with suppress(asyncio.CancelledError):
-                    await asyncio.gather(pumped(reader, there[1]), pumped(there[0], writer))
-                there[1].close()
+                    await asyncio.gather(pumped(reader, questions), pumped(answers, writer))
+                questions.close()
         finally:
             writer.close()
 
-    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    async def _connected(self) -> Way | None:
         first = next(self._turn)
         for offset in range(len(self.servers)):
-            server = self.servers[(first + offset) % len(self.servers)]
-            with suppress(OSError):
-                return await asyncio.open_connection("127.0.0.1", server.port)
+            way = await way_to(self.servers[(first + offset) % len(self.servers)])
+            if way is not None:
+                return way
         return None
+
+
+async def way_to(server: Worker) -> Way | None:
+    with suppress(OSError):
+        return server, *await asyncio.open_connection("127.0.0.1", server.port)
+    return None
+
+
+async def ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancelled, and over."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def pumped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,7 +10,7 @@ from attrs import define, field
 
 from scripts.controlplane.cluster import gpu_node
 from tests.e2e.charted import Process, Release, free_port
-from tests.e2e.crew import Balancer, Worker
+from tests.e2e.crew import Balancer, Way, Worker, ended, way_to
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw
 from webhook.clock import utc_now
 
@@ -23,12 +23,8 @@ PROXIES_LAG = 1.0
 class Proxy(Balancer):
     """As kube-proxy: who gets a connection is settled before anybody asks whether he takes it."""
 
-    async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        if self.servers:
-            server = self.servers[next(self._turn) % len(self.servers)]
-            with suppress(OSError):
-                return await asyncio.open_connection("127.0.0.1", server.port)
-        return None
+    async def _connected(self) -> Way | None:
+        return await way_to(self.servers[next(self._turn) % len(self.servers)]) if self.servers else None
 
 
 @define(eq=False)
@@ -204,9 +200,3 @@ class Kubelet:
 
 def now() -> str:
     return utc_now().strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-async def ended(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
