@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from select import select
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -26,6 +27,7 @@ class Running:
     process: subprocess.Popen[str]
     ready: str
     directory: Path
+    log: Path
 
     @property
     def urls(self) -> dict[str, str]:
@@ -45,8 +47,8 @@ class Running:
     def stop(self) -> tuple[int, str, str]:
         """Ask it to stop; exit code, what else came on stdout, and the log."""
         self.process.send_signal(signal.SIGTERM)
-        out, log = self.process.communicate(timeout=STOP_TIMEOUT)
-        return self.process.returncode, out, log
+        out, _ = self.process.communicate(timeout=STOP_TIMEOUT)
+        return self.process.returncode, out, self.log.read_text()
 
 
 # Most tests in a cluster are not about evidence. What a test says itself comes later, and counts.
@@ -68,32 +70,39 @@ def serving(directory: Path, inventory: Any, flags: Sequence[str] = ()) -> Itera
         (directory / "inventory.json").write_text(json.dumps(inventory))
         own = ["--inventory", "inventory.json"]
     ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
-    command = [GPUWARDEN, "serve", *own, *ports, *WITHOUT_EVIDENCE, *flags]
-    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield Running(process, ready_line(process), directory)
-        finally:
-            process.kill()
+    with started([GPUWARDEN, "serve", *own, *ports, *WITHOUT_EVIDENCE, *flags], directory) as running:
+        yield running
 
 
 @contextmanager
 def reconciling(directory: Path, flags: Sequence[str], command: str = "reconcile") -> Iterator[Running]:
     """A `gpuwarden reconcile`, or `bind`, that watches; killed at the end if the test has not stopped it."""
-    words = [GPUWARDEN, command, "--ui-port", "0", *WITHOUT_EVIDENCE, *flags]
-    with subprocess.Popen(words, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield Running(process, ready_line(process), directory)
-        finally:
-            process.kill()
+    with started([GPUWARDEN, command, "--ui-port", "0", *WITHOUT_EVIDENCE, *flags], directory) as running:
+        yield running
 
 
-def ready_line(process: subprocess.Popen[str]) -> str:
+@contextmanager
+def started(command: Sequence[str], directory: Path) -> Iterator[Running]:
+    """Whatever says that it is ready. It logs to a file: a pipe that nobody reads stops whoever writes much into it."""
+    with TemporaryDirectory() as place:
+        log = Path(place) / "log"
+        with (
+            log.open("a") as file,
+            subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=file, text=True) as process,
+        ):
+            try:
+                yield Running(process, ready_line(process, log), directory, log)
+            finally:
+                process.kill()
+
+
+def ready_line(process: subprocess.Popen[str], log: Path) -> str:
     assert process.stdout is not None
     found, _, _ = select([process.stdout], [], [], START_TIMEOUT)
     line = process.stdout.readline() if found else ""
     if not line.startswith("ready "):
         process.kill()
-        raise AssertionError(f"not ready: {line!r} {process.communicate()[1]}")
+        raise AssertionError(f"not ready: {line!r} {log.read_text()}")
     return line.rstrip("\n")
 
 

@@ -35,7 +35,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.test_ledger import GPU_NODES
-from tests.running import GPUWARDEN, WITHOUT_EVIDENCE, Running, ready_line
+from tests.running import GPUWARDEN, Running, reconciling
 from webhook.cluster import connected
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
@@ -62,15 +62,8 @@ def binding(directory: Path, kubeconfig: Path, lease_namespace: str, *flags: str
     """A `gpuwarden bind` that is ready; killed at the end if the test has not stopped it."""
     directory.mkdir()
     own = ["--kubeconfig", str(kubeconfig), "--lease-namespace", lease_namespace, "--ui-port", "0"]
-    command = [GPUWARDEN, "bind", *own, *WITHOUT_EVIDENCE, *flags]
-    with (
-        (directory / "log").open("w") as log,
-        subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True) as process,
-    ):
-        try:
-            yield Running(process, ready_line(process), directory)
-        finally:
-            process.kill()
+    with reconciling(directory, [*own, *flags], "bind") as running:
+        yield running
 
 
 @define(eq=False)
@@ -129,7 +122,7 @@ class Scene:
         await self.kube.patch(NODES, name, {"spec": spec})
 
     def log(self) -> str:
-        return (self.running.directory / "log").read_text()
+        return self.running.log.read_text()
 
 
 @pytest.fixture(scope="module")

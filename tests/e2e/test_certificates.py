@@ -196,7 +196,7 @@ async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
     files = tmp_path / "files"
     with ExitStack() as processes:
         first = processes.enter_context(keeping(cluster, tmp_path / "keep", *QUICK, *OFTEN, "--certs-dir", str(files)))
-        ready_line(first)
+        ready_line(first, tmp_path / "keep" / "log")
         running = processes.enter_context(served(tmp_path / "serve", files))
         async with behind_the_service(kube, running, {}) as namespace:
             load, begin = Load(kube, namespace, running.port), time.monotonic()
@@ -224,7 +224,7 @@ async def test_whoever_is_killed_while_certificates_change_no_review_is_lost(
     files, log = tmp_path / "files", tmp_path / "other" / "log"
     with ExitStack() as processes:
         writer = processes.enter_context(keeping(cluster, tmp_path / "keep", *QUICK, *OFTEN, "--certs-dir", str(files)))
-        ready_line(writer)
+        ready_line(writer, tmp_path / "keep" / "log")
         running = processes.enter_context(served(tmp_path / "serve", files))
         async with behind_the_service(kube, running, {}) as namespace:
             load = Load(kube, namespace, running.port)

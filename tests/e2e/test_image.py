@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from scripts.controlplane.cluster import ROOT
-from tests.running import Running, ready_line
+from tests.running import started
 from tests.test_dockerfile import instructions
 
 NOBODY = 65532
@@ -107,14 +107,10 @@ def test_it_says_its_version_and_serves_as_nobody_where_nothing_can_be_written(r
     flags = ["--tls-cert", str(files / "tls.crt"), "--tls-key", str(files / "tls.key")]
     ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0", "--inventory", str(root / "inventory.yaml")]
     command = as_nobody(root, "serve", *flags, *ports)
-    with subprocess.Popen(command, cwd=empty, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            running = Running(process, ready_line(process), empty)
-            assert httpx.get(running.urls["http"] + "/readyz", trust_env=False).status_code == 200
-            if os.getuid() == 0:
-                assert Path(f"/proc/{process.pid}").stat().st_uid == NOBODY
-            code, _, log = running.stop()
-        finally:
-            process.kill()
+    with started(command, empty) as running:
+        assert httpx.get(running.urls["http"] + "/readyz", trust_env=False).status_code == 200
+        if os.getuid() == 0:
+            assert Path(f"/proc/{running.process.pid}").stat().st_uid == NOBODY
+        code, _, log = running.stop()
     assert code == 0, log
     assert list(empty.iterdir()) == []

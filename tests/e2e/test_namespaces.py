@@ -1,7 +1,6 @@
 """A namespace's own hash, and what a cluster demands of all pods, on the real API server."""
 
 import json
-import subprocess
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from scripts.controlplane.cluster import Cluster
 from tests import builders
 from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import NAMESPACES, PODS, SERVICE_ACCOUNTS, ApiError, Kube, Raw, pod, wait_until
-from tests.running import GPUWARDEN, Running, ready_line
+from tests.running import GPUWARDEN, Running, started
 
 KEY = "gpuwarden.io/required-hash"
 TRUSTED, OTHER = "sha256:aa11", "sha256:bb22"
@@ -89,13 +88,6 @@ async def test_a_namespace_that_comes_with_its_pods_binds_the_first_of_them(here
         assert "attested as sha256:nobody-has-this" in said
 
 
-def by_default(cluster: Cluster, directory: Path) -> subprocess.Popen[str]:
-    ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0", "--kubeconfig", str(cluster.kubeconfig)]
-    return subprocess.Popen(
-        [GPUWARDEN, "serve", *ports], cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
 async def said_to(running: Running, raw: Raw) -> Mapping[str, Any]:
     async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
         answer = await client.post("/mutate", json=builders.mutating_create(raw))
@@ -108,12 +100,9 @@ async def test_a_cluster_demands_evidence_of_every_claim_if_nothing_is_said(
 ) -> None:
     directory = tmp_path / "by-default"
     directory.mkdir()
-    with by_default(cluster, directory) as process:
-        try:
-            running = Running(process, ready_line(process), directory)
-            refused = await said_to(running, builders.raw_pod(builders.raw_container(gpus=1)))
-        finally:
-            process.kill()
+    ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
+    with started([GPUWARDEN, "serve", *ports, "--kubeconfig", str(cluster.kubeconfig)], directory) as running:
+        refused = await said_to(running, builders.raw_pod(builders.raw_container(gpus=1)))
     assert not refused["allowed"]
     assert (refused["status"]["code"], refused["status"]["reason"]) == (403, "NoProvenNode")
     assert "no evidence" in refused["status"]["message"]

@@ -1,9 +1,6 @@
 """Our own scorer: the tightest fit of what is free, priority by tenant, errors as scorers are known to have them."""
 
 import json
-import re
-import select
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ import httpx
 import pytest
 
 from tests.builders import NOW, Raw
-from tests.running import GPUWARDEN, START_TIMEOUT
+from tests.running import GPUWARDEN, started
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.fleet import Fleet
 from webhook.scoring.client import DECODER
@@ -151,16 +148,8 @@ def test_the_command_serves_an_inventory_and_ends_when_told(tmp_path: Path) -> N
     config = tmp_path / "config.yaml"
     config.write_text("inventory: inventory.json\ntenantPriorities: {team-a: 91}\n")
     command = [GPUWARDEN, "score", "--config", str(config), "--ui-port", "0"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert select.select([process.stdout], [], [], START_TIMEOUT)[0]
-            found = re.fullmatch(r"ready http=(http://\S+)\n", process.stdout.readline())
-            assert found is not None
-            reply = httpx.post(f"{found[1]}/v1/score", json=question(["L4"], 8.0), trust_env=False)
-            assert (reply.json()["priority_score"], reply.json()["terms"]["free"]) == (91, 1)
-            process.terminate()
-            _, log = process.communicate(timeout=60)
-            assert (process.returncode, '"event":"stopped"' in log) == (0, True)
-        finally:
-            process.kill()
+    with started(command, tmp_path) as running:
+        reply = httpx.post(f"{running.urls['http']}/v1/score", json=question(["L4"], 8.0), trust_env=False)
+        assert (reply.json()["priority_score"], reply.json()["terms"]["free"]) == (91, 1)
+        code, _, log = running.stop()
+    assert (code, '"event":"stopped"' in log) == (0, True)

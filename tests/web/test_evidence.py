@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import trustme
+from structlog.testing import capture_logs
 
 from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, raw_container, raw_pod
@@ -263,6 +264,19 @@ async def test_a_provider_that_is_away_leaves_what_is_known_until_its_end(site: 
     reply = await site.post(await site.token())
     assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
     assert site.counted("unavailable") == 1
+
+
+async def test_while_the_keys_are_away_a_flood_of_answers_is_one_line(site: Site) -> None:
+    """Anybody can have a challenge, and sign it with anything."""
+    await site.agent.stop()
+    site.house.now += timedelta(hours=1)
+    forged = token(FOREIGN, await site.nonce(), site.house.now)
+    with capture_logs() as lines:
+        for _ in range(50):
+            assert (await site.post(forged)).status_code == 503
+    assert site.counted("unavailable") == 50
+    loud = [line["event"] for line in lines if line["log_level"] != "debug"]
+    assert loud == ["trust bundle not to be had, the last one stays"]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,10 @@ FIRST_PAUSE: Final = timedelta(seconds=1)
 LOOKS_A_WORD: Final = 30
 
 
+class KeysAwayError(EvidenceUnavailableError):
+    """No bundle is good at this moment. Each look that found none has said so."""
+
+
 class BundleSource(Protocol):
     """Where the bundle is to be had."""
 
@@ -77,7 +81,7 @@ class TrustBundle:
         self._turn = asyncio.Lock()
 
     async def key(self, key_id: str) -> jwt.PyJWK | None:
-        """A key that is not known is asked for, once in a while for all askers. Raises EvidenceUnavailableError."""
+        """A key that is not known is asked for, once in a while for all askers. Raises KeysAwayError."""
         known = self._known(key_id)
         if known is None:
             async with self._turn:  # who comes while somebody asks waits for that answer
@@ -86,7 +90,7 @@ class TrustBundle:
                     await self._refresh()
                     known = self._known(key_id)
         if self._current is None:
-            raise EvidenceUnavailableError("the keys of the trust domain are not known at this moment")
+            raise KeysAwayError("the keys of the trust domain are not known at this moment")
         return known
 
     async def refresh(self) -> None:

@@ -15,6 +15,7 @@ from webhook.core.evidence import Evidence
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_svid import MAX_TOKEN, BadTokenError, Fault
 from webhook.evidence.proofs import ReplayedProofError, UnknownNodeError
+from webhook.evidence.trust_bundle import KeysAwayError
 from webhook.setting_kinds import SUBDOMAIN
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
@@ -68,9 +69,12 @@ class EvidenceRoutes:
         except ReplayedProofError as exc:
             log.warning("proof refused", fault="replayed", problem=str(exc))
             return error(409, str(exc))
-        except EvidenceUnavailableError as exc:
-            log.warning("proof could not be taken", exc_info=exc)
+        except KeysAwayError as exc:
+            log.debug("proof could not be checked", problem=str(exc))  # by anybody, with any key
             return error(503, "the proof cannot be checked at this moment")
+        except EvidenceUnavailableError as exc:
+            log.warning("proof could not be kept", exc_info=exc)
+            return error(503, "the proof cannot be kept at this moment")
         log.info("proof accepted", node=evidence.node, hash=evidence.hash, until=evidence.until)
         return JSONResponse(told(evidence))
 
