@@ -435,11 +435,12 @@ async def test_of_two_one_binds_and_the_other_takes_over_when_it_is_killed(
         binding(tmp_path / "second", cluster.kubeconfig, namespace, *flags) as second,
     ):
         await wait_until(holder, lambda name: f"-{first.process.pid}_" in name)
-        creating = asyncio.gather(*(scene.create(f"p{number}", **theirs) for number in range(40)))
+        creating = asyncio.gather(*(scene.create(f"p{number}", **theirs) for number in range(30)))
         await wait_until(scene.on_nodes, lambda count: count >= 5)
         first.process.kill()
         started = time.monotonic()
         await creating
+        await asyncio.gather(*(scene.create(f"p{number}", **theirs) for number in range(30, 40)))
         await wait_until(scene.on_nodes, lambda count: count == 40, seconds=2 * PATIENCE)
         tell(request, seconds_after_the_kill=time.monotonic() - started)
         assert f"-{second.process.pid}_" in await holder()
