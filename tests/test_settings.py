@@ -111,6 +111,7 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "clock_skew": ("1.5", 1.5, timedelta(seconds=1.5)),
     "reload_interval": ("500ms", "500ms", timedelta(milliseconds=500)),
     "injection": ("cuda", "cuda", "cuda"),
+    "runtime_class": ("nvidia", "nvidia", "nvidia"),
     "gpu_resource": ("amd.com/gpu", "amd.com/gpu", "amd.com/gpu"),
     "write_aliases": ("false", False, False),
     "required_hash_alias": ("example.com/hash", "example.com/hash", "example.com/hash"),

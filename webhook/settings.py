@@ -322,6 +322,12 @@ class Settings:
         ),
     )
     injection: str = field(default="nvidia", metadata=declared(INJECTION, "how a GPU gets into a container"))
+    runtime_class: str | None = field(
+        default=None,
+        metadata=declared(
+            NAME, "the RuntimeClass that is written into pods with GPUs that name none; not set: none is written"
+        ),
+    )
     gpu_resource: str = field(
         default="nvidia.com/gpu", metadata=declared(RESOURCE, "the resource by which containers ask for GPUs")
     )

@@ -158,6 +158,7 @@ def rules_of(settings: Settings, namespaces: Namespaces) -> Rules:
             settings.gpu_resource,
             settings.write_aliases,
             MapVisible(settings.map_visible),
+            settings.runtime_class,
         ),
         bind_deadline=settings.bind_deadline,
         queues=settings.queues,

@@ -233,6 +233,19 @@ def test_a_copied_manifest_gets_nobodys_gpus(held: Raw, who: PodIdentity) -> Non
     )
 
 
+def test_a_pod_whose_generated_name_was_taken_is_refused_and_told_so() -> None:
+    """The API server's second try is another pod by all that can be seen."""
+    first = reservation(
+        slot("GPU-1"), id="r-1", digest=CLAIM.digest, pod_name="infer-x7k2p", uid="uid-of-the-first-try"
+    )
+    raw = given_pod()
+    raw["metadata"]["generateName"] = "infer-"
+    verdict = judged(raw, first, identity(name="infer-9qz4m"))
+    assert refused(verdict)[0] is Reason.RESERVATION_CONFLICT
+    assert isinstance(verdict, Deny)
+    assert verdict.hint.startswith("create the pod again if its generated name was taken")
+
+
 def test_a_reservation_on_its_way_out_serves_nobody() -> None:
     going = reservation(slot("GPU-1"), id="r-1", digest=CLAIM.digest, phase=Phase.RELEASING)
     assert refused(judged(given_pod(), going)) == (

@@ -1,9 +1,13 @@
 """Webhook configurations that bring a server of the test's own before the API server."""
 
 import base64
-from collections.abc import AsyncIterator
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+
+import trustme
+from aiohttp import web
 
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, pod, wait_until
 
@@ -63,6 +67,31 @@ async def reviewed(kube: Kube, namespace: str, client: Raw, ca: Path) -> AsyncIt
     finally:
         await kube.delete(MUTATING, meta["name"])
         await kube.delete(VALIDATING, meta["name"])
+
+
+@asynccontextmanager
+async def reviewer(directory: Path, answer: Callable[[Raw], Awaitable[Raw]]) -> AsyncIterator[tuple[Raw, Path]]:
+    """A webhook of the test's own at `/review`: how the API server reaches it, and its CA. `answer` gets the request of
+    a review and says what is beside its uid."""
+    ca = trustme.CA()
+    trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    ca.issue_cert("127.0.0.1").configure_cert(trust)
+    ca.cert_pem.write_to_path(directory / "reviewer.crt")
+
+    async def answered(request: web.Request) -> web.Response:
+        asked = (await request.json())["request"]
+        said = {"uid": asked["uid"], "allowed": True, **await answer(asked)}
+        return web.json_response({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": said})
+
+    app = web.Application()
+    app.router.add_post("/review", answered)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=trust).start()
+        yield at_url(f"https://127.0.0.1:{runner.addresses[0][1]}"), directory / "reviewer.crt"
+    finally:
+        await runner.cleanup()
 
 
 async def is_reviewed(kube: Kube, namespace: str) -> bool:

@@ -21,6 +21,8 @@ GPUS = 8
 DEADLINE, SKEW, SLACK = 20, 1, 10
 # On a machine that is too small for all of this a review may run out of time; it says so.
 CLEAR = {(429, "NoFreeDevice"), (503, "DeadlinePassed"), (409, "ReservationExpired")}
+# Of five random letters some are drawn twice: the API server begins anew then, with another uid (test_generated_names).
+NAME_TAKEN = (409, "ReservationConflict")
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
 # Whole tests; a machine with two cores carries out 15 to 40 creations a second, everything included.
 PATIENCE = 120.0
@@ -106,7 +108,8 @@ async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
         )
         here.judge.acquit()
         assert len(storm.tally.unclear) <= size.pods // 100, storm.tally.unclear[:5]
-        assert set(storm.tally.why) <= CLEAR
+        assert set(storm.tally.why) <= CLEAR | {NAME_TAKEN}
+        assert storm.tally.why[NAME_TAKEN] <= 3
         assert len(here.judge.seen) == len(storm.tally.made) == size.pods
         assert all(verdicts)
 

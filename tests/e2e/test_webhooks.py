@@ -2,7 +2,6 @@
 
 import base64
 import json
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import httpx
 import pytest
 import trustme
-from aiohttp import web
 
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, MUTATED, at_service, at_url, hook, reviewed
+from tests.e2e.hooks import ENABLED, MUTATED, at_service, at_url, hook, reviewed, reviewer
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
@@ -230,35 +228,24 @@ async def another_webhook(
     kube: Kube, namespace: str, directory: Path, change: Callable[[Raw], list[Raw]], policy: str
 ) -> AsyncIterator[list[str]]:
     """The uids of the reviews that it was asked for; under `IfNeeded` it has the last word at the mutating door."""
-    ca, asked = trustme.CA(), list[str]()
-    trust = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    ca.issue_cert("127.0.0.1").configure_cert(trust)
-    ca.cert_pem.write_to_path(directory / "another.crt")
+    asked: list[str] = []
 
-    async def answered(request: web.Request) -> web.Response:
-        review = (await request.json())["request"]
+    async def answer(review: Raw) -> Raw:
         asked.append(review["uid"])
         patch = base64.b64encode(json.dumps(change(review["object"])).encode()).decode()
-        said = {"uid": review["uid"], "allowed": True, "patchType": "JSONPatch", "patch": patch}
-        return web.json_response({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": said})
+        return {"patchType": "JSONPatch", "patch": patch}
 
-    app = web.Application()
-    app.router.add_post("/change", answered)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=trust).start()
-    base = at_url(f"https://127.0.0.1:{runner.addresses[0][1]}")
     selector = {"kubernetes.io/metadata.name": namespace}
-    one = hook("change.example.test", base, "/change", directory / "another.crt", selector, MUTATED)
     name = f"zz-{namespace}"  # they are called in the order of their configurations' names
-    await kube.create(MUTATING, {"metadata": {"name": name}, "webhooks": [{**one, "reinvocationPolicy": policy}]})
-    try:
-        await wait_until(lambda: acts(kube, namespace, asked))
-        asked.clear()
-        yield asked
-    finally:
-        await kube.delete(MUTATING, name)
-        await runner.cleanup()
+    async with reviewer(directory, answer) as (client, ca):
+        one = hook("change.example.test", client, "/review", ca, selector, MUTATED)
+        await kube.create(MUTATING, {"metadata": {"name": name}, "webhooks": [{**one, "reinvocationPolicy": policy}]})
+        try:
+            await wait_until(lambda: acts(kube, namespace, asked))
+            asked.clear()
+            yield asked
+        finally:
+            await kube.delete(MUTATING, name)
 
 
 async def acts(kube: Kube, namespace: str, asked: list[str]) -> bool:

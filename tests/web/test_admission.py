@@ -329,6 +329,37 @@ async def test_in_cuda_mode_one_variable_is_set_and_nothing_taken_off(build: Bui
     assert refusal(await house.mutate(gpu_pod(), "another")) == (403, "InjectionConflict")
 
 
+async def test_a_pod_with_gpus_that_names_no_runtime_class_gets_the_one_that_is_set(build: Build) -> None:
+    house = await build(runtime_class="nvidia")
+    assert (await house.create(gpu_pod()))["spec"]["runtimeClassName"] == "nvidia"
+    response = await house.mutate(gpu_pod(name="other", runtimeClassName="kata"), "another")
+    assert patched(gpu_pod(runtimeClassName="kata"), response)["spec"]["runtimeClassName"] == "kata"
+    assert response["warnings"] == [
+        "spec.runtimeClassName: GPUs are handed out by nvidia; the pod names kata, which stays"
+    ]
+
+
+async def test_only_pods_that_are_given_gpus_get_a_runtime_class(build: Build) -> None:
+    house = await build(runtime_class="nvidia")
+    proven_only = await house.create(raw_pod(raw_container(), annotations={"gpuwarden.io/required-hash": HASH}))
+    assert "affinity" in proven_only["spec"]
+    assert "runtimeClassName" not in proven_only["spec"]
+    assert "runtimeClassName" not in (await (await build()).create(gpu_pod()))["spec"]
+
+
+async def test_a_pod_that_was_dressed_before_the_runtime_class_was_set_is_as_good(build: Build) -> None:
+    """In a rolling update one replica dresses, another looks."""
+    before, after = await build(), await build(runtime_class="nvidia")
+    outfit = await after.dress(gpu_pod())
+    outfit["spec"].pop("runtimeClassName")
+    review = builders.review("CREATE", new=builders.created(outfit, uid=builders.POD_UID), uid="validate")
+    assert (await after.validate(review))["allowed"]
+    outfit = await before.dress(gpu_pod())
+    outfit["spec"]["runtimeClassName"] = "nvidia"
+    review = builders.review("CREATE", new=builders.created(outfit, uid=builders.POD_UID), uid="validate")
+    assert (await before.validate(review))["allowed"]
+
+
 async def test_without_aliases_only_our_own_keys_are_written(build: Build) -> None:
     house = await build(write_aliases=False)
     dressed = await house.dress(gpu_pod())

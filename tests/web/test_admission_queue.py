@@ -32,6 +32,17 @@ def late(**members: Any) -> Raw:
     return raw_pod(raw_container(gpus=1), labels=A100, **members)
 
 
+async def test_a_pod_that_waits_has_its_runtime_class_from_the_start(build: Build) -> None:
+    """A pod that exists cannot be given one; of one that was created before it was set, none is asked."""
+    house = await build(when_unavailable="queue", runtime_class="nvidia")
+    await house.create(raw_pod(raw_container(gpus=1), name="first", labels=A100), "first", "uid-first")
+    made = patched(late(), await house.mutate(late()))
+    assert (made["spec"]["schedulingGates"], made["spec"]["runtimeClassName"]) == ([GATE], "nvidia")
+    assert (await validated(house, made))["allowed"]
+    made["spec"].pop("runtimeClassName")
+    assert (await validated(house, made))["allowed"]
+
+
 async def validated(house: House, raw: Raw) -> Raw:
     return await house.validate(builders.review("CREATE", new=builders.created(raw), uid="validate"))
 

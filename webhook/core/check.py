@@ -118,6 +118,12 @@ def gpu_without_claim(fields: list[str], why: str) -> Deny:
 # A pod at its creation.
 
 
+CREATE_AGAIN = (
+    "create the pod again if its generated name was taken and the API server tried another; "
+    "else take the gpuwarden.io/ annotations off a copied manifest"
+)
+
+
 def matches_reservation(
     raw: RawPod,
     claim: Claim,
@@ -139,7 +145,9 @@ def matches_reservation(
         return Deny(
             Reason.RESERVATION_CONFLICT,
             f"metadata.annotations[{keys.RESERVATION_ID.name}]: reservation {reservation.id} belongs to another pod",
-            hint="take the gpuwarden.io/ annotations off a copied manifest",
+            hint=CREATE_AGAIN
+            if is_named_anew(raw, reservation)
+            else "take the gpuwarden.io/ annotations off a copied manifest",
         )
     outfit = Outfit(claim, (reservation.node,), reservation.id, reservation.uuids, has_waited=has_waited)
     fields = [readable(change["path"]) for change in changes(raw, dressed(raw, outfit, rules))]
@@ -151,6 +159,13 @@ def matches_reservation(
             causes=tuple(fields[:20]),
         )
     return None
+
+
+def is_named_anew(raw: RawPod, reservation: Reservation) -> bool:
+    """Where a generated name is taken the API server makes up another, and a uid; it asks validating webhooks only. Or
+    somebody has copied a pod with a generated name: nothing here tells the one from the other, so both are refused."""
+    prefix = raw["metadata"].get("generateName")
+    return bool(prefix) and (reservation.pod_name or "").startswith(prefix)
 
 
 def waits_as_dressed(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, claims: ClaimRules) -> Deny | None:

@@ -49,6 +49,7 @@ class DressRules:
     resource: str = "nvidia.com/gpu"
     writes_aliases: bool = True
     map_visible: MapVisible = MapVisible.UUID
+    runtime_class: str | None = None
 
     @property
     def env_names(self) -> tuple[str, ...]:
@@ -115,6 +116,24 @@ def dressed_containers(spec: Mapping[str, Json], outfit: Outfit, rules: DressRul
         for group in ("initContainers", "containers")
         if spec.get(group)
     }
+
+
+def in_runtime_class(raw: RawPod, rules: DressRules) -> RawPod:
+    """The pod as it is created, started by the runtime that hands out GPUs if it names none.
+
+    No part of `dressed`: it cannot be changed once the pod exists, and no promise hangs on it.
+    """
+    spec = raw.get("spec") or {}
+    if rules.runtime_class is None or spec.get("runtimeClassName"):
+        return raw
+    return {**raw, "spec": {**spec, "runtimeClassName": rules.runtime_class}}
+
+
+def other_runtime(raw: RawPod, rules: DressRules) -> Iterator[str]:
+    """The runtime class that stays although it is not the one for GPUs, as a warning."""
+    named = (raw.get("spec") or {}).get("runtimeClassName")
+    if rules.runtime_class is not None and named and named != rules.runtime_class:
+        yield f"spec.runtimeClassName: GPUs are handed out by {rules.runtime_class}; the pod names {named}, which stays"
 
 
 def undressed(raw: RawPod) -> dict[str, Json]:
@@ -292,7 +311,7 @@ def touched(raw: RawPod) -> dict[str, Json]:
     if parts.get("metadata"):
         parts["metadata"] = members(parts["metadata"], "annotations", "labels")
     if parts.get("spec"):
-        groups = ("affinity", "initContainers", "containers", "schedulingGates", *HINTED)
+        groups = ("affinity", "initContainers", "containers", "schedulingGates", "runtimeClassName", *HINTED)
         spec = parts["spec"] = members(parts["spec"], *groups)
         if spec.get("affinity"):
             spec["affinity"] = members(spec["affinity"], "nodeAffinity", "podAntiAffinity")

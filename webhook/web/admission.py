@@ -17,7 +17,18 @@ from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim, recorded_or_none
 from webhook.core.difference import difference
-from webhook.core.dress import DressRules, Outfit, RawPod, asked_anew, changes, dressed, replaced_env, waiting
+from webhook.core.dress import (
+    DressRules,
+    Outfit,
+    RawPod,
+    asked_anew,
+    changes,
+    dressed,
+    in_runtime_class,
+    other_runtime,
+    replaced_env,
+    waiting,
+)
 from webhook.core.errors import (
     InvalidPodError,
     LedgerError,
@@ -265,10 +276,12 @@ class Admission:
         return bool(claim.count) or claim.nodes.terms is None
 
     def _queued(self, raw: RawPod, clean: RawPod, claim: Claim, refused: Deny) -> Admit:
-        why = plain(refused.sentence, length=900)
+        rules = self._rules.dress
+        made: RawPod = waiting(clean, claim, rules, plain(refused.sentence, length=900))
+        made, other = (in_runtime_class(made, rules), other_runtime(raw, rules)) if claim.count else (made, ())
         return Admit(
-            changes(raw, waiting(clean, claim, self._rules.dress, why)),
-            warnings=(f"the pod waits: {refused.sentence}", *claim.warnings),
+            changes(raw, made),
+            warnings=(f"the pod waits: {refused.sentence}", *claim.warnings, *other),
             audit={"reason": Reason.QUEUED.value, "waits-for": refused.reason.value},
             reason=Reason.QUEUED,
         )
@@ -277,13 +290,16 @@ class Admission:
         self, raw: RawPod, pod: Pod, outfit: Outfit, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
     ) -> Admit:
         rules = self._rules.dress
-        replaced = tuple(replaced_env(pod, outfit, rules)) if outfit.uuids else ()
+        made: RawPod = dressed(raw if clean is None else clean, outfit, rules)
+        said: tuple[str, ...] = ()
+        if outfit.uuids:
+            made, said = in_runtime_class(made, rules), (*replaced_env(pod, outfit, rules), *other_runtime(raw, rules))
         audit = {"reason": Reason.ADMITTED.value, "node": ",".join(outfit.nodes[:8])}
         if outfit.reservation_id is not None:
             audit |= {"reservation": outfit.reservation_id, "gpus": outfit.visible}
         return Admit(
-            changes(raw, dressed(raw if clean is None else clean, outfit, rules)),
-            warnings=(*warnings, *outfit.claim.warnings, *replaced),
+            changes(raw, made),
+            warnings=(*warnings, *outfit.claim.warnings, *said),
             audit=audit,
         )
 
