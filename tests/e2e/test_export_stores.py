@@ -124,6 +124,18 @@ class TestPostgres:
                 await exporter.export(batch())
         assert not caught.value.is_lasting
 
+    async def test_a_password_whose_file_has_changed_is_the_new_one(
+        self, postgres: Postgres, table: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "password"
+        file.write_text("wrong\n")
+        async with exporting(target_of(postgres, table, password="wrong", password_file=file)) as exporter:
+            with pytest.raises(ExportError, match="password authentication failed"):
+                await exporter.export(batch())
+            file.write_text(f"{postgres.password}\n")
+            await exporter.export(batch())
+        assert rows(postgres, table) == "2"
+
     @pytest.mark.defect("S2-10")
     @pytest.mark.parametrize("name", ["Serials", "other.Serials", 'with "quotes" and spaces', "x" * 55])
     async def test_a_table_may_have_any_name(self, postgres: Postgres, name: str) -> None:

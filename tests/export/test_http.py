@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -59,6 +60,22 @@ async def test_a_batch_is_one_request_with_s2s_headers_and_payload() -> None:
     first, second = json.loads(request.body)
     assert list(first)[:7] == ["cluster", "node", "machine", "source", "chassis", "gpu", "time"]
     assert [first["gpu"], second["gpu"]] == ["1760000000011", "1760000000012"]
+
+
+async def test_a_token_whose_file_has_changed_is_the_new_one(tmp_path: Path) -> None:
+    """What cannot be read, or be said in a header, changes nothing."""
+    file = tmp_path / "token"
+    async with listening() as endpoint:
+        target = HttpTarget(f"{endpoint.url}/data", timedelta(seconds=20), "first", file, proxied=False)
+        exporter = HttpExporter(target, clock, Slept())
+        for content in (b"first\n", b"second\n", None, b"\xff", b"two\nlines", "größer".encode()):
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_bytes(content)
+            await exporter.export(batch())
+        await exporter.close()
+    said = [request.headers["authorization"].removeprefix("Bearer ") for request in endpoint.requests]
+    assert said == ["first", "second", "first", "first", "first", "first"]
 
 
 async def test_without_a_token_none_is_sent() -> None:

@@ -15,7 +15,7 @@ from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
-from webhook.export.targets import HttpTarget, is_read_on_the_way
+from webhook.export.targets import HttpTarget, is_read_on_the_way, newest
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +41,10 @@ class TryAgainError(ExportError):
         self.after = after
 
 
+def can_be_said(token: str) -> bool:
+    return token.isascii() and token.isprintable()
+
+
 class HttpExporter:
     """One request for a batch's readings and one for its uses. 2xx means stored, once its answer is here whole."""
 
@@ -48,7 +52,7 @@ class HttpExporter:
 
     def __init__(self, target: HttpTarget, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
         """Raises GpuwardenError where the token cannot be said."""
-        if target.token is not None and not (target.token.isascii() and target.token.isprintable()):
+        if target.token is not None and not can_be_said(target.token):
             raise GpuwardenError("the token of the http exporter is no line of printable ASCII")
         if is_read_on_the_way(target):
             log.warning("everybody on the way can read the token", endpoint=target.endpoint, hint="use https")
@@ -127,7 +131,10 @@ class HttpExporter:
             raise TryAgainError(f"no whole answer: {str(exc) or type(exc).__name__}") from exc
 
     def _token(self) -> dict[str, str]:
-        return {} if self._target.token is None else {"Authorization": f"Bearer {self._target.token}"}
+        if self._target.token is None:
+            return {}
+        found = newest(self._target.token, self._target.token_file)
+        return {"Authorization": f"Bearer {found if can_be_said(found) else self._target.token}"}
 
 
 async def bounded(reply: httpx.Response) -> httpx.Response:

@@ -30,7 +30,7 @@ from webhook.export.tables import (
     use_row,
     width,
 )
-from webhook.export.targets import PostgresTarget, is_here
+from webhook.export.targets import PostgresTarget, is_here, newest
 
 log = structlog.get_logger(__name__)
 
@@ -223,7 +223,7 @@ async def connected(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
         port=target.port,
         dbname=target.db,
         user=target.user,
-        password=target.password,
+        password=newest(target.password, target.password_file),
         sslmode=target.sslmode,
         sslrootcert=target.sslrootcert,
         connect_timeout=max(2, round(target.connect_timeout.total_seconds())),

@@ -36,7 +36,7 @@ from webhook.export.kinds import (
     WORDS,
     WORKERS,
 )
-from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_here
+from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_here, secret_in
 from webhook.setting_kinds import FILE, HOST, NAMESPACE, TRUTH, URL
 from webhook.setting_table import (
     EXPORT_PREFIX,
@@ -262,6 +262,7 @@ class ExportSettings:
             endpoint=self.http_endpoint or "",
             timeout=self.http_timeout,
             token=secret(self.http_auth_token, self.http_auth_token_file),
+            token_file=self.http_auth_token_file,
         )
 
     @property
@@ -272,6 +273,7 @@ class ExportSettings:
             db=self.postgres_db or "",
             user=self.postgres_user or "",
             password=secret(self.postgres_password, self.postgres_password_file) or "",
+            password_file=self.postgres_password_file,
             sslmode=self.postgres_sslmode,
             sslrootcert=self.postgres_sslrootcert,
             table=self.postgres_table,
@@ -302,7 +304,7 @@ class ExportSettings:
 
 
 def secret(text: str | None, file: Path | None) -> str | None:
-    return text if file is None else file.read_text().strip("\r\n")
+    return text if file is None else secret_in(file)
 
 
 TABLE: Final = settings_of(ExportSettings, EXPORT_PREFIX)

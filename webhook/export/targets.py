@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from attrs import field, frozen
@@ -13,6 +14,7 @@ class HttpTarget:
     endpoint: str
     timeout: timedelta
     token: str | None = field(default=None, repr=False)
+    token_file: Path | None = None
     # HTTPS_PROXY and its like count, as they did for S2.
     proxied: bool = True
 
@@ -23,6 +25,7 @@ class PostgresTarget:
     db: str
     user: str
     password: str = field(repr=False)
+    password_file: Path | None = None
     port: int = 5432
     sslmode: str = "require"
     # A file; libpq looks for one in the home directory if there is none.
@@ -53,6 +56,21 @@ class ObjectTarget:
     @property
     def url(self) -> str:
         return self.bucket if "://" in self.bucket else f"s3://{self.bucket}"
+
+
+def secret_in(file: Path) -> str:
+    """Raises OSError, UnicodeDecodeError."""
+    return file.read_text().strip("\r\n")
+
+
+def newest(known: str, file: Path | None) -> str:
+    """A secret as its file has it at this moment; while that cannot be read, as it was when the process began."""
+    if file is None:
+        return known
+    try:
+        return secret_in(file)
+    except (OSError, UnicodeDecodeError):
+        return known
 
 
 def is_read_on_the_way(target: HttpTarget) -> bool:
