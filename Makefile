@@ -85,7 +85,7 @@ docker-build: ## build the image: make docker-build IMG=name:tag (needs Docker w
 	docker build --build-arg PYTHON_IMAGE="$$base" --tag "$(IMG)" .
 
 chart: $(VENV)/dev.stamp ## write what the chart and deploy/ say from the manifests and the settings
-	@for part in values manifests dashboard deploy; do $(BIN)/python -m scripts.chart_$$part || exit 1; done
+	$(BIN)/python -m scripts.chart
 
 lock: $(VENV)/dev.stamp ## lock the dependencies anew, with hashes
 	scripts/lock.sh $(BIN)/uv

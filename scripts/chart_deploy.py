@@ -1,4 +1,4 @@
-"""`python -m scripts.chart_deploy` writes deploy/: what the chart renders for people who have no helm. A test compares.
+"""`make chart` writes deploy/: what the chart renders for people who have no helm. A test compares.
 
 Needs helm, which `make test` installs.
 """
@@ -16,7 +16,7 @@ from attrs import frozen
 from scripts.chart_values import CHART, ROOT
 
 DEPLOY: Final = ROOT / "deploy"
-HEAD: Final = "# Written by `python -m scripts.chart_deploy` from the chart.\n"
+HEAD: Final = "# Written by `make chart` from the chart.\n"
 # What these manifests are for.
 KUBERNETES: Final = "1.36.0"
 
@@ -184,13 +184,3 @@ def written() -> dict[Path, str]:
     found = {path: text for flow in FLOWS for path, text in files(flow).items()}
     found[DEPLOY / "extender/scheduler/scheduler-config.yaml"] = SCHEDULER
     return found
-
-
-def main() -> None:
-    for path, text in written().items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

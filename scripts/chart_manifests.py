@@ -1,4 +1,4 @@
-"""`python -m scripts.chart_manifests` writes into the chart what is shipped elsewhere, so that nothing is said twice:
+"""`make chart` writes into the chart what is shipped elsewhere, so that nothing is said twice:
 CRDs, webhook configurations, policies and roles as templates, alerts and the dashboard as files. A test compares.
 """
 
@@ -16,7 +16,7 @@ from webhook import crds
 from webhook.policies import Installation, Manifest, certs, export, policies, rbac, score, webhooks
 
 GENERATED: Final = CHART / "templates/generated"
-HEAD: Final = "{{- /* Written by `python -m scripts.chart_manifests`. */ -}}\n"
+HEAD: Final = "{{- /* Written by `make chart`. */ -}}\n"
 
 # What stands in the manifests for what only the release knows, and the template that says it.
 NAMESPACE: Final = "xx-namespace"
@@ -256,13 +256,3 @@ def written() -> dict[Path, str]:
         CHART / "files/alerts.yaml": alerts(),
         CHART / "files/dashboard.json": json.dumps(dashboard(), indent=1) + "\n",
     }
-
-
-def main() -> None:
-    for path, text in written().items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The values of the chart, declared once. `python -m scripts.chart_values` writes chart/values.yaml,
+"""The values of the chart, declared once. `make chart` writes chart/values.yaml,
 chart/values.schema.json and docs/configure.md from here; a test compares.
 
 What gpuwarden itself takes as settings is not repeated: `settings` and `export.settings` follow the commands' tables.
@@ -477,7 +477,7 @@ def nested(found: Iterable[Value]) -> dict[str, Any]:
     return tree
 
 
-HEAD: Final = "# Written by `python -m scripts.chart_values`, which is where a value is changed.\n"
+HEAD: Final = "# Written by `make chart` from scripts/chart_values.py, which is where a value is changed.\n"
 GROUPS: Final = {
     "settings": "What gpuwarden itself goes by, in all processes: docs/settings.md. What is not set has the default.",
     "serve": "`gpuwarden serve`.",
@@ -541,9 +541,9 @@ def schema_of(tree: Mapping[str, Any]) -> Schema:
 REFERENCE: Final = """\
 # Values of the chart
 
-Written by `python -m scripts.chart_values`. Values that are not here are refused, and so are combinations that cannot
-work: each with one sentence. What gpuwarden itself takes (`settings.*`) is explained in [settings.md](settings.md); how
-to install is in [install.md](install.md).
+Written by `make chart` from `scripts/chart_values.py`. Values that are not here are refused, and so are combinations
+that cannot work: each with one sentence. What gpuwarden itself takes (`settings.*`) is explained in
+[settings.md](settings.md); how to install is in [install.md](install.md).
 
 | value | default | what it does |
 |---|---|---|
@@ -584,13 +584,3 @@ def written() -> dict[Path, str]:
         CHART / "files/moved.yaml": moved_yaml(),
         ROOT / "docs/configure.md": reference(),
     }
-
-
-def main() -> None:
-    for path, text in written().items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

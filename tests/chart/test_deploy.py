@@ -21,7 +21,7 @@ def manifests(directory: str) -> list[Raw]:
 
 
 def test_what_is_there_is_what_the_chart_renders() -> None:
-    """Run `python -m scripts.chart_deploy` after a change of the chart."""
+    """Run `make chart` after a change of the chart."""
     expected = written()
     assert {path for path in DEPLOY.rglob("*") if path.is_file()} == {*expected}
     for path, text in expected.items():

@@ -22,9 +22,7 @@ FILES = {**chart_values.written(), **chart_manifests.written()}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_written_by_a_script_is_as_the_script_writes_it(path: Path) -> None:
-    assert path.read_text() == FILES[path], (
-        "run `python -m scripts.chart_values` and `python -m scripts.chart_manifests`"
-    )
+    assert path.read_text() == FILES[path], "run `make chart`"
 
 
 def test_nothing_else_is_in_the_folder_of_generated_templates() -> None:
