@@ -52,6 +52,12 @@ SAID: Final[Mapping[str, str]] = {
     FAILURE_POLICY: "{{ .Values.webhooks.failurePolicy }}",
     str(PATIENCE): "{{ .Values.webhooks.timeoutSeconds }}",
 }
+# Where they stand alone, for YAML makes a number of `123` and a truth of `on`.
+QUOTED: Final[Mapping[str, str]] = {
+    NAMESPACE: "{{ quote .Release.Namespace }}",
+    OPT_IN: "{{ quote .Values.webhooks.optInLabel }}",
+    GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace | quote }}',
+}
 RELEASE: Final = Installation(
     namespace=NAMESPACE,
     service=SERVICE,
@@ -79,6 +85,8 @@ def template(found: Iterable[Manifest]) -> str:
     whole = yaml.safe_dump_all(found, sort_keys=False, width=120, explicit_start=True)
     if "{{" in whole:
         raise ValueError("a manifest has a text that Helm would take for its own")
+    for token, said in QUOTED.items():
+        whole = re.sub(rf"^( *(?:- |[\w-]+: |- [\w-]+: )?){token}(:.*)?$", rf"\1{said}\2", whole, flags=re.M)
     for token, said in SAID.items():
         whole = whole.replace(token, said)
     whole = re.sub(

@@ -202,7 +202,7 @@ apiVersion: apps/v1
 kind: Deployment
 metadata:
   name: {{ include "gpuwarden.component" (list $root .component) }}
-  namespace: {{ $root.Release.Namespace }}
+  namespace: {{ quote $root.Release.Namespace }}
   labels:
     {{- include "gpuwarden.labels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
@@ -223,7 +223,7 @@ apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
   name: {{ include "gpuwarden.component" (list $root .component) }}
-  namespace: {{ $root.Release.Namespace }}
+  namespace: {{ quote $root.Release.Namespace }}
   labels:
     {{- include "gpuwarden.labels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}

@@ -3,6 +3,7 @@
 import base64
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ EVERYTHING: Raw = {
     "extender.enabled": True,
     "networkPolicy.enabled": True,
 }
+
+MONITORED: Raw = {"serviceMonitor.enabled": True, "prometheusRule.enabled": True}
 
 
 def webhooks(found: list[Raw]) -> list[Raw]:
@@ -53,6 +56,34 @@ def test_a_name_of_digits_stays_a_name() -> None:
     assert 123 not in excluded
     assert {pod["spec"]["priorityClassName"] for name, pod in pods(found) if name == "serve"} == {"123"}
     assert "123" in [one["metadata"]["name"] for one in of_kind(found, "PriorityClass")]
+
+
+@pytest.mark.parametrize("digits", ["1999", "on", "null"])
+def test_a_release_in_a_namespace_that_yaml_reads_as_something_else(digits: str) -> None:
+    """Wherever it stands alone it is in quotes: a number, a truth or nothing is no namespace."""
+    for values in (
+        {**EVERYTHING, **MONITORED},
+        {**EXISTING, "webhooks.optInLabel": digits},
+        {"tls.mode": "certManager"},
+    ):
+        assert list(wrong_kinds(rendered(values, namespace=digits))) == []
+
+
+def wrong_kinds(found: Any, path: str = "") -> Iterator[str]:
+    """Where something stands that Kubernetes wants to be text."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if not isinstance(key, str):
+                yield f"{path}: {key!r}"
+            elif key in ("name", "namespace") and not isinstance(value, str | dict):
+                yield f"{path}.{key}: {value!r}"
+            elif key in ("values", "matchNames", "dnsNames"):
+                yield from (f"{path}.{key}: {one!r}" for one in value if not isinstance(one, str))
+            else:
+                yield from wrong_kinds(value, f"{path}.{key}")
+    elif isinstance(found, list):
+        for number, one in enumerate(found):
+            yield from wrong_kinds(one, f"{path}[{number}]")
 
 
 @pytest.mark.defect("S1-16")
