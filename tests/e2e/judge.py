@@ -43,7 +43,8 @@ class Judge:
         self.seen: set[str] = set()
         """The uid of every pod that has ever held a GPU."""
         self.ready = asyncio.Event()
-        self.breaks = 0
+        self.lists = 0
+        """Between a watch that ended and a list a pod may come and go unseen: with one list none has."""
 
     @property
     def gpus(self) -> set[str]:
@@ -54,22 +55,28 @@ class Judge:
             raise PromiseBrokenError("\n".join(self.wrongs[:5]))
 
     async def run(self) -> None:
-        """For ever; a watch that ends is begun anew with a list, which is one moment too."""
+        """For ever; a watch that ends goes on where it was, so that no pod is missed. Where that is too long ago a list
+        is made, which is one moment too."""
+        version: str | None = None
         while True:
             try:
-                version = await self._list()
+                version = version or await self._list()
                 self.ready.set()
                 async for event in self._kube.watch(PODS, resourceVersion=version):
                     if event["type"] == "ERROR":
+                        version = None
                         break
+                    version = event["object"]["metadata"]["resourceVersion"]
                     self._tell(event)
-            except (httpx.HTTPError, ApiError):
+            except ApiError:
+                version = None
+            except httpx.HTTPError:
                 pass
-            self.breaks += 1
             await asyncio.sleep(0.1)
 
     async def _list(self) -> str:
         whole = await self._kube.call("GET", PODS.path(None))
+        self.lists += 1
         self.living.clear()
         self.of_gpu.clear()
         for raw in whole["items"]:

@@ -104,6 +104,7 @@ async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
             refilled_s=refilled,
             free_after_the_last_pod_s=freed_after,
             wrongs=len(here.judge.wrongs),
+            judges_lists=here.judge.lists,
             unclear=len(storm.tally.unclear),
         )
         here.judge.acquit()

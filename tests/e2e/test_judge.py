@@ -1,0 +1,61 @@
+"""The judge of the pods misses none, also when its watch ends."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from attrs import define, field
+
+from tests.e2e.judge import Judge, PromiseBrokenError
+from tests.e2e.kube import Raw
+
+
+def event(version: int, uid: str, gpu: str, kind: str = "ADDED") -> Raw:
+    meta = {"uid": uid, "name": uid, "namespace": "ml", "resourceVersion": str(version)}
+    env = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": gpu}]
+    notes = {"gpuwarden.io/gpu-uuid": gpu, "gpuwarden.io/node": "node-a"}
+    spec = {"containers": [{"env": env}]}
+    return {"type": kind, "object": {"metadata": {**meta, "annotations": notes}, "spec": spec}}
+
+
+@define
+class Story:
+    """An API server that remembers what it told; every watch of it breaks after one event."""
+
+    events: list[Raw]
+    told: asyncio.Event = field(factory=asyncio.Event)
+
+    async def call(self, *_: Any) -> Raw:
+        return {"metadata": {"resourceVersion": "0"}, "items": []}
+
+    async def watch(self, _: object, *, resourceVersion: str) -> AsyncIterator[Raw]:
+        later = [one for one in self.events if int(one["object"]["metadata"]["resourceVersion"]) > int(resourceVersion)]
+        if not later:
+            self.told.set()
+            await asyncio.Event().wait()
+        yield later[0]
+        raise httpx.ReadError("cut")
+
+
+async def judged(story: Story) -> Judge:
+    judge = Judge(story)  # type: ignore[arg-type]
+    running = asyncio.create_task(judge.run())
+    await asyncio.wait_for(story.told.wait(), 10)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    return judge
+
+
+async def test_a_pod_that_came_and_went_while_the_watch_was_away_is_seen() -> None:
+    story = [event(1, "a", "GPU-1"), event(2, "b", "GPU-2"), event(3, "b", "GPU-2", "DELETED")]
+    judge = await judged(Story(story))
+    judge.acquit()
+    assert (judge.seen, set(judge.living), judge.lists) == ({"a", "b"}, {"a"}, 1)
+
+
+async def test_two_pods_on_one_gpu_are_seen_over_a_break_and_never_forgiven() -> None:
+    judge = await judged(Story([event(1, "a", "GPU-1"), event(2, "b", "GPU-1"), event(3, "a", "GPU-1", "DELETED")]))
+    with pytest.raises(PromiseBrokenError, match="ml/b at 2: GPU-1 is also of a"):
+        judge.acquit()
