@@ -16,15 +16,16 @@ from webhook.evidence.workload_api import NoIdentityError, OwnIdentity
 from webhook.evidence.x509_svid import X509Svid, each_der
 
 CA = Authority()
-FIRST = CA.issue(VERIFIER)
-SECOND_SVID = CA.issue(VERIFIER)
+# For messages that are looked at and no more: what is used as an identity is issued in its test.
+ISSUED = CA.issue(VERIFIER)
 
 
 class Scene:
     """A Workload API and who asks it, by a clock that the test may turn."""
 
     def __init__(self, directory: Path) -> None:
-        self.api = WorkloadApiDouble(str(directory / "agent.sock"), [FIRST], [CA.root])
+        self.first = CA.issue(VERIFIER)  # for an hour from now
+        self.api = WorkloadApiDouble(str(directory / "agent.sock"), [self.first], [CA.root])
         self.ahead = timedelta(0)
         self.own_id: str | None = None
         self._identities: list[OwnIdentity] = []
@@ -57,7 +58,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 async def test_the_svid_comes_with_its_key_and_the_roots_of_its_trust_domain(scene: Scene) -> None:
     svid = await scene.identity().current()
     assert (svid.spiffe_id, svid.trust_domain, svid.roots) == (VERIFIER, TRUST_DOMAIN, CA.root)
-    assert svid.pem.decode() == FIRST.pem
+    assert svid.pem.decode() == scene.first.pem
     assert "PRIVATE" not in repr(svid)
 
 
@@ -65,7 +66,7 @@ async def test_a_rotation_arrives_without_being_asked_for(scene: Scene) -> None:
     identity = scene.identity()
     before = await identity.current()
     other = Authority()
-    scene.api.rotate(SECOND_SVID, roots=[CA.root, other.root])
+    scene.api.rotate(CA.issue(VERIFIER), roots=[CA.root, other.root])
 
     async def has_arrived() -> bool:
         return (await identity.current()).pem != before.pem
@@ -77,7 +78,7 @@ async def test_a_rotation_arrives_without_being_asked_for(scene: Scene) -> None:
 
 async def test_one_of_several_is_chosen_by_its_id(scene: Scene) -> None:
     chosen = CA.issue(f"spiffe://{TRUST_DOMAIN}/chosen")
-    scene.api.identities = [FIRST, chosen]
+    scene.api.identities = [scene.first, chosen]
     assert (await scene.identity().current()).spiffe_id == VERIFIER
     scene.own_id = chosen.spiffe_id
     assert (await scene.identity().current()).spiffe_id == chosen.spiffe_id
@@ -119,7 +120,7 @@ async def test_a_connection_that_has_let_our_svid_end_is_made_anew(scene: Scene)
 
     async def has_arrived() -> bool:
         try:
-            return (await identity.current()).pem != FIRST.pem.encode()
+            return (await identity.current()).pem != scene.first.pem.encode()
         except NoIdentityError:
             return False
 
@@ -131,7 +132,7 @@ async def test_a_workload_api_that_comes_back_is_heard_again(scene: Scene) -> No
     before = await identity.current()
     await scene.api.stop()
     Path(scene.api.path).unlink(missing_ok=True)
-    scene.api.identities = [SECOND_SVID]
+    scene.api.identities = [CA.issue(VERIFIER)]
     await scene.api.start()
 
     async def has_arrived() -> bool:
@@ -172,15 +173,17 @@ def entry(spiffe_id: str, chain: bytes, key: bytes, roots: bytes) -> bytes:
     ("raw", "problem"),
     [
         pytest.param(b"", "without certificate, key or roots", id="nothing"),
-        pytest.param(entry(VERIFIER, FIRST.chain, b"", CA.root), "without certificate, key or roots", id="no-key"),
-        pytest.param(entry(VERIFIER, FIRST.chain, FIRST.key, b""), "without certificate, key or roots", id="no-roots"),
+        pytest.param(entry(VERIFIER, ISSUED.chain, b"", CA.root), "without certificate, key or roots", id="no-key"),
         pytest.param(
-            entry("spiffe://example.org/x", FIRST.chain, FIRST.key, CA.root), "is somebody else's", id="another-id"
+            entry(VERIFIER, ISSUED.chain, ISSUED.key, b""), "without certificate, key or roots", id="no-roots"
         ),
-        pytest.param(entry(VERIFIER, FIRST.chain[:-1], FIRST.key, CA.root), "cut off", id="cut-off"),
-        pytest.param(entry(VERIFIER, FIRST.chain + b"\x30", FIRST.key, CA.root), "cut off", id="rubbish"),
-        pytest.param(entry(VERIFIER, b"\x30\x03abc", FIRST.key, CA.root), "not a certificate", id="no-certificate"),
-        pytest.param(entry(VERIFIER, b"\x31" + FIRST.chain, FIRST.key, CA.root), "cut off", id="no-sequence"),
+        pytest.param(
+            entry("spiffe://example.org/x", ISSUED.chain, ISSUED.key, CA.root), "is somebody else's", id="another-id"
+        ),
+        pytest.param(entry(VERIFIER, ISSUED.chain[:-1], ISSUED.key, CA.root), "cut off", id="cut-off"),
+        pytest.param(entry(VERIFIER, ISSUED.chain + b"\x30", ISSUED.key, CA.root), "cut off", id="rubbish"),
+        pytest.param(entry(VERIFIER, b"\x30\x03abc", ISSUED.key, CA.root), "not a certificate", id="no-certificate"),
+        pytest.param(entry(VERIFIER, b"\x31" + ISSUED.chain, ISSUED.key, CA.root), "cut off", id="no-sequence"),
     ],
 )
 def test_an_svid_that_makes_no_sense_is_refused(raw: bytes, problem: str) -> None:
@@ -189,5 +192,5 @@ def test_an_svid_that_makes_no_sense_is_refused(raw: bytes, problem: str) -> Non
 
 
 def test_certificates_are_told_apart_by_their_own_lengths() -> None:
-    parts = [CA.root, FIRST.chain, b"\x30\x01a", b"\x30\x80"[:1] + b"\x81\x80" + bytes(128)]
+    parts = [CA.root, ISSUED.chain, b"\x30\x01a", b"\x30\x80"[:1] + b"\x81\x80" + bytes(128)]
     assert list(each_der(b"".join(parts))) == parts
