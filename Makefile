@@ -59,10 +59,11 @@ e2e: $(VENV)/dev.stamp ## the tests on a real control plane (needs Go)
 	@$(BIN)/python -m scripts.postgres
 	$(BIN)/python -m pytest tests/e2e $(ONCE_MORE) $(PYTEST_ARGS)
 
-chaos: $(VENV)/dev.stamp ## the proofs in their long form, for hours (needs Go)
+chaos: promtool ## the proofs in their long form, for hours (needs Go)
 	@$(BIN)/python -m scripts.controlplane build
 	@$(BIN)/python -m scripts.objectstore
 	@$(BIN)/python -m scripts.postgres
+	$(BIN)/python -m pytest tests/test_alerts.py
 	$(BIN)/python -m pytest tests/e2e -m long $(PYTEST_ARGS)
 
 promtool: $(VENV)/dev.stamp ## what reads the alert rules as Prometheus does; `make test` then does too (needs Go)
