@@ -5,7 +5,6 @@ What gpuwarden itself takes as settings is not repeated: `settings` and `export.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,18 +12,16 @@ from typing import Any, Final
 import yaml
 from attrs import field, frozen
 
+from scripts.chart_forms import BOOL, Schema, form_of, one_of
 from webhook import settings
 from webhook.export import settings as export_settings
-from webhook.setting_kinds import COUNT, FILE, PORT, TRUTH, Kind
+from webhook.setting_kinds import FILE
 from webhook.setting_table import Setting, in_words, plain
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 CHART: Final = ROOT / "chart"
 
-Schema = dict[str, Any]
-
 # Forms of values.
-BOOL: Final[Schema] = {"type": "boolean"}
 TEXT: Final[Schema] = {"type": "string"}
 NAME: Final[Schema] = {"type": "string", "pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
 COUNTED: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 100}
@@ -39,10 +36,6 @@ TEXTS: Final[Schema] = {"type": "object", "additionalProperties": {"type": "stri
 # Go's form, as cert-manager reads it.
 GO_DURATION: Final[Schema] = {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(h|m|s))+$"}
 PEM: Final[Schema] = {"type": "string", "pattern": r"^(\s*-----BEGIN CERTIFICATE-----[\s\S]*)?$"}
-
-
-def one_of(*words: str) -> Schema:
-    return {"type": "string", "enum": list(words)}
 
 
 @frozen
@@ -119,22 +112,6 @@ OWN_EXPORT_SETTINGS: Final = frozenset(
         *("pod_name", "pod_namespace", "outbox", "http_auth_token_file", "postgres_password_file"),
     )
 )
-ENUM: Final = re.compile(r"[a-zA-Z_0-9-]+(, [a-zA-Z_0-9-]+)+")
-
-
-def form_of(kind: Kind[Any]) -> Schema:
-    """What may stand there; the command judges the rest, with a sentence of its own."""
-    if kind is TRUTH:
-        return BOOL
-    if kind is PORT or kind is COUNT:
-        return {"type": "integer", "minimum": 0}
-    if kind.shape is list:
-        return {"type": ["array", "string"], "items": {"type": "string"}}
-    if kind.shape is dict:
-        return {"type": ["object", "string"]}
-    if ENUM.fullmatch(kind.allowed):
-        return one_of(*kind.allowed.split(", "))
-    return {"type": ["string", "number"]}
 
 
 def setting_values(prefix: str, table: Sequence[Setting], own: frozenset[str]) -> Iterator[Value]:

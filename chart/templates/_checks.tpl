@@ -62,6 +62,18 @@
 {{- else if and $values.serve.enabled (not $values.reconcile.enabled) }}
   {{- fail "\n\nreconcile.enabled is false: nobody would confirm and release reservations, and every GPU would be lost for a while with each pod. Leave it on, or set settings.ledger=memory." }}
 {{- end }}
+{{- if and (eq (default "uuid" $settings.mapVisible) "index") (ne (default "nvidia" $settings.injection) "cuda") }}
+  {{- fail "\n\nsettings.mapVisible is index, and a container that is shown some of its node's GPUs counts them from 0: set settings.injection=cuda, or leave mapVisible at uuid." }}
+{{- end }}
+{{- /* serve, reconcile and bind read these too, whoever makes the certificate. */ -}}
+{{- $leaf := include "gpuwarden.seconds" (default "2160h" $settings.certsLeafLife) | float64 }}
+{{- $before := include "gpuwarden.seconds" (default "360h" $settings.certsRenewBefore) | float64 }}
+{{- if le $leaf $before }}
+  {{- fail "\n\nsettings.certsRenewBefore is not shorter than settings.certsLeafLife: a certificate would be renewed before it is made." }}
+{{- end }}
+{{- if le (include "gpuwarden.seconds" (default "8760h" $settings.certsCaLife) | float64) (addf $leaf $before) }}
+  {{- fail "\n\nsettings.certsCaLife is not longer than settings.certsLeafLife and settings.certsRenewBefore together: a CA has to outlast what it signs." }}
+{{- end }}
 {{- if has "spire-server" $evidence }}
   {{- if not (and $settings.spireServer $settings.spireTrustDomain) }}
     {{- fail "\n\nsettings.evidence has spire-server: set settings.spireServer and settings.spireTrustDomain." }}
@@ -80,8 +92,14 @@
   {{- if $values.webhooks.clientCa }}
     {{- fail "\n\nwebhooks.clientCa is set and settings.evidence has jwt-svid: nodes have no such certificate to post their proofs with; use settings.reviewTokenAudience instead." }}
   {{- end }}
+  {{- if and (eq (default "https_web" $settings.bundleEndpointProfile) "https_spiffe") (not $values.bundleEndpointCa) }}
+    {{- fail "\n\nsettings.bundleEndpointProfile is https_spiffe, whose SVID is known by its roots: give them by bundleEndpointCa (PEM)." }}
+  {{- end }}
 {{- else if $values.attest.enabled }}
   {{- fail "\n\nattest.enabled is true and settings.evidence has no jwt-svid: nobody would challenge the nodes." }}
+{{- end }}
+{{- if and $values.attest.enabled (not $values.serve.enabled) }}
+  {{- fail "\n\nattest.enabled is true and serve.enabled is not: nobody would take the nodes' proofs." }}
 {{- end }}
 {{- if and $values.attest.enabled (not $settings.spireWorkloadApi) }}
   {{- fail (printf "\n\nattest.enabled is true: set settings.spireWorkloadApi to the agent's socket, such as unix:%s/spire-agent.sock." $values.spire.mountPath) }}
@@ -132,6 +150,18 @@
   {{- end }}
   {{- if and (has "s3" $types) (not $export.s3Bucket) }}
     {{- fail "\n\nexport.settings.exporterType has s3: set export.settings.s3Bucket." }}
+  {{- end }}
+  {{- if and (has "http" $types) $secrets.http (not $export.httpTokenInPlain) (regexMatch "^[hH][tT][tT][pP]://" $export.httpEndpoint) (not (regexMatch "^.{4}://(localhost|127[.][0-9.]+|\\[::1\\])(:[0-9]+)?(/|$)" $export.httpEndpoint)) }}
+    {{- fail "\n\nexport.settings.httpEndpoint is plain http and export.credentials.http is set: everybody on the way could read the token. Use https, or set export.settings.httpTokenInPlain=true." }}
+  {{- end }}
+  {{- if lt (default 100 $export.burst | float64) (default 50 $export.qps | float64) }}
+    {{- fail "\n\nexport.settings.burst is less than export.settings.qps: fewer requests at once than a second allows." }}
+  {{- end }}
+  {{- $lease := include "gpuwarden.seconds" (default "15s" $export.leaseDuration) | float64 }}
+  {{- $deadline := include "gpuwarden.seconds" (default "10s" $export.leaseRenewDeadline) | float64 }}
+  {{- $retry := include "gpuwarden.seconds" (default "2s" $export.leaseRetryPeriod) | float64 }}
+  {{- if or (le $lease $deadline) (le $deadline $retry) }}
+    {{- fail "\n\nexport.settings.leaseDuration, leaseRenewDeadline and leaseRetryPeriod: each has to be shorter than the one before." }}
   {{- end }}
 {{- end }}
 {{- end }}

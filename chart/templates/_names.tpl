@@ -109,15 +109,27 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- if and (eq .Values.tls.mode "selfManaged") .Values.serve.enabled }}true{{ end -}}
 {{- end }}
 
-{{- /* Settings as flags, for processes that are told these and no others. Takes (list root keys). */ -}}
+{{- /* Settings as flags, for processes that are told these and no others. Takes (list root keys). What is not text
+becomes JSON: printed, a number of seven digits would have an exponent. */ -}}
 {{- define "gpuwarden.flags" -}}
 {{- $root := index . 0 -}}{{- $flags := list -}}
 {{- range $key := index . 1 -}}
 {{- $value := index $root.Values.settings $key -}}
 {{- if not (kindIs "invalid" $value) -}}
-{{- if kindIs "slice" $value }}{{ $value = join "," $value }}{{ else if kindIs "map" $value }}{{ $value = toJson $value }}{{ end -}}
+{{- if kindIs "slice" $value }}{{ $value = join "," $value }}{{ else if not (kindIs "string" $value) }}{{ $value = toJson $value }}{{ end -}}
 {{- $flags = append $flags (printf "--%s=%v" (kebabcase $key) $value) -}}
 {{- end -}}
 {{- end -}}
 {{ toYaml $flags }}
+{{- end }}
+
+{{- /* A time in seconds: `1h30m`, `500ms`, or a number of seconds already. */ -}}
+{{- define "gpuwarden.seconds" -}}
+{{- $units := dict "ns" 1e-9 "us" 1e-6 "µs" 1e-6 "ms" 1e-3 "s" 1.0 "m" 60.0 "h" 3600.0 "" 1.0 -}}
+{{- $whole := 0.0 -}}
+{{- range $part := regexFindAll "[0-9.]+[a-zµ]*" (ternary . (toJson .) (kindIs "string" .)) -1 -}}
+{{- $unit := regexFind "[a-zµ]*$" $part -}}
+{{- $whole = addf $whole (mulf (trimSuffix $unit $part | float64) (get $units $unit)) -}}
+{{- end -}}
+{{ toJson $whole }}
 {{- end }}

@@ -1,11 +1,14 @@
 """What cannot work is refused in one sentence, and says what to do."""
 
+import inspect
 from typing import Any
 
 import pytest
 
 from tests.chart.rendering import APIS, CERT_MANAGER, OPERATOR, Raw, refusal, rendered
 from tests.chart.test_values import CHALLENGES, EXISTING, PEM
+from webhook.export.settings import ExportReader
+from webhook.settings import SettingsReader
 
 SPIRE = {
     "settings.evidence": "spire-server",
@@ -19,6 +22,7 @@ def without(values: Raw, *names: str, **more: Any) -> Raw:
     return {name: value for name, value in values.items() if name not in names}
 
 
+EXPORT = {"export.enabled": True, "export.settings.clusterName": "prod"}
 REFUSED: dict[str, tuple[Raw, str]] = {
     "secret-without-a-name": (without(EXISTING, "tls.existingSecret"), "name the Secret with tls.crt and tls.key by"),
     "secret-without-a-bundle": (without(EXISTING, "tls.caBundle"), "give the CA of its certificate by tls.caBundle"),
@@ -64,6 +68,27 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {**SPIRE, "settings.spireWorkloadApi": "unix:/run/agent.sock"},
         "mounted under spire.mountPath",
     ),
+    "an-index-of-some-gpus": ({"settings.mapVisible": "index"}, "set settings.injection=cuda"),
+    "an-endpoint-without-roots": (
+        {
+            **CHALLENGES,
+            "settings.bundleEndpoint": "https://bundle.example.org",
+            "settings.bundleEndpointProfile": "https_spiffe",
+        },
+        "by bundleEndpointCa",
+    ),
+    "renewed-before-it-is-made": (
+        {"settings.certsLeafLife": "15h", "settings.certsRenewBefore": 54000},
+        "settings.certsRenewBefore is not shorter than settings.certsLeafLife",
+    ),
+    "a-ca-that-ends-too-soon": (
+        {"settings.certsCaLife": "2520h"},
+        "settings.certsCaLife is not longer than",
+    ),
+    "proofs-that-nobody-takes": (
+        {**CHALLENGES, "attest.enabled": True, "serve.enabled": False, "webhooks.enabled": False},
+        "nobody would take the nodes' proofs",
+    ),
     "callers-without-an-audience": ({"settings.reviewCallers": "x"}, "set settings.reviewTokenAudience"),
     "a-binder-that-nobody-reaches": ({"extender.bind": True}, "extender.enabled is not"),
     "one-port-twice": ({"service.port": 8080}, "they have to differ"),
@@ -86,6 +111,24 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {"export.enabled": True, "export.settings.clusterName": "prod", "export.settings.exporterType": "s3"},
         "set export.settings.s3Bucket",
     ),
+    "a-token-in-plain": (
+        {
+            **EXPORT,
+            "export.settings.exporterType": "http",
+            "export.settings.httpEndpoint": "http://store:8080/gpus",
+            "export.credentials.http": "web",
+        },
+        "set export.settings.httpTokenInPlain=true",
+    ),
+    "fewer-at-once-than-in-a-second": ({**EXPORT, "export.settings.burst": 49}, "export.settings.burst is less than"),
+    "a-lease-that-is-lost-before-it-is-renewed": (
+        {**EXPORT, "export.settings.leaseRenewDeadline": "15s"},
+        "each has to be shorter than the one before",
+    ),
+    "a-lease-that-is-looked-at-too-late": (
+        {**EXPORT, "export.settings.leaseRetryPeriod": "9.5s500ms"},
+        "each has to be shorter than the one before",
+    ),
     "a-port-of-the-container": ({"service.uiPort": 8443}, "choose another"),
 }
 
@@ -97,6 +140,67 @@ def test_what_cannot_work_is_refused_in_a_sentence(name: str) -> None:
     said = refusal(values)
     assert sentence in said
     assert said.endswith((".", ".)", "debug flag to render out invalid YAML"))
+
+
+# Close to what is refused, and right.
+TAKEN: dict[str, Raw] = {
+    "an-index-of-all-gpus": {"settings.mapVisible": "index", "settings.injection": "cuda"},
+    "renewed-just-after-it-is-made": {"settings.certsLeafLife": "15h", "settings.certsRenewBefore": "899m"},
+    "a-ca-that-just-lasts": {"settings.certsCaLife": "2521h"},
+    "a-token-to-this-machine": {
+        **EXPORT,
+        "export.settings.exporterType": "http",
+        "export.settings.httpEndpoint": "http://127.0.0.1:8080/gpus",
+        "export.credentials.http": "web",
+    },
+    "a-lease-renewed-in-time": {**EXPORT, "export.settings.leaseDuration": "1m30s"},
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_works_is_taken(name: str) -> None:
+    assert rendered(TAKEN[name])
+
+
+# Each rule of a process between settings, as it is said there, and what stands for it here: what is refused above, or
+# why no values lead there.
+RULES: dict[str, str] = {
+    "nobody is asked for a token": "callers-without-an-audience",
+    "more than one listener at port": "one-port-twice",
+    "counts them from 0": "an-index-of-some-gpus",
+    "plain HTTP proves nobody": "the chart says extenderPlainAnywhere with the port",
+    "a cluster is named twice": "the chart names it, and leaves no other way",
+    "a ledger in a cluster needs one": "the chart names it",
+    "only a cluster knows whose a token is": "the chart names it",
+    "renewed before it is made": "renewed-before-it-is-made",
+    "a CA has to last longer": "a-ca-that-ends-too-soon",
+    "jwt-svid needs --spire-trust-domain": "challenges-without-a-domain",
+    "jwt-svid needs keys": "challenges-without-keys",
+    "a key that all replicas share": "the chart makes it, or mounts nonceKey.existingSecret",
+    "nodes cannot post proofs": "challenges-behind-a-client-ca",
+    "an SVID is known by its roots": "an-endpoint-without-roots",
+    "spire-server needs": "spire-without-an-address",
+    "fewer at once than a second allows": "fewer-at-once-than-in-a-second",
+    "each has to be shorter than the one before": "a-lease-that-is-lost-before-it-is-renewed",
+    "said twice; choose one": "the chart knows no files with secrets",
+    "everybody on the way could read the token": "a-token-in-plain",
+    "is below 1000": "the chart says the port as a flag",
+}
+
+
+def test_every_rule_between_settings_is_answered_for() -> None:
+    """A rule that is new in a process wants a sentence of the chart too."""
+    found = [
+        inspect.getsource(method)
+        for reader in (SettingsReader, ExportReader)
+        for name, method in vars(reader).items()
+        if name.startswith("check_") or name.startswith("_check_")
+    ]
+    said = sum(source.count("mistakes.append(") for source in found)
+    whole = " ".join(" ".join(found).split())
+    assert [rule for rule in RULES if rule not in whole] == []
+    assert said == len(RULES)
+    assert [name for name in RULES.values() if " " not in name and name not in REFUSED] == []
 
 
 def test_a_namespace_that_is_never_reviewed_is_no_place_for_it() -> None:

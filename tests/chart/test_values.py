@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.chart_values import CHART, MOVED, Schema, Value, values
+from scripts.chart_forms import Schema
+from scripts.chart_values import CHART, MOVED, Value, values
 from tests.chart.rendering import Raw, helm_template, pods, refusal, rendered, settings_of
 
 VALUES = values()
@@ -211,24 +212,52 @@ BESIDE: dict[str, Raw] = {
     "settings": {
         "settings.ledger": "cluster",
         "settings.spireWorkloadApi": "unix:/spiffe-workload-api/agent.sock",
+        "settings.certsLeafLife": "78s",
+        "settings.certsCaLife": "777s",
     },
-    "export.settings": {"export.enabled": True},
+    "export.settings": {
+        "export.enabled": True,
+        "export.settings.exporterType": ["stdout", "s3"],
+        "export.settings.leaseDuration": "79s",
+        "export.settings.leaseRenewDeadline": "78s",
+    },
 }
+
+
+# Some text of each kind.
+TEXTS = (
+    *(
+        "example77",
+        "77s",
+        "static",
+        "stdout",
+        "example.org/77",
+        "https://example.org/77",
+        "unix:/77",
+        "spiffe://example.org/77",
+    ),
+    *("example.org:77", "spiffe://{trust_domain}/x/{node}/{hash}"),
+)
 
 
 def setting_of(one: Value) -> Any:
     match one.form:
         case {"enum": [*words]}:
             return next(word for word in words if word != one.shown)
-        case {"type": "boolean"}:
+        case {"type": "boolean"} | {"type": ["boolean", _]}:
             return one.shown != "true"
-        case {"type": "integer"}:
+        case {"type": "integer"} | {"type": "number"}:
             return 77
-        case {"type": [*kinds]} if "object" in kinds:
-            return {"a": "b"}
-        case {"type": [*kinds]} if "array" in kinds:
-            return ["static"] if one.path == "settings.evidence" else ["77"]
-    return "example77"
+        case {"type": ["object", _], "additionalProperties": {"type": kind}}:
+            return {"a": 77 if kind == "number" else "b"}
+        case {"items": {"properties": _}}:
+            return [{"minScore": 7, "priorityClassName": "example77"}]
+        case {"items": {"pattern": str(pattern)}}:
+            return [next(text for text in TEXTS if re.search(pattern, text))]
+        case {"pattern": str(pattern)}:
+            return next(text for text in TEXTS if re.search(pattern, text))
+        case _:
+            return "example77"
 
 
 # The schema and the documents.
