@@ -127,7 +127,7 @@ FILES: Final[Mapping[str, tuple[str, ...]]] = {
     "manifests/1-namespace.yaml": ("Namespace",),
     "manifests/2-rbac.yaml": ("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"),
     "manifests/3-service.yaml": ("Service",),
-    "manifests/4-deployment.yaml": ("ConfigMap", "Deployment", "PodDisruptionBudget", "NetworkPolicy"),
+    "manifests/4-deployment.yaml": ("Secret", "ConfigMap", "Deployment", "PodDisruptionBudget", "NetworkPolicy"),
 }
 
 

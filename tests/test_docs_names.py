@@ -40,6 +40,7 @@ OTHERS = {
         "--connect-to",
         "--force",
         "--grace-period",
+        "--ignore-not-found",
     ),
 }
 

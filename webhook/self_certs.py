@@ -51,6 +51,7 @@ SECRETS_PATH = "/api/v1/namespaces/{namespace}/secrets"
 CONFIGURATIONS_PATH = "/apis/admissionregistration.k8s.io/v1/{kind}webhookconfigurations"
 CONFIGURATION_PATH = f"{CONFIGURATIONS_PATH}/{{name}}"
 KINDS = ("mutating", "validating")
+OPAQUE = "Opaque"
 # Between two steps.
 SOON = timedelta(seconds=0.05)
 
@@ -242,6 +243,12 @@ class ApiPlace:
         there = tuple(one for one in configurations if one is not None)
         if secret is None:
             return Seen(there, None, None)
+        # Of another type it could never be written: the API server demands of that what we take away meanwhile.
+        if secret.get("type") != OPAQUE:
+            raise CertificatesError(
+                f"Secret {self._namespace}/{self._secret} is of type {secret.get('type')}, so it is somebody else's: "
+                "name another by --certs-secret"
+            )
         data = {name: base64.b64decode(text) for name, text in (secret.get("data") or {}).items()}
         try:
             return Seen(there, secret["metadata"]["resourceVersion"], state_in(data))
@@ -253,7 +260,7 @@ class ApiPlace:
     async def keep(self, seen: Seen, state: State) -> None:
         data: dict[str, bytes | str] = {name: base64.b64encode(text).decode() for name, text in data_of(state).items()}
         if seen.version is None:
-            body = {"metadata": {"name": self._secret}, "type": "Opaque", "data": data}
+            body = {"metadata": {"name": self._secret}, "type": OPAQUE, "data": data}
             await self._answer("POST", SECRETS_PATH, self._own_names, body)
             return
         patch = {"metadata": {"resourceVersion": seen.version}, "data": {**dict.fromkeys(NAMES), **data}}

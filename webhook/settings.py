@@ -390,7 +390,7 @@ class Settings:
     certs_names: tuple[str, ...] = field(
         default=(), metadata=declared(HOSTS, "what else it is for: where `serve` is called by another name")
     )
-    certs_secret: str = field(default="gpuwarden-tls", metadata=declared(NAME, "the Secret with CA and certificate"))
+    certs_secret: str = field(default="gpuwarden-certs", metadata=declared(NAME, "the Secret with CA and certificate"))
     certs_configurations: tuple[str, ...] = field(
         default=("gpuwarden",),
         metadata=declared(OBJECT_NAMES, "the webhook configurations, of both kinds, that get the CA bundle"),

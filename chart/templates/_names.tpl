@@ -48,8 +48,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
+{{- /* Who makes a certificate has a Secret of his own: cert-manager's is of another type than ours, and stays when it is
+gone. */ -}}
 {{- define "gpuwarden.tlsSecret" -}}
-{{ if eq .Values.tls.mode "existingSecret" }}{{ .Values.tls.existingSecret }}{{ else }}{{ include "gpuwarden.fullname" . }}-tls{{ end }}
+{{- if eq .Values.tls.mode "existingSecret" -}}
+{{ .Values.tls.existingSecret }}
+{{- else -}}
+{{ include "gpuwarden.fullname" . }}-{{ ternary "tls" "certs" (eq .Values.tls.mode "certManager") }}
+{{- end -}}
 {{- end }}
 
 {{- /* The CA of `serve`, in base64, where it is known while rendering. */ -}}

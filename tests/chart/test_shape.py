@@ -110,11 +110,20 @@ def test_webhooks_are_there_if_and_only_if_they_are_enabled(enabled: bool, mode:
         assert client["service"]["name"] == one(found, "Service", service)["metadata"]["name"]
         # Otherwise it is put in where the certificate is made, and an upgrade leaves it there.
         assert ("caBundle" in client) is (mode == "existingSecret")
-    secret = "ours" if mode == "existingSecret" else f"{service}-tls"
+    secret = {"existingSecret": "ours", "certManager": f"{service}-tls", "selfManaged": f"{service}-certs"}[mode]
     mounted = {each["name"]: each for each in dict(pods(found))["serve"]["spec"]["volumes"]}
     assert mounted["tls"]["secret"]["secretName"] == secret
     for each in of_kind(found, "Service"):
         assert all(port["name"] for port in each["spec"]["ports"])
+
+
+def test_the_secret_that_we_write_is_the_releases_own_and_empty() -> None:
+    """So that uninstalling takes the CA's key away, and an upgrade leaves it. Nobody else's mode shares it."""
+    secret = one(rendered(), "Secret", "gpuwarden-certs")
+    assert secret["type"] == "Opaque"
+    assert not {"data", "stringData", "immutable"} & secret.keys()
+    for values in (EXISTING, {"tls.mode": "certManager"}):
+        assert of_kind(rendered(values), "Secret") == []
 
 
 def test_a_bundle_may_be_pem_or_base64_of_it() -> None:

@@ -138,7 +138,7 @@ def test_secrets_are_the_certificate_s_own_business() -> None:
     ]
     assert may == [
         ("guard-gpuwarden-certs", None, ["create"]),
-        ("guard-gpuwarden-certs", ["guard-gpuwarden-tls"], ["get", "patch"]),
+        ("guard-gpuwarden-certs", ["guard-gpuwarden-certs"], ["get", "patch"]),
     ]
 
 

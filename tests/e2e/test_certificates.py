@@ -250,7 +250,7 @@ async def acted(log: Path, more: int) -> None:
 
 
 async def forgotten(kube: Kube) -> None:
-    await kube.delete(SECRETS, "gpuwarden-tls", OURS)
+    await kube.delete(SECRETS, "gpuwarden-certs", OURS)
 
 
 async def test_ensure_makes_a_certificate_once_and_changes_nothing_after(
@@ -266,7 +266,7 @@ async def test_ensure_makes_a_certificate_once_and_changes_nothing_after(
             done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             objects = [await kube.get(of, "gpuwarden") for of in (MUTATING, VALIDATING)]
-            secret = await kube.get(SECRETS, "gpuwarden-tls", OURS)
+            secret = await kube.get(SECRETS, "gpuwarden-certs", OURS)
             bundles = {hook["clientConfig"]["caBundle"] for one in objects for hook in one["webhooks"]}
             assert bundles == {secret["data"]["ca.crt"]}
             seen.append([one["metadata"]["resourceVersion"] for one in (*objects, secret)])
@@ -282,6 +282,22 @@ async def test_ensure_makes_a_certificate_once_and_changes_nothing_after(
     finally:
         for of in (MUTATING, VALIDATING):
             await kube.delete(of, "gpuwarden")
+        await forgotten(kube)
+
+
+async def test_a_secret_of_another_type_is_left_alone(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """Such as cert-manager's: without tls.crt the API server would refuse it, and with it there is no first step."""
+    account = cluster.service_account_kubeconfig(OURS, "gpuwarden-certs")
+    data = {"tls.crt": "", "tls.key": ""}
+    theirs = {"metadata": {"name": "gpuwarden-certs"}, "type": "kubernetes.io/tls", "data": data}
+    await kube.create(SECRETS, theirs, OURS)
+    try:
+        command = [GPUWARDEN, "certs", "ensure", "--kubeconfig", str(account)]
+        done = await asyncio.to_thread(subprocess.run, command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "name another by --certs-secret" in done.stderr
+        assert (await kube.get(SECRETS, "gpuwarden-certs", OURS))["data"] == data
+    finally:
         await forgotten(kube)
 
 
