@@ -87,8 +87,14 @@ extenders:
   - urlPrefix: http://gpuwarden.blind-gpu-scheduler.svc:8000
     filterVerb: filter
     nodeCacheCapable: true
-    # No node fits: the pod waits. It is never placed without having been asked about.
+    # While gpuwarden is away, pods that ask for GPUs wait: nothing else looks at them here.
     ignorable: false
+    # About these and no others: with all replicas gone every other pod goes on, and gpuwarden's own come back. A pod
+    # that asks for a hash and no GPU is placed unasked; where such pods are held to proven nodes too, install the
+    # webhooks, or give this extender to a scheduler of its own name.
+    managedResources:
+      - name: nvidia.com/gpu
+        ignoredByScheduler: false
     httpTimeout: 5s
 """
 

@@ -80,6 +80,18 @@ def test_the_filter_takes_its_settings(tmp_path: Path) -> None:
     assert 8000 in [port["port"] for port in service["spec"]["ports"]]
 
 
+def test_without_us_a_scheduler_waits_with_pods_that_ask_for_gpus_and_ours_ask_for_none() -> None:
+    """No webhook stands behind it, so it may not go on; and whoever it waits with, it may not be us."""
+    scheduler = yaml.safe_load((DEPLOY / "extender/scheduler/scheduler-config.yaml").read_text())
+    (extender,) = scheduler["extenders"]
+    assert not extender["ignorable"]
+    assert [one["name"] for one in extender["managedResources"]] == ["nvidia.com/gpu"]
+    for deployment in of_kind(manifests("extender"), "Deployment"):
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        asked = {name for part in container["resources"].values() for name in part}
+        assert asked <= {"cpu", "memory"}
+
+
 def test_the_example_asks_for_a_hash_that_the_map_has() -> None:
     example = yaml.safe_load((DEPLOY.parent / "examples/secure-gpu-pod.yaml").read_text())
     (settings,) = of_kind(manifests("extender"), "ConfigMap")

@@ -26,8 +26,22 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from scripts.controlplane.components import SCHEDULERS
 from scripts.controlplane.credentials import SCHEDULER
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, at_url, reviewed
-from tests.e2e.kube import EVENTS, NAMESPACES, NODES, PATIENCE, PODS, ApiError, Kube, Raw, Resource, pod, wait_until
+from tests.e2e.hooks import ENABLED, at_url, is_reviewed, reviewed
+from tests.e2e.kube import (
+    EVENTS,
+    MUTATING,
+    NAMESPACES,
+    NODES,
+    PATIENCE,
+    PODS,
+    VALIDATING,
+    ApiError,
+    Kube,
+    Raw,
+    Resource,
+    pod,
+    wait_until,
+)
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, challenging, reconciling, serving
@@ -36,6 +50,7 @@ from webhook.core.evidence import Evidence
 from webhook.evidence.jwt_svid import SOURCE
 from webhook.evidence.node_evidence import new_node_evidence, with_entries
 from webhook.listener import Listener
+from webhook.policies import Installation, webhooks
 
 NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
 PRIORITIES = Resource("apis/scheduling.k8s.io/v1", "priorityclasses", is_namespaced=False)
@@ -45,6 +60,9 @@ HASH, OTHER_HASH = "sha256:ee11", "sha256:ee22"
 ASKING = {"attestation-hash.my-company.com/required-hash": HASH}
 SCHEDULER_NAME = "asking-scheduler"
 OURS = "gpuwarden"
+WITH_WEBHOOKS = ROOT / "examples/scheduler/scheduler-config.yaml"
+WITHOUT_WEBHOOKS = ROOT / "deploy/extender/scheduler/scheduler-config.yaml"
+SHIPPED = [*sorted((ROOT / "examples/scheduler").glob("*config.yaml")), WITHOUT_WEBHOOKS]
 # What is promised of evidence that arrives: the pod is on its node within this.
 SOON = 5.0
 
@@ -120,6 +138,16 @@ class Scene:
 
         await wait_until(condition, is_right)
         return await wait_until(said, is_right)
+
+    async def is_refused(self, name: str) -> None:
+        """Until its scheduler has said that the API server asked in vain who looks at Bindings."""
+
+        async def said() -> str:
+            return (self.directory / "scheduler.log").read_text()
+
+        await wait_until(
+            said, lambda text: any(name in one and "failed calling webhook" in one for one in text.splitlines())
+        )
 
     @contextmanager
     def scheduler(self, *after: Raw, **members: Any) -> Iterator[None]:
@@ -307,7 +335,7 @@ async def test_nobody_is_evicted_for_a_pod_that_the_node_could_never_have(scene:
 
 
 @pytest.mark.defect("S0-7")
-@pytest.mark.parametrize("path", sorted((ROOT / "examples/scheduler").glob("*config.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name + "/" + path.name)
 def test_a_scheduler_takes_the_configurations_that_are_shipped(cluster: Cluster, path: Path, tmp_path: Path) -> None:
     """With the files where this machine has them; it writes down what it has read."""
     identity = trustme.CA()
@@ -324,6 +352,61 @@ def test_a_scheduler_takes_the_configurations_that_are_shipped(cluster: Cluster,
     (extender,) = yaml.safe_load((tmp_path / "read").read_text())["extenders"]
     extender.setdefault("ignorable", False)  # a no is left out
     assert extender | here["extenders"][0] == extender
+
+
+def shipped(path: Path) -> Raw:
+    """What is said there of what is asked about, and when nobody answers."""
+    (extender,) = yaml.safe_load(path.read_text())["extenders"]
+    return {name: extender[name] for name in ("ignorable", "httpTimeout", "managedResources") if name in extender}
+
+
+WITH_A_GPU: Raw = {
+    "containers": [{"name": "main", "image": "example.test/main:1", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]
+}
+
+
+async def test_while_nobody_answers_other_pods_are_placed_and_a_dressed_one_is_not(scene: Scene) -> None:
+    """The scheduler goes on without us; the API server refuses the Binding that nobody has looked at."""
+    for name in NAMES:
+        await scene.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
+    await scene.prove("ext-1", HASH)
+    await scene.is_known("ext-1", proven=True)
+    await scene.kube.patch(NAMESPACES, scene.namespace, {"metadata": {"labels": ENABLED}})
+    async with AsyncExitStack() as stack:
+        others = await stack.enter_async_context(new_namespace(scene.kube))
+        ca = (scene.running.directory / "certs/dev/ca.crt").read_bytes()
+        for one in webhooks(Installation(OURS, url=scene.running.urls["https"], ca_bundle=ca)):
+            of = MUTATING if one["kind"].startswith("Mutating") else VALIDATING
+            await scene.kube.create(of, one)
+            stack.push_async_callback(scene.kube.delete, of, OURS)
+        await wait_until(lambda: is_reviewed(scene.kube, scene.namespace))
+        made = await scene.create("dressed", ASKING, **WITH_A_GPU)
+        assert made["metadata"]["annotations"]["gpuwarden.io/node"] == "ext-1"
+        scene.running.process.kill()
+        with scene.scheduler(**shipped(WITH_WEBHOOKS)):
+            await scene.kube.create(PODS, pod("plain", schedulerName=SCHEDULER_NAME), others)
+            await placed(scene.kube, others, "plain")
+            await scene.is_refused("dressed")
+            assert await scene.node_of("dressed") is None
+
+
+async def test_without_webhooks_pods_that_ask_for_gpus_wait_for_us_and_no_others(scene: Scene) -> None:
+    await scene.prove("ext-1", HASH)
+    await scene.is_known("ext-1", proven=True)
+    scene.running.process.kill()
+    with scene.scheduler(**shipped(WITHOUT_WEBHOOKS)):
+        await scene.create("secure", ASKING, **WITH_A_GPU)
+        await scene.create("plain")
+        await scene.is_on("plain")
+        await scene.waits("secure", "connection refused")
+        assert await scene.node_of("secure") is None
+
+
+async def placed(kube: Kube, namespace: str, name: str) -> None:
+    async def node() -> object:
+        return (await kube.get(PODS, name, namespace))["spec"].get("nodeName")
+
+    await wait_until(node, lambda found: found is not None)
 
 
 class Meddler:
