@@ -9,6 +9,13 @@ SERVICE_NAME=${SERVICE_NAME:-gpu-scheduler-webhook}
 CERT_DIR=${CERT_DIR:-./certs}
 DAYS=365
 host="$SERVICE_NAME.$NAMESPACE.svc"
+# The subject, which nobody verifies, has room for 64 characters: the fullest name that fits.
+common=gpuwarden
+for name in "$SERVICE_NAME" "$SERVICE_NAME.$NAMESPACE" "$host"; do
+    [ ${#name} -gt 64 ] || common=$name
+done
+authority="$SERVICE_NAME CA"
+[ ${#authority} -le 64 ] || authority="gpuwarden CA"
 
 command -v openssl >/dev/null || { echo "openssl is needed, and is not here" >&2; exit 1; }
 case "$NAMESPACE$SERVICE_NAME" in
@@ -47,9 +54,9 @@ quietly() { # only a failure is worth reading
 }
 
 quietly openssl req -x509 -newkey rsa:2048 -nodes -sha256 -days $DAYS -keyout ca.key -out ca.crt \
-    -config csr.conf -extensions ca -subj "/O=gpuwarden/CN=$SERVICE_NAME CA"
+    -config csr.conf -extensions ca -subj "/O=gpuwarden/CN=$authority"
 quietly openssl req -newkey rsa:2048 -nodes -sha256 -keyout tls.key -out server.csr \
-    -config csr.conf -subj "/O=gpuwarden/CN=$host"
+    -config csr.conf -subj "/O=gpuwarden/CN=$common"
 quietly openssl x509 -req -in server.csr -sha256 -days $DAYS -CA ca.crt -CAkey ca.key -CAcreateserial -CAserial ca.srl \
     -extfile csr.conf -extensions leaf -out tls.crt
 rm -f server.csr

@@ -52,6 +52,22 @@ async def test_its_files_are_served_with_and_what_it_prints_trusts_them(tmp_path
     assert answer.status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("service", "namespace", "common"),
+    [("a" * 63, "b" * 63, "a" * 63), ("a" * 20, "b" * 43, f"{'a' * 20}.{'b' * 43}"), ("a", "b", "a.b.svc")],
+    ids=["service-only", "without-svc", "whole"],
+)
+def test_names_that_are_too_long_for_a_subject_are_shortened_there_and_nowhere_else(
+    tmp_path: Path, service: str, namespace: str, common: str
+) -> None:
+    done = run(tmp_path, SERVICE_NAME=service, NAMESPACE=namespace)
+    assert done.returncode == 0, done.stderr
+    leaf = x509.load_pem_x509_certificate((tmp_path / "certs/tls.crt").read_bytes())
+    assert [one.value for one in leaf.subject.get_attributes_for_oid(NameOID.COMMON_NAME)] == [common]
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert f"{service}.{namespace}.svc" in names.get_values_for_type(x509.DNSName)
+
+
 def test_keys_that_were_there_are_made_anew_and_for_nobody_else(tmp_path: Path) -> None:
     made = tmp_path / "certs"
     made.mkdir()

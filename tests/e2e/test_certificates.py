@@ -42,6 +42,8 @@ HOST = f"{OURS}.{OURS}.svc"
 QUICK = ("--certs-leaf-life", "90s", "--certs-renew-before", "88900ms", "--certs-ca-life", "183s")
 OFTEN = ("--certs-settle", "500ms", "--certs-look-interval", "200ms")
 SLOW = 120.0
+# Reviews a second, promised of the long form; a machine that does other things meanwhile has fewer in a short one.
+LONG, PROMISED = 100, 200.0
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +190,7 @@ async def rotated(load: Load, times: int, seconds: float) -> None:
     await wait_until(seen, lambda count: count >= times or bool(load.failed), seconds)
 
 
-@pytest.mark.parametrize("times", [10, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [10, pytest.param(LONG, marks=pytest.mark.long)])
 @pytest.mark.defect("S1-21")
 async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, times: int
@@ -214,6 +216,7 @@ async def test_our_own_certificates_change_under_load_and_no_review_is_lost(
     assert len(load.leaves) > times
     assert len(load.issuers) >= times / 5  # CAs too were replaced meanwhile
     assert load.reviews > 20 * times
+    assert times < LONG or load.reviews / took > PROMISED
     await forgotten(kube)
 
 
@@ -364,7 +367,7 @@ async def renewed(kube: Kube) -> None:
     await wait_until(lambda: leaf_in(kube, "gpuwarden-tls"), lambda leaf: leaf not in (0, before), SLOW)
 
 
-@pytest.mark.parametrize("times", [5, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [5, pytest.param(LONG, marks=pytest.mark.long)])
 async def test_cert_managers_certificates_change_under_load_and_no_review_is_lost(
     cluster: Cluster, kube: Kube, tmp_path: Path, cert_manager: None, request: pytest.FixtureRequest, times: int
 ) -> None:
@@ -393,4 +396,5 @@ async def test_cert_managers_certificates_change_under_load_and_no_review_is_los
     tell(request, reviews=load.reviews, a_second=rate, certificates=len(load.leaves), bundles=load.bundles)
     assert load.failed == []
     assert len(load.leaves) > times
+    assert times < LONG or rate > PROMISED
     assert (load.bundles, len(load.issuers)) == (1, 1)
