@@ -74,7 +74,15 @@ def asking(cpu: str, memory: str, limit: str) -> Mapping[str, Any]:
     return {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": limit}}
 
 
-def component(name: str, about: str, *, on: bool, replicas: int | None, resources: Mapping[str, Any]) -> list[Value]:
+def component(
+    name: str,
+    about: str,
+    *,
+    on: bool,
+    replicas: int | None,
+    resources: Mapping[str, Any],
+    tolerations: Sequence[Mapping[str, Any]] = (),
+) -> list[Value]:
     """What is there to say of every process."""
     found = [Value(f"{name}.enabled", on, BOOL, about)]
     if replicas is not None:
@@ -88,7 +96,7 @@ def component(name: str, about: str, *, on: bool, replicas: int | None, resource
         Value(f"{name}.podAnnotations", {}, TEXTS, "Besides the common ones."),
         Value(f"{name}.podLabels", {}, TEXTS, "Besides the common ones."),
         Value(f"{name}.nodeSelector", {}, TEXTS, "Instead of the common one."),
-        Value(f"{name}.tolerations", [], OBJECTS, "Instead of the common ones."),
+        Value(f"{name}.tolerations", [*tolerations], OBJECTS, "Instead of the common ones."),
         Value(f"{name}.affinity", {}, OBJECT, "Instead of the common one."),
         Value(f"{name}.env", [], OBJECTS, "More variables of the container, as in a Pod."),
         Value(f"{name}.volumes", [], OBJECTS, "More volumes, as in a Pod."),
@@ -151,7 +159,7 @@ COMMON: Final = [
         OBJECTS,
         "How a component's Pods are spread; the selector is the component's.",
     ),
-    Value("priorityClassName", "system-cluster-critical", NAME, "Of all Pods but those of attest and score."),
+    Value("priorityClassName", "system-cluster-critical", NAME, "Of all Pods, but of a component that names its own."),
     Value("drainSeconds", 25, SECONDS, "How long requests in flight may take once a Pod is to end."),
     Value(
         "preStopSeconds", 5, SECONDS, "How long `serve` goes on taking requests before that: until nobody sends any."
@@ -265,6 +273,8 @@ ATTEST: Final = [
         on=False,
         replicas=None,
         resources=asking("10m", "64Mi", "128Mi"),
+        # A node with a taint has to prove itself too, and above all one that bears ours for lack of evidence.
+        tolerations=[{"operator": "Exists"}],
     ),
     Value(
         "spire.socketDirectory", "/run/spire/agent-sockets", TEXT, "Directory of the SPIRE agent's socket on the nodes."
@@ -342,6 +352,12 @@ EXPORT: Final = [
         on=False,
         replicas=2,
         resources=asking("100m", "128Mi", "1Gi"),
+    ),
+    Value(
+        "export.outbox",
+        {"emptyDir": {}},
+        {"type": "object", "minProperties": 1},
+        "What holds records that are not stored yet: a volume's source, as in a Pod. An emptyDir ends with its Pod.",
     ),
     Value("export.credentials.http", "", NAME, "Secret whose `token` the store is shown, for exporterType http."),
     Value(

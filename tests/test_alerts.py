@@ -12,6 +12,8 @@ from scripts.promtool import built
 from tests.builders import NOW
 from webhook.core.evidence import EvidenceState
 from webhook.core.reasons import EVENTS_ONLY, Reason
+from webhook.server import certificates
+from webhook.settings import Settings
 from webhook.telemetry import EvidenceCounts, FleetCounts, Metrics
 
 Raw = dict[str, Any]
@@ -37,7 +39,7 @@ def known_series() -> dict[str, frozenset[str]]:
     metrics.observe_verdict("CREATE", "admit", "Admitted", 0.001)
     metrics.observe_extender("filter", "passed", 0.001)
     metrics.count_provider_error("spire-server")
-    metrics.show_certificate("https", NOW)
+    metrics.show_certificate("tls", NOW)
     samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     return {sample.name: frozenset(sample.labels) for sample in samples}
 
@@ -84,6 +86,24 @@ def test_keys_that_are_not_had_are_told_before_evidence_ends(outcome: str) -> No
     assert Metrics().registry.get_sample_value("gpuwarden_trust_bundle_looks_total", {"outcome": outcome}) == 0
 
 
+def test_that_nobody_answers_reviews_is_told_by_what_nobody_else_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`absent` is true of a series that is gone, not of a zero: so it has to be one that `serve` alone has, always."""
+    (rule,) = [rule for rule in RULES if "absent(" in rule["expr"]]
+    assert rule["labels"]["severity"] == "critical"
+    asked = re.search(r'absent\((\w+)\{listener="tls"\}\)', rule["expr"])
+    assert asked is not None
+    metrics = Metrics()
+    assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is None
+    metrics.show_certificate("issued", NOW)  # as `certs` does
+    assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is None
+    monkeypatch.chdir(tmp_path)  # where the development certificate goes
+    for name in certificates(Settings()):
+        metrics.show_certificate(name, NOW)
+    assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is not None
+
+
 def test_prometheus_takes_the_rules() -> None:
     promtool = built()
     if promtool is None:
@@ -98,6 +118,7 @@ WORDS: dict[tuple[str, str], set[str]] = {
     ("state", "gpuwarden_evidence_nodes"): STATES,
     ("state", "gpuwarden_evidence_changes_total"): STATES,
     ("state", "gpuwarden_devices"): DEVICES,
+    ("listener", "gpuwarden_certificate_not_after_seconds"): {"tls", "extender"},
     ("outcome", "gpuwarden_evidence_proofs_total"): {"accepted", "replayed"},
     ("outcome", "gpuwarden_trust_bundle_looks_total"): {"renewed", "confirmed", "refused", "away"},
     ("reason", "gpuwarden_verdicts_total"): {reason.value for reason in Reason if reason not in EVENTS_ONLY},

@@ -17,6 +17,9 @@
 {{- if and $values.webhooks.enabled (not $values.serve.enabled) }}
   {{- fail "\n\nwebhooks.enabled is true and serve.enabled is not: nobody would answer the API server, and every pod that asks for GPUs would be refused." }}
 {{- end }}
+{{- if and $values.prometheusRule.enabled (not $values.serve.enabled) }}
+  {{- fail "\n\nprometheusRule.enabled is true and serve.enabled is not: the alerts are about serve, and the first of them would never end." }}
+{{- end }}
 {{- if eq $values.tls.mode "existingSecret" }}
   {{- if not $values.tls.existingSecret }}
     {{- fail "\n\ntls.mode is existingSecret: name the Secret with tls.crt and tls.key by tls.existingSecret." }}
@@ -137,6 +140,9 @@
   {{- if not (kindIs "slice" $types) }}{{ $types = splitList "," (nospace $types) }}{{ end }}
   {{- if not $export.clusterName }}
     {{- fail "\n\nexport.enabled is true: every record says which cluster it is from, so set export.settings.clusterName." }}
+  {{- end }}
+  {{- if and (include "gpuwarden.keepsOutbox" .) (gt (int $values.export.replicas) 1) }}
+    {{- fail "\n\nexport.outbox outlives its Pod, and one process at a time may have it: set export.replicas=1." }}
   {{- end }}
   {{- $plugin := default "gpu-operator" $export.namespace }}
   {{- if and (lookup "v1" "Namespace" "" "kube-system") (not (lookup "v1" "Namespace" "" $plugin)) }}

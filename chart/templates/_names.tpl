@@ -82,6 +82,18 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- if has "jwt-svid" (splitList "," (include "gpuwarden.evidence" . | nospace)) }}true{{ end -}}
 {{- end }}
 
+{{- /* A source that is named stands beside the default, as helm merges values: then it is meant. */ -}}
+{{- define "gpuwarden.outbox" -}}
+{{- $said := .Values.export.outbox -}}
+{{ toYaml (ternary (omit $said "emptyDir") $said (gt (len $said) 1)) }}
+{{- end }}
+
+{{- /* Whether the outbox outlives its Pod: then one process at a time has it. */ -}}
+{{- define "gpuwarden.keepsOutbox" -}}
+{{- $source := include "gpuwarden.outbox" . | fromYaml -}}
+{{- if not (or (hasKey $source "emptyDir") (hasKey $source "ephemeral")) }}true{{ end -}}
+{{- end }}
+
 {{- define "gpuwarden.nonceSecret" -}}
 {{ default (printf "%s-nonce" (include "gpuwarden.fullname" .)) .Values.nonceKey.existingSecret }}
 {{- end }}

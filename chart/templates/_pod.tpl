@@ -121,7 +121,7 @@ spec:
     {{- end }}
     {{- if has "outbox" $mounts }}
     - name: outbox
-      emptyDir: {}
+      {{- toYaml (include "gpuwarden.outbox" $root | fromYaml) | nindent 6 }}
     {{- end }}
     {{- if has "tls" $mounts }}
     - name: tls
@@ -195,7 +195,8 @@ spec:
   {{- end }}
 {{- end }}
 
-{{- /* A Deployment, and its disruption budget where it has more than one Pod. Takes what podTemplate takes, and strategy. */ -}}
+{{- /* A Deployment, and its disruption budget where it has more than one Pod. Takes what podTemplate
+takes, and oneAtATime: that no Pod begins before the one before it has ended. */ -}}
 {{- define "gpuwarden.deployment" -}}
 {{- $root := .root -}}{{- $own := index $root.Values .component -}}
 apiVersion: apps/v1
@@ -213,8 +214,12 @@ spec:
       {{- include "gpuwarden.selector" $root | nindent 6 }}
       app.kubernetes.io/component: {{ .component }}
   strategy:
+    {{- if .oneAtATime }}
+    type: Recreate
+    {{- else }}
     type: RollingUpdate
     rollingUpdate: {maxSurge: 1, maxUnavailable: 0}
+    {{- end }}
   template:
     {{- include "gpuwarden.podTemplate" . | nindent 4 }}
 {{- if and $root.Values.podDisruptionBudget.enabled (gt (int $own.replicas) 1) }}

@@ -37,6 +37,10 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         "name it by tls.certManager.issuer.name",
     ),
     "webhooks-that-nobody-answers": ({"serve.enabled": False}, "nobody would answer the API server"),
+    "alerts-about-nobody": (
+        {"serve.enabled": False, "webhooks.enabled": False, "prometheusRule.enabled": True},
+        "the alerts are about serve",
+    ),
     "memory-in-two-replicas": (
         {"settings.ledger": "memory", "reconcile.enabled": False},
         "settings.ledger is memory, which each replica has for itself",
@@ -110,6 +114,10 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     "a-store-without-a-bucket": (
         {"export.enabled": True, "export.settings.clusterName": "prod", "export.settings.exporterType": "s3"},
         "set export.settings.s3Bucket",
+    ),
+    "an-outbox-for-two": (
+        {**EXPORT, "export.outbox": {"hostPath": {"path": "/var/lib/gpuwarden"}}},
+        "export.replicas=1",
     ),
     "a-token-in-plain": (
         {

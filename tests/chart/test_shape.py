@@ -217,6 +217,15 @@ def test_a_component_s_own_values_win_over_the_common_ones() -> None:
     assert (labels["first"], labels["second"]) == ("2", "1")
 
 
+def test_a_tainted_node_proves_itself_too() -> None:
+    """One that bears our taint for lack of evidence would never lose it, and GPU nodes often have one of their own."""
+    found = dict(pods(rendered(EVERYTHING)))
+    assert found["attest"]["spec"]["tolerations"] == [{"operator": "Exists"}]
+    assert "tolerations" not in found["serve"]["spec"]
+    chosen = dict(pods(rendered({**EVERYTHING, "attest.tolerations": []})))
+    assert "tolerations" not in chosen["attest"]["spec"]
+
+
 def test_a_node_is_not_told_the_key_of_the_challenges() -> None:
     found = dict(pods(rendered(EVERYTHING)))
     mounted = {name: {each["name"] for each in pod["spec"]["volumes"]} for name, pod in found.items()}
@@ -297,6 +306,22 @@ def test_the_exporter_takes_its_settings(store: str, tmp_path: Path) -> None:
     flags = {name.replace("-", "_"): value for name, value in args} | {"config": str(file)}
     chosen = export_settings.load(flags, environ)
     assert (chosen.cluster_name, chosen.exporter_type, chosen.leader_election) == ("prod", (store,), True)
+
+
+def test_what_is_not_stored_yet_is_where_it_is_said_to_be_and_there_once() -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "outbox"}}
+    larger = {"emptyDir": {"sizeLimit": "1Gi"}}
+    for said, source in ((None, {"emptyDir": {}}), (larger, larger), (claim, claim)):
+        values = {"export.enabled": True, "export.settings.clusterName": "prod", "export.replicas": 1}
+        found = rendered(values if said is None else {**values, "export.outbox": said})
+        spec = dict(pods(found))["export"]["spec"]
+        # Two processes never have one outbox: the second would not start, and the first not be replaced.
+        strategy = one(found, "Deployment", "gpuwarden-export")["spec"]["strategy"]["type"]
+        assert strategy == ("Recreate" if source == claim else "RollingUpdate")
+        assert [each for each in spec["volumes"] if each["name"] == "outbox"] == [{"name": "outbox", **source}]
+        paths = [each["mountPath"] for each in spec["containers"][0]["volumeMounts"]]
+        assert len(set(paths)) == len(paths)
+        assert "/var/lib/gpuwarden" in paths
 
 
 def test_what_is_not_said_has_the_default_of_the_command() -> None:

@@ -47,6 +47,7 @@ GIVEN: dict[str, Raw] = {
     "score.enabled": {},
     "export.": {"export.enabled": True, "export.settings.clusterName": "prod"},
     "export.enabled": {"export.settings.clusterName": "prod"},
+    "export.outbox": {"export.enabled": True, "export.settings.clusterName": "prod", "export.replicas": 1},
     "service.": {},
     "webhooks.": {},
     "extender.": {"extender.enabled": True},
@@ -82,6 +83,7 @@ CHOSEN: Raw = {
     "networkPolicy.scrapers": [{"podSelector": {}}],
     "networkPolicy.extraEgress": [{"ports": [{"port": 5432}]}],
     "extender.plainPort": 8000,
+    "export.outbox": {"persistentVolumeClaim": {"claimName": "outbox"}},
     "podSecurityContext": {"runAsUser": 7},
     "securityContext": {"privileged": False},
 }
