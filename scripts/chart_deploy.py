@@ -54,7 +54,6 @@ PROD: Final[Manifest] = {
     "replicas": 2,
     "settings": {**STORES["postgres"]["settings"], "clusterName": "prod"},
 }
-DATABASE: Final = [{"ports": [{"port": 5432, "protocol": "TCP"}]}]
 
 # The filter of a scheduler: hashes from a map, reservations in memory, no webhook.
 EXTENDER: Final[Mapping[str, Any]] = {
@@ -123,7 +122,7 @@ FLOWS: Final = [
         DEPLOY / "exporter/prod",
         "gpuid",
         "gpuid",
-        {**EXPORTER, "export": {"enabled": True, **PROD}, "networkPolicy": {"enabled": True, "extraEgress": DATABASE}},
+        {**EXPORTER, "export": {"enabled": True, **PROD}, "networkPolicy": {"enabled": True}},
     ),
     Flow(DEPLOY / "extender", EXTENDER_NAMESPACE, "gpuwarden", EXTENDER),
 ]

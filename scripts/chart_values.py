@@ -297,20 +297,22 @@ NETWORK: Final = [
         "networkPolicy.apiServer.cidrs",
         ["0.0.0.0/0", "::/0"],
         WORDS,
-        "Where the API server is, and whence it calls: it is in no Pod that a selector could name.",
+        "Where the API server is, and whence it calls: it is in no Pod that a selector could name. Until this is "
+        "narrowed to it, nobody is kept from `serve`.",
     ),
     Value("networkPolicy.apiServer.ports", [443, 6443], PORTS, "And at which ports."),
     Value(
         "networkPolicy.scrapers",
         [{"namespaceSelector": {}}],
         OBJECTS,
-        "Who may reach metrics and UI: peers of a NetworkPolicy.",
+        "Who may reach metrics and UI: peers of a NetworkPolicy. A peer that is everybody does not reach `score`.",
     ),
     Value(
         "networkPolicy.extraEgress",
         [],
         OBJECTS,
-        "More egress rules for all components: SPIRE Server, stores of the exporter.",
+        "More egress rules for all components. The ports that settings name (SPIRE Server, bundle endpoint, scorer, "
+        "stores) are open already; where a Service leads to another port, or a bucket is not at 443, say it.",
     ),
 ]
 

@@ -136,8 +136,7 @@
 {{- end }}
 {{- if $values.export.enabled }}
   {{- $export := $values.export.settings }}{{ $secrets := $values.export.credentials }}
-  {{- $types := $export.exporterType | default "stdout" }}
-  {{- if not (kindIs "slice" $types) }}{{ $types = splitList "," (nospace $types) }}{{ end }}
+  {{- $types := include "gpuwarden.exporters" . | fromYamlArray }}
   {{- if not $export.clusterName }}
     {{- fail "\n\nexport.enabled is true: every record says which cluster it is from, so set export.settings.clusterName." }}
   {{- end }}

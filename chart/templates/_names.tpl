@@ -151,3 +151,35 @@ becomes JSON: printed, a number of seven digits would have an exponent. */ -}}
 {{- end -}}
 {{ toJson $whole }}
 {{- end }}
+
+{{- /* The port that a URL or HOST:PORT leads to; nothing for a socket. */ -}}
+{{- define "gpuwarden.portOf" -}}
+{{- if not (hasPrefix "unix:" .) -}}
+{{- $authority := regexReplaceAll "^[A-Za-z]+://" . "" | regexFind "^[^/]*" -}}
+{{ regexFind "[0-9]+$" (regexFind ":[0-9]+$" $authority) | default (ternary "443" "80" (hasPrefix "https://" .)) }}
+{{- end -}}
+{{- end }}
+
+{{- /* The ports of what the settings of a component name outside of the release. Takes (list root component). */ -}}
+{{- define "gpuwarden.namedPorts" -}}
+{{- $root := index . 0 -}}{{- $component := index . 1 -}}{{- $places := list -}}{{- $ports := list -}}
+{{- $settings := $root.Values.settings -}}{{- $export := $root.Values.export.settings -}}
+{{- if has $component (list "serve" "reconcile" "bind") -}}
+{{- $places = list $settings.spireServer $settings.bundleEndpoint (ternary $settings.scorer "" (eq $component "serve")) -}}
+{{- else if eq $component "export" -}}
+{{- $types := include "gpuwarden.exporters" $root | fromYamlArray -}}
+{{- if has "http" $types }}{{ $places = append $places $export.httpEndpoint }}{{ end -}}
+{{- if has "postgres" $types }}{{ $ports = append $ports (default 5432 $export.postgresPort | int) }}{{ end -}}
+{{- if has "s3" $types }}{{ $ports = append $ports 443 }}{{ end -}}
+{{- end -}}
+{{- range $place := $places -}}
+{{- if $place }}{{ with include "gpuwarden.portOf" $place }}{{ $ports = append $ports (int .) }}{{ end }}{{ end -}}
+{{- end -}}
+{{ toYaml (uniq $ports) }}
+{{- end }}
+
+{{- define "gpuwarden.exporters" -}}
+{{- $said := .Values.export.settings.exporterType | default "stdout" -}}
+{{- if kindIs "slice" $said }}{{ $said = join "," $said }}{{ end -}}
+{{ toYaml (splitList "," (nospace $said)) }}
+{{- end }}

@@ -331,6 +331,15 @@ def test_what_is_not_said_has_the_default_of_the_command() -> None:
 # Who may reach whom.
 
 
+RECORDED: Raw = {"export.enabled": True, "export.settings.clusterName": "prod"}
+RECORDS_TO: Raw = {
+    "export.settings.httpEndpoint": "https://store.example.org/gpus",
+    "export.settings.postgresDb": "gpus",
+    "export.credentials.postgres": "db",
+    "export.settings.s3Bucket": "gpus",
+}
+
+
 def policy(component: str, **values: Any) -> Raw:
     found = rendered({**EVERYTHING, **values})
     return dict(one(found, "NetworkPolicy", "gpuwarden" if component == "serve" else f"gpuwarden-{component}")["spec"])
@@ -354,6 +363,61 @@ def test_the_api_server_reaches_the_webhook_though_no_selector_names_it() -> Non
     narrow = policy("serve", **{"networkPolicy.apiServer.cidrs": ["10.1.0.0/24"]})
     (rule,) = [rule for rule in narrow["ingress"] if rule["ports"] == [{"port": "https", "protocol": "TCP"}]]
     assert [peer["ipBlock"]["cidr"] for peer in rule["from"] if "ipBlock" in peer] == ["10.1.0.0/24"]
+
+
+def ports_open_anywhere(component: str, **values: Any) -> set[int]:
+    rules = policy(component, **values)["egress"]
+    return {port["port"] for rule in rules if "to" not in rule for port in rule["ports"]} - {53}
+
+
+NAMED: Raw = {
+    "settings.evidence": ["spire-server", "jwt-svid"],
+    "settings.spireServer": "spire-server.spire.svc:8081",
+    "settings.bundleEndpoint": "https://bundle.example.org/",
+    "settings.scorer": "http://scheduler-agent.ml.svc:8080",
+    "bind.enabled": True,
+}
+
+
+def test_what_the_settings_name_can_be_reached() -> None:
+    found = {name: ports_open_anywhere(name, **NAMED) for name in ("serve", "reconcile", "bind", "attest")}
+    assert found == {"serve": {8081, 443, 8080}, "reconcile": {8081, 443}, "bind": {8081, 443}, "attest": set()}
+    assert ports_open_anywhere("serve") == set()
+    # By a socket nobody goes through the network.
+    assert ports_open_anywhere("serve", **{**NAMED, "settings.spireServer": "unix:/x"}) == {443, 8080}
+
+
+@pytest.mark.parametrize(
+    ("values", "ports"),
+    [
+        ({}, set()),
+        ({**RECORDS_TO, "export.settings.exporterType": "stdout, http"}, {443}),
+        (
+            {
+                **RECORDS_TO,
+                "export.settings.exporterType": ["http"],
+                "export.settings.httpEndpoint": "http://[fd00::1]/x:1",
+            },
+            {80},
+        ),
+        ({**RECORDS_TO, "export.settings.exporterType": "postgres", "export.settings.postgresPort": 6543}, {6543}),
+        ({**RECORDS_TO, "export.settings.exporterType": "postgres,s3"}, {5432, 443}),
+    ],
+    ids=["stdout", "https", "http-by-address", "postgres", "postgres-and-s3"],
+)
+def test_stores_can_be_reached(values: Raw, ports: set[int]) -> None:
+    assert ports_open_anywhere("export", **{**RECORDED, **values}) == ports
+
+
+def test_nobody_but_serve_asks_the_scorer_unless_it_is_said() -> None:
+    def askers(**values: Any) -> list[Raw]:
+        rules = policy("score", **{"score.enabled": True, **values})["ingress"]
+        return [peer for rule in rules for peer in rule["from"]]
+
+    (only,) = askers()
+    assert only["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "serve"
+    prometheus = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+    assert askers(**{"networkPolicy.scrapers": [{"namespaceSelector": {}}, prometheus]}) == [only, prometheus]
 
 
 def test_every_component_that_runs_has_a_policy() -> None:
