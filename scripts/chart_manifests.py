@@ -187,6 +187,28 @@ EXTRA_ROLES: Final = {
 }
 
 
+# Rules of a role that only some installations need, by component, resource and verb: what is shipped has them all.
+KEEPS: Final = '(ne (default "cluster" .Values.settings.ledger) "memory")'
+CHALLENGES: Final = f'{KEEPS} (include "gpuwarden.challenges" .)'
+BUNDLES: Final = f"{CHALLENGES} .Values.settings.bundleEndpoint"
+SOMETIMES: Final[Mapping[tuple[str, str, str], str]] = {
+    **{
+        ("serve", resource, verb): KEEPS
+        for resource, verb in (
+            *(("gpunodes", "get"), ("gpunodes/status", "update"), ("nodeevidences", "list"), ("nodes", "get")),
+            *(("reservations", "manage"), ("namespaces", "get"), ("statefulsets", "list")),
+        )
+    },
+    ("serve", "nodeevidences", "get"): CHALLENGES,
+    ("serve", "nodeevidences/status", "update"): CHALLENGES,
+    ("serve", "trustbundles", "get"): BUNDLES,
+    ("serve", "trustbundles/status", "update"): BUNDLES,
+    ("serve", "priorityclasses", "list"): f'{KEEPS} (include "gpuwarden.scorer" .)',
+    ("reconcile", "pods/eviction", "create"): '(eq (default "report" .Values.settings.onEvidenceLost) "evict")',
+}
+ONLY_IF, END_IF = "xx-only-if", "xx-end-if"
+
+
 def component_of(account: str) -> str:
     """`gpuwarden` is `serve`, `gpuwarden-x` is x."""
     return account.removeprefix("gpuwarden").removeprefix("-") or "serve"
@@ -214,7 +236,13 @@ def rbac_template() -> str:
 
 
 def roles_text(roles: Iterable[Manifest], called: str, component: str) -> str:
-    text = template(named(labelled(one), called, component) for one in roles)
+    text = template(named(labelled(with_conditions(one, called)), called, component) for one in roles)
+    text = re.sub(
+        rf"^- {ONLY_IF} (\S+) (\S+)$",
+        lambda found: f"{{{{- if and {SOMETIMES[called, found[1], found[2]]} }}}}",
+        text,
+        flags=re.M,
+    ).replace(f"- {END_IF}\n", "{{- end }}\n")
     said = {
         f"xx-role-{called}": role_name(called),
         f"xx-account-{component}": account_name(component),
@@ -223,6 +251,18 @@ def roles_text(roles: Iterable[Manifest], called: str, component: str) -> str:
     for token, name in said.items():
         text = text.replace(token, name)
     return text
+
+
+def with_conditions(one: Manifest, called: str) -> Manifest:
+    """With a mark before and after each rule that is there sometimes."""
+    if "rules" not in one:
+        return one
+    rules: list[Any] = []
+    for rule in one["rules"]:
+        resource, verb = rule["resources"][0], rule["verbs"][0]
+        is_sometimes = (called, resource, verb) in SOMETIMES
+        rules += [f"{ONLY_IF} {resource} {verb}", rule, END_IF] if is_sometimes else [rule]
+    return {**one, "rules": rules}
 
 
 def named(one: Manifest, called: str, component: str) -> Manifest:

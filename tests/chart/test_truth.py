@@ -12,6 +12,7 @@ import webhook
 from scripts import chart_manifests, chart_values
 from scripts.chart_values import CHART
 from tests.chart.rendering import Raw, identity, of_kind, one, rendered
+from tests.chart.test_values import CHALLENGES
 from tests.test_alerts import SERIES
 from webhook import crds
 from webhook.policies import Installation, certs, export, policies, rbac, score, webhooks
@@ -110,9 +111,52 @@ def shipped(installation: Installation) -> list[Raw]:
     return [each for each in found if each["kind"] in ROLES]
 
 
+# And what makes each rule of a role necessary.
+EVERY_USE: Raw = {
+    **CHALLENGES,
+    "settings.bundleEndpoint": "https://bundle.example.org",
+    "settings.onEvidenceLost": "evict",
+    "nonceKey.existingSecret": "nonce",
+}
+
+
 @pytest.mark.defect("S1-19")
 def test_roles_are_those_of_gpuwarden_manifests_and_no_more() -> None:
-    assert compared(of_kind(rendered(EVERY_COMPONENT), *ROLES)) == compared(shipped(Installation()))
+    assert compared(of_kind(rendered({**EVERY_COMPONENT, **EVERY_USE}), *ROLES)) == compared(shipped(Installation()))
+
+
+Use = tuple[str, str]
+
+
+def may(component: str, values: Raw) -> set[Use]:
+    """What its cluster-wide role allows: resource and verb."""
+    role = one(rendered(values), "ClusterRole", "gpuwarden" if component == "serve" else f"gpuwarden-{component}")
+    return {(name, verb) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
+
+
+PROOFS: set[Use] = {("nodeevidences", "get"), ("nodeevidences", "create"), ("nodeevidences/status", "update")}
+BUNDLES: set[Use] = {("trustbundles", "get"), ("trustbundles", "create"), ("trustbundles/status", "update")}
+ALONE: Raw = {
+    "settings.ledger": "memory",
+    "serve.replicas": 1,
+    "reconcile.enabled": False,
+    "inventory": {"nodes": []},
+}
+
+
+def test_a_permission_that_is_needed_sometimes_is_there_then_only() -> None:
+    plain = may("serve", {})
+    assert ("gpunodes/status", "update") in plain
+    assert ("reservations", "manage") in plain
+    assert not plain & (PROOFS | BUNDLES)
+    assert may("serve", CHALLENGES) - plain == PROOFS
+    endpoint = {**CHALLENGES, "settings.bundleEndpoint": "https://bundle.example.org"}
+    assert may("serve", endpoint) - plain == PROOFS | BUNDLES
+    assert {name for name, _ in may("serve", {"score.enabled": True}) - plain} == {"priorityclasses"}
+    evicting = may("reconcile", {"settings.onEvidenceLost": "evict"})
+    assert evicting - may("reconcile", {"settings.onEvidenceLost": "taint"}) == {("pods/eviction", "create")}
+    # What is kept in memory is written nowhere.
+    assert {name for name, _ in may("serve", ALONE)} == {"pods", "tokenreviews"}
 
 
 @pytest.mark.defect("S2-20")
