@@ -205,7 +205,7 @@ WEBHOOKS: Final = [
         "Fail",
         one_of("Fail", "Ignore"),
         "What becomes of pods that ask for GPUs while no replica answers. With Ignore they are created as they came, "
-        "unproven and without a reservation; their Bindings are refused either way.",
+        "unproven and without a reservation; all Bindings of namespaces that have opted in are refused either way.",
     ),
     Value(
         "webhooks.timeoutSeconds", 10, {"type": "integer", "minimum": 1, "maximum": 30}, "The API server's patience."
