@@ -93,7 +93,6 @@ extenders:
     # webhooks, or give this extender to a scheduler of its own name.
     managedResources:
       - name: nvidia.com/gpu
-        ignoredByScheduler: false
     httpTimeout: 5s
 """
 

@@ -549,7 +549,7 @@ async def test_after_cert_manager_both_cas_are_trusted_before_ours_signs(
         for hook in found["webhooks"]:
             hook["clientConfig"]["caBundle"] = theirs["data"]["ca.crt"]
         await kube.replace(of, found)
-    old = await release.start("serve")
+    old, _ = await asyncio.gather(release.start("serve"), release.start("reconcile"))
     async with new_namespace(kube, ENABLED) as namespace:
         await wait_until(lambda: is_dressed(kube, namespace))
         await release.upgrade(base)

@@ -335,7 +335,7 @@ async def test_nobody_is_evicted_for_a_pod_that_the_node_could_never_have(scene:
 
 
 @pytest.mark.defect("S0-7")
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.parent.name + "/" + path.name)
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_scheduler_takes_the_configurations_that_are_shipped(cluster: Cluster, path: Path, tmp_path: Path) -> None:
     """With the files where this machine has them; it writes down what it has read."""
     identity = trustme.CA()
