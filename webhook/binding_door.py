@@ -67,7 +67,7 @@ class BindingDoor:
         refused = (
             (check.still_held(claim, held, living) if claim.count else None)
             or (check.in_time(living, held, self._clock(), self._bind_deadline) if claim.count else None)
-            or check.bound_as_reserved(binding, held)
+            or check.bound_as_reserved(binding, held, living)
             or check.still_proven(claim, binding.node, fleet, policy)
         )
         if refused is None and held is not None and held.uid is None and not is_dry_run:

@@ -241,6 +241,22 @@ async def test_an_opened_pod_is_as_its_reservation_says(scene: Scene) -> None:
     ] * 2
 
 
+async def test_an_opened_pod_has_its_gpus_in_the_order_of_its_maps_line(scene: Scene) -> None:
+    text = {"gpu-scheduling-map": "0=node-a:1,GPU-0"}
+    scene.come("web-0", gpus=None, annotations=text, owners=[builders.stateful_set("web")])
+    old = scene.yard.pods["web-0"]
+    await scene.queue.step()
+    assert scene.opened() == {"web-0": "GPU-1,GPU-0"}
+    scene.fleet.put(node("node-a", device("GPU-0", index=1), device("GPU-1", index=0)), NOW)
+    raw = scene.yard.pods["web-0"]
+    (held,) = scene.ledger.reservations()
+    claim = recorded_claim(Pod.parse(old))
+    assert claim is not None
+    assert (
+        check.matches_reservation(raw, claim, held, check.identity_of(Pod.parse(raw)), RULES, has_waited=True) is None
+    )
+
+
 async def test_small_claims_that_came_later_do_not_overtake_a_large_one(scene: Scene) -> None:
     scene.come("first")
     await scene.queue.step()

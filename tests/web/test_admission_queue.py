@@ -1,5 +1,6 @@
 """Pods that nothing can be had for now: what waiting heals is created and gated, the rest is denied as ever."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from tests import builders
 from tests.builders import Raw, raw_container, raw_env, raw_pod
 from tests.conftest import Build
 from tests.web.house import INVENTORY, House, patched
-from tests.web.replica import Shared, sharing
+from tests.web.replica import Shared, binding, sharing
 from webhook.core.claim import recorded_claim
 from webhook.core.dress import Outfit, dressed
 from webhook.core.pod import Pod
@@ -373,7 +374,87 @@ async def test_the_variable_is_written_once_in_every_container_whatever_stood_th
     spec = (await (await build()).dress(raw))["spec"]
     for container in (*spec["containers"], *spec["initContainers"]):
         found = [one for one in container["env"] if one["name"] == "CUDA_VISIBLE_DEVICES"]
-        assert found == [{"name": "CUDA_VISIBLE_DEVICES", "value": "GPU-a0,GPU-a1"}]
+        assert found == [{"name": "CUDA_VISIBLE_DEVICES", "value": "GPU-a1,GPU-a0"}]
+
+
+# CUDA numbers devices as they are listed.
+
+
+ORDERED = {
+    "nodes": [
+        {
+            "name": "node-a",
+            "devices": [
+                {"uuid": "GPU-zz", "index": 0},
+                {"uuid": "GPU-aa", "index": 1},
+                {"uuid": "GPU-mm", "index": 2, "serial": "1650321"},
+            ],
+        }
+    ]
+}
+
+
+def shown_in(raw: Raw) -> set[str]:
+    """What is said of GPUs in the annotation and in every variable."""
+    env = [one for container in raw["spec"]["containers"] for one in container["env"]]
+    return {raw["metadata"]["annotations"][GPU_UUID], *(one["value"] for one in env if "value" in one)}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        pytest.param("0=node-a:0,1", "GPU-zz,GPU-aa", id="indices"),
+        pytest.param("0=node-a:GPU-zz,GPU-aa", "GPU-zz,GPU-aa", id="uuids"),
+        pytest.param("0=node-a:1,1650321,GPU-zz", "GPU-aa,GPU-mm,GPU-zz", id="index-serial-uuid"),
+        pytest.param("0=node-a:1650321,0,GPU-aa", "GPU-mm,GPU-zz,GPU-aa", id="serial-index-uuid"),
+    ],
+)
+async def test_gpus_stand_in_the_order_of_the_maps_line(build: Build, text: str, shown: str) -> None:
+    house = await build(ORDERED)
+    assert shown_in(patched(mapped(0, text), await house.mutate(mapped(0, text), dry_run=True))) == {shown}
+    first = await house.dress(mapped(0, text))
+    assert shown_in(first) == {shown}
+    assert shown_in(await house.dress(first, "reinvoked")) == {shown}
+    assert shown_in(await house.create(mapped(0, text))) == {shown}
+
+
+async def test_a_pod_keeps_its_order_when_indices_change(build: Build) -> None:
+    house = await build(ORDERED)
+    made = await house.dress(mapped(0, "0=node-a:0,1"))
+    house.parts.fleet.put(
+        builders.node("node-a", *(builders.device(f"GPU-{x}", index=k) for k, x in enumerate(("aa", "zz", "mm")))),
+        house.now,
+    )
+    assert shown_in(await house.dress(made, "reinvoked")) == {"GPU-zz,GPU-aa"}
+    assert (await validated(house, made))["allowed"]
+
+
+@pytest.mark.parametrize(("said", "is_allowed"), [("GPU-zz,GPU-aa", True), ("GPU-zz", False), ("GPU-zz,GPU-zz", False)])
+async def test_a_pod_may_name_its_own_gpus_and_each_once(build: Build, said: str, is_allowed: bool) -> None:
+    house = await build(ORDERED)
+    made = await house.dress(mapped(0, "0=node-a:0,1"))
+    forged = json.loads(json.dumps(made).replace("GPU-zz,GPU-aa", said))
+    response = await validated(house, forged)
+    assert response["allowed"] is is_allowed
+    assert is_allowed or response["status"]["reason"] == "Forged"
+
+
+@pytest.mark.parametrize(("value", "is_allowed"), [("GPU-zz,GPU-aa", True), ("GPU-zz,GPU-mm", False)])
+async def test_a_debug_container_sees_gpus_in_the_pods_order(build: Build, value: str, is_allowed: bool) -> None:
+    house = await build(ORDERED)
+    final = await house.create(mapped(0, "0=node-a:0,1"))
+    debug = raw_container("debugger", env=raw_env(CUDA_VISIBLE_DEVICES=value))
+    new = {**final, "spec": {**final["spec"], "ephemeralContainers": [debug]}}
+    response = await house.validate(builders.update(new, final, subresource="ephemeralcontainers"))
+    assert response["allowed"] is is_allowed
+
+
+@pytest.mark.parametrize(("said", "is_allowed"), [("GPU-zz,GPU-aa", True), ("GPU-zz,GPU-mm", False)])
+async def test_a_binding_may_repeat_what_the_pod_says(build: Build, said: str, is_allowed: bool) -> None:
+    house = await build(ORDERED)
+    await house.create(mapped(0, "0=node-a:0,1"))
+    response = await house.validate(binding("node-a", annotations={GPU_UUID: said}))
+    assert response["allowed"] is is_allowed
 
 
 @pytest.mark.parametrize(("text", "shown"), [("0=node-a: 1 , 0", "1,0"), ("0=node-a:GPU-a1", "GPU-a1")])

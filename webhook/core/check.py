@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 
 import msgspec
 
-from webhook.core import keys
+from webhook.core import keys, order
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.decide import EvidencePolicy, Question
@@ -149,7 +149,8 @@ def matches_reservation(
             if is_named_anew(raw, reservation)
             else "take the gpuwarden.io/ annotations off a copied manifest",
         )
-    outfit = Outfit(claim, (reservation.node,), reservation.id, reservation.uuids, has_waited=has_waited)
+    uuids = order.as_said(raw["metadata"].get("annotations") or {}, reservation.uuids)
+    outfit = Outfit(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited)
     fields = [readable(change["path"]) for change in changes(raw, dressed(raw, outfit, rules))]
     if fields:
         return Deny(
@@ -308,8 +309,8 @@ def identity_of(living: Pod) -> PodIdentity:
     return PodIdentity(living.meta.namespace or "", living.meta.name or "", living.meta.uid or "")
 
 
-def bound_as_reserved(binding: Binding, held: Reservation | None) -> Deny | None:
-    """The Binding leads where the pod's GPUs are, and plants nothing that only we may write."""
+def bound_as_reserved(binding: Binding, held: Reservation | None, living: Pod | None = None) -> Deny | None:
+    """The Binding leads where the pod's GPUs are, and plants nothing that only we may write, but what the pod says."""
     if held is not None and binding.node != held.node:
         return Deny(
             Reason.NOT_RESERVED,
@@ -317,7 +318,9 @@ def bound_as_reserved(binding: Binding, held: Reservation | None) -> Deny | None
             f"not on {binding.node}",
             hint="let a scheduler that obeys node affinity place the pod",
         )
-    values = () if held is None else reservation_values(held.id, ",".join(held.uuids), held.node)
+    said = binding.annotations if living is None else living.annotations
+    uuids = () if held is None else order.as_said(said, held.uuids)
+    values = () if held is None else reservation_values(held.id, ",".join(uuids), held.node)
     ours = {name: value for key, value in values for name in key.names}
     planted = sorted(
         key

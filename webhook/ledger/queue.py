@@ -16,7 +16,7 @@ import structlog
 from attrs import define, frozen
 
 from webhook.clock import Clock
-from webhook.core import check
+from webhook.core import check, order
 from webhook.core.backfill import Ahead, node_left_to, placed
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, Question
@@ -355,7 +355,9 @@ class Queue:
             return known
         if known.phase is not Phase.FINALIZED or known.uid != pod.uid:
             known = await self._ledger.confirm(known.id, pod, node=known.node)
-        return Outfit(claim, (known.node,), known.id, known.uuids, has_waited=True)
+        berth = self._fleet.berths.get(known.node)
+        uuids = order.as_mapped(claim, known.uuids, () if berth is None else berth.node.devices)
+        return Outfit(claim, (known.node,), known.id, uuids, has_waited=True)
 
     async def _reserved(self, waiter: Waiter, places: Sequence[Placement], ahead: Ahead | None) -> Reservation | Deny:
         """Whoever is faster costs a fresh decision, and not the turn."""

@@ -13,9 +13,10 @@ from starlette.responses import Response
 
 from webhook.binding_door import BindingDoor, named, no_reservation, recorded_reservation
 from webhook.clock import Clock
-from webhook.core import check, keys
+from webhook.core import check, keys, order
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim, recorded_or_none
+from webhook.core.device import DeviceUuid
 from webhook.core.difference import difference
 from webhook.core.dress import (
     DressRules,
@@ -39,7 +40,7 @@ from webhook.core.hints import hinted as with_hints
 from webhook.core.lines import OWN_IDS
 from webhook.core.pod import Pod
 from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
-from webhook.core.reservation import Ask, Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.core.review import Operation, Review, answer
 from webhook.core.verdict import Admit, Deny, Verdict, plain
 from webhook.holding import Holder
@@ -220,7 +221,13 @@ class Admission:
         known = await recorded_reservation(self._ledger, pod) if claim is not None else None
         if claim is None or known is None or not is_this_creation(known, claim, pod, review):
             return None
-        return outfit_of(claim, known)
+        uuids = order.as_said(pod.annotations, self._as_mapped(claim, known))
+        return Outfit(claim, (known.node,), known.id, uuids)
+
+    def _as_mapped(self, claim: Claim, held: Reservation | Placement) -> tuple[DeviceUuid, ...]:
+        berth = self._holder.fleet.berths.get(held.node)
+        uuids = [slot.uuid for slot in sorted(held.slots)]
+        return order.as_mapped(claim, uuids, () if berth is None else berth.node.devices)
 
     async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
         clean, claim = asked_anew(raw, pod, await self._rules.claims.within(review.namespace))
@@ -258,14 +265,16 @@ class Admission:
             name = pod.meta.name or review.name or None
             ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared)
             held = await self._holder.hold(ask, claim, answer_by=answer_by)
-            return held if isinstance(held, Deny) else outfit_of(claim, held)
+            if isinstance(held, Deny):
+                return held
+            return Outfit(claim, (held.node,), held.id, self._as_mapped(claim, held))
         places = self._holder.places(claim, most=1)
         if isinstance(places, Deny):
             return places
         if not claim.count:
             return Outfit(claim, tuple(sorted(place.node for place in places)))
         first = places[0]
-        return Outfit(claim, (first.node,), review.uid, tuple(slot.uuid for slot in sorted(first.slots)))
+        return Outfit(claim, (first.node,), review.uid, self._as_mapped(claim, first))
 
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
         """What waiting cannot heal is said at once. Where a pod without GPUs may go is written into each of its own
@@ -442,7 +451,7 @@ class Admission:
         known = await recorded_reservation(self._ledger, pod)
         if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
             return ()
-        return (",".join(known.uuids),)
+        return (",".join(order.as_said(pod.annotations, known.uuids)),)
 
     async def _ended(self, review: Review) -> Verdict:
         """Embedded, a DELETE review is all we shall hear of a pod's end; in a cluster only the watch ends pods."""
@@ -501,10 +510,6 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
 
 def no_hint_helps(places: object) -> bool:
     return isinstance(places, Deny) and places.reason in HARDER_THAN_HINTS
-
-
-def outfit_of(claim: Claim, held: Reservation) -> Outfit:
-    return Outfit(claim, (held.node,), held.id, held.uuids)
 
 
 def time_to_answer(query: bytes) -> timedelta:
