@@ -111,7 +111,7 @@ OWN_SETTINGS: Final = frozenset(
         *("extender_client_ca", "kubeconfig", "kubernetes_url", "access_token", "ca_certificate", "in_cluster"),
         *("inventory", "lease_namespace", "bundle_endpoint_ca", "nonce_key", "server", "server_ca", "node"),
         *("certs_namespace", "certs_service", "certs_secret", "certs_configurations", "certs_dir"),
-        *("extender_plain_address", "extender_plain_anywhere"),
+        *("extender_plain_address", "extender_plain_anywhere", "opt_in_label"),
     )
 )
 OWN_EXPORT_SETTINGS: Final = frozenset(

@@ -30,10 +30,10 @@ def namespace(name: str = "ml", **labels: str) -> Raw:
 
 
 class Scene:
-    def __init__(self, shares: int = 1) -> None:
+    def __init__(self, shares: int = 1, opt_in: str = "gpuwarden.io/enabled") -> None:
         devices = [device(f"GPU-{k}", index=k, serial=f"9000{k}", shares=shares) for k in range(3)]
         self.fleet = builders.fleet(node("node-a", *devices, labels={"zone": "a"}))
-        self.sets = MappedSets(self.fleet)
+        self.sets = MappedSets(self.fleet, opt_in)
         self.news = NamespaceNews(self.sets)
         self.news.changed({"metadata": {"name": "ml", "resourceVersion": "1", "labels": OPTED_IN}})
 
@@ -59,6 +59,22 @@ def mapped(text: str, of_set: str = "web", **annotations: str) -> Claim:
     owner = {**builders.stateful_set(of_set), "uid": f"uid-{of_set}"}
     asked = {"gpu-scheduling-map": text, **annotations}
     return builders.claim(builders.raw_pod(name=f"{of_set}-0", annotations=asked, owners=[owner]))
+
+
+@pytest.mark.parametrize(
+    ("opt_in", "label", "free"),
+    [
+        ("gpuwarden.io/enabled", "acme.io/gpu", 3),
+        ("acme.io/gpu", "acme.io/gpu", 2),
+        ("acme.io/gpu", "gpuwarden.io/enabled", 3),
+        ("acme.io/gpu", "scheduler.radix.ai/enabled", 2),
+    ],
+)
+def test_a_namespace_opts_in_by_the_label_of_the_webhook_configurations(opt_in: str, label: str, free: int) -> None:
+    scene = Scene(opt_in=opt_in)
+    scene.news.changed(namespace("ml", **{label: "true"}))
+    scene.sets.changed(stateful_set("0=node-a:0"))
+    assert scene.free() == free
 
 
 @pytest.fixture

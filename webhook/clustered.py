@@ -59,7 +59,18 @@ def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: Api
     own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
     namespaces = WatchedNamespaces(ApiNamespaces(api))
     asked, skew, max_age = settings.evidence, settings.clock_skew, settings.max_evidence_age
-    feed = ClusterFeed(api, fleet, ledger, own, clock, namespaces, asked=asked, skew=skew, max_age=max_age)
+    feed = ClusterFeed(
+        api,
+        fleet,
+        ledger,
+        own,
+        clock,
+        namespaces,
+        asked=asked,
+        skew=skew,
+        max_age=max_age,
+        opt_in=settings.opt_in_label,
+    )
     parts = assembled(settings, clock, fleet, metrics, ledger, feed, pods, namespaces)
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.holder.lines)
     feed.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
@@ -100,11 +111,12 @@ class ClusterFeed:
         asked: Collection[str],
         skew: timedelta,
         max_age: timedelta,
+        opt_in: str,
     ) -> None:
         inventory = ClusterInventory(fleet, clock, proven=lambda name: evidence.word_on(name))
         evidence = EvidenceView(own, show=inventory.prove, asked=asked, skew=skew, max_age=max_age)
         gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
-        sets = MappedSets(fleet)
+        sets = MappedSets(fleet, opt_in)
         self._watches: tuple[Watch, ...] = (
             Watch(api, NODES_PATH, NodesListener(inventory)),
             Watch(api, GPU_NODES_PATH, gpu_nodes),

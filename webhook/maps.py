@@ -2,6 +2,7 @@
 node's."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import structlog
@@ -25,13 +26,11 @@ Kept = frozenset[tuple[Place, Keeper]]
 Key = tuple[str, str]
 """Of a set: namespace and name."""
 
-OPT_INS = (f"{keys.DOMAIN}/enabled", "scheduler.radix.ai/enabled")
 
-
-def opted_in(raw: Mapping[str, Any]) -> bool:
-    """Whether the namespace has asked for us by one of the usual labels."""
+def opted_in(raw: Mapping[str, Any], opt_in: str) -> bool:
+    """Whether the namespace has asked for us, by that label or its alias."""
     labels = raw["metadata"].get("labels") or {}
-    return any(labels.get(key) == "true" for key in OPT_INS)
+    return any(labels.get(key) == "true" for key in (opt_in, *keys.OPT_IN.aliases))
 
 
 @frozen
@@ -51,8 +50,8 @@ class MappedSets:
     """Hears of StatefulSets and namespaces. A set counts where the namespace has asked for us: elsewhere anybody could
     take GPUs out of everybody's reach."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self.namespaces: View[bool] = View(opted_in)
+    def __init__(self, fleet: Fleet, opt_in: str = keys.OPT_IN.name) -> None:
+        self.namespaces: View[bool] = View(partial(opted_in, opt_in=opt_in))
         self._fleet = fleet
         self._sets: dict[Key, MappedSet] = {}
         self._named: dict[Key, Named] = {}

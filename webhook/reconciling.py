@@ -108,7 +108,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         is_current=lambda: all(watch.is_current for watch in watches),
         read_anew=partial(read_anew, api, ledger, waiting_pods),
     )
-    sets, node_names = MappedSets(fleet), NodeNames(fleet, events)
+    sets, node_names = MappedSets(fleet, settings.opt_in_label), NodeNames(fleet, events)
     watches = (
         *discovering.watches,
         Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods))),

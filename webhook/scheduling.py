@@ -97,7 +97,18 @@ class Parts:
         door = BindingDoor(holder, pods, claims, settings.bind_deadline, utc_now)
         self.events = ApiEvents(api, utc_now, metrics.count_event)
         self.told = Told(self.events, ApiConditions(api), metrics.count_binding, utc_now)
-        self.binder = Binder(self.world, fleet, policy, claims, door, ApiBindings(api), pods, self.told, utc_now)
+        self.binder = Binder(
+            self.world,
+            fleet,
+            policy,
+            claims,
+            door,
+            ApiBindings(api),
+            pods,
+            self.told,
+            utc_now,
+            opt_in=settings.opt_in_label,
+        )
         gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
         self.watches = (
             Watch(api, NODES_PATH, Several(NodesListener(inventory), NodesOfWorld(self.world))),

@@ -160,6 +160,12 @@ def read_annotation_key(text: str) -> str:
     return text
 
 
+def read_label_key(text: str) -> str:
+    if not is_qualified(text):
+        raise ValueError(f"{text!r} is not a label key")
+    return text
+
+
 def read_namespace(text: str) -> str:
     if len(text) > 63 or "." in text or not SUBDOMAIN.fullmatch(text):
         raise ValueError(f"{text!r} is not the name of a namespace")
@@ -360,6 +366,7 @@ HOST: Final = Kind("an address or a name of this machine", read_host)
 ADDRESS: Final = Kind("`host:port`, or `:port` for no host in particular", read_address)
 URL: Final = Kind("a URL with http or https, without user, query or fragment", read_url)
 ANNOTATION_KEY: Final = Kind("an annotation key", read_annotation_key)
+LABEL_KEY: Final = Kind("a label key", read_label_key)
 NAMESPACE: Final = Kind("the name of a namespace", read_namespace)
 RESOURCE: Final = Kind("an extended resource, such as `nvidia.com/gpu`", read_resource)
 COUNT: Final = Kind("a whole number, 0 to 9999999", read_count)

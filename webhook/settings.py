@@ -35,6 +35,7 @@ from webhook.setting_kinds import (
     HTTPS_URL,
     INJECTION,
     INTERVAL,
+    LABEL_KEY,
     LEDGER,
     LIFETIME,
     LOG_LEVEL,
@@ -326,6 +327,14 @@ class Settings:
         default=None,
         metadata=declared(
             NAME, "the RuntimeClass that is written into pods with GPUs that name none; not set: none is written"
+        ),
+    )
+    opt_in_label: str = field(
+        default=keys.OPT_IN.name,
+        metadata=declared(
+            LABEL_KEY,
+            "the label that opts a namespace in, as the webhook configurations have it; "
+            f"{keys.OPT_IN.aliases[0]} counts too",
         ),
     )
     gpu_resource: str = field(

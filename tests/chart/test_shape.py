@@ -325,7 +325,8 @@ def test_what_is_not_stored_yet_is_where_it_is_said_to_be_and_there_once() -> No
 
 
 def test_what_is_not_said_has_the_default_of_the_command() -> None:
-    assert settings_of(rendered()) == {}
+    """But who has opted in, which the webhook configurations say too."""
+    assert settings_of(rendered()) == {"optInLabel": "gpuwarden.io/enabled"}
 
 
 # Who may reach whom.

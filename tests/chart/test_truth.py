@@ -85,6 +85,15 @@ def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too
     assert compared(mine) == compared([*webhooks(installation), *policies(installation)])
 
 
+@pytest.mark.parametrize("label", ["gpuwarden.io/enabled", "example.org/guarded"])
+def test_who_has_opted_in_is_one_for_the_webhooks_and_for_the_settings(label: str) -> None:
+    found = rendered({**EVERY_COMPONENT, "webhooks.optInLabel": label})
+    (container,) = one(found, "Deployment", "gpuwarden-score")["spec"]["template"]["spec"]["containers"]
+    assert f"--opt-in-label={label}" in container["args"]
+    content = yaml.safe_load(one(found, "ConfigMap", "gpuwarden-settings")["data"]["settings.yaml"])
+    assert content["optInLabel"] == label
+
+
 def test_accounts_that_an_installer_names_are_held_to_what_they_write() -> None:
     found = rendered({"reconcile.serviceAccountName": "one", "export.serviceAccountName": "one"})
     for name in ("gpuwarden-own-pods", "gpuwarden-own-nodes"):

@@ -17,6 +17,7 @@ from webhook.core.keys import Key, is_protected_annotation
         pytest.param(keys.GPU_COUNT, ("gpuwarden.io/gpu-count",), id="gpu-count"),
         pytest.param(keys.GPU_MAP, ("gpuwarden.io/gpu-map", "gpu-scheduling-map"), id="gpu-map"),
         pytest.param(keys.SHARED, ("gpuwarden.io/shared",), id="shared"),
+        pytest.param(keys.OPT_IN, ("gpuwarden.io/enabled", "scheduler.radix.ai/enabled"), id="opt-in"),
         pytest.param(keys.GPU_UUID, ("gpuwarden.io/gpu-uuid", "fudo.org/gpu.uuid"), id="gpu-uuid"),
         pytest.param(
             keys.RESERVATION_ID, ("gpuwarden.io/reservation-id", "fudo.org/gpu.reservation-id"), id="reservation-id"

@@ -89,12 +89,20 @@ class Cluster:
         if "answer" in self.loses:
             raise BindingLostError("the API server cannot be reached")
 
-    async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> None:
+    async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> bool:
+        """As the API server does: by version."""
+        await asyncio.sleep(0)
+        if (
+            "question" in self.loses
+            or self.shared.pods[pod.namespace, pod.name]["metadata"]["resourceVersion"] != version
+        ):
+            return False
         self.conditions.append((pod.name, message))
+        return True
 
 
 class Scene:
-    def __init__(self, house: House, shared: Shared) -> None:
+    def __init__(self, house: House, shared: Shared, opt_in: str = keys.OPT_IN.name) -> None:
         self.house = house
         self.cluster = Cluster(shared)
         self.heard = Heard()
@@ -118,6 +126,7 @@ class Scene:
             self.told,
             parts.clock,
             lambda: next(self.time),
+            opt_in,
         )
         for name in NAMES:
             self.node(name)
@@ -320,6 +329,14 @@ async def test_a_reservation_that_was_taken_away_ends_it_at_the_door(scene: Scen
     assert scene.says.startswith("NotReserved: ")
     assert scene.counted == ["not_reserved"]
     assert final["metadata"]["uid"] in scene.world.waiters
+
+
+async def test_a_namespace_is_to_be_labelled_as_the_webhook_configurations_have_it(build: Build) -> None:
+    shared = Shared()
+    scene = Scene(await build(assemble=sharing(shared)), shared, opt_in="acme.io/gpu")
+    scene.plain("app", annotations={keys.GPU_COUNT.name: "1"})
+    assert await scene.passes() == []
+    assert "label its namespace acme.io/gpu=true" in scene.says
 
 
 @pytest.mark.defect("S1-4")

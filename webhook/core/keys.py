@@ -25,6 +25,9 @@ GPU_COUNT: Final = Key(f"{DOMAIN}/gpu-count")
 GPU_MAP: Final = Key(f"{DOMAIN}/gpu-map", ("gpu-scheduling-map",))
 SHARED: Final = Key(f"{DOMAIN}/shared")
 
+# On a namespace whose pods are looked at: a label, and what it has to say.
+OPT_IN: Final = Key(f"{DOMAIN}/enabled", (f"{S3_DOMAIN}/enabled",))
+
 # Device requirements are labels: gpuwarden.io/gpu.<key>=<value> and fudo.org/gpu.<x>.
 REQUIREMENT_PREFIX: Final = f"{DOMAIN}/gpu."
 S4_REQUIREMENT: Final = f"{S4_DOMAIN}/gpu"

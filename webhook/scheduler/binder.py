@@ -52,8 +52,8 @@ LOOK_AGAIN = timedelta(seconds=15)
 MAX_TOLD = 900
 
 NOT_DRESSED = (
-    "asks for GPUs or for a proven node, and nothing was set aside for it when it was created: label its namespace "
-    "gpuwarden.io/enabled=true, see that the webhook is up, and create the pod anew"
+    "the pod asks for GPUs or for a proven node, and nothing was set aside for it when it was created: label its "
+    "namespace {}=true, see that the webhook is up, and create the pod anew"
 )
 BEYOND_US = "asks for what this scheduler does not look at: leave it to the cluster's own, or take it out of the pod"
 
@@ -138,7 +138,9 @@ class Binder:
         telling: Telling,
         clock: Clock,
         timer: Callable[[], float] = time.monotonic,
+        opt_in: str = keys.OPT_IN.name,
     ) -> None:
+        self._not_dressed = NOT_DRESSED.format(opt_in)
         self._world = world
         self._fleet = fleet
         self._policy = policy
@@ -252,7 +254,7 @@ class Binder:
             return Hopeless("; ".join(exc.mistakes[:20]), Outcome.NOT_RESERVED)
         if recorded is None:
             plain_shape = Anywhere(Shape(waiter.needs, waiter.asked))
-            return plain_shape if asked is None else Hopeless(f"the pod {NOT_DRESSED}", Outcome.NOT_RESERVED)
+            return plain_shape if asked is None else Hopeless(self._not_dressed, Outcome.NOT_RESERVED)
         proven = proven_wish(recorded, asked)
         if isinstance(proven, Refused):
             return Hopeless(proven.text, Outcome.NOT_RESERVED)
@@ -262,7 +264,7 @@ class Binder:
         """The reservation says it all: no map is read here, and no name."""
         node = pod.annotations.get(keys.NODE.name)
         if not node or not pod.annotations.get(keys.RESERVATION_ID.name):
-            return Hopeless(f"the pod {NOT_DRESSED}", Outcome.NOT_RESERVED)
+            return Hopeless(self._not_dressed, Outcome.NOT_RESERVED)
         return Reserved(claim, node)
 
     def _against(self, waiter: Waiter, claim: Claim, node: str) -> str:
