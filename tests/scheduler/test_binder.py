@@ -588,6 +588,42 @@ async def test_the_pods_condition_says_so_too(scene: Scene) -> None:
     assert scene.cluster.conditions == [("p", "0/3 nodes will do: 3 not selected by the pod")]
 
 
+@pytest.mark.parametrize("by", ["a-lost-question", "another-version"])
+async def test_a_condition_that_could_not_be_written_is_written_later_and_once(scene: Scene, by: str) -> None:
+    raw = scene.plain("p", nodeSelector={"zone": "nowhere"})
+    newer = {**raw, "metadata": {**raw["metadata"], "resourceVersion": "newer"}}
+    if by == "a-lost-question":
+        scene.cluster.loses = {"question"}
+    else:
+        scene.cluster.shared.has(newer)  # the watch has not told yet
+    writing = asyncio.create_task(scene.told.run())
+    await scene.passes()
+    await turns()
+    assert scene.cluster.conditions == []
+    scene.cluster.loses = set()
+    scene.cluster.tell(newer if by == "another-version" else raw)
+    for _ in range(60):
+        await scene.passes(wait=1)
+        await turns()
+    writing.cancel()
+    assert scene.cluster.conditions == [("p", "0/3 nodes will do: 3 not selected by the pod")]
+    assert len(scene.heard.messages) == 1
+
+
+async def test_of_very_many_that_wait_each_has_its_condition_in_the_end(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webhook.scheduler.binder_telling.MAX_WAITING", 2)
+    for number in range(5):
+        scene.plain(f"p{number}", nodeSelector={"zone": "nowhere"})
+    writing = asyncio.create_task(scene.told.run())
+    for _ in range(60):
+        await scene.passes(wait=1)
+        await turns()
+    writing.cancel()
+    assert sorted(name for name, _ in scene.cluster.conditions) == ["p0", "p1", "p2", "p3", "p4"]
+
+
 # What is known.
 
 

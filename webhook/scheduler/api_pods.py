@@ -48,8 +48,8 @@ class ApiConditions:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
 
-    async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> None:
-        """Only while the pod is as it was at that version: it may be on a node by now. Lost, it is not said."""
+    async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> bool:
+        """Only while the pod is as it was at that version: it may be on a node by now."""
         condition = {
             "type": "PodScheduled",
             "status": "False",
@@ -59,7 +59,7 @@ class ApiConditions:
         }
         patch = {"metadata": {"uid": pod.uid, "resourceVersion": version}, "status": {"conditions": [condition]}}
         try:
-            await answered(
+            status, body = await answered(
                 self._api,
                 "PATCH",
                 f"{POD_PATH}/status",
@@ -70,6 +70,10 @@ class ApiConditions:
             )
         except LOST as exc:
             log.warning("condition lost", namespace=pod.namespace, name=pod.name, error=type(exc).__name__)
+            return False
+        if status >= 400 and status not in (404, 409):  # gone, or not as it was
+            log.warning("condition refused", namespace=pod.namespace, name=pod.name, problem=said_in(status, body))
+        return status < 400
 
 
 class ApiAlarm:

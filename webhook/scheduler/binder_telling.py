@@ -25,8 +25,8 @@ WRITERS = 4
 class Conditions(Protocol):
     """Can write what a pod says of itself."""
 
-    async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> None:
-        """It has no node, and why. Whatever becomes of it, nothing is raised."""
+    async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> bool:
+        """It has no node, and why. Whether that is said now; whatever becomes of it, nothing is raised."""
 
 
 class Told:
@@ -46,14 +46,22 @@ class Told:
         if waiter.told_at is not None and now < waiter.told_at + (QUIET if is_new else SAME_AGAIN):
             if is_new:
                 waiter.retry_at = waiter.told_at + QUIET
+            else:
+                self._show(waiter, why, now)
             return
         waiter.told, waiter.told_at = why, now
         if outcome is not None:
             self._count(outcome)
         self._events.tell(Subject.of_pod(waiter.identity), Reason.FAILED_SCHEDULING, why)
-        if is_new and len(self._waiting) < MAX_WAITING:
-            self._waiting[waiter.identity.uid] = (waiter, why, now)
-            self._news.set()
+        self._show(waiter, why, now)
+
+    def _show(self, waiter: Waiter, why: str, now: datetime) -> None:
+        """In its condition, until that says so: what could not be written is tried again when the pod is looked at."""
+        is_over = waiter.shown == why or len(self._waiting) >= MAX_WAITING
+        if is_over or (waiter.shown_at is not None and now < waiter.shown_at + QUIET):
+            return
+        self._waiting[waiter.identity.uid] = (waiter, why, now)
+        self._news.set()
 
     def tried(self, waiter: Waiter, node: str, outcome: Outcome) -> None:
         self._count(outcome)
@@ -79,5 +87,6 @@ class Told:
                 await self._news.wait()
             waiter, why, at = self._waiting.pop(next(iter(self._waiting)))
             if not waiter.is_on_its_way:
-                stamp = at.strftime("%Y-%m-%dT%H:%M:%SZ")
-                await self._conditions.unscheduled(waiter.identity, waiter.version, why, stamp)
+                waiter.shown_at, stamp = self._clock(), at.strftime("%Y-%m-%dT%H:%M:%SZ")
+                if await self._conditions.unscheduled(waiter.identity, waiter.version, why, stamp):
+                    waiter.shown = why

@@ -63,6 +63,9 @@ class Waiter:
     not_before: datetime | None = None
     told: str = ""
     told_at: datetime | None = None
+    # What its condition says, and when it was last tried to write one.
+    shown: str = ""
+    shown_at: datetime | None = None
     wish: Any = None
     """What the binder has made of it."""
 
@@ -200,7 +203,7 @@ class World:
         )
         if known is not None:
             waiter.is_on_its_way, waiter.told, waiter.told_at = known.is_on_its_way, known.told, known.told_at
-            waiter.tries = known.tries
+            waiter.tries, waiter.shown, waiter.shown_at = known.tries, known.shown, known.shown_at
         self.waiters[uid] = waiter
         self.notify()
 
