@@ -349,6 +349,17 @@ async def test_a_dead_scorer_is_said_in_the_words_people_search_for(build: Build
         assert (await house.tls.get("/readyz")).status_code == 200
 
 
+async def test_only_a_pod_that_is_answered_with_hints_is_said_to_have_them(build: Build) -> None:
+    async with scored(build) as (house, double):
+        with structlog.testing.capture_logs() as lines:
+            refused = await house.mutate(job(gpus=9, name="refused"), "refused")
+            assert not refused["allowed"]
+            await house.dress(job(name="dressed"), "dressed")
+        assert double.asked
+        told = [(line["uid"], line["name"], line["job_type"]) for line in lines if line["event"] == "Mutated pod"]
+        assert told == [("dressed", "dressed", "train-bert")]
+
+
 async def test_hints_can_be_switched_off(build: Build) -> None:
     async with scored(build, hint_pods=False) as (house, double):
         final = await house.create(job())

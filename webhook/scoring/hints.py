@@ -1,7 +1,7 @@
 """Hints for a pod under review: ask, judge, and say so. Whatever goes wrong, the pod goes on without."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Protocol
@@ -17,7 +17,6 @@ from webhook.core.fleet import Fleet
 from webhook.core.hints import (
     DEFAULT_BUCKETS,
     Bucket,
-    Features,
     Hints,
     Surroundings,
     features_of,
@@ -49,10 +48,22 @@ class Hinted:
 
     hints: Hints | None = None
     warnings: tuple[str, ...] = ()
+    # Whose they are, for the log.
+    subject: Mapping[str, str] = field(factory=dict)
 
     def while_waiting(self) -> "Hinted":
         """For a pod whose node is found later."""
         return self if self.hints is None else evolve(self, hints=self.hints.while_waiting())
+
+    def tell(self, written: Hints) -> None:
+        """The pod is answered with these."""
+        log.info(
+            "Mutated pod",
+            **self.subject,
+            score=written.score,
+            priority_class=written.priority_class,
+            chosen_gpu=written.chosen_gpu,
+        )
 
 
 NOT_SCORED = Hinted()
@@ -115,8 +126,8 @@ class Hinting:
         around = Surroundings(self.fleet.gpu_types, self.buckets, self.classes.names, self.classes.default)
         hints = hints_of(advice, features, pod, around, self.clock())
         hints = hints if claim is not None else self._possible(hints, pod)
-        self._tell(pod, features, hints, review)
-        return Hinted(hints)
+        subject = {"uid": review.uid, "namespace": review.namespace, "name": pod.display_name}
+        return Hinted(hints, subject={**subject, "job_type": features.job_type})
 
     def _possible(self, hints: Hints, pod: Pod) -> Hints:
         """For a pod that no place is looked for here: a selector has to leave it a node that it may be on."""
@@ -128,15 +139,3 @@ class Hinting:
             if preferred(wished, self.fleet, EvidencePolicy(), most=1):
                 return hints
         return hints.on_nodes_with({})
-
-    def _tell(self, pod: Pod, features: Features, hints: Hints, review: Review) -> None:
-        log.info(
-            "Mutated pod",
-            uid=review.uid,
-            namespace=review.namespace,
-            name=pod.display_name,
-            job_type=features.job_type,
-            score=hints.score,
-            priority_class=hints.priority_class,
-            chosen_gpu=hints.chosen_gpu,
-        )

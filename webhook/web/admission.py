@@ -207,11 +207,13 @@ class Admission:
         return await self._hinting.hints(pod, claim, review, answer_by)
 
     def _with_hints(self, raw: RawPod, hinted: Hinted, nodes: tuple[str, ...]) -> tuple[RawPod, tuple[str, ...]]:
-        """The pod with what of the hints suits the nodes that were found for it, and what there is to say of them."""
+        """The pod as it is answered: with what of the hints suits the nodes that were found for it. And what there is
+        to say of them."""
         if hinted.hints is None:
             return raw, hinted.warnings
         berths = self._holder.fleet.berths
         hints = hinted.hints.on_nodes_with(*(berths[name].labels for name in nodes if name in berths))
+        hinted.tell(hints)
         return with_hints(raw, hints, writes_aliases=self._rules.dress.writes_aliases), hints.warnings
 
     async def _reserved_before(self, pod: Pod, review: Review) -> Outfit | None:
