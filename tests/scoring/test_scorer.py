@@ -7,11 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
+from attrs import evolve
 
 from tests.builders import NOW, Raw
 from tests.running import GPUWARDEN, started
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_map import Keeper
 from webhook.scoring.client import DECODER
 from webhook.scoring.scorer import Stock, Stocks, app_of, best_fit, gigabytes, memory_in
 from webhook.telemetry import Metrics
@@ -79,6 +81,24 @@ async def test_the_tightest_fit_of_what_is_free(
         "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
     }
     assert DECODER.decode(reply.content).advice().chosen_gpu == chosen
+
+
+async def test_what_no_pod_could_be_given_is_not_free() -> None:
+    """On a node that is not ready, on one that is cordoned, or kept for a placement map."""
+    fleet = Fleet()
+    fleet.put(evolve(node("dead", "L4-24GB", "24Gi", 8), is_ready=False), NOW)
+    fleet.put(evolve(node("cordoned", "T4-16GB", "16Gi", 8), is_cordoned=True), NOW)
+    fleet.put(node("mapped", "A30-24GB", "24Gi", 2), NOW)
+    fleet.put(node("open", "A100-40GB", "40Gi", 1), NOW)
+    fleet.set_aside({"mapped": {"GPU-mapped-0": Keeper("2026-01-01", "set")}}, ["mapped"])
+    stocks = Stocks(fleet).by_model()
+    assert {model: stock.free for model, stock in stocks.items()} == {
+        "L4-24GB": 0,
+        "T4-16GB": 0,
+        "A30-24GB": 1,
+        "A100-40GB": 1,
+    }
+    assert best_fit(["L4-24GB", "T4-16GB", "A100-40GB"], 10.0, stocks) == "A100-40GB"
 
 
 @pytest.mark.parametrize(("tenant", "score"), [("team-a", 95), ("team-b", 12.5), ("nobody", 50)])

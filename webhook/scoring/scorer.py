@@ -78,12 +78,14 @@ class Stocks:
         return self._stocks
 
     def _counted(self) -> Mapping[str, Stock]:
+        """What a pod without a map could be given: those on nodes that take none, and those kept for maps, are not."""
         free = Counter[str]()
         memory: dict[str, float] = {}
         for berth in self._fleet.berths.values():
             for model in {berth.labels[key] for key in GPU_TYPE_LABELS if key in berth.labels}:
+                takes_pods = berth.node.is_ready and not berth.node.is_cordoned
                 for device in berth.node.devices:
-                    free[model] += self._fleet.is_available(device)
+                    free[model] += takes_pods and self._fleet.is_offered(device)
                     size = gigabytes(device.memory) or memory_in(model)
                     memory[model] = min(memory.get(model, size), size)
         return {model: Stock(free[model], memory[model]) for model in memory}
