@@ -123,6 +123,23 @@ def test_of_two_sets_the_older_keeps_the_gpu_by_whatever_name(scene: Scene, late
     assert not scene.serves(mapped("0=rack-1:0"))
 
 
+def test_a_name_that_another_node_has_as_its_label_sets_aside_the_gpus_of_that_one() -> None:
+    """As a map is followed: by the label first."""
+    scene = Scene()
+    scene.sets.changed(stateful_set("0=node-a:0,1"))
+    assert scene.free() == 1
+    scene.fleet.put(node("node-b", device("GPU-b0", index=0), labels={"gpu-node-name": "node-a"}), NOW)
+    assert scene.free() == 3
+    assert scene.fleet.is_offered(device("GPU-0", index=0))
+    assert not scene.fleet.is_offered(device("GPU-b0", index=0))
+    scene.fleet.put(node("node-b", device("GPU-b0", index=0), labels={"gpu-node-name": "rack-1"}), NOW)
+    assert scene.free() == 1
+    assert scene.fleet.is_offered(device("GPU-b0", index=0))
+    scene.fleet.put(node("node-b", device("GPU-b0", index=0), labels={"gpu-node-name": "node-a"}), NOW)
+    scene.fleet.remove("node-b")
+    assert scene.free() == 1
+
+
 @pytest.mark.defect("S1-3")
 def test_who_is_of_no_set_has_no_gpu_of_a_set(scene: Scene) -> None:
     raw = builders.raw_pod(

@@ -97,6 +97,7 @@ class Fleet:
     def put(self, node: Node, now: datetime) -> None:
         """A node has come or changed."""
         known = self.berths.get(node.name)
+        before = None if known is None else known.node
         if known is not None:
             if known.node == node:
                 return
@@ -116,6 +117,8 @@ class Fleet:
             known.node, known.kinds = node, kinds
             berth = known
         self._place(berth)
+        for one in (before, node):
+            self._mark_namesake(one)
 
     def remove(self, name: str) -> None:
         """A node has gone. What is held of its devices stays held."""
@@ -127,6 +130,7 @@ class Fleet:
         self._leave(berth)
         self.states[berth.state] -= 1
         self._forget(berth.node)
+        self._mark_namesake(berth.node)
 
     def _remember(self, node: Node) -> None:
         self._sizes[len(node.devices)] += 1
@@ -221,13 +225,23 @@ class Fleet:
                 self._place(berth)
 
     def _mark_set_aside(self, node: Node) -> None:
+        """By its label, and by its own name where no node has that as its label: as a map is followed."""
         self._forget_set_aside(node)
-        names = {node.name, node.labels.get(LOGICAL_NODE_LABEL, node.name)}
+        is_others_label = bool(self.names_with(LOGICAL_NODE_LABEL, [node.name]))
+        names = {node.labels.get(LOGICAL_NODE_LABEL, ""), "" if is_others_label else node.name}
         said = [self._mapped[name] for name in names if name in self._mapped]
         for device in node.devices if said else ():
             keepers = [called[name] for called in said for name in device.names if name in called]
             if keepers:
                 self._set_aside[device.uuid] = min(keepers)
+
+    def _mark_namesake(self, node: Node | None) -> None:
+        """The node that is called as this one's label says: who has the label goes before it."""
+        name = "" if node is None else node.labels.get(LOGICAL_NODE_LABEL, "")
+        berth = self.berths.get(name)
+        if berth is not None and name in self._mapped:
+            self._mark_set_aside(berth.node)
+            self._place(berth)
 
     def _forget_set_aside(self, node: Node) -> None:
         for device in node.devices:
