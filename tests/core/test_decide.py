@@ -205,7 +205,7 @@ def test_a_map_is_followed_to_the_gpu(asked: Claim, expected: tuple[str, list[st
         pytest.param(
             mapped("1651", on="rack-1"),
             Reason.NO_MATCHING_DEVICE,
-            ("1 not selected by the pod", "1 with fewer than 1 matching GPUs"),
+            ("1 not selected by the pod", "1 where a name in the map means several GPUs"),
             id="a-serial-of-two",
         ),
         pytest.param(
@@ -256,7 +256,20 @@ def test_a_map_does_not_lift_a_selector() -> None:
 )
 def test_two_names_of_one_gpu_are_one_gpu(names: tuple[str, ...], shares: int) -> None:
     there = fleet(node("node-a", device("GPU-1", index=0, serial="1650", shares=shares), device("GPU-2", index=1)))
-    assert isinstance(decide(mapped(*names, shared=shares > 1), there, LAX), Deny)
+    found = denial(mapped(*names, shared=shares > 1), there)
+    assert (found.reason, found.causes) == (Reason.NO_MATCHING_DEVICE, ("1 where the map names a GPU twice",))
+    assert found.hint == "give each GPU one name in the line"
+
+
+def test_a_serial_that_is_another_gpus_index_means_several() -> None:
+    there = fleet(node("node-a", device("GPU-1", index=0), device("GPU-2", index=1, serial="0")))
+    found = denial(mapped("0"), there)
+    assert (found.reason, found.causes) == (
+        Reason.NO_MATCHING_DEVICE,
+        ("1 where a name in the map means several GPUs",),
+    )
+    assert found.hint == "name GPUs by UUID"
+    assert places(mapped("GPU-2"), there) == [("node-a", ["GPU-2/0"])]
 
 
 def test_a_persons_account_of_a_map_is_the_decisions() -> None:

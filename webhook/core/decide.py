@@ -36,6 +36,8 @@ class Objection(StrEnum):
     NOT_READY = "not ready"
     CORDONED = "cordoned"
     TAINTED = "tainted"
+    SEVERAL_CALLED = "where a name in the map means several GPUs"
+    NAMED_TWICE = "where the map names a GPU twice"
     FEWER_MATCHING = "with fewer than {count} matching GPUs"
     FEWER_FREE = "with fewer than {count} free"
 
@@ -64,7 +66,10 @@ MAX_ASKED = 20_000
 # The last hurdle that any node reached is the one to tell of.
 REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
     (Reason.NO_FREE_DEVICE, frozenset({Objection.FEWER_FREE})),
-    (Reason.NO_MATCHING_DEVICE, frozenset({Objection.FEWER_MATCHING})),
+    (
+        Reason.NO_MATCHING_DEVICE,
+        frozenset({Objection.SEVERAL_CALLED, Objection.NAMED_TWICE, Objection.FEWER_MATCHING}),
+    ),
     (Reason.NODE_NOT_READY, frozenset({Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED})),
     (Reason.NO_PROVEN_NODE, frozenset({*EVIDENCE_OBJECTIONS.values(), Objection.OTHER_HASH})),
     (Reason.NO_SUITABLE_NODE, frozenset({Objection.NOT_SELECTED})),
@@ -76,6 +81,10 @@ HINTS = {
     Reason.NODE_NOT_READY: "wait for the nodes, or tolerate their taints",
     Reason.NO_PROVEN_NODE: "ask for a hash that a node has proven, or have the node attested",
     Reason.NO_SUITABLE_NODE: "loosen the pod's nodeName, nodeSelector or node affinity",
+}
+MAP_HINTS = {
+    Objection.SEVERAL_CALLED: "name GPUs by UUID",
+    Objection.NAMED_TWICE: "give each GPU one name in the line",
 }
 # Of a claim that names no hash, and needs a proven node because all do.
 HINT_FOR_ALL = "have the nodes attested; or, with --require-evidence asked, only pods with a hash need proven nodes"
@@ -355,6 +364,11 @@ class Question:
     def _map_objection(self, berth: Berth, place: MapEntry, found: int) -> Objection | None:
         if found == self.claim.count:
             return None
+        meant = [[device for device in berth.node.devices if device.is_called(gpu)] for gpu in place.gpus]
+        if any(len(devices) > 1 for devices in meant):
+            return Objection.SEVERAL_CALLED
+        if len({device.uuid for devices in meant for device in devices}) < sum(map(len, meant)):
+            return Objection.NAMED_TWICE
         serving = sum(map(self.can_serve, called(berth, place)))
         return Objection.FEWER_FREE if serving == self.claim.count else Objection.FEWER_MATCHING
 
@@ -417,9 +431,14 @@ class Question:
         return Deny(
             reason,
             f"{self.claim.sentence}: found on none of {numbers}",
-            hint=HINTS[reason] if self.claim.hashes or reason is not Reason.NO_PROVEN_NODE else HINT_FOR_ALL,
+            hint=self._hint(reason, counts),
             causes=tuple(found),
         )
+
+    def _hint(self, reason: Reason, counts: Counter[Objection]) -> str:
+        if reason is Reason.NO_PROVEN_NODE and not self.claim.hashes:
+            return HINT_FOR_ALL
+        return next((hint for objection, hint in MAP_HINTS.items() if counts[objection]), HINTS[reason])
 
     def _nothing_there(self) -> Reason:
         """The reason where there is no node at all."""
