@@ -110,6 +110,7 @@ OWN_SETTINGS: Final = frozenset(
         *("config", "host", "port", "ui_port", "extender_port", "drain_timeout", "tls_cert", "tls_key", "client_ca"),
         *("extender_client_ca", "kubeconfig", "kubernetes_url", "access_token", "ca_certificate", "in_cluster"),
         *("inventory", "lease_namespace", "bundle_endpoint_ca", "nonce_key", "server", "server_ca", "node"),
+        "scorer_ca",
         *("certs_namespace", "certs_service", "certs_secret", "certs_configurations", "certs_dir"),
         *("extender_plain_address", "extender_plain_anywhere", "opt_in_label"),
     )
@@ -289,6 +290,7 @@ ATTEST: Final = [
     Value("nonceKey.existingSecret", "", NAME, "Secret with the key of the challenges; empty: one is made and kept."),
     Value("nonceKey.key", "nonce.key", TEXT, "Under which key of the Secret it is."),
     Value("bundleEndpointCa", "", PEM, "CAs of settings.bundleEndpoint (PEM)."),
+    Value("scorerCa", "", PEM, "CAs of an https settings.scorer (PEM)."),
 ]
 
 NETWORK: Final = [

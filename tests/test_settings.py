@@ -117,6 +117,7 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "write_aliases": ("false", False, False),
     "required_hash_alias": ("example.com/hash", "example.com/hash", "example.com/hash"),
     "scorer": ("http://scorer:8080/a", "http://scorer:8080/a", "http://scorer:8080/a"),
+    "scorer_ca": ("FILE", "FILE", "FILE"),
     "scorer_timeout": ("500ms", 0.5, timedelta(milliseconds=500)),
     "hint_pods": ("false", False, False),
     "priority_buckets": (

@@ -7,7 +7,6 @@ import ssl
 import sys
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import httpx
@@ -22,6 +21,7 @@ from webhook.evidence.nonce import is_ours
 from webhook.inventory.local_gpus import local_gpus
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
+from webhook.tls import trusting
 
 log = structlog.get_logger(__name__)
 
@@ -151,26 +151,19 @@ def decoded(content: bytes, kind: type[T]) -> T:
         raise NotAttestedError("the server's answer makes no sense") from exc
 
 
-def trust_of(server_ca: Path | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=None if server_ca is None else str(server_ca))
-    except (ssl.SSLError, OSError) as exc:
-        raise GpuwardenError(f"{server_ca} holds no CA certificate in PEM") from exc
-
-
 def attester(settings: Settings) -> Attester:
     """Raises GpuwardenError that names every setting that is missing."""
     needed = ("server", "node", "spire_trust_domain", "spire_workload_api")
     given = {name: getattr(settings, name) for name in needed}
     if missing := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]:
         raise GpuwardenError(f"set {', '.join(missing)} as well")
-    trust_of(settings.server_ca)  # what is wrong with it is said before the first attempt
+    trusting(settings.server_ca)  # what is wrong with it is said before the first attempt
     return Attester(
         server=given["server"],
         node=given["node"],
         workload_api=JwtWorkloadApi(given["spire_workload_api"]),
         evidence_id=EvidenceId(settings.evidence_id, given["spire_trust_domain"]),
-        trust=lambda: trust_of(settings.server_ca),
+        trust=lambda: trusting(settings.server_ca),
     )
 
 

@@ -358,6 +358,9 @@ class Settings:
             URL, "who is asked for hints; `/v1/score` is appended. Not set: nobody", older_variable="SCHEDULER_URL"
         ),
     )
+    scorer_ca: Path | None = field(
+        default=None, metadata=declared(FILE, "CAs of an https scorer (PEM), instead of the system's")
+    )
     scorer_timeout: timedelta = field(
         default=timedelta(seconds=2),
         metadata=declared(

@@ -1,4 +1,4 @@
-"""The live certificate of a TLS listener, renewed without a restart.
+"""The live certificate of a TLS listener, renewed without a restart; and whom a caller trusts.
 
 Nothing here logs, counts or knows the time: outcomes are values, the clock is given.
 """
@@ -29,6 +29,18 @@ LOOKS = 3  # files that never stay the same for two looks are judged as they wer
 
 class BadCertificateError(GpuwardenError):
     """The certificate files cannot be served with; the message says which and why."""
+
+
+class BadRootsError(GpuwardenError):
+    """The file of CAs cannot be used."""
+
+
+def trusting(roots: Path | None) -> ssl.SSLContext:
+    """For a call to an ordinary name: by the CAs of that file, else by the system's."""
+    try:
+        return ssl.create_default_context(cafile=None if roots is None else str(roots))
+    except (ssl.SSLError, OSError) as exc:
+        raise BadRootsError(f"{roots} holds no CA certificate in PEM") from exc
 
 
 class Reload(StrEnum):

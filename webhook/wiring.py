@@ -116,7 +116,7 @@ def hinting_of(
         return None
     timeout = settings.scorer_timeout.total_seconds()
     return Hinting(
-        ScorerClient(settings.scorer, timeout, parts.metrics),
+        ScorerClient(settings.scorer, timeout, parts.metrics, roots=settings.scorer_ca),
         parts.fleet,
         parts.clock,
         parts.metrics,

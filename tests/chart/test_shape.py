@@ -260,6 +260,7 @@ SETS: dict[str, Raw] = {
         "settings.bundleEndpointProfile": "https_spiffe",
         "bundleEndpointCa": PEM,
     },
+    "scorer": {"score.enabled": False, "settings.scorer": "https://scorer.example.org", "scorerCa": PEM},
 }
 
 

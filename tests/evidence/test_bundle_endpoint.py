@@ -16,8 +16,9 @@ from tests.evidence.certificates import Authority, Issued, server_context
 from tests.evidence.jwt_doubles import endpoint
 from tests.evidence.tokens import SigningKey, document
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.bundle_endpoint import BadRootsError, BundleEndpoint, SpiffeTrust, WebTrust
+from webhook.evidence.bundle_endpoint import BundleEndpoint, SpiffeTrust, WebTrust
 from webhook.evidence.jwt_bundle import BadBundleError
+from webhook.tls import BadRootsError
 
 KEY = SigningKey.make()
 SERVER_ID = "spiffe://example.org/spire/server"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -108,7 +109,7 @@ class Double:
 
 
 @asynccontextmanager
-async def scoring(**members: Any) -> AsyncIterator[Double]:
+async def scoring(tls: ssl.SSLContext | None = None, **members: Any) -> AsyncIterator[Double]:
     double = Double(**members)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -117,8 +118,9 @@ async def scoring(**members: Any) -> AsyncIterator[Double]:
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    double.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
+    scheme = "http" if tls is None else "https"
+    double.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield double
     finally:

@@ -3,17 +3,21 @@ it fails."""
 
 import asyncio
 import gzip
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+import trustme
 
 from tests.scoring.doubles import BAD, Double, good, scoring
 from webhook.core.hints import Advice, Features
 from webhook.scoring import Question, ScorerUnavailableError
 from webhook.scoring.client import FAILURES, FRESH_SECONDS, REST_SECONDS, ScorerClient
 from webhook.telemetry import Metrics
+from webhook.tls import BadRootsError
 
 QUESTION = Question(Features("train-bert", "team-a", 40.0, 16), ("A100-40GB", "A100-80GB"), ("train-llama",))
 
@@ -29,9 +33,9 @@ class Hand:
 
 
 class Asker:
-    def __init__(self, url: str, timeout: float = 30.0) -> None:
+    def __init__(self, url: str, timeout: float = 30.0, roots: Path | None = None) -> None:
         self.metrics, self.hand = Metrics(), Hand()
-        self.client = ScorerClient(url, timeout, self.metrics, self.hand)
+        self.client = ScorerClient(url, timeout, self.metrics, self.hand, roots=roots)
 
     async def ask(self, job_type: str = "train-bert", patience: float = 30.0) -> Advice:
         question = Question(Features(job_type), QUESTION.candidates)
@@ -49,8 +53,8 @@ class Asker:
 
 
 @asynccontextmanager
-async def asking(double: Double, timeout: float = 30.0) -> AsyncIterator[Asker]:
-    asker = Asker(double.url, timeout)
+async def asking(double: Double, timeout: float = 30.0, roots: Path | None = None) -> AsyncIterator[Asker]:
+    asker = Asker(double.url, timeout, roots)
     try:
         yield asker
     finally:
@@ -174,3 +178,20 @@ async def test_who_refuses_questions_is_there() -> None:
         for number in range(2 * FAILURES):
             assert await asker.outcome(f"job-{number}") == "refused"
     assert len(double.asked) == 2 * FAILURES
+
+
+@pytest.mark.parametrize(("by", "outcome"), [("its-own-ca", "answered"), ("the-system", "unreachable")])
+async def test_a_scorer_with_https_is_known_by_the_cas_that_are_named(tmp_path: Path, by: str, outcome: str) -> None:
+    ca, roots = trustme.CA(), tmp_path / "ca.pem"
+    ca.cert_pem.write_to_path(roots)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert("127.0.0.1").configure_cert(tls)
+    async with scoring(tls) as double, asking(double, roots=roots if by == "its-own-ca" else None) as asker:
+        assert await asker.outcome() == outcome
+
+
+def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
+    roots = tmp_path / "ca.pem"
+    roots.write_text("nothing")
+    with pytest.raises(BadRootsError, match="holds no CA certificate in PEM"):
+        ScorerClient("https://scorer", 1.0, Metrics(), roots=roots)

@@ -1,6 +1,7 @@
 """Hints at the doors: a scorer that answers helps a pod, and one that does not keeps nothing from it."""
 
 import asyncio
+import ssl
 import time
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import structlog
+import trustme
 from attrs import evolve
 
 from tests import builders
@@ -358,6 +360,17 @@ async def test_only_a_pod_that_is_answered_with_hints_is_said_to_have_them(build
         assert double.asked
         told = [(line["uid"], line["name"], line["job_type"]) for line in lines if line["event"] == "Mutated pod"]
         assert told == [("dressed", "dressed", "train-bert")]
+
+
+async def test_an_https_scorer_is_known_by_the_cas_of_the_setting(build: Build, tmp_path: Path) -> None:
+    ca, roots = trustme.CA(), tmp_path / "ca.pem"
+    ca.cert_pem.write_to_path(roots)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert("127.0.0.1").configure_cert(tls)
+    async with scoring(tls) as double:
+        house = await build(FLEET, scorer=double.url, scorer_ca=roots)
+        assert notes(await house.dress(job()))["gpuwarden.io/chosen-gpu"] == "A100-80GB"
+        await house.close()
 
 
 async def test_hints_can_be_switched_off(build: Build) -> None:

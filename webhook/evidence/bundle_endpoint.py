@@ -10,20 +10,16 @@ import httpx
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from webhook.core.errors import GpuwardenError
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_bundle import MAX_DOCUMENT, BadBundleError, JwtBundle, parse_bundle
 from webhook.evidence.spiffe_tls import context_towards
+from webhook.tls import BadRootsError, trusting
 
 TIMEOUT: Final = httpx.Timeout(5.0)
 # For the whole answer, however many bytes it comes in.
 DEADLINE: Final = 10.0
 # What is packed may be a thousand times as large as what is counted.
 AS_IT_IS: Final = {"Accept-Encoding": "identity"}
-
-
-class BadRootsError(GpuwardenError):
-    """The file of roots cannot be used."""
 
 
 class BundleEndpoint:
@@ -75,24 +71,17 @@ class WebTrust:
 
     def __init__(self, roots: Path | None) -> None:
         self._roots = roots
-        self._context = web_context(roots)
+        self._context = trusting(roots)
 
     def context(self) -> ssl.SSLContext:
         """Under the file as it is now; while it cannot be read, as it was."""
         if self._roots is not None:
             with suppress(BadRootsError):
-                self._context = web_context(self._roots)
+                self._context = trusting(self._roots)
         return self._context
 
     def learn(self, bundle: JwtBundle) -> None:
         """What the bundle says about X.509 is for workloads, not for the web."""
-
-
-def web_context(roots: Path | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=None if roots is None else str(roots))
-    except (ssl.SSLError, OSError) as exc:
-        raise BadRootsError(f"{roots} holds no CA certificate in PEM") from exc
 
 
 class SpiffeTrust:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import httpx
@@ -15,6 +16,7 @@ from webhook.core.hints import Advice
 from webhook.core.pod import Toleration
 from webhook.scoring import Question, ScorerUnavailableError
 from webhook.telemetry import Metrics
+from webhook.tls import trusting
 
 log = structlog.get_logger(__name__)
 
@@ -87,8 +89,15 @@ class ScorerClient:
     """A scorer at a URL."""
 
     def __init__(
-        self, url: str, timeout: float, metrics: Metrics, monotonic: Callable[[], float] = time.monotonic
+        self,
+        url: str,
+        timeout: float,
+        metrics: Metrics,
+        monotonic: Callable[[], float] = time.monotonic,
+        *,
+        roots: Path | None = None,
     ) -> None:
+        """`roots` are the CAs of an https scorer, if not the system's. Raises BadRootsError."""
         self._url = url.rstrip("/") + "/v1/score"
         self._timeout = timeout
         self._metrics = metrics
@@ -98,7 +107,7 @@ class ScorerClient:
         self._asking: dict[bytes, asyncio.Task[Advice]] = {}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS)
         # The deadline is ours to keep: httpx's own are per step, and a trickle of bytes would outlast them all.
-        self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)  # noqa: S113
+        self._http = httpx.AsyncClient(verify=trusting(roots), timeout=None, limits=limits, trust_env=False)  # noqa: S113
 
     async def close(self) -> None:
         for task in list(self._asking.values()):
