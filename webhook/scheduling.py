@@ -29,6 +29,7 @@ from webhook.scheduler.api_pods import ApiBindings, ApiConditions
 from webhook.scheduler.binder import Binder
 from webhook.scheduler.binder_telling import Told
 from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, Touches, World
+from webhook.scheduler.binder_volumes import ApiVolumes
 from webhook.settings import Settings
 from webhook.telemetry import Metrics, configure_logging
 from webhook.view import Several
@@ -105,6 +106,7 @@ class Parts:
             door,
             ApiBindings(api),
             pods,
+            ApiVolumes(api),
             self.told,
             utc_now,
             opt_in=settings.opt_in_label,

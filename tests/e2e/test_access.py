@@ -264,6 +264,8 @@ SPARE: dict[str, dict[Use, str]] = {
         ("gpuwarden.io", "gpunodes/status", "update"): "where nobody else has learnt yet whose a reservation is",
         ("", "namespaces", "get"): "one that came with its first pods is looked up, which is chance here",
         ("", "pods", "get"): "one pod is looked at where a Binding was not answered, which is chance here",
+        ("", "persistentvolumeclaims", "get"): "of a pod that names a claim, as in the tests of the binder",
+        ("", "persistentvolumes", "get"): "of a pod whose claim is bound, as in the tests of the binder",
     },
 }
 

@@ -15,11 +15,19 @@ from tests.web.replica import Shared, sharing
 from webhook.binding_door import BindingDoor
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
+from webhook.core.nodes_asked import Expression, NodeTerm
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.binder import Binder, Outcome
 from webhook.scheduler.binder_telling import Told
 from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, World
+from webhook.scheduler.binder_volumes import (
+    NOT_BOUND,
+    UnusableVolumeError,
+    Volume,
+    VolumesUnavailableError,
+    Wanted,
+)
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
 
 NAMES = ("node-a", "node-b", "node-c")
@@ -41,6 +49,9 @@ class Cluster:
         self.watch_lags = False
         self.most_at_once = self.at_once = 0
         self.conditions: list[tuple[str, str]] = []
+        self.volumes: dict[str, Volume | Exception] = {}
+        """By claim."""
+        self.volumes_asked = 0
 
     def put(self, raw: Raw) -> None:
         self.versions += 1
@@ -89,6 +100,13 @@ class Cluster:
         if "answer" in self.loses:
             raise BindingLostError("the API server cannot be reached")
 
+    async def of(self, pod: PodIdentity, wanted: Wanted) -> Volume:
+        self.volumes_asked += 1
+        found = self.volumes[wanted.claim]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
     async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> bool:
         """As the API server does: by version."""
         await asyncio.sleep(0)
@@ -123,6 +141,7 @@ class Scene:
             door,
             self.cluster,
             shared,
+            self.cluster,
             self.told,
             parts.clock,
             lambda: next(self.time),
@@ -144,14 +163,17 @@ class Scene:
         self.cluster.put(raw)
         return raw
 
-    async def reserved(self, cpu: str = "0") -> Raw:
+    async def reserved(self, cpu: str = "0", **spec: Any) -> Raw:
         """A pod that came through both doors of the webhook."""
         container = raw_container(gpus=1)
         container["resources"]["requests"]["cpu"] = cpu
-        asked = raw_pod(container, annotations={keys.REQUIRED_HASH.name: HASH}, schedulerName=OURS)
+        asked = raw_pod(container, annotations={keys.REQUIRED_HASH.name: HASH}, schedulerName=OURS, **spec)
         final = await self.house.create(asked)
         self.cluster.put(final)
         return final
+
+    async def bound_within(self, seconds: int) -> list[tuple[str, str]]:
+        return [one for _ in range(seconds) for one in await self.passes(wait=1)]
 
     async def passes(self, wait: float = 0) -> list[tuple[str, str]]:
         """What a pass puts where, so many seconds later."""
@@ -557,6 +579,83 @@ async def test_a_namespace_whose_demand_cannot_be_read_keeps_its_pods_waiting(sc
     scene.plain("p")
     assert await scene.passes() == []
     assert scene.says == "the namespace says nothing that can be read"
+
+
+# Volumes.
+
+
+CLAIMS = [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}, {"name": "tmp", "emptyDir": {}}]
+
+
+def volume_in(*zones: str) -> Volume:
+    terms = (NodeTerm((Expression("zone", "In", frozenset(zones)),), ()),)
+    return Volume("data", "pv-1", terms if zones else None)
+
+
+@pytest.mark.parametrize("volume", [volume_in(), volume_in("a")], ids=["anywhere", "its-zone"])
+async def test_a_pod_with_gpus_is_bound_where_its_volume_can_be(scene: Scene, volume: Volume) -> None:
+    scene.node("node-a", labels={"zone": "a"})
+    scene.cluster.volumes["data"] = volume
+    await scene.reserved(volumes=CLAIMS)
+    assert await scene.passes() == [("train-0", "node-a")]
+    assert scene.cluster.volumes_asked == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (volume_in("b"), "the pod's GPUs are on node node-a, where volume pv-1 of its claim data is not"),
+        (UnusableVolumeError(f"claim data {NOT_BOUND}"), "the pod's claim data is not bound to a volume: one whose"),
+    ],
+    ids=["of-another-zone", "not-bound"],
+)
+async def test_a_pod_with_gpus_waits_for_its_volume(scene: Scene, found: Volume | Exception, words: str) -> None:
+    scene.node("node-a", labels={"zone": "a"})
+    scene.cluster.volumes["data"] = found
+    await scene.reserved(volumes=CLAIMS)
+    assert await scene.passes() == []
+    assert words in scene.says
+    assert scene.counted[0] == "no_node"
+    scene.cluster.volumes["data"] = volume_in("a")
+    assert await scene.bound_within(40) == [("train-0", "node-a")]
+
+
+async def test_nothing_is_bound_while_nobody_can_say_what_volumes_there_are(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = VolumesUnavailableError("the API server cannot be reached")
+    scene.plain("p", volumes=CLAIMS)
+    assert await scene.passes() == []
+    assert scene.counted == ["lost"]
+    scene.cluster.volumes["data"] = volume_in()
+    assert [name for name, _ in await scene.bound_within(40)] == ["p"]
+
+
+async def test_a_pod_without_gpus_goes_to_a_node_that_can_have_its_volume(scene: Scene) -> None:
+    for name, zone in zip(NAMES, "abc", strict=True):
+        scene.node(name, labels={"zone": zone})
+    scene.cluster.volumes["data"] = volume_in("b")
+    for number in range(6):
+        scene.plain(f"p{number}", volumes=CLAIMS)
+    assert sorted(await scene.bound_within(10)) == [(f"p{number}", "node-b") for number in range(6)]
+    assert Reason.FAILED_SCHEDULING not in [reason for _, reason in scene.heard.told]
+
+
+async def test_where_no_node_can_have_a_volume_that_is_said_and_looked_at_again(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = volume_in("b")
+    scene.plain("p", volumes=CLAIMS)
+    for _ in range(40):
+        await scene.passes(wait=1)
+    said = (
+        "0/3 nodes will do: 3 not selected by the pod; looked at are those that can have volume pv-1 of its claim data"
+    )
+    assert scene.heard.messages == [said]
+    scene.cluster.volumes["data"] = volume_in()
+    assert [name for name, _ in await scene.bound_within(60)] == ["p"]
+
+
+async def test_pods_without_claims_cost_no_question(scene: Scene) -> None:
+    scene.plain("p", volumes=CLAIMS[1:])
+    assert [name for name, _ in await scene.passes()] == ["p"]
+    assert scene.cluster.volumes_asked == 0
 
 
 # What is told.

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from webhook.core.device import Taint
 from webhook.core.pod import Pod, Requirement, Term, Toleration
@@ -106,6 +106,14 @@ class NodesAsked:
             terms=None if required is None else tuple(map(node_term, required.node_selector_terms or ())),
             tolerations=tuple(spec.tolerations or ()),
         )
+
+    def within(self, terms: tuple[NodeTerm, ...]) -> "NodesAsked":
+        """The same, and one of these terms as well."""
+        if self.terms is None:
+            return evolve(self, terms=terms)
+        pairs = itertools.product(self.terms, terms)
+        both = (NodeTerm(a.labels + b.labels, a.fields + b.fields) for a, b in pairs if not (a.is_empty or b.is_empty))
+        return evolve(self, terms=tuple(both))
 
     @property
     def expressions(self) -> int:

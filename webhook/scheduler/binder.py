@@ -24,6 +24,7 @@ from webhook.core.claim import Claim, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import InvalidPodError, LedgerError
 from webhook.core.fleet import Fleet
+from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import plain
@@ -31,6 +32,7 @@ from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.pods import PodFacts, PodsUnavailableError
 from webhook.scheduler.binder_choice import REST, Choice, Shape
 from webhook.scheduler.binder_view import Waiter, World
+from webhook.scheduler.binder_volumes import UnusableVolumeError, Volume, Volumes, VolumesUnavailableError
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError, Refused, proven_wish, where
 
 log = structlog.get_logger(__name__)
@@ -135,6 +137,7 @@ class Binder:
         door: BindingDoor,
         bindings: Bindings,
         pods: Living,
+        volumes: Volumes,
         telling: Telling,
         clock: Clock,
         timer: Callable[[], float] = time.monotonic,
@@ -148,6 +151,7 @@ class Binder:
         self._door = door
         self._bindings = bindings
         self._pods = pods
+        self._volumes = volumes
         self._telling = telling
         self._clock = clock
         self._timer = timer
@@ -235,7 +239,9 @@ class Binder:
                 if found is None:
                     if self._choice.is_unsure(shape):
                         waiter.retry_at = now + REST
-                    self._telling.waits(waiter, self._choice.refusal(shape), Outcome.NO_NODE)
+                    self._telling.waits(waiter, self._choice.refusal(shape) + waiter.kept_by, Outcome.NO_NODE)
+                    if waiter.kept_by:  # its claim may be bound to another volume by then
+                        waiter.asked, waiter.wish = NodesAsked.of(waiter.pod), None
                 else:
                     self._send(waiter, found)
 
@@ -317,12 +323,43 @@ class Binder:
         if refused is not None:
             return Outcome.NOT_RESERVED, f"{refused.reason}: {refused.sentence}"
         try:
+            against = await self._volumes_against(waiter, node)
+        except VolumesUnavailableError as exc:
+            return Outcome.LOST, f"the pod's volumes cannot be looked up at this moment: {exc}"
+        if against is not None:
+            return Outcome.NO_NODE, against
+        try:
             await self._bindings.bind(pod, node, waiter.version)
         except BindingRefusedError as exc:
             return Outcome.CONFLICT if exc.is_race else Outcome.REFUSED, str(exc)
         except BindingLostError as exc:
             return await self._after_silence(pod, node, str(exc))
         return Outcome.BOUND, ""
+
+    async def _volumes_against(self, waiter: Waiter, node: str) -> str | None:
+        """What keeps it from that node: there it would never start, and hold its GPUs. Nothing is said where another
+        node is looked for."""
+        for wanted in waiter.wanted:
+            try:
+                volume = await self._volumes.of(waiter.identity, wanted)
+            except UnusableVolumeError as exc:
+                return f"the pod's {exc}"
+            room = self._world.rooms.get(node)
+            if room is None or volume.is_on(room.node):
+                continue
+            if isinstance(waiter.wish, Reserved):
+                return (
+                    f"the pod's GPUs are on node {node}, where volume {volume.name} of its claim {volume.claim} is not"
+                )
+            self._keep_to(waiter, volume)
+            return ""
+        return None
+
+    def _keep_to(self, waiter: Waiter, volume: Volume) -> None:
+        """Only nodes that can have the volume are looked at from now on."""
+        for one in {waiter, self._world.waiters.get(waiter.identity.uid, waiter)}:
+            one.asked, one.wish = one.asked.within(volume.terms or ()), None
+            one.kept_by = f"; looked at are those that can have volume {volume.name} of its claim {volume.claim}"
 
     async def _after_silence(self, pod: PodIdentity, node: str, problem: str) -> tuple[Outcome, str]:
         """No answer came: the pod itself says whether it is there."""
@@ -341,7 +378,7 @@ class Binder:
                 one.heard = self._heard(one)
                 one.soonest, one.not_before = now + min(pause, SOON), now + pause
         waiter.tries += 1
-        if outcome in (Outcome.NOT_RESERVED, Outcome.REFUSED):
+        if why and outcome in (Outcome.NO_NODE, Outcome.NOT_RESERVED, Outcome.REFUSED):
             self._choice.forget()  # what spoke for the node may have changed without a word
             self._telling.waits(waiter, plain(why, MAX_TOLD))
 

@@ -19,6 +19,7 @@ from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.inventory.gpu_nodes import node_of
+from webhook.scheduler.binder_volumes import Wanted
 from webhook.scheduler.binder_wire import AllocatableWire, NodeRoomWire, PodWire, beyond_us
 
 log = structlog.get_logger(__name__)
@@ -51,6 +52,9 @@ class Waiter:
     created: datetime
     # What it asks for that we cannot keep.
     beyond_us: str = ""
+    wanted: tuple[Wanted, ...] = ()
+    # Which volume keeps it to the nodes that it is looked for on.
+    kept_by: str = ""
     is_on_its_way: bool = False
     seen: int = -1
     """The count of the world's changes when it was last looked at."""
@@ -200,6 +204,7 @@ class World:
             wire.spec.priority or 0,
             meta.creation_timestamp or BEGINNING,
             beyond_us(wire.spec),
+            tuple(one for volume in wire.spec.volumes or () for one in volume.wanted(meta.name or "")),
         )
         if known is not None:
             waiter.is_on_its_way, waiter.told, waiter.told_at = known.is_on_its_way, known.told, known.told_at

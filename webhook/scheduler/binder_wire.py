@@ -8,6 +8,7 @@ import msgspec
 from webhook.core.node_fit import SpecWire
 from webhook.core.pod import Metadata, Wire
 from webhook.ledger.carrier import ENDED
+from webhook.scheduler.binder_volumes import VolumeWire
 
 
 class GateWire(Wire, frozen=True):
@@ -37,6 +38,7 @@ class BoundSpecWire(SpecWire, frozen=True):
     affinity: AffinityWire | None = None
     topology_spread_constraints: list[ConstraintWire] | None = None
     resource_claims: list[dict[str, Any]] | None = None
+    volumes: list[VolumeWire] | None = None
 
 
 class PhaseWire(Wire, frozen=True):
