@@ -22,7 +22,8 @@ from typing import Any
 from attrs import frozen
 
 from bench.figures import Target, typical
-from bench.servers import GPUWARDEN, TICKS_PER_SECOND
+from bench.servers import GPUWARDEN, TICKS_PER_SECOND, BenchError
+from scripts.controlplane.build import BuildError
 from scripts.controlplane.cluster import Cluster, gpu_node
 from scripts.controlplane.components import API_SERVER, ETCD, SCHEDULERS
 from tests.e2e.kube import NAMESPACES, PODS, SERVICE_ACCOUNTS, ApiError, Kube, wait_until
@@ -207,6 +208,14 @@ def lines(found: Raw) -> list[str]:
     ]
 
 
+def run_somewhere(plan: Plan) -> Raw:
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            return run(plan, Path(directory))
+    except BuildError as exc:
+        raise BenchError(str(exc)) from exc
+
+
 def main() -> int:
     parser = ArgumentParser(prog="python -m bench.bind", description=__doc__)
     parser.add_argument("--short", action="store_true", help="100 pods on 100 nodes, once")
@@ -214,8 +223,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
     plan = SHORT if asked.short else Plan(asked.nodes, asked.pods, asked.rounds)
-    with tempfile.TemporaryDirectory() as directory:
-        found = run(plan, Path(directory))
+    found = run_somewhere(plan)
     verdicts = targets(found)
     print("\n".join([*lines(found), "", *(one.sentence for one in verdicts)]))
     return int(not all(one.is_met for one in verdicts))

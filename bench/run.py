@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from bench import decision, extender, idle, machine, memory, proofs, smi, spire, throughput
+from bench import bind, decision, extender, idle, machine, memory, proofs, smi, spire, throughput
 from bench.figures import Target
 from bench.servers import BenchError
 from webhook.clock import utc_now
@@ -33,9 +33,19 @@ class Part:
     run: Callable[[bool], Raw]
     targets: Callable[[Raw, float], list[Target]]
     lines: Callable[[Raw], list[str]]
+    # Whether it is of the short form too: not what takes Go and minutes however short.
+    is_checked: bool = True
 
 
 PARTS = (
+    Part(
+        "bind",
+        "The scheduler",
+        lambda is_short: bind.run_somewhere(bind.SHORT if is_short else bind.Plan()),
+        bind.targets,
+        bind.lines,
+        is_checked=False,
+    ),
     Part(
         "decision",
         "The decision",
@@ -107,7 +117,7 @@ def main() -> int:
     )
     parser.add_argument("--page", help="write results/PAGE.md in place of the README, which is of all parts")
     asked = parser.parse_args()
-    parts = [part for part in PARTS if not asked.only or part.name in asked.only]
+    parts = [one for one in PARTS if (one.name in asked.only if asked.only else one.is_checked or not asked.check)]
     described = machine.description()
     slack = SLACK if asked.check else 1.0
     try:
