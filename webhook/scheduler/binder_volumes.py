@@ -20,9 +20,10 @@ from webhook.core.reservation import PodIdentity
 REQUEST_TIMEOUT = 4.0
 CLAIM_PATH = "/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
 VOLUME_PATH = "/api/v1/persistentvolumes/{name}"
+KINDS = {CLAIM_PATH: "PersistentVolumeClaim", VOLUME_PATH: "PersistentVolume"}
 BOUND = "Bound"
 
-Kind = TypeVar("Kind")
+Known = TypeVar("Known", "ClaimWire", "PersistentVolumeWire")
 
 NOT_BOUND = (
     "is not bound to a volume: one whose StorageClass says volumeBindingMode WaitForFirstConsumer never is under this "
@@ -97,6 +98,7 @@ class PhaseWire(Wire, frozen=True):
 
 
 class ClaimWire(Wire, frozen=True):
+    kind: str
     metadata: ClaimMetaWire
     spec: ClaimSpecWire
     status: PhaseWire | None = None
@@ -111,6 +113,8 @@ class VolumeSpecWire(Wire, frozen=True):
 
 
 class PersistentVolumeWire(Wire, frozen=True):
+    kind: str
+    metadata: Metadata
     spec: VolumeSpecWire
 
 
@@ -134,7 +138,7 @@ class ApiVolumes:
         terms = None if required is None else tuple(map(node_term, required.node_selector_terms or ()))
         return Volume(wanted.claim, name, terms)
 
-    async def _read(self, path: str, names: dict[str, str], kind: type[Kind]) -> Kind | None:
+    async def _read(self, path: str, names: dict[str, str], form: type[Known]) -> Known | None:
         try:
             status, body = await answered(self._api, "GET", path, names, seconds=REQUEST_TIMEOUT)
         except LOST as exc:
@@ -144,9 +148,13 @@ class ApiVolumes:
         if status != 200:
             raise VolumesUnavailableError(f"the API server answered {status}")
         try:
-            return msgspec.json.decode(body, type=kind)
+            found = msgspec.json.decode(body, type=form)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise VolumesUnavailableError("the API server's answer cannot be read") from exc
+        # Nobody has checked the name that a pod gives, and `..` is the path of something else.
+        if (found.kind, found.metadata.name) != (KINDS[path], names["name"]):
+            raise UnusableVolumeError(f"{names['name']!r} is not the name of a claim or of a volume")
+        return found
 
 
 def volume_of(claim: ClaimWire, pod: PodIdentity, wanted: Wanted) -> str:
