@@ -51,8 +51,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SET = "trainer"
 HASH = "sha256:aa11"
-MAP = "0=node1:0,1\n1=node2:2\n2=node3:0,1,2\n"
-INDICES = {0: (0, 1), 1: (2,), 2: (0, 1, 2)}
+MAP = "0=node1:1,0\n1=node2:2\n2=node3:0,1,2\n"
+INDICES = {0: (1, 0), 1: (2,), 2: (0, 1, 2)}
 GPUS = 4
 LOGICAL = {"sets-0": "node1", "sets-1": "node2", "sets-2": "node3"}
 NAMES = tuple(LOGICAL)
