@@ -20,9 +20,13 @@ SKEW = timedelta(seconds=5)
 LONG_AGO = NOW - timedelta(days=1)
 
 
-def proof(at: float = 0, nonce: str = "n0", node: str = "node-a", hash: str = HASH) -> Evidence:
+def proof(
+    at: float = 0, nonce: str = "n0", node: str = "node-a", hash: str = HASH, challenged: float | None = None
+) -> Evidence:
+    """For a challenge that was issued a moment before it, or when a test says."""
     since = NOW + timedelta(seconds=at)
-    return Evidence(node, hash, "jwt-svid", since, since + timedelta(minutes=40), nonce_digest=nonce)
+    asked = since if challenged is None else NOW + timedelta(seconds=challenged)
+    return Evidence(node, hash, "jwt-svid", since, since + timedelta(minutes=40), nonce_digest=nonce, challenged=asked)
 
 
 class Nodes:
@@ -107,14 +111,52 @@ async def test_a_later_proof_takes_the_place_of_an_earlier_one(place: Place) -> 
 
 @pytest.mark.parametrize(
     "again",
-    [proof(), proof(0, "n1"), proof(-1, "n1"), proof(1, "n0"), proof(0, "n1", hash=OTHER_HASH)],
-    ids=["itself", "as late", "earlier", "same challenge", "other hash"],
+    [
+        proof(),
+        proof(0, "n1"),
+        proof(-1, "n1"),
+        proof(1, "n0"),
+        proof(0, "n1", hash=OTHER_HASH),
+        proof(1, "n1", challenged=0),
+        proof(1, "n1", challenged=-1),
+        evolve(proof(1, "n1"), challenged=None),
+    ],
+    ids=[
+        "itself",
+        "as late",
+        "earlier",
+        "same challenge",
+        "other hash",
+        "a challenge of the same moment",
+        "an older challenge",
+        "nobody knows when it was challenged",
+    ],
 )
 async def test_a_proof_is_taken_once_whichever_replica_is_told(place: Place, again: Evidence) -> None:
     await place.book().accept(proof())
     with pytest.raises(ReplayedProofError):
         await place.book().accept(again)
     assert await place.kept() == proof()
+
+
+@pytest.mark.defect("S0-2")
+async def test_no_challenge_is_answered_twice_however_often_its_token_is_signed_anew(place: Place) -> None:
+    await place.book().accept(proof(0, "n0", challenged=0))
+    await place.book().accept(proof(1, "n1", challenged=0.5))
+    for at, nonce, challenged in ((2, "n0", 0), (3, "n1", 0.5), (4, "n0", 0)):
+        with pytest.raises(ReplayedProofError):
+            await place.book().accept(proof(at, nonce, challenged=challenged))
+    await place.book().accept(proof(5, "n2", challenged=0.501))
+
+
+async def test_after_a_proof_that_does_not_say_when_it_was_challenged_a_later_one_is_taken(place: Place) -> None:
+    """Those of a version before."""
+    await place.book().accept(evolve(proof(), challenged=None))
+    for again in (proof(1, "n0", challenged=-1), proof(0, "n1")):
+        with pytest.raises(ReplayedProofError):
+            await place.book().accept(again)
+    await place.book().accept(proof(1, "n1", challenged=-1))
+    assert await place.kept() == proof(1, "n1", challenged=-1)
 
 
 async def test_each_node_has_its_own(place: Place) -> None:

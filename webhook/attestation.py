@@ -57,6 +57,7 @@ class Attestation:
                 since=proof.issued,
                 until=proof.issued + self.max_age,
                 nonce_digest=digest(proof.token.audience),
+                challenged=proof.challenged,
             )
             await self.book.accept(evidence)
         except GpuwardenError as exc:

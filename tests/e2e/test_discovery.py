@@ -377,6 +377,7 @@ def sources(entry: Raw | None, source: str = "jwt-svid") -> Raw:
         pytest.param({"nonceDigest": None, "since": "2026-03-02T12:30:00Z"}, "jwt-svid", id="without a nonce"),
         pytest.param({"hash": OTHER_HASH}, "jwt-svid", id="another hash"),
         pytest.param({"until": "2026-03-02T14:00:00Z"}, "jwt-svid", id="made to last longer"),
+        pytest.param({"nonceDigest": None, "challenged": SINCE}, "jwt-svid", id="challenged without a nonce"),
         pytest.param({"banned": None}, "jwt-svid", id="not said whether banned"),
         pytest.param({"hash": HASH, "banned": False, "conflict": False}, "spire-server", id="without an end"),
         pytest.param({"banned": False, "conflict": False}, "static", id="without a hash"),
@@ -400,3 +401,38 @@ async def test_the_api_server_refuses_evidence_that_cannot_be(proven: Kube, chan
 async def test_the_api_server_takes_evidence_that_can_be(proven: Kube, changes: Raw, source: str) -> None:
     await proven.patch(NODE_EVIDENCES, A, sources(changes, source), subresource="status")
     await proven.patch(NODE_EVIDENCES, A, sources(None, source), subresource="status")
+
+
+CHALLENGED = "2026-03-02T11:59:59.5Z"
+AGAIN = {"nonceDigest": "n3", "since": "2026-03-02T12:30:00Z", "until": UNTIL}
+
+
+@pytest.fixture
+async def answered(proven: Kube) -> Kube:
+    """Its proof is told of by a version that says when it was challenged."""
+    await proven.patch(NODE_EVIDENCES, A, sources({"challenged": CHALLENGED}), subresource="status")
+    return proven
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({**AGAIN, "challenged": CHALLENGED}, id="at the same moment"),
+        pytest.param({**AGAIN, "challenged": "2026-03-02T11:59:59.499Z"}, id="before"),
+        pytest.param({**AGAIN, "challenged": None}, id="nobody knows when"),
+        pytest.param({"challenged": None}, id="forgotten"),
+        pytest.param({"challenged": "2026-03-02T12:00:00Z"}, id="the same nonce, written as issued later, and again"),
+    ],
+)
+async def test_the_api_server_refuses_the_answer_to_a_challenge_that_is_not_a_later_one(
+    answered: Kube, changes: Raw
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        await answered.patch(NODE_EVIDENCES, A, sources(changes), subresource="status")
+    assert refused.value.status == 422
+
+
+@pytest.mark.parametrize("challenged", ["2026-03-02T11:59:59.501Z", "2026-03-02T12:29:59+00:00"])
+async def test_the_api_server_takes_the_answer_to_a_later_challenge(answered: Kube, challenged: str) -> None:
+    await answered.patch(NODE_EVIDENCES, A, sources({**AGAIN, "challenged": challenged}), subresource="status")
+    await answered.patch(NODE_EVIDENCES, A, sources({"until": "2026-03-02T12:45:00Z"}), subresource="status")

@@ -139,6 +139,6 @@ def test_a_token_of_a_real_server_is_read_and_its_signature_holds() -> None:
     says = EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN).read(found.subject)
     assert says is not None
     assert says.node == "node-1"
-    check_signature(Proof(found, says), keys[found.key_id])
+    check_signature(Proof(found, says, NOW), keys[found.key_id])
     with pytest.raises(BadTokenError, match="no challenge of ours"):
         EXAMINER.examined(text, datetime.fromtimestamp(found.issued, UTC))

@@ -17,7 +17,7 @@ from webhook.evidence.node_evidence import (
 )
 
 HOUR = timedelta(hours=1)
-PROOF = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + HOUR, nonce_digest="n1")
+PROOF = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + HOUR, nonce_digest="n1", challenged=NOW - SECOND)
 SAID = "2026-03-02T12:00:00Z"
 
 
@@ -63,6 +63,7 @@ def test_the_object_is_as_others_read_it() -> None:
                     "since": SAID,
                     "until": "2026-03-02T13:00:00Z",
                     "nonceDigest": "n1",
+                    "challenged": "2026-03-02T11:59:59Z",
                     "banned": False,
                     "conflict": False,
                 }
@@ -152,7 +153,9 @@ def lasting(minutes: float, since: float = 0) -> Evidence:
         pytest.param(ENDING, lasting(150, since=90), 90, True, id="it-has-ended"),
         pytest.param(ENDING, Evidence("node-a", HASH, "spire-server", NOW), 0, True, id="no-end-any-more"),
         pytest.param(ENDING, Evidence("node-a", OTHER_HASH, "spire-server", NOW, NOW + HOUR), 0, True, id="hash"),
-        pytest.param(ENDING, Evidence("node-a", HASH, "spire-server", NOW, NOW + HOUR, None, True), 0, True, id="ban"),
+        pytest.param(
+            ENDING, Evidence("node-a", HASH, "spire-server", NOW, NOW + HOUR, is_banned=True), 0, True, id="ban"
+        ),
         pytest.param(PROOF, Evidence("node-a", HASH, "jwt-svid", NOW, NOW + HOUR, "n2"), 0, True, id="another-proof"),
     ],
 )

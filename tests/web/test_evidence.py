@@ -137,6 +137,19 @@ async def test_another_token_for_a_used_challenge_is_a_replay(site: Site) -> Non
     assert (await site.post(token(KEY, nonce, site.house.now))).status_code == 409
 
 
+async def test_challenges_are_answered_in_their_order_and_each_once(site: Site) -> None:
+    nonces = []
+    for _ in range(3):
+        nonces.append(await site.nonce())
+        site.house.now += timedelta(milliseconds=1)
+    answers = []
+    for number in (0, 1, 0, 1, 2, 1, 2):
+        site.house.now += timedelta(seconds=1)
+        answers.append((await site.post(token(KEY, nonces[number], site.house.now))).status_code)
+    assert answers == [200, 200, 409, 409, 200, 409, 409]
+    assert await site.admits(HASH)
+
+
 async def test_a_token_that_was_accepted_by_the_process_before_is_refused_after_a_restart(
     site: Site, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ class EvidenceState(StrEnum):
 class Evidence:
     """One provider's word on one node. Good from `since` until just before `until`; no `until` is for development.
 
+    A proof was made for a challenge: `nonce_digest` is which one, `challenged` when it was issued, by our own clock.
     Of several providers together: `oldest` is where the first of their words begins, `silent` are those that were
     asked as well and say nothing of the node.
     """
@@ -31,6 +32,7 @@ class Evidence:
     since: datetime | None = None
     until: datetime | None = None
     nonce_digest: str | None = None
+    challenged: datetime | None = None
     is_banned: bool = False
     is_conflict: bool = False
     oldest: datetime | None = None

@@ -73,6 +73,7 @@ class Proof:
 
     token: Token
     says: Named
+    challenged: datetime
 
     @property
     def issued(self) -> datetime:
@@ -186,11 +187,11 @@ class Examiner:
         token = read_token(text)
         says = self._named(token.subject)
         try:
-            self._nonces.check(token.audience, says.node, now)
+            challenged = self._nonces.check(token.audience, says.node, now)
         except BadNonceError as exc:
             raise BadTokenError(Fault.NONCE, str(exc)) from exc
         self._check_times(token, now)
-        return Proof(token, says)
+        return Proof(token, says, challenged)
 
     def _named(self, subject: str) -> Named:
         domain = trust_domain_of(subject)

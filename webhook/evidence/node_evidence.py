@@ -30,6 +30,8 @@ class EntryWire(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel")
     since: Moment | None = None
     until: Moment | None = None
     nonce_digest: str | None = None
+    # What was written before there was this member has none.
+    challenged: Moment | None = None
 
 
 class StatusWire(msgspec.Struct, frozen=True):
@@ -78,6 +80,7 @@ def evidence_of(node: str, source: str, entry: EntryWire) -> Evidence:
         since=entry.since,
         until=entry.until,
         nonce_digest=entry.nonce_digest,
+        challenged=entry.challenged,
         is_banned=entry.banned,
         is_conflict=entry.conflict,
     )
@@ -131,6 +134,7 @@ def raw_entry(one: Evidence) -> Raw:
         since=one.since,
         until=one.until,
         nonce_digest=one.nonce_digest,
+        challenged=one.challenged,
     )
     raw: Raw = msgspec.to_builtins(wire)
     return raw
@@ -142,7 +146,9 @@ def summary(raw: Raw) -> Raw:
         word = NodeEvidence.parse(raw).word
     except UnreadableEvidenceError:
         return {}
-    return {} if word is None else {"source": word.source, **raw_entry(evolve(word, nonce_digest=None))}
+    return (
+        {} if word is None else {"source": word.source, **raw_entry(evolve(word, nonce_digest=None, challenged=None))}
+    )
 
 
 def is_due(have: Evidence | None, want: Evidence | None, *, now: datetime) -> bool:

@@ -56,8 +56,8 @@ class Nonces:
         body = milliseconds(now).to_bytes(TIME, "big") + secrets.token_bytes(RANDOM)
         return Nonce(spelt(body + mac(self._keys()[0], body, node)), now + self._life)
 
-    def check(self, text: str, node: str, now: datetime) -> None:
-        """Raises BadNonceError. Clocks of replicas may differ by the skew."""
+    def check(self, text: str, node: str, now: datetime) -> datetime:
+        """When it was issued. Raises BadNonceError. Clocks of replicas may differ by the skew."""
         body, found = split(text)
         if not any(hmac.compare_digest(found, mac(key, body, node)) for key in self._keys()):
             raise BadNonceError("the audience is no challenge of ours for this node")
@@ -66,6 +66,7 @@ class Nonces:
             raise BadNonceError("the challenge is of the future")
         if now - issued >= self._life:
             raise BadNonceError("the challenge is too old: ask for a new one")
+        return issued
 
 
 def mac(key: bytes, body: bytes, node: str) -> bytes:

@@ -13,7 +13,7 @@ from webhook.evidence.jwt_svid import SOURCE
 
 
 class ReplayedProofError(GpuwardenError):
-    """Issued no later than the last that was accepted, so it is that one again, or an older one."""
+    """Issued, or challenged, no later than the last that was accepted: so it may be that one again, or an older one."""
 
 
 class UnknownNodeError(GpuwardenError):
@@ -32,11 +32,17 @@ class ProofBook(Protocol):
 
 
 def check_newer(proof: Evidence, last: Evidence | None) -> None:
-    """Raises ReplayedProofError."""
+    """A token that is signed anew is no new answer: the challenge has to be a later one too, or those before the last
+    could be answered again. Of two that were issued at once, or by a clock that is behind, one is answered in vain.
+
+    Raises ReplayedProofError.
+    """
     if last is None or last.since is None or proof.since is None or last.nonce_digest is None:
         return
     if proof.since <= last.since or proof.nonce_digest == last.nonce_digest:
         raise ReplayedProofError("a proof that was issued as late, or later, has been accepted before")
+    if last.challenged is not None and (proof.challenged is None or proof.challenged <= last.challenged):
+        raise ReplayedProofError("a challenge that was issued as late, or later, has been answered before")
 
 
 def check_birth(proof: Evidence, born: datetime | None, skew: timedelta) -> None:
