@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.evidence.tokens import ES384, ES512, RS256, SigningKey, document
 from webhook.evidence.jwt_bundle import BadBundleError, JwtBundle, check_succession, parse_bundle
@@ -55,6 +57,9 @@ def test_what_agents_hand_out_has_no_use() -> None:
         b"{}",
         b'{"keys": {}}',
         b'{"keys": [1]}',
+        b'{"keys": [{"use": ["jwt-svid"]}]}',
+        b'{"keys": [{"use": {"jwt-svid": 1}}]}',
+        b'{"keys": [{"use": 1}]}',
         b'{"keys": [], "spiffe_sequence": "1"}',
         b'{"keys": [], "spiffe_sequence": 1.5}',
         b"[" * 100_000,
@@ -63,7 +68,23 @@ def test_what_agents_hand_out_has_no_use() -> None:
         document(SigningKey.make("")),
         document(KEY, extra=({"use": "x509-svid", "x5c": ["***"]},)),
     ],
-    ids=["empty", "list", "no keys", "keys", "key", "sequence", "half", "deep", "huge", "twice", "nameless", "root"],
+    ids=[
+        "empty",
+        "list",
+        "no keys",
+        "keys",
+        "key",
+        "uses",
+        "use object",
+        "use number",
+        "sequence",
+        "half",
+        "deep",
+        "huge",
+        "twice",
+        "nameless",
+        "root",
+    ],
 )
 def test_what_is_no_bundle_is_refused(content: bytes) -> None:
     with pytest.raises(BadBundleError):
@@ -105,3 +126,37 @@ def test_a_later_bundle_takes_the_place(old: JwtBundle | None, new: JwtBundle) -
 def test_a_bundle_never_goes_back(new: JwtBundle, problem: str) -> None:
     with pytest.raises(BadBundleError, match=problem):
         check_succession(bundle(KEY, sequence=7).mark, new)
+
+
+telling = st.sampled_from(
+    ["", "jwt-svid", "x509-svid", "EC", "RSA", "P-256", "AQAB", "AAAA", "A" * 43, "key-1", -1, 2**70]
+)
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
+)
+values = st.recursive(
+    telling | scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=8,
+)
+members = st.sampled_from(["use", "kid", "kty", "crv", "x", "y", "n", "e", "x5c", "alg"])
+good = st.sampled_from([KEY.jwk(), SigningKey.make("key-4", RS256).jwk(), {"use": "x509-svid", "x5c": ["AAAA"]}])
+bent = st.builds(
+    lambda jwk, changes: {**jwk, **changes}, good, st.dictionaries(members, values, min_size=1, max_size=3)
+)
+documents = st.fixed_dictionaries(
+    {"keys": st.lists(bent, max_size=3) | st.lists(good | values, max_size=3) | values},
+    optional={"spiffe_sequence": values, "spiffe_refresh_hint": values, "more": values},
+)
+
+
+@settings(deadline=None)
+@given(documents)
+def test_whatever_is_sent_is_read_or_refused(found: Any) -> None:
+    """Anything else would end the process that looks."""
+    try:
+        bundle = parse_bundle(json.dumps(found).encode())
+        check_succession(bundle.mark, bundle)
+    except BadBundleError:
+        return
+    assert bundle.keys

@@ -68,7 +68,7 @@ def parse_bundle(document: bytes, *, uses: frozenset[str | None] = frozenset({JW
         wire = msgspec.json.decode(document, type=Wire)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise BadBundleError("this is no bundle document") from exc
-    found = [(str(raw.get("kid") or ""), raw) for raw in wire.keys if raw.get("use") in uses]
+    found = [(str(raw.get("kid") or ""), raw) for raw in wire.keys if use_of(raw) in uses]
     ids = [key_id for key_id, _ in found]
     if "" in ids or len(ids) != len(set(ids)):
         raise BadBundleError("keys without a name of their own are in the bundle")
@@ -82,6 +82,13 @@ def parse_bundle(document: bytes, *, uses: frozenset[str | None] = frozenset({JW
         refresh_hint=wire.spiffe_refresh_hint,
         x509_roots=tuple(roots(wire.keys)),
     )
+
+
+def use_of(raw: Mapping[str, Any]) -> str | None:
+    use = raw.get("use")
+    if use is None or isinstance(use, str):
+        return use
+    raise BadBundleError("a key whose use is no text is in the bundle")
 
 
 def public(raw: Mapping[str, Any]) -> dict[str, str]:
