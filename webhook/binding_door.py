@@ -6,7 +6,7 @@ from typing import Protocol
 from webhook.clock import Clock
 from webhook.core import check, keys
 from webhook.core.binding import Binding
-from webhook.core.claim import Claim, claim_of, recorded_claim
+from webhook.core.claim import Claim, believed, claim_of, recorded_claim
 from webhook.core.errors import ReservationConflictError, ReservationExpiredError, UnknownReservationError
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
@@ -54,25 +54,40 @@ class BindingDoor:
         if living is None or binding.pod.uid not in ("", living.meta.uid):
             return no_such_pod(binding)
         claim = recorded_claim(living)
-        if claim is not None:
+        if claim is not None and claim.count:
             return await self._dressed(binding, living, claim, is_dry_run=is_dry_run)
         known = self._ledger.of_pod(living.meta.uid) if living.meta.uid else None
-        return check.bound_as_reserved(binding, known) or await self._undressed(binding, living)
+        refused = check.bound_as_reserved(binding, known)
+        if refused is not None or claim is None:
+            return refused or await self._undressed(binding, living)
+        return await self._without_gpus(binding, living, claim)
 
     async def _dressed(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
         """What a pod was promised at its creation holds at this moment too."""
-        held = await recorded_reservation(self._ledger, living, is_fresh=True) if claim.count else None
+        held = await recorded_reservation(self._ledger, living, is_fresh=True)
         fleet, policy = self._holder.fleet, self._holder.policy
         fleet.advance(self._clock())
         refused = (
-            (check.still_held(claim, held, living) if claim.count else None)
-            or (check.in_time(living, held, self._clock(), self._bind_deadline) if claim.count else None)
+            check.still_held(claim, held, living)
+            or check.in_time(living, held, self._clock(), self._bind_deadline)
             or check.bound_as_reserved(binding, held, living)
             or check.still_proven(claim, binding.node, fleet, policy)
         )
         if refused is None and held is not None and held.uid is None and not is_dry_run:
             refused = await named(self._ledger.confirm, held, check.identity_of(living))
         return refused
+
+    async def _without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
+        """Held to evidence alone, by its record and by what it asks itself."""
+        claim = believed(recorded, claim_of(living, await self._claims.within(binding.pod.namespace)))
+        if claim is None:
+            return Deny(
+                Reason.FORGED,
+                f"metadata.annotations[{keys.CLAIM.name}]: names none of the hashes that the pod has to have",
+                hint="create the pod anew",
+            )
+        self._holder.fleet.advance(self._clock())
+        return check.still_proven(claim, binding.node, self._holder.fleet, self._holder.policy)
 
     async def _undressed(self, binding: Binding, living: Pod) -> Deny | None:
         """A pod that no review of ours has seen, and that asks for evidence all the same."""

@@ -203,6 +203,24 @@ async def test_a_pod_that_no_review_has_seen_is_looked_at_once_more_too(
     assert len(bindings.asked) == (0 if problem else 1)
 
 
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ("{}", "no evidence"),
+        (f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', "no evidence"),
+        (f'{{"hashes":["{OTHER_HASH}"]}}', "names none of the hashes"),
+    ],
+)
+async def test_a_record_that_nobody_vouches_for_lets_no_pod_be_bound_without_evidence(
+    house: House, extender: Extender, shared: Shared, bindings: FakeBindings, record: str, problem: str
+) -> None:
+    raw = raw_pod(raw_container(gpus=1), annotations={**attested(HASH), "gpuwarden.io/claim": record})
+    shared.has(builders.created(raw))
+    await unproven(house)
+    assert problem in await extender.bind(onto("node-a"))
+    assert bindings.asked == []
+
+
 async def test_only_the_reserved_node_will_do(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:

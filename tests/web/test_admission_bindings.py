@@ -130,6 +130,30 @@ async def test_a_record_that_nobody_of_us_has_written_is_refused(second: House, 
     assert refusal(await second.validate(binding("node-b"))) == (403, "InvalidPod")
 
 
+@pytest.mark.parametrize(
+    ("record", "reasons"),
+    [
+        ("{}", {"node-a": None, "node-b": "NoProvenNode", "node-c": "NoProvenNode"}),
+        (f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', {"node-a": None, "node-b": "NoProvenNode"}),
+        (f'{{"hashes":["{OTHER_HASH}"]}}', {"node-a": "Forged", "node-b": "Forged"}),
+    ],
+)
+async def test_a_record_that_nobody_vouches_for_takes_nothing_back(
+    second: House, shared: Shared, record: str, reasons: dict[str, str | None]
+) -> None:
+    """Let in where no review of ours was asked: whoever wrote the pod has written its record."""
+    shared.has(builders.created(raw_pod(annotations={**attested(HASH), "gpuwarden.io/claim": record})))
+    for node, reason in reasons.items():
+        answer = await second.validate(binding(node))
+        assert answer["allowed"] if reason is None else refusal(answer) == (403, reason)
+
+
+async def test_a_record_that_was_emptied_leaves_a_pod_held_to_its_gpus(first: House, shared: Shared) -> None:
+    final = await created(first, shared, gpu_pod())
+    shared.has({**final, "metadata": {**final["metadata"], "annotations": {"gpuwarden.io/claim": "{}"}}})
+    assert refusal(await first.validate(binding("node-a"))) == (403, "NotReserved")
+
+
 async def test_a_living_pod_becomes_its_reservations_owner_here_at_the_latest(
     first: House, second: House, shared: Shared
 ) -> None:

@@ -158,6 +158,18 @@ def recorded_or_none(pod: Pod) -> Claim | None:
         return None
 
 
+def believed(recorded: Claim, asked: Claim | None) -> Claim | None:
+    """Of a record without GPUs, which no ledger vouches for: where no webhook stands in front, its author may have
+    written it. So it may say no less than the pod asks, within its namespace; None if no hash would do for both."""
+    hashes = [one.hashes for one in (recorded, asked) if one is not None and one.hashes]
+    if not hashes:
+        return recorded
+    common = frozenset.intersection(*hashes)
+    if not common:
+        return None
+    return Claim(msgspec.structs.replace(recorded.record, hashes=tuple(sorted(common))), recorded.nodes)
+
+
 class Reader:
     """One pass over a pod that collects what is asked and what is wrong."""
 

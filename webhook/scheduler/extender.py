@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
-import msgspec
 import structlog
 from attrs import frozen
 
@@ -12,7 +11,7 @@ from webhook.binding_door import BindingDoor, recorded_reservation
 from webhook.clock import Clock
 from webhook.core import check
 from webhook.core.binding import Binding
-from webhook.core.claim import Claim, claim_of, recorded_claim
+from webhook.core.claim import Claim, believed, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import GpuwardenError, InvalidPodError, LedgerError
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, PreemptArgs, Sifted, Victims
@@ -169,16 +168,9 @@ class Extender:
 
 
 def proven_wish(recorded: Claim, asked: Claim | None) -> Wish | Refused:
-    """Of a record without GPUs, which no ledger vouches for: where no webhook stands in front, its author may have
-    written it. So it may say no less than the pod asks."""
-    hashes = [one.hashes for one in (recorded, asked) if one is not None and one.hashes]
-    if not hashes:
-        return Wish(recorded, is_recorded=True)
-    common = frozenset.intersection(*hashes)
-    if not common:
-        return Refused(sieve.UNREADABLE)
-    record = msgspec.structs.replace(recorded.record, hashes=tuple(sorted(common)))
-    return Wish(Claim(record, recorded.nodes), is_recorded=True)
+    """Of a record without GPUs."""
+    claim = believed(recorded, asked)
+    return Refused(sieve.UNREADABLE) if claim is None else Wish(claim, is_recorded=True)
 
 
 def where(living: Pod | None, pod: PodIdentity) -> str | None:
