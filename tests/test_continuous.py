@@ -16,13 +16,15 @@ from webhook.continuous import (
     Resident,
     evidence_ages,
 )
-from webhook.core.claim import ClaimRecord
+from webhook.core.claim import ClaimRecord, ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Taint
 from webhook.core.evidence import Evidence, EvidenceState, combined
 from webhook.core.fleet import Fleet
+from webhook.core.hashes import NO_BOND, Bond
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
+from webhook.namespaces import ClaimReading
 from webhook.telemetry import Metrics
 
 CHANGED, LOST = Reason.EVIDENCE_CHANGED, Reason.EVIDENCE_LOST
@@ -38,6 +40,18 @@ def raw_pod(
     notes = {"gpuwarden.io/claim": ClaimRecord(gpus=gpus, hashes=hashes).text()}
     if gpus:
         notes["gpuwarden.io/reservation-id"] = f"r-{name}"
+    return on_a_node(name, on, notes, phase=phase)
+
+
+def undressed(*hashes: str, name: str = "train", record: str | None = None) -> Raw:
+    """One that no review of ours has seen: it asks for hashes, and whatever record it has is its author's."""
+    notes = {"gpuwarden.io/required-hash": ",".join(hashes)} if hashes else {}
+    raw = on_a_node(name, A, notes if record is None else {**notes, "gpuwarden.io/claim": record})
+    raw["spec"]["containers"] = [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]
+    return raw
+
+
+def on_a_node(name: str, on: str | None, notes: dict[str, str], phase: str = "Running") -> Raw:
     owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "trains", "uid": "rs-1", "controller": True}
     return {
         "kind": "Pod",
@@ -54,6 +68,20 @@ def raw_pod(
     }
 
 
+class Demanding:
+    """Namespaces, as far as anybody has heard of them."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, str] = {}
+
+    def known(self, namespace: str) -> Bond | None:
+        text = self.hashes.get(namespace)
+        return None if text is None else Bond.of(namespace, {"gpuwarden.io/required-hash": text})
+
+    async def bond(self, namespace: str) -> Bond:
+        return self.known(namespace) or NO_BOND
+
+
 class Scene:
     """A fleet of two nodes, both proven, under a policy."""
 
@@ -63,6 +91,7 @@ class Scene:
         self.owed: set[str] = set()
         self.vouched: set[str] = set()
         self.failing: set[str] = set()
+        self.namespaces = Demanding()
         self.done: list[str] = []
         self.heard = Heard()
         self.metrics = Metrics()
@@ -82,6 +111,7 @@ class Scene:
             self,
             self.heard,
             lambda: self.now,
+            ClaimReading(ClaimRules(), self.namespaces),
             is_current=lambda: self.is_current,
             is_owed=lambda name: name in self.owed,
             is_vouched=lambda one: one.pod.name in self.vouched,
@@ -232,6 +262,36 @@ async def test_a_pod_that_loses_its_evidence_is_told_of_with_its_owner_once() ->
 async def test_other_pods_lose_nothing(raw: Raw) -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw)
+    await scene.settle()
+    scene.proves(A, None)
+    assert (await scene.settle(), scene.done) == ([(A, CHANGED)], [])
+
+
+@pytest.mark.parametrize("record", [None, "{}", f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', '{"gpus":1}', "[]"])
+async def test_a_pod_that_no_review_has_seen_is_held_to_what_it_asks(record: str | None) -> None:
+    """Let in by the extender alone: whatever record it has is its author's."""
+    scene = Scene(EVICT)
+    scene.continuous.changed(undressed(HASH, record=record))
+    await scene.settle()
+    scene.proves(A, evidence(A, OTHER_HASH))
+    assert await scene.settle() == [(A, CHANGED), ("train", LOST), ("trains", LOST)]
+    assert scene.done[0] == "evict train"
+
+
+async def test_a_pod_that_no_review_has_seen_is_held_to_what_its_namespace_demands() -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(undressed())
+    await scene.settle()
+    scene.proves(A, evidence(A, OTHER_HASH))
+    assert await scene.settle() == [(A, CHANGED)]
+    scene.namespaces.hashes["research"] = HASH  # heard of later than its pod
+    assert await scene.settle() == [("train", LOST), ("trains", LOST)]
+    assert scene.done[0] == "evict train"
+
+
+async def test_gpus_without_a_record_or_a_hash_are_not_known_to_be_ours() -> None:
+    scene = Scene(EVICT, needs_all=True)
+    scene.continuous.changed(undressed())
     await scene.settle()
     scene.proves(A, None)
     assert (await scene.settle(), scene.done) == ([(A, CHANGED)], [])
@@ -389,6 +449,28 @@ async def test_what_a_pod_says_of_itself_taints_no_node() -> None:
     assert scene.done == ["taint node-a"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(raw_pod(), raw_pod(hashes=(OTHER_HASH,))), (undressed(HASH), undressed(OTHER_HASH))],
+    ids=["in its record", "in its wish"],
+)
+async def test_who_asks_for_something_else_later_taints_no_node(one: Raw, other: Raw) -> None:
+    scene = Scene(TAINT)
+    scene.continuous.changed(one)
+    await scene.settle()
+    scene.continuous.changed(other)
+    assert (await scene.settle(), scene.done) == ([("train", LOST), ("trains", LOST)], [])
+
+
+async def test_a_pod_that_no_review_has_seen_taints_the_node_that_was_seen_to_suit_it() -> None:
+    scene = Scene(TAINT)
+    scene.continuous.changed(undressed(HASH))
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.settle()
+    assert scene.done == ["taint node-a"]
+
+
 @pytest.mark.parametrize("word", [None, evidence(A, OTHER_HASH)], ids=["withdrawn", "other-hash"])
 async def test_a_taint_outlives_whoever_put_it_on_and_goes_with_the_policy(word: Evidence | None) -> None:
     scene = Scene(TAINT)
@@ -460,4 +542,4 @@ async def test_a_loss_that_does_not_last_moves_nobody() -> None:
 def test_a_pod_that_cannot_be_read_is_nobodys_resident() -> None:
     broken = raw_pod()
     broken["spec"] = {"nodeName": 7}
-    assert Resident.of(broken) is None
+    assert Resident.of(broken, ClaimRules()) is None

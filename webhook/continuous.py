@@ -17,17 +17,18 @@ from attrs import define, evolve, field, frozen
 from webhook.clock import Clock
 from webhook.core import check, keys
 from webhook.core.cells import Berth
-from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.claim import Claim, ClaimRules, believed, claim_of, recorded_or_none
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import Fleet
-from webhook.core.pod import OwnerReference
+from webhook.core.pod import OwnerReference, Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.events import Events, Subject
 from webhook.ledger.carrier import ENDED, MetaWire, PodWire
+from webhook.namespaces import ClaimReading
 from webhook.telemetry import EvidenceCounts
 
 log = structlog.get_logger(__name__)
@@ -73,36 +74,50 @@ class Measures(Protocol):
 
 @frozen
 class Resident:
-    """A pod that is on a node and was let there by its claim, as the pod says itself."""
+    """A pod that is on a node and was let there by its claim, as the pod says itself.
+
+    A record of GPUs that are reserved is what it was let in by. Without one, where no review of ours was asked, it is
+    held to what it asks itself, and to what its namespace demands: `is_bound`.
+    """
 
     pod: PodIdentity
     node: str
     claim: Claim
+    is_bound: bool = False
     owner: Subject | None = None
     is_leaving: bool = False
 
     @classmethod
-    def of(cls, raw: Raw) -> "Resident | None":
-        """None if it is on no node, has ended, or carries no record of ours."""
+    def of(cls, raw: Raw, rules: ClaimRules) -> "Resident | None":
+        """None if it is on no node, has ended, or has no claim."""
         try:
             wire = msgspec.convert(raw, PodWire)
             meta = wire.metadata or MetaWire()
-            annotations = meta.annotations or {}
-            record = ClaimRecord.parse(annotations.get(keys.CLAIM.name) or "")
+            node = wire.spec and wire.spec.node_name
+            has_ended = wire.status is not None and wire.status.phase in ENDED
+            if not node or has_ended or not meta.uid:
+                return None
+            pod = Pod.parse(raw)
+            recorded = recorded_or_none(pod)
+            is_reserved = recorded and recorded.count and pod.annotations.get(keys.RESERVATION_ID.name)
+            claim = recorded if is_reserved else unvouched(recorded, claim_of(pod, rules))
         except (msgspec.ValidationError, InvalidPodError):
             return None
-        node = wire.spec and wire.spec.node_name
-        has_ended = wire.status is not None and wire.status.phase in ENDED
-        is_ours = record.hashes or annotations.get(keys.RESERVATION_ID.name)
-        if not node or has_ended or not is_ours or not meta.uid:
+        if claim is None:
             return None
         return cls(
             pod=PodIdentity(meta.namespace or "", meta.name or "", meta.uid),
             node=node,
-            claim=Claim(record),
+            claim=claim,
+            is_bound=not is_reserved,
             owner=owner_in(meta.owner_references or (), meta.namespace or ""),
             is_leaving=meta.deletion_timestamp is not None,
         )
+
+
+def unvouched(recorded: Claim | None, asked: Claim | None) -> Claim | None:
+    """Of a pod that no ledger knows of. A record that contradicts the pod says nothing."""
+    return asked if recorded is None else believed(recorded, asked) or asked
 
 
 def owner_in(references: Iterable[OwnerReference], namespace: str) -> Subject | None:
@@ -163,6 +178,7 @@ class Continuous:
         measures: Measures,
         events: Events,
         clock: Clock,
+        claims: ClaimReading,
         *,
         is_current: Callable[[], bool],
         is_owed: Callable[[str], bool],
@@ -176,6 +192,7 @@ class Continuous:
         self._measures = measures
         self._events = events
         self._clock = clock
+        self._claims = claims
         self._is_current = is_current
         self._is_owed = is_owed
         self._is_vouched = is_vouched
@@ -184,17 +201,18 @@ class Continuous:
         self._residents: dict[str, Resident] = {}
         self._words: dict[str, Word] | None = None
         self._losses: dict[str, Loss] = {}
-        self._were_proven: set[str] = set()  # uids of pods whose node was seen to suit them
+        # Pods whose node was seen to suit what they ask: who asks for something else later has not lost it.
+        self._were_proven: set[tuple[str, frozenset[str]]] = set()
         self._tries: dict[str, Tries] = {}
 
     # What the watch tells.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        found = (Resident.of(raw) for raw in objects.values())
+        found = (Resident.of(raw, self._claims.rules) for raw in objects.values())
         self._residents = {one.pod.uid: one for one in found if one is not None}
 
     def changed(self, raw: Raw) -> None:
-        one = Resident.of(raw)
+        one = Resident.of(raw, self._claims.rules)
         if one is None:
             self.deleted(raw)
         else:
@@ -249,24 +267,37 @@ class Continuous:
     def _look(self, now: datetime) -> None:
         """Which pods are without evidence, and since when. News that is still to be written down may say otherwise."""
         losses: dict[str, Loss] = {}
+        were_proven = self._were_proven
         for uid, one in self._residents.items():
             objection = self._objection(one)
             if objection is None:
-                self._were_proven.add(uid)
+                were_proven.add((uid, self._claim(one).hashes))
             elif uid in self._losses:
                 losses[uid] = evolve(self._losses[uid], resident=one, text=objection)
             elif not self._is_owed(one.node):
                 losses[uid] = Loss(one, objection, now)
         self._losses = losses
-        self._were_proven &= self._residents.keys()
+        self._were_proven = {known for known in were_proven if known[0] in self._residents}
 
     def _objection(self, one: Resident) -> str | None:
         """What speaks against the pod's being where it is; a node that is gone takes its pods with it."""
-        berth = self._fleet.berths.get(one.node)
-        if berth is None or suits(berth, one.claim):
+        berth, claim = self._fleet.berths.get(one.node), self._claim(one)
+        if berth is None or suits(berth, claim):
             return None
-        denial = check.still_proven(one.claim, one.node, self._fleet, self._policy)
+        # Nobody knows of a pod without a record whether we have let it in, unless it asks for evidence itself.
+        if one.is_bound and not claim.hashes:
+            return None
+        denial = check.still_proven(claim, one.node, self._fleet, self._policy)
         return None if denial is None else denial.message
+
+    def _claim(self, one: Resident) -> Claim:
+        """Within its namespace, as it is known by now: pods are heard of before their namespaces too."""
+        bond = self._claims.namespaces.known(one.pod.namespace) if one.is_bound else None
+        if not bond or not bond.hashes:
+            return one.claim
+        record = one.claim.record
+        hashes = bond.held_to(record.hashes) or record.hashes
+        return Claim(msgspec.structs.replace(record, hashes=hashes), one.claim.nodes)
 
     def _tell_losses(self, lost: Iterable[Loss], now: datetime) -> None:
         for one in lost:
@@ -319,7 +350,7 @@ class Continuous:
                 yield name, wanted
 
     def _is_believed(self, one: Resident) -> bool:
-        return one.pod.uid in self._were_proven or self._is_vouched(one)
+        return (one.pod.uid, self._claim(one).hashes) in self._were_proven or self._is_vouched(one)
 
     async def _evict(self, pod: PodIdentity) -> None:
         await self._measures.evict(pod)

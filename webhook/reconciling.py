@@ -76,13 +76,16 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         also_evidences=[evidence],
         count_error=metrics.count_provider_error,
     )
+    namespaces = WatchedNamespaces(ApiNamespaces(api))
+    rules, policy = rules_of(settings, namespaces), policy_of(settings)
     continuous = Continuous(
         fleet,
-        policy_of(settings),
+        policy,
         OnEvidenceLost(settings.on_evidence_lost),
         ApiMeasures(api),
         events,
         utc_now,
+        rules.claims,
         is_current=lambda: all(watch.is_current for watch in watches),
         is_owed=discovering.is_owed,
         is_vouched=lambda one: is_vouched(ledger.of_pod(one.pod.uid), one),
@@ -90,8 +93,6 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
     )
     metrics.watch_evidence(continuous.counts)
     metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
-    namespaces = WatchedNamespaces(ApiNamespaces(api))
-    rules, policy = rules_of(settings, namespaces), policy_of(settings)
     waking = Waking(fleet, policy, rules.claims, ApiAlarm(api), utc_now)
     waiting_pods = WaitingPods(rules.claims, rules.dress, has_come=lambda _: reconciler.news.set())
     queue = Queue(
