@@ -13,7 +13,8 @@ from tests.conftest import Build
 from tests.web.house import INVENTORY, House
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import Fleet
-from webhook.evidence import EvidenceUnavailableError
+from webhook.evidence import EvidenceProvider, EvidenceUnavailableError
+from webhook.evidence.proofs import MemoryProofs
 from webhook.evidence.static import StaticEvidence
 from webhook.feed import Feed
 from webhook.inventory.file import InventoryFile
@@ -191,3 +192,93 @@ async def test_who_has_answered_is_waited_for_no_more(tmp_path: Path) -> None:
     spire.said = None
     await feed.refresh()
     await asyncio.wait_for(feed.first_answers(), 5)
+
+
+# Where nobody writes evidence down, and no reconciler looks.
+
+
+class Told:
+    """A feed with a clock, and what it has said of changes."""
+
+    def __init__(self, directory: Path, *providers: EvidenceProvider) -> None:
+        (directory / "inventory.json").write_text(json.dumps(INVENTORY))
+        self.now, self.metrics, self.fleet = NOW, Metrics(), Fleet()
+        file = InventoryFile(directory / "inventory.json")
+        self.feed = Feed(self.fleet, file, [*providers], lambda: self.now, self.metrics)
+
+    async def begin(self) -> "Told":
+        await self.feed.load()
+        await self.feed.first_answers()
+        return self
+
+    async def changes(self) -> list[tuple[str, str, str, str]]:
+        with capture_logs() as lines:
+            await self.feed.refresh()
+        found = [one for one in lines if one["event"] == "evidence changed"]
+        return [(one["log_level"], one["node"], one["was"], one["now"]) for one in found]
+
+    def counted(self, state: str) -> float:
+        return self.metrics.registry.get_sample_value("gpuwarden_evidence_changes_total", {"state": state}) or 0
+
+
+async def test_a_change_of_evidence_is_logged_and_counted_and_its_end_too(tmp_path: Path) -> None:
+    spire = Asked({"node-a": vouched("node-a")})
+    told = await Told(tmp_path, spire).begin()
+    assert await told.changes() == []
+    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    fresh, other = f"fresh as {HASH}", f"fresh as {OTHER_HASH}"
+    assert await told.changes() == [("warning", "node-a", fresh, other)]
+    told.now += SECOND  # nobody says anything new
+    assert await told.changes() == [("warning", "node-a", other, "stale")]
+    assert await told.changes() == []
+    told.now -= SECOND
+    spire.said = {"node-a": vouched("node-a")}
+    assert await told.changes() == [("info", "node-a", "stale", fresh)]
+    spire.said = {}
+    assert await told.changes() == [("warning", "node-a", fresh, "absent")]
+    assert [told.counted(state) for state in ("fresh", "stale", "absent")] == [2, 1, 1]
+
+
+async def test_first_answers_are_no_changes(tmp_path: Path) -> None:
+    spire = Asked(None)
+    told = Told(tmp_path, spire)
+    await told.feed.load()
+
+    async def sleep(seconds: float) -> None:
+        spire.said = {"node-a": vouched("node-a")}
+
+    await told.feed.first_answers(sleep)
+    assert await told.changes() == []
+
+
+async def test_a_node_that_a_provider_alone_names_is_known(tmp_path: Path) -> None:
+    """It has no GPU that anybody has told us of: those are counted by whoever schedules."""
+    spire = Asked({"node-x": vouched("node-x"), "node-a": vouched("node-a")})
+    told = await Told(tmp_path, spire).begin()
+    known = {"node-a", "node-b", "node-c"}
+    assert told.fleet.berths.keys() == known | {"node-x"}
+    assert told.fleet.berths["node-x"].state is EvidenceState.FRESH
+    assert told.fleet.device_count == 4
+    (tmp_path / "inventory.json").write_text('{"nodes": []}')
+    await told.feed.refresh()
+    assert told.fleet.berths.keys() == {"node-x", "node-a"}
+    assert told.fleet.device_count == 0
+    spire.said = {"node-a": vouched("node-a")}
+    assert await told.changes() == [("warning", "node-x", f"fresh as {HASH}", "absent")]
+    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    await told.feed.refresh()
+    assert told.fleet.berths.keys() == {"node-a"}
+
+
+async def test_a_proof_that_a_node_has_sent_keeps_no_node(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    proofs = MemoryProofs(lambda: told.fleet.berths.keys(), lambda: told.now, SECOND)
+    told.feed = Feed(told.fleet, InventoryFile(tmp_path / "inventory.json"), [proofs], lambda: told.now, told.metrics)
+    await told.begin()
+    told.now += 3 * SECOND
+    await proofs.accept(Evidence("node-a", HASH, "jwt-svid", told.now, told.now + SECOND, "n"))
+    await told.feed.refresh()
+    assert told.fleet.berths["node-a"].state is EvidenceState.FRESH
+    (tmp_path / "inventory.json").write_text('{"nodes": []}')
+    await told.feed.refresh()
+    assert not told.fleet.berths

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 import structlog
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, frozen
 
 from webhook.clock import Clock
 from webhook.core import check, keys
@@ -21,12 +21,13 @@ from webhook.core.claim import Claim, ClaimRules, believed, claim_of, recorded_o
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError, InvalidPodError
-from webhook.core.evidence import Evidence, EvidenceState
+from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.pod import OwnerReference, Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.events import Events, Subject
+from webhook.evidence_changes import Changes
 from webhook.ledger.carrier import ENDED, MetaWire, PodWire
 from webhook.namespaces import ClaimReading
 from webhook.telemetry import EvidenceCounts
@@ -149,24 +150,6 @@ class Tries:
         self.not_before, self.pause = now + self.pause, min(2 * self.pause, LONGEST_PAUSE)
 
 
-@frozen
-class Word:
-    """What is known of a node's evidence, in the part whose change somebody wants to hear of."""
-
-    state: EvidenceState
-    hash: str = ""
-    source: str = field(default="", eq=False)
-
-    @classmethod
-    def on(cls, berth: Berth) -> "Word":
-        said = berth.evidence
-        is_fresh = berth.state is EvidenceState.FRESH
-        return cls(berth.state, said.hash if said and is_fresh else "", sources_of(said) if said else "")
-
-    def __str__(self) -> str:
-        return f"{self.state} as {self.hash}" if self.hash else str(self.state)
-
-
 class Continuous:
     """Hears of pods from a watch, goes by the fleet, and acts in `step`."""
 
@@ -196,10 +179,9 @@ class Continuous:
         self._is_current = is_current
         self._is_owed = is_owed
         self._is_vouched = is_vouched
-        self._count_change = count_change
+        self._changes = Changes(fleet, count_change)
         self._current_since: datetime | None = None
         self._residents: dict[str, Resident] = {}
-        self._words: dict[str, Word] | None = None
         self._losses: dict[str, Loss] = {}
         # Pods whose node was seen to suit what they ask: who asks for something else later has not lost it.
         self._were_proven: set[tuple[str, frozenset[str]]] = set()
@@ -248,21 +230,12 @@ class Continuous:
         await self._act(lost, now)
 
     def _tell_changes(self, now: datetime) -> None:
-        """What was so when this process began to look is no change, and neither is what a new node comes with."""
-        if self._words is None:
+        if not self._changes.has_begun:
             log.info("evidence watched", nodes=len(self._fleet.berths), policy=self._on_lost)
-        before, self._words = self._words or {}, {}
-        for name, berth in self._fleet.berths.items():
-            word = Word.on(berth)
-            was = before.get(name, word)
-            if was != word and not self._is_owed(name):
-                self._count_change(word.state)
-                is_worse = word.state is not EvidenceState.FRESH or was.state is EvidenceState.FRESH
-                # The moment tells it from the same change of another day, which is told as well.
-                text = f"evidence was {was}, is {word}; {moment(now)}, by {word.source or was.source or 'nobody'}"
-                self._events.tell(Subject.of_node(name), Reason.EVIDENCE_CHANGED, text, is_warning=is_worse)
-                was = word
-            self._words[name] = was
+        for one in self._changes.since_last(self._is_owed):
+            # The moment tells it from the same change of another day, which is told as well.
+            text = f"evidence was {one.was}, is {one.word}; {moment(now)}, by {one.source}"
+            self._events.tell(Subject.of_node(one.node), Reason.EVIDENCE_CHANGED, text, is_warning=one.is_worse)
 
     def _look(self, now: datetime) -> None:
         """Which pods are without evidence, and since when. News that is still to be written down may say otherwise."""
@@ -378,11 +351,6 @@ def evidence_ages(fleet: Fleet, now: datetime) -> dict[tuple[str, str], float]:
 def class_of(node: Node) -> str:
     """What its GPUs are, by its labels."""
     return next((node.labels[key] for key in keys.GPU_TYPE_LABELS if key in node.labels), "")
-
-
-def sources_of(said: Evidence) -> str:
-    """Whose word it is, and who says nothing though asked."""
-    return said.source + "".join(f", and nothing by {one}" for one in sorted(said.silent))
 
 
 def suits(berth: Berth, claim: Claim) -> bool:

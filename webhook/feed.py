@@ -10,7 +10,9 @@ from webhook.core.device import Inventory, Node
 from webhook.core.evidence import Evidence, combined
 from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceProvider
+from webhook.evidence.jwt_svid import SOURCE as JWT_SVID
 from webhook.evidence.static import StaticEvidence
+from webhook.evidence_changes import Changes
 from webhook.evidence_providers import Round
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
@@ -42,7 +44,9 @@ class Feed:
         self._clock = clock
         self._metrics = metrics
         self._round = Round(providers, metrics.count_provider_error)
+        self._changes = Changes(fleet, metrics.count_evidence_change)
         self._said: dict[str, Mapping[str, Evidence]] = {}
+        self._listed: frozenset[str] = frozenset()
         # Whether the fleet knows all that was said.
         self._is_told = False
 
@@ -62,6 +66,7 @@ class Feed:
             looks += 1
             await sleep(FIRST_PAUSE)
             await self._poll_evidence()
+        self._changes.since_last()  # from here on
 
     async def run(self, interval: float) -> None:
         while True:
@@ -76,6 +81,14 @@ class Feed:
             self._metrics.count_file_reload("inventory", "reloaded")
             log.info("inventory reloaded", nodes=len(inventory), file=str(self._inventory.path))
         await self._poll_evidence()
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        """Those that time alone has made too. In a cluster the reconciler tells of them, with an Event on the Node."""
+        self._fleet.advance(self._clock())
+        for one in self._changes.since_last():
+            tell = log.warning if one.is_worse else log.info
+            tell("evidence changed", node=one.node, was=str(one.was), now=str(one.word), by=one.source)
 
     async def _new_inventory(self) -> Inventory | None:
         """None if nothing is new, or what is new cannot be used: evidence is asked for all the same."""
@@ -88,6 +101,8 @@ class Feed:
 
     async def _take_in(self, inventory: Inventory) -> None:
         inventory = {name: Node(name) for name in self._mapped()} | dict(inventory)
+        self._listed = frozenset(inventory)
+        inventory = {name: Node(name) for name in self._named()} | inventory
         for name in [name for name in self._fleet.berths if name not in inventory]:
             self._fleet.remove(name)
         for number, node in enumerate(inventory.values()):
@@ -102,6 +117,20 @@ class Feed:
         """Nodes that are known by a map of hashes alone."""
         return {name for one in self._providers if isinstance(one, StaticEvidence) for name in one.mapped}
 
+    def _named(self) -> set[str]:
+        """Nodes that a provider names which we ask. A proof was sent by the node itself, and would keep it for ever."""
+        asked = [said for source, said in self._said.items() if source not in (StaticEvidence.name, JWT_SVID)]
+        return {name for said in asked for name in said}
+
+    def _know_named(self) -> None:
+        """Who is named no more goes with the next news: before, it is told that there is no evidence of it."""
+        named, now = self._named(), self._clock()
+        known = self._listed | named
+        for name in [name for name, one in self._fleet.berths.items() if name not in known and one.evidence is None]:
+            self._fleet.remove(name)
+        for name in named - self._fleet.berths.keys():
+            self._fleet.put(Node(name), now)
+
     async def _poll_evidence(self) -> None:
         for name, said in (await self._round.answers()).items():
             self._is_told = self._is_told and said is self._said.get(name)
@@ -111,6 +140,7 @@ class Feed:
             self._is_told = True
 
     async def _take_evidence_in(self) -> None:
+        self._know_named()
         for number, name in enumerate(list(self._fleet.berths)):
             word = combined([said[name] for said in self._said.values() if name in said], self._round.asked)
             self._fleet.prove(name, word, self._clock())

@@ -1,0 +1,78 @@
+"""What is news of the nodes' evidence: told by the reconciler as Events, by a process that asks providers itself in its
+log."""
+
+from collections.abc import Callable
+
+from attrs import field, frozen
+
+from webhook.core.cells import Berth
+from webhook.core.evidence import Evidence, EvidenceState
+from webhook.core.fleet import Fleet
+
+
+@frozen
+class Word:
+    """What is known of a node's evidence, in the part whose change somebody wants to hear of."""
+
+    state: EvidenceState
+    hash: str = ""
+    source: str = field(default="", eq=False)
+
+    @classmethod
+    def on(cls, berth: Berth) -> "Word":
+        said = berth.evidence
+        is_fresh = berth.state is EvidenceState.FRESH
+        return cls(berth.state, said.hash if said and is_fresh else "", sources_of(said) if said else "")
+
+    def __str__(self) -> str:
+        return f"{self.state} as {self.hash}" if self.hash else str(self.state)
+
+
+@frozen
+class Change:
+    """Of one node."""
+
+    node: str
+    was: Word
+    word: Word
+
+    @property
+    def is_worse(self) -> bool:
+        return self.word.state is not EvidenceState.FRESH or self.was.state is EvidenceState.FRESH
+
+    @property
+    def source(self) -> str:
+        return self.word.source or self.was.source or "nobody"
+
+
+class Changes:
+    """Looks at a fleet that somebody else has told of the time."""
+
+    def __init__(self, fleet: Fleet, count: Callable[[str], None]) -> None:
+        self._fleet = fleet
+        self._count = count
+        self._words: dict[str, Word] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._words is not None
+
+    def since_last(self, is_owed: Callable[[str], bool] = lambda _: False) -> list[Change]:
+        """Each counted. What was so at the first look is no change, and neither is what a new node comes with. News of
+        a node that is still owed is left for a later look."""
+        before, self._words = self._words or {}, {}
+        found = []
+        for name, berth in self._fleet.berths.items():
+            word = Word.on(berth)
+            was = before.get(name, word)
+            if was != word and not is_owed(name):
+                self._count(word.state)
+                found.append(Change(name, was, word))
+                was = word
+            self._words[name] = was
+        return found
+
+
+def sources_of(said: Evidence) -> str:
+    """Whose word it is, and who says nothing though asked."""
+    return said.source + "".join(f", and nothing by {one}" for one in sorted(said.silent))
