@@ -55,6 +55,9 @@ def test_a_setting_says_where_to_look(text: str, place: str, values: set[str] | 
         ("x509pop:", "node", "neither TYPE:PREFIX nor"),
         ("x509 pop:san", "node", "neither TYPE:PREFIX nor"),
         ("k8s_psat:agent_node_label:hash", "hash", "proves nothing"),
+        ("k8s_psat:agent_pod_label:hash", "hash", "proves nothing"),
+        ("k8s_psat:agent_node_label:node", "node", "proves nothing"),
+        ("k8s_psat:agent_pod_label:node", "node", "proves nothing"),
         ("spiffe://{trust_domain}/spire/agent/x509pop/{node}", "hash", "does not name {hash} once"),
         ("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{node}", "node", "does not name {node} once"),
         ("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{x}", "node", "does not name {node} once"),
@@ -67,6 +70,6 @@ def test_what_could_be_read_two_ways_is_refused(text: str, place: str, problem: 
         naming_of(text, place)
 
 
-def test_a_node_label_may_name_the_node() -> None:
-    """The attestor knows the node; only as a measurement is a label worth nothing."""
+def test_a_nodes_name_is_no_label() -> None:
+    """The attestor knows it from the API server."""
     assert naming_of("k8s_psat:agent_node_name", "node").values(AGENT) == frozenset()

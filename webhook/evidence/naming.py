@@ -58,7 +58,7 @@ def naming_of(text: str, place: str) -> Naming:
     parts = SELECTOR.fullmatch(text)
     if parts is None:
         raise ValueError(f"{text!r} is neither TYPE:PREFIX nor a SPIFFE ID with {{{place}}}")
-    if place == "hash" and text.startswith(WRITABLE):
+    if text.startswith(WRITABLE):
         raise ValueError(f"{text!r} is what somebody wrote on an object of the cluster; it proves nothing")
     return BySelector(parts[1], parts[2].rstrip(":") + ":")
 
