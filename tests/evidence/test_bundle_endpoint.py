@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import ssl
 from base64 import b64encode
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -99,6 +100,54 @@ async def test_what_is_no_bundle_is_refused(content: bytes, respx_mock: respx.Mo
     respx_mock.get(URL).respond(200, content=content)
     with pytest.raises(BadBundleError):
         await BundleEndpoint(URL, WebTrust(None)).fetch()
+
+
+class Endless(httpx.AsyncByteStream):
+    """A body whose end never comes."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk, self.read = chunk, 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0)
+            self.read += self.chunk
+            yield b" " * self.chunk
+
+
+@pytest.mark.respx
+@pytest.mark.parametrize("chunk", [1000, 2**16, 2**21])
+async def test_a_body_without_end_is_refused_as_it_comes(chunk: int, respx_mock: respx.MockRouter) -> None:
+    body = Endless(chunk)
+    respx_mock.get(URL).mock(return_value=httpx.Response(200, stream=body))
+    with pytest.raises(BadBundleError, match="larger than 1048576 bytes"):
+        await BundleEndpoint(URL, WebTrust(None), deadline=5).fetch()
+    assert body.read <= 2**20 + chunk
+
+
+async def test_an_endpoint_that_pours_is_hung_up_on(ca: trustme.CA, tmp_path: Path) -> None:
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    left = asyncio.Event()
+    poured = 0
+
+    async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal poured
+        with suppress(OSError):
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            while not reader.at_eof() and not writer.is_closing():
+                writer.write(b" " * 2**16)
+                await writer.drain()
+                poured += 2**16
+        writer.close()
+        left.set()
+
+    server = await asyncio.start_server(pour, "127.0.0.1", 0, ssl=web_context(ca))
+    url = f"https://localhost:{server.sockets[0].getsockname()[1]}/"
+    with pytest.raises(BadBundleError, match="larger than"):
+        await BundleEndpoint(url, WebTrust(tmp_path / "ca.pem"), deadline=30).fetch()
+    await asyncio.wait_for(left.wait(), 30)
+    server.close()
+    assert poured < 2**25  # what was read, and what stood in buffers on the way
 
 
 async def test_an_endpoint_that_drips_is_not_waited_for(ca: trustme.CA, tmp_path: Path) -> None:
