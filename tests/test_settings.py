@@ -745,8 +745,16 @@ CHALLENGING = {"evidence": "jwt-svid", "spire_trust_domain": "example.org", "spi
             ),
         ),
         (
-            {**CHALLENGING, "bundle_endpoint": "https://spire", "bundle_endpoint_profile": "https_spiffe"},
-            ("flag --bundle-endpoint-profile: an SVID is known by its roots; name them by --bundle-endpoint-ca",),
+            {
+                "evidence": "jwt-svid",
+                "spire_trust_domain": "example.org",
+                "bundle_endpoint": "https://spire",
+                "bundle_endpoint_profile": "https_spiffe",
+            },
+            (
+                "flag --bundle-endpoint-profile: an SVID is known by its roots; name them by --bundle-endpoint-ca, "
+                "or who knows them by --spire-workload-api",
+            ),
         ),
     ],
     ids=["alone", "in a cluster", "with client certificates", "an SVID without roots"],
@@ -757,8 +765,13 @@ def test_what_challenging_nodes_takes(flags: dict[str, str], expected: tuple[str
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"kubeconfig": "FILE", "ledger": "memory"}, {"kubeconfig": "FILE", "nonce_key": "FILE"}],
-    ids=["embedded", "for development", "in a cluster"],
+    [
+        {},
+        {"kubeconfig": "FILE", "ledger": "memory"},
+        {"kubeconfig": "FILE", "nonce_key": "FILE"},
+        {"bundle_endpoint": "https://spire", "bundle_endpoint_profile": "https_spiffe"},
+    ],
+    ids=["embedded", "for development", "in a cluster", "roots from the agent"],
 )
 def test_what_challenging_nodes_does_not_take(more: dict[str, str], there: Path) -> None:
     flags = {**CHALLENGING, **more}

@@ -11,8 +11,8 @@ from attrs import frozen
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
-from webhook.evidence.bundle_endpoint import BundleEndpoint, SpiffeTrust, WebTrust
-from webhook.evidence.evidence_id import EvidenceId
+from webhook.evidence.bundle_endpoint import BundleEndpoint, FileRoots, Roots, SpiffeTrust, WebTrust, WorkloadRoots
+from webhook.evidence.evidence_id import EvidenceId, trust_domain_of
 from webhook.evidence.jwt_svid import SOURCE, BadTokenError, Examiner, check_signature
 from webhook.evidence.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
 from webhook.evidence.nonce import BadKeyError, KeyFile, Nonce, Nonces, digest, one_process_only
@@ -138,7 +138,13 @@ def source_of(settings: Settings, trust_domain: str) -> BundleSource:
     roots = settings.bundle_endpoint_ca
     if settings.bundle_endpoint_profile == "https_web":
         return BundleEndpoint(settings.bundle_endpoint, WebTrust(roots))
-    if roots is None:
-        raise GpuwardenError("no roots for the bundle endpoint's SVID: name --bundle-endpoint-ca")
     server = settings.bundle_endpoint_id or f"spiffe://{trust_domain}/spire/server"
-    return BundleEndpoint(settings.bundle_endpoint, SpiffeTrust(roots, server))
+    return BundleEndpoint(settings.bundle_endpoint, SpiffeTrust(first_roots(settings, server), server))
+
+
+def first_roots(settings: Settings, server: str) -> Roots:
+    if settings.bundle_endpoint_ca is not None:
+        return FileRoots(settings.bundle_endpoint_ca)
+    if settings.spire_workload_api is None:
+        raise GpuwardenError("no roots for the bundle endpoint: name --bundle-endpoint-ca or --spire-workload-api")
+    return WorkloadRoots(JwtWorkloadApi(settings.spire_workload_api), trust_domain_of(server) or "")

@@ -243,7 +243,8 @@ class Settings:
         default=None,
         metadata=declared(
             FILE,
-            "CAs of that endpoint (PEM): instead of the system's, or, for https_spiffe, the roots to begin with",
+            "CAs of that endpoint (PEM): instead of the system's, or, for https_spiffe, the roots to begin with, "
+            "which the Workload API has too",
         ),
     )
     bundle_endpoint_id: str | None = field(
@@ -616,9 +617,12 @@ class SettingsReader(Reader):
                 "instead of --client-ca use --review-token-audience"
             )
         profile = values.get("bundle_endpoint_profile")
-        if profile == "https_spiffe" and "bundle_endpoint_ca" not in self.given:
+        if profile == "https_spiffe" and not {"bundle_endpoint_ca", "spire_workload_api"} & set(self.given):
             where = self.where(["bundle_endpoint_profile"])
-            self.mistakes.append(f"{where}: an SVID is known by its roots; name them by --bundle-endpoint-ca")
+            self.mistakes.append(
+                f"{where}: an SVID is known by its roots; name them by --bundle-endpoint-ca, "
+                "or who knows them by --spire-workload-api"
+            )
 
     def _check_spire(self, values: Mapping[str, Any]) -> None:
         if "spire-server" not in values.get("evidence", ()):

@@ -24,6 +24,8 @@ class JwtWorkloadApiDouble:
     key: SigningKey
     identities: list[str] = field(factory=lambda: [evidence_id()])
     bundles: dict[str, bytes] = field(factory=dict)
+    # Of SVIDs, by trust domain.
+    roots: dict[str, bytes] = field(factory=dict)
     audiences: list[str] = field(factory=list)
     # A banned agent answers nothing.
     is_banned: bool = False
@@ -51,6 +53,9 @@ class JwtWorkloadApiDouble:
             "/SpiffeWorkloadAPI/FetchJWTBundles": Handler(
                 self._bundles, Cardinality.UNARY_STREAM, w.JWTBundlesRequest, w.JWTBundlesResponse
             ),
+            "/SpiffeWorkloadAPI/FetchX509Bundles": Handler(
+                self._roots, Cardinality.UNARY_STREAM, w.X509BundlesRequest, w.X509BundlesResponse
+            ),
         }
 
     async def _svids(self, stream: "Stream[Any, Any]") -> None:
@@ -75,6 +80,12 @@ class JwtWorkloadApiDouble:
         w: Any = workload_pb2
         await stream.send_message(w.JWTBundlesResponse(bundles=self.bundles))
         await asyncio.Event().wait()  # an agent keeps the stream open for news
+
+    async def _roots(self, stream: "Stream[Any, Any]") -> None:
+        await received(stream)
+        w: Any = workload_pb2
+        await stream.send_message(w.X509BundlesResponse(crl=[b"another field"], bundles=self.roots))
+        await asyncio.Event().wait()
 
 
 async def received(stream: "Stream[Any, Any]") -> Any:

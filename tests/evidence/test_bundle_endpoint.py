@@ -14,11 +14,12 @@ import respx
 import trustme
 
 from tests.evidence.certificates import Authority, Issued, server_context
-from tests.evidence.jwt_doubles import endpoint
+from tests.evidence.jwt_doubles import JwtWorkloadApiDouble, endpoint
 from tests.evidence.tokens import SigningKey, document
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.bundle_endpoint import BundleEndpoint, SpiffeTrust, WebTrust
+from webhook.evidence.bundle_endpoint import BundleEndpoint, FileRoots, SpiffeTrust, WebTrust, WorkloadRoots
 from webhook.evidence.jwt_bundle import BadBundleError
+from webhook.evidence.jwt_workload_api import JwtWorkloadApi
 from webhook.tls import BadRootsError
 
 KEY = SigningKey.make()
@@ -211,7 +212,7 @@ async def fetched(trust: SpiffeTrust, shown: Issued, authority: Authority, conte
 
 async def test_a_spire_server_is_known_by_its_id(tmp_path: Path) -> None:
     authority = Authority()
-    trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)
+    trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     assert await fetched(trust, authority.issue(SERVER_ID), authority, document(KEY)) == 1
 
 
@@ -229,7 +230,7 @@ async def test_a_spire_server_is_known_by_its_id(tmp_path: Path) -> None:
 )
 async def test_any_workload_of_the_trust_domain_is_asked_nothing(tmp_path: Path, uris: tuple[str, ...]) -> None:
     authority = Authority()
-    trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)
+    trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     async with endpoint(server_context(authority.issue(*uris), authority), document(KEY)) as double:
         with pytest.raises(EvidenceUnavailableError, match="did not answer"):
             await BundleEndpoint(double.url, trust).fetch()
@@ -238,14 +239,14 @@ async def test_any_workload_of_the_trust_domain_is_asked_nothing(tmp_path: Path,
 
 async def test_an_authority_of_the_same_name_is_not_trusted(tmp_path: Path) -> None:
     authority, impostor = Authority(), Authority()
-    trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)
+    trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     with pytest.raises(EvidenceUnavailableError):
         await fetched(trust, impostor.issue(SERVER_ID), impostor, document(KEY))
 
 
 async def test_each_bundle_says_whom_to_trust_next(tmp_path: Path) -> None:
     old, new = Authority(), Authority()
-    trust = SpiffeTrust(pem(tmp_path, old.root), SERVER_ID)
+    trust = SpiffeTrust(FileRoots(pem(tmp_path, old.root)), SERVER_ID)
     assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root, new.root)) == 1
     assert await fetched(trust, new.issue(SERVER_ID), new, with_roots(new.root)) == 1
     with pytest.raises(EvidenceUnavailableError):
@@ -255,7 +256,7 @@ async def test_each_bundle_says_whom_to_trust_next(tmp_path: Path) -> None:
 async def test_a_file_of_roots_that_has_changed_is_the_newest_word(tmp_path: Path) -> None:
     """Of a server that was built anew nobody else could say it. A file that did not change says nothing."""
     old, rebuilt = Authority(), Authority()
-    trust = SpiffeTrust(pem(tmp_path, old.root), SERVER_ID)
+    trust = SpiffeTrust(FileRoots(pem(tmp_path, old.root)), SERVER_ID)
     assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root)) == 1
     for content in (None, "nothing"):
         if content is not None:
@@ -269,16 +270,82 @@ async def test_a_file_of_roots_that_has_changed_is_the_newest_word(tmp_path: Pat
         await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root))
 
 
+@pytest.fixture
+async def agent(tmp_path: Path) -> AsyncIterator[JwtWorkloadApiDouble]:
+    double = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY)
+    await double.start()
+    yield double
+    await double.stop()
+
+
+def of_agent(agent: JwtWorkloadApiDouble) -> SpiffeTrust:
+    return SpiffeTrust(WorkloadRoots(JwtWorkloadApi(agent.path), "example.org"), SERVER_ID)
+
+
+async def test_the_agent_says_whom_to_trust_at_first(agent: JwtWorkloadApiDouble) -> None:
+    authority, other, rebuilt = Authority(), Authority(), Authority()
+    agent.roots = {"spiffe://example.org": other.root + authority.root, "spiffe://other.org": rebuilt.root}
+    trust = of_agent(agent)
+    assert await fetched(trust, authority.issue(SERVER_ID), authority, document(KEY)) == 1
+    with pytest.raises(EvidenceUnavailableError):
+        await fetched(trust, rebuilt.issue(SERVER_ID), rebuilt, document(KEY))
+    agent.roots = {"spiffe://example.org": rebuilt.root}
+    assert await fetched(trust, rebuilt.issue(SERVER_ID), rebuilt, document(KEY)) == 1
+
+
+async def test_an_agent_that_is_away_later_changes_nothing(agent: JwtWorkloadApiDouble) -> None:
+    old, new = Authority(), Authority()
+    agent.roots = {"spiffe://example.org": old.root}
+    trust = of_agent(agent)
+    assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root, new.root)) == 1
+    await agent.stop()
+    assert await fetched(trust, new.issue(SERVER_ID), new, with_roots(new.root)) == 1
+
+
+@pytest.mark.parametrize(
+    ("roots", "problem"),
+    [
+        ({}, "no bundle of example.org"),
+        ({"spiffe://example.org": b""}, "no roots"),
+        ({"spiffe://example.org": b"0"}, "cut off"),
+        ({"spiffe://example.org": b"\x30\x00"}, "not a certificate"),
+    ],
+    ids=["other domains", "none", "half", "no certificate"],
+)
+async def test_without_roots_nobody_is_asked(
+    agent: JwtWorkloadApiDouble, roots: dict[str, bytes], problem: str
+) -> None:
+    authority = Authority()
+    agent.roots = roots
+    async with endpoint(server_context(authority.issue(SERVER_ID), authority), document(KEY)) as double:
+        with pytest.raises(EvidenceUnavailableError, match=problem):
+            await BundleEndpoint(double.url, of_agent(agent)).fetch()
+        await agent.stop()
+        with pytest.raises(EvidenceUnavailableError, match="Workload API"):
+            await BundleEndpoint(double.url, of_agent(agent)).fetch()
+    assert double.requests == []
+
+
 async def test_a_bundle_without_roots_changes_nothing(tmp_path: Path) -> None:
     authority = Authority()
-    trust = SpiffeTrust(pem(tmp_path, authority.root), SERVER_ID)
+    trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     for content in (document(KEY), with_roots(b"\x30\x00")):
         assert await fetched(trust, authority.issue(SERVER_ID), authority, content) == 1
+
+
+async def test_a_file_that_goes_bad_before_the_first_look_is_away(tmp_path: Path) -> None:
+    authority = Authority()
+    trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
+    (tmp_path / "roots.pem").write_text("nothing")
+    with pytest.raises(EvidenceUnavailableError, match="no CA certificate"):
+        await fetched(trust, authority.issue(SERVER_ID), authority, document(KEY))
+    pem(tmp_path, authority.root)
+    assert await fetched(trust, authority.issue(SERVER_ID), authority, document(KEY)) == 1
 
 
 def test_a_file_without_roots_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "roots.pem"
     path.write_text("nothing")
-    for make in (lambda: WebTrust(path), lambda: SpiffeTrust(path, SERVER_ID)):
+    for make in (lambda: WebTrust(path), lambda: FileRoots(path)):
         with pytest.raises(BadRootsError):
             make()

@@ -4,7 +4,7 @@ import asyncio
 import ssl
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import httpx
 from cryptography import x509
@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_bundle import MAX_DOCUMENT, BadBundleError, JwtBundle, parse_bundle
+from webhook.evidence.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.spiffe_tls import context_towards
 from webhook.tls import BadRootsError, trusting
 
@@ -40,7 +41,7 @@ class BundleEndpoint:
     async def _fetch(self) -> JwtBundle:
         # A connection a look: they are far apart, and a new one is made under the newest roots.
         try:
-            client = httpx.AsyncClient(verify=self._trust.context(), timeout=TIMEOUT, trust_env=False)
+            client = httpx.AsyncClient(verify=await self._trust.context(), timeout=TIMEOUT, trust_env=False)
         except ssl.SSLError as exc:
             raise EvidenceUnavailableError("the roots of the bundle endpoint cannot be used") from exc
         try:
@@ -73,7 +74,7 @@ class WebTrust:
         self._roots = roots
         self._context = trusting(roots)
 
-    def context(self) -> ssl.SSLContext:
+    async def context(self) -> ssl.SSLContext:
         """Under the file as it is now; while it cannot be read, as it was."""
         if self._roots is not None:
             with suppress(BadRootsError):
@@ -84,22 +85,57 @@ class WebTrust:
         """What the bundle says about X.509 is for workloads, not for the web."""
 
 
-class SpiffeTrust:
-    """https_spiffe: the server shows its SVID. Roots are those of a file at first, and then what each bundle says.
+class Roots(Protocol):
+    """Whom to trust at first."""
 
-    A file that changes is the newest word: the roots of a server that was built anew are in no bundle of the old one's.
+    async def current(self) -> list[bytes]:
+        """In DER, one at least. Raises BadRootsError, BadBundleError or EvidenceUnavailableError."""
+
+
+class FileRoots:
+    """Of a file, which has to be good at the start."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        roots_in(file)
+
+    async def current(self) -> list[bytes]:
+        return roots_in(self._file)
+
+
+class WorkloadRoots:
+    """As the agent on this machine has them."""
+
+    def __init__(self, api: JwtWorkloadApi, trust_domain: str) -> None:
+        self._api = api
+        self._trust_domain = trust_domain
+
+    async def current(self) -> list[bytes]:
+        return await self._api.x509_roots(self._trust_domain)
+
+
+class SpiffeTrust:
+    """https_spiffe: the server shows its SVID. Roots are given at first, and then what each bundle says.
+
+    What is given otherwise than before is the newest word: the roots of a server that was built anew are in no bundle
+    of the old one's.
     """
 
-    def __init__(self, roots: Path, spiffe_id: str) -> None:
+    def __init__(self, given: Roots, spiffe_id: str) -> None:
         self._spiffe_id = spiffe_id
-        self._file = roots
-        self._roots = self._written = roots_in(roots)
+        self._source = given
+        self._given: list[bytes] = []
+        self._roots: list[bytes] = []
 
-    def context(self) -> ssl.SSLContext:
-        with suppress(BadRootsError):
-            written = roots_in(self._file)
-            if written != self._written:
-                self._roots = self._written = written
+    async def context(self) -> ssl.SSLContext:
+        try:
+            given = await self._source.current()
+        except (BadRootsError, BadBundleError, EvidenceUnavailableError) as exc:
+            if not self._roots:
+                raise EvidenceUnavailableError(f"nobody says whom to trust: {exc}") from exc
+        else:
+            if given != self._given:
+                self._roots = self._given = given
         return context_towards(self._spiffe_id, b"".join(self._roots))
 
     def learn(self, bundle: JwtBundle) -> None:

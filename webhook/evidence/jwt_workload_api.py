@@ -1,4 +1,4 @@
-"""The JWT side of the SPIFFE Workload API: tokens for a node, bundles for who looks at them."""
+"""What is asked of the SPIFFE Workload API now and then: tokens for a node, bundles for who looks at them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,11 +11,15 @@ from grpclib.client import Channel, UnaryStreamMethod, UnaryUnaryMethod
 
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_bundle import JWT_USE, BadBundleError, JwtBundle, parse_bundle
-from webhook.evidence.protobuf import as_bytes, as_text, fields_of, text_field
+from webhook.evidence.protobuf import MalformedMessageError, as_bytes, as_text, fields_of, text_field
 from webhook.evidence.rpc import CallFailedError, RawCodec, faults_of
+from webhook.evidence.x509_svid import certificate_of, each_der
 
 FETCH_SVIDS: Final = "/SpiffeWorkloadAPI/FetchJWTSVID"
 FETCH_BUNDLES: Final = "/SpiffeWorkloadAPI/FetchJWTBundles"
+FETCH_ROOTS: Final = "/SpiffeWorkloadAPI/FetchX509Bundles"
+# Which field of the answer holds the bundles.
+BUNDLES_IN: Final = {FETCH_BUNDLES: 1, FETCH_ROOTS: 2}
 # The agent answers in milliseconds; one that is banned does not answer at all.
 TIMEOUT: Final = timedelta(seconds=5)
 # Agents refuse callers without it, so that no web page can talk a browser into asking.
@@ -52,17 +56,35 @@ class JwtWorkloadApi:
             return [JwtSvid.parse(as_bytes(value)) for number, value in fields_of(answer) if number == 1]
 
     async def jwt_bundle(self, trust_domain: str) -> JwtBundle:
-        """The first that the agent sends: it sends one at once. Raises EvidenceUnavailableError or BadBundleError."""
+        """The keys that sign tokens. Raises EvidenceUnavailableError or BadBundleError."""
+        return parse_bundle(await self._bundle(FETCH_BUNDLES, trust_domain), uses=USES)
+
+    async def x509_roots(self, trust_domain: str) -> list[bytes]:
+        """The roots of its SVIDs, in DER. Raises EvidenceUnavailableError or BadBundleError."""
+        joined = await self._bundle(FETCH_ROOTS, trust_domain)
+        try:
+            roots = list(each_der(joined))
+            for root in roots:
+                certificate_of(root)
+        except MalformedMessageError as exc:
+            raise BadBundleError(f"the Workload API's roots of {trust_domain}: {exc}") from exc
+        if not roots:
+            raise BadBundleError(f"the Workload API has no roots of {trust_domain}")
+        return roots
+
+    async def _bundle(self, method: str, trust_domain: str) -> bytes:
+        """The first that the agent sends: it sends one at once."""
         async with self._channel() as channel:
-            method = UnaryStreamMethod[bytes, bytes](channel, FETCH_BUNDLES, bytes, bytes)
-            async with method.open(metadata=METADATA) as stream:
+            asked = UnaryStreamMethod[bytes, bytes](channel, method, bytes, bytes)
+            async with asked.open(metadata=METADATA) as stream:
                 await stream.send_message(b"", end=True)
                 answer = await stream.recv_message() or b""
                 await stream.cancel()
-            documents = dict(bundle_in(as_bytes(value)) for number, value in fields_of(answer) if number == 1)
-        if trust_domain not in documents:
+            wanted = BUNDLES_IN[method]
+            found = dict(bundle_in(as_bytes(value)) for number, value in fields_of(answer) if number == wanted)
+        if trust_domain not in found:
             raise BadBundleError(f"the Workload API has no bundle of {trust_domain}")
-        return parse_bundle(documents[trust_domain], uses=USES)
+        return found[trust_domain]
 
     @asynccontextmanager
     async def _channel(self) -> AsyncIterator[Channel]:
