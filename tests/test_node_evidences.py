@@ -14,6 +14,7 @@ from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceUnavailableError
 from webhook.inventory.gpu_nodes import ClusterInventory
+from webhook.ledger.store import StoreAwayError
 from webhook.node_evidences import POLL_EVERY, EvidenceView, EvidenceWriter
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
@@ -41,7 +42,10 @@ class Provider:
 class Scene:
     def __init__(self, *providers: Provider, retired: Iterable[str] = (), awaited: Iterable[str] = ()) -> None:
         self.now = NOW
-        self.is_current = True
+        self.is_current = self.are_nodes_current = True
+        # In the API server, whatever the watch has told of them.
+        self.nodes = {"node-a", "node-b"}
+        self.asked_for: list[str] = []
         self.objects = FakeObjects()
         self.errors: list[str] = []
         self.writer = EvidenceWriter(
@@ -49,9 +53,12 @@ class Scene:
             providers,
             lambda: self.now,
             lambda: self.is_current,
+            nodes=self,
+            are_nodes_current=lambda: self.are_nodes_current,
             retired=retired,
             awaited=awaited,
             patience=HOUR,
+            keep=MINUTE,
             count_error=self.errors.append,
         )
         self.objects.listener = self.writer.view
@@ -63,6 +70,12 @@ class Scene:
         self.objects.done.clear()
         await self.writer.step()
         return list(self.objects.done)
+
+    async def is_gone(self, name: str) -> bool:
+        self.asked_for.append(name)
+        if self.objects.is_away:
+            raise StoreAwayError("away")
+        return name not in self.nodes
 
     def sources(self, name: str = "node-a") -> Raw:
         found: Raw = self.objects.objects[name]["status"]["sources"]
@@ -453,3 +466,112 @@ def test_an_object_that_cannot_be_read_leaves_what_was_known() -> None:
     hearing.view.changed(raw(3, name="node-b", static=entry()))
     assert [name for name, _ in hearing.shown] == ["node-a", "node-b"]
     assert hearing.view.word_on("node-a") == evolve(evidence("node-a"), source="static")
+
+
+# Of a node that is gone.
+
+
+PROVEN = NOW - MINUTE
+
+
+def proven(until: timedelta = timedelta(), **members: Any) -> Raw:
+    """What a node has sent a minute ago, good until so long from now."""
+    said = {"since": stamp(PROVEN), "until": stamp(NOW + until), "nonceDigest": "n", "challenged": stamp(PROVEN)}
+    return {"jwt-svid": entry(**{**said, **members})}
+
+
+def stamp(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")
+
+
+def left_behind(*providers: Provider, sources: Raw, gone: bool = True) -> Scene:
+    scene = Scene(*providers, awaited=["jwt-svid"])
+    scene.nodes = set() if gone else {"node-a"}
+    labels = {"app.kubernetes.io/managed-by": "gpuwarden"}
+    scene.objects.put({"metadata": {"name": "node-a", "labels": labels}, "status": {"sources": sources}})
+    return scene
+
+
+async def test_evidence_of_a_node_that_is_gone_goes_when_nobody_speaks_of_it(static: Provider) -> None:
+    scene = left_behind(static, sources=proven())
+    scene.writer.births.changed({"metadata": {"name": "node-a", "resourceVersion": "1"}})
+    assert await scene.step() == ["status node-a"]
+    static.said = {}
+    assert await scene.step() == ["status node-a"]
+    scene.nodes.clear()
+    assert await scene.step() == []  # the watch has not said so yet
+    scene.writer.births.deleted({"metadata": {"name": "node-a", "resourceVersion": "2"}})
+    assert await scene.step() == ["delete node-a"]
+    assert [await scene.step() for _ in range(2)] == [[], []]
+    assert scene.objects.objects == {}
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        pytest.param(proven(until=2 * MINUTE), id="a proof that is good"),
+        pytest.param(proven(since=stamp(NOW)), id="a token that was issued a moment ago"),
+        pytest.param(proven(challenged=stamp(NOW)), id="a challenge that is young"),
+        pytest.param({"jwt-svid": {"hash": 1}}, id="what cannot be read"),
+        pytest.param({"jwt-svid": {"banned": True, "conflict": False}}, id="a ban of somebody else"),
+    ],
+)
+async def test_what_may_be_needed_stays_without_a_node(sources: Raw) -> None:
+    scene = left_behind(sources=sources)
+    assert await scene.step() == []
+    assert scene.asked_for == []
+
+
+async def test_a_proof_goes_when_nothing_of_it_can_be_replayed() -> None:
+    scene = left_behind(sources=proven(challenged=stamp(NOW)))
+    assert await scene.step(59) == []
+    assert await scene.step() == ["delete node-a"]
+
+
+async def test_a_node_that_a_watch_has_missed_keeps_its_evidence() -> None:
+    scene = left_behind(sources=proven(), gone=False)
+    assert await scene.step() == []
+    assert scene.asked_for == ["node-a"]
+
+
+async def test_while_the_watch_of_nodes_is_interrupted_nothing_is_deleted() -> None:
+    scene = left_behind(sources=proven())
+    scene.are_nodes_current = False
+    assert await scene.step() == []
+    scene.are_nodes_current, scene.objects.is_away = True, True
+    assert await scene.step() == []
+    scene.objects.is_away = False
+    assert await scene.step() == ["delete node-a"]
+
+
+async def test_while_a_provider_has_not_answered_nothing_is_deleted(static: Provider) -> None:
+    static.is_away, static.said = True, {}
+    scene = left_behind(static, sources=proven())
+    assert await scene.step() == []
+    static.is_away = False
+    assert await scene.step() == ["delete node-a"]
+    static.is_away = True  # what it has said stands
+    scene.objects.put(left_behind(sources=proven()).objects.objects["node-a"])
+    assert await scene.step() == ["delete node-a"]
+
+
+async def test_what_a_provider_says_keeps_the_object_of_a_node_that_is_not_there(static: Provider) -> None:
+    scene = left_behind(static, sources=proven())
+    assert await scene.step() == ["status node-a"]
+    assert await scene.step() == []
+
+
+async def test_a_proof_that_comes_meanwhile_keeps_the_object() -> None:
+    scene = left_behind(sources=proven())
+    scene.objects.tell()
+    scene.objects.status("node-a", sources=proven(until=HOUR, nonceDigest="n2"))  # the watch is behind
+    told, scene.objects.tell = scene.objects.tell, lambda: None  # type: ignore[method-assign]  # the watch is behind
+    assert await scene.step() == []
+    scene.objects.tell = told  # type: ignore[method-assign]  # and catches up
+    assert await scene.step() == []
+
+
+async def test_what_a_hand_has_made_stays() -> None:
+    scene = left_behind(sources=proven())
+    scene.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": proven()}})
+    assert await scene.step() == []

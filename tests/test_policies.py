@@ -304,7 +304,7 @@ def test_evidence_is_guarded_at_every_door() -> None:
 
 def test_whoever_writes_evidence_has_the_permission() -> None:
     found = rbac(Installation())
-    writes = {("nodeevidences", "create"), ("nodeevidences/status", "update")}
+    writes = {("nodeevidences", "create"), ("nodeevidences", "delete"), ("nodeevidences/status", "update")}
     uses = {
         one["metadata"]["name"]: {
             (name, verb) for rule in one["rules"] for name in rule["resources"] for verb in rule["verbs"]
@@ -314,6 +314,7 @@ def test_whoever_writes_evidence_has_the_permission() -> None:
     }
     assert {name for name, may in uses.items() if may & writes} == {"gpuwarden", "gpuwarden-reconcile"}
     assert all(("reservations", "manage") in may for may in uses.values() if may & writes)
+    assert [name for name, may in uses.items() if ("nodeevidences", "delete") in may] == ["gpuwarden-reconcile"]
 
 
 # Nothing that can fail: an expression that does refuses the request, a delete included.

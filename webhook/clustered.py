@@ -18,6 +18,7 @@ from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
 from webhook.discovery import Discovery, WrittenInventory
 from webhook.events import Events
+from webhook.evidence.nonce import LIFE as CHALLENGE_LIFE
 from webhook.evidence.static import StaticEvidence, written_by_hand
 from webhook.evidence_providers import providers_of, pushed_of, retired_of
 from webhook.inventory.file import InventoryFile
@@ -178,10 +179,13 @@ class Discovering:
             providers_of(settings, clock, static),
             clock,
             is_current=lambda: evidences.is_current and written.is_known,
+            nodes=ApiNodes(api),
+            are_nodes_current=lambda: nodes.is_current,
             poll_every=settings.evidence_poll,
             retired=retired_of(settings),
             awaited=pushed_of(settings),
             patience=settings.max_evidence_age,
+            keep=CHALLENGE_LIFE + 2 * settings.clock_skew,
             count_error=count_error,
         )
         nodes = Watch(api, NODES_PATH, Several(self._discovery.nodes, self._evidence.births, *also_nodes))

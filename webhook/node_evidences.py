@@ -8,7 +8,7 @@ import msgspec
 import structlog
 from attrs import evolve
 
-from webhook.api_objects import Objects
+from webhook.api_objects import Nodes, Objects
 from webhook.clock import Clock
 from webhook.core.evidence import Evidence, combined
 from webhook.evidence import EvidenceProvider
@@ -18,8 +18,10 @@ from webhook.evidence.node_evidence import (
     entry_in,
     has_entry,
     is_due,
+    is_ours,
     new_node_evidence,
     only,
+    raw_entries,
     with_entries,
 )
 from webhook.evidence_providers import Round
@@ -48,12 +50,16 @@ class EvidenceWriter:
         providers: Sequence[EvidenceProvider],
         clock: Clock,
         is_current: Callable[[], bool],
+        nodes: Nodes,
+        are_nodes_current: Callable[[], bool],
         poll_every: timedelta = POLL_EVERY,
         retired: Iterable[str] = (),
         awaited: Iterable[str] = (),
         patience: timedelta = timedelta(),
+        keep: timedelta = timedelta(),
         count_error: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`keep`: how long after a proof another answer to its challenge, or to one before, could still be taken."""
         self._objects = objects
         self._round = Round(providers, count_error)
         self._awaited = tuple(awaited)
@@ -62,6 +68,9 @@ class EvidenceWriter:
         self._met: set[tuple[str, str]] = set()
         self._clock = clock
         self._is_current = is_current
+        self._nodes = nodes
+        self._are_nodes_current = are_nodes_current
+        self._keep = keep
         self._poll_every = poll_every
         self._poll_at: datetime | None = None
         # What a source that is no longer asked has said would stand for ever, and static evidence has no end.
@@ -135,6 +144,9 @@ class EvidenceWriter:
 
     async def _write(self, name: str, now: datetime) -> None:
         raw = self.view.get(name)
+        if raw is not None and self._is_over(raw, name, now) and await self._nodes.is_gone(name):
+            await self._delete(raw, name)
+            return
         entries = self._due(raw or new_node_evidence(name), name, now)
         if not entries:
             return
@@ -143,6 +155,28 @@ class EvidenceWriter:
             self.view.changed(raw)
         self.view.changed(await self._objects.replace_status(with_entries(raw, entries)))
         log.info("evidence written", node=name, sources=sorted(entries))
+
+    def _is_over(self, raw: Raw, name: str, now: datetime) -> bool:
+        """There is no Node, nobody speaks of one, and what was said cannot be said again. What is not ours, or cannot
+        be read, stays; and nothing follows from the silence of a watch or of who has not answered yet."""
+        if not self._are_nodes_current() or name in self.births or self._round.unanswered:
+            return False
+        if not is_ours(raw) or any(name in said for said in self._said.values()):
+            return False
+        left = [entry_in(raw, source) for source in raw_entries(raw) if source not in self._said]
+        return all(one is not None and self._is_forgettable(one, now) for one in left)
+
+    def _is_forgettable(self, one: Evidence, now: datetime) -> bool:
+        """A challenge could be answered twice if nobody knew any more when the last one was answered."""
+        proven = max((moment for moment in (one.since, one.challenged) if moment is not None), default=None)
+        return one.until is not None and proven is not None and max(one.until, proven + self._keep) <= now
+
+    async def _delete(self, raw: Raw, name: str) -> None:
+        """Under its version: a proof that comes meanwhile keeps it."""
+        await self._objects.delete(raw)
+        self.view.forget(name)
+        self._met = {(source, other) for source, other in self._met if other != name}
+        log.info("evidence deleted with its Node", node=name)
 
     def _due(self, raw: Raw, name: str, now: datetime) -> dict[str, Evidence | None]:
         """The entries to be written, by source; None for one to be taken away."""

@@ -255,6 +255,11 @@ SPARE: dict[str, dict[Use, str]] = {
         ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
         ("gpuwarden.io", "gpunodes", "get"): READ_AGAIN,
         ("gpuwarden.io", "nodeevidences", "get"): READ_AGAIN,
+        (
+            "gpuwarden.io",
+            "nodeevidences",
+            "delete",
+        ): "with a Node that goes, which none does here",
         ("", "nodes", "patch"): "with --on-evidence-lost taint",
         ("", "pods/eviction", "create"): "with --on-evidence-lost evict",
         ("", "pods", "get"): "one pod is looked at where its watch has not shown it in time, which is chance here",

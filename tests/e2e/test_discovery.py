@@ -333,6 +333,10 @@ class TestWithAnInventoryFile:
         await wait_until(lambda: scene.sources(B), lambda sources: sources == {})
         for one in hashes.values():  # nobody speaks for the one node, and two things are said of the other
             await scene.is_answered(pod("probe", 1, {"gpuwarden.io/required-hash": one}), "denied NoProvenNode")
+        for name in hashes:
+            await scene.kube.delete(NODES, name)
+        await gone(scene.kube, NODE_EVIDENCES, B)
+        assert await scene.sources(A)  # the file still speaks of it
 
     async def test_a_node_with_2000_gpus_is_one_object_and_holds_nobody_up(self, scene: Scene) -> None:
         devices = [
