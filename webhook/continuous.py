@@ -175,7 +175,7 @@ class Continuous:
         self._measures = measures
         self._events = events
         self._clock = clock
-        self._claims = claims
+        self._claims = claims.unreviewed
         self._is_current = is_current
         self._is_owed = is_owed
         self._is_vouched = is_vouched

@@ -116,6 +116,29 @@ async def test_a_claim_that_cannot_be_read_is_served_by_no_node(
     assert found.unresolvable == dict.fromkeys(NODES, "the pod's claim cannot be read")
 
 
+@pytest.mark.parametrize("key", ["gpuwarden.io/required-hash", "attestation-hash.my-company.com/required-hash"])
+async def test_an_empty_annotation_asks_for_nothing(
+    house: House, extender: Extender, shared: Shared, bindings: FakeBindings, key: str
+) -> None:
+    """As in the Blind GPU Scheduler's contract. A review tells its author that it is a mistake."""
+    raw = raw_pod(annotations={key: ""})
+    shared.has(builders.created(raw))
+    await unproven(house)
+    assert (await extender.sift(about(builders.created(raw)))).passed == set(NODES)
+    assert await extender.bind(onto("node-a")) == ""
+    refused = await house.mutate(raw)
+    assert "holds an empty hash" in refused["status"]["message"]
+
+
+async def test_an_empty_annotation_takes_nothing_from_what_is_demanded_of_all(build: Build, shared: Shared) -> None:
+    house = await build(assemble=sharing(shared), require_evidence="all")
+    extender = Extender(house.parts, None)
+    raw = builders.created(raw_pod(raw_container(gpus=1), annotations=attested("")))
+    assert (await extender.sift(about(raw))).passed == {"node-a", "node-b"}
+    await unproven(house)
+    assert (await extender.sift(about(raw))).passed == set()
+
+
 @pytest.mark.parametrize(
     ("record", "passed"),
     [

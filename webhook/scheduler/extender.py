@@ -72,7 +72,7 @@ class Extender:
         self._policy: EvidencePolicy = parts.holder.policy
         self._ledger = parts.ledger
         self._pods = parts.pods
-        self._claims: ClaimReading = parts.rules.claims
+        self._claims: ClaimReading = parts.rules.claims.unreviewed
         self._bind_deadline = parts.rules.bind_deadline
         self._clock: Clock = parts.clock
         self._bindings = bindings
