@@ -15,13 +15,24 @@ from tests import builders
 from webhook.cluster import ApiPods
 from webhook.core import keys
 from webhook.core.pod import Pod
+from webhook.core.reservation import ReservationId
 from webhook.ledger.carrier import Sight
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.listener import Listener
 from webhook.pods import PodsUnavailableError
 
 POD = builders.created(builders.raw_pod())
+DRESSED = builders.created(
+    builders.raw_pod(
+        annotations={
+            keys.CLAIM.name: '{"gpus":2}',
+            keys.RESERVATION_ID.name: builders.REVIEW_UID,
+            keys.GPU_UUID.name: "GPU-a1,GPU-a0",
+        }
+    )
+)
 THE_POD = builders.identity()
+HELD = builders.reservation(builders.slot("GPU-a0"), builders.slot("GPU-a1"))
 
 
 @define
@@ -61,24 +72,32 @@ async def pods(api_server: ApiServer) -> AsyncIterator[ApiPods]:
 
 
 async def test_a_pod_is_read_for_certain(api_server: ApiServer, pods: ApiPods) -> None:
-    api_server.says(200, POD)
+    api_server.says(200, DRESSED)
     found = await pods.find("ml", "train-0")
-    assert found == Pod.parse(POD)
+    assert found == Pod.parse(DRESSED)
     assert await pods.uid_of("ml", "train-0") == builders.POD_UID
     assert not await pods.is_gone(THE_POD)
-    assert await pods.contradicts(THE_POD) is None
+    assert await pods.contradicts(THE_POD, HELD) is None
     assert set(api_server.asked) == {"/api/v1/namespaces/ml/pods/train-0"}
 
 
 async def test_another_pod_of_the_name_is_not_this_one(api_server: ApiServer, pods: ApiPods) -> None:
     api_server.says(200, builders.created(POD, uid="another"))
     assert await pods.is_gone(THE_POD)
-    assert await pods.contradicts(THE_POD) == "pod ml/train-0 has another uid"
+    assert await pods.contradicts(THE_POD, HELD) == "pod ml/train-0 has another uid"
+
+
+async def test_a_pod_that_carries_another_reservation_is_not_the_one_told(api_server: ApiServer, pods: ApiPods) -> None:
+    api_server.says(200, DRESSED)
+    other = evolve(HELD, id=ReservationId("r2"))
+    said = f"pod ml/train-0 carries reservation {builders.REVIEW_UID}, not r2"
+    assert await pods.contradicts(THE_POD, other) == said
 
 
 async def test_a_pod_that_is_not_there_is_gone(api_server: ApiServer, pods: ApiPods) -> None:
     api_server.says(404, {"kind": "Status"})
     assert await pods.find("ml", "train-0") is None
+    assert await pods.contradicts(THE_POD, HELD) == "there is no pod ml/train-0"
     assert await pods.uid_of("ml", "train-0") == ""
     assert await pods.is_gone(THE_POD)
 
@@ -104,7 +123,7 @@ async def test_what_is_no_answer_proves_no_absence(api_server: ApiServer, pods: 
     with pytest.raises(PodsUnavailableError):
         await pods.find("ml", "train-0")
     with pytest.raises(PodsUnavailableError):
-        await pods.contradicts(THE_POD)
+        await pods.contradicts(THE_POD, HELD)
     with pytest.raises(WitnessAwayError):
         await pods.is_gone(THE_POD)
     with pytest.raises(WitnessAwayError):

@@ -14,8 +14,8 @@ from kubernetes.aio.client.exceptions import ApiException
 from webhook.calls import LOST, POD_PATH, answered
 from webhook.core.errors import GpuwardenError
 from webhook.core.pod import Pod
-from webhook.core.reservation import PodIdentity
-from webhook.ledger.carrier import Carrier, Sight
+from webhook.core.reservation import PodIdentity, Reservation
+from webhook.ledger.carrier import Carrier, Sight, carries_other
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
 from webhook.pods import PodsUnavailableError
@@ -197,12 +197,15 @@ class ApiPods:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
 
-    async def contradicts(self, pod: PodIdentity) -> str | None:
+    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
         name = f"pod {pod.namespace}/{pod.name}"
-        uid = await self.uid_of(pod.namespace, pod.name)
-        if not uid:
+        raw = await self._read(pod.namespace, pod.name)
+        if raw is None:
             return f"there is no {name}"
-        return None if uid == pod.uid else f"{name} has another uid"
+        if raw["metadata"]["uid"] != pod.uid:
+            return f"{name} has another uid"
+        other = carries_other(raw, held)
+        return None if other is None else f"{name} {other}"
 
     async def is_gone(self, pod: PodIdentity) -> bool:
         if not pod.name:  # written by hand: then only a whole list tells

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.pod import Pod
-from webhook.core.reservation import PodIdentity
+from webhook.core.reservation import PodIdentity, Reservation
 
 
 class PodsUnavailableError(GpuwardenError):
@@ -14,8 +14,8 @@ class PodsUnavailableError(GpuwardenError):
 class PodFacts(Protocol):
     """Can be asked whether there is such a pod."""
 
-    async def contradicts(self, pod: PodIdentity) -> str | None:
-        """What speaks against there being such a pod, in words; None if nothing does."""
+    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
+        """What speaks against there being such a pod with that reservation, in words; None if nothing does."""
 
     async def uid_of(self, namespace: str, name: str) -> str:
         """Empty if there is no such pod."""
@@ -53,7 +53,8 @@ class ReviewedPods:
         if self._uids.get((pod.namespace, pod.name)) == pod.uid:
             del self._uids[pod.namespace, pod.name]
 
-    async def contradicts(self, pod: PodIdentity) -> str | None:
+    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
+        """What a pod carries was seen by the ledger: its uid is bound in the review that shows it."""
         known = self._uids.get((pod.namespace, pod.name), pod.uid)
         return None if known == pod.uid else f"pod {pod.namespace}/{pod.name} has another uid"
 

@@ -218,6 +218,17 @@ class LedgerContract:
         assert not await bench.ledger.release(ReservationId("r1"), pod(1))
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
 
+    async def test_one_uid_with_two_reservations_its_end_frees_both(self, bench: Bench) -> None:
+        for k, node in ((1, "node-a"), (2, "node-b")):
+            await self.reserve(bench, ask(k), on(node, f"GPU-{node[-1]}0"))
+            await bench.ledger.finalize(ReservationId(f"r{k}"), pod(1), node=node)
+        freed = []
+        while (held := bench.ledger.of_pod("uid-1")) is not None:
+            assert await bench.ledger.release(held.id, pod(1), node=held.node)
+            freed.append(held.id)
+        assert freed == ["r1", "r2"]
+        assert not bench.ledger.reservations()
+
     async def test_another_pods_end_frees_nothing(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         held = await bench.ledger.finalize(ReservationId("r1"), pod(1))

@@ -30,7 +30,7 @@ from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import LedgerError
 from webhook.core.pod import Pod
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, ReservationId
+from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.gpu_node import FINALIZER
 from webhook.holding import Holder
 from webhook.ledger.carrier import Carrier, Sight
@@ -104,7 +104,7 @@ class ApiServer:
         found = await self.find(namespace, name)
         return (found and found.meta.uid) or ""
 
-    async def contradicts(self, pod: PodIdentity) -> str | None:
+    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
         return None if await self.uid_of(pod.namespace, pod.name) == pod.uid else "another pod"
 
     def created(self, pod: PodIdentity) -> None:

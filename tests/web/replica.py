@@ -9,11 +9,11 @@ from tests.web.house import INVENTORY, Assemble
 from webhook.clock import Clock
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
-from webhook.core.reservation import PodIdentity
+from webhook.core.reservation import PodIdentity, Reservation
 from webhook.evidence.static import StaticEvidence
 from webhook.feed import Feed
 from webhook.inventory.file import InventoryFile
-from webhook.ledger.carrier import Carrier
+from webhook.ledger.carrier import Carrier, carries_other
 from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
 from webhook.namespaces import Undemanding
 from webhook.pods import PodsUnavailableError
@@ -51,9 +51,12 @@ class Shared:
         found = await self.find(namespace, name)
         return (found.meta.uid if found else None) or ""
 
-    async def contradicts(self, pod: PodIdentity) -> str | None:
+    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
         uid = await self.uid_of(pod.namespace, pod.name)
-        return None if uid == pod.uid else f"pod {pod.namespace}/{pod.name} has another uid"
+        if uid != pod.uid:
+            return f"pod {pod.namespace}/{pod.name} has another uid"
+        other = carries_other(self.pods[pod.namespace, pod.name], held)
+        return None if other is None else f"pod {pod.namespace}/{pod.name} {other}"
 
     async def is_gone(self, pod: PodIdentity) -> bool:
         try:

@@ -658,6 +658,22 @@ async def test_a_delete_review_ends_the_pod(house: House) -> None:
     assert house.held == []
 
 
+async def test_the_end_of_a_pod_frees_all_that_its_uid_was_ever_given(house: House) -> None:
+    final = await house.create(gpu_pod())
+    other = await house.dress(gpu_pod(name=None, generate_name="train-"), "r2")
+    assert (await house.validate(builders.validating_create(other, name="train-0")))["allowed"]
+    assert house.held == ["GPU-a0", "GPU-b0"]
+    await house.validate(builders.delete(final))
+    assert house.held == []
+
+
+@pytest.mark.parametrize("old", [None, {"metadata": {"namespace": "ml", "name": "train-0"}}], ids=["null", "no uid"])
+async def test_a_delete_review_that_has_no_uid_ends_the_pod_of_that_name(house: House, old: Raw | None) -> None:
+    await house.create(gpu_pod())
+    assert (await house.validate(builders.review("DELETE", old=old, name="train-0")))["allowed"]
+    assert house.held == []
+
+
 async def test_a_dry_run_delete_ends_nothing(house: House) -> None:
     final = await house.create(gpu_pod())
     assert (await house.validate(builders.delete(final, dry_run=True)))["allowed"]

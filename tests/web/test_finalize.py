@@ -8,7 +8,7 @@ from tests import builders
 from tests.builders import POD_UID, REVIEW_UID, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
-from webhook.core.reservation import Phase, PodIdentity
+from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.pods import PodsUnavailableError
 from webhook.web.health import Stage
 
@@ -140,6 +140,20 @@ async def test_the_uid_of_the_living_pod_of_that_name_has_to_be_the_same(house: 
     )
 
 
+async def test_a_pod_that_has_a_reservation_gets_no_other(house: House) -> None:
+    final = await house.create(raw_pod(raw_container(gpus=1), name="train-0"), "r1", POD_UID)
+    await reserve(house, name=None, uid="r2", gpus=1)
+    assert await finalize(house, {**TOLD, "reservation-id": "r2", "gpu-uuid": "GPU-a0"}) == (
+        409,
+        {"error": f"the pod of uid {POD_UID} has reservation r1"},
+    )
+    other = raw_pod(raw_container(gpus=1), name=None, generate_name="train-")
+    second = builders.created(await house.dress(other, "r2"), uid="uid-2")
+    assert (await house.validate(builders.review("CREATE", new=second)))["allowed"]
+    await house.validate(builders.delete(final))
+    assert house.held == ["GPU-a0"]
+
+
 async def test_an_expired_reservation_is_not_revived(house: House) -> None:
     await reserve(house)
     house.wait(86)
@@ -158,7 +172,7 @@ async def test_after_the_end_there_is_nothing_to_finalize(house: House) -> None:
 class FactsAway:
     """An API server that cannot be reached."""
 
-    async def contradicts(self, pod: PodIdentity) -> str | None:
+    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
         raise PodsUnavailableError("the API server cannot be reached")
 
     async def uid_of(self, namespace: str, name: str) -> str:

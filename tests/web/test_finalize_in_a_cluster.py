@@ -87,6 +87,27 @@ async def test_what_does_not_fit_changes_nothing(
     assert {entry["phase"] for entry in shared.held.values()} == {"pending"}
 
 
+CARRIED = {
+    "no reservation": (None, "carries no reservation that could be its own"),
+    "another reservation": ({"reservation-id": "r1"}, f"carries reservation r1, not {REVIEW_UID}"),
+    "other GPUs": ({"gpu-uuid": "GPU-a0,GPU-b0"}, f"carries other GPUs than reservation {REVIEW_UID} holds"),
+}
+
+
+@pytest.mark.parametrize(("carried", "said"), CARRIED.values(), ids=CARRIED)
+async def test_the_living_pod_has_to_carry_what_is_told(
+    first: House, second: House, shared: Shared, carried: Raw | None, said: str
+) -> None:
+    """Its uid is the one that is told; the reservation is another pod's that is still to come."""
+    dressed = await first.dress(raw_pod(raw_container(gpus=2), name=None, generate_name="train-"))
+    changes = {f"gpuwarden.io/{key}": value for key, value in (carried or {}).items()}
+    annotations = None if carried is None else dressed["metadata"]["annotations"] | changes
+    shared.has(builders.created(raw_pod(name="train-0", annotations=annotations)))
+    for house in (second, first):
+        assert await finalize(house, TOLD) == (422, {"error": f"pod ml/train-0 {said}"})
+    assert {(entry["phase"], entry.get("uid")) for entry in shared.held.values()} == {("pending", None)}
+
+
 async def test_a_gpu_that_another_replica_has_given_to_another_is_held(
     first: House, second: House, shared: Shared
 ) -> None:

@@ -12,7 +12,7 @@ from webhook.core.claim import ClaimRecord
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import InvalidPodError
 from webhook.core.pod import Metadata, Wire
-from webhook.core.reservation import PodIdentity, ReservationId
+from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 
 Raw = dict[str, Any]
 # A pod in these phases runs no more, and its devices are free. A terminating pod still holds its own.
@@ -118,6 +118,18 @@ class Sight:
             is_on_node=bool(spec.node_name),
             has_ended=wire.status is not None and wire.status.phase in ENDED,
         )
+
+
+def carries_other(raw: Raw, held: Reservation) -> str | None:
+    """What in the pod itself speaks against its having that reservation, in words; None if it carries just that."""
+    carrier = Carrier.of(raw)
+    if carrier is None:
+        return "carries no reservation that could be its own"
+    if carrier.reservation_id != held.id:
+        return f"carries reservation {carrier.reservation_id}, not {held.id}"
+    if set(carrier.uuids) != set(held.uuids):
+        return f"carries other GPUs than reservation {held.id} holds"
+    return None
 
 
 def has_its_number(uuids: Sequence[str], gpus: int) -> bool:

@@ -462,13 +462,25 @@ class Admission:
         old = Pod.parse(review.raw_old or {})
         if self._hinting is not None:
             self._hinting.jobs.deleted(review.raw_old or {})
-        pod = PodIdentity(review.namespace, old.meta.name or review.name, old.meta.uid or "")
-        held = self._ledger.of_pod(pod.uid) if pod.uid else None
-        reservation_id = held.id if held else ReservationId(old.annotations.get(keys.RESERVATION_ID.name) or "")
-        if reservation_id and await self._ledger.release(reservation_id, pod):
+        name = old.meta.name or review.name
+        uid = old.meta.uid or await self._pods.uid_of(review.namespace, name)
+        pod = PodIdentity(review.namespace, name, uid)
+        carried = ReservationId(old.annotations.get(keys.RESERVATION_ID.name) or "")
+        for reservation_id in await self._freed(pod, carried):
             self._pods.ended(pod)
             log.info("pod ended", reservation=reservation_id, namespace=pod.namespace, name=pod.name)
         return NOT_ASKED
+
+    async def _freed(self, pod: PodIdentity, carried: ReservationId) -> list[ReservationId]:
+        """All that is held under the pod's uid; if nothing is, what it carries: its uid may never have been told."""
+        freed = []
+        while (held := self._ledger.of_pod(pod.uid) if pod.uid else None) is not None:
+            if not await self._ledger.release(held.id, pod, node=held.node):
+                break
+            freed.append(held.id)
+        if not freed and carried and await self._ledger.release(carried, pod):
+            freed.append(carried)
+        return freed
 
 
 # It would be the id of a reservation that another pod waits for.

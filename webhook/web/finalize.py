@@ -102,9 +102,10 @@ class Finalize:
         held = await self._held(told)
         if not held.may_be(told.pod):
             raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod")
-        against = await self._facts.contradicts(told.pod)
+        against = await self._facts.contradicts(told.pod, held)
         if against is not None:
             raise RefusedFinalizeError(422, against)
+        self._refuse_a_second(told.pod, held)
         try:
             if self._pods.believes_reviews:
                 await self._ledger.finalize(held.id, told.pod, node=held.node)
@@ -117,6 +118,12 @@ class Finalize:
         except ReservationExpiredError as exc:
             raise RefusedFinalizeError(409, f"reservation {held.id} has expired") from exc
         self._pods.created(told.pod)
+
+    def _refuse_a_second(self, pod: PodIdentity, held: Reservation) -> None:
+        """Embedded, nobody has seen the pod but the ledger. In a cluster the pod itself says which one is its own."""
+        other = self._ledger.of_pod(pod.uid) if self._pods.believes_reviews else None
+        if other is not None and other.id != held.id:
+            raise RefusedFinalizeError(409, f"the pod of uid {pod.uid} has reservation {other.id}")
 
     async def _held(self, told: Told) -> Reservation:
         """The reservation that holds the devices told, all of them under the id told."""
