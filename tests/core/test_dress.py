@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.builders import (
     REQUIRED,
+    claim,
     expression,
     on_node,
     pod,
@@ -33,7 +34,9 @@ from webhook.core.dress import (
     pinned,
     replaced_env,
     undressed,
+    unpinned,
 )
+from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 
 Raw = dict[str, Any]
@@ -205,6 +208,25 @@ def test_the_node_narrows_what_the_user_asked_for(affinity: Raw | None, terms: l
 
 
 TWO_NAMES = required_affinity(on_node("node-b"), on_node("node-a"))
+
+
+@pytest.mark.parametrize(
+    "affinity",
+    [
+        None,
+        required_affinity(term(expression("zone", "In", "a"))),
+        required_affinity(term(expression("zone", "In", "a")), term(expression("zone", "In", "b"))),
+        required_affinity(term(fields=[expression("metadata.name", "NotIn", "node-z")])),
+        {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}, "podAffinity": {}},
+    ],
+    ids=["none", "a-term", "two-terms", "a-name-shut-out", "other-affinity"],
+)
+def test_unpinned_a_pod_may_be_where_it_might_have_been_before(affinity: Raw | None) -> None:
+    bare = raw_pod(raw_container(gpus=1), affinity=affinity)
+    free = unpinned(dressed(bare, outfit(main=1), RULES), "node-a")
+    assert NodesAsked.of(Pod.parse(free)) == NodesAsked.of(Pod.parse(bare))
+    assert free["spec"]["affinity"].get("podAffinity") == (affinity or {}).get("podAffinity")
+    assert not claim(bare).record.named
 
 
 def test_a_term_for_another_node_can_match_nothing_afterwards() -> None:

@@ -134,6 +134,95 @@ async def test_a_reinvocation_puts_right_what_another_webhook_overwrote(house: H
     assert len(house.held) == 1
 
 
+def with_spec(raw: Raw, **members: Any) -> Raw:
+    return {**raw, "spec": {**raw["spec"], **members}}
+
+
+@pytest.mark.parametrize(
+    ("selector", "node"), [({"zone": "a"}, "node-a"), ({"zone": "nowhere"}, None)], ids=["moves", "is refused"]
+)
+async def test_a_reinvocation_with_a_new_node_selector_moves_or_is_refused(
+    house: House, selector: dict[str, str], node: str | None
+) -> None:
+    """Another webhook has been asked after us: what was reserved on node-b before is no use to the pod."""
+    changed = with_spec(await house.dress(gpu_pod()), nodeSelector=selector)
+    response = await house.mutate(changed, "another-review")
+    if node is None:
+        assert refusal(response) == (403, "NoSuitableNode")
+        return
+    moved = patched(changed, response)
+    assert response["warnings"] == ["the pod is kept from node-b by now: it gets its GPUs on another node"]
+    assert (moved["metadata"]["annotations"][NODE], pinned_nodes(moved)) == (node, [node])
+    assert env_of(moved["spec"]["containers"][0])["NVIDIA_VISIBLE_DEVICES"] == "GPU-a0"
+    assert await house.mutate(changed, "another-review") == response
+    assert patched(moved, await house.mutate(moved, "a-third-review")) == moved
+    assert (await house.validate(builders.validating_create(moved)))["allowed"]
+    house.wait(96)
+    await house.parts.ledger.collect(house.now)
+    assert house.held == ["GPU-a0"]
+
+
+async def test_what_the_pod_was_held_to_before_us_holds_wherever_it_moves(house: House) -> None:
+    in_zone_b = builders.term(builders.expression("zone", "In", "b"))
+    dressed = await house.dress(gpu_pod(affinity=builders.required_affinity(in_zone_b)))
+    assert pinned_nodes(dressed) == ["node-b"]
+    response = await house.mutate(with_spec(dressed, nodeSelector={"zone": "a"}), "another-review")
+    assert refusal(response) == (403, "NoSuitableNode")
+
+
+async def test_a_pod_that_names_its_node_itself_is_moved_nowhere(house: House) -> None:
+    own = builders.required_affinity(builders.on_node("node-b"))
+    changed = with_spec(await house.dress(gpu_pod(affinity=own)), nodeSelector={"zone": "a"})
+    assert refusal(await house.mutate(changed, "another-review")) == (403, "NoSuitableNode")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"nodeSelector": {"zone": "b", "disk": "ssd"}}, "spec.nodeSelector[disk]"),
+        (
+            {
+                "affinity": builders.required_affinity(
+                    builders.term(
+                        builders.expression("zone", "In", "nowhere"),
+                        fields=[builders.expression("metadata.name", "In", "node-b")],
+                    )
+                )
+            },
+            "spec.affinity.nodeAffinity",
+        ),
+    ],
+    ids=["a selector", "an affinity"],
+)
+async def test_a_pod_that_others_keep_from_its_gpus_is_not_admitted(house: House, change: Raw, field: str) -> None:
+    final = with_spec(await house.dress(gpu_pod()), **change)
+    response = await house.validate(builders.validating_create(final))
+    assert refusal(response) == (403, "NoSuitableNode")
+    said = f"{field}: keeps the pod from node-b, where its GPUs are reserved"
+    assert response["status"]["message"].startswith(said)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+async def test_a_request_that_another_webhook_adds_after_us_is_not_taken_off_in_silence(
+    house: House, gpus: int
+) -> None:
+    dressed = await house.dress(gpu_pod())
+    injected = raw_container("helper", gpus=gpus)
+    changed = with_spec(dressed, containers=[*dressed["spec"]["containers"], injected])
+    response = await house.mutate(changed, "another-review")
+    assert refusal(response) == (403, "InvalidPod")
+    assert response["status"]["message"].startswith(
+        "spec.containers[1].resources[nvidia.com/gpu]: container helper asks for GPUs after the pod was given its own"
+    )
+
+
+async def test_a_request_that_another_webhook_puts_back_is_taken_off_again(house: House) -> None:
+    dressed = await house.dress(gpu_pod())
+    restored = {**dressed["spec"]["containers"][0], "resources": raw_container(gpus=1)["resources"]}
+    changed = with_spec(dressed, containers=[restored])
+    assert patched(changed, await house.mutate(changed, "another-review")) == dressed
+
+
 async def test_editing_the_wish_between_rounds_changes_nothing(house: House) -> None:
     dressed = await house.dress(gpu_pod(annotations=hashed(HASH)))
     annotations = {**dressed["metadata"]["annotations"], **hashed(OTHER_HASH)}
@@ -176,6 +265,13 @@ async def test_a_dry_run_shows_everything_and_holds_nothing(house: House) -> Non
     final = builders.created(patched(raw, response))
     assert (await house.validate(builders.review("CREATE", new=final, dry_run=True)))["allowed"]
     assert house.held == []
+
+
+async def test_a_dry_run_that_comes_again_is_no_copy(house: House) -> None:
+    dressed = patched(gpu_pod(), await house.mutate(gpu_pod(), dry_run=True))
+    again = await house.mutate(dressed, "another-review", dry_run=True)
+    assert again["allowed"]
+    assert "warnings" not in again
 
 
 @pytest.mark.parametrize(

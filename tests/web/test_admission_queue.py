@@ -124,6 +124,14 @@ async def test_a_claim_without_gpus_waits_only_where_its_nodes_can_be_written_la
     assert not (await house.mutate(raw_pod(annotations=asked, affinity=own)))["allowed"]
 
 
+async def test_a_request_added_to_a_pod_that_waits_does_not_take_the_place_of_its_own(house: House) -> None:
+    waiting = await house.dress(late())
+    containers = [*waiting["spec"]["containers"], raw_container("helper", gpus=1)]
+    changed = {**waiting, "spec": {**waiting["spec"], "containers": containers}}
+    response = await house.mutate(changed, "another-review")
+    assert (response["allowed"], response["status"]["reason"]) == (False, "InvalidPod")
+
+
 def without_gate(raw: Raw) -> Raw:
     return {**raw, "spec": {name: value for name, value in raw["spec"].items() if name != "schedulingGates"}}
 

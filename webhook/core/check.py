@@ -118,6 +118,25 @@ def gpu_without_claim(fields: list[str], why: str) -> Deny:
 # A pod at its creation.
 
 
+def asks_for_more(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
+    """Another webhook has a container ask for GPUs when the pod's own are chosen: dressing would take that off."""
+    known = claim.record.asked
+    added = [
+        (f"{path}.resources[{rules.resource}]", container.name)
+        for path, container in pod.containers()
+        if container.asked(rules.resource) not in (0, known.get(container.name))
+    ]
+    if not added:
+        return None
+    field, name = added[0]
+    return Deny(
+        Reason.INVALID_POD,
+        f"{field}: container {name} asks for GPUs after the pod was given its own",
+        hint="have the webhook that adds it called before gpuwarden's",
+        causes=tuple(one for one, _ in added[:20]),
+    )
+
+
 CREATE_AGAIN = (
     "create the pod again if its generated name was taken and the API server tried another; "
     "else take the gpuwarden.io/ annotations off a copied manifest"
@@ -252,8 +271,10 @@ def proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy
 
 def says_no_less(recorded: Claim, asked: Claim) -> bool:
     """Whether the record is what is asked, or holds the pod to fewer hashes: what a namespace demands may have been
-    loosened meanwhile. A record that allows more is nobody's promise where no ledger knows it."""
-    alike = msgspec.structs.replace(recorded.record, hashes=asked.record.hashes) == asked.record
+    loosened meanwhile. A record that allows more is nobody's promise where no ledger knows it. A copy of a dressed pod
+    names the node that it was pinned to; no promise hangs on that."""
+    own = asked.record
+    alike = msgspec.structs.replace(recorded.record, hashes=own.hashes, named=own.named) == own
     return alike and (not asked.hashes or (bool(recorded.hashes) and recorded.hashes <= asked.hashes))
 
 
@@ -264,6 +285,21 @@ def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) 
         return Deny(Reason.NO_SUITABLE_NODE, f"node {node} is no longer known")
     objection = Question(claim, fleet, policy).evidence_objection(berth)
     return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {node}: {objection}") if objection else None
+
+
+def still_selects(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
+    """The pod lets itself be put where its GPUs are: another webhook may have seen to the contrary after us."""
+    berth = fleet.berths.get(node)
+    if berth is None or claim.nodes.matches(node, berth.labels):
+        return None
+    fields = [f"spec.nodeSelector[{key}]" for key, value in claim.nodes.selector if berth.labels.get(key) != value]
+    fields = fields or ["spec.affinity.nodeAffinity"]
+    return Deny(
+        Reason.NO_SUITABLE_NODE,
+        f"{', '.join(fields[:5])}: keeps the pod from {node}, where its GPUs are reserved",
+        hint="let gpuwarden's webhook be called again (reinvocationPolicy: IfNeeded), or after the one that changed it",
+        causes=tuple(fields[:20]),
+    )
 
 
 # A pod on its way to a node.

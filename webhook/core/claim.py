@@ -4,7 +4,8 @@ import hashlib
 from collections.abc import Mapping
 
 import msgspec
-from attrs import field, frozen
+from attrs import evolve, field, frozen
+from msgspec import structs
 
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
@@ -52,6 +53,8 @@ class ClaimRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     # The containers that asked by resource, and how many; if none did, those that there were: all get the GPUs.
     asked: dict[str, int] = {}
     containers: tuple[str, ...] = ()
+    # Whether the pod named the node of its GPUs itself: then nobody can tell its own pin from ours.
+    named: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "ClaimRecord":
@@ -95,6 +98,10 @@ class Claim:
     @property
     def count(self) -> int:
         return self.record.gpus
+
+    def first_read(self, *, named: bool) -> "Claim":
+        """The claim of a pod that has been pinned since it was first read."""
+        return self if named == self.record.named else evolve(self, record=structs.replace(self.record, named=named))
 
     @property
     def is_shared(self) -> bool:
@@ -208,6 +215,7 @@ class Reader:
             unmapped=self.unmapped,
             asked=asked,
             containers=() if asked or not gpus else tuple(c.name for _, c in self.pod.containers()),
+            named=bool(gpus) and any(term.is_one_node for term in nodes.terms or ()),
         )
         self._warn_of_unknown_keys()
         return Claim(record, nodes, tuple(self.warnings), set_uid=set_uid_of(self.pod))

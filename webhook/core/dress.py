@@ -159,7 +159,10 @@ def asked_anew(raw: RawPod, pod: Pod, rules: ClaimRules) -> tuple[RawPod, Claim 
     if not keys.OUTPUT_NAMES & pod.annotations.keys() and not pod.is_gated:
         return raw, claim_of(pod, rules)
     clean, recorded = undressed(raw), recorded_or_none(pod)
-    return clean, claim_of(Pod.parse(clean), rules, recorded.record.asked if recorded is not None else None)
+    if recorded is None:
+        return clean, claim_of(Pod.parse(clean), rules)
+    claim = claim_of(Pod.parse(clean), rules, recorded.record.asked)
+    return clean, None if claim is None else claim.first_read(named=recorded.record.named)
 
 
 def without_outputs(raw: RawPod) -> dict[str, Json]:
@@ -207,13 +210,35 @@ def pinned_terms(terms: Iterable[RawTerm], nodes: Sequence[str]) -> Iterator[Raw
             yield from (on_node(term, name) for name in nodes)
 
 
+def unpinned(raw: RawPod, node: str) -> RawPod:
+    """The pod without our hold on that node. Only of a pod that named no node itself is it certain to be ours."""
+    spec = raw.get("spec") or {}
+    affinity = spec.get("affinity") or {}
+    node_affinity = affinity.get("nodeAffinity") or {}
+    required = node_affinity.get(REQUIRED) or {}
+    terms = [without_pin(term, node) for term in required.get("nodeSelectorTerms") or ()]
+    held = {**required, "nodeSelectorTerms": [term for term in terms if not is_empty(term)]}
+    kept = {name: value for name, value in node_affinity.items() if name != REQUIRED}
+    if held["nodeSelectorTerms"]:
+        kept[REQUIRED] = held
+    return {**raw, "spec": {**spec, "affinity": {**affinity, "nodeAffinity": kept}}}
+
+
+def without_pin(term: RawTerm, node: str) -> RawTerm:
+    return {**term, "matchFields": [one for one in term.get("matchFields") or () if one != pin_of(node)]}
+
+
 def is_empty(term: RawTerm) -> bool:
     return not term.get("matchExpressions") and not term.get("matchFields")
 
 
 def on_node(term: RawTerm, name: str) -> RawTerm:
     fields = term.get("matchFields") or []
-    return {**term, "matchFields": [*fields, {"key": "metadata.name", "operator": "In", "values": [name]}]}
+    return {**term, "matchFields": [*fields, pin_of(name)]}
+
+
+def pin_of(node: str) -> dict[str, Json]:
+    return {"key": "metadata.name", "operator": "In", "values": [node]}
 
 
 def names_of(term: RawTerm) -> set[str] | None:

@@ -71,6 +71,11 @@ class NodeTerm:
             return False
         return all(e.matches(labels.get(e.key)) for e in self.labels)
 
+    @property
+    def is_one_node(self) -> bool:
+        """Whether it is held to one node by name, as a pod is that we pin."""
+        return any(f.key == NAME_FIELD and f.operator == "In" and len(f.values) == 1 for f in self.fields)
+
     def names(self) -> frozenset[str] | None:
         """The names it is limited to, if it is."""
         for f in self.fields:

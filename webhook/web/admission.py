@@ -28,6 +28,8 @@ from webhook.core.dress import (
     in_runtime_class,
     other_runtime,
     replaced_env,
+    undressed,
+    unpinned,
     waiting,
 )
 from webhook.core.errors import (
@@ -38,6 +40,7 @@ from webhook.core.errors import (
 from webhook.core.hints import handed_down
 from webhook.core.hints import hinted as with_hints
 from webhook.core.lines import OWN_IDS
+from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
@@ -185,10 +188,8 @@ class Admission:
             return NOT_A_REVIEWS_UID
         raw = required_object(review)
         pod = Pod.parse(raw)
-        again = await self._reserved_before(pod, review)
-        if again is not None:
-            return self._dressed(raw, pod, again)
-        return await self._reserved_now(raw, pod, review, answer_by)
+        again = await self._reserved_before(raw, pod, review, answer_by)
+        return await self._reserved_now(raw, pod, review, answer_by) if again is None else again
 
     def _handed_down(self, review: Review) -> Verdict:
         """A Job is never scored: what it says of its work goes to its pods, and those are."""
@@ -216,15 +217,34 @@ class Admission:
         hinted.tell(hints)
         return with_hints(raw, hints, writes_aliases=self._rules.dress.writes_aliases), hints.warnings
 
-    async def _reserved_before(self, pod: Pod, review: Review) -> Outfit | None:
-        """What an earlier round of this same creation was given: another webhook's change brings the pod back to us
-        under a new review uid, with our own annotations in it."""
+    async def _reserved_before(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict | None:
+        """A pod keeps what an earlier round of this same creation gave it: another webhook's change brings it back
+        to us under a new review uid, with our own annotations in it."""
         claim = recorded_or_none(pod)
         known = await recorded_reservation(self._ledger, pod) if claim is not None else None
         if claim is None or known is None or not is_this_creation(known, claim, pod, review):
             return None
+        more = check.asks_for_more(pod, claim, self._rules.dress)
+        if more is not None:
+            return more
+        if check.still_selects(claim, known.node, self._holder.fleet) is not None:
+            return await self._moved(raw, pod, claim, known, review, answer_by)
         uuids = order.as_said(pod.annotations, self._as_mapped(claim, known))
-        return Outfit(claim, (known.node,), known.id, uuids)
+        return self._dressed(raw, pod, Outfit(claim, (known.node,), known.id, uuids))
+
+    async def _moved(
+        self, raw: RawPod, pod: Pod, claim: Claim, known: Reservation, review: Review, answer_by: datetime
+    ) -> Verdict:
+        """Where it was to be the pod cannot be any more, so it gets GPUs elsewhere, by the claim as first read. What is
+        reserved there ends at its deadline: to free it on the word of a review would be to believe any review."""
+        free = raw if claim.record.named else unpinned(raw, known.node)
+        claim = evolve(claim, nodes=NodesAsked.of(Pod.parse(free)))
+        outfit = await self._outfit(claim, pod, review, answer_by)
+        if isinstance(outfit, Deny):
+            may_wait = self._may_wait(pod, claim, outfit)
+            return self._queued(raw, undressed(free), claim, outfit) if may_wait else outfit
+        moved = f"the pod is kept from {known.node} by now: it gets its GPUs on another node"
+        return evolve(self._dressed(raw, pod, outfit, free), warnings=(moved,))
 
     def _as_mapped(self, claim: Claim, held: Reservation | Placement) -> tuple[DeviceUuid, ...]:
         berth = self._holder.fleet.berths.get(held.node)
@@ -239,7 +259,7 @@ class Admission:
             if clean is raw and not said:
                 return NOT_ASKED
             return Admit(changes(raw, clean), warnings=(*copied, *said))
-        refused = check.refused_at_once(pod, claim, self._rules.dress)
+        refused = self._more_than_it_waits_for(pod) or check.refused_at_once(pod, claim, self._rules.dress)
         if refused is None and self._rules.waits(claim):
             refused = self._holder.never(claim)
         if refused is not None:
@@ -254,8 +274,15 @@ class Admission:
             queued = self._queued(raw, clean, claim, outfit)
             return evolve(queued, warnings=(*queued.warnings, *said))
         clean, said = self._with_hints(clean, hinted, outfit.nodes)
-        copied = (COPIED,) if keys.RESERVATION_ID.name in pod.annotations else ()
+        copied = (COPIED,) if is_copied(pod, claim, review) else ()
         return self._dressed(raw, pod, outfit, clean, (*copied, *said))
+
+    def _more_than_it_waits_for(self, pod: Pod) -> Deny | None:
+        """Its own request has been taken off: another's would stand in its place."""
+        recorded = recorded_or_none(pod) if pod.is_gated else None
+        if recorded is None or not recorded.record.asked:
+            return None
+        return check.asks_for_more(pod, recorded, self._rules.dress)
 
     async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Outfit | Deny:
         """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
@@ -394,6 +421,7 @@ class Admission:
         refused = (
             check.matches_reservation(raw, claim, known, identity, self._rules.dress)
             or check.preset_node(pod, (known.node,))
+            or check.still_selects(claim, known.node, fleet)
             or check.still_proven(claim, known.node, fleet, policy)
         )
         if refused is not None:
@@ -520,6 +548,14 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
         and known.claim_digest == claim.digest
         and known.pod_name in (None, pod.meta.name)
     )
+
+
+def is_copied(pod: Pod, claim: Claim, review: Review) -> bool:
+    """Whether its annotations are of another pod's reservation. A dry run that comes again has its own, which nobody
+    holds."""
+    recorded = recorded_or_none(pod)
+    is_again = review.is_dry_run and recorded is not None and recorded.record == claim.record
+    return keys.RESERVATION_ID.name in pod.annotations and not is_again
 
 
 def no_hint_helps(places: object) -> bool:
