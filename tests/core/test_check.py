@@ -516,6 +516,28 @@ MARKED: dict[str, tuple[Raw, str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("env", "is_refused"),
+    [
+        ([ALL], True),
+        (raw_env(CUDA_VISIBLE_DEVICES="GPU-2"), True),
+        ([FROM_ELSEWHERE], True),
+        (raw_env(NVIDIA_VISIBLE_DEVICES="GPU-1", CUDA_VISIBLE_DEVICES="GPU-1"), False),
+        (raw_env(NVIDIA_VISIBLE_DEVICES="void"), False),
+    ],
+    ids=["all", "another-gpu", "from-elsewhere", "its-own", "void"],
+)
+def test_a_debug_container_that_comes_with_the_pod_sees_its_own_gpus_at_most(env: list[Raw], is_refused: bool) -> None:
+    raw = given_pod()
+    raw["spec"]["ephemeralContainers"] = [raw_container("d", env=env)]
+    expected = None
+    if is_refused:
+        field = f"spec.ephemeralContainers[0].env[{env[0]['name']}]"
+        expected = Reason.FORGED, f"{field}: not as reserved (r-1: GPU-1 on node-a)"
+    verdict = judged(raw)
+    assert (verdict and (verdict.reason, verdict.message)) == expected
+
+
 @pytest.mark.parametrize(("raw", "field"), MARKED.values(), ids=MARKED)
 def test_a_pod_without_a_claim_is_shown_no_gpu_by_any_way(raw: Raw, field: str) -> None:
     verdict = no_markers(Pod.parse(raw), RULES)

@@ -171,6 +171,7 @@ def matches_reservation(
     uuids = order.as_said(raw["metadata"].get("annotations") or {}, reservation.uuids)
     outfit = Outfit(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited)
     fields = [readable(change["path"]) for change in changes(raw, dressed(raw, outfit, rules))]
+    fields += sorted(set(debug_env(raw, outfit.visible)))
     if fields:
         return Deny(
             Reason.FORGED,
@@ -179,6 +180,15 @@ def matches_reservation(
             causes=tuple(fields[:20]),
         )
     return None
+
+
+def debug_env(raw: RawPod, visible: str) -> Iterator[str]:
+    """What debug containers would see beside the pod's own GPUs: dressing leaves them alone, for most come later."""
+    if not (raw.get("spec") or {}).get("ephemeralContainers"):
+        return
+    for path, container in Pod.parse(raw).containers():
+        if group_of(path) == "spec.ephemeralContainers":
+            yield from (f"{path}.env[{one.name}]" for one in gpu_env(container) if not is_own(one, (visible,)))
 
 
 def is_named_anew(raw: RawPod, reservation: Reservation) -> bool:
