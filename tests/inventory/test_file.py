@@ -120,6 +120,7 @@ async def test_every_mistake_is_named_at_once(path: Path) -> None:
         "nodes[2].devices[2].shares: 0 is not between 1 and 128",
         "nodes[2]: device GPU-3 stands there twice",
     )
+    assert str(refused.value).startswith(f"{path}: unknown member 'more'; nodes[0].name: ")
 
 
 @pytest.mark.parametrize(

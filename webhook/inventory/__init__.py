@@ -9,8 +9,8 @@ from webhook.core.errors import GpuwardenError
 class InventoryUnavailableError(GpuwardenError):
     """The inventory cannot be read; every mistake found in it is named."""
 
-    def __init__(self, *mistakes: str) -> None:
-        super().__init__("; ".join(mistakes))
+    def __init__(self, *mistakes: str, where: str = "") -> None:
+        super().__init__(where + "; ".join(mistakes))
         self.mistakes = mistakes
 
 

@@ -83,7 +83,10 @@ class InventoryFile:
         if digest == self._digest:
             return None
         self._digest = digest
-        nodes, self.evidence = Reading(content).contents()
+        try:
+            nodes, self.evidence = Reading(content).contents()
+        except InventoryUnavailableError as exc:
+            raise InventoryUnavailableError(*exc.mistakes, where=f"{self.path}: ") from exc
         return nodes
 
 
