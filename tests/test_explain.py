@@ -7,13 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.builders import HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
+from webhook.explain import MOST_ORDINALS, pods_made_by
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = sorted((ROOT / "examples" / "pods").glob("*.yaml"))
+EXAMPLES = [
+    path
+    for path in sorted((ROOT / "examples").rglob("*.yaml"))
+    if any(map(pods_made_by, yaml.safe_load_all(path.read_text())))
+]
 EXPECTED = re.compile(r"expect: (admit|deny)(?: (\w+))?")
 
 
@@ -22,7 +28,13 @@ def gpuwarden(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_every_manifest_with_pods_is_an_example() -> None:
+    names = {str(path.relative_to(ROOT / "examples")) for path in EXAMPLES}
+    assert names >= {"secure-gpu-pod.yaml", "scoring/job.yaml", "scoring/pod.yaml", "pods/mapped.yaml"}
+    assert "inventory.yaml" not in names
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_example_gets_the_verdict_that_it_promises(example: Path) -> None:
     promised = EXPECTED.search(example.read_text())
     assert promised is not None
@@ -61,6 +73,72 @@ def test_what_holds_no_pod_is_an_error_in_a_sentence(tmp_path: Path, text: str, 
     done = gpuwarden("explain", path)
     assert (done.returncode, done.stdout) == (1, "")
     assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+MAPPED_SET = """
+kind: StatefulSet
+apiVersion: apps/v1
+metadata: {name: web, namespace: ml}
+spec:
+  replicas: 2
+  template:
+    metadata:
+      annotations:
+        gpu-scheduling-map: |
+          0=node-a:0
+          1=node1:0
+    spec:
+      containers: [{name: web, image: registry.example/web:1}]
+"""
+
+
+def test_every_pod_of_a_stateful_set_has_its_line_of_the_map(tmp_path: Path) -> None:
+    path = tmp_path / "set.yaml"
+    path.write_text(MAPPED_SET)
+    done = gpuwarden("explain", path, "-o", "json")
+    answers = json.loads(done.stdout)
+    assert [(one["pod"], one["verdict"], [n["name"] for n in one["nodes"] if n["fits"]]) for one in answers] == [
+        ("web-0", "admit", ["node-a"]),
+        ("web-1", "admit", ["node-b"]),
+    ]
+    assert [line for line in gpuwarden("explain", path).stdout.splitlines() if not line.startswith("  ")] == [
+        "web-0: admit: GPU 0 of node node-a: GPU-a0000000-0000-4000-8000-000000000000 on node node-a (Admitted)",
+        "web-1: admit: GPU 0 of node node1: GPU-b0000000-0000-4000-8000-000000000000 on node node-b (Admitted)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ({}, ["web-0"]),
+        ({"replicas": 0}, ["web-0"]),
+        ({"replicas": 3, "ordinals": {"start": 5}}, ["web-5", "web-6", "web-7"]),
+        ({"replicas": "many", "ordinals": 7}, ["web-0"]),
+        ({"replicas": -1, "ordinals": {"start": -2}}, ["web-0"]),
+        ({"replicas": 10**12}, [f"web-{n}" for n in range(MOST_ORDINALS)]),
+    ],
+    ids=["one", "none", "from-five", "no-numbers", "below-nothing", "no-end"],
+)
+def test_a_stateful_set_makes_pods_with_ordinals(spec: Raw, names: list[str]) -> None:
+    template = {"metadata": {"labels": {"app": "web"}}, "spec": {"containers": []}}
+    pods = pods_made_by({"kind": "StatefulSet", "metadata": {"name": "web"}, "spec": {**spec, "template": template}})
+    assert [one["metadata"]["name"] for one in pods] == names
+    assert pods[0]["metadata"] == {
+        "name": names[0],
+        "labels": {"app": "web", "apps.kubernetes.io/pod-index": names[0].removeprefix("web-")},
+        "ownerReferences": [
+            {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "web", "uid": "", "controller": True}
+        ],
+    }
+
+
+def test_yaml_without_end_is_an_error_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("[" * 5000 + "]" * 5000)
+    done = gpuwarden("explain", path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nested too deeply" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -131,6 +209,23 @@ async def test_the_route_admits_nothing_that_is_no_pod(house: House, body: bytes
 async def test_the_route_names_what_is_wrong_with_a_pod(house: House) -> None:
     reply = await house.tls.post("/explain", json={"spec": {"containers": 5}})
     assert reply.json()["reason"] == "InvalidPod"
+
+
+async def test_the_route_explains_a_stateful_set_by_the_first_of_its_pods_that_is_denied(house: House) -> None:
+    """If none is, by the first."""
+    template = {
+        "metadata": {"annotations": {"gpu-scheduling-map": "0=node-a:0\n1=node-a:7"}},
+        "spec": {"containers": []},
+    }
+    answers = []
+    for replicas in (1, 2):
+        whole = {
+            "kind": "StatefulSet",
+            "metadata": {"name": "web"},
+            "spec": {"replicas": replicas, "template": template},
+        }
+        answers.append((await house.tls.post("/explain", json=whole)).json())
+    assert [(one["verdict"], one["reason"]) for one in answers] == [("admit", "Admitted"), ("deny", "NoMatchingDevice")]
 
 
 async def test_the_route_explains_the_pods_that_a_controller_would_make(house: House) -> None:

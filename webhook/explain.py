@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from webhook.core.claim import Claim, ClaimRules
 from webhook.core.decide import NodeFit, explain
 from webhook.core.dress import asked_anew
 from webhook.core.errors import GpuwardenError, InvalidPodError
+from webhook.core.keys import POD_INDEX_LABEL
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement
@@ -24,6 +26,8 @@ from webhook.wiring import Parts, embedded
 
 Json = dict[str, Any]
 PLURALS = {"List", "PodList"}
+# More pods of one StatefulSet tell nobody anything new.
+MOST_ORDINALS = 100
 
 
 class UnreadableManifestError(GpuwardenError):
@@ -96,8 +100,12 @@ def run(path: str, settings: Settings, output: str) -> int:
     if not pods:
         raise UnreadableManifestError(f"{path}: no pod, and nothing that makes pods")
     results = [explained(raw, parts, parts.rules.claims.rules) for raw in pods]
-    for result in results:
-        sys.stdout.write(as_json(result) if output == "json" else as_text(result))
+    if len(results) > 1:
+        results = [{"pod": name_of(raw), **result} for raw, result in zip(pods, results, strict=True)]
+    if output == "json":
+        sys.stdout.write(as_json(results if len(results) > 1 else results[0]))
+    else:
+        sys.stdout.writelines(map(as_text, results))
     return 0
 
 
@@ -121,19 +129,47 @@ def pods_of(text: str) -> list[Json]:
         documents = list(yaml.safe_load_all(text))
     except yaml.YAMLError as exc:
         raise UnreadableManifestError(f"not YAML: {exc}") from exc
+    except RecursionError as exc:
+        raise UnreadableManifestError("nested too deeply") from exc
     for document in documents:
         for item in (document.get("items") or []) if is_list(document) else [document]:
-            template = template_of(item)
-            if template is not None:
-                pods.append(template)
+            pods += pods_made_by(item)
     return pods
 
 
-def pod_in(item: Json) -> Json | None:
-    """The pod itself, which need not say that it is one, or the one that its controller would make."""
-    if "kind" not in item and mapping(item, "spec"):
-        return item
-    return template_of(item)
+def pods_in(item: Json) -> list[Json]:
+    """The pod itself, which need not say that it is one, or those that its controller would make."""
+    return [item] if "kind" not in item and mapping(item, "spec") else pods_made_by(item)
+
+
+def pods_made_by(item: Any) -> list[Json]:
+    """One where all are alike; of a StatefulSet each, for a map says something else of each."""
+    template = template_of(item)
+    if template is None:
+        return []
+    return list(pods_of_set(item, template)) if item.get("kind") == "StatefulSet" else [template]
+
+
+def pods_of_set(item: Json, template: Json) -> Iterator[Json]:
+    """A set that is scaled to none is asked about its first pod."""
+    spec, meta = mapping(item, "spec"), mapping(item, "metadata")
+    name, uid = meta.get("name") or "", meta.get("uid") or ""
+    owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name, "uid": uid, "controller": True}
+    start, replicas = counted(mapping(spec, "ordinals").get("start"), 0), counted(spec.get("replicas"), 1)
+    for ordinal in range(start, start + min(max(replicas, 1), MOST_ORDINALS)):
+        own = mapping(template, "metadata")
+        labels = {**mapping(own, "labels"), POD_INDEX_LABEL: str(ordinal)}
+        own = {**own, "name": f"{name}-{ordinal}", "labels": labels, "ownerReferences": [owner]}
+        yield {**template, "metadata": own}
+
+
+def counted(found: Any, default: int) -> int:
+    return found if type(found) is int and found >= 0 else default
+
+
+def name_of(raw: Json) -> str:
+    meta = mapping(raw, "metadata")
+    return str(meta.get("name") or meta.get("generateName") or "")
 
 
 def is_list(document: Any) -> bool:
@@ -158,12 +194,13 @@ def mapping(whole: Json, *steps: str) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def as_json(result: Json) -> str:
+def as_json(result: Json | list[Json]) -> str:
     return msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
 
 
 def as_text(result: Json) -> str:
-    lines = [f"{result['verdict']}: {result['message']} ({result['reason']})"]
+    name = f"{result['pod']}: " if result.get("pod") else ""
+    lines = [f"{name}{result['verdict']}: {result['message']} ({result['reason']})"]
     for node in result["nodes"]:
         found = ", ".join(node["devices"]) if node["fits"] else ", ".join(node["reasons"])
         lines.append(f"  {'+' if node['fits'] else '-'} {node['name']}: {found or 'fits'}")

@@ -4,7 +4,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.explain import as_json, explained, namespace_of, pod_in
+from webhook.explain import as_json, explained, namespace_of, pods_in
 from webhook.namespaces import NamespacesUnavailableError
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
@@ -27,11 +27,13 @@ class Explain:
             return error(exc.code, str(exc))
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return error(400, "the body is not JSON")
-        pod = pod_in(raw) if isinstance(raw, dict) else None
-        if pod is None:
+        pods = pods_in(raw) if isinstance(raw, dict) else []
+        if not pods:
             return error(400, "the body is no pod, and nothing that makes pods")
         try:
             claims = await self._parts.rules.claims.within(namespace_of(raw))
         except NamespacesUnavailableError:
             return error(503, "what the pod's namespace demands cannot be looked up at this moment")
-        return Response(as_json(explained(pod, self._parts, claims)), media_type="application/json")
+        results = [explained(pod, self._parts, claims) for pod in pods]
+        denied = next((one for one in results if one["verdict"] == "deny"), results[0])
+        return Response(as_json(denied), media_type="application/json")
