@@ -16,6 +16,7 @@ from tests.builders import (
     fleet,
     node,
     on_node,
+    pod,
     raw_container,
     raw_pod,
     required_affinity,
@@ -346,7 +347,15 @@ def test_every_node_has_its_own_answer() -> None:
     ("gone", "reason", "hint"),
     [
         pytest.param((), Reason.NO_FREE_DEVICE, "wait until one is free, or ask for fewer", id="a-gpu-is-held"),
-        pytest.param(("busy",), Reason.NO_MATCHING_DEVICE, "ask for what a node has", id="a-gpu-is-of-another-kind"),
+        pytest.param(
+            ("busy",), Reason.NODE_NOT_READY, "wait for the nodes, or tolerate their taints", id="who-has-it-is-out"
+        ),
+        pytest.param(
+            ("busy", "dark", "cordoned", "tainted"),
+            Reason.NO_MATCHING_DEVICE,
+            "ask for what a node has",
+            id="a-gpu-is-of-another-kind",
+        ),
         pytest.param(
             ("busy", "lesser"),
             Reason.NODE_NOT_READY,
@@ -379,6 +388,39 @@ def test_the_last_hurdle_that_a_node_reached_is_the_reason(gone: tuple[str, ...]
         there.remove(name)
     found = denial(WANTED, there)
     assert (found.reason, found.hint) == (reason, hint)
+
+
+OUT = node("out", device("GPU-1", "model=h100", index=0), labels={"zone": "a"}, is_cordoned=True)
+IN = node("in", device("GPU-2", index=0), labels={"zone": "a"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (gpus(1, "model=h100"), Reason.NODE_NOT_READY),
+        (gpus(2, "model=h100"), Reason.NO_MATCHING_DEVICE),
+        (gpus(1, "model=b200"), Reason.NO_MATCHING_DEVICE),
+        (Claim(gpus(1, "model=h100").record, NodesAsked.of(pod(nodeSelector={"zone": "b"}))), Reason.NO_SUITABLE_NODE),
+        (
+            Claim(
+                gpus(1, "model=h100").record,
+                NodesAsked.of(pod(affinity=required_affinity(on_node("out"), on_node("in")))),
+            ),
+            Reason.NODE_NOT_READY,
+        ),
+        (
+            Claim(
+                gpus(2, "model=h100").record,
+                NodesAsked.of(pod(affinity=required_affinity(on_node("out"), on_node("in")))),
+            ),
+            Reason.NO_MATCHING_DEVICE,
+        ),
+        (mapped("0", on="out"), Reason.NODE_NOT_READY),
+    ],
+    ids=["has-it", "has-too-few", "has-another", "not-selected", "has-it-by-name", "has-too-few-by-name", "by-map"],
+)
+def test_a_node_that_is_out_is_to_be_waited_for_if_it_has_what_is_asked(asked: Claim, reason: Reason) -> None:
+    assert denial(asked, fleet(OUT, IN)).reason is reason
 
 
 def test_who_names_no_hash_is_told_what_makes_one_needed() -> None:

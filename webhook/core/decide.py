@@ -54,6 +54,9 @@ EVIDENCE_OBJECTIONS = {
 
 ROOM_OBJECTIONS = {FEWER_MATCHING: Objection.FEWER_MATCHING, FEWER_FREE: Objection.FEWER_FREE}
 
+# What ends by itself, or by somebody's hand on the node.
+CONDITIONS = frozenset({Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED})
+
 # GPUs that one denial names.
 MOST_NAMED = 8
 
@@ -70,7 +73,7 @@ REASONS: tuple[tuple[Reason, frozenset[Objection]], ...] = (
         Reason.NO_MATCHING_DEVICE,
         frozenset({Objection.SEVERAL_CALLED, Objection.NAMED_TWICE, Objection.FEWER_MATCHING}),
     ),
-    (Reason.NODE_NOT_READY, frozenset({Objection.NOT_READY, Objection.CORDONED, Objection.TAINTED})),
+    (Reason.NODE_NOT_READY, CONDITIONS),
     (Reason.NO_PROVEN_NODE, frozenset({*EVIDENCE_OBJECTIONS.values(), Objection.OTHER_HASH})),
     (Reason.NO_SUITABLE_NODE, frozenset({Objection.NOT_SELECTED})),
 )
@@ -201,6 +204,7 @@ class Question:
         self.directory_keys = fleet.learn(claim.nodes)  # may number kinds anew, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
         self._class_objections: dict[int, Objection | None] = {}
+        self._is_out = False  # whether a node that nobody can run on now has what is asked
         self.room = fleet.room(self.kinds, claim.count)
         self.most_room = max(self.room, default=FEWER_MATCHING)
 
@@ -425,6 +429,8 @@ class Question:
         """Why nothing fits, in numbers of nodes."""
         counts = self._count_objections()
         reason = next((r for r, group in REASONS if any(counts[o] for o in group)), self._nothing_there())
+        if reason is Reason.NO_MATCHING_DEVICE and self._is_out:
+            reason = Reason.NODE_NOT_READY
         nodes = sum(counts.values())
         found = [f"{counts[objection]} {objection.said_of(self.claim)}" for objection in Objection if counts[objection]]
         numbers = f"{nodes} node{'' if nodes == 1 else 's'}" + (f": {', '.join(found)}" if found else "")
@@ -458,7 +464,11 @@ class Question:
 
     def _count_one_by_one(self, berths: Iterable[Berth], others: int) -> Counter[Objection]:
         counts = Counter({Objection.NOT_SELECTED: others})
-        counts.update(o for berth in berths if (o := self.fit(berth).objection) is not None)
+        for berth in berths:
+            objection = self.fit(berth).objection
+            if objection is not None:
+                counts[objection] += 1
+                self._is_out |= objection in CONDITIONS and self._total(berth) >= self.claim.count
         return counts
 
     def _count_by_rows(self) -> Counter[Objection]:
@@ -486,10 +496,11 @@ class Question:
 
     def _count_row(self, counts: Counter[Objection], node_class: int, row: Row) -> None:
         objection = self._condition_objection(node_class)
+        room = self.room
         if objection is not None:
             counts[objection] += row.count
+            self._is_out |= any(room[shape] != FEWER_MATCHING for shape in row.shapes)
             return
-        room = self.room
         if self.most_room == FEWER_MATCHING:
             counts[Objection.FEWER_MATCHING] += row.count
             return
