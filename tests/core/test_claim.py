@@ -325,6 +325,9 @@ def test_every_mistake_is_named_at_once() -> None:
     ("raw", "mistake"),
     [
         pytest.param(
+            raw_pod(annotations={"gpuwarden.io/gpu-count": ""}), "gpuwarden.io/gpu-count is empty", id="no-number"
+        ),
+        pytest.param(
             raw_pod(annotations={"gpuwarden.io/gpu-count": "1025"}),
             "1025 GPUs are asked for; no node has more than 1024",
             id="a-slip-of-the-keyboard",

@@ -250,8 +250,11 @@ class Reader:
         text = self._annotation_or_label(keys.GPU_COUNT)
         if text is None:
             return by_resource or None
+        if not text:
+            self.mistakes.append(f"{keys.GPU_COUNT.name} is empty")
+            return None
         try:
-            by_key = whole_number(text or "none")
+            by_key = whole_number(text)
         except InvalidPodError as exc:
             self.mistakes.append(f"{keys.GPU_COUNT.name}: {exc}")
             return None
