@@ -259,14 +259,36 @@ def targets(found: Raw, slack: float = 1.0) -> list[Target]:
     return [
         Target("decision, p99 at 100,000 GPUs over p99 at 100", found["ratio_decide_p99"], 2 * slack, "x"),
         Target("decision, p99 at 100,000 GPUs", largest["decide_us"]["p99"] / 1e3, 1 * slack, " ms"),
+        # Not flat, and admitted: `docs/decisions/0001-the-decision-looks-at-cells.md`.
+        Target(
+            "decision that asks nodes one by one, p50 at 100,000 GPUs", one_by_one(found, largest), 100 * slack, " ms"
+        ),
+        Target(
+            "first review that asks of a label, slowest at 100,000 GPUs", first_use(found, largest), 200 * slack, " ms"
+        ),
     ]
 
 
+def one_by_one(found: Raw, size: Raw) -> float:
+    """In milliseconds."""
+    return float(found["rare_decide_p50_us"][str(size["gpus"])]) / 1e3
+
+
+def first_use(found: Raw, size: Raw) -> float:
+    """In milliseconds."""
+    return float(max(found["first_use_ms"][str(size["gpus"])].values()))
+
+
 def lines(found: Raw) -> list[str]:
-    head = ["| GPUs | decide p50 | p99 | review to answer p50 | p99 | max |", "|---:|---:|---:|---:|---:|---:|"]
+    head = [
+        "| GPUs | decide p50 | p99 | nodes one by one p50 | review to answer p50 | p99 | max | first of a label, max |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
     rows = [
         f"| {one['gpus']:,} | {one['decide_us']['p50']:.0f} µs | {one['decide_us']['p99']:.0f} µs "
-        f"| {one['whole_us']['p50']:.0f} µs | {one['whole_us']['p99']:.0f} µs | {one['whole_us']['max']:.0f} µs |"
+        f"| {one_by_one(found, one):.2g} ms "
+        f"| {one['whole_us']['p50']:.0f} µs | {one['whole_us']['p99']:.0f} µs | {one['whole_us']['max']:.0f} µs "
+        f"| {first_use(found, one):.2g} ms |"
         for one in found["sizes"]
     ]
     return head + rows
