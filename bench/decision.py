@@ -286,9 +286,9 @@ def lines(found: Raw) -> list[str]:
     ]
     rows = [
         f"| {one['gpus']:,} | {one['decide_us']['p50']:.0f} µs | {one['decide_us']['p99']:.0f} µs "
-        f"| {one_by_one(found, one):.2g} ms "
+        f"| {one_by_one(found, one):.3g} ms "
         f"| {one['whole_us']['p50']:.0f} µs | {one['whole_us']['p99']:.0f} µs | {one['whole_us']['max']:.0f} µs "
-        f"| {first_use(found, one):.2g} ms |"
+        f"| {first_use(found, one):.3g} ms |"
         for one in found["sizes"]
     ]
     return head + rows

@@ -25,7 +25,7 @@ from tests.builders import (
 )
 from tests.core.scan import World
 from webhook.core.claim import Claim, ClaimRecord
-from webhook.core.decide import MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
+from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, MAX_PROVEN_NODES, EvidencePolicy, decide, explain
 from webhook.core.device import Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import MAX_CLASS_VALUES, Fleet
@@ -448,6 +448,25 @@ def test_a_fleet_that_was_split_too_often_still_answers_rightly() -> None:
         else:
             assert {place.node for place in found} <= fitting
             assert len(found) == min(MAX_PLACEMENTS, len(fitting))
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        NodeTerm((Expression("kubernetes.io/hostname", "NotIn", frozenset({"node-0", "node-2"})),), ()),
+        NodeTerm((), (Expression("metadata.name", "NotIn", frozenset({"node-0", "node-2"})),)),
+    ],
+    ids=["by-label", "by-name"],
+)
+def test_who_shuts_out_two_nodes_has_every_other_counted_for_what_it_is(term: NodeTerm) -> None:
+    """There are more nodes than are asked one by one."""
+    names = [f"node-{number}" for number in range(MAX_ASKED + 1)]
+    out = set(names[:2])
+    labels = [{"kubernetes.io/hostname": name} for name in names]
+    there = fleet(*(node(name, labels=own, is_cordoned=name in out) for name, own in zip(names, labels, strict=True)))
+    found = decide(Claim(ClaimRecord(gpus=2), NodesAsked(terms=(term,))), there, LAX)
+    assert isinstance(found, Deny)
+    assert found.causes == ("2 not selected by the pod", "1 cordoned", "19998 with fewer than 2 matching GPUs")
 
 
 def test_labels_that_change_all_the_time_do_not_fill_the_memory() -> None:

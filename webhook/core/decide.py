@@ -14,6 +14,7 @@ from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapEntry
 from webhook.core.keys import GPU_MAP, LOGICAL_NODE_LABEL
+from webhook.core.nodes_asked import NAME_FIELD, NodeTerm
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
@@ -204,7 +205,7 @@ class Question:
         self.directory_keys = fleet.learn(claim.nodes)  # may number kinds anew, so it comes first
         self.kinds = fleet.kinds_serving(claim.requirements, is_shared=claim.is_shared)
         self._class_objections: dict[int, Objection | None] = {}
-        self._is_out = False  # whether a node that nobody can run on now has what is asked
+        self._out = 0  # nodes that have what is asked, and that nobody can run on now
         self.room = fleet.room(self.kinds, claim.count)
         self.most_room = max(self.room, default=FEWER_MATCHING)
 
@@ -429,7 +430,7 @@ class Question:
         """Why nothing fits, in numbers of nodes."""
         counts = self._count_objections()
         reason = next((r for r, group in REASONS if any(counts[o] for o in group)), self._nothing_there())
-        if reason is Reason.NO_MATCHING_DEVICE and self._is_out:
+        if reason is Reason.NO_MATCHING_DEVICE and self._out:
             reason = Reason.NODE_NOT_READY
         nodes = sum(counts.values())
         found = [f"{counts[objection]} {objection.said_of(self.claim)}" for objection in Objection if counts[objection]]
@@ -455,12 +456,48 @@ class Question:
         if names is not None:
             berths = [self.fleet.berths[name] for name in names if name in self.fleet.berths]
             return self._count_one_by_one(berths, others=len(self.fleet.berths) - len(berths))
-        if self.needs_each_node and len(self.fleet.berths) <= self._patience():
-            return self._count_one_by_one(self.fleet.berths.values(), others=0)
+        if self.needs_each_node:
+            apart = self._shut_out()
+            if apart is not None:
+                return self._count_but_for(*apart)
+            if len(self.fleet.berths) <= self._patience():
+                return self._count_one_by_one(self.fleet.berths.values(), others=0)
         counts = self._count_by_rows()
         # Where there are too many to be asked one by one, those against whom nothing else speaks were not selected.
         counts[Objection.NOT_SELECTED] += len(self.fleet.berths) - sum(counts.values())
         return counts
+
+    def _shut_out(self) -> tuple["Question", list[Berth]] | None:
+        """The question without what it asks of single nodes, and the nodes that this shuts out, if it does no more than
+        shut some out by name."""
+        nodes, fleet = self.claim.nodes, self.fleet
+        (term,) = nodes.terms if nodes.terms is not None and len(nodes.terms) == 1 else (None,)
+        if term is None or any(f.key != NAME_FIELD for f in term.fields):
+            return None
+        single = [e for e in term.labels if e.key in self.directory_keys]
+        if any(one.operator != "NotIn" for one in (*single, *term.fields)):
+            return None
+        names = {name for e in single for name in fleet.names_with(e.key, e.values)}
+        names.update(name for f in term.fields for name in f.values if name in fleet.berths)
+        others = tuple(e for e in term.labels if e not in single)
+        free = evolve(nodes, terms=(NodeTerm(others, ()),) if others else None)
+        rest = Question(evolve(self.claim, nodes=free), fleet, EvidencePolicy(self.needs_evidence))
+        is_few = len(names) <= self._patience() and not rest.needs_each_node
+        return (rest, [fleet.berths[name] for name in names]) if is_few else None
+
+    def _count_but_for(self, rest: "Question", shut_out: Iterable[Berth]) -> Counter[Objection]:
+        counts = rest._count_by_rows()
+        self._out = rest._out
+        for berth in shut_out:
+            objection = rest._objection(berth)
+            if objection is not None:
+                counts[objection] -= 1
+                self._out -= rest._is_out(berth, objection)
+            counts[Objection.NOT_SELECTED] += 1
+        return counts
+
+    def _is_out(self, berth: Berth, objection: Objection) -> bool:
+        return objection in CONDITIONS and self._total(berth) >= self.claim.count
 
     def _count_one_by_one(self, berths: Iterable[Berth], others: int) -> Counter[Objection]:
         counts = Counter({Objection.NOT_SELECTED: others})
@@ -468,7 +505,7 @@ class Question:
             objection = self.fit(berth).objection
             if objection is not None:
                 counts[objection] += 1
-                self._is_out |= objection in CONDITIONS and self._total(berth) >= self.claim.count
+                self._out += self._is_out(berth, objection)
         return counts
 
     def _count_by_rows(self) -> Counter[Objection]:
@@ -499,7 +536,7 @@ class Question:
         room = self.room
         if objection is not None:
             counts[objection] += row.count
-            self._is_out |= any(room[shape] != FEWER_MATCHING for shape in row.shapes)
+            self._out += sum(len(names) for shape, names in row.shapes.items() if room[shape] != FEWER_MATCHING)
             return
         if self.most_room == FEWER_MATCHING:
             counts[Objection.FEWER_MATCHING] += row.count
