@@ -133,9 +133,9 @@ async def test_what_is_no_answer_proves_no_absence(api_server: ApiServer, pods: 
 async def test_a_pod_is_looked_at_whatever_it_carries(api_server: ApiServer, pods: ApiPods) -> None:
     gated = {"schedulingGates": [{"name": "other"}, {"name": keys.QUEUE_GATE}]}
     api_server.says(200, {**POD, "spec": {**POD["spec"], **gated}})
-    assert await pods.look(THE_POD) == Sight(None, is_gated=True, is_on_node=False, has_ended=False)
+    assert await pods.look(THE_POD) == Sight(None, is_gated=True, node="", has_ended=False)
     api_server.says(200, {**POD, "spec": {**POD["spec"], "nodeName": "node-a"}, "status": {"phase": "Failed"}})
-    assert await pods.look(THE_POD) == Sight(None, is_gated=False, is_on_node=True, has_ended=True)
+    assert await pods.look(THE_POD) == Sight(None, is_gated=False, node="node-a", has_ended=True)
     api_server.says(200, builders.created(POD, uid="another"))
     assert await pods.look(THE_POD) is None
     api_server.says(404, {"kind": "Status"})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from tests import builders
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
@@ -33,6 +34,18 @@ NODE_B = gpu_node("node-b", "GPU-b0")
 KNOWN: Raw = {"status": {"held": {}}}
 
 
+def carrying(uid: str, uuid: str, *, node: str = "node-a", reservation: str = "r9", is_on_node: bool = True) -> Raw:
+    """A pod that exists and carries a reservation."""
+    annotations = {
+        "gpuwarden.io/reservation-id": reservation,
+        "gpuwarden.io/node": node,
+        "gpuwarden.io/gpu-uuid": uuid,
+        "gpuwarden.io/claim": ClaimRecord(gpus=1).text(),
+    }
+    meta = {"namespace": "ml", "name": uid, "uid": uid, "annotations": annotations}
+    return {"metadata": meta, "spec": {"nodeName": node} if is_on_node else {}, "status": {"phase": "Running"}}
+
+
 class Pods:
     """The pods that the API server has, by uid."""
 
@@ -45,13 +58,6 @@ class Pods:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def is_gone(self, pod: PodIdentity) -> bool:
-        await asyncio.sleep(0)
-        await self.may_answer.wait()
-        if self.is_away:
-            raise WitnessAwayError("away")
-        return pod.uid not in self.uids
-
     async def carriers(self) -> list[Carrier]:
         self.lists += 1
         await asyncio.sleep(0)
@@ -60,6 +66,8 @@ class Pods:
         return [one for one in map(Carrier.of, self.raws.values()) if one is not None]
 
     async def look(self, pod: PodIdentity) -> Sight | None:
+        await asyncio.sleep(0)
+        await self.may_answer.wait()
         if self.is_away:
             raise WitnessAwayError("away")
         return Sight.of(self.raws[pod.uid]) if pod.uid in self.uids else None
@@ -232,7 +240,7 @@ async def test_a_promised_pod_that_exists_keeps_its_devices_though_nobody_finali
     """The reconciler may be down for longer than the deadline: the pod is there all the same."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind(R1, pod(1))
-    bench.pods.uids.add("uid-1")
+    exists(bench, carrying("uid-1", "GPU-a0", reservation="r1"))
     bench.now += timedelta(hours=1)
     assert not await bench.ledger.collect(bench.now)
     with pytest.raises(SlotsTakenError):
@@ -240,6 +248,82 @@ async def test_a_promised_pod_that_exists_keeps_its_devices_though_nobody_finali
     held = bench.ledger.of_pod("uid-1")
     assert held is not None
     assert held.phase is Phase.FINALIZED
+
+
+def without_annotations(env: Raw | None, *, node: str = "node-a") -> Raw:
+    raw = carrying("uid-1", "GPU-a0", reservation="r1", node=node)
+    containers = [builders.raw_container(env=[env] if env else None)]
+    return {
+        **raw,
+        "metadata": {**raw["metadata"], "annotations": {}},
+        "spec": {**raw["spec"], "containers": containers},
+    }
+
+
+def shows(value: str) -> Raw:
+    return {"name": "NVIDIA_VISIBLE_DEVICES", "value": value}
+
+
+FROM_ITS_ANNOTATION: Raw = {
+    "name": "CUDA_VISIBLE_DEVICES",
+    "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.annotations['gpuwarden.io/gpu-uuid']"}},
+}
+FROM_ELSEWHERE: Raw = {"name": "CUDA_VISIBLE_DEVICES", "valueFrom": {"configMapKeyRef": {"name": "a", "key": "b"}}}
+GATED: Raw = {"schedulingGates": [{"name": "gpuwarden.io/queue"}]}
+CARRYING = carrying("uid-1", "GPU-a0", reservation="r1")
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_kept"),
+    [
+        pytest.param(CARRYING, True, id="carries-it"),
+        pytest.param({**CARRYING, "spec": {}}, True, id="carries-it-on-no-node"),
+        pytest.param({**CARRYING, "status": {"phase": "Failed"}}, False, id="carries-it-and-has-ended"),
+        pytest.param(carrying("uid-1", "GPU-a1", reservation="r9"), False, id="carries-another"),
+        pytest.param(without_annotations(None), False, id="runs-without-gpus"),
+        pytest.param(without_annotations(shows("all")), False, id="was-shown-all-as-a-monitor-is"),
+        pytest.param(without_annotations(shows("void")), False, id="was-shown-none"),
+        pytest.param(without_annotations(FROM_ELSEWHERE), False, id="was-shown-what-somebody-else-says"),
+        pytest.param(without_annotations(shows("GPU-a1")), False, id="was-shown-others"),
+        pytest.param(without_annotations(shows("GPU-a1,GPU-a0")), True, id="was-shown-them"),
+        pytest.param(without_annotations(shows("0,1")), True, id="was-shown-indices"),
+        pytest.param(without_annotations(FROM_ITS_ANNOTATION), True, id="was-shown-its-annotation"),
+        pytest.param(without_annotations(shows("GPU-a0"), node="node-b"), False, id="is-on-another-node"),
+        pytest.param({**without_annotations(None), "spec": GATED}, True, id="is-behind-our-gate"),
+    ],
+)
+async def test_what_a_review_has_promised_to_a_pod_that_exists_is_kept_only_if_the_pod_may_use_it(
+    bench: ClusterBench, raw: Raw, *, is_kept: bool
+) -> None:
+    """Anybody who may post reviews can name a pod."""
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(R1, pod(1))
+    exists(bench, raw)
+    bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    given_up = await bench.ledger.collect(bench.now)
+    assert [one.id for one in given_up] == ([] if is_kept else ["r1"])
+    assert bench.held()["GPU-a0/0"]["phase"] == ("finalized" if is_kept else "pending")
+
+
+async def test_what_was_forged_for_a_pod_takes_nothing_from_it(bench: ClusterBench) -> None:
+    """Whoever finds the one out cannot write the other down at that moment."""
+    await bench.reserve(ask(2), on("node-a", "GPU-a1"))
+    await bench.ledger.bind(ReservationId("r2"), pod(1))
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(R1, pod(1))
+    exists(bench, CARRYING)
+    bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    bench.store.refusals = 1
+    assert [one.id for one in await bench.ledger.collect(bench.now)] == ["r2"]
+    assert bench.held()["GPU-a0/0"]["phase"] == "pending"
+    with pytest.raises(SlotsTakenError):
+        await bench.reserve(ask(3), on("node-a", "GPU-a0"))
+    assert (await bench.reserve(ask(3), on("node-a", "GPU-a1"))).uuids == ("GPU-a1",)
+
+
+def exists(bench: ClusterBench, raw: Raw) -> None:
+    bench.pods.uids.add("uid-1")
+    bench.pods.raws["uid-1"] = raw
 
 
 async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench: ClusterBench) -> None:
@@ -414,18 +498,6 @@ async def test_one_bad_move_does_not_fail_its_neighbours(bench: ClusterBench) ->
     )
     assert [isinstance(one, Reservation) for one in results] == [True, False, True]
     assert refusals
-
-
-def carrying(uid: str, uuid: str, *, node: str = "node-a", reservation: str = "r9", is_on_node: bool = True) -> Raw:
-    """A pod that exists and carries a reservation."""
-    annotations = {
-        "gpuwarden.io/reservation-id": reservation,
-        "gpuwarden.io/node": node,
-        "gpuwarden.io/gpu-uuid": uuid,
-        "gpuwarden.io/claim": ClaimRecord(gpus=1).text(),
-    }
-    meta = {"namespace": "ml", "name": uid, "uid": uid, "annotations": annotations}
-    return {"metadata": meta, "spec": {"nodeName": node} if is_on_node else {}, "status": {"phase": "Running"}}
 
 
 async def test_an_object_that_says_nothing_of_what_is_held_is_rebuilt_before_it_gives_anything(

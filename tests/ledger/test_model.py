@@ -91,6 +91,7 @@ class Protocol(RuleBasedStateMachine):
         self.skews = [timedelta(0)] * REPLICAS
         self.replicas: list[Replica] = []
         self.number = 0
+        self.forged: set[str] = set()
 
     def teardown(self) -> None:
         self.loop.close()
@@ -169,12 +170,23 @@ class Protocol(RuleBasedStateMachine):
             return multiple()
         self.existing[one.pod.uid] = one
         self.facts.uids.add(one.pod.uid)
+        self.facts.raws[one.pod.uid] = carrying(one)
         return one
 
     @rule(one=consumes(pods))
     def end(self, one: Creation) -> None:
         del self.existing[one.pod.uid]
         self.facts.uids.discard(one.pod.uid)
+        del self.facts.raws[one.pod.uid]
+
+    @rule(one=pods, which=st.integers(0, REPLICAS - 1), places=PLACES)
+    def forge(self, one: Creation, which: int, places: list[Placement]) -> None:
+        """Reviews of the creation of a pod that exists, as anybody on the network may post them."""
+        forged = self.mutate(which, places, True)
+        if isinstance(forged, Creation):
+            assert forged.reservation_id is not None
+            self.forged.add(forged.reservation_id)
+            self.run(self.replicas[which].ledger.bind(forged.reservation_id, one.pod))
 
     # The reconciler, whenever it is alive: any replica may be elected.
 
@@ -239,6 +251,11 @@ class Protocol(RuleBasedStateMachine):
             assert [entry and entry.get("uid") for entry in entries] == [one.pod.uid] * len(entries)
 
     @invariant()
+    def what_is_forged_is_never_more_than_promised(self) -> None:
+        held = [entry for raw in self.store.objects.values() for entry in raw["status"].get("held", {}).values()]
+        assert not [one for one in held if one["reservation"] in self.forged and one["phase"] == "finalized"]
+
+    @invariant()
     def several_devices_are_held_together(self) -> None:
         for raw in self.store.objects.values():
             entries: dict[str, list[str]] = {}
@@ -293,10 +310,7 @@ class Remade(Protocol):
 
     @rule(target=Protocol.pods, one=consumes(Protocol.creations))
     def create(self, one: Creation) -> Any:
-        made = super().create(one)
-        if isinstance(made, Creation):
-            self.facts.raws[one.pod.uid] = carrying(one)
-        return made
+        return super().create(one)
 
     @rule(one=consumes(Protocol.pods))
     def end(self, one: Creation) -> None:

@@ -21,7 +21,10 @@ from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, OnBindDeadline, Rec
 BIND_DEADLINE = timedelta(minutes=5)
 R1 = ReservationId("r1")
 RECORD = ClaimRecord(gpus=1)
-ON_NODE: Raw = {"nodeName": "node-a"}
+ON_NODE: Raw = {
+    "nodeName": "node-a",
+    "containers": [builders.raw_container(env=builders.raw_env(NVIDIA_VISIBLE_DEVICES="GPU-a0"))],
+}
 POD = PodIdentity("ml", "pod-1", "uid-1")
 
 
@@ -361,6 +364,14 @@ async def test_without_its_annotations_a_running_pod_holds_its_devices_until_it_
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
     scene.reconciler.deleted(bare())
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
+async def test_a_pod_that_runs_and_was_shown_no_gpu_holds_none_whoever_says_so(scene: Scene) -> None:
+    await scene.run_a_pod()
+    raw = bare()
+    scene.show({**raw, "spec": {**raw["spec"], "containers": [builders.raw_container()]}})
     await scene.reconciler.step()
     assert scene.bench.held() == {}
 

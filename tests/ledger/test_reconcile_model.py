@@ -122,9 +122,6 @@ class ApiServer:
         raw = self.pods.get((pod.namespace, pod.name))
         return raw if raw is not None and raw["metadata"]["uid"] == pod.uid else None
 
-    async def is_gone(self, pod: PodIdentity) -> bool:
-        return await self._read(pod) is None
-
     async def look(self, pod: PodIdentity) -> Sight | None:
         raw = await self._read(pod)
         return None if raw is None else Sight.of(copy.deepcopy(raw))
@@ -220,7 +217,8 @@ class Reviewed:
 
 
 def gpus_of(raw: Raw) -> list[str]:
-    return str(raw["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]).split(",")
+    carried = raw["metadata"]["annotations"].get("gpuwarden.io/gpu-uuid")
+    return [] if carried is None else str(carried).split(",")
 
 
 class World(RuleBasedStateMachine):
@@ -327,6 +325,25 @@ class World(RuleBasedStateMachine):
                 binding = self.let_through(which, raw)
                 if binding is not None:
                     self.carry_out_a_binding(binding)
+
+    # Others, and what is forged.
+
+    @rule(name=NAMES, node=st.sampled_from(sorted(DEVICES)))
+    def run_a_pod_without_gpus(self, name: str, node: str) -> None:
+        self.number += 1
+        meta = {"namespace": "ml", "name": name, "uid": f"uid-{self.number}", "annotations": {}}
+        if ("ml", name) not in self.api.pods:
+            self.api.put({"metadata": meta, "spec": {"nodeName": node}, "status": {"phase": "Running"}})
+
+    @rule(which=WHICH, places=PLACES, data=st.data())
+    def forge(self, which: int, places: list[Placement], data: st.DataObject) -> None:
+        """Reviews of the creation of a pod that exists, as anybody on the network may post them."""
+        if self.api.pods:
+            meta = data.draw(st.sampled_from(self.pods()))["metadata"]
+            forged = self.mutate(which, places, meta["name"], meta["namespace"], False, False)
+            if isinstance(forged, Creation):
+                forged.pod = PodIdentity(meta["namespace"], meta["name"], meta["uid"])
+                self.bind(forged, which, is_heard=False)
 
     # It is put on its node, runs, ends and goes.
 

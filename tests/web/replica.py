@@ -13,7 +13,7 @@ from webhook.core.reservation import PodIdentity, Reservation
 from webhook.evidence.static import StaticEvidence
 from webhook.feed import Feed
 from webhook.inventory.file import InventoryFile
-from webhook.ledger.carrier import Carrier, carries_other
+from webhook.ledger.carrier import Carrier, Sight, carries_other
 from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
 from webhook.namespaces import Undemanding
 from webhook.pods import PodsUnavailableError
@@ -58,11 +58,11 @@ class Shared:
         other = carries_other(self.pods[pod.namespace, pod.name], held)
         return None if other is None else f"pod {pod.namespace}/{pod.name} {other}"
 
-    async def is_gone(self, pod: PodIdentity) -> bool:
-        try:
-            return await self.uid_of(pod.namespace, pod.name) != pod.uid
-        except PodsUnavailableError as exc:
-            raise WitnessAwayError from exc
+    async def look(self, pod: PodIdentity) -> Sight | None:
+        if self.is_away:
+            raise WitnessAwayError("away")
+        raw = self.pods.get((pod.namespace, pod.name))
+        return None if raw is None or raw["metadata"]["uid"] != pod.uid else Sight.of(raw)
 
     async def carriers(self) -> list[Carrier]:
         return [one for one in map(Carrier.of, self.pods.values()) if one is not None]

@@ -8,10 +8,12 @@ import msgspec
 from attrs import frozen
 
 from webhook.core import keys
+from webhook.core.check import visible_env
 from webhook.core.claim import ClaimRecord
 from webhook.core.device import DeviceUuid
+from webhook.core.dress import REFERENCE
 from webhook.core.errors import InvalidPodError
-from webhook.core.pod import Metadata, Wire
+from webhook.core.pod import EnvVar, Metadata, Pod, Wire
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 
 Raw = dict[str, Any]
@@ -23,13 +25,8 @@ class StatusWire(Wire, frozen=True):
     phase: str | None = None
 
 
-class GateWire(Wire, frozen=True):
-    name: str | None = None
-
-
 class SpecWire(Wire, frozen=True):
     node_name: str | None = None
-    scheduling_gates: list[GateWire] | None = None
 
 
 class MetaWire(Metadata, frozen=True):
@@ -96,6 +93,9 @@ class Carrier:
             has_controller=any(owner.controller for owner in meta.owner_references or ()),
         )
 
+    def carries(self, held: Reservation) -> bool:
+        return (self.reservation_id, self.node) == (held.id, held.node)
+
 
 @frozen
 class Sight:
@@ -104,20 +104,37 @@ class Sight:
     carrier: Carrier | None
     # Behind our gate it waits for its reservation to be written into it.
     is_gated: bool
-    is_on_node: bool
+    node: str
     has_ended: bool
+    # What its containers are told of GPUs, which nobody can change once it exists.
+    told: tuple[EnvVar, ...] = ()
 
     @classmethod
     def of(cls, raw: Raw) -> "Sight":
         """Raises msgspec.ValidationError for what is no pod."""
-        wire = msgspec.convert(raw, PodWire)
-        spec = wire.spec or SpecWire()
+        wire, pod = msgspec.convert(raw, PodWire), msgspec.convert(raw, Pod)
         return cls(
             carrier=Carrier.of(raw),
-            is_gated=any(gate.name == keys.QUEUE_GATE for gate in spec.scheduling_gates or ()),
-            is_on_node=bool(spec.node_name),
+            is_gated=pod.is_gated,
+            node=pod.body.node_name or "",
             has_ended=wire.status is not None and wire.status.phase in ENDED,
+            told=tuple(one for _, container in pod.containers() for one in visible_env(container)),
         )
+
+    @property
+    def is_on_node(self) -> bool:
+        return bool(self.node)
+
+    def may_see(self, held: Reservation) -> bool:
+        """Whether its containers may have been shown one of these devices, though it says nothing of it any more: by
+        name, by a placement map's index, or by an annotation as it was when they started."""
+        return self.node == held.node and any(may_mean(one, held) for one in self.told)
+
+
+def may_mean(one: EnvVar, held: Reservation) -> bool:
+    if one.shown is None:
+        return one.value_from == REFERENCE
+    return any(part in held.uuids or part.isdecimal() for part in one.shown.split(","))
 
 
 def carries_other(raw: Raw, held: Reservation) -> str | None:

@@ -29,8 +29,22 @@ from webhook.core.errors import (
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, with_finalizer, with_held
-from webhook.ledger.carrier import Carrier
-from webhook.ledger.moves import Adopt, AgainError, Expire, Held, Look, Move, Name, Release, Take, Times, may_give_way
+from webhook.ledger.carrier import Carrier, Sight
+from webhook.ledger.moves import (
+    Adopt,
+    AgainError,
+    Expire,
+    Held,
+    Look,
+    Move,
+    Name,
+    Promise,
+    Release,
+    Take,
+    Times,
+    may_give_way,
+    promise_of,
+)
 from webhook.ledger.shelf import Shelf
 from webhook.ledger.store import GpuNodeStore, RefusedError, StaleError, StoreAwayError
 
@@ -49,8 +63,8 @@ class WitnessAwayError(GpuwardenError):
 class Witness(Protocol):
     """Knows for certain which pods exist and which do not: by a quorum read, never by a cache."""
 
-    async def is_gone(self, pod: PodIdentity) -> bool:
-        """Whether there is no pod of that uid. Raises WitnessAwayError."""
+    async def look(self, pod: PodIdentity) -> Sight | None:
+        """The pod as it is now; None if it is gone. Raises WitnessAwayError."""
 
     async def carriers(self) -> Sequence[Carrier]:
         """All pods that carry a reservation. Raises WitnessAwayError."""
@@ -102,7 +116,7 @@ class ClusterLedger:
         self._shelf = Shelf(fleet)
         self._store = store
         self._witness = witness
-        self._gone: set[str] = set()  # uids of pods that will not come, until their reservations are cleared away
+        self._in_vain: set[Promise] = set()  # no pod will come for these, until they are cleared away
         self._clock = clock
         self._times = times
         self._desks: dict[str, Desk] = {}
@@ -154,7 +168,7 @@ class ClusterLedger:
         if self._clock() >= answer_by:
             raise DeadlinePassedError(ask.id)
         for known in self._shelf.several(ask.id):
-            if not may_give_way(known, self._clock(), self._times, self._gone):
+            if not may_give_way(known, self._clock(), self._times, self._in_vain):
                 placements = [Placement(known.node, known.slots)]
                 break
             await self.expire(known)  # asked for again, it is a new one
@@ -162,7 +176,7 @@ class ClusterLedger:
         for placement in placements:
             with self._shelf.wished(ask, placement):
                 try:
-                    taken = await self._moved(placement.node, Take(ask, placement, self._gone), answer_by)
+                    taken = await self._moved(placement.node, Take(ask, placement, self._in_vain), answer_by)
                 except SlotsTakenError as exc:
                     refused += isinstance(exc, PlacementRefusedError)
                     continue
@@ -207,12 +221,12 @@ class ClusterLedger:
         return [
             one
             for one in self._shelf.all()
-            if one.phase is Phase.PENDING and may_give_way(one, now, self._times, self._gone)
+            if one.phase is Phase.PENDING and may_give_way(one, now, self._times, self._in_vain)
         ]
 
     async def expire(self, one: Reservation) -> bool:
         """Clear away what was given up; the reconciler's part."""
-        return await self._moved(one.node, Expire(one.id, self._gone)) is not None
+        return await self._moved(one.node, Expire(one.id, self._in_vain)) is not None
 
     async def adopt(self, carrier: Carrier) -> Reservation | None:
         """Hold again what an existing pod carries and nobody else has; the reconciler's part.
@@ -249,21 +263,43 @@ class ClusterLedger:
         return given_up
 
     async def _is_given_up(self, one: Reservation, now: datetime) -> bool:
-        """A reservation whose pod's uid is known ends only with proof that there is no such pod."""
+        """A reservation that was promised to a pod ends only with proof that no such pod will use it."""
         if one.uid is not None:
-            pod = PodIdentity(one.namespace, one.pod_name or "", one.uid)
+            pod = pod_of(one)
             try:
-                if not await self._witness.is_gone(pod):
+                if not self.why_not_its(one, await self._witness.look(pod)):
                     await self.confirm(one.id, pod, node=one.node)
                     return False
             except (WitnessAwayError, LedgerError) as exc:
                 log.warning("expired reservation left as it is", reservation=one.id, exc_info=exc)
                 self._shelf.look_again(one, now + PATIENCE)
                 return False
-            self._gone.difference_update([uid for uid in self._gone if self._shelf.of_pod(uid) is None])
-            self._gone.add(one.uid)
+            self._in_vain = {promise for promise in self._in_vain if self._stands(promise)} | {promise_of(one)}
         self._shelf.offer(one)
         return True
+
+    def _stands(self, promise: Promise) -> bool:
+        node, reservation_id, _ = promise
+        known = self._shelf.on(node).get(reservation_id)
+        return known is not None and promise_of(known) == promise
+
+    def why_not_its(self, held: Reservation, seen: Sight | None) -> str:
+        """Empty as long as the pod may use what is held. That there is such a pod says nothing: anybody who may post
+        reviews can name one. It carries the reservation, waits behind our gate for it to be written there, or was
+        shown its devices as it started and has lost what it carried."""
+        if seen is None:
+            return "gone"
+        if seen.has_ended:
+            return "ended"
+        if seen.is_gated or (seen.carrier is not None and seen.carrier.carries(held)):
+            return ""
+        if seen.may_see(held) and not self._has_another(seen.carrier):
+            return ""
+        return "its pod does not carry it"
+
+    def _has_another(self, one: Carrier | None) -> bool:
+        own = None if one is None else self.carried(one)
+        return one is not None and own is not None and own.phase is Phase.FINALIZED and own.uid == one.pod.uid
 
     def waiting_in(self, namespace: str) -> int:
         return self._shelf.waiting_in(namespace)
@@ -441,6 +477,10 @@ class ClusterLedger:
             self.forget(name)
         else:
             self.learn(raw)
+
+
+def pod_of(held: Reservation) -> PodIdentity:
+    return PodIdentity(held.namespace, held.pod_name or "", held.uid or "")
 
 
 def is_settled(node: GpuNode) -> bool:

@@ -8,11 +8,11 @@ from webhook.core.device import DeviceUuid
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
-from webhook.ledger.moves import Everybody, Expire, Move, Name, Release, Take, Times, same_ask
+from webhook.ledger.moves import Everything, Expire, Move, Name, Release, Take, Times, same_ask
 from webhook.ledger.shelf import Shelf
 
 # Embedded, a uid is bound and its pod believed to exist in one step: a pending reservation has no pod.
-EVERYBODY = Everybody()
+EVERYTHING = Everything()
 
 
 class MemoryLedger:
@@ -33,7 +33,7 @@ class MemoryLedger:
             return same_ask(known, ask)
         for placement in placements:
             try:
-                taken = self._moved(placement.node, Take(ask, placement, EVERYBODY), now)
+                taken = self._moved(placement.node, Take(ask, placement, EVERYTHING), now)
             except SlotsTakenError:
                 continue
             if taken is not None:
@@ -75,7 +75,7 @@ class MemoryLedger:
 
     def _collect(self, now: datetime) -> list[Reservation]:
         past = list(self._shelf.past_deadline(now - self._times.clock_skew))
-        return [gone for one in past if (gone := self._moved(one.node, Expire(one.id, EVERYBODY), now)) is not None]
+        return [gone for one in past if (gone := self._moved(one.node, Expire(one.id, EVERYTHING), now)) is not None]
 
     def waiting_in(self, namespace: str) -> int:
         return self._shelf.waiting_in(namespace)

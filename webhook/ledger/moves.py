@@ -23,6 +23,9 @@ from webhook.ledger.carrier import Carrier, has_its_number
 
 Stored = Mapping[ReservationId, Reservation]
 Held = dict[ReservationId, Reservation]
+# A reservation and the pod that was promised it. By the pod alone, a forged reservation of a pod that exists would
+# speak against the one that the pod has.
+Promise = tuple[str, ReservationId, str | None]
 
 
 class AgainError(Exception):
@@ -44,20 +47,20 @@ class Move(Protocol):
         """Change `held`; the reservation as it then is, or a LedgerError."""
 
 
-class Everybody:
-    """All pods that are still only promised are gone: where a pod that exists is never only promised."""
+class Everything:
+    """All that is still only promised is promised in vain: where a pod that exists is never only promised."""
 
-    def __contains__(self, uid: object) -> bool:
+    def __contains__(self, promise: object) -> bool:
         return True
 
 
 @frozen
 class Take:
-    """Hold a placement, whole or not at all. `gone` are pods that are known not to exist."""
+    """Hold a placement, whole or not at all. What is promised `in_vain` no pod will come for."""
 
     ask: Ask
     placement: Placement
-    gone: Container[str] = ()
+    in_vain: Container[Promise] = ()
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
         known = held.get(self.ask.id)
@@ -65,7 +68,7 @@ class Take:
             return same_ask(known, self.ask)
         in_the_way = [one for one in held.values() if collides(one, self.placement.slots, self.ask.is_shared)]
         for one in in_the_way:
-            if not may_give_way(one, now, times, self.gone):
+            if not may_give_way(one, now, times, self.in_vain):
                 raise SlotsTakenError(self.ask.id)
         if in_the_way:
             give_way(in_the_way, stored, held)
@@ -92,12 +95,16 @@ def collides(one: Reservation, slots: Collection[Slot], is_shared: bool) -> bool
     return alone and bool(set(one.uuids) & {slot.uuid for slot in slots})
 
 
-def may_give_way(one: Reservation, now: datetime, times: Times, gone: Container[str]) -> bool:
-    """Others count a reservation out a clock skew later than its holder does; and never while its pod may exist,
+def may_give_way(one: Reservation, now: datetime, times: Times, in_vain: Container[Promise]) -> bool:
+    """Others count a reservation out a clock skew later than its holder does; and never while its pod may come for it,
     which from the moment its uid was bound is a question for the API server, not for a clock."""
     if one.phase is Phase.RELEASING:
         return True
-    return one.is_past_deadline(now - times.clock_skew) and (one.uid is None or one.uid in gone)
+    return one.is_past_deadline(now - times.clock_skew) and (one.uid is None or promise_of(one) in in_vain)
+
+
+def promise_of(one: Reservation) -> Promise:
+    return one.node, one.id, one.uid
 
 
 def give_way(in_the_way: list[Reservation], stored: Stored, held: Held) -> None:
@@ -210,11 +217,11 @@ class Expire:
     """A pending reservation is past its deadline, by a clock skew more than its holder thinks."""
 
     reservation_id: ReservationId
-    gone: Container[str] = ()
+    in_vain: Container[Promise] = ()
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
-        if known is None or not may_give_way(known, now, times, self.gone):
+        if known is None or not may_give_way(known, now, times, self.in_vain):
             return None
         return drop(known, stored, held, Event.DEADLINE_PASSED)
 

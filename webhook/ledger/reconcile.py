@@ -18,8 +18,8 @@ from webhook.core.errors import LedgerError, ReservationConflictError, Reservati
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
 from webhook.events import Events, Subject
-from webhook.ledger.carrier import Carrier, Sight
-from webhook.ledger.cluster import ClusterLedger, Witness, WitnessAwayError
+from webhook.ledger.carrier import Carrier
+from webhook.ledger.cluster import ClusterLedger, Witness, WitnessAwayError, pod_of
 
 log = structlog.get_logger(__name__)
 
@@ -60,10 +60,7 @@ class Waiting:
 
 
 class Pods(Witness, Protocol):
-    """Pods that can be looked at and removed, by a quorum read and by uid."""
-
-    async def look(self, pod: PodIdentity) -> Sight | None:
-        """The pod as it is now; None if it is gone. Raises WitnessAwayError."""
+    """Pods that can be removed, by uid."""
 
     async def remove(self, pod: PodIdentity) -> None:
         """This pod, by its uid, and no other of its name; one that is gone is no mistake. Raises WitnessAwayError."""
@@ -257,7 +254,7 @@ class Reconciler:
 
     def _is_carried(self, held: Reservation) -> bool:
         one = None if held.uid is None else self._pods.get(held.uid)
-        return one is not None and carries(one, held)
+        return one is not None and one.carries(held)
 
     async def _part(self, held: Reservation) -> None:
         """A reservation that no pod among those seen carries: freed only if that is certain."""
@@ -276,32 +273,15 @@ class Reconciler:
         place, now = (held.node, held.id), self._clock()
         if self._ask_again.get(place, now) > now:
             return
-        why = self._why_not_its(held, await self._api.look(pod_of(held)))
+        why = self._ledger.why_not_its(held, await self._api.look(pod_of(held)))
         if why:
             await self._release(held, pod_of(held), why)
         else:
             self._ask_again[place] = now + PATIENCE
 
-    def _why_not_its(self, held: Reservation, seen: Sight | None) -> str:
-        """Empty as long as the pod may use what is held. One that is on its node may do so whatever it says, unless it
-        says another that it has."""
-        if seen is None:
-            return "gone"
-        if seen.has_ended:
-            return "ended"
-        if seen.is_gated or (seen.carrier is not None and carries(seen.carrier, held)):
-            return ""
-        if seen.is_on_node and not self._has_another(seen.carrier):
-            return ""
-        return "its pod does not carry it"
-
-    def _has_another(self, one: Carrier | None) -> bool:
-        own = None if one is None else self._ledger.carried(one)
-        return one is not None and own is not None and own.phase is Phase.FINALIZED and own.uid == one.pod.uid
-
     async def _part_unnamed(self, held: Reservation) -> None:
         """Finalized is what has a pod. One without was written by hand; whose it could be, only a whole list tells."""
-        if held.phase is Phase.FINALIZED and not any(carries(one, held) for one in await self._api.carriers()):
+        if held.phase is Phase.FINALIZED and not any(one.carries(held) for one in await self._api.carriers()):
             await self._release(held, PodIdentity(held.namespace, "", ""), "of no pod")
 
     async def _release(self, held: Reservation, pod: PodIdentity, why: str) -> None:
@@ -311,14 +291,6 @@ class Reconciler:
     async def _expire(self, held: Reservation) -> None:
         if await self._ledger.expire(held):
             log.info("reservation expired", reservation=held.id, node=held.node)
-
-
-def carries(one: Carrier, held: Reservation) -> bool:
-    return (one.reservation_id, one.node) == (held.id, held.node)
-
-
-def pod_of(held: Reservation) -> PodIdentity:
-    return PodIdentity(held.namespace, held.pod_name or "", held.uid or "")
 
 
 def had_since(one: Carrier, held: Reservation | None) -> datetime:
