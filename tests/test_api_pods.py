@@ -1,5 +1,6 @@
 """Reading one pod: what the API server says, and what is no answer at all."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,12 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tests import builders
-from webhook.cluster import ApiPods
+from webhook.cluster import ApiGpuNodes, ApiPods
 from webhook.core import keys
 from webhook.core.pod import Pod
 from webhook.core.reservation import ReservationId
 from webhook.ledger.carrier import Sight
 from webhook.ledger.cluster import WitnessAwayError
+from webhook.ledger.store import StoreAwayError
 from webhook.listener import Listener
 from webhook.pods import PodsUnavailableError
 
@@ -42,6 +44,7 @@ class ApiServer:
     code: int = 200
     body: bytes = b""
     asked: list[str] = field(factory=list)
+    bodies: list[bytes] = field(factory=list)
     port: int = 0
 
     def says(self, code: int, raw: Any) -> None:
@@ -49,13 +52,14 @@ class ApiServer:
 
     async def answer(self, request: Request) -> Response:
         self.asked.append(request.scope["raw_path"].decode())
+        self.bodies.append(await request.body())
         return Response(self.body, self.code, media_type="application/json")
 
 
 @pytest.fixture
 async def api_server() -> AsyncIterator[ApiServer]:
     server = ApiServer()
-    app = Starlette(routes=[Route("/{path:path}", server.answer)])
+    app = Starlette(routes=[Route("/{path:path}", server.answer, methods=["GET", "DELETE"])])
     listener = Listener(app, host="127.0.0.1", port=0)
     await listener.start()
     server.port = listener.port
@@ -76,14 +80,14 @@ async def test_a_pod_is_read_for_certain(api_server: ApiServer, pods: ApiPods) -
     found = await pods.find("ml", "train-0")
     assert found == Pod.parse(DRESSED)
     assert await pods.uid_of("ml", "train-0") == builders.POD_UID
-    assert not await pods.is_gone(THE_POD)
+    assert await pods.look(THE_POD) is not None
     assert await pods.contradicts(THE_POD, HELD) is None
     assert set(api_server.asked) == {"/api/v1/namespaces/ml/pods/train-0"}
 
 
 async def test_another_pod_of_the_name_is_not_this_one(api_server: ApiServer, pods: ApiPods) -> None:
     api_server.says(200, builders.created(POD, uid="another"))
-    assert await pods.is_gone(THE_POD)
+    assert await pods.look(THE_POD) is None
     assert await pods.contradicts(THE_POD, HELD) == "pod ml/train-0 has another uid"
 
 
@@ -99,7 +103,7 @@ async def test_a_pod_that_is_not_there_is_gone(api_server: ApiServer, pods: ApiP
     assert await pods.find("ml", "train-0") is None
     assert await pods.contradicts(THE_POD, HELD) == "there is no pod ml/train-0"
     assert await pods.uid_of("ml", "train-0") == ""
-    assert await pods.is_gone(THE_POD)
+    assert await pods.look(THE_POD) is None
 
 
 NO_ANSWERS = {
@@ -125,8 +129,6 @@ async def test_what_is_no_answer_proves_no_absence(api_server: ApiServer, pods: 
     with pytest.raises(PodsUnavailableError):
         await pods.contradicts(THE_POD, HELD)
     with pytest.raises(WitnessAwayError):
-        await pods.is_gone(THE_POD)
-    with pytest.raises(WitnessAwayError):
         await pods.look(THE_POD)
 
 
@@ -149,10 +151,8 @@ async def test_a_pod_whose_name_nobody_knows_is_looked_for_in_the_whole_list(
     listed = {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [POD]}
     api_server.says(200, listed)
     assert await pods.look(nameless) is not None
-    assert not await pods.is_gone(nameless)
     api_server.says(200, {**listed, "items": []})
     assert await pods.look(nameless) is None
-    assert await pods.is_gone(nameless)
 
 
 async def test_nobody_there_proves_no_absence() -> None:
@@ -163,8 +163,36 @@ async def test_nobody_there_proves_no_absence() -> None:
             await ApiPods(api).find("ml", "train-0")
 
 
-async def test_a_name_leads_nowhere_else(api_server: ApiServer, pods: ApiPods) -> None:
+@pytest.mark.parametrize("name", ["../secrets/x?y", "..", ".", "a%b", "A", ""])
+async def test_a_name_that_no_pod_can_have_leads_nowhere_and_its_pod_is_gone(
+    api_server: ApiServer, pods: ApiPods, name: str
+) -> None:
     """Names come from reviews, which anybody on the network may write."""
-    api_server.says(404, {})
-    await pods.find("ml", "../secrets/x?y")
-    assert api_server.asked == ["/api/v1/namespaces/ml/pods/..%2Fsecrets%2Fx%3Fy"]
+    api_server.says(400, {"kind": "Status", "reason": "BadRequest"})
+    assert await pods.find("ml", name) is None
+    assert await pods.find(name, "train-0") is None
+    assert await pods.look(evolve(THE_POD, namespace=name)) is None
+    if name:
+        assert await pods.look(evolve(THE_POD, name=name)) is None
+    assert api_server.asked == []
+
+
+async def test_a_node_whose_name_is_the_path_of_something_else_has_no_object(api_server: ApiServer) -> None:
+    """It stands in an annotation of a pod that anybody may have made."""
+    api_server.says(200, {"kind": "APIResourceList", "groupVersion": "gpuwarden.io/v1alpha1", "resources": []})
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{api_server.port}"
+    async with client.ApiClient(configuration) as api:
+        assert await ApiGpuNodes(api).get("..") is None
+        assert api_server.asked == []
+        with pytest.raises(StoreAwayError):
+            await ApiGpuNodes(api).get("node-a")
+        api_server.says(200, {"kind": "GPUNode", "metadata": {"name": "node-b"}})
+        with pytest.raises(StoreAwayError):
+            await ApiGpuNodes(api).get("node-a")
+
+
+async def test_a_pod_is_removed_by_its_uid(api_server: ApiServer, pods: ApiPods) -> None:
+    api_server.says(200, {"kind": "Status"})
+    await pods.remove(THE_POD)
+    assert [json.loads(one) for one in api_server.bodies] == [{"preconditions": {"uid": builders.POD_UID}}]

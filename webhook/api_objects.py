@@ -11,6 +11,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from webhook.calls import LOST, NODE_PATH, answered
 from webhook.cluster import REQUEST_TIMEOUT, as_raw, translated
 from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_object_name
 from webhook.ledger.store import Raw, RefusedError, StoreAwayError
 from webhook.namespaces import NamespacesUnavailableError
 
@@ -54,10 +55,13 @@ class ApiObjects:
         self._kind = kind
 
     async def get(self, name: str) -> Raw | None:
+        if not is_object_name(name):
+            return None
         try:
             async with explained():
                 return as_raw(
-                    await self._objects.get_cluster_custom_object(*self._kind, name, _request_timeout=REQUEST_TIMEOUT)
+                    await self._objects.get_cluster_custom_object(*self._kind, name, _request_timeout=REQUEST_TIMEOUT),
+                    name,
                 )
         except StoreAwayError as exc:
             if is_not_found(exc):

@@ -10,6 +10,7 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_object_name
 
 Raw = dict[str, Any]
 REQUEST_TIMEOUT: Final = 10.0
@@ -66,10 +67,13 @@ async def answered(
     seconds: float,
     kind: str = JSON,
 ) -> tuple[int, bytes]:
-    """The status and the content of whatever comes back; raises one of LOST.
+    """The status and the content of whatever comes back; raises one of LOST. Names come from whoever sends reviews:
+    what cannot be one leads to no object, and to no request.
 
     By paths: the client's methods for pods and nodes load a module for every kind of object there is, 24 MiB of them.
     """
+    if not all(map(is_object_name, names.values())):
+        return 404, b""
     request = await api.param_serialize(  # which reads the token from its file
         method=method,
         resource_path=path,

@@ -13,6 +13,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.calls import LOST, POD_PATH, answered
 from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_object_name
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.ledger.carrier import Carrier, Sight, carries_other
@@ -110,10 +111,13 @@ class ApiGpuNodes:
         self._objects = client.CustomObjectsApi(api)
 
     async def get(self, name: str) -> Raw | None:
+        if not is_object_name(name):  # it comes from an annotation, and `..` is the path of something else
+            return None
         try:
             async with translated():
                 return as_raw(
-                    await self._objects.get_cluster_custom_object(*GPU_NODES, name, _request_timeout=REQUEST_TIMEOUT)
+                    await self._objects.get_cluster_custom_object(*GPU_NODES, name, _request_timeout=REQUEST_TIMEOUT),
+                    name,
                 )
         except StoreAwayError as exc:
             if isinstance(exc.__cause__, ApiException) and exc.__cause__.status == 404:
@@ -139,9 +143,12 @@ class ApiGpuNodes:
             )
 
 
-def as_raw(answer: object) -> Raw:
-    if not isinstance(answer, dict):
+def as_raw(answer: object, name: str | None = None) -> Raw:
+    """The object that was asked for; a list, a Status or another object is no answer."""
+    if not isinstance(answer, dict) or not isinstance(answer.get("metadata"), dict):
         raise StoreAwayError("the API server answered with something else than an object")
+    if name is not None and answer["metadata"].get("name") != name:
+        raise StoreAwayError("the API server answered with something else than that object")
     return answer
 
 
@@ -206,14 +213,6 @@ class ApiPods:
             return f"{name} has another uid"
         other = carries_other(raw, held)
         return None if other is None else f"{name} {other}"
-
-    async def is_gone(self, pod: PodIdentity) -> bool:
-        if not pod.name:  # written by hand: then only a whole list tells
-            return all(one["metadata"].get("uid") != pod.uid for one in await self._all())
-        try:
-            return await self.uid_of(pod.namespace, pod.name) != pod.uid
-        except PodsUnavailableError as exc:
-            raise WitnessAwayError(str(exc)) from exc
 
     def created(self, pod: PodIdentity) -> None:
         """Nothing: a review is no proof that the pod will exist, the watch is."""

@@ -113,6 +113,12 @@ class GpuNode:
         )
 
 
+def name_in(raw: Raw) -> str:
+    """Of an object that may be none of ours; empty if it says none."""
+    meta = raw.get("metadata")
+    return str(meta.get("name") or "") if isinstance(meta, dict) else ""
+
+
 def device(wire: DeviceWire) -> Device:
     return Device(
         uuid=DeviceUuid(wire.uuid),

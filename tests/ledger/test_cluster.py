@@ -578,6 +578,13 @@ async def test_what_was_held_on_an_object_that_cannot_be_read_is_remembered(benc
     assert await bench.ledger.find(R1) == held
 
 
+async def test_what_is_no_object_at_all_is_no_news(bench: ClusterBench) -> None:
+    held = await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    for raw in ({"kind": "APIResourceList", "resources": []}, {"kind": "GPUNodeList", "metadata": {}, "items": []}):
+        bench.ledger.learn(raw)
+    assert await bench.ledger.find(R1) == held
+
+
 async def test_an_object_that_a_hand_made_unreadable_holds_nobody_up_until_it_is_mended(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     good = bench.store.objects["node-a"]

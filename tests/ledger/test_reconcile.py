@@ -10,11 +10,12 @@ from tests import builders
 from tests.builders import Raw
 from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
-from tests.ledger.test_cluster import NODE_A, ClusterBench
+from tests.ledger.test_cluster import NODE_A, ClusterBench, Pods
 from webhook.core import keys
 from webhook.core.claim import ClaimRecord
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, PodIdentity, ReservationId
+from webhook.ledger.carrier import Sight
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, OnBindDeadline, Reconciler, Waiting
 
@@ -546,6 +547,29 @@ async def test_a_hold_that_was_dropped_by_hand_is_there_again(scene: Scene) -> N
     await scene.reconciler.step()
     assert scene.bench.held()["GPU-a0/0"]["uid"] == POD.uid
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
+
+
+class OddPods(Pods):
+    """One of them is nothing that anybody foresaw."""
+
+    async def look(self, pod: PodIdentity) -> Sight | None:
+        if pod.uid == "uid-odd":
+            raise KeyError("metadata")
+        return await super().look(pod)
+
+
+async def test_one_pod_that_nobody_foresaw_stops_nothing_for_the_others(scene: Scene) -> None:
+    for number, uuid, uid in ((1, "GPU-a0", "uid-odd"), (2, "GPU-a1", "uid-2")):
+        reservation = await scene.bench.reserve(Ask(ReservationId(f"r{number}"), "ml", "d"), on("node-a", uuid))
+        await scene.bench.ledger.confirm(reservation.id, PodIdentity("ml", f"pod-{number}", uid))
+    waiting = Waiting(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
+    reconciler = Reconciler(scene.bench.ledger, OddPods(), scene.heard, lambda: scene.bench.now, waiting)
+    reconciler.replaced({})
+    await scene.bench.reserve(Ask(ReservationId("r3"), "ml", "d"), on("node-a", "GPU-a2"))
+    scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    await reconciler.step()
+    await reconciler.step()
+    assert list(scene.bench.held()) == ["GPU-a0/0"]
 
 
 # Objects that come and go.

@@ -323,6 +323,22 @@ async def test_all_mistakes_of_a_pod_are_named_at_once(house: House) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["a%b", "..", "A", "a/b"])
+@pytest.mark.parametrize("field", ["request.name", "request.namespace", "metadata.name"])
+async def test_a_name_that_no_pod_can_have_is_refused_at_both_doors(house: House, name: str, field: str) -> None:
+    """Of such a pod nobody could ever say that it is gone."""
+    final = builders.created(await house.dress(gpu_pod()))
+    for path, raw in (("/mutate", gpu_pod()), ("/validate", final)):
+        review = builders.review("CREATE", new=raw, uid=f"other-{path}")
+        part, _, member = field.partition(".")
+        where = review["request"] if part == "request" else review["request"]["object"]["metadata"]
+        where[member] = name
+        response = await house.ask(path, review)
+        assert refusal(response) == (403, "InvalidPod")
+        assert field in response["status"]["message"]
+    assert [one.uid for one in house.parts.ledger.reservations()] == [None]
+
+
 async def test_proven_but_all_taken_is_429(house: House) -> None:
     await house.create(gpu_pod(2, annotations=hashed(HASH)))
     assert refusal(await house.mutate(gpu_pod(annotations=hashed(HASH)), "another")) == (429, "NoFreeDevice")

@@ -28,7 +28,7 @@ from webhook.core.errors import (
 )
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
-from webhook.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, with_finalizer, with_held
+from webhook.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, name_in, with_finalizer, with_held
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.moves import (
     Adopt,
@@ -132,7 +132,7 @@ class ClusterLedger:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError as exc:
             log.warning("GPUNode cannot be read", problem=str(exc))
-            self.forget(raw["metadata"]["name"])  # nothing can be written there
+            self.forget(name_in(raw))  # nothing can be written there
             return
         desk = self._desk(node.name)
         if desk.node is not None and desk.node.version >= node.version:

@@ -173,6 +173,8 @@ class Reconciler:
             await action
         except (LedgerError, WitnessAwayError) as exc:
             log.warning("left for the next pass", error=type(exc).__name__, **about)
+        except Exception:  # a bug with one: the others are served
+            log.exception("one of a pass failed", **about)
 
     def _is_at_rest(self, one: Carrier) -> bool:
         """Nothing is to be done about nearly every pod, nearly always."""

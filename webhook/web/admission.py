@@ -40,6 +40,7 @@ from webhook.core.errors import (
 from webhook.core.hints import handed_down
 from webhook.core.hints import hinted as with_hints
 from webhook.core.lines import OWN_IDS
+from webhook.core.names import is_object_name
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
@@ -537,7 +538,18 @@ def not_reviewed(review: Review) -> Deny | None:
 def required_object(review: Review) -> RawPod:
     if review.raw is None:
         raise InvalidPodError("the review has no object")
+    mistakes = [f"{field}: {name[:80]!r} is no name of an object" for field, name in names_in(review).items()]
+    if mistakes:
+        raise InvalidPodError(*mistakes)
     return review.raw
+
+
+def names_in(review: Review) -> dict[str, str]:
+    """Those that no object can have. Nobody could ever say for certain that a pod of such a name is gone."""
+    meta = (review.raw or {}).get("metadata")
+    name = meta.get("name") if isinstance(meta, dict) else None
+    told = {"request.namespace": review.namespace, "request.name": review.name, "metadata.name": name}
+    return {field: str(one) for field, one in told.items() if one and not is_object_name(str(one))}
 
 
 def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review) -> bool:
