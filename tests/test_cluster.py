@@ -31,6 +31,8 @@ class ApiServer:
 
     status: dict[str, Any] = field(factory=dict)
     code: int = 201
+    is_allowed: bool = True
+    permissions: list[dict[str, Any]] = field(factory=list)
     shown: list[str] = field(factory=list)
     asked: list[dict[str, Any]] = field(factory=list)
     port: int = 0
@@ -41,11 +43,19 @@ class ApiServer:
         about = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": self.asked[-1]}
         return JSONResponse({**about, "status": self.status}, status_code=self.code)
 
+    async def review_access(self, request: Request) -> Response:
+        self.permissions.append((await request.json())["spec"])
+        about = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": self.permissions[-1]}
+        return JSONResponse({**about, "status": {"allowed": self.is_allowed}}, status_code=self.code)
+
 
 @pytest.fixture
 async def api_server() -> AsyncIterator[ApiServer]:
     server = ApiServer()
-    routes = [Route("/apis/authentication.k8s.io/v1/tokenreviews", server.review, methods=["POST"])]
+    routes = [
+        Route("/apis/authentication.k8s.io/v1/tokenreviews", server.review, methods=["POST"]),
+        Route("/apis/authorization.k8s.io/v1/subjectaccessreviews", server.review_access, methods=["POST"]),
+    ]
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     CA.issue_cert("127.0.0.1").configure_cert(context)
     listener = Listener(Starlette(routes=routes), host="127.0.0.1", port=0, ssl_context=context)
@@ -179,6 +189,29 @@ async def test_an_api_server_that_refuses_to_say_leaves_it_open(api_server: ApiS
     api_server.code = 500
     with pytest.raises(CallersUnavailableError):
         await ApiCallers(api).is_reviewer("t", "gpuwarden", ())
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+async def test_who_may_bind_is_asked_of_the_tokens_user_in_the_pods_namespace(
+    api_server: ApiServer, api: client.ApiClient, *, is_allowed: bool
+) -> None:
+    user = {"username": "jane", "uid": "u-1", "groups": ["ml-team"], "extra": {"scopes": ["some"]}}
+    api_server.status, api_server.is_allowed = {"authenticated": True, "user": user}, is_allowed
+    assert await ApiCallers(api).may_bind("t", "ml") is is_allowed
+    asked = {"namespace": "ml", "verb": "create", "resource": "pods", "subresource": "binding"}
+    (spec,) = api_server.permissions
+    assert {name: value for name, value in spec.items() if value is not None} == {
+        "user": "jane",
+        "uid": "u-1",
+        "groups": ["ml-team"],
+        "extra": {"scopes": ["some"]},
+        "resourceAttributes": asked,
+    }
+
+
+async def test_nobodys_token_may_bind_nothing(api_server: ApiServer, api: client.ApiClient) -> None:
+    assert not await ApiCallers(api).may_bind("t", "ml")
+    assert api_server.permissions == []
 
 
 async def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:

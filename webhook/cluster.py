@@ -157,6 +157,7 @@ class ApiCallers:
 
     def __init__(self, api: client.ApiClient) -> None:
         self._reviews = client.AuthenticationV1Api(api)
+        self._permissions = client.AuthorizationV1Api(api)
 
     async def is_authentic(self, token: str) -> bool:
         """Whether it is the token of anybody for the API server."""
@@ -165,9 +166,27 @@ class ApiCallers:
     async def is_reviewer(self, token: str, audience: str, users: Collection[str]) -> bool:
         """Whether it was made out for `audience`, to one of `users` if any are named."""
         user = await self._user_of(token, audience)
-        return user is not None and (not users or user in users)
+        return user is not None and (not users or (user.username or "") in users)
 
-    async def _user_of(self, token: str, audience: str | None = None) -> str | None:
+    async def may_bind(self, token: str, namespace: str) -> bool:
+        """Whether its user may put pods of the namespace on nodes without us. Ours is a right that is not lent."""
+        user = await self._user_of(token)
+        if user is None:
+            return False
+        binding = client.V1ResourceAttributes(
+            namespace=namespace, verb="create", resource="pods", subresource="binding"
+        )
+        spec = client.V1SubjectAccessReviewSpec(
+            user=user.username, groups=user.groups, uid=user.uid, extra=user.extra, resource_attributes=binding
+        )
+        review = client.V1SubjectAccessReview(spec=spec)
+        try:
+            answer = await self._permissions.create_subject_access_review(review, _request_timeout=REQUEST_TIMEOUT)
+        except LOST as exc:
+            raise CallersUnavailableError("the API server cannot be asked") from exc
+        return bool(answer.status and answer.status.allowed)
+
+    async def _user_of(self, token: str, audience: str | None = None) -> client.V1UserInfo | None:
         """Whose it is. Who authenticates tokens and knows nothing of audiences leaves them out of the answer: such a
         token is for the API server, and whoever is shown it there could have sent it here."""
         audiences = None if audience is None else [audience]
@@ -181,7 +200,7 @@ class ApiCallers:
             return None
         if audience is not None and audience not in (status.audiences or ()):
             return None
-        return (status.user.username if status.user else None) or ""
+        return status.user or client.V1UserInfo()
 
 
 def pod_in(body: bytes, namespace: str, name: str) -> Raw:

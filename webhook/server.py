@@ -29,7 +29,7 @@ from webhook.web.callers import Guarded, IsAuthentic
 from webhook.web.devices import Devices
 from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
-from webhook.web.extender import ExtenderRoutes
+from webhook.web.extender import ExtenderRoutes, MayBind
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health, Stage
 from webhook.wiring import Parts, embedded
@@ -93,6 +93,7 @@ class Assembly:
     is_authentic: IsAuthentic | None = None
     is_reviewer: IsAuthentic | None = None
     bindings: Bindings | None = None
+    may_bind: MayBind | None = None
 
     def guarded(self, app: ASGIApp, paths: frozenset[str] = KNOWN_CALLERS_ONLY) -> ASGIApp:
         return self._guarded(app, paths, self.is_authentic)
@@ -132,7 +133,8 @@ class Server:
         self._plain = Listener(
             assembly.guarded(plain_app(finalize, devices, health, metrics)), host=host, port=settings.ui_port
         )
-        routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health)
+        may_bind = None if settings.extender_client_ca else assembly.may_bind
+        routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health, may_bind)
         extender = extender_app(routes, health, metrics)
         self._extender = Listener(
             extender if settings.extender_client_ca else assembly.guarded(extender, SCHEDULERS_ONLY),
@@ -289,7 +291,7 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
             log.warning("reservations are kept in memory, and reviews are believed: for development only")
             parts = embedded(settings, utc_now)
         bindings = ApiBindings(api) if settings.keeps_in_cluster else None
-        yield Assembly(parts, pods, callers.is_authentic, reviewers(settings, callers), bindings)
+        yield Assembly(parts, pods, callers.is_authentic, reviewers(settings, callers), bindings, callers.may_bind)
 
 
 def reviewers(settings: Settings, callers: "ApiCallers") -> IsAuthentic | None:

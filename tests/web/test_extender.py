@@ -18,7 +18,8 @@ from tests.web.replica import Shared, sharing
 from tests.web.test_app import paths
 from webhook.scheduler.extender import Extender
 from webhook.web.app import extender_app, plain_extender_app
-from webhook.web.extender import MAX_BODY, ExtenderRoutes
+from webhook.web.callers import CallersUnavailableError
+from webhook.web.extender import MAX_BODY, ExtenderRoutes, MayBind
 from webhook.web.health import Stage
 
 NAMES = ["node-a", "node-b", "node-c"]
@@ -26,9 +27,9 @@ DIFFERS = "attestation hash differs from the required one"
 ABSENT = "no attestation evidence for this node"
 
 
-def of_house(house: House, *, plain: bool = False) -> httpx.AsyncClient:
+def of_house(house: House, *, plain: bool = False, may_bind: MayBind | None = None) -> httpx.AsyncClient:
     parts = house.parts
-    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, house.health)
+    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, house.health, may_bind)
     app = (plain_extender_app if plain else extender_app)(routes, house.health, parts.metrics)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="https://extender")
 
@@ -51,6 +52,19 @@ def by_name(pod: Raw, *names: str) -> Raw:
 def by_object(pod: Raw, *names: str) -> Raw:
     items = [{"metadata": {"name": name, "labels": {"host": name}}, "spec": {}, "status": {}} for name in names]
     return {"Pod": pod, "Nodes": {"metadata": {}, "items": items}, "NodeNames": None}
+
+
+class Permissions:
+    """Who may bind pods of which namespace."""
+
+    def __init__(self, *pairs: tuple[str, str]) -> None:
+        self.pairs = pairs
+        self.is_away = False
+
+    async def may_bind(self, token: str, namespace: str) -> bool:
+        if self.is_away:
+            raise CallersUnavailableError("away")
+        return (token, namespace) in self.pairs
 
 
 async def asked(client: httpx.AsyncClient, path: str, content: Any) -> Any:
@@ -259,3 +273,21 @@ async def test_the_plain_listener_has_s0s_two_routes(house: House) -> None:
         for path in ("/bind", "/prioritize"):
             assert (await client.post(path, json={})).status_code == 404
         assert (await client.get("/filter")).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("token", "namespace", "said"),
+    [
+        pytest.param("jane", "ml", "there is no cluster here", id="may"),
+        pytest.param("jane", "other", "the token's user may not", id="elsewhere"),
+        pytest.param("joe", "ml", "the token's user may not", id="somebody-else"),
+    ],
+)
+async def test_the_right_to_bind_is_lent_to_nobody(house: House, token: str, namespace: str, said: str) -> None:
+    permissions = Permissions(("jane", "ml"))
+    wish = {"PodName": "p", "PodNamespace": namespace, "PodUID": "u", "Node": "node-a"}
+    async with of_house(house, may_bind=permissions.may_bind) as client:
+        client.headers["Authorization"] = f"Bearer {token}"
+        assert (await asked(client, "/bind", wish))["Error"].startswith(said)
+        permissions.is_away = True
+        assert (await client.post("/bind", json=wish)).status_code == 503

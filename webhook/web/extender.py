@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from webhook.namespaces import NamespacesUnavailableError
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
 from webhook.telemetry import Metrics
 from webhook.web.body import RefusedBodyError, read_body
+from webhook.web.callers import CallersUnavailableError
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
@@ -31,15 +33,20 @@ log = structlog.get_logger(__name__)
 MAX_BODY = 32 * 2**20
 
 Answer = Callable[[bytes], Awaitable[tuple[bytes, str]]]
+MayBind = Callable[[str, str], Awaitable[bool]]
+
+NOT_ALLOWED = "the token's user may not create pods/binding in the pod's namespace"
 
 
 class ExtenderRoutes:
     """`POST /filter`, `/prioritize`, `/preempt` and `/bind`."""
 
-    def __init__(self, extender: Extender, metrics: Metrics, health: Health) -> None:
+    def __init__(self, extender: Extender, metrics: Metrics, health: Health, may_bind: MayBind | None = None) -> None:
+        """`may_bind` says of a token whether its user may bind pods of a namespace, where callers come with tokens."""
         self._extender = extender
         self._metrics = metrics
         self._health = health
+        self._may_bind = may_bind
 
     async def filter(self, request: Request) -> Response:
         return await self._answered(request, "filter", self._filtered)
@@ -51,7 +58,8 @@ class ExtenderRoutes:
         return await self._answered(request, "preempt", self._preempted)
 
     async def bind(self, request: Request) -> Response:
-        return await self._answered(request, "bind", self._bound)
+        token = request.headers.get("authorization", "").partition(" ")[2]
+        return await self._answered(request, "bind", partial(self._bound, token))
 
     async def _answered(self, request: Request, verb: str, answer: Answer) -> Response:
         started = time.perf_counter()
@@ -63,6 +71,8 @@ class ExtenderRoutes:
             return refusal(exc.code, str(exc))
         except MalformedArgsError as exc:
             return refusal(400, str(exc))
+        except CallersUnavailableError:
+            return refusal(503, "callers cannot be checked at this moment")
         except (LedgerError, NamespacesUnavailableError) as exc:
             away = LEDGER_AWAY if isinstance(exc, LedgerError) else NAMESPACE_AWAY
             log.warning("extender cannot answer", verb=verb, problem=away, exc_info=exc)
@@ -86,8 +96,11 @@ class ExtenderRoutes:
         left = await self._extender.worth_an_eviction(args)
         return preempt_result(left), "passed" if left or not args.victims else "refused"
 
-    async def _bound(self, body: bytes) -> tuple[bytes, str]:
-        problem = await self._extender.bind(BindArgs.parse(body))
+    async def _bound(self, token: str, body: bytes) -> tuple[bytes, str]:
+        args = BindArgs.parse(body)
+        if self._may_bind is not None and not await self._may_bind(token, args.pod.namespace):
+            return error_answer(NOT_ALLOWED), "refused"
+        problem = await self._extender.bind(args)
         return error_answer(problem), "refused" if problem else "passed"
 
 
