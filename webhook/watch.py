@@ -25,6 +25,9 @@ Trimmed = Callable[[Raw], Raw]
 
 # The server ends a watch after this; a little less than what proxies in between tend to allow.
 WATCH_SECONDS = 290
+# Bookmarks come about once a minute, so who has said nothing for longer is not there: a path that has died without a
+# word would be believed until the watch's own end.
+SILENCE = 90.0
 LIST_TIMEOUT = 60.0
 PAGE = 500
 # After a failure: soon, then less and less often. A server that comes back is noticed within this.
@@ -61,9 +64,11 @@ class Watch:
         listener: Listener,
         only: Mapping[str, str] | None = None,
         trimmed: Trimmed | None = None,
+        silence: float = SILENCE,
     ) -> None:
         """`only`: the selectors of a query, where not all objects are wanted; `trimmed`: what the listener wants of
         each in a list, which may be of many thousands."""
+        self._silence = silence
         self._api = api
         self._path = path
         self._only = dict(only or {})
@@ -118,11 +123,17 @@ class Watch:
             "resourceVersion": self._version,
             "timeoutSeconds": str(WATCH_SECONDS),
         }
-        response = await opened(self._api, self._path, query, WATCH_SECONDS + 30)
+        async with asyncio.timeout(self._silence):
+            response = await opened(self._api, self._path, query, WATCH_SECONDS + 30)
         self.is_current = True
         async with response:
-            async for line in response.content:
+            while line := await self._line(response):
                 yield msgspec.json.decode(line)
+
+    async def _line(self, response: aiohttp.ClientResponse) -> bytes:
+        """Empty at the end. Raises TimeoutError after a silence."""
+        async with asyncio.timeout(self._silence):
+            return await response.content.readline()
 
     def _tell(self, event: Raw) -> None:
         kind, raw = event["type"], event["object"]
