@@ -13,13 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tests import builders
+from tests.builders import Raw
 from webhook.cluster import ApiGpuNodes, ApiPods
 from webhook.core import keys
+from webhook.core.errors import LedgerError
 from webhook.core.pod import Pod
 from webhook.core.reservation import ReservationId
 from webhook.ledger.carrier import Sight
 from webhook.ledger.cluster import WitnessAwayError
-from webhook.ledger.store import StoreAwayError
+from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 from webhook.listener import Listener
 from webhook.pods import PodsUnavailableError
 
@@ -59,7 +61,7 @@ class ApiServer:
 @pytest.fixture
 async def api_server() -> AsyncIterator[ApiServer]:
     server = ApiServer()
-    app = Starlette(routes=[Route("/{path:path}", server.answer, methods=["GET", "DELETE"])])
+    app = Starlette(routes=[Route("/{path:path}", server.answer, methods=["GET", "PUT", "DELETE"])])
     listener = Listener(app, host="127.0.0.1", port=0)
     await listener.start()
     server.port = listener.port
@@ -187,9 +189,41 @@ async def test_a_node_whose_name_is_the_path_of_something_else_has_no_object(api
         assert api_server.asked == []
         with pytest.raises(StoreAwayError):
             await ApiGpuNodes(api).get("node-a")
+        api_server.says(403, {"kind": "Status"})
+        with pytest.raises(StoreAwayError):
+            await ApiGpuNodes(api).get("node-a")
         api_server.says(200, {"kind": "GPUNode", "metadata": {"name": "node-b"}})
         with pytest.raises(StoreAwayError):
             await ApiGpuNodes(api).get("node-a")
+
+
+def status(code: int, message: str) -> Raw:
+    return {"kind": "Status", "code": code, "message": message}
+
+
+@pytest.mark.parametrize(
+    ("code", "raw", "error"),
+    [
+        pytest.param(409, status(409, "modified"), StaleError, id="stale"),
+        pytest.param(422, status(422, "invalid"), RefusedError, id="against-its-rules"),
+        pytest.param(403, status(403, "forbidden"), RefusedError, id="forbidden"),
+        pytest.param(413, status(413, "limit is 3145728"), RefusedError, id="beyond-what-it-reads"),
+        pytest.param(500, status(500, "etcdserver: request is too large"), RefusedError, id="beyond-what-it-keeps"),
+        pytest.param(500, status(500, "etcdserver: leader changed"), StoreAwayError, id="a-failure"),
+        pytest.param(429, status(429, "slow down"), StoreAwayError, id="too-many"),
+    ],
+)
+async def test_what_would_be_refused_again_is_not_an_answer_that_was_lost(
+    api_server: ApiServer, code: int, raw: Raw, error: type[LedgerError]
+) -> None:
+    api_server.says(code, raw)
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{api_server.port}"
+    async with client.ApiClient(configuration) as api:
+        nodes = ApiGpuNodes(api)
+        for write in (nodes.put, nodes.put_status):
+            with pytest.raises(error):
+                await write({"metadata": {"name": "node-a"}})
 
 
 async def test_a_pod_is_removed_by_its_uid(api_server: ApiServer, pods: ApiPods) -> None:

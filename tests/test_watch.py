@@ -29,12 +29,16 @@ class ApiServer:
     def __init__(self) -> None:
         self.begun_at: list[str] = []
         self.is_over = asyncio.Event()
+        self.has_been_asked_again, self.may_answer_again = asyncio.Event(), asyncio.Event()
         self.port = 0
 
     async def answer(self, request: Request) -> Response:
         if "watch" not in request.query_params:
             return JSONResponse({"kind": "ConfigMapList", "apiVersion": "v1", "metadata": {"resourceVersion": "5"}})
         self.begun_at.append(request.query_params["resourceVersion"])
+        if len(self.begun_at) > 1:
+            self.has_been_asked_again.set()
+            await self.may_answer_again.wait()
         return StreamingResponse(self.events(), media_type="application/json")
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -77,21 +81,23 @@ class Listening:
 async def test_a_watch_that_has_gone_silent_is_not_believed_and_goes_on_where_it_was(api_server: ApiServer) -> None:
     configuration = client.Configuration()
     configuration.host = f"http://127.0.0.1:{api_server.port}"
-    listening = Listening()
+    listening, states = Listening(), []
     async with client.ApiClient(configuration) as api:
         watch = Watch(api, PATH, listening, silence=0.5)
         running = asyncio.create_task(watch.run())
         async with asyncio.timeout(20):
             await listening.has_changed.wait()
-            assert watch.is_current
-            while watch.is_current:
-                await asyncio.sleep(0.005)
+            states.append(watch.is_current)
             listening.has_changed.clear()
+            await api_server.has_been_asked_again.wait()
+            states.append(watch.is_current)
+            api_server.may_answer_again.set()
             await listening.has_changed.wait()
-        assert watch.is_current
+        states.append(watch.is_current)
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
+    assert states == [True, False, True]
     assert listening.heard[:2] == ["map-1", "map-2"]
     assert api_server.begun_at[:2] == ["5", "6"]
     assert watch.lists == 1

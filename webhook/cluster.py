@@ -104,6 +104,25 @@ async def translated() -> AsyncIterator[None]:
         raise StoreAwayError("the API server did not answer") from exc
 
 
+@asynccontextmanager
+async def written() -> AsyncIterator[None]:
+    """The same of writes that somebody waits for: what the API server would refuse again is refused, not lost, so that
+    another node is tried at once."""
+    try:
+        async with translated():
+            yield
+    except StoreAwayError as exc:
+        cause = exc.__cause__
+        if isinstance(cause, ApiException) and (cause.status in (403, 413) or is_too_large(cause)):
+            raise RefusedError(f"the API server answered {cause.status}: {cause.body or cause.reason}"[:400]) from cause
+        raise
+
+
+def is_too_large(exc: ApiException) -> bool:
+    """What etcd does not take is an error of the API server's own."""
+    return exc.status == 500 and any(words in str(exc.body) for words in ("request is too large", "larger than max"))
+
+
 class ApiGpuNodes:
     """GPUNode objects of the API server, which is the store, the lock and the second lock."""
 
@@ -126,7 +145,7 @@ class ApiGpuNodes:
 
     async def put(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with translated():
+        async with written():
             return as_raw(
                 await self._objects.replace_cluster_custom_object(
                     *GPU_NODES, name, raw, _request_timeout=REQUEST_TIMEOUT
@@ -135,7 +154,7 @@ class ApiGpuNodes:
 
     async def put_status(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with translated():
+        async with written():
             return as_raw(
                 await self._objects.replace_cluster_custom_object_status(
                     *GPU_NODES, name, raw, _request_timeout=REQUEST_TIMEOUT

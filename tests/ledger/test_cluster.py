@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from structlog.testing import capture_logs
 
 from tests import builders
 from tests.builders import Raw
@@ -15,7 +16,13 @@ from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_no
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy
 from webhook.core.device import DeviceUuid, Node
-from webhook.core.errors import DeadlinePassedError, LedgerUnavailableError, SlotsTakenError, UnknownReservationError
+from webhook.core.errors import (
+    DeadlinePassedError,
+    LedgerUnavailableError,
+    PlacementRefusedError,
+    SlotsTakenError,
+    UnknownReservationError,
+)
 from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
@@ -752,3 +759,17 @@ async def test_what_one_node_cannot_keep_another_does(bench: ClusterBench, forbi
         held = await holder.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
     assert isinstance(held, Reservation)
     assert held.node != forbidden
+
+
+async def test_what_a_node_cannot_keep_is_told_once_until_it_can(bench: ClusterBench) -> None:
+    with capture_logs() as logs:
+        for n in range(3):
+            bench.store.refusals = 1
+            with pytest.raises(PlacementRefusedError):
+                await bench.reserve(ask(n), on("node-a", "GPU-a0"))
+        await bench.reserve(ask(5), on("node-a", "GPU-a0"))
+        bench.store.refusals = 1
+        with pytest.raises(PlacementRefusedError):
+            await bench.reserve(ask(6), on("node-a", "GPU-a1"))
+    told = [one for one in logs if one["log_level"] == "error"]
+    assert [(one["event"], one["problem"]) for one in told] == [("the store refused a move", "not this one")] * 2

@@ -98,6 +98,8 @@ class Desk:
     # When it was last read, on the ledger's own count.
     seen: int = 0
     waiting: list[Turn] = field(factory=list)
+    # What the store has had against a single move since its last write.
+    refusal: str = ""
     worker: asyncio.Task[None] | None = None
 
 
@@ -366,9 +368,9 @@ class ClusterLedger:
                 made, again, doubtful = self._apply(desk.node, held, turns, is_current=is_current)
                 if held != desk.node.stored:
                     self.learn(await self._store.put_status(with_held(desk.raw, held.values(), desk.node.devices)))
-                    is_current = True
-            except RefusedError:
-                await self._one_by_one(desk, turns)
+                    is_current, desk.refusal = True, ""
+            except RefusedError as exc:
+                await self._one_by_one(desk, turns, str(exc))
                 return
             except (StaleError, StoreAwayError):
                 await asyncio.sleep(PAUSE * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
@@ -444,14 +446,16 @@ class ClusterLedger:
                 self._census = None
             raise StoreAwayError("pods cannot be listed") from exc
 
-    async def _one_by_one(self, desk: Desk, turns: list[Turn]) -> None:
+    async def _one_by_one(self, desk: Desk, turns: list[Turn], why: str) -> None:
         """The store refused the write of several moves: one bad one must not fail its neighbours."""
         await self._read(desk.name)
         if len(turns) > 1:
             for turn in turns:
                 await self._serve(desk, [turn])
             return
-        log.error("the store refused a move", node=desk.name, move=type(turns[0].move).__name__)
+        if desk.refusal != why:  # it is tried again with every claim
+            desk.refusal = why
+            log.error("the store refused a move", node=desk.name, move=type(turns[0].move).__name__, problem=why)
         turns[0].fail(PlacementRefusedError("the store refused it"))
 
     def _in_time(self, turns: list[Turn]) -> list[Turn]:
