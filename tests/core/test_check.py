@@ -678,6 +678,7 @@ def test_what_we_wrote_cannot_change(key: str, how: str) -> None:
     assert refused(verdict) == (Reason.IMMUTABLE, f"metadata.annotations[{key}]: changed by gpuwarden only")
 
 
+FROM_A_CONFIG_MAP = [{"configMapRef": {"name": "all"}}]
 ILLEGAL: dict[str, tuple[Change, str]] = {
     "a-cdi-annotation": (
         lambda raw: annotations(raw).update({"cdi.k8s.io/x": "nvidia.com/gpu=all"}),
@@ -698,6 +699,10 @@ ILLEGAL: dict[str, tuple[Change, str]] = {
     "a-debug-container-with-gpus-from-elsewhere": (
         debug(FROM_ELSEWHERE),
         "spec.ephemeralContainers[0].env[CUDA_VISIBLE_DEVICES]: GPU variables cannot change after creation",
+    ),
+    "a-debug-container-with-whatever-a-config-map-says": (
+        lambda raw: raw["spec"].update(ephemeralContainers=[raw_container("debug", envFrom=FROM_A_CONFIG_MAP)]),
+        "spec.ephemeralContainers[0].envFrom: GPU variables cannot change after creation",
     ),
     "a-debug-container-of-a-containers-name": (
         lambda raw: raw["spec"].update(ephemeralContainers=[raw_container("main", env=[ALL])]),

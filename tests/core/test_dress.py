@@ -364,6 +364,27 @@ def test_a_container_that_did_not_ask_cannot_see_more(env: list[Raw], expected: 
     assert env_of(worn(raw, outfit(a=2)), "containers", 1) == expected
 
 
+FROM_A_CONFIG_MAP: list[Raw] = [{"configMapRef": {"name": "all"}}]
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        pytest.param(None, raw_env(NVIDIA_VISIBLE_DEVICES="void"), id="none"),
+        pytest.param(raw_env(A="1"), raw_env(A="1", NVIDIA_VISIBLE_DEVICES="void"), id="others"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="none"), raw_env(NVIDIA_VISIBLE_DEVICES="none"), id="its-own"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="all"), BOTH, id="all"),
+    ],
+)
+def test_what_comes_from_elsewhere_shows_a_container_that_did_not_ask_nothing(
+    env: list[Raw] | None, expected: list[Raw]
+) -> None:
+    side = raw_container("b", env=env, envFrom=FROM_A_CONFIG_MAP)
+    clothed = worn(raw_pod(raw_container("a", gpus=2), side), outfit(a=2))
+    assert env_of(clothed, "containers", 1) == expected
+    assert worn(clothed, outfit(a=2)) == clothed
+
+
 def test_the_device_plugins_request_is_taken_off_limits_and_requests() -> None:
     resources = {
         "limits": {"nvidia.com/gpu": "2", "cpu": "1"},
@@ -485,7 +506,13 @@ resources = st.one_of(st.none(), st.fixed_dictionaries({}, optional={"limits": a
 
 def containers(prefix: str, least: int) -> st.SearchStrategy[Any]:
     one = st.fixed_dictionaries(
-        {}, optional={"env": envs, "resources": resources, "restartPolicy": st.sampled_from([None, "Always"])}
+        {},
+        optional={
+            "env": envs,
+            "envFrom": st.just(FROM_A_CONFIG_MAP),
+            "resources": resources,
+            "restartPolicy": st.sampled_from([None, "Always"]),
+        },
     )
     return st.lists(one, min_size=least, max_size=3).map(
         lambda many: [{"name": f"{prefix}{n}", **members} for n, members in enumerate(many)]

@@ -410,6 +410,8 @@ def changed_env(new: Pod, old: Pod, reserved: Collection[str]) -> Iterator[str]:
         was, now = known.get((group_of(path), container.name)), gpu_env(container)
         if was is None:
             yield from (f"{path}.env[{one.name}]" for one in now if not is_own(one, reserved))
+            if reserved and container.env_from and not any(one.name == keys.NVIDIA_ENV for one in now):
+                yield f"{path}.envFrom"  # which may bring it, and which a variable of its own would beat
         elif was != now:
             for name in keys.GPU_ENV:
                 if [one for one in was if one.name == name] != [one for one in now if one.name == name]:

@@ -271,6 +271,8 @@ def dressed_container(raw: dict[str, Json], outfit: Outfit, rules: DressRules) -
     named = outfit.claim.record.asked or outfit.claim.record.containers
     if not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules):
         container["env"] = dressed_env(raw.get("env") or [], outfit, rules)
+    elif raw.get("envFrom") and rules.injection is Injection.NVIDIA:
+        container["env"] = blinded(raw.get("env") or [])
     if rules.takes_request_off and raw.get("resources"):
         container["resources"] = without_request(raw["resources"], rules.resource)
     return container
@@ -278,6 +280,12 @@ def dressed_container(raw: dict[str, Json], outfit: Outfit, rules: DressRules) -
 
 def shows_gpus(env: Iterable[Mapping[str, Json]], rules: DressRules) -> bool:
     return any(one.get("name") in rules.env_names and not hides_all(one) for one in env)
+
+
+def blinded(env: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
+    """A variable of its own beats what comes from a ConfigMap or a Secret, which nobody sees here."""
+    is_said = any(one.get("name") == keys.NVIDIA_ENV for one in env)
+    return list(env) if is_said else [*env, {"name": keys.NVIDIA_ENV, "value": "void"}]
 
 
 def hides_all(env: Mapping[str, Json]) -> bool:

@@ -34,6 +34,7 @@ class Resources(Wire, frozen=True):
 class Container(Wire, frozen=True):
     name: str = ""
     env: list[EnvVar] | None = None
+    env_from: list[dict[str, Any]] | None = None
     resources: Resources | None = None
     restart_policy: str | None = None
 
