@@ -1,6 +1,7 @@
 """GPUNode objects, both ways: the devices in `spec`, the reservations in `status.held`, one entry a slot."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -55,6 +56,9 @@ class SpecWire(msgspec.Struct, frozen=True):
 
 class StatusWire(msgspec.Struct, frozen=True):
     held: dict[str, HeldWire] | None = None
+    total: int | None = None
+    taken: int | None = None
+    free: int | None = None
 
 
 class MetadataWire(msgspec.Struct, frozen=True, rename="camel"):
@@ -86,6 +90,8 @@ class GpuNode:
     is_leaving: bool = False
     # Whether it cannot go before we let it.
     is_kept: bool = False
+    # Whether the numbers that `kubectl get gn` shows are right, where it says any.
+    is_counted: bool = True
 
     @classmethod
     def parse(cls, raw: Raw) -> "GpuNode":
@@ -110,6 +116,7 @@ class GpuNode:
             is_rebuilt=held is not None,
             is_leaving=is_leaving,
             is_kept=FINALIZER in (wire.metadata.finalizers or ()),
+            is_counted=is_counted(wire.status, devices, furthest.values()),
         )
 
 
@@ -201,12 +208,37 @@ def raw_entry(one: Reservation) -> Raw:
     return raw
 
 
-def with_held(raw: Raw, held: Iterable[Reservation], devices: Iterable[Device]) -> Raw:
+def with_held(raw: Raw, held: Collection[Reservation], devices: Iterable[Device]) -> Raw:
     """The object with these reservations, and the numbers that `kubectl get gn` shows."""
-    entries = raw_held(held)
-    total = sum(one.shares for one in devices)
-    status = {**(raw.get("status") or {}), "held": entries, "total": total, "taken": len(entries)}
-    return {**raw, "status": {**status, "free": max(0, total - len(entries))}}
+    numbers = msgspec.to_builtins(numbers_of(devices, held))
+    return {**raw, "status": {**(raw.get("status") or {}), "held": raw_held(held), **numbers}}
+
+
+class Numbers(msgspec.Struct, frozen=True):
+    """Shares of devices; one that is not healthy or is held alone has none that is free."""
+
+    total: int
+    taken: int
+    free: int
+
+
+def numbers_of(devices: Iterable[Device], held: Collection[Reservation]) -> Numbers:
+    taken = Counter(slot.uuid for one in held for slot in one.slots)
+    alone = {slot.uuid for one in held if not one.is_shared for slot in one.slots}
+    total = free = 0
+    for one in devices:
+        total += one.shares
+        if one.is_healthy and one.uuid not in alone:
+            free += max(0, one.shares - taken[one.uuid])
+    return Numbers(total, taken.total(), free)
+
+
+def is_counted(status: StatusWire | None, devices: Iterable[Device], held: Collection[Reservation]) -> bool:
+    if status is None or status.total is None:
+        return True
+    said = (status.total, status.taken, status.free)
+    right = numbers_of(devices, held)
+    return said == (right.total, right.taken, right.free)
 
 
 def with_finalizer(raw: Raw, *, is_kept: bool) -> Raw:

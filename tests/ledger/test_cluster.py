@@ -149,6 +149,31 @@ async def test_a_reservation_stands_in_the_object_once_a_slot(bench: ClusterBenc
     assert (status["total"], status["taken"], status["free"]) == (8, 2, 6)
 
 
+def numbers(bench: ClusterBench) -> tuple[int, int, int]:
+    status = bench.store.objects["node-a"]["status"]
+    return status["total"], status["taken"], status["free"]
+
+
+async def test_a_shared_device_that_is_held_alone_has_no_free_share(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-s"))
+    assert numbers(bench) == (8, 1, 4)
+
+
+async def test_numbers_follow_the_devices_though_nothing_is_reserved(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.settle("node-a")
+    devices = [{"uuid": "GPU-a0"}, {"uuid": "GPU-a1"}, {"uuid": "GPU-a2", "healthy": False}]
+    bench.store.apply({**bench.store.objects["node-a"], "spec": {"devices": devices}})
+    bench.replica.watch.catch_up()
+    assert "node-a" in bench.ledger.unsettled()
+    await bench.ledger.settle("node-a")
+    assert numbers(bench) == (3, 1, 1)
+    assert "node-a" not in bench.ledger.unsettled()
+    writes = bench.store.writes
+    await bench.ledger.settle("node-a")
+    assert bench.store.writes == writes
+
+
 async def test_many_at_once_on_one_node_share_few_writes(bench: ClusterBench) -> None:
     places = [on("node-a", f"GPU-a{k}") for k in range(4)]
     await asyncio.gather(*(bench.reserve(ask(n), places[n]) for n in range(4)))

@@ -247,7 +247,7 @@ class ClusterLedger:
         """One step towards it; the reconciler's part."""
         await self._moved(name, Look())
         desk = self._desks.get(name)
-        if desk is not None and desk.raw is not None and desk.node is not None and not is_settled(desk.node):
+        if desk is not None and desk.raw is not None and desk.node is not None and not is_kept_rightly(desk.node):
             self.learn(await self._store.put(with_finalizer(desk.raw, is_kept=not desk.node.is_leaving)))
 
     async def collect(self, now: datetime) -> Collection[Reservation]:
@@ -366,7 +366,7 @@ class ClusterLedger:
                     continue
                 held: Held = dict(desk.node.reservations)
                 made, again, doubtful = self._apply(desk.node, held, turns, is_current=is_current)
-                if held != desk.node.stored:
+                if held != desk.node.stored or (not desk.node.is_counted and is_looked_at(turns)):
                     self.learn(await self._store.put_status(with_held(desk.raw, held.values(), desk.node.devices)))
                     is_current, desk.refusal = True, ""
             except RefusedError as exc:
@@ -487,8 +487,15 @@ def pod_of(held: Reservation) -> PodIdentity:
     return PodIdentity(held.namespace, held.pod_name or "", held.uid or "")
 
 
+def is_looked_at(turns: Sequence[Turn]) -> bool:
+    """Whether somebody sees to it that the object is as it should be, whatever is done."""
+    return any(isinstance(turn.move, Look) for turn in turns)
+
+
 def is_settled(node: GpuNode) -> bool:
-    """Whether it says what is held, and goes neither too early nor never."""
-    if not node.is_rebuilt:
-        return False
+    """Whether it says what is held and how much that is, and goes neither too early nor never."""
+    return node.is_rebuilt and node.is_counted and is_kept_rightly(node)
+
+
+def is_kept_rightly(node: GpuNode) -> bool:
     return not (node.is_kept and not node.reservations) if node.is_leaving else node.is_kept
