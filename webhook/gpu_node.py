@@ -1,5 +1,6 @@
 """GPUNode objects, both ways: the devices in `spec`, the reservations in `status.held`, one entry a slot."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ API_VERSION = "gpuwarden.io/v1alpha1"
 FINALIZER = "gpuwarden.io/held"
 
 PHASES = tuple(Phase)  # in the order in which they follow one another
+NUMBER = re.compile("0|[1-9][0-9]{0,2}")
 LONG_AGO = datetime.fromtimestamp(0, UTC)
 Which = Callable[..., Any]
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -182,7 +184,7 @@ def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservat
 
 def slot(key: str) -> Slot:
     uuid, _, k = key.rpartition("/")
-    if not k.isdecimal():
+    if not NUMBER.fullmatch(k):  # as it is written: another form would be another key to the store's rules
         raise UnreadableGpuNodeError(f"{key!r} is no slot")
     return Slot(DeviceUuid(uuid), int(k))
 

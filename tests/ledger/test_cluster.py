@@ -27,7 +27,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.core.verdict import Deny
-from webhook.gpu_node import GpuNode
+from webhook.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.holding import Holder
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import PATIENCE, ClusterLedger, Witness, WitnessAwayError
@@ -610,6 +610,14 @@ async def test_what_was_held_on_an_object_that_cannot_be_read_is_remembered(benc
     assert await bench.ledger.find(R1) == held
 
 
+@pytest.mark.parametrize("slot", ["GPU-a0", "GPU-a0/", "GPU-a0/01", "GPU-a0/-1", "GPU-a0/\u0663", "GPU-a0/1000"])
+def test_what_names_no_slot_is_not_read_as_one(slot: str) -> None:
+    """Written back it would be another key, and so the first one dropped."""
+    held = {slot: {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}}
+    with pytest.raises(UnreadableGpuNodeError):
+        GpuNode.parse({**NODE_A, "status": {"held": held}})
+
+
 async def test_what_is_no_object_at_all_is_no_news(bench: ClusterBench) -> None:
     held = await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     for raw in ({"kind": "APIResourceList", "resources": []}, {"kind": "GPUNodeList", "metadata": {}, "items": []}):
@@ -798,3 +806,30 @@ async def test_what_a_node_cannot_keep_is_told_once_until_it_can(bench: ClusterB
             await bench.reserve(ask(6), on("node-a", "GPU-a1"))
     told = [one for one in logs if one["log_level"] == "error"]
     assert [(one["event"], one["problem"]) for one in told] == [("the store refused a move", "not this one")] * 2
+
+
+class OddStore(SlowStore):
+    """Answers its first write with something that nobody foresaw."""
+
+    async def put_status(self, raw: Raw) -> Raw:
+        if not self.has_begun.is_set():
+            self.has_begun.set()
+            await self.may_answer.wait()
+            raise KeyError("metadata")
+        return await FakeStore.put_status(self, raw)
+
+
+async def test_what_nobody_foresaw_strands_nobody_who_has_queued_behind_it(bench: ClusterBench) -> None:
+    store = bench.store = OddStore()
+    store.apply({**NODE_A, **KNOWN})
+    bench.ledger = bench.another().ledger
+    answer_by = bench.now + timedelta(seconds=10)
+    first = asyncio.ensure_future(bench.ledger.reserve(ask(1), [on("node-a", "GPU-a0")], answer_by=answer_by))
+    await store.has_begun.wait()
+    later = asyncio.ensure_future(bench.ledger.reserve(ask(2), [on("node-a", "GPU-a1")], answer_by=answer_by))
+    await asyncio.sleep(0)
+    store.may_answer.set()
+    async with asyncio.timeout(5):
+        with pytest.raises(LedgerUnavailableError):
+            await first
+        assert (await later).uuids == ("GPU-a1",)

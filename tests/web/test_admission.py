@@ -243,6 +243,16 @@ async def test_a_copied_manifest_gets_a_reservation_of_its_own(house: House) -> 
     assert house.held == ["GPU-a0", "GPU-a1"]
 
 
+async def test_a_reservation_that_waits_is_not_given_to_a_copy_in_another_namespace(house: House) -> None:
+    """Neither has a name yet, and they ask for the same."""
+    first = await house.dress(gpu_pod(name=None, generate_name="train-"))
+    copied = gpu_pod(name=None, generate_name="train-", namespace="other", annotations=first["metadata"]["annotations"])
+    second = await house.dress(copied, uid="other")
+    ids = [raw["metadata"]["annotations"][RESERVATION_ID] for raw in (first, second)]
+    assert ids == [REVIEW_UID, "other"]
+    assert len(house.held) == 2
+
+
 async def test_a_copy_of_a_living_pod_does_not_share_its_gpu(house: House) -> None:
     original = await house.create(gpu_pod(annotations=hashed(HASH)))
     copy = {**original, "metadata": {**original["metadata"], "name": "copy"}}

@@ -1,5 +1,6 @@
 """A namespace's own hash at every door: what a pod was promised at its creation is what later doors go by."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,20 @@ async def test_a_namespace_that_there_is_not_holds_nothing(house: House, *, dry_
     assert house.held == []
     told = await house.tls.post("/explain", json=asking())
     assert told.json()["verdict"] == "admit"
+
+
+class SilentApi(Api):
+    """Asked, it never answers."""
+
+    async def get(self, name: str) -> Raw | None:
+        await asyncio.Event().wait()
+        return None
+
+
+@pytest.mark.parametrize("path", ["/mutate", "/validate"])
+async def test_a_review_is_answered_in_time_whoever_is_silent(build: Build, path: str) -> None:
+    house = await build(assemble=within(WatchedNamespaces(SilentApi())))
+    review = builders.review("CREATE", new=builders.created(asking()) if path == "/validate" else asking())
+    async with asyncio.timeout(10):
+        refused = await house.ask(path, review, timeout="1s")
+    assert refused["status"]["reason"] == "DeadlinePassed"

@@ -343,6 +343,8 @@ class ClusterLedger:
                 await self._serve(desk, turns)
             except StoreAwayError as exc:
                 log.warning("store away", node=desk.name, exc_info=exc)
+            except Exception:  # a bug with one move: those that have queued behind it are served
+                log.exception("moves failed", node=desk.name, moves=[type(turn.move).__name__ for turn in turns])
             finally:  # whatever went wrong, nobody is left waiting
                 for turn in turns:
                     turn.fail(LedgerUnavailableError("the store cannot be reached"))
