@@ -65,3 +65,15 @@ class SlowShelf(MemoryShelf):
         self.is_asked.set()
         assert self.may_go_on.wait(30)
         super().put(name, content)
+
+
+class DeafShelf(MemoryShelf):
+    """Gives nothing for a moment, as where no descriptor is left."""
+
+    refusals = 0
+
+    def get(self, name: str) -> bytes:
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(24, "Too many open files")
+        return super().get(name)

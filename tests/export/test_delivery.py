@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.export.doubles import GatheringExporter, MemoryExporter, SlowShelf
+from tests.export.doubles import DeafShelf, GatheringExporter, MemoryExporter, SlowShelf
 from tests.export.records import NOW, batch, reading
 from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, Heard, Pauses, together
@@ -176,6 +176,19 @@ async def test_each_failed_try_is_heard_of() -> None:
         await delivery.take(batch())
         await until(lambda: len(failed) >= 3)
         assert set(failed) == {("memory", "down")}
+
+
+async def test_an_outbox_that_cannot_be_read_for_a_moment_is_read_again_and_all_of_it_is_stored() -> None:
+    store, shelf, failed = MemoryExporter(), DeafShelf(), list[tuple[str, str]]()
+    delivery = Delivery(
+        [store], lambda _: Outbox(shelf), clock, pauses=QUICK, heard=Heard(failed=lambda *o: failed.append(o))
+    )
+    for number in range(150):
+        await delivery.take(batch(f"{number}"))
+    shelf.refusals = 1
+    assert await delivery.drain(PATIENCE) == 0
+    assert store.given == [f"{number}" for number in range(150)]
+    assert [(name, reason.rpartition(": ")[2]) for name, reason in failed] == [("memory", "Too many open files")]
 
 
 class TestOneThatWouldRatherTakeManyAtOnce:

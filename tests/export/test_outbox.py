@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tests.export.doubles import SlowShelf
+from tests.export.doubles import DeafShelf, SlowShelf
 from tests.export.killed import COUNT
 from tests.export.records import NOW, batch, later, use
 from webhook.export import ExportError
@@ -146,6 +146,19 @@ def test_killed_before_any_touch_of_a_file_everything_is_there_once_in_the_end(t
     assert len(lives) > 20
 
 
+def test_a_disk_that_gives_nothing_for_a_moment_loses_nothing() -> None:
+    shelf = DeafShelf()
+    outbox = Outbox(shelf)
+    given = [batch(f"{number}") for number in range(3)]
+    for one in given:
+        outbox.put(one, NOW)
+    shelf.refusals = 1
+    with pytest.raises(ExportError, match=r"^the outbox cannot be read: .*: Too many open files$"):
+        outbox.first(1000)
+    assert outbox.waiting.batches == 3
+    assert batches(outbox) == given
+
+
 class TestOnDisk:
     def test_a_file_of_another_name_is_none_of_ours(self, tmp_path: Path) -> None:
         (tmp_path / "notes.batch").write_text("a person's")
@@ -205,6 +218,30 @@ class TestOnDisk:
         assert [one.id for one in batches(found)] == ["whole"]
         assert [(line["event"], line["file"]) for line in logs] == [("batch in the outbox cannot be read", file.name)]
         assert file.with_suffix(".torn").exists()
+
+    def test_a_file_that_cannot_be_read_at_the_start_is_a_sentence_and_stays(self, tmp_path: Path) -> None:
+        outbox = opener(tmp_path)("store")
+        outbox.put(batch(), NOW)
+        outbox.close()
+        (file,) = (tmp_path / "store").glob("*.batch")
+        content = file.read_bytes()
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(ExportError, match=f"^the outbox cannot be read: {file.name}: Is a directory$"):
+            opener(tmp_path)("store")
+        file.rmdir()
+        file.write_bytes(content)
+        assert batches(opener(tmp_path)("store")) == [batch()]
+
+    def test_a_file_that_somebody_has_taken_away_holds_up_nothing(self, tmp_path: Path) -> None:
+        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox.put(batch("gone"), NOW)
+        outbox.put(batch("next"), NOW)
+        min(tmp_path.glob("*.batch")).unlink()
+        with capture_logs() as logs:
+            assert [one.id for one in batches(outbox)] == ["next"]
+        assert [line["event"] for line in logs] == ["batch in the outbox is gone"]
+        assert outbox.waiting.batches == 1
 
     def test_what_a_crash_left_half_written_is_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "000000000001-abc.batch.new").write_bytes(b"half")

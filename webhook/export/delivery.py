@@ -92,9 +92,8 @@ class Lane:
         """Until all is stored that was taken before `finish`."""
         pause = self._pauses.first
         while await self._is_owed():
-            entries = await asyncio.to_thread(self._outbox.first, self._at_once)
             try:
-                await self._deliver(entries)
+                await self._deliver(await asyncio.to_thread(self._outbox.first, self._at_once))
             except ExportError as exc:
                 self._note(exc)
                 await self._rest(pause)

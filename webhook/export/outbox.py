@@ -179,6 +179,7 @@ class Outbox:
     """
 
     def __init__(self, shelf: Shelf, bound: int = BOUND) -> None:
+        """Raises ExportError."""
         self._shelf = shelf
         self._bound = bound
         self._entries: dict[str, Entry] = {}
@@ -230,7 +231,7 @@ class Outbox:
                 self._add(entry)
 
     def first(self, records: int = 0) -> Sequence[tuple[Entry, Batch]]:
-        """The oldest, and as many after it as have together no more than so many records."""
+        """The oldest, and as many after it as have together no more than so many records. Raises ExportError."""
         with self._lock:
             found: list[tuple[Entry, Batch]] = []
             for entry in list(self._entries.values()):
@@ -278,10 +279,17 @@ class Outbox:
         self.waiting = Waiting(len(self._entries), self._size, oldest)
 
     def _read(self, name: str) -> tuple[Kept, int] | None:
+        """None if there is nothing more to be had of it. A disk that gives nothing at this moment says nothing of the
+        batch: that raises ExportError, and it stays."""
         try:
             content = self._shelf.get(name)
             return decoded(content), len(content)
-        except (OSError, ValueError, RecursionError) as exc:
+        except FileNotFoundError:
+            log.warning("batch in the outbox is gone", file=name)
+            return None
+        except OSError as exc:
+            raise ExportError(f"the outbox cannot be read: {name}: {exc.strerror}") from exc
+        except (ValueError, RecursionError) as exc:
             log.warning("batch in the outbox cannot be read", file=name, problem=str(exc))
             with told(name):
                 self._shelf.set_aside(name, TORN)
@@ -317,6 +325,11 @@ def opener(directory: Path | None, bound: int | None = None) -> Callable[[str], 
     def opened(name: str) -> Outbox:
         if directory is None:
             return Outbox(MemoryShelf(), bound or BOUND_IN_MEMORY)
-        return Outbox(DirectoryShelf(directory / name), bound or BOUND)
+        shelf = DirectoryShelf(directory / name)
+        try:
+            return Outbox(shelf, bound or BOUND)
+        except ExportError:
+            shelf.close()
+            raise
 
     return opened
