@@ -93,15 +93,20 @@ async def answer(target: PostgresTarget, question: Question) -> Sequence[PastUse
 
 def query(tables: Tables, question: Question) -> sql.Composed:
     """By a serial, the GPUs are found first that ever had it: the view itself would have to look at every use."""
-    names = {"table": tables.readings, "uses": tables.uses}
+    names = {"table": beside_parameters(tables.readings), "uses": beside_parameters(tables.uses)}
     asked = [name for name, value in asdict(question).items() if value is not None]
     return sql.SQL(
         "SELECT {columns} FROM {view} WHERE {conditions} ORDER BY since DESC, cluster, node, gpu_uuid LIMIT %(most)s"
     ).format(
         columns=sql.SQL(", ").join(map(sql.Identifier, COLUMNS)),
-        view=tables.view,
+        view=beside_parameters(tables.view),
         conditions=sql.SQL(" AND ").join(sql.SQL(CONDITIONS[name]).format(**names) for name in asked),
     )
+
+
+def beside_parameters(name: sql.Identifier) -> sql.SQL:
+    """A percent sign would be the beginning of one."""
+    return sql.SQL(name.as_string().replace("%", "%%"))
 
 
 CONDITIONS: Final[Mapping[str, Any]] = {

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 from attrs import evolve, frozen
 from psycopg import sql
@@ -80,9 +80,8 @@ LEFT JOIN LATERAL (
     ORDER BY choice LIMIT 1
 ) r ON true"""
 
-# S2's own rule, which takes two dies with one serial for one: ours has their uuids beside it.
+# S2's own rule, which takes two dies with one serial for one: ours has their uuids beside it. The body of a DO.
 DROP_S2_KEY: Final = """
-DO $do$
 DECLARE old record;
 BEGIN
     FOR old IN
@@ -99,7 +98,7 @@ BEGIN
             EXECUTE format('ALTER TABLE %s DROP CONSTRAINT %I', {table}::regclass, old.conname);
         END IF;
     END LOOP;
-END $do$"""
+END"""
 
 
 @frozen
@@ -138,6 +137,7 @@ class Tables:
         """All that makes what is missing. They leave alone what is there, but for S2's rule of what is unique."""
         names: dict[str, sql.Composable] = {"table": self.readings, "uses": self.uses, "view": self.view}
         as_text = sql.Literal(self.readings.as_string())
+        drop_s2_key = sql.SQL(DROP_S2_KEY).format(table=as_text, columns=sql.Literal(sorted(S2_COLUMNS)))
         added = [
             sql.SQL("ALTER TABLE {} ADD COLUMN IF NOT EXISTS {} {}").format(
                 self.readings,
@@ -149,8 +149,9 @@ class Tables:
         return [
             sql.SQL(CREATE_READINGS).format(**names),
             *added,
-            sql.SQL(DROP_S2_KEY).format(table=as_text, columns=sql.Literal(sorted(S2_COLUMNS))),
+            # The new rule first: at no time there is none.
             self._index("reading", self.readings, KEY, is_unique=True),
+            sql.SQL("DO {}").format(sql.Literal(drop_s2_key.as_string())),
             *(self._index(name, self.readings, [name]) for name in ("cluster", "node", "read_time", "created_at")),
             self._index("gpu", self.readings, ["gpu"]),
             self._index("uuid_read_time", self.readings, ["uuid", "read_time"]),
@@ -159,17 +160,25 @@ class Tables:
             self._index("use_serial", self.uses, ["serial"]),
             self._index("use_pod", self.uses, ["namespace", "pod"]),
             self._index("use_evidence_hash", self.uses, ["evidence_hash"]),
+            self._index("use_open", self.uses, ["cluster"], where="until IS NULL"),
             sql.SQL(CREATE_VIEW).format(**names),
         ]
 
     def _index(
-        self, name: str, table: sql.Identifier, columns: Iterable[str], *, is_unique: bool = False
+        self,
+        name: str,
+        table: sql.Identifier,
+        columns: Iterable[str],
+        *,
+        is_unique: bool = False,
+        where: LiteralString | None = None,
     ) -> sql.Composed:
-        return sql.SQL("CREATE {} INDEX IF NOT EXISTS {} ON {} ({})").format(
+        return sql.SQL("CREATE {} INDEX IF NOT EXISTS {} ON {} ({}) {}").format(
             sql.SQL("UNIQUE" if is_unique else ""),
             sql.Identifier(clipped(f"idx_{self.name}_{name}", MAX_NAME)),
             table,
             sql.SQL(", ").join(map(sql.Identifier, columns)),
+            sql.SQL("" if where is None else "WHERE " + where),
         )
 
 
