@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from webhook.export import ExportError
 from webhook.export.measured import ExportMetrics
 from webhook.export.nodes import trimmed_node
 from webhook.export.reader import pod_seen, trimmed_pod
-from webhook.exporting import NodesView, StoreHealth, hash_in, node_words
+from webhook.exporting import NodesView, StoreHealth, hash_in, node_words, time_to_drain
 from webhook.web.app import application, get
 from webhook.web.health import Stage
 
@@ -57,6 +58,19 @@ async def test_however_often_somebody_asks_stores_are_asked_rarely() -> None:
         replies = await asyncio.gather(*(client.get("/readyz") for _ in range(20)))
     assert {reply.status_code for reply in replies} == {200}
     assert store.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"),
+    [
+        pytest.param(60, 20, id="no longer than a Pod has to end"),
+        pytest.param(15, 14, id="a second before another may have the Lease"),
+        pytest.param(0.5, 0, id="too late"),
+        pytest.param(0, 0, id="lost"),
+    ],
+)
+def test_the_last_write_ends_before_the_lease_can_be_anothers(left: float, seconds: float) -> None:
+    assert time_to_drain(timedelta(seconds=left)) == timedelta(seconds=seconds)
 
 
 def test_one_reading_is_a_line_a_gpu_and_nothing_else(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from webhook.clustered import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
 from webhook.core.errors import GpuwardenError
 from webhook.evidence.node_evidence import NodeEvidence
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, Heard
+from webhook.export.delivery import Delivery, Heard, State, check
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import ApiNode, node_seen, trimmed_node
-from webhook.export.outbox import opener
+from webhook.export.outbox import OutboxInUseError, opener
 from webhook.export.pod_exec import PodExec
 from webhook.export.reader import Plan, Reader, Told, trimmed_pod
 from webhook.export.reading import (
@@ -38,7 +38,7 @@ from webhook.export.reading import (
     readings_of,
     without_serial,
 )
-from webhook.export.records import Batch, raw_reading
+from webhook.export.records import Batch, Use, raw_reading
 from webhook.export.settings import ExportSettings
 from webhook.export.uses import Called, OpenUses, PodWords, Uses, trimmed_object
 from webhook.inventory.node_annotations import UnreadableDevicesError
@@ -61,6 +61,8 @@ STOPPED, LOST = 0, 1
 DRAIN: Final = timedelta(seconds=20)
 # Before a Lease that was not renewed is another's, the last write has to have ended.
 MARGIN: Final = timedelta(seconds=1)
+# How often an outbox is tried that another process has not let go of yet.
+OUTBOX_PAUSE: Final = 0.5
 USES_PAUSE, USES_LONGEST_PAUSE = 0.5, 5.0
 # Stores are asked this often at most, however often somebody asks for our readiness, and have this long to answer.
 CHECK_EVERY: Final = 2.0
@@ -222,7 +224,7 @@ def exporters_of(settings: ExportSettings) -> list[Exporter]:
 
 
 class StoreHealth(Health):
-    """Ready if every store would take something at this moment."""
+    """Ready if every store would take something at this moment, and takes what it is given."""
 
     def __init__(self, check: Callable[[], Awaitable[None]], every: float = CHECK_EVERY) -> None:
         super().__init__()
@@ -262,8 +264,10 @@ class Process:
         self._api = api
         self._metrics = ExportMetrics()
         self._metrics.know(list(settings.exporter_type))
-        heard = Heard(stored=self._stored, failed=self._not_stored, refused=self._refused)
-        self._delivery = Delivery(exporters_of(settings), opener(settings.outbox), utc_now, heard=heard)
+        self._exporters = exporters_of(settings)
+        # Opened by whoever is elected: several may have one directory, one after the other.
+        self._open_outbox = opener(settings.outbox)
+        self._delivery: Delivery | None = None
         limit = Limit(settings.qps, settings.burst, loop.time)
         self._nodes = ApiNode(Calls(api, limit))
         self._exec = PodExec(api, limit)
@@ -276,7 +280,7 @@ class Process:
             labels=settings.labels,
         )
         told = Told(failed=self._metrics.count_not_read)
-        self._reader = Reader(plan, self._exec, self._nodes, self._delivery.take, utc_now, loop.time, told)
+        self._reader = Reader(plan, self._exec, self._nodes, self._take, utc_now, loop.time, told)
         self._nodes_view = NodesView(self._reader)
         evidence: View[str | None] = View(hash_in)
         words = ClusterWords(self._nodes, self._nodes_view, lambda: self._uses, evidence)
@@ -285,9 +289,10 @@ class Process:
             settings.cluster_name or "",
             words,
             OpenUses(kept),
-            self._delivery.take,
+            self._take,
             utc_now,
             is_current=lambda: all(one.is_current for one in (nodes_watch, gpu_nodes_watch)),
+            recalled=self._recalled,
         )
         pods = f"/api/v1/namespaces/{settings.namespace}/pods"
         nodes_watch = Watch(api, NODES_PATH, self._nodes_view, trimmed=trimmed_node)
@@ -304,7 +309,7 @@ class Process:
         self._metrics.show(
             ExportCollector(lambda: self._reader.turns.waiting, lambda: self._reader.last_reads, self._states, utc_now)
         )
-        self._health = StoreHealth(self._delivery.check)
+        self._health = StoreHealth(self._check)
         self._listener = Listener(self._app(), host=settings.host, port=settings.server_port)
 
     @asynccontextmanager
@@ -351,21 +356,58 @@ class Process:
         *,
         elects: bool,
     ) -> int:
+        opening = asyncio.ensure_future(self._opened())
+        await asyncio.wait([opening, stopping, holding, *watching], return_when=asyncio.FIRST_COMPLETED)
+        is_open = opening.done() and opening.exception() is None
+        if is_open:
+            self._delivery = opening.result()
+            return await self._work(self._delivery, stopping, holding, watching, elects=elects)
+        is_lost = holding.done() and not stopping.done()
+        await cancelled(opening, holding)
+        if elects and not is_lost:
+            await self._candidate.release()
+        all_tasks: list[asyncio.Future[Any]] = [opening, *watching]
+        for task in all_tasks:
+            if task.done() and not task.cancelled():
+                task.result()  # an outbox that cannot be kept, or a bug
+        return LOST if is_lost else STOPPED
+
+    async def _opened(self) -> Delivery:
+        """Once whoever had the outboxes before has ended. Raises ExportError where there cannot be any."""
+        heard = Heard(stored=self._stored, failed=self._not_stored, refused=self._refused)
+        told = False
+        while True:
+            try:
+                return await asyncio.to_thread(Delivery, self._exporters, self._open_outbox, utc_now, heard=heard)
+            except OutboxInUseError as exc:
+                if not told:
+                    log.warning("waiting for the outbox", problem=str(exc))
+                told = True
+            await asyncio.sleep(OUTBOX_PAUSE)
+
+    async def _work(
+        self,
+        delivery: Delivery,
+        stopping: "asyncio.Future[Any]",
+        holding: "asyncio.Future[Any]",
+        watching: "Sequence[asyncio.Future[None]]",
+        *,
+        elects: bool,
+    ) -> int:
         has_history = len(watching) > len(self._watches)
         working = [asyncio.ensure_future(self._reader.work()) for _ in range(self._settings.workers)]
         working += [asyncio.ensure_future(self._follow_uses())] if has_history else []
-        delivering = asyncio.ensure_future(self._delivery.run())
+        delivering = asyncio.ensure_future(delivery.run())
         log.info("exporting", to=list(self._settings.exporter_type), workers=self._settings.workers)
         all_tasks = [stopping, holding, delivering, *working, *watching]
         done, _ = await asyncio.wait(all_tasks, return_when=asyncio.FIRST_COMPLETED)
         is_lost = holding in done and stopping not in done
         # Workers first: what they have given to be stored is stored after them, and before anybody else is elected.
         await cancelled(*working)
-        allowed = DRAIN if not elects else min(DRAIN, max(timedelta(0), self._candidate.left - MARGIN))
-        if not elects or is_lost:
-            left = await self._delivery.drain(allowed)
+        if elects and not is_lost:
+            left = await drained_while(holding, delivery)
         else:
-            left = await self._drain_while_holding(holding)
+            left = await delivery.drain(time_to_drain(self._candidate.left) if elects else DRAIN)
         await cancelled(delivering, holding)
         log.info("drained", batches_left=left)
         if elects and not is_lost:
@@ -374,14 +416,20 @@ class Process:
             task.result()  # none of these ends by itself: a bug shows here
         return LOST if is_lost else STOPPED
 
-    async def _drain_while_holding(self, holding: "asyncio.Future[Any]") -> int:
-        """The Lease is renewed meanwhile; once it cannot be, nothing is written any more."""
-        draining = asyncio.ensure_future(self._delivery.drain(DRAIN))
-        await asyncio.wait([draining, holding], return_when=asyncio.FIRST_COMPLETED)
-        if not draining.done():
-            await cancelled(draining)
-            return await self._delivery.drain(timedelta(0))
-        return draining.result()
+    async def _take(self, batch: Batch) -> None:
+        """Raises ExportError."""
+        if self._delivery is None:
+            raise ExportError("nothing is taken by a process that stands by")
+        await self._delivery.take(batch)
+
+    async def _recalled(self) -> AsyncIterator[Use]:
+        if self._delivery is not None:
+            async for use in self._delivery.open_uses(self._settings.cluster_name or ""):
+                yield use
+
+    async def _check(self) -> None:
+        """Raises ExportError."""
+        await check(self._exporters, self._states())
 
     async def _follow_uses(self) -> None:
         """A bug in one pass must not end them all. What fails every time is told once, and tried less often."""
@@ -416,8 +464,8 @@ class Process:
         ready = [get(path, self._health.ready) for path in ("/readyz", "/ready")]
         return application(self._metrics, get("/metrics", metrics), *live, *ready)
 
-    def _states(self) -> Mapping[str, Any]:
-        return self._delivery.states
+    def _states(self) -> Mapping[str, State]:
+        return {} if self._delivery is None else self._delivery.states
 
     def _stored(self, exporter: str, batch: Batch) -> None:
         if batch.readings:
@@ -428,6 +476,21 @@ class Process:
 
     def _refused(self, exporter: str, _batch: Batch, _reason: str) -> None:
         self._metrics.count_not_stored(exporter, "refused")
+
+
+def time_to_drain(left: timedelta) -> timedelta:
+    """Once the Lease is not renewed any more, and is ours for so long."""
+    return min(DRAIN, max(timedelta(0), left - MARGIN))
+
+
+async def drained_while(holding: "asyncio.Future[Any]", delivery: Delivery) -> int:
+    """The Lease is renewed meanwhile; once it cannot be, nothing is written any more."""
+    draining = asyncio.ensure_future(delivery.drain(DRAIN))
+    await asyncio.wait([draining, holding], return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        await cancelled(draining)
+        return await delivery.drain(timedelta(0))
+    return draining.result()
 
 
 async def until(work: Awaitable[None], stopping: "asyncio.Future[Any]") -> bool:

@@ -29,18 +29,21 @@ from scripts.objectstore import ObjectStore, versitygw
 from scripts.postgres import Postgres, PostgresMissingError, binaries
 from tests.e2e.conftest import TOOL_MISSING
 from tests.e2e.export_child import GPUS, numbered
+from tests.export.killed import HELD, gpu_node
+from tests.export.killed import Cluster as KnownCluster
 from tests.export.records import NOW, batch, later, reading, use
 from tests.running import GPUWARDEN
 from webhook.clock import utc_now
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, Pauses
+from webhook.export.delivery import Delivery, Pauses, check
 from webhook.export.history import PastUse, Question, answer
 from webhook.export.outbox import opener
-from webhook.export.postgres import PostgresExporter
+from webhook.export.postgres import MIGRATION_LOCK, PostgresExporter
 from webhook.export.records import Batch
 from webhook.export.s3 import ObjectExporter
 from webhook.export.tables import Tables
 from webhook.export.targets import ObjectTarget, PostgresTarget
+from webhook.export.uses import OpenUses, Uses
 
 # A space, a quote and a backslash: each breaks a connection string that is pasted together.
 PASSWORD = "a b'c\\"
@@ -137,7 +140,22 @@ class TestPostgres:
         assert rows(postgres, table) == "2"
 
     @pytest.mark.defect("S2-10")
-    @pytest.mark.parametrize("name", ["Serials", "other.Serials", 'with "quotes" and spaces', "x" * 55])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "Serials",
+            "other.Serials",
+            'with "quotes" and spaces',
+            "x" * 55,
+            "a%b",
+            "50%",
+            "x%(most)s",
+            "we$do$ird",
+            "{braces} and 'quotes'",
+            "back\\slash",
+            "ünï",
+        ],
+    )
     async def test_a_table_may_have_any_name(self, postgres: Postgres, name: str) -> None:
         postgres.run_sql("CREATE SCHEMA IF NOT EXISTS other")
         for _ in range(2):
@@ -146,6 +164,8 @@ class TestPostgres:
                 await exporter.export(batch(uses=(use(),)))
         assert rows(postgres, name) == "2"
         assert rows(postgres, name, suffix="_history") == "1"
+        found = await answer(target_of(postgres, name), Question.asked(serial="1760000000011"))
+        assert [one.reservation for one in found] == ["reservation-0"]
 
     async def test_a_new_table_has_s2s_columns_and_indexes_and_ours(self, postgres: Postgres) -> None:
         async with exporting(target_of(postgres, "fresh")) as exporter:
@@ -234,18 +254,40 @@ class TestPostgres:
                 with pytest.raises(ExportError, match=r"there is no table T .*: make it, or let it be made"):
                     await tried
 
+    async def test_uses_without_an_end_are_told_of_one_cluster_and_none_where_there_is_no_table(
+        self, postgres: Postgres, table: str
+    ) -> None:
+        uses = (
+            use(0),
+            use(1, until=later(60)),
+            use(2, cluster="another"),
+            use(3, serial="S", chassis="C", pod=None, since=later(5)),
+        )
+        async with exporting(target_of(postgres, table)) as exporter:
+            assert [one async for one in exporter.open_uses("prod")] == []
+            await exporter.export(Batch("uses", uses=uses))
+            found = [one async for one in exporter.open_uses("prod")]
+        assert sorted(found, key=lambda one: one.reservation) == [uses[0], uses[3]]
+
 
 @contextmanager
 def locked_table(postgres: Postgres, table: str) -> Iterator[None]:
     """Somebody holds it, and lets go at the end."""
     name = Tables.named(table).readings.as_string()
-    text = f"BEGIN; LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE; SELECT 'locked'; "
+    with holding(postgres, f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE"):
+        yield
+
+
+@contextmanager
+def holding(postgres: Postgres, statement: str) -> Iterator[None]:
+    """What the statement takes, until the end."""
+    text = f"BEGIN; {statement}; SELECT 'locked'; "
     with postgres.session() as session:
         assert session.stdin is not None
         assert session.stdout is not None
         session.stdin.write(text + "\n")
         session.stdin.flush()
-        assert session.stdout.readline().strip() == "locked"
+        assert "locked" in map(str.strip, session.stdout)
         yield
 
 
@@ -293,6 +335,46 @@ class TestATableOfS2:
             await exporter.export(Batch("dies", dies, (use(),)))
         assert rows(postgres, name, "string_agg(uuid, ',' ORDER BY id)") == ",,GPU-0,GPU-1"
         assert rows(postgres, name, suffix="_use") == "1"
+
+    async def test_a_migration_may_take_longer_than_any_try(
+        self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("webhook.export.delivery.LIMIT", timedelta(seconds=2))
+        exporter = PostgresExporter(target_of(postgres, name))
+        delivery = Delivery([exporter], opener(None), utc_now, pauses=QUICK)
+        running = asyncio.create_task(delivery.run())
+        with holding(postgres, f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"):
+            await delivery.take(batch())
+            await until(lambda: waiting_for_locks(postgres) > 0)
+            await asyncio.sleep(4)
+            assert delivery.states["postgres"].error is None
+        assert await delivery.drain(PATIENCE) == 0
+        await running
+        assert rows(postgres, name) == "2"
+
+    async def test_a_migration_gives_way_and_what_it_has_made_stays(
+        self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Somebody works with a table for long: whoever else would write to it waits no longer than we do."""
+        monkeypatch.setattr("webhook.export.postgres.LOCK_PATIENCE", timedelta(milliseconds=200))
+        async with exporting(target_of(postgres, name)) as exporter:
+            with (
+                holding(postgres, f"LOCK TABLE {name} IN ACCESS SHARE MODE"),
+                pytest.raises(ExportError, match="lock timeout"),
+            ):
+                await exporter.export(batch())
+            await exporter.export(batch())
+        index = f"idx_{name}_gpu"
+        postgres.run_sql(f"DROP INDEX {index}")
+        async with exporting(target_of(postgres, name)) as exporter:
+            with (
+                holding(postgres, f"LOCK TABLE {name}_use IN ROW EXCLUSIVE MODE"),
+                pytest.raises(ExportError, match="lock timeout"),
+            ):
+                await exporter.export(batch())
+            assert postgres.run_sql(f"SELECT count(*) FROM pg_indexes WHERE indexname = '{index}'") == "1"  # noqa: S608
+            await exporter.export(batch())
+        assert rows(postgres, name) == "2"
 
 
 @pytest.mark.defect("S2-19")
@@ -457,12 +539,12 @@ class TestADatabaseThatGoesAway:
         try:
             await until(lambda: delivery.states["postgres"].error is not None)
             with pytest.raises(ExportError, match=r"^postgres: connection failed"):
-                await delivery.check()
+                await check([exporter], delivery.states)
             await asyncio.sleep(seconds)
         finally:
             await asyncio.to_thread(postgres.start)
         await until(lambda: delivery.states["postgres"].waiting.batches == 0)
-        await delivery.check()
+        await check([exporter], delivery.states)
         assert await delivery.drain(PATIENCE) == 0
         await running
         assert (rows(postgres, table), rows(postgres, table, suffix="_use")) == (str(100 * GPUS), "100")
@@ -490,13 +572,38 @@ async def test_what_was_on_its_way_at_the_end_is_not_written_after_it(
     with locked_table(postgres, table):
         await delivery.take(numbered(1))
         await until(lambda: waiting_for_locks(postgres) > 0)
-        assert await delivery.drain(timedelta(milliseconds=50)) == 1
+        assert await delivery.drain(timedelta(milliseconds=50)) == 2
         await running
     await until(lambda: waiting_for_locks(postgres) == 0)
     assert rows(postgres, table) == str(GPUS)
     heir = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, pauses=QUICK)
     assert await heir.drain(PATIENCE) == 0
     assert rows(postgres, table) == str(2 * GPUS)
+
+
+@pytest.mark.defect("S2-19")
+async def test_a_use_that_ended_while_nobody_led_is_closed_by_whoever_is_elected_next(
+    postgres: Postgres, table: str, tmp_path: Path
+) -> None:
+    """Each with a disk of its own."""
+    other = {"GPU-1/0": {**HELD, "reservation": "r-2", "uid": "u-2"}}
+    for number, held in enumerate(({"GPU-1/0": HELD}, other)):
+        exporter = PostgresExporter(target_of(postgres, table))
+        delivery = Delivery([exporter], opener(tmp_path / f"{number}"), utc_now, pauses=QUICK)
+        uses = Uses(
+            "prod",
+            KnownCluster(),
+            OpenUses(tmp_path / f"{number}" / "uses"),
+            delivery.take,
+            lambda number=number: later(number),  # type: ignore[misc]
+            lambda: True,
+            lambda delivery=delivery: delivery.open_uses("prod"),  # type: ignore[misc]
+        )
+        uses.gpu_nodes.changed(gpu_node(held, number))
+        await uses.step()
+        assert await delivery.drain(PATIENCE) == 0
+    assert rows(postgres, table, "string_agg(reservation, ',' ORDER BY reservation)", "_use") == "r-1,r-2"
+    assert rows(postgres, table, "string_agg(reservation, ',') FILTER (WHERE until IS NULL)", "_use") == "r-2"
 
 
 def waiting_for_locks(postgres: Postgres) -> int:
@@ -703,7 +810,7 @@ class TestObjectStore:
                 await delivery.take(batch(f"{number}"))
             await until(lambda: delivery.states["s3"].error is not None)
             with pytest.raises(ExportError, match=r"^s3: "):
-                await delivery.check()
+                await check([exporter], delivery.states)
         finally:
             await asyncio.to_thread(object_store.start)
         assert await delivery.drain(PATIENCE) == 0

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.export.doubles import DeafShelf, GatheringExporter, MemoryExporter, SlowShelf
-from tests.export.records import NOW, batch, reading
+from tests.export.records import NOW, batch, reading, use
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, Heard, Pauses, together
-from webhook.export.outbox import Outbox, opener
-from webhook.export.records import Batch
+from webhook.export.delivery import Delivery, Heard, Pauses, check, together
+from webhook.export.outbox import MemoryShelf, Outbox, OutboxInUseError, opener
+from webhook.export.records import Batch, Use
 from webhook.export.stdout import StdoutExporter
 
 QUICK = Pauses(timedelta(milliseconds=1), timedelta(milliseconds=20))
@@ -181,7 +181,11 @@ async def test_each_failed_try_is_heard_of() -> None:
 async def test_an_outbox_that_cannot_be_read_for_a_moment_is_read_again_and_all_of_it_is_stored() -> None:
     store, shelf, failed = MemoryExporter(), DeafShelf(), list[tuple[str, str]]()
     delivery = Delivery(
-        [store], lambda _: Outbox(shelf), clock, pauses=QUICK, heard=Heard(failed=lambda *o: failed.append(o))
+        [store],
+        lambda name: Outbox(shelf if name == "memory" else MemoryShelf()),
+        clock,
+        pauses=QUICK,
+        heard=Heard(failed=lambda *o: failed.append(o)),
     )
     for number in range(150):
         await delivery.take(batch(f"{number}"))
@@ -312,7 +316,7 @@ class TestTheEnd:
 
     async def test_what_is_half_taken_is_stored_too(self) -> None:
         store, shelf = MemoryExporter(), SlowShelf()
-        delivery = Delivery([store], lambda _: Outbox(shelf), clock)
+        delivery = Delivery([store], lambda name: Outbox(shelf if name == "memory" else MemoryShelf()), clock)
         taking = asyncio.create_task(delivery.take(batch()))
         await asyncio.to_thread(shelf.is_asked.wait, 30)
         draining = asyncio.create_task(delivery.drain(PATIENCE))
@@ -350,10 +354,84 @@ class TestTheEnd:
 async def test_readiness_names_the_stores_that_could_keep_nothing() -> None:
     dead, well = MemoryExporter("dead"), MemoryExporter("well")
     async with delivering(dead, well) as delivery:
-        await delivery.check()
+        await check([dead, well], delivery.states)
         dead.fault = ExportError("connection refused")
         with pytest.raises(ExportError, match=r"^dead: connection refused$"):
-            await delivery.check()
+            await check([dead, well], delivery.states)
+
+
+class AnsweringExporter(MemoryExporter):
+    """Is there, and takes nothing of what it has no place for."""
+
+    has_readings = has_uses = True
+
+    async def export(self, batch: Batch) -> None:
+        if (batch.readings and not self.has_readings) or (batch.uses and not self.has_uses):
+            raise ExportError("permission denied")
+        await super().export(batch)
+
+
+@pytest.mark.defect("S2-15")
+async def test_a_store_that_answers_and_stores_nothing_is_not_ready_until_it_does() -> None:
+    store = AnsweringExporter("store")
+    store.has_readings = False
+    async with delivering(store) as delivery:
+        await check([store], delivery.states)
+        await delivery.take(batch("0"))
+        await until(lambda: delivery.states["store"].error is not None)
+        with pytest.raises(ExportError, match=r"^store: not stored: permission denied$"):
+            await check([store], delivery.states)
+        store.has_readings = True
+        await until(lambda: list(store.stored) == ["0"])
+        await until(lambda: delivery.states["store"].error is None)
+        await check([store], delivery.states)
+
+
+async def test_uses_that_a_store_has_no_place_for_hold_up_no_readings() -> None:
+    store = AnsweringExporter("store")
+    store.has_uses = False
+    async with delivering(store) as delivery:
+        await delivery.take(Batch("use", uses=(use(),)))
+        await until(lambda: delivery.states["store"].error is not None)
+        await delivery.take(batch("0"))
+        await delivery.take(batch("both", uses=(use(1),)))
+        await until(lambda: list(store.stored) == ["0", "both"])
+        assert store.stored["both"] == batch("both")
+        assert delivery.states["store"].waiting.batches == 2
+        with pytest.raises(ExportError, match=r"^store: not stored: permission denied$"):
+            await check([store], delivery.states)
+        store.has_uses = True
+        await until(lambda: store.stored.get("both") == Batch("both", uses=(use(1),)))
+        assert store.stored["use"].uses == (use(),)
+
+
+class RememberingExporter(AnsweringExporter):
+    async def open_uses(self, cluster: str) -> AsyncIterator[Use]:
+        for one in self.stored.values():
+            for found in one.uses:
+                if found.cluster == cluster and found.until is None:
+                    yield found
+
+
+async def test_who_remembers_uses_is_asked_once_it_has_all_that_waits() -> None:
+    store, deaf = RememberingExporter("store"), MemoryExporter("deaf")
+    async with delivering(deaf, store) as delivery:
+        await delivery.take(Batch("0", uses=(use(0), use(1, cluster="another"))))
+        await until(lambda: not delivery.states["store"].waiting.batches)
+        assert [one async for one in delivery.open_uses("prod")] == [use(0)]
+        store.has_uses = False
+        await delivery.take(Batch("1", uses=(use(2),)))
+        with pytest.raises(ExportError, match="store is asked what it knows once it has what waits for it"):
+            assert [one async for one in delivery.open_uses("prod")]
+
+
+async def test_an_outbox_that_is_another_ones_keeps_no_other_from_whoever_comes_next(tmp_path: Path) -> None:
+    taken = opener(tmp_path)("second-use")
+    exporters = [MemoryExporter("first"), MemoryExporter("second")]
+    with pytest.raises(OutboxInUseError):
+        Delivery(exporters, opener(tmp_path), clock)
+    taken.close()
+    assert await Delivery(exporters, opener(tmp_path), clock).drain(PATIENCE) == 0
 
 
 @pytest.mark.defect("S2-17")

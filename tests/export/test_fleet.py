@@ -31,7 +31,8 @@ WRITTEN = [{"manager": "m", "fieldsV1": {f"f:{'k' * 20}-{k}": {} for k in range(
 class Fleet:
     """Its objects, made when they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: int = NODES) -> None:
+        self._nodes = nodes
         self._read = annotation(node_gpus(parse(document(h100_host())), "uid", "boot", utc_now()))
 
     def meta(self, name: str, **more: Any) -> Raw:
@@ -67,9 +68,9 @@ class Fleet:
             return response
         made = {"nodes": self.node, "pods": self.plugin, "gpunodes": self.gpu_node}.get(name)
         first = int(request.query.get("continue", 0))
-        last = min(first + int(request.query["limit"]), NODES) if made else 0
+        last = min(first + int(request.query["limit"]), self._nodes) if made else 0
         items = [made(k) for k in range(first, last)] if made else []
-        rest = {} if last in (0, NODES) else {"continue": str(last)}
+        rest = {} if last in (0, self._nodes) else {"continue": str(last)}
         return web.json_response(
             {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "7", **rest}, "items": items}
         )
@@ -78,7 +79,7 @@ class Fleet:
 @asynccontextmanager
 async def serving(fleet: Fleet, kubeconfig: Path) -> AsyncIterator[None]:
     app = web.Application()
-    app.router.add_get("/{path:.*}", fleet.answer)
+    app.router.add_route("*", "/{path:.*}", fleet.answer)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

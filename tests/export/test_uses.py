@@ -1,7 +1,7 @@
 """Who used which GPU, from what GPUNodes hold, over crashes at any step."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class House:
     refuses: bool = False
     # A node whose uses the store will not have.
     refuses_of: str = ""
+    # Whether the store can be asked what it has no end of.
+    answers: bool = True
     uses: Uses = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -61,7 +63,16 @@ class House:
 
     def start(self) -> None:
         """As after a restart: what is known is what was kept."""
-        self.uses = Uses("prod", self, OpenUses(self.directory), self._take, lambda: self.now, lambda: self.is_current)
+        self.uses = Uses(
+            "prod", self, OpenUses(self.directory), self._take, lambda: self.now, lambda: self.is_current, self._open
+        )
+
+    async def _open(self) -> AsyncIterator[Use]:
+        if not self.answers:
+            raise ExportError("the store is away")
+        for one in list(self.rows.values()):
+            if one.until is None:
+                yield one
 
     async def _take(self, batch: Batch) -> None:
         if self.refuses:
@@ -317,6 +328,102 @@ async def test_an_end_that_nobody_saw_is_closed_when_it_is_noticed(house: House)
     assert house.rows["r-2", "GPU-1"].until is None
 
 
+class TestAnotherOneIsElected:
+    """It has a disk of its own, and nothing on it."""
+
+    @pytest.fixture
+    async def heir(self, house: House, tmp_path: Path) -> House:
+        house.holds({"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
+        await house.uses.step()
+        house.directory = tmp_path / "another"
+        house.now = NOW + timedelta(minutes=1)
+        return house
+
+    async def test_what_ended_in_between_is_closed_and_what_goes_on_is_not(self, heir: House) -> None:
+        restarted(heir, {"GPU-1/0": entry("r-3", "u-3"), "GPU-2/0": entry("r-2", "u-2")})
+        await heir.uses.step()
+        assert {key: one.until for key, one in heir.rows.items()} == {
+            ("r-1", "GPU-1"): heir.now,
+            ("r-2", "GPU-2"): None,
+            ("r-3", "GPU-1"): None,
+        }
+        assert heir.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=heir.now)
+        count = len(heir.told)
+        await heir.uses.step()
+        assert len(heir.told) == count
+
+    async def test_what_ends_later_is_closed_then(self, heir: House) -> None:
+        restarted(heir, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
+        await heir.uses.step()
+        assert {one.until for one in heir.rows.values()} == {None}
+        heir.now += timedelta(hours=1)
+        heir.holds({})
+        await heir.uses.step()
+        assert {one.until for one in heir.rows.values()} == {heir.now}
+
+    async def test_a_store_that_is_away_is_asked_again_and_holds_up_nothing(self, heir: House) -> None:
+        heir.answers = False
+        restarted(heir, {"GPU-1/0": entry("r-3", "u-3")})
+        with pytest.raises(ExportError, match="the store is away"):
+            await heir.uses.step()
+        assert {key: one.until for key, one in heir.rows.items()} == {
+            ("r-1", "GPU-1"): None,
+            ("r-2", "GPU-2"): None,
+            ("r-3", "GPU-1"): None,
+        }
+        heir.answers = True
+        await heir.uses.step()
+        assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
+
+    async def test_where_the_node_is_gone_too_the_pod_decides(self, heir: House) -> None:
+        heir.pods["u-1"] = PodWords(is_there=False)
+        heir.crash = ""
+        heir.start()
+        heir.relist([])
+        await heir.uses.step()
+        assert {key: one.until for key, one in heir.rows.items()} == {
+            ("r-1", "GPU-1"): heir.now,
+            ("r-2", "GPU-2"): None,
+        }
+
+    async def test_a_row_that_names_no_node_is_no_file_of_ours(self, heir: House, tmp_path: Path) -> None:
+        heir.rows["r-9", "GPU-9"] = evolve(EXPECTED, node="../elsewhere", reservation="r-9", gpu_uuid="GPU-9")
+        restarted(heir, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
+        await heir.uses.step()
+        assert not (tmp_path / "elsewhere.json").exists()
+        assert heir.rows["r-9", "GPU-9"].until is None
+
+    async def test_an_end_that_waits_in_its_own_disk_is_told_as_it_was(self, house: House) -> None:
+        house.holds({"GPU-1/0": entry()})
+        await house.uses.step()
+        house.refuses = True
+        house.holds({})
+        with pytest.raises(ExportError):
+            await house.uses.step()
+        house.refuses, house.now = False, NOW + timedelta(days=1)
+        restarted(house, {})
+        await house.uses.step()
+        assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW)}
+
+
+async def test_files_that_cannot_be_read_for_a_moment_are_read_again(house: House) -> None:
+    house.holds({"GPU-1/0": entry()})
+    await house.uses.step()
+    assert house.directory is not None
+    file = house.directory / "node-a.json"
+    content = file.read_bytes()
+    file.unlink()
+    file.mkdir()
+    house.rows.clear()
+    restarted(house, {})
+    with pytest.raises(ExportError, match="open uses cannot be read"):
+        await house.uses.step()
+    file.rmdir()
+    file.write_bytes(content)
+    await house.uses.step()
+    assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW)}
+
+
 async def test_a_store_that_takes_nothing_gets_it_later(house: House) -> None:
     house.refuses = True
     house.holds({"GPU-1/0": entry()})
@@ -375,6 +482,7 @@ async def test_half_a_file_is_set_aside_and_the_rest_is_known(house: House) -> N
     assert json.loads(file.read_text())[0]["use"]["reservation"] == "r-1"
     file.write_bytes(file.read_bytes()[:-5])
     again = OpenUses(house.directory)
+    again.read()
     assert again.nodes() == {"node-b"}
     assert (house.directory / "node-a.torn").exists()
 
@@ -390,6 +498,7 @@ async def test_without_a_directory_it_lasts_as_long_as_the_process() -> None:
 
 async def test_a_disk_that_is_full_loses_nothing(house: House, tmp_path: Path) -> None:
     assert house.directory is not None
+    await house.uses.step()
     house.directory.rmdir()
     house.directory.write_text("no directory")
     house.holds({"GPU-1/0": entry()})

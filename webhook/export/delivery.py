@@ -4,18 +4,18 @@ import asyncio
 import hashlib
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Final, Protocol, runtime_checkable
 
 import structlog
-from attrs import frozen
+from attrs import evolve, field, frozen
 
 from webhook.clock import Clock
 from webhook.export import Exporter, ExportError
 from webhook.export.outbox import Entry, Outbox, Waiting
-from webhook.export.records import Batch
+from webhook.export.records import Batch, Use
 
 log = structlog.get_logger(__name__)
 
@@ -51,9 +51,16 @@ class Heard:
 class State:
     """How it stands with one exporter."""
 
-    waiting: Waiting
+    waiting: Waiting = field(factory=Waiting)
     # Why the last try failed; None once one has succeeded.
-    error: str | None
+    error: str | None = None
+
+    def with_also(self, other: "State") -> "State":
+        """Of two kinds of records as one."""
+        mine, theirs = self.waiting, other.waiting
+        oldest = min((one.oldest for one in (mine, theirs) if one.oldest is not None), default=None)
+        waiting = Waiting(mine.batches + theirs.batches, mine.size + theirs.size, oldest)
+        return State(waiting, self.error or other.error)
 
 
 @runtime_checkable
@@ -63,8 +70,24 @@ class Gathering(Protocol):
     records_at_once: int
 
 
+@runtime_checkable
+class Preparing(Protocol):
+    """An exporter that has something to do first, which may take longer than any try."""
+
+    async def prepare(self) -> None:
+        """Before each batch; nothing if all is as it should be. Raises ExportError."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """An exporter that can be asked what it was told."""
+
+    def open_uses(self, cluster: str) -> AsyncIterator[Use]:
+        """Those that it has no end of. Raises ExportError."""
+
+
 class Lane:
-    """One exporter and what it is owed."""
+    """One exporter and what it is owed of one kind of records."""
 
     def __init__(self, exporter: Exporter, outbox: Outbox, clock: Clock, heard: Heard, pauses: Pauses) -> None:
         self.exporter = exporter
@@ -107,7 +130,6 @@ class Lane:
         self._news.set()
 
     async def close(self) -> None:
-        await self.exporter.close()
         await asyncio.to_thread(self._outbox.close)
 
     async def _is_owed(self) -> bool:
@@ -146,6 +168,8 @@ class Lane:
         if not batch.size:
             return
         try:
+            if isinstance(self.exporter, Preparing):
+                await self.exporter.prepare()
             async with asyncio.timeout(LIMIT.total_seconds()):
                 await self.exporter.export(batch)
         except TimeoutError as exc:
@@ -197,7 +221,21 @@ class Delivery:
     ) -> None:
         """`opened` is `outbox.opener(directory)`. Raises ExportError where an outbox cannot be kept."""
         heard, pauses = heard or Heard(), pauses or Pauses()
-        self._lanes = [Lane(one, opened(one.name), clock, heard, pauses) for one in exporters]
+        self._exporters = exporters
+        with ExitStack() as stack:  # one that cannot be opened must not keep the others from whoever comes next
+
+            def lanes(suffix: str) -> list[Lane]:
+                found = []
+                for one in exporters:
+                    outbox = opened(one.name + suffix)
+                    stack.callback(outbox.close)
+                    found.append(Lane(one, outbox, clock, heard, pauses))
+                return found
+
+            # A store that has no place for the one kind holds up nothing of the other.
+            self._readings, self._uses = lanes(""), lanes("-use")
+            stack.pop_all()
+        self._lanes = [*self._readings, *self._uses]
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ending = False
         self._being_taken = 0
@@ -209,10 +247,12 @@ class Delivery:
         for; the others have it, and the same batch may be given again."""
         if self._is_ending:
             raise ExportError("nothing is taken any more: the process is ending")
+        given = [(lane, evolve(batch, uses=())) for lane in self._readings if batch.readings]
+        given += [(lane, evolve(batch, readings=())) for lane in self._uses if batch.uses]
         with self._taking():
-            done = await asyncio.gather(*(self._tried(lane.exporter.name, lane.take(batch)) for lane in self._lanes))
-        if problems := [problem for problem in done if problem]:
-            raise ExportError("; ".join(problems))
+            said = await asyncio.gather(*(said_by(lane.take(part)) for lane, part in given))
+        if problems := [f"{lane.exporter.name}: {text}" for (lane, _), text in zip(given, said, strict=True) if text]:
+            raise ExportError("; ".join(dict.fromkeys(problems)))
 
     async def run(self) -> None:
         """For ever, or until `drain` is through. Whoever cancels it while that goes on does not disturb it."""
@@ -240,18 +280,26 @@ class Delivery:
                 await asyncio.wait(self._tasks)
         await self._end()
         left = sum(lane.state.waiting.batches for lane in self._lanes)
+        await asyncio.gather(*(one.close() for one in self._exporters))
         await asyncio.gather(*(lane.close() for lane in self._lanes))
         return left
 
-    async def check(self) -> None:
-        """Raises ExportError that names the exporters that could store nothing at this moment."""
-        checks = (self._tried(lane.exporter.name, lane.exporter.check()) for lane in self._lanes)
-        if problems := [problem for problem in await asyncio.gather(*checks) if problem]:
-            raise ExportError("; ".join(problems))
+    async def open_uses(self, cluster: str) -> AsyncIterator[Use]:
+        """Those that the stores have no end of, as far as stores can be asked. Raises ExportError, also while such a
+        store is owed something: that may be the end."""
+        for lane in self._uses:
+            if isinstance(lane.exporter, Remembering):
+                if lane.state.waiting.batches:
+                    raise ExportError(f"{lane.exporter.name} is asked what it knows once it has what waits for it")
+                async for use in lane.exporter.open_uses(cluster):
+                    yield use
 
     @property
     def states(self) -> Mapping[str, State]:
-        return {lane.exporter.name: lane.state for lane in self._lanes}
+        found: dict[str, State] = {}
+        for lane in self._lanes:
+            found[lane.exporter.name] = found.get(lane.exporter.name, State()).with_also(lane.state)
+        return found
 
     @contextmanager
     def _taking(self) -> Iterator[None]:
@@ -277,12 +325,26 @@ class Delivery:
             if exc is not None and not isinstance(exc, asyncio.CancelledError):
                 log.error("delivery broke off", problem=repr(exc))
 
-    async def _tried(self, name: str, done: Awaitable[None]) -> str | None:
-        try:
-            await done
-        except ExportError as exc:
-            return f"{name}: {exc}"
-        return None
+
+async def check(exporters: Sequence[Exporter], states: Mapping[str, State]) -> None:
+    """Raises ExportError that names those that could store nothing at this moment, and those that have not stored what
+    waits for them: a store may answer and take nothing."""
+    said = await asyncio.gather(*(said_by(one.check()) for one in exporters))
+    problems = {one.name: text for one, text in zip(exporters, said, strict=True) if text}
+    for name, state in states.items():
+        if state.error is not None and state.waiting.batches:
+            problems.setdefault(name, f"not stored: {state.error}")
+    if problems:
+        raise ExportError("; ".join(f"{name}: {text}" for name, text in problems.items()))
+
+
+async def said_by(done: Awaitable[None]) -> str | None:
+    """Why it could not be done."""
+    try:
+        await done
+    except ExportError as exc:
+        return str(exc)
+    return None
 
 
 def together(batches: Sequence[Batch]) -> Batch:

@@ -20,15 +20,19 @@ from webhook.export.records import Batch
 
 log = structlog.get_logger(__name__)
 
-# A batch of 8 GPUs has 3 KiB: a fleet of 10,000 nodes for eight readings.
-BOUND: Final = 256 * 1024 * 1024
-# Where there is no disk for it, it is a Pod's memory, which four exporters may be owed at once.
-BOUND_IN_MEMORY: Final = 32 * 1024 * 1024
+# Of each kind of records. A batch of 8 GPUs has 3 KiB: a fleet of 10,000 nodes for four readings.
+BOUND: Final = 128 * 1024 * 1024
+# Where there is no disk for it, it is a Pod's memory, which four exporters may be owed at once, two kinds each.
+BOUND_IN_MEMORY: Final = 16 * 1024 * 1024
 # Batches that a store has refused for good, kept for a person to look at.
 MAX_REFUSED: Final = 100
 
 WAITING, REFUSED, TORN, NEW = ".batch", ".refused", ".torn", ".new"
 NAME: Final = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.batch")
+
+
+class OutboxInUseError(ExportError):
+    """Another process works with it, and lets go of it when it ends."""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -109,15 +113,15 @@ class DirectoryShelf:
     def __init__(self, directory: Path) -> None:
         """Raises ExportError."""
         self._directory = directory
+        make(directory)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             self._lock = locked(directory / "lock")
             for unfinished in directory.glob(f"*{NEW}"):
                 unfinished.unlink()
         except BlockingIOError as exc:
-            raise ExportError(f"another process works with the outbox in {directory}") from exc
+            raise OutboxInUseError(f"another process works with the outbox in {directory}") from exc
         except OSError as exc:
-            raise ExportError(f"the outbox cannot be kept in {directory}: {exc.strerror}") from exc
+            raise cannot_be_kept(directory, exc) from exc
 
     def put(self, name: str, content: bytes) -> None:
         new = self._directory / (name + NEW)
@@ -159,6 +163,20 @@ class DirectoryShelf:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def make(directory: Path) -> None:
+    """Raises ExportError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as exc:
+        raise ExportError(f"the outbox cannot be kept in {directory}: it is no directory") from exc
+    except OSError as exc:
+        raise cannot_be_kept(directory, exc) from exc
+
+
+def cannot_be_kept(directory: Path, exc: OSError) -> ExportError:
+    return ExportError(f"the outbox cannot be kept in {directory}: {exc.strerror}")
 
 
 def locked(path: Path) -> int:
@@ -320,7 +338,9 @@ def decoded(content: bytes) -> Kept:
 
 
 def opener(directory: Path | None, bound: int | None = None) -> Callable[[str], Outbox]:
-    """Opens the outbox of an exporter, by its name. Raises ExportError where there cannot be one."""
+    """Opens an outbox by its name. Raises ExportError where there cannot be one."""
+    if directory is not None:
+        make(directory)
 
     def opened(name: str) -> Outbox:
         if directory is None:

@@ -12,11 +12,12 @@ from typing import Any, Final, LiteralString
 
 import psycopg
 import structlog
-from attrs import frozen
+from attrs import evolve, frozen
 from psycopg import AsyncConnection, sql
+from psycopg.rows import class_row
 
 from webhook.export import ExportError
-from webhook.export.records import Batch
+from webhook.export.records import UNKNOWN, Batch, Use
 from webhook.export.tables import (
     MAX_INDEXED,
     OWN_COLUMNS,
@@ -43,6 +44,8 @@ MAY_INSERT: Final[LiteralString] = "SELECT has_table_privilege(to_regclass(%s), 
 MIGRATION_LOCK: Final = 0x67707577
 # A peer that is gone is noticed by this time, not when TCP gives up, a quarter of an hour later.
 TCP_PATIENCE: Final = timedelta(seconds=30)
+# Whoever wants to write waits behind us while we wait for a lock that a migration needs.
+LOCK_PATIENCE: Final = timedelta(seconds=5)
 
 Row = Mapping[str, Any]
 
@@ -95,8 +98,14 @@ class PostgresExporter:
                 hint="set POSTGRES_SSLMODE=verify-full and POSTGRES_SSLROOTCERT",
             )
         self._session: Session | None = None
+        self._is_migrated = False
         self._turn = asyncio.Lock()
         self._clipped: set[str] = set()
+
+    async def prepare(self) -> None:
+        """A connection, and all the tables: the indexes of a large one may take hours."""
+        async with self._turn, self._translated():
+            self._session = self._session or await self._open()
 
     async def export(self, batch: Batch) -> None:
         async with self._turn, self._translated():
@@ -120,6 +129,26 @@ class PostgresExporter:
         if may_insert is False:
             raise ExportError(f"{self._target.user} may not insert into {self._target.table}")
 
+    async def open_uses(self, cluster: str) -> AsyncIterator[Use]:
+        """By a connection of its own, and row by row: there may be as many as there are GPUs."""
+        try:
+            connection = await connected(self._target)
+            async with connection, connection.transaction():
+                await limit(connection, self._target.statement_timeout)
+                columns = await columns_of(connection, self._tables.uses, USE_COLUMNS)
+                if len(columns) < len(USE_COLUMNS):
+                    return
+                query = sql.SQL("SELECT {columns} FROM {uses} WHERE cluster = {cluster} AND until IS NULL").format(
+                    columns=sql.SQL(", ").join(map(sql.Identifier, USE_COLUMNS)),
+                    uses=self._tables.uses,
+                    cluster=sql.Literal(self._fitted("cluster", cluster, columns["cluster"])),
+                )
+                async with connection.cursor(row_factory=class_row(Use)) as cursor:
+                    async for use in cursor.stream(query):
+                        yield evolve(use, chassis=None) if use.chassis == UNKNOWN else use
+        except psycopg.Error as exc:
+            raise ExportError(said(exc)) from exc
+
     async def close(self) -> None:
         async with self._turn:
             await self._drop()
@@ -132,6 +161,9 @@ class PostgresExporter:
         except psycopg.Error as exc:
             await self._drop()
             raise ExportError(said(exc)) from exc
+        except TimeoutError as exc:
+            await self._drop()
+            raise ExportError("the database does not answer") from exc
         except BaseException:
             await self._drop()
             raise
@@ -144,9 +176,11 @@ class PostgresExporter:
     async def _open(self) -> Session:
         connection = await connected(self._target)
         try:
-            if self._target.auto_migrate:
+            if self._target.auto_migrate and not self._is_migrated:
                 await migrate(connection, self._tables)
-            return await self._found(connection)
+                self._is_migrated = True
+            async with asyncio.timeout(self._target.statement_timeout.total_seconds()):
+                return await self._found(connection)
         except BaseException:
             await connection.close()
             raise
@@ -154,12 +188,14 @@ class PostgresExporter:
     async def _found(self, connection: AsyncConnection[tuple[Any, ...]]) -> Session:
         columns = await columns_of(connection, self._tables.readings, S2_COLUMNS + OWN_COLUMNS)
         if not columns:
+            self._is_migrated = False
             raise ExportError(self._no_table())
         if missing := [name for name in S2_COLUMNS if name not in columns]:
             raise ExportError(f"table {self._target.table} has no column {', '.join(missing)}")
         readings = Destination(self._tables.readings, columns, sql.SQL("ON CONFLICT DO NOTHING"))
         columns = await columns_of(connection, self._tables.uses, USE_COLUMNS)
         if not columns:
+            self._is_migrated = False
             log.warning("uses of GPUs are not stored: their table is missing", table=f"{self._target.table}_use")
             return Session(connection, readings, None)
         return Session(connection, readings, Destination(self._tables.uses, columns, upsert(list(columns))))
@@ -228,6 +264,10 @@ async def connected(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
         sslrootcert=target.sslrootcert,
         connect_timeout=max(2, round(target.connect_timeout.total_seconds())),
         tcp_user_timeout=round(TCP_PATIENCE.total_seconds() * 1000),
+        # While nothing is sent, as where an index is made, only these notice it.
+        keepalives_idle=round(TCP_PATIENCE.total_seconds()),
+        keepalives_interval=round(TCP_PATIENCE.total_seconds() / 3),
+        keepalives_count=3,
         application_name="gpuwarden",
         autocommit=True,
         prepare_threshold=None,  # a pooler between us and the server knows nothing of them
@@ -235,16 +275,19 @@ async def connected(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
 
 
 async def migrate(connection: AsyncConnection[tuple[Any, ...]], tables: Tables) -> None:
-    """Makes what is missing; one process at a time."""
-    async with connection.transaction():
-        await connection.execute("SET LOCAL client_min_messages = warning")
-        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK])
-        for statement in tables.statements():
+    """Makes what is missing; one process at a time. What is made stays, also where the next is not: each has its own
+    transaction, so that no lock is held longer than for the one thing that needs it."""
+    for statement in tables.statements():
+        async with connection.transaction():
+            await limit(connection, timedelta(0))
+            await connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK])
+            patience = str(round(LOCK_PATIENCE.total_seconds() * 1000))
+            await connection.execute("SELECT set_config('lock_timeout', %s, true)", [patience])
             await connection.execute(statement)
 
 
 async def limit(connection: AsyncConnection[tuple[Any, ...]], longest: timedelta) -> None:
-    """Of each statement in this transaction."""
+    """Of each statement in this transaction; 0 is no limit."""
     await connection.execute(
         "SELECT set_config('statement_timeout', %s, true), set_config('client_min_messages', 'warning', true)",
         [str(round(longest.total_seconds() * 1000))],

@@ -7,7 +7,7 @@ words. An end that nobody saw is closed when it is noticed.
 import asyncio
 import hashlib
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -22,6 +22,7 @@ from webhook.core.reservation import Reservation
 from webhook.export import ExportError
 from webhook.export.records import Batch, Use
 from webhook.gpu_node import GpuNode
+from webhook.setting_kinds import SUBDOMAIN
 from webhook.view import View
 
 log = structlog.get_logger(__name__)
@@ -99,15 +100,17 @@ class OpenUses:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._all: dict[str, dict[Key, Noted]] = {}
-        if directory is None:
+
+    def read(self) -> None:
+        """What another process has left. Raises ExportError: then it may be tried again."""
+        if self._directory is None:
             return
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            files = sorted(directory.glob("*.json"))
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for file in sorted(self._directory.glob("*.json")):
+                self._read(file)
         except OSError as exc:
-            raise ExportError(f"open uses cannot be kept in {directory}: {exc.strerror}") from exc
-        for file in files:
-            self._read(file)
+            raise ExportError(f"open uses cannot be read in {self._directory}: {exc.strerror}") from exc
 
     def nodes(self) -> set[str]:
         return set(self._all)
@@ -130,9 +133,10 @@ class OpenUses:
             self._all.pop(node, None)
 
     def _read(self, file: Path) -> None:
+        content = file.read_bytes()
         try:
-            found = msgspec.json.decode(file.read_bytes(), type=list[Noted])
-        except (msgspec.DecodeError, OSError) as exc:
+            found = msgspec.json.decode(content, type=list[Noted])
+        except (ValueError, RecursionError) as exc:
             # The starts are seen again in the cluster; an end that came while nobody looked is not.
             log.warning("open uses cannot be read", file=str(file), problem=str(exc))
             file.replace(file.with_suffix(".torn"))
@@ -168,17 +172,20 @@ class Uses:
         take: Callable[[Batch], Awaitable[None]],
         clock: Clock,
         is_current: Callable[[], bool],
+        recalled: Callable[[], AsyncIterator[Use]] | None = None,
     ) -> None:
+        """`recalled` is what the stores have no end of, and raises ExportError where they cannot be asked."""
         self._cluster = cluster
         self._known = known
         self._open = open_uses
         self._take = take
         self._clock = clock
         self._is_current = is_current
+        self._recalled = recalled
         self.gpu_nodes: View[Held] = View(Held.parse)
         # Nodes that are to be looked at, and nodes of which something is to be told.
         self._todo: dict[str, None] = {}
-        self._owed = dict.fromkeys(sorted(open_uses.nodes()))
+        self._owed: dict[str, None] = {}
         # Nodes whose GPUNode is gone, and when their pods are asked about next.
         self._gone: dict[str, datetime] = {}
         self._has_begun = False
@@ -189,13 +196,41 @@ class Uses:
         if not self._is_current():
             return
         if not self._has_begun:
+            await asyncio.to_thread(self._open.read)
+            self._owed.update(dict.fromkeys(sorted(self._open.nodes())))
             self._todo.update(dict.fromkeys([*self.gpu_nodes.names(), *sorted(self._open.nodes())]))
             self._has_begun = True
+        problems = await self._recall()
         self._todo.update(dict.fromkeys(self.gpu_nodes.take_news()))
-        problems = await self._each(self._todo, self._settle)
+        problems += await self._each(self._todo, self._settle)
         problems += await self._each(self._owed, self._tell)
         if problems:
             raise problems[0]
+
+    async def _recall(self) -> list[GpuwardenError]:
+        """Once: what others have told the stores and we do not know of. What is still held we tell ourselves, so that
+        stores that cannot be asked hear of it."""
+        if self._recalled is None:
+            return []
+        found: dict[str, dict[Key, Noted]] = {}
+        try:
+            async for use in self._recalled():
+                key = (use.reservation, use.gpu_uuid)
+                # Whoever may write rows names nodes, and a node names a file.
+                if SUBDOMAIN.fullmatch(use.node) and key not in self._open.of(use.node) and not self._is_held(use):
+                    found.setdefault(use.node, {})[key] = Noted(use, is_told=True)
+            for node, uses in found.items():
+                await asyncio.to_thread(self._open.keep, node, {**self._open.of(node), **uses})
+                self._todo[node] = None
+        except GpuwardenError as exc:
+            return [exc]
+        self._recalled = None
+        return []
+
+    def _is_held(self, use: Use) -> bool:
+        node = self.gpu_nodes.get(use.node)
+        held = node.reservations if node is not None else ()
+        return any(one.id == use.reservation and use.gpu_uuid in one.uuids for one in held)
 
     async def _each(self, names: dict[str, None], done: Callable[[str], Awaitable[None]]) -> list[GpuwardenError]:
         """Some of them. Those that fail come last next time."""
