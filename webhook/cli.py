@@ -269,7 +269,7 @@ def export(args: Namespace) -> int:
         args.has_run = True
         return ended
     missing = [f"flag --{name}: --smi-file needs it" for name in ("node",) if not args.node]
-    chosen = export_settings.load(vars(args), also=[*args.unknown, *missing], needs=("cluster_name",))
+    chosen = export_settings.load(vars(args), also=[*args.unknown, *missing], part=export_settings.ONE_READING)
     args.has_run = True
     return read_file(args.smi_file, chosen.cluster_name or "", args.node, args.machine)
 
@@ -281,7 +281,7 @@ def history(args: Namespace) -> int:
     from webhook.export.history import Question, answer, shown
 
     question = Question.asked(serial=args.serial, uuid=args.uuid, pod=args.pod, hash=args.hash)
-    chosen = export_settings.load(vars(args), also=args.unknown, needs=export_settings.NEEDED["postgres"])
+    chosen = export_settings.load(vars(args), also=args.unknown, part=export_settings.HISTORY)
     args.has_run = True
     complain(args.parser.prog, chosen.notes)
     print(shown(asyncio.run(answer(chosen.postgres, question)), args.output))

@@ -58,6 +58,39 @@ async def test_an_object_has_s2s_key_content_and_metadata() -> None:
     assert {name: request.headers.get(name) for name in wanted} == wanted
 
 
+@pytest.mark.parametrize(
+    ("prefix", "pattern", "begins"),
+    [
+        pytest.param("raw//gpus", "%Y", "/gpuids/raw/gpus/2026/", id="empty in the prefix"),
+        pytest.param("/raw/", "/a//%Y//", "/gpuids/raw/a/2026/", id="empty in the pattern"),
+        pytest.param("//", "//", "/gpuids/2026", id="nothing else"),
+        pytest.param("raw", "%Y-%q 50%", "/gpuids/raw/2026-%25q%2050%25/", id="other percent signs stay"),
+    ],
+)
+async def test_keys_have_no_empty_parts_and_nothing_is_lost_to_them(prefix: str, pattern: str, begins: str) -> None:
+    async with listening() as endpoint:
+        options = {"endpoint": endpoint.url, "access_key_id": "key", "secret_access_key": "hush"}
+        store = ObjectExporter(ObjectTarget("gpuids", prefix=prefix, partition_pattern=pattern, options=options))
+        await store.export(batch())
+    assert keys(endpoint)[0].startswith(begins)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        ObjectTarget("gpuids", prefix="raw/../gpus"),
+        ObjectTarget("gpuids", prefix="."),
+        ObjectTarget("gpuids", prefix="a\tb"),
+        ObjectTarget("gpuids", partition_pattern="%Y/../%m"),
+        ObjectTarget("s3://gpuids/../raw"),
+        ObjectTarget("s3://gpuids/raw//gpus"),
+    ],
+)
+def test_what_cannot_stand_in_a_key_is_refused_at_the_start_in_a_sentence(target: ObjectTarget) -> None:
+    with pytest.raises(GpuwardenError, match=r"cannot stand in a key|cannot be used as an object store"):
+        ObjectExporter(target)
+
+
 async def test_a_header_and_our_columns_are_a_choice() -> None:
     async with listening() as endpoint:
         await exporter(endpoint, header=True, own_columns=True).export(batch())

@@ -8,7 +8,7 @@ import pytest
 
 from tests.running import refusing
 from webhook.export import settings
-from webhook.export.settings import TABLE, ExportSettings
+from webhook.export.settings import HISTORY, ONE_READING, TABLE, ExportSettings
 from webhook.setting_table import SettingsError
 from webhook.settings import load as load_others
 
@@ -166,10 +166,48 @@ class TestWhichCluster:
         ):
             assert str(found.connection(mounted).kubeconfig) == kubeconfig
 
-    @pytest.mark.parametrize("empty", [{}, {"KUBECONFIG": ""}])
+    def test_in_a_pod_a_variable_that_leads_nowhere_is_passed_over_and_told(self, mounted: Path) -> None:
+        found = load({**IN_POD, "KUBECONFIG": "/nowhere/config"})
+        assert found.connection(mounted).in_cluster
+        assert [note.split(":")[1].strip() for note in found.notes] == ["variable KUBECONFIG"]
+        assert mistakes(IN_POD, kubeconfig="/nowhere/config")
+
+    @pytest.mark.parametrize("empty", [{}, {"KUBECONFIG": ""}, {"KUBECONFIG": "/nowhere/config"}])
     def test_none_is_a_mistake(self, empty: dict[str, str], mounted: Path) -> None:
         with pytest.raises(SettingsError, match="this is no Pod"):
             load({**NEEDED, **empty}).connection(mounted)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        pytest.param("HTTP_ENDPOINT", "https://store:8443/data?api-version=1&key=a%20b", id="a query"),
+        pytest.param("S3_PARTITION_PATTERN", "dt=%Y-%m-%d/%q/100%", id="another percent sign"),
+    ],
+)
+def test_what_s2_takes_is_taken(variable: str, text: str) -> None:
+    assert getattr(load({**NEEDED, variable: text}), variable.lower()) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["https://u:p@store/x?a", "https://store/x#y", "ftp://store/?a", "https:///?a", "https://s/?a b"]
+)
+def test_an_endpoint_is_a_url(text: str) -> None:
+    assert mistakes({**NEEDED, "HTTP_ENDPOINT": text})
+
+
+OTHERS_WORDS = {"TIMEOUT": "30", "WORKERS": "0", "BURST": "1", "SERVER_PORT": "0", "KUBECONFIG": "/nowhere", "QPS": "x"}
+
+
+def test_a_command_that_does_not_export_judges_what_it_looks_at_alone() -> None:
+    found = settings.load({}, {**NEEDED, **OTHERS_WORDS}, part=ONE_READING)
+    assert (found.cluster_name, found.workers) == ("prod", 16)
+    database = {"POSTGRES_HOST": "db", "POSTGRES_DB": "d", "POSTGRES_USER": "u", "POSTGRES_PASSWORD": "p"}
+    assert settings.load({}, {**database, **OTHERS_WORDS}, part=HISTORY).postgres.host == "db"
+    with pytest.raises(SettingsError, match="POSTGRES_SSLMODE"):
+        settings.load({}, {**database, **OTHERS_WORDS, "POSTGRES_SSLMODE": "x"}, part=HISTORY)
+    with pytest.raises(SettingsError, match="there is no such setting"):
+        settings.load({}, {**NEEDED, "GPUWARDEN_EXPORT_WORKER": "3"}, part=ONE_READING)
 
 
 def test_an_election_needs_a_name_to_stand_under() -> None:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, TypeVar
 
-from webhook.setting_kinds import LOG_LEVELS, Kind, read_namespace, read_port
+from webhook.setting_kinds import LOG_LEVELS, Kind, read_namespace, read_port, read_url
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ GO_FALSE: Final = ("0", "f", "F", "FALSE", "false", "False")
 LONGEST: Final = timedelta(days=7)
 
 EXPORTERS: Final = ("stdout", "http", "postgres", "s3")
-PARTITION: Final = re.compile(r"(?:%[YmdH]|[^%\x00-\x1f\\])*")
+PARTITION: Final = re.compile(r"[^\x00-\x1f\\]*")
 
 # Kubernetes' selectors, the forms that its clients take: `a=b,c in (d,e),!f`.
 LABEL: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_./]{0,315}[A-Za-z0-9])?)"
@@ -26,6 +26,14 @@ VALUE: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 REQUIREMENT: Final = re.compile(
     rf"\s*(?:!\s*{LABEL}|{LABEL}(?:\s*(?:=|==|!=)\s*{VALUE}|\s+(?:in|notin)\s*\(\s*{VALUE}(?:\s*,\s*{VALUE})*\s*\))?)\s*"
 )
+
+
+def read_endpoint(text: str) -> str:
+    """A URL that may have a query: some stores want a key there."""
+    read_url(text.partition("?")[0])
+    if not text.isprintable() or " " in text or "#" in text:
+        raise ValueError(f"{text!r} is not an http or https URL")
+    return text
 
 
 def read_go_duration(text: str) -> timedelta:
@@ -131,7 +139,7 @@ def read_log_level(text: str) -> str:
 
 def read_partition(text: str) -> str:
     if not PARTITION.fullmatch(text):
-        raise ValueError(f"{text!r} is no pattern: what follows a percent sign is one of Y, m, d, H")
+        raise ValueError(f"{text!r} is no part of a key")
     return text
 
 
@@ -153,6 +161,7 @@ GO_INTERVAL: Final = Kind("`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read
 PATIENCE: Final = Kind("`30s`, `1m30s`; not 0, at most `10m`", read_patience)
 GO_TRUTH: Final = Kind("1, t, true, 0, f, false, and these in capitals", read_go_truth)
 MIGRATE: Final = Kind("`true`; anything else is false", read_true_or_not)
+ENDPOINT: Final = Kind("a URL with http or https, without user or fragment", read_endpoint)
 WORKERS: Final = Kind("1 to 100", whole(1, 100))
 RATE: Final = Kind("a number above 0", read_rate)
 BURST: Final = Kind("a whole number, not less than the rate", whole(1, 9_999_999))

@@ -7,8 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import obstore
+import structlog
+from attrs import evolve
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, from_url
 
@@ -16,6 +19,8 @@ from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
 from webhook.export.targets import ObjectTarget
+
+log = structlog.get_logger(__name__)
 
 S2_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "time")
 OWN_COLUMNS: Final = ("uuid", "index", "minor", "pci_bus_id", "model", "memory", "driver", "boot_id")
@@ -40,8 +45,15 @@ class ObjectExporter:
     name = "s3"
 
     def __init__(self, target: ObjectTarget) -> None:
-        """Raises GpuwardenError where the URL or the options make no sense, or Parquet is asked for and not there."""
-        self._target = target
+        """Raises GpuwardenError where the URL, the options or what keys begin with make no sense, or Parquet is asked
+        for and not there."""
+        if "://" in target.bucket:
+            parts_of("the bucket's URL", urlsplit(target.bucket).path)
+        self._target = evolve(
+            target,
+            prefix=joined("the prefix", target.prefix),
+            partition_pattern=joined("the pattern", target.partition_pattern),
+        )
         self._render = RENDERERS[target.form]
         self._columns = S2_COLUMNS + OWN_COLUMNS if target.own_columns else S2_COLUMNS
         if target.form == "parquet":
@@ -97,8 +109,25 @@ class ObjectExporter:
 
     def _directory(self, kind: str) -> str:
         """Uses are beside the readings' prefix, not under it: whoever reads all that is there reads one kind."""
-        whole = "-".join(filter(None, (self._target.prefix.strip("/"), kind)))
+        whole = "-".join(filter(None, (self._target.prefix, kind)))
         return f"{whole}/" if whole else ""
+
+
+def joined(what: str, text: str) -> str:
+    """Without empty parts, which no key of ours can have."""
+    found = "/".join(parts_of(what, text))
+    if found != text.strip("/"):
+        log.warning("keys have no empty parts", of=what, said=text, written=found)
+    return found
+
+
+def parts_of(what: str, text: str) -> Sequence[str]:
+    """Raises GpuwardenError: with some, a key would be refused, or be in another place than the one that is named."""
+    parts = [part for part in text.split("/") if part]
+    for part in parts:
+        if part in (".", "..") or not part.isprintable():
+            raise GpuwardenError(f"{what} {text!r} cannot stand in a key: {part!r} is no part of one")
+    return parts
 
 
 def store_of(target: ObjectTarget) -> ObjectStore:

@@ -17,6 +17,7 @@ from webhook.export.kinds import (
     BURST,
     CONTAINER,
     DIRECTORY,
+    ENDPOINT,
     EXPORTER_LIST,
     GO_DURATION,
     GO_INTERVAL,
@@ -37,7 +38,7 @@ from webhook.export.kinds import (
     WORKERS,
 )
 from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_here, secret_in
-from webhook.setting_kinds import FILE, HOST, NAMESPACE, TRUTH, URL
+from webhook.setting_kinds import FILE, HOST, NAMESPACE, TRUTH
 from webhook.setting_table import (
     EXPORT_PREFIX,
     Reader,
@@ -125,6 +126,7 @@ class ExportSettings:
             FILE,
             "the cluster, if not the one whose Pod this is; gpuid's variable counts outside of Pods only",
             older_variable="KUBECONFIG",
+            older_is_lenient=True,
         ),
     )
     log_level: str = field(
@@ -178,7 +180,7 @@ class ExportSettings:
     )
 
     http_endpoint: str | None = field(
-        default=None, metadata=declared(URL, "where http posts records", older_variable="HTTP_ENDPOINT")
+        default=None, metadata=declared(ENDPOINT, "where http posts records", older_variable="HTTP_ENDPOINT")
     )
     http_timeout: timedelta = field(
         default=timedelta(seconds=30),
@@ -318,8 +320,21 @@ NEEDED: Final = {
 }
 
 
+@frozen
+class Part:
+    """What a command needs and what else it looks at that does not export. The rest may be as it likes: S2's variables
+    are plain words, which others set too."""
+
+    needs: tuple[str, ...]
+    looks_at: tuple[str, ...] = ()
+
+
+ONE_READING: Final = Part(needs=("cluster_name",))
+HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if one.name.startswith("postgres_")))
+
+
 class ExportReader(Reader):
-    """Reads them, and looks at what does not go together. `needs` is what the command cannot do without."""
+    """Reads them, and looks at what does not go together."""
 
     table = TABLE
     prefix = EXPORT_PREFIX
@@ -329,15 +344,21 @@ class ExportReader(Reader):
         flags: Mapping[str, object],
         environ: Mapping[str, str],
         also: Iterable[str],
-        needs: tuple[str, ...] | None,
+        part: Part | None,
     ) -> None:
         super().__init__(flags, environ, also)
-        self._needs = needs
+        self._part = part
 
     def read(self) -> ExportSettings:
         values = self.read_values()
         chosen = ExportSettings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
         return evolve(chosen, notes=tuple(f"passed over: {mistake}" for mistake in self.passed_over))
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        if self._part is not None:
+            asked = {"config", *self._part.needs, *self._part.looks_at}
+            self.given = {name: one for name, one in self.given.items() if name in asked}
+        yield from super()._values()
 
     def check_together(self, values: Mapping[str, Any]) -> None:
         self.mistakes.extend(f"{one} not set; allowed: {rule}" for one, rule in self._missing(values))
@@ -361,7 +382,7 @@ class ExportReader(Reader):
 
     def _shows_token(self, values: Mapping[str, Any]) -> bool:
         if (
-            self._needs is not None
+            self._part is not None
             or values.get("http_token_in_plain")
             or "http" not in self._value(values, "exporter_type")
         ):
@@ -371,8 +392,8 @@ class ExportReader(Reader):
         return has_token and endpoint.scheme == "http" and not is_here(endpoint.hostname or "")
 
     def _missing(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        if self._needs is not None:
-            needed = [("", name) for name in self._needs]
+        if self._part is not None:
+            needed = [("", name) for name in self._part.needs]
         else:
             needed = [("", "cluster_name")]
             chosen = self._value(values, "exporter_type")
@@ -400,10 +421,10 @@ def load(
     environ: Mapping[str, str] | None = None,
     also: Iterable[str] = (),
     *,
-    needs: tuple[str, ...] | None = None,
+    part: Part | None = None,
 ) -> ExportSettings:
-    """The settings, or `SettingsError` with every mistake. `needs`: what has to be set, if not what exporting needs."""
-    return ExportReader(flags, process_environment() if environ is None else environ, also, needs).read()
+    """The settings, or `SettingsError` with every mistake. `part`: for a command that does not export."""
+    return ExportReader(flags, process_environment() if environ is None else environ, also, part).read()
 
 
 REFERENCE: Final = """\
