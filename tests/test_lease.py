@@ -49,8 +49,8 @@ class Leases:
         self.version += 1
         self.lease = {"metadata": {"name": "l", "resourceVersion": str(self.version)}, "spec": spec}
 
-    def candidate(self, pod: str) -> Candidate:
-        return Candidate(self, "n", "l", pod, TERMS, lambda: datetime(2026, 1, 1, tzinfo=UTC), self.now)
+    def candidate(self, pod: str, terms: Terms = TERMS) -> Candidate:
+        return Candidate(self, "n", "l", pod, terms, lambda: datetime(2026, 1, 1, tzinfo=UTC), self.now)
 
     @property
     def holder(self) -> str:
@@ -65,6 +65,20 @@ async def has_won(candidate: Candidate) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def test_nobody_takes_it_before_its_holder_thinks_it_over() -> None:
+    leases = Leases()
+    terms = Terms(timedelta(seconds=2.4), timedelta(seconds=2.3), timedelta(milliseconds=10))
+    holder = leases.candidate("a", terms)
+    assert await has_won(holder)
+    assert leases.lease is not None
+    assert leases.lease["spec"]["leaseDurationSeconds"] == 3
+    other = leases.candidate("b", terms)
+    assert not await has_won(other)
+    leases.time = 2.2
+    assert holder.left > timedelta(0)
+    assert not await has_won(other)
 
 
 async def test_of_two_one_is_elected_and_the_other_when_it_lets_go() -> None:

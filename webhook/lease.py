@@ -4,6 +4,7 @@ Who holds it is judged by when it was seen to change, on the own clock: nobody e
 """
 
 import asyncio
+import math
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -159,7 +160,8 @@ class Candidate:
         is_same = holder == self.identity
         return {
             "holderIdentity": self.identity,
-            "leaseDurationSeconds": max(1, round(self.terms.duration.total_seconds())),
+            # Whole seconds, and no fewer than we count on ourselves.
+            "leaseDurationSeconds": max(1, math.ceil(self.terms.duration.total_seconds())),
             "renewTime": time,
             "acquireTime": (old.get("acquireTime") if is_same else None) or time,
             "leaseTransitions": int(old.get("leaseTransitions") or 0) + (0 if is_same else 1),
