@@ -52,6 +52,54 @@ async def test_nobody_is_with_two_workers_at_once() -> None:
     assert await turns.take() == "a"
 
 
+class Counted(str):
+    """A name that counts how often it is looked up."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return super().__hash__()
+
+
+async def test_whoever_waits_looks_through_nothing() -> None:
+    """Sixteen wait for one of ten thousand, and fifty things happen."""
+    hand = Hand()
+    turns = Turns(hand.now)
+    for number in range(10_000):
+        turns.put(Counted(number), 600.0)
+    waiting = [asyncio.create_task(turns.take()) for _ in range(16)]
+    await asyncio.sleep(0)
+    Counted.looks = 0
+    for number in range(50):
+        turns.put(Counted(f"new-{number}"), 300.0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert 0 < Counted.looks < 5_000
+    turns.put("now")
+    done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert [one.result() for one in done] == ["now"]
+    for one in rest:
+        one.cancel()
+
+
+async def test_what_is_due_while_it_is_with_somebody_comes_at_its_time() -> None:
+    hand = Hand()
+    turns = Turns(hand.now)
+    turns.put("a", 5.0)
+    turns.put("a")
+    assert await turns.take() == "a"
+    turns.put("a", 5.0)
+    turns.put("b", 1.0)
+    turns.done("a")
+    assert await is_idle(turns)
+    hand.time = 1.0
+    assert await turns.take() == "b"
+    assert await is_idle(turns)
+    hand.time = 5.0
+    assert await turns.take() == "a"
+
+
 async def test_what_is_forgotten_does_not_come() -> None:
     turns = Turns(Hand().now)
     turns.put("a")

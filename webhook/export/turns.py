@@ -17,6 +17,7 @@ class Turns:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._due: dict[str, float] = {}
+        # What is with somebody is not in it: it is entered again when it is given back.
         self._heap: list[tuple[float, int, str]] = []
         self._numbers = itertools.count()
         self._busy: set[str] = set()
@@ -37,7 +38,11 @@ class Turns:
         if name in self._due and self._due[name] <= at:
             return
         self._due[name] = at
-        heapq.heappush(self._heap, (at, next(self._numbers), name))
+        if name not in self._busy:
+            self._enter(name)
+
+    def _enter(self, name: str) -> None:
+        heapq.heappush(self._heap, (self._due[name], next(self._numbers), name))
         self._news.set()
 
     def forget(self, name: str) -> None:
@@ -47,33 +52,32 @@ class Turns:
         """The next that is due and not with somebody else; waits for it. It has to be given back by `done`."""
         while True:
             now = self._now()
-            aside = []
-            found = None
-            while self._heap and self._heap[0][0] <= now and found is None:
-                at, number, name = heapq.heappop(self._heap)
-                if self._due.get(name) != at:
-                    continue
-                if name in self._busy:
-                    aside.append((at, number, name))
-                else:
-                    found = name
-            for one in aside:
-                heapq.heappush(self._heap, one)
-            if found is not None:
-                del self._due[found]
-                self._busy.add(found)
-                return found
+            self._drop_stale()
+            if self._heap and self._heap[0][0] <= now:
+                name = heapq.heappop(self._heap)[2]
+                del self._due[name]
+                self._busy.add(name)
+                return name
             await self._rest(now)
 
     def done(self, name: str) -> None:
         self._busy.discard(name)
-        self._news.set()
+        if name in self._due:
+            self._enter(name)
+
+    def _drop_stale(self) -> None:
+        """Of what is due sooner than it was, forgotten or with somebody, until the first is none of these."""
+        while self._heap:
+            at, _, name = self._heap[0]
+            if self._due.get(name) == at and name not in self._busy:
+                return
+            heapq.heappop(self._heap)
 
     async def _rest(self, now: float) -> None:
+        """Until the first is due, or there is another. Many wait here for each that comes, so nothing is searched."""
         self._news.clear()
-        free = [at for at, _, name in self._heap if name not in self._busy]
         try:
-            async with asyncio.timeout(max(0.0, min(free) - now) if free else None):
+            async with asyncio.timeout(max(0.0, self._heap[0][0] - now) if self._heap else None):
                 await self._news.wait()
         except TimeoutError:
             return
