@@ -34,9 +34,9 @@ from webhook.export.reader import Plan, Reader, Told, trimmed_pod
 from webhook.export.reading import (
     NO_MACHINE,
     Source,
+    nameless,
     node_gpus,
     readings_of,
-    without_serial,
 )
 from webhook.export.records import Batch, Use, raw_reading
 from webhook.export.settings import ExportSettings
@@ -75,8 +75,8 @@ def read_file(path: str, cluster: str, node: str, machine: str | None) -> int:
     found = node_gpus(parse(content_of(path)), "", None, utc_now())
     for record in readings_of(found, Source(cluster, node, machine or NO_MACHINE, source)):
         sys.stdout.write(msgspec.json.encode(raw_reading(record)).decode() + "\n")
-    if nameless := without_serial(found):
-        sys.stderr.write(f"gpuwarden export: no record of {', '.join(nameless)}: without a serial\n")
+    if dropped := nameless(found):
+        sys.stderr.write(f"gpuwarden export: no record of {', '.join(dropped)}: without serial and UUID\n")
     return STOPPED
 
 

@@ -487,6 +487,13 @@ class TestHistory:
         assert header.split()[:3] == ["SINCE", "UNTIL", "CLUSTER"]
         assert line.split()[-3:] == ["train/job-0", "Job/train", "sha256:abc"]
 
+    async def test_a_serial_that_is_not_known_is_none(self, postgres: Postgres, table: str) -> None:
+        async with exporting(target_of(postgres, table)) as exporter:
+            await exporter.export(batch(gpus=1, gpu="unknown", uses=(use(serial=None),)))
+            assert [one.serial for one in await self.asked(postgres, table, uuid="GPU-0")] == [None]
+            await exporter.export(batch(gpus=1, gpu="1", node="another", time=later(-60)))
+        assert [one.serial for one in await self.asked(postgres, table, uuid="GPU-0")] == ["1"]
+
     async def test_the_command_says_what_is_wrong(self, postgres: Postgres, table: str) -> None:
         done = history(postgres, table, "--serial", "1")
         assert done.returncode == 1

@@ -199,6 +199,17 @@ async def test_a_dead_gpu_is_left_out_and_the_others_are_read() -> None:
     assert [one.index for one in house.readings] == list(range(1, 8))
 
 
+@pytest.mark.parametrize("said", ["N/A", "[N/A]", ""])
+async def test_a_gpu_whose_serial_is_not_known_is_exported_under_its_uuid(said: str) -> None:
+    cards = [Card(0, serial=said, uuid="GPU-a"), Card(1, serial="1", uuid="GPU-b")]
+    house = House(says=lambda _: document(cards))
+    async with house.working():
+        house.see(plugin_pod())
+        await until(lambda: house.readings)
+    assert [(one.gpu, one.uuid) for one in house.readings] == [("unknown", "GPU-a"), ("1", "GPU-b")]
+    assert "unknown" not in house.labels["node-a"].values()
+
+
 @pytest.mark.defect("S2-4")
 @pytest.mark.parametrize("provider_id", [None, ""])
 async def test_a_node_without_a_provider_is_called_na_and_read_once(provider_id: str | None) -> None:

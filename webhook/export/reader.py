@@ -24,10 +24,10 @@ from webhook.export.reading import (
     annotation,
     batch_of,
     machine_of,
+    nameless,
     node_gpus,
     read_before,
     readings_of,
-    without_serial,
 )
 from webhook.export.records import Batch
 from webhook.export.turns import Turns, pause_after
@@ -350,8 +350,8 @@ class Reader:
         if now is None or now["metadata"].get("uid") != pod.uid or now["spec"].get("nodeName") != pod.node:
             raise ReplacedError("the pod is not the one that was asked")
         found = node_gpus(smi, pod.uid, node.boot_id, time)
-        if nameless := without_serial(found):
-            log.warning("devices without a serial are not exported", node=pod.node, devices=nameless)
+        if dropped := nameless(found):
+            log.warning("devices without serial and UUID are not exported", node=pod.node, devices=dropped)
         if self._plan.labels:
             await self._write(pod, node, smi, found)
         return found

@@ -81,7 +81,8 @@ def annotation(found: NodeGpus) -> str:
 
 
 def readings_of(found: NodeGpus, source: Source) -> tuple[Reading, ...]:
-    """One a device, also of those that share a serial. A device without one is left out: a record is about a serial."""
+    """One a device, also of those that share a serial. What has neither serial nor UUID is left out: a record of it
+    would be of no device in particular."""
     return tuple(
         Reading(
             cluster=source.cluster,
@@ -89,7 +90,7 @@ def readings_of(found: NodeGpus, source: Source) -> tuple[Reading, ...]:
             machine=source.machine,
             source=source.source,
             chassis=one.chassis or UNKNOWN,
-            gpu=one.serial,
+            gpu=one.serial or UNKNOWN,
             time=found.time,
             uuid=one.uuid,
             index=one.index,
@@ -101,13 +102,13 @@ def readings_of(found: NodeGpus, source: Source) -> tuple[Reading, ...]:
             boot_id=source.boot_id,
         )
         for one in found.gpus
-        if one.serial is not None
+        if one.serial is not None or one.uuid is not None
     )
 
 
-def without_serial(found: NodeGpus) -> Sequence[str]:
+def nameless(found: NodeGpus) -> Sequence[str]:
     """How the devices are called that no record can be made of."""
-    return [one.uuid or one.pci or f"number {one.index}" for one in found.gpus if one.serial is None]
+    return [one.pci or f"number {one.index}" for one in found.gpus if one.serial is None and one.uuid is None]
 
 
 def batch_of(readings: tuple[Reading, ...]) -> Batch:

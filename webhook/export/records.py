@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
-# What a node without a chassis serial is said to be in.
+# A serial that is not known: what a node without a chassis serial is said to be in, and how a GPU is called then.
 UNKNOWN: Final = "unknown"
 
 
@@ -18,7 +18,7 @@ class Reading:
     machine: str
     source: str
     chassis: str
-    gpu: str  # its serial
+    gpu: str  # its serial, or `unknown` where only its uuid is known
     time: datetime
     uuid: str | None = None
     index: int | None = None

@@ -60,8 +60,9 @@ CREATE TABLE IF NOT EXISTS {uses} (
 CREATE_VIEW: Final = """
 CREATE OR REPLACE VIEW {view} AS
 SELECT u.cluster, u.node, r.machine, u.gpu_uuid,
-       COALESCE(u.serial, r.gpu, (
-           SELECT g.gpu FROM {table} g WHERE g.uuid = u.gpu_uuid ORDER BY g.read_time DESC LIMIT 1
+       COALESCE(u.serial, NULLIF(r.gpu, 'unknown'), (
+           SELECT g.gpu FROM {table} g WHERE g.uuid = u.gpu_uuid AND g.gpu <> 'unknown'
+           ORDER BY g.read_time DESC LIMIT 1
        )) AS serial,
        COALESCE(NULLIF(u.chassis, 'unknown'), r.chassis, 'unknown') AS chassis,
        r.index, r.minor, r.pci_bus_id, r.model,
