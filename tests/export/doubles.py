@@ -1,7 +1,9 @@
-"""Stores that keep what they are given in memory, and fail when told to."""
+"""Stores that keep what they are given in memory, and fail when told to; a disk that says what it was told."""
 
 import asyncio
+import os
 import threading
+from pathlib import Path
 
 from webhook.export import ExportError
 from webhook.export.outbox import MemoryShelf
@@ -65,6 +67,20 @@ class SlowShelf(MemoryShelf):
         self.is_asked.set()
         assert self.may_go_on.wait(30)
         super().put(name, content)
+
+
+class WatchedDisk:
+    """Remembers of each flush what was flushed, and what was in the directory by then, with its size."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.flushes: list[tuple[str, dict[str, int]]] = []
+
+    def flush(self, descriptor: int) -> None:
+        files = {one.name: one.stat() for one in self._directory.iterdir() if one.name != "lock"}
+        names = {self._directory.stat().st_ino: "", **{one.st_ino: name for name, one in files.items()}}
+        there = {name: one.st_size for name, one in files.items()}
+        self.flushes.append((names[os.fstat(descriptor).st_ino], there))
 
 
 class DeafShelf(MemoryShelf):

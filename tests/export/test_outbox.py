@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tests.export.doubles import DeafShelf, SlowShelf
+from tests.export.doubles import DeafShelf, SlowShelf, WatchedDisk
 from tests.export.killed import COUNT
 from tests.export.records import NOW, batch, later, use
 from webhook.export import ExportError
@@ -160,6 +160,14 @@ def test_a_disk_that_gives_nothing_for_a_moment_loses_nothing() -> None:
 
 
 class TestOnDisk:
+    def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(self, tmp_path: Path) -> None:
+        disk = WatchedDisk(tmp_path)
+        outbox = Outbox(DirectoryShelf(tmp_path, disk.flush))
+        outbox.put(batch(), NOW)
+        (file,) = tmp_path.glob("*.batch")
+        size = outbox.waiting.size
+        assert disk.flushes == [(f"{file.name}.new", {f"{file.name}.new": size}), ("", {file.name: size})]
+
     def test_a_file_of_another_name_is_none_of_ours(self, tmp_path: Path) -> None:
         (tmp_path / "notes.batch").write_text("a person's")
         outbox = Outbox(DirectoryShelf(tmp_path))

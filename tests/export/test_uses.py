@@ -10,10 +10,11 @@ import pytest
 from attrs import define, evolve, field
 from structlog.testing import capture_logs
 
+from tests.export.doubles import WatchedDisk
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
-from webhook.export.uses import Called, OpenUses, PodWords, Uses
+from webhook.export.uses import Called, Noted, OpenUses, PodWords, Uses
 
 Raw = dict[str, Any]
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -471,6 +472,14 @@ async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
     house.now += uses.ASK_AGAIN
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until == house.now
+
+
+def test_what_is_open_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(tmp_path: Path) -> None:
+    disk = WatchedDisk(tmp_path)
+    OpenUses(tmp_path, disk.flush).keep("node-a", {("r-1", "GPU-1"): Noted(EXPECTED)})
+    size = (tmp_path / "node-a.json").stat().st_size
+    assert size > 100
+    assert disk.flushes == [("node-a.json.new", {"node-a.json.new": size}), ("", {"node-a.json": size})]
 
 
 async def test_half_a_file_is_set_aside_and_the_rest_is_known(house: House) -> None:

@@ -16,6 +16,7 @@ import structlog
 from attrs import frozen
 
 from webhook.export import ExportError
+from webhook.export.files import NEW, Flush, write_whole
 from webhook.export.records import Batch
 
 log = structlog.get_logger(__name__)
@@ -27,7 +28,7 @@ BOUND_IN_MEMORY: Final = 16 * 1024 * 1024
 # Batches that a store has refused for good, kept for a person to look at.
 MAX_REFUSED: Final = 100
 
-WAITING, REFUSED, TORN, NEW = ".batch", ".refused", ".torn", ".new"
+WAITING, REFUSED, TORN = ".batch", ".refused", ".torn"
 NAME: Final = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.batch")
 
 
@@ -110,9 +111,10 @@ class MemoryShelf:
 class DirectoryShelf:
     """A file each, written beside its place, flushed to the disk and renamed, so that what is there is whole."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, flush: Flush = os.fsync) -> None:
         """Raises ExportError."""
         self._directory = directory
+        self._flush = flush
         make(directory)
         try:
             self._lock = locked(directory / "lock")
@@ -124,17 +126,11 @@ class DirectoryShelf:
             raise cannot_be_kept(directory, exc) from exc
 
     def put(self, name: str, content: bytes) -> None:
-        new = self._directory / (name + NEW)
+        path = self._directory / name
         try:
-            with new.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            new.rename(self._directory / name)
-            self._flush()
+            write_whole(path, content, self._flush)
         except OSError:
-            new.unlink(missing_ok=True)
-            (self._directory / name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise
 
     def get(self, name: str) -> bytes:
@@ -156,13 +152,6 @@ class DirectoryShelf:
 
     def close(self) -> None:
         os.close(self._lock)
-
-    def _flush(self) -> None:
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def make(directory: Path) -> None:

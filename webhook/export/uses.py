@@ -20,6 +20,7 @@ from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.core.reservation import Reservation
 from webhook.export import ExportError
+from webhook.export.files import Flush, write_whole
 from webhook.export.records import Batch, Use
 from webhook.gpu_node import GpuNode
 from webhook.setting_kinds import SUBDOMAIN
@@ -97,8 +98,9 @@ class Noted(msgspec.Struct, frozen=True):
 class OpenUses:
     """By node, what has begun and is not known to be over, and what is over and not told. A file a node, if kept."""
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, flush: Flush = os.fsync) -> None:
         self._directory = directory
+        self._flush = flush
         self._all: dict[str, dict[Key, Noted]] = {}
 
     def read(self) -> None:
@@ -148,17 +150,7 @@ class OpenUses:
         if not uses:
             file.unlink(missing_ok=True)  # one that comes back after a power cut is told again, in the same words
             return
-        beside = file.with_suffix(".new")
-        with beside.open("wb") as stream:
-            stream.write(msgspec.json.encode(uses))
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(file)
-        directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        write_whole(file, msgspec.json.encode(uses), self._flush)
 
 
 class Uses:
