@@ -115,6 +115,7 @@ FORMS: Final[Mapping[Kind[Any], Schema]] = {
     },
     export_kinds.GO_INTERVAL: GO_TIME_FORM,
     export_kinds.PATIENCE: GO_TIME_FORM,
+    export_kinds.ENDPOINT: text(r"[hH][tT][tT][pP][sS]?://[^\s#]+"),
     export_kinds.MIGRATE: {"type": ["boolean", "string"]},
     export_kinds.WORKERS: whole(1, 100),
     export_kinds.BURST: whole(1, 9_999_999),
