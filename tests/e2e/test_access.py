@@ -33,10 +33,12 @@ from tests.e2e.kube import (
 )
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, reconciling, serving
+from webhook import calls
 from webhook.cluster import connected
 from webhook.core.reservation import PodIdentity
 from webhook.measures import ApiMeasures
 from webhook.policies import Installation, rbac
+from webhook.scheduler.binder_volumes import CLAIM_PATH, VOLUME_PATH
 from webhook.settings import Settings
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 2
@@ -335,6 +337,15 @@ async def test_each_account_may_do_what_it_does_and_no_more(
     for name, uses in granted().items():
         used = {use for account_name, use, _ in seen if account_name == name}
         assert uses - used - SPARE[name].keys() == set(), name
+
+
+async def test_who_binds_may_read_claims_and_volumes_by_name(cluster: Cluster, kube: Kube) -> None:
+    """404: it is asked about, and is not there. Whoever may not ask is answered 403."""
+    settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-bind"))
+    async with await connected(settings) as api, new_namespace(kube) as namespace:
+        for verb, path, code in (("GET", CLAIM_PATH, 404), ("GET", VOLUME_PATH, 404), ("DELETE", CLAIM_PATH, 403)):
+            status, _ = await calls.answered(api, verb, path, {"namespace": namespace, "name": "nowhere"}, seconds=10)
+            assert (verb, path, status) == (verb, path, code)
 
 
 async def test_who_reconciles_may_do_what_lost_evidence_asks_for(cluster: Cluster, kube: Kube) -> None:

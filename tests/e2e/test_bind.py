@@ -44,6 +44,8 @@ from webhook.scheduler.extender import BindingRefusedError
 from webhook.settings import Settings
 
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
+CLAIMS = Resource("api/v1", "persistentvolumeclaims")
+VOLUMES = Resource("api/v1", "persistentvolumes")
 OURS = "gpu-scheduler"
 NAMES = ("bind-0", "bind-1")
 # What is promised of a world that changes: the pod is on its node within this, on a machine that does little else.
@@ -471,6 +473,31 @@ async def test_an_api_server_that_is_gone_or_silent_makes_it_unready(scene: Scen
         await wait_until(lambda: status("/ready"), lambda got: got == (200, "ready"))
     await scene.create("after")
     await scene.is_on("after")
+
+
+async def test_a_pod_waits_for_its_claim_and_goes_where_the_volume_is(scene: Scene) -> None:
+    """The cluster's own controller binds the claim, to a volume that comes later."""
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": ""}
+    name = f"of-{scene.namespace}"
+    await scene.kube.create(
+        CLAIMS, {"metadata": {"name": "data"}, "spec": claim | {"volumeName": name}}, scene.namespace
+    )
+    volume = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
+    await scene.create("writer", volumes=[volume])
+    await scene.waits("writer", "the pod's claim data is not bound to a volume")
+    here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [NAMES[1]]}
+    spec = {
+        "accessModes": claim["accessModes"],
+        "capacity": {"storage": "1Gi"},
+        "hostPath": {"path": "/data"},
+        "claimRef": {"namespace": scene.namespace, "name": "data"},
+        "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
+    }
+    await scene.kube.create(VOLUMES, {"metadata": {"name": name}, "spec": spec})
+    try:
+        await scene.is_on("writer", NAMES[1])
+    finally:
+        await scene.kube.delete(VOLUMES, name)
 
 
 @pytest.mark.defect("S1-9")
