@@ -104,10 +104,10 @@ class Contested(MemoryLedger):
 
 
 class NobodyToAsk:
-    """What the watch has told of namespaces is all there is."""
+    """What the watch has not told of is a namespace that demands nothing."""
 
     async def get(self, name: str) -> Raw | None:
-        return None
+        return {"kind": "Namespace", "metadata": {"name": name}}
 
 
 class Scene:
