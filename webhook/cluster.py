@@ -157,9 +157,15 @@ class ApiGpuNodes:
         async with written():
             return as_raw(
                 await self._objects.replace_cluster_custom_object_status(
-                    *GPU_NODES, name, raw, _request_timeout=REQUEST_TIMEOUT
+                    *GPU_NODES, name, only_status(raw), _request_timeout=REQUEST_TIMEOUT
                 )
             )
+
+
+def only_status(raw: Raw) -> Raw:
+    """What such a write is read for. All else, of a node with thousands of GPUs, is more than that."""
+    meta = {name: raw["metadata"][name] for name in ("name", "uid", "resourceVersion") if name in raw["metadata"]}
+    return {**{name: raw[name] for name in ("apiVersion", "kind", "status") if name in raw}, "metadata": meta}
 
 
 def as_raw(answer: object, name: str | None = None) -> Raw:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,12 +16,12 @@ from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, 
 from tests.ledger.fake_store import gpu_node
 from tests.ledger.test_cluster import Pods
 from webhook.cluster import ApiGpuNodes, connected
-from webhook.core.device import Node
+from webhook.core.device import DeviceUuid, Node, Slot
 from webhook.core.errors import SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, Reservation, ReservationId
 from webhook.crds import manifests
-from webhook.gpu_node import GpuNode
+from webhook.gpu_node import GpuNode, with_held
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.moves import Times
 from webhook.settings import Settings
@@ -189,3 +190,44 @@ async def test_kubectl_shows_what_is_free_and_held(bench: ApiBench, cluster: Clu
     )
     out, _ = await process.communicate()
     assert out.decode().split()[:4] == ["node-a", "8", "6", "2"]
+
+
+@pytest.mark.parametrize("slot", ["GPU-a0", "GPU-a0/", "GPU-a0/01", "GPU-a0/-1", "GPU-a0/\u0663", "GPU-a0/k"])
+async def test_what_names_no_slot_cannot_be_held(bench: ApiBench, slot: str) -> None:
+    entry = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
+    await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a1"))
+    with pytest.raises(ApiError, match="a slot is named by its device and a number"):
+        await bench.kube.patch(GPU_NODES, "node-a", {"status": {"held": {slot: entry}}}, subresource="status")
+
+
+async def test_a_node_with_2000_gpus_can_have_all_of_them_held(bench: ApiBench) -> None:
+    """Each by a reservation of its own, as long as they get."""
+    uuids = [f"GPU-{k:08x}-0000-4000-8000-000000000000" for k in range(2000)]
+    said = {"model": "NVIDIA H100 80GB HBM3", "memory": "81559Mi", "labels": ["fudo.org/gpu.memory-80g", "model=h100"]}
+    devices = [{"uuid": uuid, "index": k, "serial": f"16503{k:08}", **said} for k, uuid in enumerate(uuids)]
+    await bench.kube.create(GPU_NODES, {**gpu_node("node-big"), "spec": {"devices": devices}})
+    try:
+        since = bench.now + timedelta(microseconds=123456)
+        held = [
+            Reservation(
+                id=ReservationId(f"{k:08x}-0000-4000-8000-000000000401"),
+                namespace="a-team-of-some-size",
+                claim_digest="d" * 64,
+                node="node-big",
+                slots=(Slot(DeviceUuid(uuid), 0),),
+                since=since,
+                deadline=since,
+                pod_name=f"train-7d9f8b6c5d-{k:05}",
+                uid=f"{k:08x}-0000-4000-8000-00000000b0d1",
+            )
+            for k, uuid in enumerate(uuids)
+        ]
+        store = ApiGpuNodes(bench.api)
+        raw = await store.get("node-big")
+        assert raw is not None
+        written = await store.put_status(with_held(raw, held, GpuNode.parse(raw).devices))
+        assert len(written["status"]["held"]) == 2000
+        assert written["spec"]["devices"][1999]["uuid"] == uuids[-1]
+        assert 1.4 * 2**20 < len(json.dumps(written, separators=(",", ":"))) < 1.5 * 2**20
+    finally:
+        await forced_away(bench.kube, GPU_NODES, "node-big")
