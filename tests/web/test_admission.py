@@ -176,6 +176,15 @@ async def test_a_pod_that_names_its_node_itself_is_moved_nowhere(house: House) -
     assert refusal(await house.mutate(changed, "another-review")) == (403, "NoSuitableNode")
 
 
+async def test_a_node_that_another_webhook_presets_moves_nothing(house: House) -> None:
+    """No scheduler would be asked any more: it is refused at the last door, by its field."""
+    changed = with_spec(await house.dress(gpu_pod()), nodeName="node-a")
+    assert patched(changed, await house.mutate(changed, "another-review")) == changed
+    response = await house.validate(builders.validating_create(changed))
+    assert refusal(response) == (403, "Forged")
+    assert response["status"]["message"].startswith("spec.nodeName: ")
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from datetime import datetime, timedelta
 
 import msgspec
+from attrs import evolve
 
 from webhook.core import keys, order
 from webhook.core.binding import Binding
@@ -298,9 +299,10 @@ def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) 
 
 
 def still_selects(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
-    """The pod lets itself be put where its GPUs are: another webhook may have seen to the contrary after us."""
+    """The pod lets itself be put where its GPUs are: another webhook may have seen to the contrary after us. A nodeName
+    is `preset_node`'s question."""
     berth = fleet.berths.get(node)
-    if berth is None or claim.nodes.matches(node, berth.labels):
+    if berth is None or evolve(claim.nodes, node_name=None).matches(node, berth.labels):
         return None
     fields = [f"spec.nodeSelector[{key}]" for key, value in claim.nodes.selector if berth.labels.get(key) != value]
     fields = fields or ["spec.affinity.nodeAffinity"]
