@@ -5,6 +5,7 @@ Of several, the elected one works. What it was given is stored, or waits on its 
 
 import asyncio
 import sys
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
@@ -108,7 +109,8 @@ class NodeWords:
     """What matters of a Node between its readings."""
 
     boot: str | None
-    gpus: str | None
+    # What was read of its GPUs, packed: some kilobytes of each node, which are rarely looked at.
+    gpus: bytes | None
 
 
 def node_words(raw: Raw) -> NodeWords:
@@ -116,7 +118,7 @@ def node_words(raw: Raw) -> NodeWords:
         seen = node_seen(raw)
     except msgspec.ValidationError as exc:
         raise GpuwardenError(f"the Node cannot be read: {exc}") from exc
-    return NodeWords(seen.boot_id, seen.gpus)
+    return NodeWords(seen.boot_id, None if seen.gpus is None else zlib.compress(seen.gpus.encode()))
 
 
 class Boots(Protocol):
@@ -134,7 +136,7 @@ class NodesView(View[NodeWords]):
         super().__init__(node_words)
         self._reader = reader
         # Of the node that was asked about last: what its annotation was, and what it said of each UUID.
-        self._gpus: tuple[str, str, Mapping[str, GpuWire]] = ("", "", {})
+        self._gpus: tuple[str, bytes, Mapping[str, GpuWire]] = ("", b"", {})
 
     def changed(self, raw: Raw) -> None:
         super().changed(raw)
@@ -154,7 +156,7 @@ class NodesView(View[NodeWords]):
         if found is None or found.gpus is None:
             return None
         if self._gpus[:2] != (node, found.gpus):
-            self._gpus = node, found.gpus, gpus_by_uuid(found.gpus)
+            self._gpus = node, found.gpus, gpus_by_uuid(zlib.decompress(found.gpus).decode())
         return self._gpus[2].get(uuid)
 
 

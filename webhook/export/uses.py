@@ -7,7 +7,8 @@ words. An end that nobody saw is closed when it is noticed.
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -96,12 +97,15 @@ class Noted(msgspec.Struct, frozen=True):
 
 
 class OpenUses:
-    """By node, what has begun and is not known to be over, and what is over and not told. A file a node, if kept."""
+    """By node, what has begun and is not known to be over, and what is over and not told. A file a node, if kept.
+
+    In memory packed: the uses of a node say nearly the same, and there are as many as there are GPUs.
+    """
 
     def __init__(self, directory: Path | None, flush: Flush = os.fsync) -> None:
         self._directory = directory
         self._flush = flush
-        self._all: dict[str, dict[Key, Noted]] = {}
+        self._all: dict[str, bytes] = {}
 
     def read(self) -> None:
         """What another process has left. Raises ExportError: then it may be tried again."""
@@ -118,7 +122,8 @@ class OpenUses:
         return set(self._all)
 
     def of(self, node: str) -> Mapping[Key, Noted]:
-        return self._all.get(node, {})
+        packed = self._all.get(node)
+        return {} if packed is None else by_key(decoded(zlib.decompress(packed)))
 
     def keep(self, node: str, uses: Mapping[Key, Noted]) -> None:
         """These are kept when this returns, and no others of the node. Raises ExportError: then nothing has changed."""
@@ -126,31 +131,44 @@ class OpenUses:
             return
         if self._directory is not None:
             try:
-                self._write(self._directory / f"{node}.json", list(uses.values()))
+                self._write(self._directory / f"{node}.json", uses.values())
             except OSError as exc:
                 raise ExportError(f"open uses cannot be kept in {self._directory}: {exc.strerror}") from exc
         if uses:
-            self._all[node] = dict(uses)
+            self._all[node] = zlib.compress(encoded(uses.values()))
         else:
             self._all.pop(node, None)
 
     def _read(self, file: Path) -> None:
         content = file.read_bytes()
         try:
-            found = msgspec.json.decode(content, type=list[Noted])
+            found = decoded(content)
         except (ValueError, RecursionError) as exc:
             # The starts are seen again in the cluster; an end that came while nobody looked is not.
             log.warning("open uses cannot be read", file=str(file), problem=str(exc))
             file.replace(file.with_suffix(".torn"))
             return
-        for one in found:
-            self._all.setdefault(one.use.node, {})[one.use.reservation, one.use.gpu_uuid] = one
+        for node in {one.use.node for one in found}:
+            self._all[node] = zlib.compress(encoded(one for one in found if one.use.node == node))
 
-    def _write(self, file: Path, uses: list[Noted]) -> None:
+    def _write(self, file: Path, uses: Collection[Noted]) -> None:
         if not uses:
             file.unlink(missing_ok=True)  # one that comes back after a power cut is told again, in the same words
             return
-        write_whole(file, msgspec.json.encode(uses), self._flush)
+        write_whole(file, encoded(uses), self._flush)
+
+
+def encoded(uses: Iterable[Noted]) -> bytes:
+    return msgspec.json.encode(list(uses))
+
+
+def decoded(content: bytes) -> Sequence[Noted]:
+    """Raises ValueError, RecursionError."""
+    return msgspec.json.decode(content, type=list[Noted])
+
+
+def by_key(uses: Iterable[Noted]) -> Mapping[Key, Noted]:
+    return {(one.use.reservation, one.use.gpu_uuid): one for one in uses}
 
 
 class Uses:
