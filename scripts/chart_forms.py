@@ -125,7 +125,7 @@ FORMS: Final[Mapping[Kind[Any], Schema]] = {
     export_kinds.WORDS: {**ANY_TEXT, "pattern": r"\S"},
     export_kinds.CONTAINER: text(f"({LABEL_NAME})?"),
     export_kinds.EXPORTER_LIST: several(f"({'|'.join(export_kinds.EXPORTERS)})"),
-    export_kinds.PARTITION_PATTERN: text(r"(%[YmdH]|[^%\x00-\x1f\\])*"),
+    export_kinds.PARTITION_PATTERN: text(r"[^\x00-\x1f\\]*"),
     export_kinds.LENIENT_LOG_LEVEL: {"type": "string"},
     export_kinds.ROOT_CERTIFICATES: {"type": "string"},
     export_kinds.TEXT: ANY_TEXT,

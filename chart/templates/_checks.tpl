@@ -95,8 +95,8 @@
   {{- if $values.webhooks.clientCa }}
     {{- fail "\n\nwebhooks.clientCa is set and settings.evidence has jwt-svid: nodes have no such certificate to post their proofs with; use settings.reviewTokenAudience instead." }}
   {{- end }}
-  {{- if and (eq (default "https_web" $settings.bundleEndpointProfile) "https_spiffe") (not $values.bundleEndpointCa) }}
-    {{- fail "\n\nsettings.bundleEndpointProfile is https_spiffe, whose SVID is known by its roots: give them by bundleEndpointCa (PEM)." }}
+  {{- if and (eq (default "https_web" $settings.bundleEndpointProfile) "https_spiffe") (not $values.bundleEndpointCa) (not $settings.spireWorkloadApi) }}
+    {{- fail "\n\nsettings.bundleEndpointProfile is https_spiffe, whose SVID is known by its roots: give them by bundleEndpointCa (PEM), or have them from the agent by settings.spireWorkloadApi." }}
   {{- end }}
 {{- else if $values.attest.enabled }}
   {{- fail "\n\nattest.enabled is true and settings.evidence has no jwt-svid: nobody would challenge the nodes." }}

@@ -137,7 +137,7 @@ SAMPLES: dict[str, tuple[Kind[Any], list[str], list[str]]] = {
     "words": (export_kinds.WORDS, ["prod", "two words"], ["", " "]),
     "container": (export_kinds.CONTAINER, ["", "a-b"], ["A", "a.b"]),
     "exporters": (export_kinds.EXPORTER_LIST, ["stdout", "s3, http"], ["kafka", "stdout,", ""]),
-    "partition": (export_kinds.PARTITION_PATTERN, ["", "y=%Y/m=%m"], ["%y", "a\\b"]),
+    "partition": (export_kinds.PARTITION_PATTERN, ["", "y=%Y/m=%m", "%y"], ["a\\b", "a\nb"]),
 }
 # Of which everything is good, or which are numbers.
 OTHERS = {

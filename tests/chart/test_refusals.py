@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     "an-index-of-some-gpus": ({"settings.mapVisible": "index"}, "set settings.injection=cuda"),
     "an-endpoint-without-roots": (
         {
-            **CHALLENGES,
+            **without(CHALLENGES, "settings.spireWorkloadApi"),
             "settings.bundleEndpoint": "https://bundle.example.org",
             "settings.bundleEndpointProfile": "https_spiffe",
         },

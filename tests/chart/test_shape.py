@@ -260,6 +260,11 @@ SETS: dict[str, Raw] = {
         "settings.bundleEndpointProfile": "https_spiffe",
         "bundleEndpointCa": PEM,
     },
+    "bundle-endpoint-of-the-agent": {
+        **CHALLENGES,
+        "settings.bundleEndpoint": "https://bundle.example.org",
+        "settings.bundleEndpointProfile": "https_spiffe",
+    },
     "scorer": {"score.enabled": False, "settings.scorer": "https://scorer.example.org", "scorerCa": PEM},
 }
 
