@@ -328,22 +328,24 @@ class World(RuleBasedStateMachine):
 
     # Others, and what is forged.
 
-    @rule(name=NAMES, node=st.sampled_from(sorted(DEVICES)))
-    def run_a_pod_without_gpus(self, name: str, node: str) -> None:
+    def run_a_pod_without_gpus(self, node: str) -> Raw:
         self.number += 1
-        meta = {"namespace": "ml", "name": name, "uid": f"uid-{self.number}", "annotations": {}}
-        if ("ml", name) not in self.api.pods:
-            self.api.put({"metadata": meta, "spec": {"nodeName": node}, "status": {"phase": "Running"}})
+        meta = {"namespace": "ml", "name": f"plain-{self.number}", "uid": f"uid-{self.number}", "annotations": {}}
+        raw: Raw = {"metadata": meta, "spec": {"nodeName": node}, "status": {"phase": "Running"}}
+        self.api.put(raw)
+        return raw
 
-    @rule(which=WHICH, places=PLACES, data=st.data())
-    def forge(self, which: int, places: list[Placement], data: st.DataObject) -> None:
+    @rule(which=WHICH, places=PLACES, is_of_its_own=st.booleans(), data=st.data())
+    def forge(self, which: int, places: list[Placement], is_of_its_own: bool, data: st.DataObject) -> None:
         """Reviews of the creation of a pod that exists, as anybody on the network may post them."""
-        if self.api.pods:
+        if self.api.pods and not is_of_its_own:
             meta = data.draw(st.sampled_from(self.pods()))["metadata"]
-            forged = self.mutate(which, places, meta["name"], meta["namespace"], False, False)
-            if isinstance(forged, Creation):
-                forged.pod = PodIdentity(meta["namespace"], meta["name"], meta["uid"])
-                self.bind(forged, which, is_heard=False)
+        else:
+            meta = self.run_a_pod_without_gpus(places[0].node)["metadata"]
+        forged = self.mutate(which, places, meta["name"], meta["namespace"], False, False)
+        if isinstance(forged, Creation):
+            forged.pod = PodIdentity(meta["namespace"], meta["name"], meta["uid"])
+            self.bind(forged, which, is_heard=False)
 
     # It is put on its node, runs, ends and goes.
 
