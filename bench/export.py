@@ -1,8 +1,9 @@
 """How long it takes to store what a fleet of 10,000 nodes with 8 GPUs each says, and what memory that needs.
 
-`python -m bench.export`: a real Postgres on this machine, thrown away after; the delivery with its outbox on disk; this
-process is the exporter. Not part of `make bench`, which needs no database. One round is one reading of every node;
-between rounds memory has to stay where it was.
+`python -m bench.export`: a real Postgres on this machine, thrown away after. First the delivery alone with its outbox
+on disk, in this process: one round is one reading of every node; between rounds memory has to stay where it was. Then
+`gpuwarden export` as a whole, readings and uses, before an API server that answers what a fleet of that size says. Not
+part of `make bench`, which needs no database.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from bench import machine
 from bench.figures import Target
 from bench.run import RESULTS, SLACK
 from scripts.postgres import Postgres, PostgresMissingError
+from tests.export.test_fleet import Fleet, serving
 from webhook.clock import utc_now
 from webhook.export.delivery import Delivery
 from webhook.export.outbox import opener
@@ -53,8 +55,61 @@ SHORT = Plan(nodes=1_000, rounds=2)
 
 
 def run(plan: Plan) -> Raw:
-    with database() as server, tempfile.TemporaryDirectory() as outbox:
-        return asyncio.run(measured(plan, server, Path(outbox)))
+    with database() as server, tempfile.TemporaryDirectory() as directory:
+        found = asyncio.run(measured(plan, server, Path(directory) / "outbox"))
+        return {**found, "whole": asyncio.run(whole(plan, server, Path(directory)))}
+
+
+async def whole(plan: Plan, server: Postgres, home: Path) -> Raw:
+    """The process from its start until every reading and every use is stored."""
+    server.run_sql("TRUNCATE gpu, gpu_use")
+    flags = {
+        "kubeconfig": home / "kubeconfig",
+        "outbox": home / "whole",
+        "cluster-name": "prod",
+        "exporter-type": "postgres",
+        "qps": 100_000,  # it is not the API server that is measured
+        "burst": 100_000,
+        "host": "127.0.0.1",
+        "server-port": 0,
+        "postgres-host": server.host,
+        "postgres-port": server.port,
+        "postgres-db": server.database,
+        "postgres-user": server.user,
+        "postgres-sslmode": "disable",
+    }
+    command = [sys.executable, "-m", "webhook.cli", "export", *(f"--{name}={value}" for name, value in flags.items())]
+    own = {"PATH": os.defpath, "POSTGRES_PASSWORD": server.password}
+    wanted = plan.nodes * plan.gpus
+    async with serving(Fleet(plan.nodes), home / "kubeconfig"):
+        begun = time.perf_counter()
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL, env=own)
+        try:
+            while await asyncio.to_thread(stored, server) != (wanted, wanted):
+                if process.returncode is not None:
+                    raise RuntimeError(f"gpuwarden export ended with {process.returncode}")
+                await asyncio.sleep(1)
+            peak = peak_mib(process.pid)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+    return {
+        "readings": wanted,
+        "uses": wanted,
+        "took_s": round(time.perf_counter() - begun, 1),
+        "peak_mib": peak,
+    }
+
+
+def peak_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return round(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / KIB_IN_MIB, 1)
+
+
+def stored(server: Postgres) -> tuple[int, int]:
+    readings, uses = server.run_sql("SELECT (SELECT count(*) FROM gpu), (SELECT count(*) FROM gpu_use)").split("|")
+    return int(readings), int(uses)
 
 
 async def measured(plan: Plan, server: Postgres, outbox: Path) -> Raw:
@@ -167,6 +222,7 @@ def targets(found: Raw, slack: float = 1.0) -> list[Target]:
         Target("rows that are not there, or twice", abs(found["rows"] - found["expected_rows"]), 0),
         Target(f"{found['nodes']:,} nodes stored", max(one["stored_s"] for one in rounds), 60 * slack, " s"),
         Target("RSS at its peak", found["peak_mib"], 200 * slack, " MiB"),
+        Target("RSS of the whole process at its peak", found["whole"]["peak_mib"], 200 * slack, " MiB"),
         Target(
             "RSS from the first round to the last", rounds[-1]["rss_mib"] - rounds[0]["rss_mib"], 20 * slack, " MiB"
         ),
@@ -191,6 +247,10 @@ def lines(found: Raw) -> list[str]:
         "",
         f"{found['nodes']:,} nodes with {found['gpus']:,} GPUs a round; RSS {found['rss_mib_idle']} MiB before, "
         f"{found['peak_mib']} MiB at its peak; {found['rows']:,} rows at the end.",
+        "",
+        f"The whole process: {found['whole']['readings']:,} readings and {found['whole']['uses']:,} uses stored "
+        f"{found['whole']['took_s']} s after its start, {found['whole']['peak_mib']} MiB at its peak. It shares the "
+        "cores with the API server too, which makes each answer as it is asked.",
     ]
 
 

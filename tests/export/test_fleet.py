@@ -52,7 +52,10 @@ class Fleet:
         uuids = [f"GPU-{k:06d}-{number}" for number in range(GPUS)]
         entry = {"reservation": f"r-{k}", "phase": "finalized", "namespace": "ml", "digest": "d" * 64, "pod": f"t-{k}"}
         held = {f"{uuid}/0": {**entry, "uid": "uid", "since": "2026-01-01T00:00:00Z"} for uuid in uuids}
-        devices = [{"uuid": uuid, "index": number, "model": "H100"} for number, uuid in enumerate(uuids)]
+        devices = [
+            {"uuid": uuid, "index": number, "model": "H100", "serial": f"{1_320_000_000_000 + GPUS * k + number}"}
+            for number, uuid in enumerate(uuids)
+        ]
         return {"metadata": self.meta(f"n-{k}"), "spec": {"devices": devices}, "status": {"held": held}}
 
     async def answer(self, request: web.Request) -> web.StreamResponse:

@@ -1,5 +1,6 @@
 """Who used which GPU, from what GPUNodes hold, over crashes at any step."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
@@ -14,7 +15,7 @@ from tests.export.doubles import WatchedDisk
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
-from webhook.export.uses import Called, Noted, OpenUses, PodWords, Uses
+from webhook.export.uses import Called, Held, Noted, OpenUses, PodWords, Uses, trimmed_gpu_node
 
 Raw = dict[str, Any]
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -57,9 +58,11 @@ class House:
     refuses_of: str = ""
     # Whether the store can be asked what it has no end of.
     answers: bool = True
+    may_answer: asyncio.Event = field(factory=asyncio.Event)
     uses: Uses = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.may_answer.set()
         self.start()
 
     def start(self) -> None:
@@ -71,6 +74,7 @@ class House:
     async def _open(self) -> AsyncIterator[Use]:
         if not self.answers:
             raise ExportError("the store is away")
+        await self.may_answer.wait()
         for one in list(self.rows.values()):
             if one.until is None:
                 yield one
@@ -376,6 +380,20 @@ class TestAnotherOneIsElected:
         await heir.uses.step()
         assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
+    async def test_a_store_that_stops_in_the_middle_holds_up_nothing(
+        self, heir: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(uses, "RECALL_LONGEST", timedelta(milliseconds=10))
+        heir.may_answer.clear()
+        restarted(heir, {"GPU-1/0": entry("r-3", "u-3")})
+        with pytest.raises(ExportError, match="no store says in time"):
+            await heir.uses.step()
+        assert heir.rows["r-3", "GPU-1"].until is None
+        monkeypatch.setattr(uses, "RECALL_LONGEST", timedelta(minutes=1))
+        heir.may_answer.set()
+        await heir.uses.step()
+        assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
+
     async def test_where_the_node_is_gone_too_the_pod_decides(self, heir: House) -> None:
         heir.pods["u-1"] = PodWords(is_there=False)
         heir.crash = ""
@@ -472,6 +490,20 @@ async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
     house.now += uses.ASK_AGAIN
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until == house.now
+
+
+def test_what_a_gpu_node_says_of_its_serials_is_found_by_uuid() -> None:
+    devices = [{"uuid": "GPU-1", "index": 0, "serial": "S1"}, {"uuid": "GPU-2", "index": 1}]
+    held = Held.parse({**raw_node({}), "spec": {"devices": devices}})
+    assert [held.serial_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == ["S1", None, None]
+
+
+@pytest.mark.parametrize("spec", [None, {}, {"devices": None}, {"devices": [{"uuid": "GPU-1", "labels": ["a"]}]}])
+@pytest.mark.parametrize("held", [None, {"GPU-1/0": entry()}])
+def test_what_is_kept_of_a_gpu_node_in_a_long_list_is_what_is_looked_at(spec: Raw | None, held: Raw | None) -> None:
+    raw = {**raw_node(held), "spec": spec}
+    assert Held.parse(trimmed_gpu_node(raw)) == Held.parse(raw)
+    assert "labels" not in str(trimmed_gpu_node(raw))
 
 
 def test_what_is_open_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ AT_A_TIME: Final = 500
 MOST_UNTOLD: Final = 1000
 # Where a GPUNode is gone and its pods are not, nobody tells of their end: they are asked about.
 ASK_AGAIN: Final = timedelta(seconds=5)
+# For a store to say which uses it has no end of, of as many GPUs as there are. It may have stopped in the middle.
+RECALL_LONGEST: Final = timedelta(seconds=60)
 
 
 @frozen
@@ -71,7 +73,8 @@ class Held:
     """What matters of a GPUNode: who holds what, and what its GPUs are called."""
 
     reservations: tuple[Reservation, ...]
-    serials: Mapping[str, str]
+    # By UUID, packed: they are wanted where a node's own reading does not say them.
+    serials: bytes
     is_rebuilt: bool
 
     @classmethod
@@ -79,9 +82,19 @@ class Held:
         node = GpuNode.parse(raw)
         return cls(
             reservations=tuple(one for one in node.reservations.values() if one.uid is not None),
-            serials={one.uuid: one.serial for one in node.devices if one.serial},
+            serials=zlib.compress(msgspec.json.encode({one.uuid: one.serial for one in node.devices if one.serial})),
             is_rebuilt=node.is_rebuilt,
         )
+
+    def serial_of(self, uuid: str) -> str | None:
+        return msgspec.json.decode(zlib.decompress(self.serials), type=dict[str, str]).get(uuid)
+
+
+def trimmed_gpu_node(raw: Raw) -> Raw:
+    """Of its devices what they are called: the rest of them is more than half of it."""
+    trimmed, spec = trimmed_object(raw), raw.get("spec") or {}
+    devices = [{key: one[key] for key in ("uuid", "serial") if key in one} for one in spec.get("devices") or ()]
+    return {**trimmed, "spec": {"devices": devices}}
 
 
 def trimmed_object(raw: Raw) -> Raw:
@@ -224,14 +237,17 @@ class Uses:
             return []
         found: dict[str, dict[Key, Noted]] = {}
         try:
-            async for use in self._recalled():
-                key = (use.reservation, use.gpu_uuid)
-                # Whoever may write rows names nodes, and a node names a file.
-                if SUBDOMAIN.fullmatch(use.node) and key not in self._open.of(use.node) and not self._is_held(use):
-                    found.setdefault(use.node, {})[key] = Noted(use, is_told=True)
+            async with asyncio.timeout(RECALL_LONGEST.total_seconds()):
+                async for use in self._recalled():
+                    key = (use.reservation, use.gpu_uuid)
+                    # Whoever may write rows names nodes, and a node names a file.
+                    if SUBDOMAIN.fullmatch(use.node) and key not in self._open.of(use.node) and not self._is_held(use):
+                        found.setdefault(use.node, {})[key] = Noted(use, is_told=True)
             for node, uses in found.items():
                 await asyncio.to_thread(self._open.keep, node, {**self._open.of(node), **uses})
                 self._todo[node] = None
+        except TimeoutError:
+            return [ExportError("no store says in time which uses have no end")]
         except GpuwardenError as exc:
             return [exc]
         self._recalled = None
