@@ -113,6 +113,7 @@ SAMPLES: dict[str, tuple[Kind[Any], list[str], list[str]]] = {
     "audience": (kinds.AUDIENCE, ["gpuwarden", "https://x/-"], ["a b", "a,b", ""]),
     "evidence": (kinds.EVIDENCE, ["static", "spire-server, jwt-svid"], ["tpm", "static,", "static tpm"]),
     "url": (kinds.URL, ["http://a:8080", "HTTPS://a/b", "http://[::1]:1/x"], ["a:8080", "ftp://a", "http://a b", ""]),
+    "endpoint": (export_kinds.ENDPOINT, ["https://a/b?c=d"], ["ftp://a", "https://a#b", "http://a b", ""]),
     "https": (kinds.HTTPS_URL, ["https://a/b"], ["http://a", "https://a?b"]),
     "annotation": (kinds.ANNOTATION_KEY, ["a.b/c_D", "plain"], ["a/b/c", "/a", "a b", ""]),
     "resource": (kinds.RESOURCE, ["nvidia.com/gpu", "a.b/mig-1g.5gb"], ["gpu", "cpu", "a/", "A/b"]),
