@@ -22,6 +22,7 @@ from tests import builders
 from tests.builders import Raw, raw_container, raw_pod
 from tests.h2_client import H2Client
 from tests.running import GPUWARDEN, Running, refusing, serving
+from tests.web.house import patched
 from webhook.listener import Listener
 
 READY = re.compile(
@@ -176,16 +177,15 @@ async def within(seconds: float, look: Any, is_right: Any) -> bool:
 
 @pytest.mark.defect("S4-16")
 async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -> None:
-    pods = {"ml/train-a": "uid-a"}
+    pods: dict[str, Raw] = {}
     seen: list[str] = []
 
     async def read_pod(request: Request) -> Response:
         seen.append(request.headers["authorization"])
-        uid = pods.get(f"{request.path_params['namespace']}/{request.path_params['name']}")
-        if uid is None:
+        pod = pods.get(f"{request.path_params['namespace']}/{request.path_params['name']}")
+        if pod is None:
             return JSONResponse({"kind": "Status", "code": 404, "reason": "NotFound"}, status_code=404)
-        meta = {"name": "train-a", "namespace": "ml", "uid": uid}
-        return JSONResponse({"kind": "Pod", "apiVersion": "v1", "metadata": meta})
+        return JSONResponse(pod)
 
     async def review_token(request: Request) -> Response:
         review = await request.json()
@@ -212,7 +212,11 @@ async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -
             assert (await stranger.get("/readyz")).status_code == 200
         async with running.client(headers={"Authorization": "Bearer the-caller"}) as client:
             assert (await client.get("/devices")).status_code == 200
-            reserved = (await client.post("/mutate", json=gpu_review("r1"))).json()["response"]["auditAnnotations"]
+            review = gpu_review("r1")
+            response = (await client.post("/mutate", json=review)).json()["response"]
+            dressed = patched(review["request"]["object"], response)
+            pods["ml/train-a"] = builders.created(dressed, uid="uid-a", name="train-a")
+            reserved = response["auditAnnotations"]
             told = {"namespace": "ml", "name": "train-a", "uid": "uid-a", "reservation-id": "r1"}
             told["gpu-uuid"] = reserved["gpus"]
             missing = await client.post("/finalize", json={**told, "name": "train-b"})
