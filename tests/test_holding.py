@@ -49,7 +49,16 @@ class House:
         fleet.put(Node("node-a", devices=tuple(Device(DeviceUuid(f"GPU-{k}")) for k in range(8))), NOW)
         self.ledger = SlowLedger(fleet, lambda: self.now, Times(DEADLINE, SKEW))
         policy = EvidencePolicy(is_always_required=False)
-        self.holder = Holder(fleet, self.ledger, policy, lambda: self.now, Metrics(), pending_limit=limit)
+        self.known = {"ml", "other"}
+        self.holder = Holder(
+            fleet,
+            self.ledger,
+            policy,
+            lambda: self.now,
+            Metrics(),
+            pending_limit=limit,
+            is_known=lambda name: name in self.known,
+        )
 
     async def ask(self, number: int, namespace: str = "ml") -> Reservation | Deny:
         ask = Ask(ReservationId(f"r{number}"), namespace, CLAIM.digest)
@@ -68,6 +77,20 @@ async def test_a_namespace_that_has_as_much_waiting_as_it_may_gets_no_more() -> 
     assert reasons([await house.ask(number) for number in range(4)]) == [None, None, FULL, FULL]
     assert reasons([await house.ask(9, "other")]) == [None]
     assert house.ledger.waiting_in("ml") == 2
+
+
+async def test_namespaces_that_nobody_has_heard_of_have_one_limit_together() -> None:
+    house = House(limit=2)
+    assert reasons([await house.ask(number, f"invented-{number}") for number in range(4)]) == [None, None, FULL, FULL]
+    assert reasons([await house.ask(9)]) == [None]
+    house.known.add("invented-3")
+    assert reasons([await house.ask(10, "invented-3")]) == [None]
+
+
+async def test_of_invented_namespaces_at_once_no_more_wait_than_may() -> None:
+    house = House(limit=3)
+    answers = await asyncio.gather(*(house.ask(number, f"invented-{number}") for number in range(8)))
+    assert sorted(map(str, reasons(answers))) == [*["NamespaceFull"] * 5, *["None"] * 3]
 
 
 async def test_of_many_at_once_no_more_wait_than_may() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 
@@ -34,7 +34,8 @@ class Holder:
     """Finds a place for a claim and holds it.
 
     Where anybody may post a review, at most `pending_limit` reservations of a namespace wait for their pods at once;
-    0 is no limit. Each replica counts what it knows of, and what it is about to add.
+    0 is no limit. Each replica counts what it knows of, and what it is about to add. Namespaces that nobody has heard
+    of are one, or whoever invents them would have a limit for each.
     """
 
     def __init__(
@@ -46,13 +47,16 @@ class Holder:
         metrics: Metrics,
         *,
         pending_limit: int = 0,
+        is_known: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        """`is_known`: whether there is such a namespace, as far as was heard."""
         self.fleet = fleet
         self.ledger = ledger
         self.policy = policy
         self._clock = clock
         self._metrics = metrics
         self._pending_limit = pending_limit
+        self._is_known = is_known
         self.lines = Lines()
         """The claims that wait already, where somebody tells of them."""
         self._entering = Counter[str]()
@@ -98,8 +102,15 @@ class Holder:
             return await self._held(ask, claim, answer_by)
 
     def _is_full(self, namespace: str) -> bool:
-        taken = self.ledger.waiting_in(namespace) + self._entering[namespace]
-        return 0 < self._pending_limit <= taken
+        return 0 < self._pending_limit <= sum(map(self._taken_in, self._counted_with(namespace)))
+
+    def _taken_in(self, namespace: str) -> int:
+        return self.ledger.waiting_in(namespace) + self._entering.get(namespace, 0)
+
+    def _counted_with(self, namespace: str) -> Collection[str]:
+        if self._is_known(namespace):
+            return (namespace,)
+        return {one for one in {*self.ledger.namespaces_waiting(), *self._entering} if not self._is_known(one)}
 
     @contextmanager
     def _enters(self, namespace: str) -> Iterator[None]:

@@ -17,10 +17,6 @@ class NamespacesUnavailableError(GpuwardenError):
     """What a namespace demands could not be looked up."""
 
 
-class NoSuchNamespaceError(NamespacesUnavailableError):
-    """There is no such namespace: a pod of an API server would be in one."""
-
-
 class Namespaces(Protocol):
     """Knows what each namespace demands."""
 
@@ -28,7 +24,7 @@ class Namespaces(Protocol):
         """As it was last heard; None if nothing was."""
 
     async def bond(self, namespace: str) -> Bond:
-        """The same, looked up if nothing was heard. Raises NamespacesUnavailableError or NoSuchNamespaceError."""
+        """The same, looked up if nothing was heard. Raises NamespacesUnavailableError."""
 
 
 class Undemanding:
@@ -64,9 +60,7 @@ class WatchedNamespaces:
         if found is not None or not namespace:
             return found or NO_BOND
         raw = await self._lookup.get(namespace)
-        if raw is None:
-            raise NoSuchNamespaceError(namespace)
-        return bond_of(raw)
+        return NO_BOND if raw is None else bond_of(raw)
 
 
 def bond_of(raw: Mapping[str, Any]) -> Bond:
@@ -87,7 +81,7 @@ class ClaimReading:
         return evolve(self, rules=evolve(self.rules, passes_empty_hash=True))
 
     async def within(self, namespace: str) -> ClaimRules:
-        """Raises NamespacesUnavailableError or NoSuchNamespaceError."""
+        """Raises NamespacesUnavailableError."""
         return self._bound(await self.namespaces.bond(namespace))
 
     def known_within(self, namespace: str) -> ClaimRules:

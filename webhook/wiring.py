@@ -95,7 +95,15 @@ def assembled(
     parts = Parts(
         fleet=fleet,
         ledger=ledger,
-        holder=Holder(fleet, ledger, policy, clock, metrics, pending_limit=settings.pending_limit),
+        holder=Holder(
+            fleet,
+            ledger,
+            policy,
+            clock,
+            metrics,
+            pending_limit=settings.pending_limit,
+            is_known=lambda name: namespaces.known(name) is not None,
+        ),
         feed=feed,
         pods=pods,
         rules=rules_of(settings, namespaces),

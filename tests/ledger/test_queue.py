@@ -104,10 +104,10 @@ class Contested(MemoryLedger):
 
 
 class NobodyToAsk:
-    """What the watch has not told of is a namespace that demands nothing."""
+    """What the watch has told of namespaces is all there is."""
 
     async def get(self, name: str) -> Raw | None:
-        return {"kind": "Namespace", "metadata": {"name": name}}
+        return None
 
 
 class Scene:

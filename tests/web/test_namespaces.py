@@ -234,16 +234,6 @@ async def test_in_a_cluster_a_pod_that_names_no_hash_needs_a_proven_node_too(bui
     assert (await (await build(bare)).mutate(asking()))["allowed"]
 
 
-@pytest.mark.parametrize("dry_run", [False, True])
-async def test_a_namespace_that_there_is_not_holds_nothing(house: House, *, dry_run: bool) -> None:
-    """Each would have a limit of its own. An API server asks of pods in namespaces that exist, on dry runs too."""
-    refused = await house.mutate(asking(), dry_run=dry_run)
-    assert refusal(refused) == (403, "NotReviewed")
-    assert house.held == []
-    told = await house.tls.post("/explain", json=asking())
-    assert told.json()["verdict"] == "admit"
-
-
 class SilentApi(Api):
     """Asked, it never answers."""
 

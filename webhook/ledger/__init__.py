@@ -52,6 +52,9 @@ class Ledger(Protocol):
         """How many reservations of a namespace wait for their pods, as far as it is known here; those given up do not
         count."""
 
+    def namespaces_waiting(self) -> Collection[str]:
+        """Where any do."""
+
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         """Who holds a device's slots, as far as it is known here."""
 

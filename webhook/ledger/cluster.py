@@ -306,6 +306,9 @@ class ClusterLedger:
     def waiting_in(self, namespace: str) -> int:
         return self._shelf.waiting_in(namespace)
 
+    def namespaces_waiting(self) -> Collection[str]:
+        return self._shelf.namespaces_waiting()
+
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         return self._shelf.of_device(uuid)
 

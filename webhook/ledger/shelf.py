@@ -156,6 +156,9 @@ class Shelf:
     def waiting_in(self, namespace: str) -> int:
         return len(self._waiting.get(namespace, ()))
 
+    def namespaces_waiting(self) -> Collection[str]:
+        return self._waiting.keys()
+
     def look_again(self, one: Reservation, at: datetime) -> None:
         """Its deadline has passed, and nothing was done about it."""
         self._remind(key_of(one), at)

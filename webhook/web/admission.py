@@ -49,7 +49,7 @@ from webhook.core.review import Operation, Review, answer
 from webhook.core.verdict import Admit, Deny, Verdict, plain
 from webhook.holding import Holder
 from webhook.ledger import Ledger
-from webhook.namespaces import ClaimReading, NamespacesUnavailableError, NoSuchNamespaceError
+from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.pods import PodSource, PodsUnavailableError
 from webhook.scoring.hints import NOT_SCORED, Hinted, Hinting
 from webhook.telemetry import Metrics
@@ -149,12 +149,6 @@ class Admission:
         except (LedgerError, PodsUnavailableError) as exc:
             log.warning("ledger away", uid=review.uid, exc_info=exc)
             return Deny(Reason.LEDGER_AWAY, "reservations cannot be looked up at this moment", hint="try again")
-        except NoSuchNamespaceError:
-            return Deny(
-                Reason.NOT_REVIEWED,
-                f"request.namespace: there is no namespace {review.namespace}",
-                hint="an API server asks of pods in namespaces that exist",
-            )
         except NamespacesUnavailableError as exc:
             log.warning("namespace away", uid=review.uid, namespace=review.namespace, exc_info=exc)
             return Deny(

@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from webhook.explain import as_json, explained, namespace_of, pods_in
-from webhook.namespaces import NamespacesUnavailableError, NoSuchNamespaceError
+from webhook.namespaces import NamespacesUnavailableError
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
 from webhook.wiring import Parts
@@ -32,8 +32,6 @@ class Explain:
             return error(400, "the body is no pod, and nothing that makes pods")
         try:
             claims = await self._parts.rules.claims.within(namespace_of(raw))
-        except NoSuchNamespaceError:  # which may be made with the pod
-            claims = self._parts.rules.claims.rules
         except NamespacesUnavailableError:
             return error(503, "what the pod's namespace demands cannot be looked up at this moment")
         results = [explained(pod, self._parts, claims) for pod in pods]
