@@ -213,9 +213,9 @@ async def test_a_gpu_node_that_a_hand_made_unreadable_holds_nobody_up_until_it_i
     await scene.node(B, said("GPU-b"))
     await scene.is_answered(scene.asking(B), "GPU-b")
     entry = {"reservation": "x", "phase": "pending", "namespace": scene.namespace, "digest": "d"}
-    held = {"status": {"held": {"no-slot": entry}}}
+    held = {"status": {"held": {"GPU-x/0": {**entry, "since": "0000-01-01T00:00:00Z"}}}}  # in no calendar of Python's
     await scene.kube.patch(GPU_NODES, A, held, subresource="status")
-    assert "'no-slot' is no slot" in await scene.told(A, "DevicesUnreadable")
+    assert "GPUNode cannot be read" in await scene.told(A, "DevicesUnreadable")
     await wait_until(lambda: scene.answer(scene.asking(A)), lambda answer: not is_admitted(answer))
     either = {"key": "kubernetes.io/hostname", "operator": "In", "values": [A, B]}
     terms = {"nodeSelectorTerms": [{"matchExpressions": [either]}]}
@@ -224,9 +224,9 @@ async def test_a_gpu_node_that_a_hand_made_unreadable_holds_nobody_up_until_it_i
     assert second["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-b"
     assert await scene.phase(A, had) == "finalized"
     await scene.kube.patch(
-        GPU_NODES, A, {"status": {"held": {"no-slot": {"phase": "releasing"}}}}, subresource="status"
+        GPU_NODES, A, {"status": {"held": {"GPU-x/0": {"phase": "releasing"}}}}, subresource="status"
     )
-    await scene.kube.patch(GPU_NODES, A, {"status": {"held": {"no-slot": None}}}, subresource="status")
+    await scene.kube.patch(GPU_NODES, A, {"status": {"held": {"GPU-x/0": None}}}, subresource="status")
     await scene.is_answered(scene.asking(A), left)
     await scene.kube.delete(PODS, "first", scene.namespace)
     await wait_until(lambda: scene.phase(A, had), lambda phase: phase is None)
