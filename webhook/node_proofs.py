@@ -12,13 +12,13 @@ from webhook.api_objects import Objects, node_in
 from webhook.core import keys
 from webhook.core.errors import LedgerError
 from webhook.core.evidence import Evidence
+from webhook.core.names import is_object_name
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_bundle import JwtBundle, Mark, check_succession
 from webhook.evidence.jwt_svid import SOURCE
 from webhook.evidence.node_evidence import API_VERSION, entry_in, new_node_evidence, with_entries
 from webhook.evidence.proofs import UnknownNodeError, check_birth, check_newer
 from webhook.ledger.store import Raw, StaleError
-from webhook.setting_kinds import SUBDOMAIN
 
 # Others write the entries of other sources of the same object.
 TRIES = 5
@@ -106,7 +106,7 @@ class ClusterMarks:
 
 def object_name(trust_domain: str) -> str:
     """Not every trust domain is a name that an object may have."""
-    if SUBDOMAIN.fullmatch(trust_domain):
+    if is_object_name(trust_domain):
         return trust_domain
     return f"trust-domain-{hashlib.sha256(trust_domain.encode()).hexdigest()[:32]}"
 

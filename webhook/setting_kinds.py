@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from attrs import frozen
 
+from webhook.core.names import is_object_name
 from webhook.evidence.evidence_id import TRUST_DOMAIN, check_template, trust_domain_of
 from webhook.evidence.naming import naming_of
 
@@ -28,9 +29,8 @@ MAX_LIFETIME: Final = timedelta(hours=87600)
 DURATION_FORM: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)")
 UNITS: Final = {"ms": "milliseconds", "s": "seconds", "": "seconds", "m": "minutes", "h": "hours"}
 
-# Kubernetes' own rules for names (apimachinery, util/validation).
-SUBDOMAIN: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 WORD: Final = re.compile(r"[!-+\--~]{1,253}")  # no comma: words stand in lists
+# Kubernetes' own rule (apimachinery, util/validation).
 LAST_PART: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9]")
 
 
@@ -87,7 +87,7 @@ def read_host(text: str) -> str:
     try:
         ipaddress.ip_address(text)
     except ValueError as exc:
-        if not SUBDOMAIN.fullmatch(text.lower()):
+        if not is_object_name(text.lower()):
             raise ValueError(f"{text!r} is neither an address nor a name") from exc
     return text
 
@@ -143,7 +143,7 @@ def read_evidence_id(text: str) -> str:
 
 
 def read_node(text: str) -> str:
-    if not SUBDOMAIN.fullmatch(text):
+    if not is_object_name(text):
         raise ValueError(f"{text!r} is not the name of a node")
     return text
 
@@ -151,7 +151,7 @@ def read_node(text: str) -> str:
 def is_qualified(text: str) -> bool:
     """Whether Kubernetes takes it as the key of an annotation."""
     prefix, slash, name = text.rpartition("/")
-    return LAST_PART.fullmatch(name) is not None and (not slash or SUBDOMAIN.fullmatch(prefix) is not None)
+    return LAST_PART.fullmatch(name) is not None and (not slash or is_object_name(prefix))
 
 
 def read_annotation_key(text: str) -> str:
@@ -167,13 +167,13 @@ def read_label_key(text: str) -> str:
 
 
 def read_namespace(text: str) -> str:
-    if len(text) > 63 or "." in text or not SUBDOMAIN.fullmatch(text):
+    if len(text) > 63 or "." in text or not is_object_name(text):
         raise ValueError(f"{text!r} is not the name of a namespace")
     return text
 
 
 def read_name(text: str) -> str:
-    if not SUBDOMAIN.fullmatch(text):
+    if not is_object_name(text):
         raise ValueError(f"{text!r} is not the name of an object")
     return text
 
@@ -225,7 +225,7 @@ def read_users(text: str) -> tuple[str, ...]:
 def read_schedulers(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for name in names:
-        if not SUBDOMAIN.fullmatch(name):
+        if not is_object_name(name):
             raise ValueError(f"{name!r} is not the name of a scheduler")
     return names
 
@@ -312,7 +312,7 @@ def read_bucket(found: Mapping[str, object]) -> Mapping[str, object]:
     score, name = found.get("minScore"), found.get("priorityClassName")
     if set(found) != {"minScore", "priorityClassName"} or not is_score(score) or not isinstance(name, str):
         raise ValueError(f"{json.dumps(found)} is no bucket")
-    if not SUBDOMAIN.fullmatch(name):
+    if not is_object_name(name):
         raise ValueError(f"{name!r} is not the name of a priority class")
     return {"minScore": score, "priorityClassName": name}
 

@@ -19,12 +19,12 @@ from attrs import evolve, frozen
 
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_object_name
 from webhook.core.reservation import Reservation
 from webhook.export import ExportError
 from webhook.export.files import Flush, write_whole
 from webhook.export.records import Batch, Use
 from webhook.gpu_node import GpuNode
-from webhook.setting_kinds import SUBDOMAIN
 from webhook.view import View
 
 log = structlog.get_logger(__name__)
@@ -241,7 +241,7 @@ class Uses:
                 async for use in self._recalled():
                     key = (use.reservation, use.gpu_uuid)
                     # Whoever may write rows names nodes, and a node names a file.
-                    if SUBDOMAIN.fullmatch(use.node) and key not in self._open.of(use.node) and not self._is_held(use):
+                    if is_object_name(use.node) and key not in self._open.of(use.node) and not self._is_held(use):
                         found.setdefault(use.node, {})[key] = Noted(use, is_told=True)
             for node, uses in found.items():
                 await asyncio.to_thread(self._open.keep, node, {**self._open.of(node), **uses})

@@ -151,7 +151,7 @@ class ApiVolumes:
             found = msgspec.json.decode(body, type=form)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise VolumesUnavailableError("the API server's answer cannot be read") from exc
-        # Nobody has checked the name that a pod gives, and `..` is the path of something else.
+        # Another object, or a list, says nothing of the one that was asked for.
         if (found.kind, found.metadata.name) != (KINDS[path], names["name"]):
             raise UnusableVolumeError(f"{names['name']!r} is not the name of a claim or of a volume")
         return found

@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 
 from webhook.attestation import Attestation
 from webhook.core.evidence import Evidence
+from webhook.core.names import is_object_name
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_svid import MAX_TOKEN, BadTokenError, Fault
 from webhook.evidence.proofs import ReplayedProofError, UnknownNodeError
 from webhook.evidence.trust_bundle import KeysAwayError
-from webhook.setting_kinds import SUBDOMAIN
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
 
@@ -42,7 +42,7 @@ class EvidenceRoutes:
 
     async def challenge(self, request: Request) -> Response:
         node = request.query_params.get("node", "")
-        if not SUBDOMAIN.fullmatch(node):
+        if not is_object_name(node):
             return error(400, "?node= has to be the name of a node")
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
