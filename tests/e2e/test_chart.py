@@ -126,11 +126,21 @@ def definition(group: str, kind: str, plural: str) -> Raw:
 @pytest.fixture
 async def others(kube: Kube) -> AsyncIterator[None]:
     wanted = [definition(group, *each) for group, kinds in OTHERS.items() for each in kinds.items()]
-    for one in wanted:
-        await kube.create(CRDS, one)
-    yield
-    for one in wanted:
+    async with AsyncExitStack() as stack:
+        for one in wanted:
+            await stack.enter_async_context(defined(kube, one))
+        yield
+
+
+@asynccontextmanager
+async def defined(kube: Kube, one: Raw) -> AsyncIterator[None]:
+    """Gone when left: the next to define it would be told that it is being deleted."""
+    await kube.create(CRDS, one)
+    try:
+        yield
+    finally:
         await kube.delete(CRDS, one["metadata"]["name"])
+        await gone(kube, CRDS, one["metadata"]["name"])
 
 
 @pytest.fixture(scope="module")
