@@ -16,13 +16,20 @@ class Word:
 
     state: EvidenceState
     hash: str = ""
-    source: str = field(default="", eq=False)
+    said: Evidence | None = field(default=None, eq=False)
 
     @classmethod
     def on(cls, berth: Berth) -> "Word":
         said = berth.evidence
-        is_fresh = berth.state is EvidenceState.FRESH
-        return cls(berth.state, said.hash if said and is_fresh else "", sources_of(said) if said else "")
+        return cls(berth.state, said.hash if said and berth.state is EvidenceState.FRESH else "", said)
+
+    def is_of(self, berth: Berth) -> bool:
+        """Whether there is no need to read it again."""
+        return self.said is berth.evidence and self.state is berth.state
+
+    @property
+    def source(self) -> str:
+        return sources_of(self.said) if self.said else ""
 
     def __str__(self) -> str:
         return f"{self.state} as {self.hash}" if self.hash else str(self.state)
@@ -63,13 +70,16 @@ class Changes:
         before, self._words = self._words or {}, {}
         found = []
         for name, berth in self._fleet.berths.items():
-            word = Word.on(berth)
-            was = before.get(name, word)
-            if was != word and not is_owed(name):
-                self._count(word.state)
-                found.append(Change(name, was, word))
-                was = word
-            self._words[name] = was
+            last = before.get(name) or Word.on(berth)
+            if not last.is_of(berth):
+                word = Word.on(berth)
+                if word == last:
+                    last = word
+                elif not is_owed(name):
+                    self._count(word.state)
+                    found.append(Change(name, last, word))
+                    last = word
+            self._words[name] = last
         return found
 
 
