@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.controlplane.build import BuildError, ToolMissingError, binaries
+from scripts.controlplane.build import HERE, BuildError, ToolMissingError, binaries
 from scripts.controlplane.cluster import ROOT, Cluster, StartError, gpu_node
 
 DIRECTORY = ROOT / ".cluster"
@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
 
     one = commands.add_parser("build", help="build the binaries and say where they are")
+    one.add_argument("parts", nargs="*", default=[HERE.name], help="directories of scripts/ (default: %(default)s)")
     one.set_defaults(run=build)
 
     one = commands.add_parser("up", help="start a cluster")
@@ -54,8 +55,9 @@ def with_directory(one: argparse.ArgumentParser) -> None:
     one.add_argument("--dir", type=Path, default=DIRECTORY, help="where its data and logs are (default: .cluster)")
 
 
-def build(_args: argparse.Namespace) -> int:
-    print(binaries())
+def build(args: argparse.Namespace) -> int:
+    for name in args.parts:
+        print(binaries(HERE.parent / name))
     return 0
 
 

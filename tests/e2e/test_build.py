@@ -39,8 +39,9 @@ class FakeGo:
         cache = f"XDG_CACHE_HOME={self.directory / 'cache'}"
         return ["/usr/bin/env", path, cache, sys.executable, "-m", "scripts.controlplane", "build"]
 
-    def build(self) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    def build(self, *parts: str) -> subprocess.CompletedProcess[str]:
+        command = [*self.command, *parts]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
     @property
     def runs(self) -> int:
@@ -58,6 +59,17 @@ def test_the_binaries_are_built_once_and_found_again(tmp_path: Path) -> None:
     second = go.build()
     assert (second.returncode, second.stdout, second.stderr) == (0, first.stdout, "")
     assert go.runs == len(read_pins().modules)
+
+
+def test_what_else_the_tests_run_is_built_by_name(tmp_path: Path) -> None:
+    go = FakeGo(tmp_path)
+    done = go.build("objectstore", "kubeconform")
+    assert done.returncode == 0, done.stderr
+    assert [sorted(file.name for file in Path(line).iterdir()) for line in done.stdout.splitlines()] == [
+        ["versitygw"],
+        ["kubeconform"],
+    ]
+    assert go.runs == 2
 
 
 def test_two_at_once_build_once(tmp_path: Path) -> None:
