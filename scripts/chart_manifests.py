@@ -45,7 +45,7 @@ SAID: Final[Mapping[str, str]] = {
     SERVICE: '{{ include "gpuwarden.fullname" . }}',
     str(PORT): "{{ .Values.service.port }}",
     OPT_IN: "{{ .Values.webhooks.optInLabel }}",
-    HASH_ALIAS: '{{ default "attestation-hash.my-company.com/required-hash" .Values.settings.requiredHashAlias }}',
+    f", '{HASH_ALIAS}'": "{{ with .Values.settings.requiredHashAlias }}, '{{ . }}'{{ end }}",
     RESOURCE: '{{ default "nvidia.com/gpu" .Values.settings.gpuResource }}',
     GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace }}',
     **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "bind", "export")},

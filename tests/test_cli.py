@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from webhook import __version__, cli, settings
+from webhook.core import keys
 from webhook.core.errors import GpuwardenError
 
 # What no command may import before it is known to need it: each costs tens of milliseconds.
@@ -118,6 +119,9 @@ def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytes
     assert err == ""
     first = next(yaml.safe_load_all(out))["webhooks"][0]["clientConfig"]
     assert first == {"url": "https://127.0.0.1:8443/mutate", "caBundle": "LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0tCg=="}
+    assert run("manifests", "webhooks", "--required-hash-alias", "my.org/h") == 0
+    renamed = capsys.readouterr().out
+    assert renamed.count("'my.org/h'") == renamed.count(f"'{keys.REQUIRED_HASH.aliases[0]}'") > 0
     assert run("manifests", "rbac") == 0
     assert "namespace: gpuwarden\n" in capsys.readouterr().out
 
@@ -126,10 +130,17 @@ def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytes
     bundle = tmp_path / "ca.crt"
     bundle.write_text("no certificate")
     flags = ["--namespace", "A.b", "--service", "", "--url", "http://h", "--ca-bundle", str(bundle)]
+    flags += ["--required-hash-alias", "'x' || true"]
     assert run("manifests", *flags) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    for name in ("--namespace: 'A.b'", "--service: ''", "--url: 'http://h'", f"no certificate in {bundle}"):
+    for name in (
+        "--namespace: 'A.b'",
+        "--service: ''",
+        "--url: 'http://h'",
+        f"no certificate in {bundle}",
+        "--required-hash-alias: ",
+    ):
         assert name in err
 
 

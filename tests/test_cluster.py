@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from webhook import settings
-from webhook.cluster import ApiCallers, BadCaError, NotInAPodError, connected
+from webhook.cluster import ApiCallers, BadCaError, BadKubeconfigError, NotInAPodError, connected
 from webhook.listener import Listener
 from webhook.settings import Settings
 from webhook.web.callers import CallersUnavailableError
@@ -222,3 +222,47 @@ async def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
     chosen = Settings(kubernetes_url="https://127.0.0.1:1", access_token=token, ca_certificate=ca)
     with pytest.raises(BadCaError, match=re.escape(f"{ca} holds no CA certificate in PEM")):
         await connected(chosen)
+
+
+async def test_a_ca_that_is_not_there_is_named(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t")
+    chosen = Settings(kubernetes_url="https://127.0.0.1:1", access_token=token, ca_certificate=tmp_path / "ca")
+    with pytest.raises(BadCaError, match=re.escape(f"{tmp_path / 'ca'} cannot be read: No such file")):
+        await connected(chosen)
+
+
+WHOLE = """\
+clusters: [{name: a, cluster: {server: "https://127.0.0.1:1"}}]
+users: [{name: a, user: {token: t}}]
+contexts: [{name: a, context: {cluster: a, user: a}}]
+"""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"some words", id="words"),
+        pytest.param(b"- a", id="a list"),
+        pytest.param(b"a: [", id="no YAML"),
+        pytest.param(b"\xff\xfe\x00", id="no text"),
+        pytest.param(WHOLE.encode(), id="no context"),
+        pytest.param(f"{WHOLE}current-context: b\n".encode(), id="a context that is not there"),
+        pytest.param(f"{WHOLE}current-context: a\n".replace("cluster: a,", "cluster: b,").encode(), id="no cluster"),
+    ],
+)
+async def test_a_kubeconfig_that_cannot_be_used_is_named(tmp_path: Path, content: bytes) -> None:
+    """Whatever the library trips over in it."""
+    file = tmp_path / "kubeconfig"
+    file.write_bytes(content)
+    with pytest.raises(BadKubeconfigError, match=re.escape(f"{file} is no kubeconfig that can be used: ")):
+        await connected(Settings(kubeconfig=file))
+
+
+async def test_a_kubeconfig_may_name_a_ca_that_is_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "kubeconfig"
+    lost = WHOLE.replace("cluster: {", f"cluster: {{certificate-authority: {tmp_path / 'lost'}, ")
+    file.write_text(f"{lost}current-context: a\n")
+    with pytest.raises((BadCaError, BadKubeconfigError), match="lost"):
+        await connected(Settings(kubeconfig=file))

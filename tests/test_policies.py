@@ -366,14 +366,14 @@ def test_the_names_of_an_installation_are_filled_in() -> None:
     }
     assert first["namespaceSelector"]["matchLabels"] == {"example.test/gpus": "true"}
     assert first["namespaceSelector"]["matchExpressions"][0]["values"] == ["kube-system", "wardens"]
-    assert "'gpuwarden.io/required-hash', 'example.test/hash', 'example.test/other'" in condition(first)
+    always = ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names)
+    assert f"{always}, 'example.test/hash', 'example.test/other'" in condition(first)
     assert "r == 'example.test/gpu' || r.startsWith('nvidia.com/')" in condition(first)
     update = hooks("ValidatingWebhookConfiguration", installation)["validate-update.alias.gpuwarden.io"]
     assert "'system:serviceaccount:wardens:'" in condition(update)
     whole = json.dumps(all_of(webhooks(installation), policies(installation)))
     for gone in (
         "gpuwarden.io/enabled",
-        "my-company",
         "system:serviceaccount:gpuwarden:",
         '"kube-system", "gpuwarden"',
     ):

@@ -244,6 +244,14 @@ def test_the_variables_of_s0_are_read(environ: dict[str, str], key: str) -> None
     assert settings.load({}, environ).required_hash_alias == key
 
 
+@pytest.mark.parametrize("text", ["abc", "0", "-1"])
+def test_a_time_out_of_s3_that_cannot_be_used_is_passed_over_and_told(text: str) -> None:
+    found = settings.load({}, {"TIMEOUT_SECONDS": text})
+    assert (found.scorer_timeout, found.sources["scorer_timeout"]) == (timedelta(seconds=2), "default")
+    (note,) = found.notes
+    assert note.startswith("passed over: variable TIMEOUT_SECONDS: ")
+
+
 def test_the_hash_map_of_s0_is_read() -> None:
     found = settings.load({}, {"BGS_NODE_HASH_MAP": '{"kind-worker":"abc123"}'})
     assert found.node_hash_map == {"kind-worker": "abc123"}
@@ -336,7 +344,11 @@ WRONG = [
     ("required_hash_alias", "Ä/b", "'Ä/b' is not an annotation key; allowed: an annotation key"),
     ("node_hash_map", "{", f"this is not JSON; allowed: {HASH_RULE}"),
     ("node_hash_map", "[]", f"this is not a JSON object; allowed: {HASH_RULE}"),
-    ("node_hash_map", '{"a": 1, "b": "x", "c": ""}', f"no hash in text form stands at 'a', 'c'; allowed: {HASH_RULE}"),
+    (
+        "node_hash_map",
+        '{"a": 1, "b": "x", "c": "", "d": "x y"}',
+        f"no hash that a pod can ask for stands at 'a', 'c', 'd'; allowed: {HASH_RULE}",
+    ),
     ("node_hash_map", '{"a": "1", "a": "2"}', f"a node stands twice; allowed: {HASH_RULE}"),
 ]
 
@@ -501,7 +513,7 @@ def test_all_mistakes_are_named_at_once_and_each_with_where_it_stands(tmp_path: 
         ),
         pytest.param(
             "nodeHashMap: {a: 1}\n",
-            f"key nodeHashMap in FILE: no hash in text form stands at 'a'; allowed: {HASH_RULE}",
+            f"key nodeHashMap in FILE: no hash that a pod can ask for stands at 'a'; allowed: {HASH_RULE}",
             id="a-number-for-a-hash",
         ),
         pytest.param(

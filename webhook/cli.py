@@ -34,10 +34,12 @@ class Parser(ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
+        self.mistaken = FAILED
+        """The exit code of whoever has written what cannot be read."""
 
     def error(self, message: str) -> NoReturn:
         self.refuse([message])
-        self.exit(FAILED)
+        self.exit(self.mistaken)
 
     def refuse(self, mistakes: Sequence[str]) -> None:
         """The usage, and under it, where it is read first, what is wrong."""
@@ -172,6 +174,7 @@ def add_installation(parser: Parser) -> None:
     parser.add_argument("--namespace", default="gpuwarden", help="where gpuwarden runs (default: gpuwarden)")
     parser.add_argument("--service", default="gpuwarden", help="the Service of `serve` there (default: gpuwarden)")
     parser.add_argument("--url", help="where `serve` is, if not behind that Service")
+    parser.add_argument("--required-hash-alias", metavar="KEY", help="as `serve` has it, if it has one")
     parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="the CA of its certificate (PEM)")
 
 
@@ -191,6 +194,7 @@ def with_export_settings(parser: Parser, command: Callable[[Namespace], int]) ->
         ended = exit_code(parser, lambda: command(args))
         return NOT_STARTED if ended == FAILED and not args.has_run else ended
 
+    parser.mistaken = NOT_STARTED
     parser.set_defaults(parser=parser, run=run, has_run=False)
 
 
@@ -314,7 +318,7 @@ def crds(args: Namespace) -> int:
 
 
 def manifests(args: Namespace) -> int:
-    from webhook.policies import Installation, as_yaml
+    from webhook.policies import QUALIFIED_NAME, Installation, as_yaml
 
     mistakes = []
     named = (("namespace", args.namespace), ("service", args.service), ("gpu-namespace", args.gpu_namespace))
@@ -323,6 +327,9 @@ def manifests(args: Namespace) -> int:
             read_namespace(text)
         except ValueError:
             mistakes.append(f"flag --{name}: {text!r} is not a name; allowed: {NAMESPACE.allowed}, or one like it")
+    alias = args.required_hash_alias
+    if alias is not None and not QUALIFIED_NAME.fullmatch(alias):
+        mistakes.append(f"flag --required-hash-alias: {alias!r} is not an annotation key")
     if args.url is not None and not is_https(args.url):
         mistakes.append(f"flag --url: {args.url!r} is not a URL with https")
     bundle = b""
@@ -342,6 +349,7 @@ def manifests(args: Namespace) -> int:
         gpu_namespace=args.gpu_namespace,
         url=args.url,
         ca_bundle=bundle,
+        hash_aliases=() if alias is None else (alias,),
     )
     print(as_yaml(args.what, installation), end="")
     return 0

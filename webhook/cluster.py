@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import yaml
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
@@ -16,6 +17,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, Reservation
+from webhook.core.verdict import plain
 from webhook.ledger.carrier import Carrier, Sight, carries_other
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
@@ -41,6 +43,10 @@ class BadCaError(GpuwardenError):
     """Nobody could be trusted by this file."""
 
 
+class BadKubeconfigError(GpuwardenError):
+    """No cluster can be reached by this file."""
+
+
 class NotInAPodError(GpuwardenError):
     """There is no service account to be used."""
 
@@ -49,8 +55,7 @@ async def connected(settings: Settings, mounted: Path = MOUNTED) -> client.ApiCl
     """A client by kubeconfig, by the three flags of S4, or by the service account of the Pod that this is."""
     configuration = client.Configuration()
     if settings.kubeconfig is not None:
-        load: Load = config.load_kube_config
-        await load(str(settings.kubeconfig), client_configuration=configuration)
+        await use_kubeconfig(configuration, settings.kubeconfig)
     elif settings.kubernetes_url is not None and settings.access_token is not None:
         await use_token(configuration, settings.kubernetes_url, settings.access_token, settings.ca_certificate)
     elif settings.in_cluster:
@@ -59,6 +64,18 @@ async def connected(settings: Settings, mounted: Path = MOUNTED) -> client.ApiCl
         return client.ApiClient(configuration)
     except ssl.SSLError as exc:
         raise BadCaError(f"{configuration.ssl_ca_cert} holds no CA certificate in PEM") from exc
+    except OSError as exc:
+        raise BadCaError(f"{configuration.ssl_ca_cert} cannot be read: {exc.strerror}") from exc
+
+
+async def use_kubeconfig(configuration: client.Configuration, path: Path) -> None:
+    """Whatever is wrong with the file: the client library raises what its own code happens to trip over."""
+    load: Load = config.load_kube_config
+    try:
+        await load(str(path), client_configuration=configuration)
+    except (config.ConfigException, yaml.YAMLError, AttributeError, LookupError, OSError, TypeError, ValueError) as exc:
+        said = plain(" ".join(str(exc).split()) or repr(exc))
+        raise BadKubeconfigError(f"{path} is no kubeconfig that can be used: {said}") from exc
 
 
 async def use_service_account(configuration: client.Configuration, host: str | None, mounted: Path) -> None:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from attrs import frozen
 
+from webhook.core.hashes import hashes_in
 from webhook.core.names import is_object_name
 from webhook.evidence.evidence_id import TRUST_DOMAIN, check_template, trust_domain_of
 from webhook.evidence.naming import naming_of
@@ -295,10 +296,14 @@ def read_hashes(text: str) -> Mapping[str, str]:
         raise ValueError("this is not JSON") from exc
     if not isinstance(found, dict):
         raise ValueError("this is not a JSON object")  # noqa: TRY004 - a mistake in a value, as the others are
-    wrong = [node for node, digest in found.items() if not node or not isinstance(digest, str) or not digest]
+    wrong = [node for node, digest in found.items() if not node or not is_hash(digest)]
     if wrong:
-        raise ValueError(f"no hash in text form stands at {', '.join(map(repr, wrong))}")
+        raise ValueError(f"no hash that a pod can ask for stands at {', '.join(map(repr, wrong))}")
     return MappingProxyType(found)
+
+
+def is_hash(found: object) -> bool:
+    return isinstance(found, str) and hashes_in(found, "") == ((found,), [])
 
 
 def read_buckets(text: str) -> tuple[Mapping[str, object], ...]:

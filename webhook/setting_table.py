@@ -254,7 +254,8 @@ class Reader:
                 except ValueError as exc:
                     mistake = f"{source}: {exc}; allowed: {one.kind.allowed}"
                     if one.older_is_lenient and source == f"variable {one.older_variable}":
-                        self.passed_over.append(mistake)
+                        self.passed_over.append(f"passed over: {mistake}")
+                        del self.given[one.name]
                     else:
                         self.mistakes.append(mistake)
 

@@ -531,7 +531,9 @@ class SettingsReader(Reader):
         if values.get("in_cluster"):
             values.setdefault("lease_namespace", namespace_of_pod())
         chosen = Settings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
-        return evolve(chosen, notes=(*self._notes(), *notes_on_times(chosen), *notes_on_queue(chosen)))
+        return evolve(
+            chosen, notes=(*self.passed_over, *self._notes(), *notes_on_times(chosen), *notes_on_queue(chosen))
+        )
 
     def check_together(self, values: Mapping[str, Any]) -> None:
         self.check_all_or_none("tls_cert", "tls_key")

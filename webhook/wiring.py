@@ -148,9 +148,12 @@ def times_of(settings: Settings) -> Times:
 
 
 def inventory_path(settings: Settings) -> Path:
-    if settings.inventory_file is None:
+    path = settings.inventory_file
+    if path is None:
         raise GpuwardenError("no inventory: name one with --inventory")
-    return settings.inventory_file
+    if settings.inventory is None and not path.exists():
+        raise GpuwardenError(f"no inventory, and {path} is not here either: name one with --inventory")
+    return path
 
 
 def hash_aliases(settings: Settings) -> tuple[str, ...]:

@@ -41,6 +41,9 @@
 {{- if and (eq $values.tls.mode "certManager") (not (.Capabilities.APIVersions.Has "cert-manager.io/v1")) }}
   {{- fail "\n\ntls.mode is certManager and this cluster has no cert-manager.io/v1: install cert-manager first, or set tls.mode=selfManaged. (helm template knows it by --api-versions cert-manager.io/v1.)" }}
 {{- end }}
+{{- if and (ne $values.tls.mode "certManager") $values.tls.certManager.issuer.name }}
+  {{- fail (printf "\n\ntls.certManager.issuer.name is set and tls.mode is %s: set tls.mode=certManager, or leave the issuer out." $values.tls.mode) }}
+{{- end }}
 {{- if and (eq $values.tls.mode "certManager") (eq $values.tls.certManager.issuer.kind "ClusterIssuer") (not $values.tls.certManager.issuer.name) }}
   {{- fail "\n\ntls.certManager.issuer.kind is ClusterIssuer: name it by tls.certManager.issuer.name." }}
 {{- end }}

@@ -32,6 +32,10 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     ),
     "secret-in-another-mode": ({"tls.existingSecret": "ours"}, "tls.existingSecret is set and tls.mode is selfManaged"),
     "bundle-in-another-mode": ({"tls.caBundle": PEM}, "tls.caBundle is set and tls.mode is selfManaged"),
+    "an-issuer-in-another-mode": (
+        {"tls.certManager.issuer.name": "company"},
+        "tls.certManager.issuer.name is set and tls.mode is selfManaged",
+    ),
     "a-cluster-issuer-without-a-name": (
         {"tls.mode": "certManager", "tls.certManager.issuer.kind": "ClusterIssuer"},
         "name it by tls.certManager.issuer.name",

@@ -15,6 +15,7 @@ from tests.chart.rendering import Raw, identity, of_kind, one, rendered
 from tests.chart.test_values import CHALLENGES
 from tests.test_alerts import SERIES
 from webhook import crds
+from webhook.core import keys
 from webhook.policies import Installation, certs, export, policies, rbac, score, webhooks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -83,6 +84,8 @@ def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too
     )
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
     assert compared(mine) == compared([*webhooks(installation), *policies(installation)])
+    # The process reads the others beside it, so its reviews must come too.
+    assert all(name in json.dumps(mine) for name in (*keys.REQUIRED_HASH.names, "example.org/hash"))
 
 
 @pytest.mark.parametrize("label", ["gpuwarden.io/enabled", "example.org/guarded"])

@@ -1,5 +1,6 @@
 """The settings of `gpuwarden export`: S2's variables as S2 reads them, and every mistake at once."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,8 @@ def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:
         ("!a,b!=c", True),
         ("a notin (b,c)", True),
         ("x/y=z", True),
+        ("x/y==z,a == b", True),
+        ("a===b", False),
         ("a b", False),
         (",", False),
     ],
@@ -317,3 +320,19 @@ def test_label_selectors(text: str, is_one: bool) -> None:
         assert load({**NEEDED, "LABEL_SELECTOR": text}).label_selector == text
     else:
         assert mistakes({**NEEDED, "LABEL_SELECTOR": text})
+
+
+@pytest.mark.parametrize("word", ["trace", "fatal", "report", "verbose"])
+def test_no_word_that_s2_does_not_know_hides_errors(word: str) -> None:
+    assert load({**NEEDED, "LOG_LEVEL": word}).log_level == "info"
+
+
+def test_a_month_between_readings_is_a_choice() -> None:
+    assert load({**NEEDED, "RESYNC": "720h"}).resync == timedelta(days=30)
+
+
+@pytest.mark.parametrize("words", [("export", "--smi-file"), ("history", "--pod")])
+def test_a_flag_without_its_value_ends_with_2(tmp_path: Path, words: Sequence[str]) -> None:
+    done = refusing(tmp_path, *words)
+    assert done.returncode == 2
+    assert "expected one argument" in done.stderr

@@ -38,6 +38,8 @@ async def test_each_listener_has_its_routes(house: House, listener: str, path: s
 async def test_other_paths_and_methods_are_refused_in_json(house: House) -> None:
     missing = await house.tls.get("/nothing")
     assert (missing.status_code, missing.json()) == (404, {"error": "not found"})
+    longer = await house.tls.post("/mutate/")
+    assert (longer.status_code, longer.json()) == (404, {"error": "not found"})
     wrong = await house.tls.get("/mutate")
     assert (wrong.status_code, wrong.json(), wrong.headers["allow"]) == (405, {"error": "method not allowed"}, "POST")
 

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, TypeVar
 
-from webhook.setting_kinds import LOG_LEVELS, Kind, read_namespace, read_port, read_url
+from webhook.setting_kinds import Kind, read_namespace, read_port, read_url
 
 T = TypeVar("T")
 
@@ -15,8 +15,9 @@ GO_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m
 GO_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|ms|s|m|h)")
 GO_TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
 GO_FALSE: Final = ("0", "f", "F", "FALSE", "false", "False")
-LONGEST: Final = timedelta(days=7)
+LONGEST: Final = timedelta(days=366)
 
+S2_LEVELS: Final = ("debug", "info", "warn", "error")
 EXPORTERS: Final = ("stdout", "http", "postgres", "s3")
 PARTITION: Final = re.compile(r"[^\x00-\x1f\\]*")
 
@@ -24,7 +25,7 @@ PARTITION: Final = re.compile(r"[^\x00-\x1f\\]*")
 LABEL: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_./]{0,315}[A-Za-z0-9])?)"
 VALUE: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 REQUIREMENT: Final = re.compile(
-    rf"\s*(?:!\s*{LABEL}|{LABEL}(?:\s*(?:=|==|!=)\s*{VALUE}|\s+(?:in|notin)\s*\(\s*{VALUE}(?:\s*,\s*{VALUE})*\s*\))?)\s*"
+    rf"\s*(?:!\s*{LABEL}|{LABEL}(?:\s*(?:==|=|!=)\s*{VALUE}|\s+(?:in|notin)\s*\(\s*{VALUE}(?:\s*,\s*{VALUE})*\s*\))?)\s*"
 )
 
 
@@ -133,8 +134,8 @@ def read_exporters(text: str) -> tuple[str, ...]:
 
 
 def read_log_level(text: str) -> str:
-    """An unknown word is `info`: S2's rule."""
-    return text.lower() if text.lower() in LOG_LEVELS else "info"
+    """A word that S2 does not know is `info` there, those among them that hide errors."""
+    return text.lower() if text.lower() in S2_LEVELS else "info"
 
 
 def read_partition(text: str) -> str:

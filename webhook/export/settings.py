@@ -352,7 +352,7 @@ class ExportReader(Reader):
     def read(self) -> ExportSettings:
         values = self.read_values()
         chosen = ExportSettings(**values, sources=self.sources(), api_server_of_pod=api_server_of_pod(self.environ))
-        return evolve(chosen, notes=tuple(f"passed over: {mistake}" for mistake in self.passed_over))
+        return evolve(chosen, notes=tuple(self.passed_over))
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         if self._part is not None:

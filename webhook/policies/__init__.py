@@ -56,7 +56,8 @@ class Installation:
     # In PEM; without it the API server goes by the roots of its own machine.
     ca_bundle: bytes = b""
     opt_in: str = OPT_IN
-    hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
+    # Beside the names that always count.
+    hash_aliases: tuple[str, ...] = ()
     resource: str = RESOURCE
     # A server that watches pods hears of their end by itself. A Binding is the last look before a pod is on its node.
     reviews_deletes: bool = False
@@ -71,10 +72,10 @@ class Installation:
     @names.default
     def _names(self) -> dict[str, str]:
         """What the files say, and what is said here instead."""
-        aliases = [f"'{name}'" for name in (keys.REQUIRED_HASH.name, *self.hash_aliases)]
+        hashes = [f"'{name}'" for name in dict.fromkeys((*keys.REQUIRED_HASH.names, *self.hash_aliases))]
         return {
             OPT_IN: self.opt_in,
-            ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names): ", ".join(aliases),
+            ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names): ", ".join(hashes),
             f"'{RESOURCE}'": f"'{self.resource}'",
             # Whole names first: they begin with what is filled in after them.
             **{self._account(NAMESPACE, ours): self._account(self.namespace, own) for ours, own in self._accounts()},

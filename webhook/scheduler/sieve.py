@@ -107,7 +107,7 @@ class Answers:
             return RESERVED_ELSEWHERE
         berth = self._berths.get(name)
         if berth is None:
-            return NOT_KNOWN
+            return SAID[Objection.ABSENT] if self._question.needs_evidence else NOT_KNOWN
         if self._is_asked_of_each:
             return self._asked(berth)
         alike = (id(berth.state), None if berth.evidence is None else berth.evidence.hash, berth.cell)

@@ -101,6 +101,7 @@ def plain_extender_app(extender: ExtenderRoutes, health: Health, metrics: Metric
 
 def application(metrics: Metrics, *routes: Route) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: broken})
+    app.router.redirect_slashes = False  # another path is another route, of which there is none
     return Counted(app, metrics, frozenset(route.path for route in routes))
 
 
