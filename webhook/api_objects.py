@@ -14,6 +14,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
 from webhook.ledger.store import Raw, RefusedError, StoreAwayError
 from webhook.namespaces import NamespacesUnavailableError
+from webhook.objects import object_in
 
 # Enough to see which field it is about.
 MAX_SAID = 400
@@ -157,7 +158,7 @@ class NotTheOneError(GpuwardenError):
 def the_one(status: int, body: bytes, kind: str, name: str) -> Raw:
     """The object that was asked for: its name may come from whoever sends reviews, and `..` is the path of another."""
     try:
-        raw: Raw = msgspec.json.decode(body, type=Raw)
+        raw = object_in(body)
         is_the_one = (status, raw["kind"], raw["metadata"]["name"]) == (200, kind, name)
     except (msgspec.DecodeError, KeyError, TypeError) as exc:
         raise NotTheOneError(f"the API server answered {status}, and no {kind}") from exc

@@ -21,6 +21,7 @@ from webhook.core.verdict import plain
 from webhook.ledger.carrier import Carrier, Sight, carries_other
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
+from webhook.objects import object_in
 from webhook.pods import PodsUnavailableError
 from webhook.settings import Settings
 from webhook.watch import TROUBLE, whole_list
@@ -248,7 +249,7 @@ class ApiCallers:
 def pod_in(body: bytes, namespace: str, name: str) -> Raw:
     """The pod that was asked for: names come from whoever sends reviews, and `..` is the path of something else."""
     try:
-        raw = msgspec.json.decode(body, type=Raw)
+        raw = object_in(body)
         meta = raw["metadata"]
         if (raw["kind"], meta["namespace"], meta["name"]) == ("Pod", namespace, name) and meta["uid"]:
             return raw

@@ -134,8 +134,8 @@ class ClusterFeed:
     async def load(self) -> None:
         """The first lists; an API server that is away is waited for."""
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
-        for watch in self._watches:
-            await watch.ready.wait()
+        for watch, task in zip(self._watches, self._tasks, strict=True):
+            await first_list(watch, task)
 
     async def first_answers(self) -> None:
         """They are in: what providers have said is in NodeEvidence, and one that is away now keeps nobody waiting."""
@@ -147,6 +147,17 @@ class ClusterFeed:
         finally:
             for task in self._tasks:
                 task.cancel()
+
+
+async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:
+    """Wait for it. A watch that has ended will never have one."""
+    ready = asyncio.ensure_future(watch.ready.wait())
+    try:
+        await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ready.cancel()
+    if task.done():
+        task.result()
 
 
 class Discovering:

@@ -10,6 +10,7 @@ from webhook.core import keys
 from webhook.core.difference import Change
 from webhook.core.reservation import PodIdentity
 from webhook.ledger.queue_gates import GateError
+from webhook.objects import object_in
 from webhook.scheduler.api_pods import REQUEST_TIMEOUT, names_of, said_in
 from webhook.waiting_pods import is_waiting
 
@@ -37,7 +38,10 @@ class ApiGates:
             return False
         if status >= 400:
             raise GateError(said_in(status, body))
-        raw = msgspec.json.decode(body)
+        try:
+            raw = object_in(body)
+        except msgspec.DecodeError as exc:
+            raise GateError("the API server answered with something else than a pod") from exc
         return bool(raw["metadata"]["uid"] == pod.uid and is_waiting(raw))
 
     async def _patch(self, pod: PodIdentity, patch: list[Change] | dict[str, Any], kind: str) -> bool:

@@ -12,6 +12,7 @@ from webhook.cluster import REQUEST_TIMEOUT
 from webhook.continuous import MeasureError
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
+from webhook.objects import object_in
 from webhook.scheduler.api_pods import names_of, said_in
 
 log = structlog.get_logger(__name__)
@@ -43,7 +44,10 @@ class ApiMeasures:
 
     async def _read(self, node: str) -> Raw | None:
         body = await self._answered("GET", NODE_PATH, {"name": node}, fine=(GONE,))
-        return None if body is None else msgspec.json.decode(body, type=Raw)
+        try:
+            return None if body is None else object_in(body)
+        except msgspec.DecodeError as exc:
+            raise MeasureError("the API server answered with something else than a node") from exc
 
     async def _answered(
         self,

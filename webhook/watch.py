@@ -7,20 +7,21 @@ what is known stays known until a later answer says otherwise.
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import aiohttp
 import msgspec
 import structlog
+from aiohttp.http_exceptions import LineTooLong
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.calls import LOST
 from webhook.core.errors import GpuwardenError
+from webhook.objects import Raw, decoded, object_in
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 Trimmed = Callable[[Raw], Raw]
 
 # The server ends a watch after this; a little less than what proxies in between tend to allow.
@@ -30,6 +31,11 @@ WATCH_SECONDS = 290
 SILENCE = 90.0
 LIST_TIMEOUT = 60.0
 PAGE = 500
+# An object of 1.5 MiB, which is the most that is stored, may be several times as long in JSON. What is longer still is
+# found in the list.
+LONGEST_LINE = 2**26
+# A watch that ends sooner may have been ended by somebody who would always end it so soon.
+SOON = 1.0
 # After a failure: soon, then less and less often. A server that comes back is noticed within this.
 FIRST_PAUSE = 0.1
 LONGEST_PAUSE = 5.0
@@ -84,25 +90,32 @@ class Watch:
     async def run(self) -> None:
         """For ever."""
         pause = FIRST_PAUSE
+        loop = asyncio.get_running_loop()
         while True:
+            begun = loop.time()
             try:
                 if not self._version:
                     await self._list()
                 async for event in self._events():
                     self._tell(event)
                     pause = FIRST_PAUSE
+                if loop.time() - begun >= SOON:
+                    continue
             except StartOverError:
-                self._version = ""
-                await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
-                pause = min(2 * pause, LONGEST_PAUSE)
+                self._start_over()
             except TROUBLE as exc:
                 self.is_current = False
                 log.warning("watch interrupted", path=self._path, error=type(exc).__name__)
                 log.debug("watch interrupted", path=self._path, exc_info=exc)
                 if isinstance(exc, ApiException) and exc.status == 410:
-                    self._version = ""
-                await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
-                pause = min(2 * pause, LONGEST_PAUSE)
+                    self._start_over()
+            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _start_over(self) -> None:
+        """What has happened since is not known before there is a list."""
+        self.is_current = False
+        self._version = ""
 
     async def _list(self) -> None:
         if self._trimmed is None:
@@ -128,12 +141,15 @@ class Watch:
         self.is_current = True
         async with response:
             while line := await self._line(response):
-                yield msgspec.json.decode(line)
+                yield object_in(line)
 
     async def _line(self, response: aiohttp.ClientResponse) -> bytes:
         """Empty at the end. Raises TimeoutError after a silence."""
         async with asyncio.timeout(self._silence):
-            return await response.content.readline()
+            try:
+                return await response.content.readuntil(b"\n", max_size=LONGEST_LINE)
+            except LineTooLong as exc:
+                raise StartOverError(self._path) from exc
 
     def _tell(self, event: Raw) -> None:
         kind, raw = event["type"], event["object"]
@@ -216,9 +232,9 @@ async def pages(
     query = {**(only or {}), "limit": str(PAGE)}
     while True:
         async with await opened(api, path, query, LIST_TIMEOUT) as response:
-            page = msgspec.json.decode(await response.read(), type=PageWire)
+            page: PageWire = decoded(await response.read(), PageWire)
         named = {"kind": page.kind.removesuffix("List"), "apiVersion": page.group}
-        yield ({**named, **msgspec.json.decode(text)} for text in page.items or ()), page.metadata.version
+        yield ({**named, **object_in(text)} for text in page.items or ()), page.metadata.version
         if not page.metadata.rest:
             return
         query["continue"] = page.metadata.rest

@@ -218,6 +218,24 @@ class LedgerContract:
         assert not await bench.ledger.release(ReservationId("r1"), pod(1))
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
 
+    async def test_a_late_release_cannot_free_what_stands_under_the_same_id_since(self, bench: Bench) -> None:
+        """Ids of pods that wait follow from their uids: what is given back and reserved anew has the same."""
+        first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        await bench.ledger.finalize(first.id, pod(1))
+        assert await bench.ledger.release(first.id, pod(1), since=first.since)
+        bench.now += timedelta(seconds=20)
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        second = await bench.ledger.finalize(first.id, pod(1))
+        assert not await bench.ledger.release(first.id, pod(1), node="node-a", since=first.since)
+        assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
+        assert await bench.ledger.release(first.id, pod(1), node="node-a", since=second.since)
+
+    async def test_a_release_on_one_node_frees_nothing_on_another(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-b", "GPU-b0"))
+        held = await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        assert not await bench.ledger.release(held.id, pod(1), node="node-a")
+        assert list(bench.ledger.of_device(DeviceUuid("GPU-b0"))) == [held]
+
     async def test_one_uid_with_two_reservations_its_end_frees_both(self, bench: Bench) -> None:
         for k, node in ((1, "node-a"), (2, "node-b")):
             await self.reserve(bench, ask(k), on(node, f"GPU-{node[-1]}0"))

@@ -32,7 +32,7 @@ from webhook.holding import Holder
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import PATIENCE, ClusterLedger, Witness, WitnessAwayError
 from webhook.ledger.moves import Times
-from webhook.ledger.store import RefusedError
+from webhook.ledger.store import RefusedError, StoreAwayError
 from webhook.telemetry import Metrics
 
 R1 = ReservationId("r1")
@@ -833,3 +833,75 @@ async def test_what_nobody_foresaw_strands_nobody_who_has_queued_behind_it(bench
         with pytest.raises(LedgerUnavailableError):
             await first
         assert (await later).uuids == ("GPU-a1",)
+
+
+# Objects that are made anew again and again, and stores that will not answer.
+
+
+def made_anew(bench: ClusterBench) -> None:
+    """By force, past the finalizer: it says nothing of what is held there."""
+    bench.store.objects.pop("node-a")
+    bench.store.apply({**NODE_A, "metadata": {"name": "node-a"}})
+    bench.replica.watch.catch_up()
+
+
+async def test_who_has_listed_pods_for_one_object_rebuilds_no_later_one_by_them(bench: ClusterBench) -> None:
+    """A pod that came between the two is not in that list."""
+    made_anew(bench)
+    has_listed, may_go_on, list_pods = asyncio.Event(), asyncio.Event(), bench.pods.carriers
+
+    async def carriers() -> list[Carrier]:
+        found = await list_pods()
+        if not has_listed.is_set():
+            has_listed.set()
+            await may_go_on.wait()
+        return found
+
+    other = bench.another()
+    bench.pods.carriers = carriers  # type: ignore[method-assign]
+    taking = asyncio.create_task(bench.reserve(ask(2), on("node-a", "GPU-a0")))
+    await has_listed.wait()
+    await bench.reserve(ask(9), on("node-a", "GPU-a0"), by=other)
+    bench.pods.raws["uid-9"] = carrying("uid-9", "GPU-a0", reservation="r9")
+    bench.pods.uids.add("uid-9")
+    made_anew(bench)
+    may_go_on.set()
+    with pytest.raises(SlotsTakenError):
+        await taking
+    assert bench.held()["GPU-a0/0"]["reservation"] == "r9"
+
+
+async def test_a_list_of_pods_that_failed_in_whatever_way_is_asked_for_again(bench: ClusterBench) -> None:
+    made_anew(bench)
+    list_pods, lists = bench.pods.carriers, 0
+
+    async def carriers() -> list[Carrier]:
+        nonlocal lists
+        lists += 1
+        if lists == 1:
+            raise RuntimeError("a bug, once")
+        return await list_pods()
+
+    bench.pods.carriers = carriers  # type: ignore[method-assign]
+    with pytest.raises(LedgerUnavailableError):
+        await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    assert (lists, len(bench.held())) == (2, 1)
+
+
+async def test_a_store_that_is_asked_too_much_is_asked_less_and_less(
+    bench: ClusterBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+
+    async def busy(_raw: Raw) -> Raw:
+        nonlocal tries
+        tries += 1
+        raise StoreAwayError("the API server answered 429")
+
+    monkeypatch.setattr(bench.store, "put_status", busy)
+    taking = asyncio.create_task(bench.reserve(ask(1), on("node-a", "GPU-a0")))
+    await asyncio.sleep(1.5)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    assert 2 < tries < 12

@@ -42,8 +42,13 @@ class Ledger(Protocol):
     async def confirm(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
         """The pod exists, and it is the API server that says so: no deadline matters any more."""
 
-    async def release(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> bool:
-        """The pod has ended: its devices are free. Another pod's or another reservation's stay held."""
+    async def release(
+        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
+    ) -> bool:
+        """The pod has ended: its devices are free. Another pod's or another reservation's stay held.
+
+        `since` is that of the reservation that is meant, where by now another may stand there under its id.
+        """
 
     async def collect(self, now: datetime) -> Collection[Reservation]:
         """Give up what waited past its deadline; others count it out a clock skew later than its holder does."""

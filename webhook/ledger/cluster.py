@@ -54,6 +54,8 @@ log = structlog.get_logger(__name__)
 PATIENCE = timedelta(seconds=10)
 # Between two tries on one object: long enough for the others' writes, shorter than anybody's patience.
 PAUSE = 0.02
+# And the longest, where the store does not answer or says that it is asked too much.
+LONGEST_PAUSE = 0.5
 
 
 class WitnessAwayError(GpuwardenError):
@@ -95,7 +97,7 @@ class Desk:
     name: str
     raw: Raw | None = None
     node: GpuNode | None = None
-    # When it was last read, on the ledger's own count.
+    # When it was last read, on the ledger's own count; 0 while there is none.
     seen: int = 0
     waiting: list[Turn] = field(factory=list)
     # What the store has had against a single move since its last write.
@@ -147,7 +149,7 @@ class ClusterLedger:
         """The object has gone. What was held is remembered: its devices are offered to nobody meanwhile."""
         desk = self._desks.get(name)
         if desk is not None:
-            desk.raw = desk.node = None
+            desk.raw, desk.node, desk.seen = None, None, 0
             if desk.worker is None or desk.worker.done():
                 del self._desks[name]
 
@@ -214,9 +216,13 @@ class ClusterLedger:
             raise UnknownReservationError(move.reservation_id)
         return named
 
-    async def release(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> bool:
+    async def release(
+        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
+    ) -> bool:
         known = self._shelf.find(reservation_id, node)
-        return known is not None and await self._moved(known.node, Release(known.id, pod)) is not None
+        if known is None or node not in (None, known.node):
+            return False  # of that id is one elsewhere, which may be the one that the pod has
+        return await self._moved(known.node, Release(known.id, pod, since or known.since)) is not None
 
     def given_up(self, now: datetime) -> Collection[Reservation]:
         """What nobody came for and `collect` has given up: all of it, however often it could not be cleared away."""
@@ -356,14 +362,17 @@ class ClusterLedger:
 
     async def _serve(self, desk: Desk, turns: list[Turn]) -> None:
         """All turns to their end: made, failed, or out of time."""
-        is_current = desk.node is None
+        is_current, pause = desk.node is None, PAUSE
         if desk.node is None:
             await self._read(desk.name)
         while turns := self._in_time(turns):
             if desk.raw is None or desk.node is None:
                 self._without_object(desk.name, turns)
                 return
-            carriers = () if desk.node.is_rebuilt else await self._carriers(desk.seen)
+            seen = desk.seen
+            carriers = () if desk.node.is_rebuilt else await self._carriers(seen)
+            if desk.seen != seen:
+                continue  # it is another object by now, and who has something of it may have come since
             try:
                 if not desk.node.is_rebuilt:
                     await self._rebuild(desk.node, desk.raw, carriers)
@@ -377,8 +386,9 @@ class ClusterLedger:
             except RefusedError as exc:
                 await self._one_by_one(desk, turns, str(exc))
                 return
-            except (StaleError, StoreAwayError):
-                await asyncio.sleep(PAUSE * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
+            except (StaleError, StoreAwayError) as exc:
+                pause = min(2 * pause, LONGEST_PAUSE) if isinstance(exc, StoreAwayError) else PAUSE
+                await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
                 await self._read_in_time(desk, turns)
                 is_current = True
                 continue
@@ -446,10 +456,12 @@ class ClusterLedger:
         census = self._census
         try:
             return await asyncio.shield(census.found)
-        except WitnessAwayError as exc:
+        except Exception as exc:
             if self._census is census:
                 self._census = None
-            raise StoreAwayError("pods cannot be listed") from exc
+            if isinstance(exc, WitnessAwayError):
+                raise StoreAwayError("pods cannot be listed") from exc
+            raise
 
     async def _one_by_one(self, desk: Desk, turns: list[Turn], why: str) -> None:
         """The store refused the write of several moves: one bad one must not fail its neighbours."""
@@ -472,11 +484,13 @@ class ClusterLedger:
 
     async def _read_in_time(self, desk: Desk, turns: list[Turn]) -> None:
         """Read until it works or nobody waits any more."""
+        pause = 2 * PAUSE
         while self._in_time(turns):
             try:
                 await self._read(desk.name)
             except StoreAwayError:
-                await asyncio.sleep(PAUSE * 5)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                await asyncio.sleep(pause)
             else:
                 return
 

@@ -66,9 +66,13 @@ class MemoryLedger:
             raise UnknownReservationError(move.reservation_id)
         return named
 
-    async def release(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> bool:
+    async def release(
+        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
+    ) -> bool:
         known = self._shelf.find(reservation_id, node)
-        return known is not None and self._moved(known.node, Release(known.id, pod), self._clock()) is not None
+        if known is None or node not in (None, known.node):
+            return False
+        return self._moved(known.node, Release(known.id, pod, since or known.since), self._clock()) is not None
 
     async def collect(self, now: datetime) -> Collection[Reservation]:
         return self._collect(now)

@@ -200,14 +200,16 @@ class Look:
 
 @frozen
 class Release:
-    """The pod has ended; only its own reservation goes."""
+    """The pod has ended; only its own reservation goes, and of those under that id only the one of that time: who
+    comes late, or asks again after a lost answer, may find what the pod was given since."""
 
     reservation_id: ReservationId
     pod: PodIdentity
+    since: datetime
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
-        if known is None or not known.may_be(self.pod):
+        if known is None or known.since != self.since or not known.may_be(self.pod):
             return None
         return drop(known, stored, held, Event.POD_ENDED)
 

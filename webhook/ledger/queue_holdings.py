@@ -85,7 +85,7 @@ class Holdings:
             if not await self._gates.is_shut(pod):
                 self._pods.forget(pod.uid)
                 return False
-            is_free = await self._ledger.release(held.id, owner, node=held.node)
+            is_free = await self._ledger.release(held.id, owner, node=held.node, since=held.since)
         except (GateError, LedgerError) as exc:
             log.warning("not given back", reservation=held.id, problem=str(exc))
             return False

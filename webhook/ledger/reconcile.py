@@ -287,7 +287,7 @@ class Reconciler:
             await self._release(held, PodIdentity(held.namespace, "", ""), "of no pod")
 
     async def _release(self, held: Reservation, pod: PodIdentity, why: str) -> None:
-        if await self._ledger.release(held.id, pod, node=held.node):
+        if await self._ledger.release(held.id, pod, node=held.node, since=held.since):
             log.info("reservation released", reservation=held.id, node=held.node, why=why)
 
     async def _expire(self, held: Reservation) -> None:
