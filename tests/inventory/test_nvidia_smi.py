@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.export.smi import Card, dead, document, gb200_tray, h100_host, uuid_of, with_mig
 from webhook.inventory import nvidia_smi
@@ -94,6 +96,11 @@ def test_a_host_without_gpus() -> None:
         ),
         pytest.param(b'<?xml version="1.0" encoding="klingon"?><a/>', "it is in an encoding", id="an-encoding"),
         pytest.param(
+            b'<?xml version="1.0" encoding="mac_arabic"?><nvidia_smi_log><a><b/>\xbc/a\xbe</nvidia_smi_log>',
+            "it is no XML: unknown encoding",
+            id="an-encoding-with-two-signs-for-a-tag",
+        ),
+        pytest.param(
             b"<nvidia_smi_log>" + b"<gpu/>" * 2000 + b"</nvidia_smi_log>",
             "it describes more than 1024 GPUs",
             id="too-many",
@@ -175,6 +182,109 @@ def test_a_text_that_is_no_name_is_left_out() -> None:
     content = b"<nvidia_smi_log><gpu><serial>" + b"1" * 300 + b"</serial><uuid>a&#10;b</uuid></gpu></nvidia_smi_log>"
     (found,) = parse(content).gpus
     assert (found.serial, found.uuid) == (None, None)
+
+
+def in_a_gpu(text: str) -> bytes:
+    return f"<nvidia_smi_log><gpu>{text}<uuid>GPU-1</uuid></gpu></nvidia_smi_log>".encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("<serial>1</serial><clocks><serial>2</serial></clocks>", id="in-a-later-section"),
+        pytest.param("<clocks><serial>2</serial></clocks><serial>1</serial>", id="in-an-earlier-section"),
+        pytest.param("<clocks><gpu><serial>2</serial></gpu></clocks><serial>1</serial>", id="a-gpu-in-a-section"),
+        pytest.param("<pci><clocks><pci_bus_id>2</pci_bus_id></clocks></pci><serial>1</serial>", id="in-a-place"),
+        pytest.param(
+            "<clocks><clocks><a/></clocks><serial>2</serial></clocks><serial>1</serial>", id="a-section-in-its-own"
+        ),
+        pytest.param("<clocks><!--</clocks>--><serial>2</serial></clocks><serial>1</serial>", id="a-comment"),
+        pytest.param("<clocks><a/><![CDATA[</clocks>]]><serial>2</serial></clocks><serial>1</serial>", id="cdata"),
+        pytest.param("<clocks><?a </clocks>?><serial>2</serial></clocks><serial>1</serial>", id="an-instruction"),
+        pytest.param("<serial>1<clocks><a/></clocks>2</serial>", id="a-section-in-a-text"),
+        pytest.param('<clocks><a b="/clocks>"/><serial>2</serial></clocks><serial>1</serial>', id="an-attribute"),
+    ],
+)
+def test_what_a_section_holds_that_nobody_reads_is_not_the_gpus(text: str) -> None:
+    assert parse(in_a_gpu(text)) == Smi((Gpu(index=0, serial="1", said_serial="1", uuid="GPU-1"),))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        pytest.param("<clocks><a></clocks>", "it is no XML: mismatched tag at line 1", id="open"),
+        pytest.param("<clocks>\n<a>1 < 2</a></clocks>", "it is no XML: not well-formed", id="a-sign"),
+        pytest.param("<clocks><a b='1' b='2'/></clocks>", "it is no XML: duplicate attribute", id="an-attribute-twice"),
+        pytest.param("<clocks><a:b/></clocks>", "it is no XML: unbound prefix", id="a-prefix"),
+        pytest.param("<clocks>\n<a>&x;</a></clocks>", "it is no XML: undefined entity at line 2", id="an-entity"),
+    ],
+)
+@pytest.mark.parametrize("dtd", ["", '<!DOCTYPE nvidia_smi_log SYSTEM "x.dtd">'], ids=["alone", "with-a-dtd"])
+def test_what_is_no_xml_is_refused_in_sections_that_nobody_reads(dtd: str, text: str, reason: str) -> None:
+    with pytest.raises(UnreadableSmiError) as caught:
+        parse(dtd.encode() + in_a_gpu(text))
+    assert str(caught.value).startswith(reason)
+
+
+def test_of_several_elements_of_a_name_the_first_counts_whatever_it_holds() -> None:
+    doubled = "<{0}> <a><b/></a></{0}><{0}>1</{0}>".format
+    log = f"<nvidia_smi_log>{doubled('driver_version')}<gpu>{doubled('serial')}</gpu></nvidia_smi_log>"
+    assert parse(log.encode()) == Smi((Gpu(index=0),))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_letters_that_have_the_bytes_of_tags_stay_letters(encoding: str) -> None:
+    letters = b"<a><b/></a> ".decode("utf-16-be" if encoding == "utf-16-be" else "utf-16-le")
+    (found,) = parse(in_a_gpu(f"<serial>{letters}</serial>").decode().encode(encoding)).gpus
+    assert found.serial == letters
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "iso-8859-1", "us-ascii"])
+def test_tags_are_found_in_any_encoding(encoding: str) -> None:
+    declared = f'<?xml version="1.0" encoding="{encoding}"?>' if encoding != "utf-8-sig" else ""
+    content = in_a_gpu("<clocks><serial>2</serial></clocks><serial>1</serial>").decode()
+    (found,) = parse((declared + content).encode(encoding)).gpus
+    assert found.serial == "1"
+
+
+NAMED = st.sampled_from(("gpu", "serial", "uuid", "pci", "pci_bus_id", "clocks", "clocks_max", "a", "b"))
+ATTRIBUTES = st.sampled_from(("", "", "", "", ' id="7"', " x='>'", " "))
+SAID = st.sampled_from(("", "1", "N/A", "2&amp;3", " > ", "\n"))
+
+
+def element(name: str, attributes: str, inner: list[str], blank: str) -> str:
+    return f"<{name}{attributes}>{blank}{blank.join(inner)}</{name}{blank}>"
+
+
+ELEMENTS = st.recursive(
+    st.builds("<{0}>{1}</{0}>".format, NAMED, SAID) | st.builds("<{}/>".format, NAMED) | SAID,
+    lambda inner: st.builds(element, NAMED, ATTRIBUTES, st.lists(inner, max_size=6), st.sampled_from(("", "", "\n\t"))),
+    max_leaves=40,
+)
+DAMAGE = st.sampled_from(("", "<!--</a>-->", "<![CDATA[</a>]]>", "<?a </a>?>", "&gone;", "<a>", "</a>", "<"))
+
+
+def outcome(content: bytes) -> Smi | str:
+    try:
+        return parse(content)
+    except UnreadableSmiError as exc:
+        return str(exc)
+
+
+@given(
+    st.lists(st.builds(element, st.just("gpu"), ATTRIBUTES, st.lists(ELEMENTS, max_size=6), SAID), max_size=3),
+    st.sampled_from(("", "\ufeff", '<?xml version="1.0"?>', '<!DOCTYPE nvidia_smi_log SYSTEM "<a><a>">')),
+    st.none() | st.tuples(st.integers(1, 300), DAMAGE, st.integers(0, 20)),
+)
+def test_a_text_says_the_same_with_and_without_what_is_taken_out(
+    gpus: list[str], prolog: str, damage: tuple[int, str, int] | None
+) -> None:
+    """Of a text with a comment nothing is taken out. Some texts have something at a place in place of something."""
+    text = element("nvidia_smi_log", "", gpus, "")
+    if damage is not None:
+        at, put, lost = damage
+        text = text[:at] + put + text[at + lost :]
+    assert outcome((prolog + text).encode()) == outcome((prolog + "<!---->" + text).encode())
 
 
 def test_eight_gpus_are_read_in_a_few_milliseconds() -> None:

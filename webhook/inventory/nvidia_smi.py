@@ -5,14 +5,14 @@ needed, and a few lines of them grow to gigabytes.
 """
 
 import re
-from contextlib import suppress
-from typing import Final, NoReturn
+from typing import Final
 from xml.etree import ElementTree
 from xml.parsers import expat
 
 from attrs import frozen
 
 from webhook.core.errors import GpuwardenError
+from webhook.inventory.xml_thinning import thinned
 
 # A GPU has some 30 KiB there. Whatever is larger than this is no list of GPUs, and many nodes may answer at once.
 MAX_SIZE: Final = 8 * 1024 * 1024
@@ -44,6 +44,16 @@ OF_GPU: Final = (
         },
     ),
     ("fabric", {"cliqueId": "clique", "clusterUuid": "fabric_cluster"}),
+)
+ROOT_TAG: Final = f"<{ROOT}".encode()
+# The names on all ways from the root to what is read.
+WAYS: Final = frozenset(
+    name.encode()
+    for name in (
+        *(ROOT, "driver_version", "gpu"),
+        *(place for place, _ in OF_GPU if place is not None),
+        *(element for _, names in OF_GPU for element in names),
+    )
 )
 NOTHING: Final = frozenset({"", "N/A", "[N/A]", "Unknown Error", "[Unknown Error]", "ERR!", "[GPU is lost]"})
 MINOR: Final = re.compile(r"[0-9]{1,9}")
@@ -108,7 +118,10 @@ def parse(content: bytes) -> Smi:
 
 def _root(content: bytes) -> ElementTree.Element:
     try:
-        _check_declarations(content)
+        survey = _Survey(content)
+        # Where the root's tag stands in ASCII, all tags do: expat knows no encodings but UTF-16 and such.
+        if survey.has_tags_only and content.startswith(ROOT_TAG, survey.root_at):
+            content = thinned(content, survey.root_at, WAYS)
         return ElementTree.fromstring(content)  # noqa: S314 - see above
     except expat.ExpatError as exc:
         raise UnreadableSmiError(_why(content, exc.code, exc.lineno)) from exc
@@ -118,22 +131,35 @@ def _root(content: bytes) -> ElementTree.Element:
         raise UnreadableSmiError(f"it is in an encoding that cannot be read: {exc}") from exc
 
 
-def _check_declarations(content: bytes) -> None:
-    """They stand before the root, and expat alone has looked at them when they are refused."""
-    parser = expat.ParserCreate()
-    parser.StartDoctypeDeclHandler = _refuse_declarations
-    parser.StartElementHandler = _stop
-    parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
-    with suppress(_RootReachedError):
-        parser.Parse(content, True)
+class _Survey:
+    """What expat alone has seen of the whole text, before anything is made of it."""
 
+    def __init__(self, content: bytes) -> None:
+        """Raises UnreadableSmiError where things are declared, and ExpatError where the text is not well-formed."""
+        self.root_at = 0
+        self.has_tags_only = True  # from the root on: nothing else that begins with "<"
+        self._parser = parser = expat.ParserCreate(namespace_separator="}")  # as ElementTree's does
+        parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
+        parser.StartDoctypeDeclHandler = _refuse_declarations
+        parser.SkippedEntityHandler = self._refuse_entity
+        parser.StartElementHandler = self._see_root
+        parser.CommentHandler = self._see_no_tag
+        parser.ProcessingInstructionHandler = self._see_no_tag
+        parser.StartCdataSectionHandler = self._see_no_tag
+        try:
+            parser.Parse(content, True)
+        finally:
+            del self._parser  # it knows us, too
 
-class _RootReachedError(Exception):
-    """Nothing is declared from here on."""
+    def _see_root(self, _name: str, _attributes: object) -> None:
+        self.root_at = self._parser.CurrentByteIndex
+        self._parser.StartElementHandler = None
 
+    def _see_no_tag(self, *_said: str) -> None:
+        self.has_tags_only = False
 
-def _stop(_name: str, _attributes: object) -> NoReturn:
-    raise _RootReachedError
+    def _refuse_entity(self, _name: str, _is_parameter: bool) -> None:
+        raise UnreadableSmiError(f"it is no XML: undefined entity at line {self._parser.CurrentLineNumber}")
 
 
 def _refuse_declarations(_name: str, _system: str | None, _public: str | None, has_own: int) -> None:
