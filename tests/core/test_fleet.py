@@ -276,6 +276,14 @@ class IndexedFleet(RuleBasedStateMachine):
         }
 
     @invariant()
+    def each_node_knows_the_narrowest_row_it_stands_in(self) -> None:
+        for name, berth in self.fleet.berths.items():
+            proven = berth.evidence if berth.state is EvidenceState.FRESH else None
+            group = (berth.state, None if proven is None else proven.hash)
+            assert berth.row is self.fleet.rows(group)[berth.cell.node_class]
+            assert name in berth.row.shapes[berth.cell.shape]
+
+    @invariant()
     def no_slot_is_held_twice(self) -> None:
         held = self.world.held()
         assert len(set(held)) == len(held)

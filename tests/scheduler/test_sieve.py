@@ -154,6 +154,9 @@ def test_a_place_in_a_map_is_one_node_and_its_gpus() -> None:
     assert judged(wish, fleet).failed == {"node-a": "too few free GPUs"}
 
 
+ODD_EVIDENCE: dict[int, Raw] = {1: {"until": NOW}, 2: {"is_banned": True}, 3: {"is_conflict": True}}
+
+
 def varied() -> Fleet:
     """Nodes of every kind, several of each."""
     fleet = Fleet()
@@ -164,12 +167,14 @@ def varied() -> Fleet:
         taints = [Taint("a")] if number % 7 == 0 else []
         fleet.put(node(name, *devices, labels=labels, is_ready=number % 11 != 0, taints=taints), NOW)
         if number % 5:
-            fleet.prove(name, builders.evidence(name, HASH if number % 2 else OTHER_HASH), NOW)
+            members = ODD_EVIDENCE.get(number % 31, {})
+            fleet.prove(name, builders.evidence(name, HASH if number % 2 else OTHER_HASH, **members), NOW)
         if number % 13 == 1:
             fleet.hold(reservation(slot(f"GPU-{number}-0"), id=f"r{number}", node=name))
     return fleet
 
 
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["new", "recorded"])
 @pytest.mark.parametrize(
     "members",
     [
@@ -184,15 +189,18 @@ def varied() -> Fleet:
     ],
     ids=str,
 )
-def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw) -> None:
+def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, is_recorded: bool) -> None:
     """Each node asked by itself says the same."""
     fleet, asked = varied(), claim(HASH, **members)
     question = Question(asked, fleet, ASKED)
-    expected = {name: question.fit(berth).objection for name, berth in fleet.berths.items()}
+    expected = {
+        name: question.evidence_objection(berth) if is_recorded else question.fit(berth).objection
+        for name, berth in fleet.berths.items()
+    }
     for name, berth in fleet.berths.items():
         if not berth.node.devices and not asked.requirements and expected[name] is Objection.FEWER_MATCHING:
             expected[name] = None
-    found = sifted(Wish(asked), fleet.berths, fleet, ASKED)
+    found = sifted(Wish(asked, is_recorded=is_recorded), fleet.berths, fleet, ASKED)
     assert found.passed == {name for name, objection in expected.items() if objection is None}
     assert found.passed
     refused = {name: SAID[objection] for name, objection in expected.items() if objection is not None}

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from webhook.core.device import Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
@@ -88,6 +88,7 @@ class Berth:
     groups: tuple[Group, ...]
     cell: Cell
     kinds: tuple[int, ...] = ()  # of its devices, in their order
+    row: Row = field(factory=Row)  # of the narrowest of its groups
 
     @property
     def labels(self) -> Labels:

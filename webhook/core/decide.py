@@ -233,7 +233,7 @@ class Question:
         names = self.named()
         if names is not None:
             berths = [self.fleet.berths[name] for name in names if name in self.fleet.berths]
-            return max((self._total(one) for one in berths if self._node_objection(one) is None), default=NO_NODE)
+            return max((self._total(one) for one in berths if self.node_objection(one) is None), default=NO_NODE)
         if not self.needs_each_node:
             return max((total for total, _ in self._totals()), default=NO_NODE)
         each = islice(((total, name) for total, nodes in self._totals() for name in nodes), self._patience())
@@ -352,13 +352,20 @@ class Question:
         return NodeFit(berth.node.name, () if objection else slots, objection)
 
     def objection(self, berth: Berth) -> Objection | None:
-        """What speaks against one node; no devices are chosen where the index can tell."""
-        return self.fit(berth).objection if self.claim.place else self._objection(berth)
+        """What speaks against one node."""
+        return self.node_objection(berth) or self.devices_objection(berth)
+
+    def devices_objection(self, berth: Berth) -> Objection | None:
+        """What speaks against its devices; none are chosen where the index can tell."""
+        place = self.claim.place
+        if place is None:
+            return self.shape_objection(berth.cell.shape)
+        return self._map_objection(berth, place, len(self.slots(berth)))
 
     def _objection(self, berth: Berth) -> Objection | None:
-        return self._node_objection(berth) or (None if self.claim.place else self.shape_objection(berth.cell.shape))
+        return self.node_objection(berth) or (None if self.claim.place else self.shape_objection(berth.cell.shape))
 
-    def _node_objection(self, berth: Berth) -> Objection | None:
+    def node_objection(self, berth: Berth) -> Objection | None:
         """What speaks against the node, whatever devices it has."""
         if not self.claim.nodes.matches(berth.node.name, berth.labels):
             return Objection.NOT_SELECTED

@@ -286,7 +286,7 @@ class Fleet:
             self._place(berth)
 
     def _place(self, berth: Berth) -> None:
-        """Put the node into the cells it now belongs to."""
+        """Put the node into the cells it now belongs to. The last group is the narrowest."""
         groups: tuple[Group, ...] = ((berth.state, None),)
         if berth.state is EvidenceState.FRESH and berth.evidence is not None:
             groups += ((berth.state, berth.evidence.hash),)
@@ -305,6 +305,7 @@ class Fleet:
             if row is None:
                 row = rows[cell.node_class] = Row()
             row.add(cell.shape, berth.node.name)
+            berth.row = row
 
     def _leave(self, berth: Berth) -> None:
         if berth.groups:

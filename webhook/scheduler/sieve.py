@@ -3,11 +3,11 @@
 What is said against nodes is counted by the scheduler, text by text: no text names a node, a GPU or an age.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from attrs import frozen
 
-from webhook.core.cells import Berth, Cell
+from webhook.core.cells import Berth, Row
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, Objection, Question
 from webhook.core.extender_wire import MAX_SCORE, Sifted
@@ -63,7 +63,7 @@ def passes_unseen(wish: Wish | None, policy: EvidencePolicy) -> bool:
     return not wish.is_recorded and wish.is_of_gpus_alone and not policy.is_always_required
 
 
-def sifted(wish: Wish | None, names: Iterable[str], fleet: Fleet, policy: EvidencePolicy) -> Sifted:
+def sifted(wish: Wish | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy) -> Sifted:
     """Each of the nodes in one list."""
     if wish is None or passes_unseen(wish, policy):
         return Sifted(frozenset(names))
@@ -71,8 +71,7 @@ def sifted(wish: Wish | None, names: Iterable[str], fleet: Fleet, policy: Eviden
     passed: list[str] = []
     failed: dict[str, str] = {}
     unresolvable: dict[str, str] = {}
-    for name in names:
-        text = answers.of(name)
+    for name, text in zip(names, answers.of(names), strict=True):
         if text is None:
             passed.append(name)
         elif text in MAY_FREE_ITSELF:
@@ -87,46 +86,64 @@ def refusing(names: Iterable[str], text: str) -> Sifted:
     return Sifted(frozenset(), {}, dict.fromkeys(names, text))
 
 
-# A state is one object for good; its own hash would be half of the time that 5,000 nodes take.
-Alike = tuple[int, str | None, Cell]
-
-
 class Answers:
-    """What speaks against nodes, in words. Nodes that the claim cannot tell apart are asked once."""
+    """What speaks against nodes, in words."""
 
     def __init__(self, wish: Wish, question: Question) -> None:
         self._wish = wish
         self._question = question
-        self._berths = question.fleet.berths
         is_named = question.claim.place is not None or question.claim.nodes.node_name is not None
-        self._is_asked_of_each = is_named or question.needs_each_node
-        self._known: dict[Alike, str | None] = {}
+        self._is_asked_of_each = wish.reserved is not None or is_named or question.needs_each_node
+        # Of a node of which nothing is known nothing is proven either.
+        self._unknown = SAID[Objection.ABSENT] if question.needs_evidence else NOT_KNOWN
 
-    def of(self, name: str) -> str | None:
+    def of(self, names: Iterable[str]) -> Iterator[str | None]:
+        """Of each node, in their order."""
+        berths = self._question.fleet.berths
+        if self._is_asked_of_each:
+            return (self._of_one(name, berths.get(name)) for name in names)
+        return self._of_many(map(berths.get, names))
+
+    def _of_one(self, name: str, berth: Berth | None) -> str | None:
         if self._wish.reserved is not None and name != self._wish.reserved:
             return RESERVED_ELSEWHERE
-        berth = self._berths.get(name)
         if berth is None:
-            return SAID[Objection.ABSENT] if self._question.needs_evidence else NOT_KNOWN
-        if self._is_asked_of_each:
-            return self._asked(berth)
-        alike = (id(berth.state), None if berth.evidence is None else berth.evidence.hash, berth.cell)
-        try:
-            return self._known[alike]
-        except KeyError:
-            answer = self._known[alike] = self._asked(berth)
-            return answer
+            return self._unknown
+        return self._against_node(berth) or self._against_devices(berth)
 
-    def _asked(self, berth: Berth) -> str | None:
-        objection = self._objection(berth)
-        return None if objection is None else SAID[objection]
+    def _of_many(self, berths: Iterable[Berth | None]) -> Iterator[str | None]:
+        """Nodes of a row differ in their devices alone, and those by shape: one of each row and shape is asked."""
+        rows: dict[Row, str | None] = {}
+        shapes: dict[int, str | None] = {}
+        for berth in berths:
+            if berth is None:
+                yield self._unknown
+                continue
+            if berth.row not in rows:
+                rows[berth.row] = self._against_node(berth)
+            text = rows[berth.row]
+            if text is None:
+                shape = berth.cell.shape
+                if shape not in shapes:
+                    shapes[shape] = self._against_devices(berth)
+                text = shapes[shape]
+            yield text
 
-    def _objection(self, berth: Berth) -> Objection | None:
+    def _against_node(self, berth: Berth) -> str | None:
+        """Whatever devices it has."""
+        question = self._question
+        return said(question.evidence_objection(berth) if self._wish.is_recorded else question.node_objection(berth))
+
+    def _against_devices(self, berth: Berth) -> str | None:
         if self._wish.is_recorded:
-            return self._question.evidence_objection(berth)
-        objection = self._question.objection(berth)
+            return None
+        objection = self._question.devices_objection(berth)
         is_uncounted = objection is Objection.FEWER_MATCHING and not berth.node.devices
-        return None if is_uncounted and is_counted_elsewhere(self._wish.claim) else objection
+        return None if is_uncounted and is_counted_elsewhere(self._wish.claim) else said(objection)
+
+
+def said(objection: Objection | None) -> str | None:
+    return None if objection is None else SAID[objection]
 
 
 def is_counted_elsewhere(claim: Claim) -> bool:
@@ -135,13 +152,13 @@ def is_counted_elsewhere(claim: Claim) -> bool:
     return not (record.requirements or record.node or record.shared)
 
 
-def scores(wish: Wish | None, names: Iterable[str], fleet: Fleet, policy: EvidencePolicy) -> list[tuple[str, int]]:
+def scores(wish: Wish | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy) -> list[tuple[str, int]]:
     """The fewer GPUs would be left free beside the pod's, the better: large gaps stay for large claims."""
     if wish is None or passes_unseen(wish, policy):
         return [(name, 0) for name in names]
     question = Question(wish.claim, fleet, policy)
-    answers = Answers(wish, question)
-    return [(name, 0 if answers.of(name) is not None else score(wish, fleet.berths[name], question)) for name in names]
+    answers = zip(names, Answers(wish, question).of(names), strict=True)
+    return [(name, score(wish, fleet.berths[name], question) if text is None else 0) for name, text in answers]
 
 
 def score(wish: Wish, berth: Berth, question: Question) -> int:
