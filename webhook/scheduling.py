@@ -28,7 +28,7 @@ from webhook.process import passes, stop_signal, until
 from webhook.scheduler.api_pods import ApiBindings, ApiConditions
 from webhook.scheduler.binder import Binder
 from webhook.scheduler.binder_telling import Told
-from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, Touches, World
+from webhook.scheduler.binder_view import NamespacesOfWorld, NodesOfWorld, PodsOfWorld, Touches, World
 from webhook.scheduler.binder_volumes import ApiVolumes
 from webhook.settings import Settings
 from webhook.telemetry import Metrics, configure_logging
@@ -116,7 +116,7 @@ class Parts:
             Watch(api, NODES_PATH, Several(NodesListener(inventory), NodesOfWorld(self.world))),
             Watch(api, GPU_NODES_PATH, Several(gpu_nodes, Touches(self.world, is_reshaped=False))),
             Watch(api, NODE_EVIDENCES_PATH, Several(evidence, Touches(self.world, is_reshaped=True))),
-            Watch(api, NAMESPACES_PATH, namespaces.view),
+            Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespacesOfWorld(self.world))),
             Watch(api, PODS_PATH, PodsOfWorld(self.world)),
         )
 

@@ -76,9 +76,10 @@ class Scene:
     namespace: str
     running: Running
 
-    async def create(self, name: str, cpu: str = "", **spec: Any) -> Raw:
+    async def create(self, name: str, cpu: str = "", labels: Raw | None = None, **spec: Any) -> Raw:
         """A pod that fits on the nodes of this test alone, if it does not say where it wants to go."""
         content = pod(name, **{"schedulerName": OURS, "nodeSelector": {"bind": "yes"}, **spec})
+        content["metadata"]["labels"] = labels or {}
         if cpu:
             content["spec"]["containers"][0]["resources"] = {"requests": {"cpu": cpu}}
         return await self.kube.create(PODS, content, self.namespace)
@@ -264,6 +265,48 @@ async def test_many_pods_at_once_never_overfill_a_node(scene: Scene) -> None:
     assert {name: found.count(name) for name in NAMES} == {"bind-0": 4, "bind-1": 4}
 
 
+REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def pod_term(labels: Raw, **members: Any) -> Raw:
+    return {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname", **members}
+
+
+async def test_pods_that_stand_keep_others_away_whoever_put_them_there(scene: Scene) -> None:
+    """The terms are read as the API server shows them: with `matchLabelKeys` written into the selector."""
+    mine = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": scene.namespace}}}
+    term = pod_term({"app": "web"}, matchLabelKeys=["rev"], **mine)
+    here = {"kubernetes.io/hostname": NAMES[0]}
+    lone: Raw = {"schedulerName": "default-scheduler", "affinity": {"podAntiAffinity": {REQUIRED: [term]}}}
+    await scene.create("lone", labels={"rev": "1"}, nodeSelector=here, **lone)
+    await scene.is_on("lone", NAMES[0])
+    for number in range(2):
+        await scene.create(f"web-{number}", labels={"app": "web", "rev": "1"})
+        await scene.is_on(f"web-{number}", NAMES[1])
+    await scene.create("another", labels={"app": "web", "rev": "2"}, nodeSelector=here)
+    await scene.is_on("another", NAMES[0])
+    await scene.create("kept-away", labels={"app": "web", "rev": "1"}, nodeSelector=here)
+    await scene.waits("kept-away", "1 ruled out by the anti-affinity of a pod that is there")
+    await scene.kube.delete(PODS, "lone", scene.namespace)
+    await scene.is_on("kept-away", NAMES[0])
+
+
+async def test_pods_avoid_and_join_each_other(scene: Scene) -> None:
+    apart = {"podAntiAffinity": {REQUIRED: [pod_term({"app": "web"})]}}
+    for number in range(3):
+        await scene.create(f"web-{number}", labels={"app": "web"}, affinity=apart)
+    await wait_until(scene.on_nodes, lambda count: count == 2)
+    waits, *others = sorted(await scene.kube.list(PODS, scene.namespace), key=bound)
+    await scene.waits(waits["metadata"]["name"], "2 ruled out by the pod's own anti-affinity")
+    assert {one["spec"]["nodeName"] for one in others} == set(NAMES)
+    beside = {"podAffinity": {REQUIRED: [pod_term({"app": "db"})]}}
+    await scene.create("reader", affinity=beside)
+    await scene.waits("reader", "2 ruled out by the pod's own affinity to pods")
+    await scene.create("db", labels={"app": "db"}, affinity=beside)  # the first of those that join each other
+    node = await scene.is_on("db")
+    await scene.is_on("reader", node)
+
+
 def bound(raw: Raw) -> bool:
     return bool(raw["spec"].get("nodeName"))
 
@@ -425,7 +468,7 @@ async def test_of_two_one_binds_and_the_other_takes_over_when_it_is_killed(
 ) -> None:
     kube, namespace = scene.kube, scene.namespace
     # Of a name of their own, so that the one that serves the other tests leaves their pods alone.
-    theirs = {"schedulerName": "one-of-two"}
+    theirs: Raw = {"schedulerName": "one-of-two"}
     flags = ("--scheduler-name", "one-of-two")
 
     async def holder() -> str:

@@ -20,7 +20,7 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.binder import Binder, Outcome
 from webhook.scheduler.binder_telling import Told
-from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, World
+from webhook.scheduler.binder_view import NamespacesOfWorld, NodesOfWorld, PodsOfWorld, World
 from webhook.scheduler.binder_volumes import (
     NOT_BOUND,
     UnusableVolumeError,
@@ -130,6 +130,7 @@ class Scene:
         parts = house.parts
         self.world = World([OURS, "second-name"], self._notify)
         self.nodes, self.pods = NodesOfWorld(self.world), PodsOfWorld(self.world)
+        self.namespaces = NamespacesOfWorld(self.world)
         self.cluster.listeners.append(self.pods)
         self.told = Told(self.heard, self.cluster, self.counted.append, parts.clock)
         door = BindingDoor(parts.holder, parts.pods, parts.rules.claims, parts.rules.bind_deadline, parts.clock)
@@ -156,9 +157,9 @@ class Scene:
     def node(self, name: str, *, labels: Raw | None = None, ready: bool = True, cpu: str = "4", **spec: Any) -> None:
         self.nodes.changed(raw_node(name, labels=labels, ready=ready, cpu=cpu, **spec))
 
-    def plain(self, name: str, cpu: str = "", **members: Any) -> Raw:
+    def plain(self, name: str, cpu: str = "", labels: Raw | None = None, **members: Any) -> Raw:
         container = raw_container(resources={"requests": {"cpu": cpu}} if cpu else {})
-        raw = raw_pod(container, name=name, **{"schedulerName": OURS, **members})
+        raw = raw_pod(container, name=name, **{"schedulerName": OURS, "labels": labels or {}, **members})
         raw["metadata"] |= {"uid": f"uid-{name}", "creationTimestamp": "2026-03-02T12:00:00Z"}
         self.cluster.put(raw)
         return raw
@@ -389,8 +390,6 @@ REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 @pytest.mark.parametrize(
     ("members", "field"),
     [
-        ({"affinity": {"podAntiAffinity": {REQUIRED: [{"topologyKey": "zone"}]}}}, "spec.affinity.podAntiAffinity"),
-        ({"affinity": {"podAffinity": {REQUIRED: [{"topologyKey": "zone"}]}}}, "spec.affinity.podAffinity"),
         ({"topologySpreadConstraints": [{"whenUnsatisfiable": "DoNotSchedule"}]}, "spec.topologySpreadConstraints"),
         ({"resourceClaims": [{"name": "gpu"}]}, "spec.resourceClaims"),
     ],
@@ -400,6 +399,142 @@ async def test_what_we_do_not_look_at_is_said_and_not_ignored(scene: Scene, memb
     scene.plain("p", **members)
     assert await scene.passes() == []
     assert scene.says.startswith(f"{field}: ")
+
+
+# Pods that keep away from each other, or join each other.
+
+
+WEB, DB = {"app": "web"}, {"app": "db"}
+
+
+def away_from(labels: Raw, topology: str = "kubernetes.io/hostname", **members: Any) -> Raw:
+    return {"podAntiAffinity": {REQUIRED: [pod_term(labels, topology, **members)]}}
+
+
+def joining(labels: Raw, topology: str = "kubernetes.io/hostname") -> Raw:
+    return {"podAffinity": {REQUIRED: [pod_term(labels, topology)]}}
+
+
+def pod_term(labels: Raw, topology: str, **members: Any) -> Raw:
+    return {"labelSelector": {"matchLabels": labels}, "topologyKey": topology, **members}
+
+
+def in_zones(scene: Scene, zones: str) -> None:
+    for name, zone in zip(NAMES, zones, strict=True):
+        scene.node(name, labels={"zone": zone})
+
+
+async def test_a_pod_is_put_nowhere_where_one_that_stands_keeps_it_away(scene: Scene) -> None:
+    in_zones(scene, "aab")
+    scene.plain("lone", schedulerName="theirs", nodeName="node-a", affinity=away_from(WEB, "zone"))
+    for number in range(3):
+        scene.plain(f"web-{number}", labels=WEB)
+    scene.plain("other", labels=DB, nodeSelector={"zone": "a"})
+    placed = dict(await scene.passes())
+    assert placed.pop("other") in ("node-a", "node-b")
+    assert placed == dict.fromkeys(("web-0", "web-1", "web-2"), "node-c")
+
+
+async def test_it_is_told_what_keeps_it_away_and_goes_when_that_is_gone_and_not_while_it_leaves(scene: Scene) -> None:
+    in_zones(scene, "aaa")
+    lone = scene.plain("lone", schedulerName="theirs", nodeName="node-a", affinity=away_from(WEB, "zone"))
+    scene.plain("web", labels=WEB)
+    assert await scene.passes() == []
+    assert scene.says == "0/3 nodes will do: 3 ruled out by the anti-affinity of a pod that is there"
+    scene.cluster.put({**lone, "metadata": {**lone["metadata"], "deletionTimestamp": "2026-03-02T12:00:00Z"}})
+    assert await scene.passes(wait=1) == []
+    scene.cluster.remove("lone")
+    assert [name for name, _ in await scene.passes(wait=1)] == ["web"]
+
+
+async def test_pods_that_avoid_each_other_do_so_before_the_watch_has_told(scene: Scene) -> None:
+    scene.cluster.watch_lags = True
+    for number in range(4):
+        scene.plain(f"web-{number}", labels=WEB, affinity=away_from(WEB))
+    assert sorted(node for _, node in await scene.passes()) == list(NAMES)
+    assert "0/3 nodes will do: 3 ruled out by the pod's own anti-affinity" in scene.heard.messages
+
+
+async def test_labels_count_as_they_are_now(scene: Scene) -> None:
+    for name in NAMES:
+        scene.plain(f"db-{name}", labels=DB, schedulerName="theirs", nodeName=name)
+    scene.plain("web", labels=WEB, affinity=away_from(DB))
+    assert await scene.passes() == []
+    before = scene.notified
+    scene.plain("db-node-b", schedulerName="theirs", nodeName="node-b")
+    assert scene.notified > before
+    assert await scene.passes(wait=1) == [("web", "node-b")]
+
+
+async def test_a_zone_that_is_written_into_pods_as_they_are_bound_costs_no_ranking(scene: Scene) -> None:
+    scene.cluster.watch_lags = True
+    scene.plain("p")
+    assert len(await scene.passes()) == 1
+    raw, freed = scene.cluster.shared.pods["ml", "p"], scene.world.freed
+    scene.cluster.tell({**raw, "metadata": {**raw["metadata"], "labels": {"zone": "a"}}})
+    assert scene.world.freed == freed
+
+
+async def test_one_that_was_not_bound_after_all_keeps_nobody_away(scene: Scene) -> None:
+    in_zones(scene, "aaa")
+    scene.cluster.refuses["first"] = BindingRefusedError("denied", 403)
+    scene.plain("first", labels=DB, affinity=away_from(WEB, "zone"))
+    assert await scene.passes() == []
+    scene.plain("web", labels=WEB)
+    assert [name for name, _ in await scene.passes()] == ["web"]
+
+
+async def test_a_pod_goes_where_those_come_that_it_joins(scene: Scene) -> None:
+    in_zones(scene, "aab")
+    scene.plain("web", labels=WEB, affinity=joining(DB, "zone"))
+    assert await scene.passes() == []
+    assert scene.says == "0/3 nodes will do: 3 ruled out by the pod's own affinity to pods"
+    before = scene.notified
+    scene.plain("db", labels=DB, schedulerName="theirs", nodeName="node-c")
+    assert scene.notified > before
+    assert await scene.passes() == [("web", "node-c")]
+
+
+async def test_of_pods_that_join_each_other_one_begins(scene: Scene) -> None:
+    for number in range(6):
+        scene.plain(f"web-{number}", labels=WEB, affinity=joining(WEB))
+    placed = await scene.passes()
+    assert len(placed) == 6
+    assert len({node for _, node in placed}) == 1
+
+
+async def test_a_pod_with_gpus_waits_for_pods_that_keep_it_from_its_node(scene: Scene) -> None:
+    in_zones(scene, "aab")
+    everybody = away_from({}, "zone", namespaceSelector={"matchLabels": {"team": "blue"}})
+    scene.plain("lone", schedulerName="theirs", nodeName="node-b", affinity=everybody)
+    scene.namespaces.changed({"metadata": {"name": "ml", "labels": {"team": "blue"}}})
+    await scene.reserved()
+    assert await scene.passes() == []
+    assert (
+        scene.says
+        == "the pod's GPUs are on node node-a, which is ruled out by the anti-affinity of a pod that is there"
+    )
+    scene.cluster.remove("lone")  # of another node
+    assert await scene.passes() == [("train-0", "node-a")]
+
+
+async def test_a_namespace_that_is_labelled_anew_frees_its_pods(scene: Scene) -> None:
+    everybody = away_from({}, namespaceSelector={"matchLabels": {"team": "blue"}})
+    for name in NAMES:
+        scene.plain(f"lone-{name}", schedulerName="theirs", nodeName=name, affinity=everybody)
+    blue = {"metadata": {"name": "ml", "labels": {"team": "blue"}}}
+    scene.namespaces.replaced({"ml": blue, "away": {"metadata": {"name": "away"}}})
+    scene.plain("p")
+    assert await scene.passes() == []
+    before = scene.notified
+    scene.namespaces.replaced({"ml": {"metadata": {"name": "ml", "labels": {"team": "red"}}}})
+    assert scene.notified > before
+    assert [name for name, _ in await scene.passes()] == ["p"]
+    scene.namespaces.changed(blue)
+    scene.plain("q")
+    assert await scene.passes() == []
+    scene.namespaces.deleted(blue)
+    assert [name for name, _ in await scene.passes()] == ["q"]
 
 
 # When the API server says no, or nothing.
@@ -777,3 +912,17 @@ async def test_a_thousand_pods_look_at_a_thousand_nodes_once(scene: Scene) -> No
         placed += found
     assert len({node for _, node in placed}) == len(placed) == 300
     assert len(scene.binder._choice._rankings) == 1
+
+
+async def test_a_thousand_pods_that_avoid_each_other_look_at_a_thousand_nodes_twice(scene: Scene) -> None:
+    """Each has labels of its own, as the pods of a StatefulSet have."""
+    for number in range(300):
+        scene.node(f"n{number}", labels={"hall": "big"})
+    for number in range(300):
+        labels = {**WEB, "statefulset.kubernetes.io/pod-name": f"p{number}"}
+        scene.plain(f"p{number}", labels=labels, nodeSelector={"hall": "big"}, affinity=away_from(WEB))
+    placed: list[tuple[str, str]] = []
+    while found := await scene.passes():
+        placed += found
+    assert len({node for _, node in placed}) == len(placed) == 300
+    assert len(scene.binder._choice._rankings) == 2

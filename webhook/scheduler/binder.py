@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 import structlog
-from attrs import frozen
+from attrs import evolve, frozen
 
 from webhook.binding_door import BindingDoor
 from webhook.clock import Clock
@@ -24,6 +24,7 @@ from webhook.core.claim import Claim, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import InvalidPodError, LedgerError
 from webhook.core.fleet import Fleet
+from webhook.core.neighbours import BOUNDLESS
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
@@ -211,7 +212,8 @@ class Binder:
             # Refused by somebody else: that has to change first, and even then it is not asked all the time.
             return self._heard(waiter) > waiter.heard and now >= (waiter.soonest or now)
         wish = waiter.wish
-        news = self._world.touched(wish.node) if isinstance(wish, Reserved) else self._world.changes
+        is_of_one_node = isinstance(wish, Reserved) and not waiter.is_ruled_out
+        news = self._world.touched(wish.node) if is_of_one_node else self._world.changes
         return waiter.seen < news or waiter.retry_at is None or waiter.retry_at <= now
 
     def _heard(self, waiter: Waiter) -> int:
@@ -235,6 +237,8 @@ class Binder:
                 else:
                     self._send(waiter, node)
             case Anywhere(shape):
+                bounds = self._world.neighbours.bounds(waiter.company)
+                shape = shape if bounds is BOUNDLESS else evolve(shape, bounds=bounds)
                 found = self._choice.node_for(shape, now)
                 if found is None:
                     if self._choice.is_unsure(shape):
@@ -283,6 +287,10 @@ class Binder:
             return unproven.message
         found = room.objection(waiter.asked)
         texts = [found] if found else room.shortages(waiter.needs)
+        neighbours = self._world.neighbours
+        ruled_out = neighbours.objection(neighbours.bounds(waiter.company), node)
+        waiter.is_ruled_out = ruled_out is not None
+        texts = [*texts, *([ruled_out] if ruled_out else [])]
         return f"the pod's GPUs are on node {node}, which is {' and '.join(texts)}" if texts else ""
 
     # A binding on its way.

@@ -15,6 +15,7 @@ from webhook.core import keys
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import EvidencePolicy, Question
 from webhook.core.fleet import Fleet
+from webhook.core.neighbours import BOUNDLESS, Bounds
 from webhook.core.node_fit import NOT_SELECTED, Needs, sentence
 from webhook.core.nodes_asked import NodesAsked
 from webhook.scheduler.binder_view import World
@@ -35,6 +36,8 @@ class Shape:
     asked: NodesAsked
     # The hashes that its node has to have proven one of; none: any will do. None if nothing has to be proven.
     hashes: tuple[str, ...] | None = None
+    # What other pods have to do with it at this moment.
+    bounds: Bounds = BOUNDLESS
 
 
 @define(eq=False)
@@ -43,9 +46,11 @@ class Ranking:
 
     reshaped: int
     freed: int
+    # Of the pods that such a pod has to join.
+    stage: int
     nodes: list[tuple[float, float, str]]
     able: list[str]
-    """All those that would do if they had room."""
+    """All those that would do if they had room, and the right pods."""
     objections: Counter[str] = field(factory=Counter)
     refused_at: datetime | None = None
     refusal: str = ""
@@ -63,11 +68,11 @@ class Choice:
     def node_for(self, shape: Shape, now: datetime) -> str | None:
         """The least full node that will do; None if none will, and `refusal` says why."""
         ranking = self._ranking(shape, now)
-        nodes, rooms = ranking.nodes, self._world.rooms
+        nodes, rooms, neighbours = ranking.nodes, self._world.rooms, self._world.neighbours
         while nodes:
             fullness, tie, name = nodes[0]
             room = rooms[name]
-            if not room.has_room(shape.needs):
+            if not room.has_room(shape.needs) or neighbours.objection(shape.bounds, name):
                 heapq.heappop(nodes)
                 continue
             current = room.fullness()
@@ -94,11 +99,15 @@ class Choice:
         counts = Counter(ranking.objections)
         for name in ranking.able:
             counts.update(self._world.rooms[name].shortages(shape.needs))
+            ruled_out = self._world.neighbours.objection(shape.bounds, name)
+            if ruled_out:
+                counts[ruled_out] += 1
         return sentence(counts, len(self._world.rooms))
 
     def _ranking(self, shape: Shape, now: datetime) -> Ranking:
         known, world = self._rankings.get(shape), self._world
-        if known is not None and known.reshaped == world.reshaped:
+        stage = world.neighbours.stage(shape.bounds)
+        if known is not None and (known.reshaped, known.stage) == (world.reshaped, stage):
             since = None if known.refused_at is None else now - known.refused_at
             is_resting = since is not None and since < REST
             is_old = since is not None and since > OLD
@@ -124,7 +133,7 @@ class Choice:
                 able.append(name)
         nodes = [(world.rooms[name].fullness(), random.random(), name) for name in able]  # noqa: S311 - to spread only
         heapq.heapify(nodes)
-        return Ranking(world.reshaped, world.freed, nodes, able, objections)
+        return Ranking(world.reshaped, world.freed, world.neighbours.stage(shape.bounds), nodes, able, objections)
 
     def _question(self, hashes: tuple[str, ...]) -> Question:
         return Question(Claim(ClaimRecord(hashes=hashes)), self._fleet, self._policy)

@@ -14,8 +14,9 @@ from attrs import define, frozen
 
 from webhook.core.device import Node
 from webhook.core.errors import InvalidPodError
+from webhook.core.neighbours import Company, Neighbours
 from webhook.core.node_fit import Needs, Room, in_thousandths
-from webhook.core.nodes_asked import NodesAsked
+from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.inventory.gpu_nodes import node_of
@@ -35,6 +36,7 @@ class Standing:
 
     node: str
     needs: Needs
+    company: Company
     is_seen: bool = True
     """Whether the API server has said so; otherwise it is on its way."""
 
@@ -50,11 +52,14 @@ class Waiter:
     asked: NodesAsked
     priority: int
     created: datetime
+    company: Company
     # What it asks for that we cannot keep.
     beyond_us: str = ""
     wanted: tuple[Wanted, ...] = ()
     # Which volume keeps it to the nodes that it is looked for on.
     kept_by: str = ""
+    # Whether pods elsewhere kept it from the node of its GPUs when it was last looked at.
+    is_ruled_out: bool = False
     is_on_its_way: bool = False
     seen: int = -1
     """The count of the world's changes when it was last looked at."""
@@ -86,6 +91,7 @@ class World:
         self.freed = 0
         """Counts ends of pods that used something."""
         self.hostnames: dict[str, set[str]] = {}
+        self.neighbours = Neighbours()
         self._scheduler_names = frozenset(scheduler_names)
         self.notify = notify
         self._standing: dict[str, Standing] = {}
@@ -133,12 +139,14 @@ class World:
             self._forget_hostname(known.node)
             known.node, known.allocatable = node, allocatable
         self.hostnames.setdefault(hostname_of(node), set()).add(node.name)
+        self.neighbours.know_node(node.name, node.labels)
         self.touch(node.name)
 
     def forget_node(self, name: str) -> None:
         room = self.rooms.pop(name, None)
         if room is not None:
             self._forget_hostname(room.node)
+            self.neighbours.forget_node(name)
             self._touched.pop(name, None)
             self.touch(name)
 
@@ -147,6 +155,13 @@ class World:
         names.discard(node.name)
         if not names:
             self.hostnames.pop(hostname_of(node), None)
+
+    def know_namespace(self, name: str, labels: Labels | None) -> None:
+        """None: there is none of that name any more."""
+        if self.neighbours.know_namespace(name, labels):
+            self.changes += 1
+            self.reshaped += 1
+            self.notify()
 
     # Pods.
 
@@ -159,6 +174,7 @@ class World:
         try:
             wire = msgspec.convert(raw, PodWire)
             needs = Needs.of(wire.spec)
+            company = Company.of(wire.metadata.namespace or "", wire.metadata.labels, wire.spec.affinity)
         except (msgspec.ValidationError, InvalidPodError) as exc:
             log.warning("pod left as it was known", uid=uid, problem=str(exc))
             return
@@ -166,9 +182,9 @@ class World:
             self.forget_pod(uid)
         elif wire.spec.node_name:
             self.waiters.pop(uid, None)
-            self._stand(uid, Standing(wire.spec.node_name, needs))
+            self._stand(uid, Standing(wire.spec.node_name, needs, company))
         elif self._waits(wire):
-            self._know_waiter(uid, wire, needs, raw)
+            self._know_waiter(uid, wire, needs, company, raw)
         elif self.waiters.pop(uid, None) is not None:
             self._leave(uid)
 
@@ -184,14 +200,14 @@ class World:
             and wire.metadata.deletion_timestamp is None
         )
 
-    def _know_waiter(self, uid: str, wire: PodWire, needs: Needs, raw: Raw) -> None:
+    def _know_waiter(self, uid: str, wire: PodWire, needs: Needs, company: Company, raw: Raw) -> None:
         try:
             pod = Pod.parse(raw)
         except InvalidPodError as exc:
             log.warning("pod left as it was known", uid=uid, problem=str(exc))
             return
         known = self.waiters.get(uid)
-        if known is not None and known.pod == pod and known.needs == needs:
+        if known is not None and (known.pod, known.needs, known.company) == (pod, needs, company):
             known.version = wire.metadata.resource_version
             return
         meta = wire.metadata
@@ -203,6 +219,7 @@ class World:
             NodesAsked.of(pod),
             wire.spec.priority or 0,
             meta.creation_timestamp or BEGINNING,
+            company,
             beyond_us(wire.spec),
             tuple(one for volume in wire.spec.volumes or () for one in volume.wanted(meta.name or "")),
         )
@@ -217,7 +234,7 @@ class World:
     def expect(self, waiter: Waiter, node: str) -> None:
         """The pod is being bound: what it needs is taken from now on."""
         waiter.is_on_its_way = True
-        self._stand(waiter.identity.uid, Standing(node, waiter.needs, is_seen=False))
+        self._stand(waiter.identity.uid, Standing(node, waiter.needs, waiter.company, is_seen=False))
 
     def give_up(self, waiter: Waiter) -> None:
         """It was not bound after all."""
@@ -233,13 +250,28 @@ class World:
         known = self._standing.get(uid)
         self._standing[uid] = standing
         if known is not None and (known.node, known.needs) == (standing.node, standing.needs):
+            if known.company != standing.company:
+                self._relabel(uid, known, standing)
             return
         if known is not None:
             self._take_away(uid, known)
+        self._join(uid, standing)
         self._on.setdefault(standing.node, {})[uid] = standing.needs
         room = self.rooms.get(standing.node)
         if room is not None:
             room.take(standing.needs)
+
+    def _join(self, uid: str, standing: Standing) -> None:
+        if self.neighbours.join(uid, standing.node, standing.company):
+            self.changes += 1
+            self.notify()
+
+    def _relabel(self, uid: str, known: Standing, standing: Standing) -> None:
+        self.neighbours.leave(uid, known.node)
+        self._join(uid, standing)
+        if known.is_seen:  # what the API server adds to a pod as it is bound, its zone for one, frees nobody
+            self.freed += 1
+            self.touch(known.node, is_reshaped=False)
 
     def _leave(self, uid: str, *, is_heard: bool = True) -> None:
         known = self._standing.pop(uid, None)
@@ -250,6 +282,7 @@ class World:
         del self._on[known.node][uid]
         if not self._on[known.node]:
             del self._on[known.node]
+        self.neighbours.leave(uid, known.node)
         room = self.rooms.get(known.node)
         if room is not None:
             room.give_back(known.needs)
@@ -301,6 +334,31 @@ class NodesOfWorld:
 
     def deleted(self, raw: Raw) -> None:
         self._world.forget_node(raw["metadata"]["name"])
+
+
+class NamespacesOfWorld:
+    """Hears of namespaces, by whose labels affinity between pods may go."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._names: set[str] = set()
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        for name in self._names - {raw["metadata"]["name"] for raw in objects.values()}:
+            self._forget(name)
+        for raw in objects.values():
+            self.changed(raw)
+
+    def changed(self, raw: Raw) -> None:
+        self._names.add(raw["metadata"]["name"])
+        self._world.know_namespace(raw["metadata"]["name"], raw["metadata"].get("labels") or {})
+
+    def deleted(self, raw: Raw) -> None:
+        self._forget(raw["metadata"]["name"])
+
+    def _forget(self, name: str) -> None:
+        self._names.discard(name)
+        self._world.know_namespace(name, None)
 
 
 class Touches:

@@ -3,8 +3,7 @@
 from datetime import datetime
 from typing import Any
 
-import msgspec
-
+from webhook.core.neighbours import AffinityWire
 from webhook.core.node_fit import SpecWire
 from webhook.core.pod import Metadata, Wire
 from webhook.ledger.carrier import ENDED
@@ -17,17 +16,6 @@ class GateWire(Wire, frozen=True):
 
 class ConstraintWire(Wire, frozen=True):
     when_unsatisfiable: str | None = None
-
-
-class TermsWire(Wire, frozen=True):
-    required: list[dict[str, Any]] | None = msgspec.field(
-        default=None, name="requiredDuringSchedulingIgnoredDuringExecution"
-    )
-
-
-class AffinityWire(Wire, frozen=True):
-    pod_affinity: TermsWire | None = None
-    pod_anti_affinity: TermsWire | None = None
 
 
 class BoundSpecWire(SpecWire, frozen=True):
@@ -70,10 +58,6 @@ class NodeRoomWire(Wire, frozen=True):
 
 def beyond_us(spec: BoundSpecWire) -> str:
     """The field by which a pod demands what we do not look at: to place it all the same would break its word."""
-    affinity = spec.affinity or AffinityWire()
-    for field_name, terms in (("podAffinity", affinity.pod_affinity), ("podAntiAffinity", affinity.pod_anti_affinity)):
-        if terms is not None and terms.required:
-            return f"spec.affinity.{field_name}"
     if any(one.when_unsatisfiable != "ScheduleAnyway" for one in spec.topology_spread_constraints or ()):
         return "spec.topologySpreadConstraints"
     return "spec.resourceClaims" if spec.resource_claims else ""
