@@ -26,6 +26,7 @@ from webhook.policies import (
     rbac,
     webhooks,
 )
+from webhook.scheduler.binder_volumes import SELECTED_NODE
 
 EVERYTHING = Installation(ca_bundle=b"PEM", reviews_deletes=True, reviews_bindings=True)
 BOTH_LABELS = ["gpuwarden.io/enabled", "scheduler.radix.ai/enabled"]
@@ -86,6 +87,8 @@ def test_the_files_hold_what_is_meant() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-pods"),
         ("ValidatingAdmissionPolicy", "gpuwarden-own-nodes"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-nodes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-own-claims"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-claims"),
         ("MutatingAdmissionPolicy", "gpuwarden-strip"),
         ("MutatingAdmissionPolicyBinding", "gpuwarden-strip"),
     ]
@@ -223,7 +226,7 @@ def test_the_strip_runs_once_before_we_write() -> None:
 
 # Our own accounts.
 
-OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes")
+OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes", "gpuwarden-own-claims")
 
 
 def named(name: str, installation: Installation | None = None) -> Manifest:
@@ -261,8 +264,9 @@ def writers(resources: set[str], installation: Installation) -> set[str]:
     [
         ("gpuwarden-own-pods", {"pods", "pods/status", "pods/ephemeralcontainers", "pods/resize"}),
         ("gpuwarden-own-nodes", {"nodes", "nodes/status"}),
+        ("gpuwarden-own-claims", {"persistentvolumeclaims", "persistentvolumeclaims/status"}),
     ],
-    ids=["pods", "nodes"],
+    ids=["pods", "nodes", "claims"],
 )
 @pytest.mark.parametrize("namespace", ["gpuwarden", "wardens"])
 def test_whoever_of_ours_may_write_is_held_to_what_he_writes(name: str, resources: set[str], namespace: str) -> None:
@@ -277,6 +281,7 @@ def test_accounts_that_are_called_otherwise_are_held_too() -> None:
     of = "system:serviceaccount:wardens:{}".format
     assert held("gpuwarden-own-pods", other) == {of("one"), of("two")}
     assert held("gpuwarden-own-nodes", other) == {of("one"), of("three")}
+    assert held("gpuwarden-own-claims", other) == {of("two")}
     for name in OWN:
         assert "gpuwarden-" not in " ".join(expressions(named(name, other)))
 
@@ -289,6 +294,7 @@ def test_nobody_of_ours_is_kept_from_what_he_writes() -> None:
     assert keys.QUEUE_GATE.startswith(f"{keys.DOMAIN}/")
     for word in (SERIALS, keys.NODE_GPUS, keys.EVIDENCE_LOST_TAINT):
         assert f"'{word}'" in policy("gpuwarden-own-nodes")
+    assert f"'{SELECTED_NODE}'" in policy("gpuwarden-own-claims")
 
 
 def test_evidence_is_guarded_at_every_door() -> None:
@@ -405,7 +411,7 @@ def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
     ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
     ours |= {"trustbundles", "trustbundles/status"}  # with --bundle-endpoint
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
-    by_bind = {"pods/binding", "pods/status"}
+    by_bind = {"pods/binding", "pods/status", "persistentvolumeclaims"}
     assert may_write == ours | by_policy | by_bind | {"pods", "events", "leases", "tokenreviews"}
 
 
@@ -418,11 +424,12 @@ def test_who_binds_may_write_no_pod_and_sees_no_secret() -> None:
     assert writes == {
         ("pods/binding", "create"),
         ("pods/status", "patch"),
+        ("persistentvolumeclaims", "patch"),
         ("events", "create"),
         ("gpunodes/status", "update"),
         ("reservations", "manage"),
     }
-    volumes = {("persistentvolumeclaims", "get"), ("persistentvolumes", "get")}
+    volumes = {(name, "get") for name in ("persistentvolumeclaims", "persistentvolumes", "storageclasses")}
     assert {name for name, _ in uses - writes - volumes} == {"gpunodes", "nodeevidences", "nodes", "namespaces", "pods"}
 
 

@@ -38,7 +38,7 @@ from webhook.cluster import connected
 from webhook.core.reservation import PodIdentity
 from webhook.measures import ApiMeasures
 from webhook.policies import Installation, rbac
-from webhook.scheduler.binder_volumes import CLAIM_PATH, VOLUME_PATH
+from webhook.scheduler.binder_volumes import CLAIM_PATH, CLASS_PATH, VOLUME_PATH
 from webhook.settings import Settings
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 2
@@ -273,6 +273,8 @@ SPARE: dict[str, dict[Use, str]] = {
         ("", "pods", "get"): "one pod is looked at where a Binding was not answered, which is chance here",
         ("", "persistentvolumeclaims", "get"): "of a pod that names a claim, as in the tests of the binder",
         ("", "persistentvolumes", "get"): "of a pod whose claim is bound, as in the tests of the binder",
+        ("", "persistentvolumeclaims", "patch"): "of a pod whose volume is made for its node, as below",
+        ("storage.k8s.io", "storageclasses", "get"): "of a pod whose claim waits for a node, as below",
     },
 }
 
@@ -339,12 +341,25 @@ async def test_each_account_may_do_what_it_does_and_no_more(
         assert uses - used - SPARE[name].keys() == set(), name
 
 
-async def test_who_binds_may_read_claims_and_volumes_by_name(cluster: Cluster, kube: Kube) -> None:
+async def test_who_binds_may_read_claims_volumes_and_classes_by_name_and_give_a_claim_a_node(
+    cluster: Cluster, kube: Kube
+) -> None:
     """404: it is asked about, and is not there. Whoever may not ask is answered 403."""
     settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-bind"))
+    tries = (
+        ("GET", CLAIM_PATH, 404),
+        ("GET", VOLUME_PATH, 404),
+        ("GET", CLASS_PATH, 404),
+        ("PATCH", CLAIM_PATH, 404),
+        ("DELETE", CLAIM_PATH, 403),
+        ("PATCH", VOLUME_PATH, 403),
+        ("PATCH", CLASS_PATH, 403),
+    )
     async with await connected(settings) as api, new_namespace(kube) as namespace:
-        for verb, path, code in (("GET", CLAIM_PATH, 404), ("GET", VOLUME_PATH, 404), ("DELETE", CLAIM_PATH, 403)):
-            status, _ = await calls.answered(api, verb, path, {"namespace": namespace, "name": "nowhere"}, seconds=10)
+        for verb, path, code in tries:
+            names: dict[str, str] = {"namespace": namespace, "name": "nowhere"}
+            body: Raw | None = {} if verb == "PATCH" else None
+            status, _ = await calls.answered(api, verb, path, names, body, seconds=10, kind=calls.MERGE_PATCH)
             assert (verb, path, status) == (verb, path, code)
 
 

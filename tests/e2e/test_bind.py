@@ -20,11 +20,14 @@ from tests.e2e.conftest import new_namespace
 from tests.e2e.crew import Site, site
 from tests.e2e.figures import tell
 from tests.e2e.kube import (
+    CLAIMS,
     EVENTS,
     NODES,
     PATIENCE,
     PODS,
     STATEFUL_SETS,
+    STORAGE_CLASSES,
+    VOLUMES,
     ApiError,
     Kube,
     Raw,
@@ -40,12 +43,11 @@ from webhook.cluster import connected
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.api_pods import ApiBindings
+from webhook.scheduler.binder_volumes import SELECTED_NODE
 from webhook.scheduler.extender import BindingRefusedError
 from webhook.settings import Settings
 
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
-CLAIMS = Resource("api/v1", "persistentvolumeclaims")
-VOLUMES = Resource("api/v1", "persistentvolumes")
 OURS = "gpu-scheduler"
 NAMES = ("bind-0", "bind-1")
 # What is promised of a world that changes: the pod is on its node within this, on a machine that does little else.
@@ -88,8 +90,8 @@ class Scene:
         node: str | None = (await self.kube.get(PODS, name, self.namespace))["spec"].get("nodeName")
         return node
 
-    async def is_on(self, name: str, node: str | None = None) -> str:
-        found = await wait_until(lambda: self.node_of(name), lambda on: on is not None)
+    async def is_on(self, name: str, node: str | None = None, seconds: float = PATIENCE) -> str:
+        found = await wait_until(lambda: self.node_of(name), lambda on: on is not None, seconds)
         assert found is not None
         assert node in (None, found)
         return found
@@ -396,9 +398,12 @@ def set_of(name: str, replicas: int, gpus: int) -> Raw:
     return content
 
 
-async def test_pods_with_gpus_are_put_where_their_gpus_are(gpu_site: Site, kube: Kube, binder: Running) -> None:
+async def test_pods_with_gpus_are_put_where_their_gpus_are(
+    gpu_site: Site, kube: Kube, binder: Running, storage: str
+) -> None:
     there = Scene(kube, gpu_site.namespace, binder)
     await pods_wait_for_their_own_node(there)
+    await a_pod_with_gpus_has_its_volume_made_where_they_are(there, storage)
     await a_reservation_that_was_taken_away_leads_nowhere(there)
     await gpu_site.reconciler()
     await a_stateful_set_has_all_its_gpus_and_gets_them_back(gpu_site, there)
@@ -416,6 +421,22 @@ async def pods_wait_for_their_own_node(there: Scene) -> None:
     await there.waits("held", f"the pod's GPUs are on node {node}, which is cordoned")
     await there.patch_node(node, unschedulable=None)
     await there.is_on("held", node)
+
+
+async def a_pod_with_gpus_has_its_volume_made_where_they_are(there: Scene, storage: str) -> None:
+    kube, namespace = there.kube, there.namespace
+    await kube.create(
+        CLAIMS, {"metadata": {"name": "data"}, "spec": {**ONE_GI, "storageClassName": storage}}, namespace
+    )
+    made = await kube.create(PODS, pod("writes", gpus=1, schedulerName=OURS, volumes=[DATA]), namespace)
+    node = made["metadata"]["annotations"][keys.NODE.name]
+    assert await selected(kube, namespace) == node
+    assert await there.node_of("writes") is None
+    volume = await provisioned(kube, namespace, storage, node)
+    try:
+        await there.is_on("writes", node, seconds=2 * PATIENCE)
+    finally:
+        await kube.delete(VOLUMES, volume)
 
 
 async def a_reservation_that_was_taken_away_leads_nowhere(there: Scene) -> None:
@@ -538,9 +559,95 @@ async def test_a_pod_waits_for_its_claim_and_goes_where_the_volume_is(scene: Sce
     }
     await scene.kube.create(VOLUMES, {"metadata": {"name": name}, "spec": spec})
     try:
-        await scene.is_on("writer", NAMES[1])
+        # The cluster's controller may look again after 15 s only, and we after twice that.
+        await scene.is_on("writer", NAMES[1], seconds=2 * PATIENCE)
     finally:
         await scene.kube.delete(VOLUMES, name)
+
+
+@pytest.fixture
+async def storage(kube: Kube) -> AsyncIterator[str]:
+    """A StorageClass whose volumes are made once a node is chosen, by nobody but a test."""
+    name = f"made-by-hand-{time.monotonic_ns()}"
+    made = {"provisioner": "csi.example.test", "volumeBindingMode": "WaitForFirstConsumer"}
+    await kube.create(STORAGE_CLASSES, {"metadata": {"name": name}, **made})
+    yield name
+    await kube.delete(STORAGE_CLASSES, name)
+
+
+ONE_GI: Raw = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+
+
+async def selected(kube: Kube, namespace: str, but: str = "") -> str:
+    """The node that the claim's volume is to be made for, when it is another than that one."""
+
+    async def node() -> str | None:
+        found = (await kube.get(CLAIMS, "data", namespace))["metadata"].get("annotations", {}).get(SELECTED_NODE)
+        return str(found) if found else None
+
+    chosen = await wait_until(node, lambda name: name not in (None, but))
+    assert chosen is not None
+    return chosen
+
+
+async def provisioned(kube: Kube, namespace: str, storage: str, node: str) -> str:
+    """What an external provisioner does: a volume that can be had on that node. The cluster's controller binds it."""
+    here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+    spec = {
+        "accessModes": ["ReadWriteOnce"],
+        "capacity": {"storage": "1Gi"},
+        "storageClassName": storage,
+        "csi": {"driver": "csi.example.test", "volumeHandle": "h"},
+        "claimRef": {"namespace": namespace, "name": "data"},
+        "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
+    }
+    name = f"made-for-{namespace}"
+    await kube.create(VOLUMES, {"metadata": {"name": name}, "spec": spec})
+    return name
+
+
+DATA: Raw = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
+
+
+async def test_a_volume_is_made_for_the_node_of_a_pod_or_for_another_and_blocks_nobody(
+    scene: Scene, storage: str, request: pytest.FixtureRequest
+) -> None:
+    kube, namespace = scene.kube, scene.namespace
+    await kube.create(
+        CLAIMS, {"metadata": {"name": "data"}, "spec": {**ONE_GI, "storageClassName": storage}}, namespace
+    )
+    await scene.create("writer", cpu="3", volumes=[DATA])
+    first = await selected(kube, namespace)
+    await scene.create("other", cpu="3")  # which has no room beside the pod that waits
+    await scene.is_on("other", next(name for name in NAMES if name != first))
+    await scene.kube.delete(PODS, "other", namespace)
+    await gone(kube, PODS, "other", namespace)
+    # As a provisioner that has no room there: https://github.com/kubernetes-csi/external-provisioner
+    await kube.patch(CLAIMS, "data", {"metadata": {"annotations": {SELECTED_NODE: None}}}, namespace)
+    second = await selected(kube, namespace, but=first)
+    assert await scene.node_of("writer") is None
+    started = time.monotonic()
+    volume = await provisioned(kube, namespace, storage, second)
+    try:
+        await scene.is_on("writer", second, seconds=2 * PATIENCE)
+        tell(request, seconds_after_the_volume=time.monotonic() - started)
+        events = await kube.list(EVENTS, namespace, fieldSelector="involvedObject.name=writer,reason=FailedScheduling")
+        assert events == []
+    finally:
+        await kube.delete(VOLUMES, volume)
+
+
+async def test_a_volume_that_nobody_makes_is_said_to_be(scene: Scene, storage: str) -> None:
+    name = f"{storage}-static"
+    made = {"provisioner": "kubernetes.io/no-provisioner", "volumeBindingMode": "WaitForFirstConsumer"}
+    await scene.kube.create(STORAGE_CLASSES, {"metadata": {"name": name}, **made})
+    try:
+        spec = {**ONE_GI, "storageClassName": name}
+        await scene.kube.create(CLAIMS, {"metadata": {"name": "data"}, "spec": spec}, scene.namespace)
+        await scene.create("writer", volumes=[DATA])
+        await scene.waits("writer", "the pod's claim data is not bound to a volume, and never is under this scheduler")
+    finally:
+        await scene.kube.delete(STORAGE_CLASSES, name)
 
 
 @pytest.mark.defect("S1-9")

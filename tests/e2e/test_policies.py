@@ -12,6 +12,7 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
 from tests.e2e.kube import (
+    CLAIMS,
     CLUSTER_ROLE_BINDINGS,
     CLUSTER_ROLES,
     MUTATING,
@@ -34,6 +35,7 @@ from tests.e2e.kube import (
 from webhook.crds import manifests as crds
 from webhook.evidence.node_evidence import new_node_evidence
 from webhook.policies import Installation, Manifest, policies, webhooks
+from webhook.scheduler.binder_volumes import SELECTED_NODE
 
 REGISTRATION = "apis/admissionregistration.k8s.io/v1"
 CRDS = Resource("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", is_namespaced=False)
@@ -66,6 +68,7 @@ GATE = "gpuwarden.io/evidence"
 MUCH = [
     {"apiGroups": [""], "resources": ["pods", "pods/status", "pods/finalizers"], "verbs": ["*"]},
     {"apiGroups": [""], "resources": ["pods/ephemeralcontainers", "nodes", "nodes/status"], "verbs": ["*"]},
+    {"apiGroups": [""], "resources": ["persistentvolumeclaims", "persistentvolumeclaims/status"], "verbs": ["*"]},
     {
         "apiGroups": ["gpuwarden.io"],
         "resources": ["gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"],
@@ -514,6 +517,28 @@ async def test_whoever_binds_says_why_a_pod_waits_and_nothing_else_of_it(people:
         await refused(people.binder.patch(PODS, "a", change, enabled, "status"), what, "gpuwarden-bind")
     await people.user.delete(PODS, "a", enabled)
     await gone(people.admin, PODS, "a", enabled)
+
+
+async def test_whoever_binds_gives_a_claim_a_node_once_and_changes_nothing_else(people: People, enabled: str) -> None:
+    spec = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}, "storageClassName": "x"}
+    await people.user.create(CLAIMS, {"metadata": {"name": "data"}, "spec": spec}, enabled)
+    path = CLAIMS.path(enabled, "data")
+    others: list[tuple[Raw, str]] = [
+        ({"metadata": {"annotations": {"example.test/note": "x"}}}, ""),
+        ({"metadata": {"labels": {"app": "other"}}}, ""),
+        ({"metadata": {"finalizers": None}}, ""),
+        ({"spec": {"volumeName": "of-somebody"}}, ""),
+        ({"status": {"phase": "Lost"}}, "status"),
+    ]
+    for change, subresource in others:
+        await refused(people.binder.patch(CLAIMS, "data", change, enabled, subresource), "gpuwarden-bind")
+        await people.user.call("PATCH", CLAIMS.path(enabled, "data", subresource), change, {"dryRun": "All"})
+    await people.binder.patch(CLAIMS, "data", forged(SELECTED_NODE, "node-0"), enabled)
+    for value in ("node-1", None):
+        change = {"metadata": {"annotations": {SELECTED_NODE: value}}}
+        assert not await is_allowed(people.binder, path, change)
+        assert await is_allowed(people.user, path, change)
+    await people.user.delete(CLAIMS, "data", enabled)
 
 
 OTHERS_TAINT: Raw = {"key": "example.test/mine", "effect": "NoSchedule"}

@@ -15,11 +15,15 @@ class ApiServer:
 
     has: dict[str, Raw | int] = field(factory=dict)
     asked: list[str] = field(factory=list)
+    sent: list[tuple[str, Raw]] = field(factory=list)
+    """What was to be written, and where."""
     host: str = ""
 
     async def answer(self, request: Request) -> Response:
         path = request.scope["raw_path"].decode()
         self.asked.append(path)
+        if request.method != "GET":
+            self.sent.append((path, json.loads(await request.body())))
         found = self.has.get(path, 404)
         if isinstance(found, int):
             return Response(b'{"kind": "Status", "message": "no"}', found, media_type="application/json")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from attrs import evolve
 
 from tests.builders import HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
@@ -18,16 +19,18 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.nodes_asked import Expression, NodeTerm
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
-from webhook.scheduler.binder import Binder, Outcome
+from webhook.scheduler.binder import Binder
 from webhook.scheduler.binder_telling import Told
 from webhook.scheduler.binder_view import NamespacesOfWorld, NodesOfWorld, PodsOfWorld, World
 from webhook.scheduler.binder_volumes import (
     NOT_BOUND,
+    Unmade,
     UnusableVolumeError,
     Volume,
     VolumesUnavailableError,
     Wanted,
 )
+from webhook.scheduler.binder_wish import Outcome
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
 
 NAMES = ("node-a", "node-b", "node-c")
@@ -49,9 +52,12 @@ class Cluster:
         self.watch_lags = False
         self.most_at_once = self.at_once = 0
         self.conditions: list[tuple[str, str]] = []
-        self.volumes: dict[str, Volume | Exception] = {}
+        self.volumes: dict[str, Volume | Unmade | Exception] = {}
         """By claim."""
         self.volumes_asked = 0
+        self.selected: list[tuple[str, str]] = []
+        self.selecting: Exception | None = None
+        """What comes of giving a claim a node."""
 
     def put(self, raw: Raw) -> None:
         self.versions += 1
@@ -100,12 +106,19 @@ class Cluster:
         if "answer" in self.loses:
             raise BindingLostError("the API server cannot be reached")
 
-    async def of(self, pod: PodIdentity, wanted: Wanted) -> Volume:
+    async def of(self, pod: PodIdentity, wanted: Wanted) -> Volume | Unmade:
         self.volumes_asked += 1
         found = self.volumes[wanted.claim]
         if isinstance(found, Exception):
             raise found
         return found
+
+    async def select(self, pod: PodIdentity, unmade: Unmade, node: str) -> None:
+        if self.selecting is not None:
+            raise self.selecting
+        assert not unmade.node
+        self.selected.append((unmade.claim, node))
+        self.volumes[unmade.claim] = evolve(unmade, node=node)
 
     async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> bool:
         """As the API server does: by version."""
@@ -183,6 +196,10 @@ class Scene:
         await self.binder.step()
         await self.binder.settle()
         return list(self.cluster.bound)
+
+    @property
+    def cpu_taken(self) -> int:
+        return sum(room.used.get("cpu", 0) for room in self.world.rooms.values())
 
     @property
     def says(self) -> str:
@@ -740,7 +757,10 @@ async def test_a_pod_with_gpus_is_bound_where_its_volume_can_be(scene: Scene, vo
     ("found", "words"),
     [
         (volume_in("b"), "the pod's GPUs are on node node-a, where volume pv-1 of its claim data is not"),
-        (UnusableVolumeError(f"claim data {NOT_BOUND}"), "the pod's claim data is not bound to a volume: one whose"),
+        (
+            UnusableVolumeError(f"claim data {NOT_BOUND}"),
+            "the pod's claim data is not bound to a volume, which is waited for",
+        ),
     ],
     ids=["of-another-zone", "not-bound"],
 )
@@ -785,6 +805,215 @@ async def test_where_no_node_can_have_a_volume_that_is_said_and_looked_at_again(
     assert scene.heard.messages == [said]
     scene.cluster.volumes["data"] = volume_in()
     assert [name for name, _ in await scene.bound_within(60)] == ["p"]
+
+
+UNMADE = Unmade("data", "uid-data", "7")
+
+
+async def test_a_volume_is_made_for_the_chosen_node_and_the_pod_bound_there_with_its_room_kept(scene: Scene) -> None:
+    in_zones(scene, "abb")
+    scene.cluster.volumes["data"] = evolve(UNMADE, allowed=volume_in("a").terms)
+    scene.plain("p", cpu="3", volumes=CLAIMS)
+    assert await scene.bound_within(3) == []
+    assert scene.cluster.selected == [("data", "node-a")]
+    assert "provisioning" in scene.counted
+    scene.plain("q", cpu="3", nodeSelector={"zone": "a"})
+    assert await scene.passes() == []
+    assert scene.says == "0/3 nodes will do: 2 not selected by the pod, 1 with too little cpu"
+    scene.cluster.volumes["data"] = volume_in("a")
+    assert await scene.bound_within(2) == [("p", "node-a")]
+    assert [reason for name, reason in scene.heard.told if name == "p"] == [Reason.SCHEDULED]
+    assert len(scene.cluster.selected) == 1
+
+
+async def test_a_volume_for_a_pod_with_gpus_is_made_where_they_are(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = UNMADE
+    await scene.reserved(volumes=CLAIMS)
+    assert await scene.bound_within(29) == []
+    assert scene.cluster.selected == [("data", "node-a")]
+    assert scene.heard.told == []  # it is not unschedulable: a volume takes its time
+    await scene.bound_within(20)
+    said = "the volume of the pod's claim data is still being made for node node-a: the claim's own events say more"
+    assert scene.heard.messages == [said]
+    scene.cluster.volumes["data"] = volume_in()
+    assert await scene.bound_within(15) == [("train-0", "node-a")]
+
+
+async def test_gpus_are_not_held_for_a_volume_beyond_the_bind_deadline(scene: Scene) -> None:
+    """The reconciler gives them back; here, the pod lets go of its room."""
+    scene.cluster.volumes["data"] = UNMADE
+    await scene.reserved(cpu="3", volumes=CLAIMS)
+    await scene.bound_within(250)
+    assert scene.world.rooms["node-a"].used["cpu"] == 3000
+    await scene.bound_within(90)
+    assert scene.says.startswith("ReservationExpired: ")
+    assert scene.world.rooms["node-a"].used["cpu"] == 0
+    scene.cluster.volumes["data"] = volume_in()
+    assert await scene.bound_within(60) == []
+
+
+async def test_room_is_not_kept_for_ever(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = UNMADE
+    scene.plain("p", cpu="3", volumes=CLAIMS)
+    await scene.bound_within(570)
+    assert scene.cpu_taken == 3000
+    before = scene.world.freed
+    await scene.bound_within(60)
+    assert scene.world.freed > before
+    assert len(scene.cluster.selected) == 1  # the claim keeps its node, and the pod comes back to it
+
+
+async def test_where_no_volume_can_be_made_another_node_is_chosen(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = UNMADE
+    scene.plain("p", volumes=CLAIMS)
+    tried: list[str] = []
+    for _ in NAMES:
+        while len(scene.cluster.selected) == len(tried):
+            await scene.passes(wait=1)
+        tried.append(scene.cluster.selected[-1][1])
+        scene.cluster.volumes["data"] = UNMADE  # as whoever makes volumes takes the node off the claim
+    assert sorted(tried) == list(NAMES)
+    assert scene.heard.told == []
+    await scene.bound_within(10)
+    said = "; looked at are those where the volume of its claim data was not refused yet"
+    assert scene.says == "0/3 nodes will do: 3 not selected by the pod" + said
+    await scene.bound_within(40)
+    assert len(scene.cluster.selected) > 3  # from the beginning
+    scene.cluster.volumes["data"] = volume_in()
+    assert [name for name, _ in await scene.bound_within(20)] == ["p"]
+
+
+async def test_a_pod_with_gpus_whose_node_can_have_no_volume_is_told_and_tried_again(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = UNMADE
+    await scene.reserved(volumes=CLAIMS)
+    await scene.passes()
+    scene.cluster.volumes["data"] = UNMADE
+    await scene.passes(wait=1)
+    cannot = "the pod's GPUs are on node node-a, where the volume of its claim data cannot be made"
+    assert scene.says == f"{cannot}: the claim's own events say more"
+    await scene.bound_within(40)
+    assert set(scene.cluster.selected) == {("data", "node-a")}
+    assert len(scene.cluster.selected) > 1
+
+
+async def test_a_pod_goes_where_the_volume_is_made_that_a_pod_before_it_asked_for(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = evolve(UNMADE, node="node-c")
+    scene.plain("p", volumes=CLAIMS)
+    await scene.reserved(volumes=CLAIMS)
+    assert await scene.bound_within(5) == []
+    assert scene.heard.messages == [
+        "the pod's GPUs are on node node-a, and the volume of its claim data is made for node node-c"
+    ]
+    assert scene.cluster.selected == []
+    scene.cluster.volumes["data"] = volume_in()
+    assert ("p", "node-c") in await scene.bound_within(5)
+
+
+async def test_a_storage_class_that_does_not_allow_the_node_of_the_gpus_is_said(scene: Scene) -> None:
+    in_zones(scene, "aab")
+    scene.cluster.volumes["data"] = evolve(UNMADE, allowed=volume_in("b").terms)
+    await scene.reserved(volumes=CLAIMS)
+    assert await scene.passes() == []
+    assert scene.says == (
+        "the pod's GPUs are on node node-a, where the StorageClass of its claim data allows no volume"
+    )
+    assert scene.cluster.selected == []
+
+
+async def test_no_volume_is_made_while_another_claim_keeps_the_pod_waiting(scene: Scene) -> None:
+    both = [*CLAIMS, {"name": "more", "persistentVolumeClaim": {"claimName": "more"}}]
+    scene.cluster.volumes = {"data": UNMADE, "more": UnusableVolumeError(f"claim more {NOT_BOUND}")}
+    scene.plain("p", volumes=both)
+    assert await scene.bound_within(3) == []
+    assert scene.cluster.selected == []
+    scene.cluster.volumes["more"] = evolve(UNMADE, claim="more")
+    assert await scene.bound_within(30) == []
+    assert len({node for _, node in scene.cluster.selected}) == 1
+    assert [claim for claim, _ in scene.cluster.selected] == ["data", "more"]
+
+
+async def test_pods_whose_volumes_are_being_made_block_nobody(scene: Scene) -> None:
+    for number in range(100):
+        scene.cluster.volumes[f"data-{number}"] = evolve(UNMADE, claim=f"data-{number}")
+        volume = {"name": "data", "persistentVolumeClaim": {"claimName": f"data-{number}"}}
+        scene.plain(f"a-{number}", volumes=[volume])
+    for _ in range(3):
+        await scene.passes()
+    assert len(scene.cluster.selected) == 100
+    scene.plain("p")
+    assert [name for name, _ in await scene.passes()] == ["p"]
+
+
+@pytest.mark.parametrize("spec", [{"unschedulable": True}, None], ids=["cordoned", "gone"])
+async def test_a_node_that_is_no_longer_fit_is_let_go(scene: Scene, spec: Raw | None) -> None:
+    scene.cluster.volumes["data"] = UNMADE
+    scene.plain("p", cpu="3", volumes=CLAIMS)
+    await scene.passes()
+    node = scene.cluster.selected[0][1]
+    if spec is None:
+        scene.nodes.deleted(raw_node(node))
+    else:
+        scene.node(node, **spec)
+    await scene.bound_within(3)
+    assert scene.cpu_taken == 0
+    scene.cluster.volumes["data"] = UNMADE  # taken off, for the node is not there
+    await scene.bound_within(20)
+    assert scene.cluster.selected[-1][1] != node
+
+
+async def test_room_is_kept_while_nobody_can_say_what_became_of_a_claim(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = UNMADE
+    scene.plain("p", cpu="3", volumes=CLAIMS)
+    await scene.passes()
+    node = scene.cluster.selected[0][1]
+    scene.cluster.volumes["data"] = VolumesUnavailableError("the API server cannot be reached")
+    await scene.passes(wait=1)
+    assert scene.counted == ["provisioning", "lost"]
+    assert scene.world.rooms[node].used["cpu"] == 3000
+    scene.cluster.volumes["data"] = volume_in()
+    assert await scene.bound_within(3) == [("p", node)]
+
+
+async def test_a_pod_that_goes_away_meanwhile_leaves_its_room(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = UNMADE
+    scene.plain("p", cpu="3", volumes=CLAIMS)
+    await scene.passes()
+    scene.cluster.remove("p")
+    assert scene.cpu_taken == 0
+    assert await scene.bound_within(5) == []
+
+
+async def test_a_pod_that_changes_meanwhile_keeps_its_room(scene: Scene) -> None:
+    scene.cluster.volumes["data"] = UNMADE
+    raw = scene.plain("p", cpu="3", volumes=CLAIMS)
+    await scene.passes()
+    node = scene.cluster.selected[0][1]
+    scene.cluster.put({**raw, "metadata": {**raw["metadata"], "annotations": {"note": "x"}}})
+    await scene.passes(wait=1)
+    assert scene.world.rooms[node].used["cpu"] == 3000
+    scene.cluster.volumes["data"] = volume_in()
+    assert await scene.bound_within(3) == [("p", node)]
+
+
+@pytest.mark.parametrize(
+    ("problem", "outcome", "told"),
+    [
+        (VolumesUnavailableError("the API server answered 409"), "lost", []),
+        (UnusableVolumeError("claim data cannot be given a node: no"), "no_node", [Reason.FAILED_SCHEDULING]),
+    ],
+    ids=["changed-meanwhile", "refused"],
+)
+async def test_a_claim_that_takes_no_node_is_tried_again(
+    scene: Scene, problem: Exception, outcome: str, told: list[Reason]
+) -> None:
+    scene.cluster.volumes["data"], scene.cluster.selecting = UNMADE, problem
+    scene.plain("p", volumes=CLAIMS)
+    assert await scene.passes() == []
+    assert scene.counted[0] == outcome
+    assert [reason for _, reason in scene.heard.told] == told
+    scene.cluster.selecting = None
+    await scene.bound_within(20)
+    assert len(scene.cluster.selected) == 1
 
 
 async def test_pods_without_claims_cost_no_question(scene: Scene) -> None:

@@ -9,12 +9,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from enum import StrEnum
 from functools import partial
 from typing import Protocol
 
 import structlog
-from attrs import evolve, frozen
+from attrs import evolve
 
 from webhook.binding_door import BindingDoor
 from webhook.clock import Clock
@@ -32,8 +31,10 @@ from webhook.core.verdict import plain
 from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.pods import PodFacts, PodsUnavailableError
 from webhook.scheduler.binder_choice import REST, Choice, Shape
-from webhook.scheduler.binder_view import Waiter, World
-from webhook.scheduler.binder_volumes import UnusableVolumeError, Volume, Volumes, VolumesUnavailableError
+from webhook.scheduler.binder_promises import Promises
+from webhook.scheduler.binder_view import Promise, Waiter, World
+from webhook.scheduler.binder_volumes import Volumes
+from webhook.scheduler.binder_wish import Anywhere, Hopeless, Outcome, Reserved, Wish
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError, Refused, proven_wish, where
 
 log = structlog.get_logger(__name__)
@@ -61,18 +62,6 @@ NOT_DRESSED = (
 BEYOND_US = "asks for what this scheduler does not look at: leave it to the cluster's own, or take it out of the pod"
 
 
-class Outcome(StrEnum):
-    """What became of one try to put a pod on a node."""
-
-    BOUND = "bound"
-    NO_NODE = "no_node"
-    NOT_RESERVED = "not_reserved"
-    REFUSED = "refused"
-    CONFLICT = "conflict"
-    LOST = "lost"
-    FAILED = "failed"
-
-
 class Bindings(Protocol):
     """Can put a pod on a node."""
 
@@ -98,30 +87,6 @@ class Telling(Protocol):
         """What became of a try to put it there."""
 
 
-@frozen
-class Reserved:
-    """Its GPUs are on that node."""
-
-    claim: Claim
-    node: str
-
-
-@frozen
-class Anywhere:
-    """Any node of the shape will do."""
-
-    shape: Shape
-
-
-@frozen
-class Hopeless:
-    """It can be put nowhere as it is."""
-
-    why: str
-    outcome: Outcome
-
-
-Wish = Reserved | Anywhere | Hopeless
 Place = tuple[int, datetime, str]
 """In the order of turns."""
 
@@ -152,7 +117,7 @@ class Binder:
         self._door = door
         self._bindings = bindings
         self._pods = pods
-        self._volumes = volumes
+        self._promises = Promises(world, volumes, clock)
         self._telling = telling
         self._clock = clock
         self._timer = timer
@@ -226,6 +191,11 @@ class Binder:
         if waiter.wish is None:
             waiter.wish = self._wish(waiter)
         wish: Wish = waiter.wish
+        if waiter.promise is not None:
+            if not isinstance(wish, Hopeless) and self._is_fit(waiter, waiter.promise.node):
+                self._send(waiter, waiter.promise.node)
+                return
+            self._world.give_up(waiter)
         match wish:
             case Hopeless(why, outcome):
                 waiter.wish = None  # its namespace may demand something else by then
@@ -277,6 +247,11 @@ class Binder:
             return Hopeless(self._not_dressed, Outcome.NOT_RESERVED)
         return Reserved(claim, node)
 
+    def _is_fit(self, waiter: Waiter, node: str) -> bool:
+        """Whether it may still be put where its room is kept already."""
+        room = self._world.rooms.get(node)
+        return room is not None and room.objection(waiter.asked) is None
+
     def _against(self, waiter: Waiter, claim: Claim, node: str) -> str:
         """What speaks against the node of its GPUs at this moment, as far as memory says."""
         room = self._world.rooms.get(node)
@@ -314,7 +289,10 @@ class Binder:
         except Exception:
             log.exception("a binding failed", namespace=waiter.identity.namespace, name=waiter.identity.name)
         self._telling.tried(waiter, node, outcome)
-        if outcome is not Outcome.BOUND:
+        if waiter.promise is not None and outcome in (Outcome.PROVISIONING, Outcome.LOST):
+            self._world.keep(waiter, waiter.promise)
+            self._wait_for_volumes(waiter, waiter.promise, why if outcome is Outcome.PROVISIONING else "")
+        elif outcome is not Outcome.BOUND:
             self._world.give_up(waiter)
             self._later(waiter, outcome, why)
 
@@ -330,12 +308,9 @@ class Binder:
             return Outcome.NOT_RESERVED, "; ".join(exc.mistakes[:20])
         if refused is not None:
             return Outcome.NOT_RESERVED, f"{refused.reason}: {refused.sentence}"
-        try:
-            against = await self._volumes_against(waiter, node)
-        except VolumesUnavailableError as exc:
-            return Outcome.LOST, f"the pod's volumes cannot be looked up at this moment: {exc}"
-        if against is not None:
-            return Outcome.NO_NODE, against
+        unsettled = await self._promises.settle(waiter, node)
+        if unsettled is not None:
+            return unsettled
         try:
             await self._bindings.bind(pod, node, waiter.version)
         except BindingRefusedError as exc:
@@ -343,31 +318,6 @@ class Binder:
         except BindingLostError as exc:
             return await self._after_silence(pod, node, str(exc))
         return Outcome.BOUND, ""
-
-    async def _volumes_against(self, waiter: Waiter, node: str) -> str | None:
-        """What keeps it from that node: there it would never start, and hold its GPUs. Nothing is said where another
-        node is looked for."""
-        for wanted in waiter.wanted:
-            try:
-                volume = await self._volumes.of(waiter.identity, wanted)
-            except UnusableVolumeError as exc:
-                return f"the pod's {exc}"
-            room = self._world.rooms.get(node)
-            if room is None or volume.is_on(room.node):
-                continue
-            if isinstance(waiter.wish, Reserved):
-                return (
-                    f"the pod's GPUs are on node {node}, where volume {volume.name} of its claim {volume.claim} is not"
-                )
-            self._keep_to(waiter, volume)
-            return ""
-        return None
-
-    def _keep_to(self, waiter: Waiter, volume: Volume) -> None:
-        """Only nodes that can have the volume are looked at from now on."""
-        for one in {waiter, self._world.waiters.get(waiter.identity.uid, waiter)}:
-            one.asked, one.wish = one.asked.within(volume.terms or ()), None
-            one.kept_by = f"; looked at are those that can have volume {volume.name} of its claim {volume.claim}"
 
     async def _after_silence(self, pod: PodIdentity, node: str, problem: str) -> tuple[Outcome, str]:
         """No answer came: the pod itself says whether it is there."""
@@ -377,18 +327,28 @@ class Binder:
             return Outcome.LOST, problem
         return (Outcome.BOUND, "") if where(living, pod) == node else (Outcome.LOST, problem)
 
+    def _wait_for_volumes(self, waiter: Waiter, promise: Promise, why: str) -> None:
+        pause = min(max(SOON, (self._clock() - promise.since) / 4), LONGEST)
+        self._put_off(waiter, pause, pause)
+        if why:
+            self._telling.waits(waiter, plain(why, MAX_TOLD))
+
     def _later(self, waiter: Waiter, outcome: Outcome, why: str) -> None:
         """Another try after a while. What others changed in the meantime is no fault of the pod, and not told."""
-        now = self._clock()
         pause = min(SHORTEST * 2 ** min(waiter.tries, 10), LONGEST)
-        for one in (waiter, self._world.waiters.get(waiter.identity.uid)):
-            if one is not None:
-                one.heard = self._heard(one)
-                one.soonest, one.not_before = now + min(pause, SOON), now + pause
+        self._put_off(waiter, pause, min(pause, SOON))
         waiter.tries += 1
         if why and outcome in (Outcome.NO_NODE, Outcome.NOT_RESERVED, Outcome.REFUSED):
             self._choice.forget()  # what spoke for the node may have changed without a word
             self._telling.waits(waiter, plain(why, MAX_TOLD))
+
+    def _put_off(self, waiter: Waiter, pause: timedelta, pause_with_news: timedelta) -> None:
+        now = self._clock()
+        for one in (waiter, self._world.waiters.get(waiter.identity.uid)):
+            if one is not None:
+                one.heard = self._heard(one)
+                one.soonest, one.not_before = now + pause_with_news, now + pause
+                one.retry_at = one.not_before if one.promise else one.retry_at
 
 
 def turn_of(waiter: Waiter) -> Place:

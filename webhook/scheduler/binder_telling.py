@@ -11,8 +11,8 @@ from webhook.clock import Clock
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.events import Events, Subject
-from webhook.scheduler.binder import Outcome
 from webhook.scheduler.binder_view import Waiter
+from webhook.scheduler.binder_wish import Outcome
 
 log = structlog.get_logger(__name__)
 

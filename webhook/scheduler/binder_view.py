@@ -41,6 +41,15 @@ class Standing:
     """Whether the API server has said so; otherwise it is on its way."""
 
 
+@frozen
+class Promise:
+    """Volumes are being made for a pod on that node, and its room there is kept."""
+
+    node: str
+    claims: frozenset[str]
+    since: datetime
+
+
 @define(eq=False)
 class Waiter:
     """A pod that waits for a node from us."""
@@ -58,6 +67,7 @@ class Waiter:
     wanted: tuple[Wanted, ...] = ()
     # Which volume keeps it to the nodes that it is looked for on.
     kept_by: str = ""
+    promise: Promise | None = None
     # Whether pods elsewhere kept it from the node of its GPUs when it was last looked at.
     is_ruled_out: bool = False
     is_on_its_way: bool = False
@@ -226,6 +236,7 @@ class World:
         if known is not None:
             waiter.is_on_its_way, waiter.told, waiter.told_at = known.is_on_its_way, known.told, known.told_at
             waiter.tries, waiter.shown, waiter.shown_at = known.tries, known.shown, known.shown_at
+            waiter.promise = known.promise
         self.waiters[uid] = waiter
         self.notify()
 
@@ -236,6 +247,12 @@ class World:
         waiter.is_on_its_way = True
         self._stand(waiter.identity.uid, Standing(node, waiter.needs, waiter.company, is_seen=False))
 
+    def keep(self, waiter: Waiter, promise: Promise) -> None:
+        """It is not bound yet, and what it needs stays taken."""
+        for one in (waiter, self.waiters.get(waiter.identity.uid)):
+            if one is not None:
+                one.is_on_its_way, one.promise = False, promise
+
     def give_up(self, waiter: Waiter) -> None:
         """It was not bound after all."""
         uid = waiter.identity.uid
@@ -244,7 +261,7 @@ class World:
             self._leave(uid, is_heard=False)
         for one in (waiter, self.waiters.get(uid)):
             if one is not None:
-                one.is_on_its_way = False
+                one.is_on_its_way, one.promise = False, None
 
     def _stand(self, uid: str, standing: Standing) -> None:
         known = self._standing.get(uid)
