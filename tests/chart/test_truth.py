@@ -107,6 +107,9 @@ def test_accounts_that_an_installer_names_are_held_to_what_they_write() -> None:
                 f"'system:serviceaccount:gpuwarden:{'gpuwarden-bind' if name.endswith('pods') else 'one'}']",
             }
         ]
+    found = rendered({"bind.serviceAccountName": "two"})
+    (condition,) = bare(one(found, "ValidatingAdmissionPolicy", "gpuwarden-own-claims"))["spec"]["matchConditions"]
+    assert condition["expression"] == "request.userInfo.username in ['system:serviceaccount:gpuwarden:two']"
 
 
 def test_the_definitions_are_those_of_gpuwarden_crds_and_stay_when_the_chart_goes() -> None:
