@@ -18,6 +18,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.nodes_asked import NAME_FIELD, Expression, NodeTerm, node_term
 from webhook.core.pod import Metadata, RequiredNodes, Requirement, Wire
 from webhook.core.reservation import PodIdentity
+from webhook.objects import decoded
 
 REQUEST_TIMEOUT = 4.0
 CLAIM_PATH = "/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
@@ -267,7 +268,7 @@ class ApiVolumes:
         if status != 200:
             raise VolumesUnavailableError(f"the API server answered {status}")
         try:
-            found = msgspec.json.decode(body, type=form)
+            found: Known = decoded(body, form)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise VolumesUnavailableError("the API server's answer cannot be read") from exc
         # Another object, or a list, says nothing of the one that was asked for.
