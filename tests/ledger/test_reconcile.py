@@ -223,6 +223,40 @@ async def test_an_owned_pod_that_is_not_bound_in_time_is_removed_and_holds_until
     assert scene.bench.held() == {}
 
 
+async def test_a_pod_that_was_bound_in_time_is_not_removed_though_the_watch_is_behind(scene: Scene) -> None:
+    await confirmed(scene, **OWNED)
+    scene.bench.pods.raws[POD.uid] = {**raw_pod(phase="Running", **OWNED), "spec": ON_NODE}
+    scene.bench.now += BIND_DEADLINE
+    await scene.reconciler.step()
+    assert (scene.bench.pods.removed, scene.heard.told) == ([], [])
+    assert scene.phase is Phase.FINALIZED
+
+
+async def test_a_pod_that_nobody_can_be_asked_about_is_removed_by_nobody(scene: Scene) -> None:
+    await confirmed(scene, **OWNED)
+    scene.bench.pods.is_away = True
+    scene.bench.now += BIND_DEADLINE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
+    scene.bench.pods.is_away = False
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == [POD]
+
+
+async def test_a_pod_that_is_not_as_the_watch_says_is_looked_at_now_and_then(scene: Scene) -> None:
+    await confirmed(scene, **OWNED)
+    scene.bench.pods.raws[POD.uid] = {**raw_pod(**OWNED), "spec": ON_NODE}
+    scene.bench.now += BIND_DEADLINE
+    await scene.reconciler.step()
+    scene.bench.pods.raws[POD.uid] = raw_pod(**OWNED)
+    scene.bench.now += PATIENCE - timedelta(seconds=1)
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
+    scene.bench.now += timedelta(seconds=1)
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == [POD]
+
+
 async def test_a_bare_pod_that_is_not_bound_in_time_stays_and_holds_nothing_once_no_binding_can_come(
     scene: Scene,
 ) -> None:
@@ -335,6 +369,26 @@ async def test_a_pod_without_its_devices_that_is_put_on_a_node_is_removed_at_onc
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
     assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r2"
+
+
+@pytest.mark.parametrize(
+    ("told", "living"),
+    [
+        pytest.param({}, {"phase": "Pending"}, id="on its node by now"),
+        pytest.param({"spec": ON_NODE}, {"phase": "Running"}, id="started by now"),
+    ],
+)
+async def test_a_pod_without_its_devices_is_not_removed_by_a_watch_that_is_behind(
+    scene: Scene, told: Raw, living: Raw
+) -> None:
+    await expired(scene)
+    await taken_by_another(scene)
+    scene.show({**raw_pod(**OWNED), **told})
+    await scene.reconciler.step()
+    scene.bench.pods.raws[POD.uid] = {**raw_pod(**living, **OWNED), "spec": ON_NODE}
+    scene.bench.now += PATIENCE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
 
 
 async def test_a_running_pod_is_told_of_and_never_killed(scene: Scene) -> None:

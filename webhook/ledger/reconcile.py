@@ -1,7 +1,7 @@
 """Brings reservations and pods together: what exists is confirmed, what has ended is released, what never came expires.
 
 Nothing is freed because a pod is absent from a list or a cache: either the watch has said that this uid was deleted, or
-the API server is asked for it by name.
+the API server is asked for it by name. It is asked too before a pod is removed, which may be on its node by now.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class Reconciler:
         self._deleted: set[str] = set()  # uids of which the watch has said so, until their reservations are gone
         self._enough = MANY  # of them, until it is looked which are needed still
         self._look_again: dict[str, datetime] = {}  # pods without their reservation, by uid
-        self._ask_again: dict[Place, datetime] = {}  # reservations whose pods exist and do not carry them
+        self._ask_again: dict[Place, datetime] = {}  # reservations whose pods exist and are not as the watch has said
         self._has_listed = False
         self.news = asyncio.Event()
         """Set when a pod has come, changed or gone since the last pass."""
@@ -212,9 +212,15 @@ class Reconciler:
     async def _give_up(self, one: Carrier, held: Reservation) -> None:
         """Its devices go back. Where it is removed, its controller makes a new one. Where it stays, nobody may put it
         on a node any more, and its devices are free once no binding can be under way."""
+        is_removed, place, now = self._is_removed(one), (held.node, held.id), self._clock()
+        if is_removed and self._ask_again.get(place, now) > now:
+            return
+        if is_removed and not await self._is_still(one):
+            self._ask_again[place] = now + PATIENCE
+            return
         text = f"not on node {held.node} within {self._waiting.bind_deadline}: {','.join(held.uuids)} can be had again"
         self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
-        if self._is_removed(one):
+        if is_removed:
             await self._api.remove(one.pod)  # the watch will tell, and then its devices are free
         elif had_since(one, held) + self._waiting.after_the_last_binding <= self._clock():
             seen = await self._api.look(one.pod)
@@ -224,6 +230,11 @@ class Reconciler:
     def _is_removed(self, one: Carrier) -> bool:
         """A pod that nobody would make anew is left for its owner to see why."""
         return self._waiting.afterwards is OnBindDeadline.REMOVE and one.has_controller
+
+    async def _is_still(self, one: Carrier) -> bool:
+        """Whether the living pod is as the watch has said, which may be far behind."""
+        seen = await self._api.look(one.pod)
+        return seen is not None and seen.carrier == one
 
     # A pod without its reservation.
 
@@ -243,7 +254,8 @@ class Reconciler:
         text = f"{','.join(one.uuids)} on {one.node} is not reserved for this pod"
         self._events.tell(Subject.of_pod(one.pod), Reason.RESERVATION_LOST, text)
         is_unsafe = one.is_on_node and not one.has_started
-        if not one.is_leaving and (is_unsafe or (not one.is_on_node and self._is_removed(one))):
+        is_doomed = is_unsafe or (not one.is_on_node and self._is_removed(one))
+        if not one.is_leaving and is_doomed and await self._is_still(one):
             await self._api.remove(one.pod)
 
     async def _restore(self, one: Carrier) -> None:
