@@ -124,6 +124,9 @@ class Asked:
         self.said = said
         self.polls = 0
 
+    def begin(self) -> None:
+        raise AssertionError("nobody is elected")
+
     async def poll(self) -> Mapping[str, Evidence]:
         self.polls += 1
         if self.said is None:

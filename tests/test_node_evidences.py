@@ -31,6 +31,10 @@ class Provider:
         self.said: dict[str, Evidence] = {node.replace("_", "-"): one for node, one in said.items()}
         self.is_away = False
         self.polls = 0
+        self.begun = 0
+
+    def begin(self) -> None:
+        self.begun += 1
 
     async def poll(self) -> Mapping[str, Evidence]:
         self.polls += 1
@@ -278,6 +282,73 @@ async def test_who_is_overtaken_writes_on_what_is_there_then(static: Provider) -
     static.said = {"node-a": evidence("node-a", OTHER_HASH)}
     scene.objects.overtaken = 1
     assert await scene.step() == ["status node-a"]
+
+
+@pytest.fixture
+def spire() -> Provider:
+    said = evolve(evidence("node-a", since=NOW, until=NOW + HOUR), source="spire-server")
+    return Provider("spire-server", node_a=said)
+
+
+BANNED = entry(banned=True, since=SAID, until=LATER)
+
+
+async def test_whoever_is_elected_again_takes_no_ban_of_another_leader_back(spire: Provider) -> None:
+    scene = Scene(spire)
+    scene.writer.begin()
+    await scene.step()
+    scene.objects.status("node-a", sources={"spire-server": BANNED})
+    spire.is_away = True
+    scene.writer.begin()
+    assert [await scene.step() for _ in range(3)] == [[], [], []]
+    assert (scene.sources(), spire.begun) == ({"spire-server": BANNED}, 2)
+    spire.is_away = False
+    spire.said = {"node-a": evolve(spire.said["node-a"], until=NOW + 2 * HOUR)}
+    assert await scene.step() == ["status node-a"]
+
+
+async def test_whoever_is_elected_asks_at_once_and_deletes_nothing_before_the_answer(spire: Provider) -> None:
+    scene = Scene(spire)
+    await scene.step()
+    spire.is_away = True
+    spire.said, scene.nodes = {}, set()
+    scene.now += 2 * HOUR
+    scene.writer.begin()
+    assert (await scene.step(0.0), spire.polls) == ([], 2)
+    spire.is_away = False
+    assert await scene.step() == ["delete node-a"]
+
+
+async def test_what_a_retired_source_said_is_taken_away_by_whoever_is_elected() -> None:
+    scene = Scene(retired=["static"])
+    scene.writer.begin()
+    scene.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": {"static": entry()}}})
+    assert await scene.step() == ["status node-a"]
+
+
+async def test_who_finds_another_leaders_word_asks_anew_before_it_is_overwritten(spire: Provider) -> None:
+    """It stopped for a while in mid-pass, or its watch is behind."""
+    scene = Scene(spire)
+    await scene.step()
+    scene.objects.status("node-a", sources={"spire-server": BANNED})
+    spire.said = {"node-a": evolve(spire.said["node-a"], hash=OTHER_HASH)}
+    scene.now += POLL_EVERY
+    scene.objects.done.clear()
+    await scene.writer.step()  # which has not heard of it
+    assert (scene.objects.done, spire.begun) == ([], 1)
+    spire.said = {"node-a": evolve(spire.said["node-a"], hash=HASH, is_banned=True)}
+    assert await scene.step(0.0) == []
+    assert scene.sources() == {"spire-server": BANNED}
+
+
+async def test_who_is_overtaken_by_a_proof_goes_on_at_once(spire: Provider) -> None:
+    scene = Scene(spire)
+    await scene.step()
+    scene.objects.status("node-a", sources={**scene.sources(), "jwt-svid": entry(since=SAID, until=LATER)})
+    spire.said = {"node-a": evolve(spire.said["node-a"], is_banned=True)}
+    scene.now += POLL_EVERY
+    await scene.writer.step()
+    assert (scene.sources()["spire-server"]["banned"], spire.begun) == (True, 0)
 
 
 async def test_an_api_server_that_is_away_is_asked_again_in_the_next_pass(static: Provider) -> None:

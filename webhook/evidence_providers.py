@@ -37,8 +37,14 @@ class Round:
 
     @property
     def unanswered(self) -> frozenset[str]:
-        """Who has not answered once."""
+        """Who has not answered once since it began."""
         return self.asked - self._answered
+
+    def begin(self) -> None:
+        """What was answered until now is not new enough."""
+        self._answered.clear()
+        for one in self._providers:
+            one.begin()
 
     async def answers(self) -> dict[str, Mapping[str, Evidence]]:
         """What each says that can be asked at this moment."""

@@ -74,11 +74,18 @@ class EvidenceWriter:
         self._poll_every = poll_every
         self._poll_at: datetime | None = None
         # What a source that is no longer asked has said would stand for ever, and static evidence has no end.
-        self._said: dict[str, Mapping[str, Evidence]] = {name: {} for name in retired}
+        self._retired = tuple(retired)
+        self._said: dict[str, Mapping[str, Evidence]] = {name: {} for name in self._retired}
         self._todo: dict[str, None] = {}
         self._refused: dict[str, str] = {}
         self.view: View[Raw] = View(lambda raw: raw)
         self.births: View[datetime | None] = View(birth_of)
+
+    def begin(self) -> None:
+        """Elected: what was said before may be older than what another leader has written since, a ban included."""
+        self._said = {name: {} for name in self._retired}
+        self._round.begin()
+        self._poll_at = None
 
     async def step(self) -> None:
         """One pass. What cannot be written now is left for the next one."""
@@ -135,12 +142,23 @@ class EvidenceWriter:
             try:
                 return await self._write(name, now)
             except StaleError:
-                raw = await self._objects.get(name)
-                if raw is None:
-                    self.view.forget(name)
-                else:
-                    self.view.changed(raw)
+                before = self._written(name)
+                await self._read_anew(name)
+                if self._written(name) != before:
+                    self.begin()  # another leader has asked since, or a hand has written: what was heard may be older
+                    raise
         return await self._write(name, now)
+
+    async def _read_anew(self, name: str) -> None:
+        raw = await self._objects.get(name)
+        if raw is None:
+            self.view.forget(name)
+        else:
+            self.view.changed(raw)
+
+    def _written(self, name: str) -> Raw:
+        """What is known to be written of the node by nobody but whoever leads."""
+        return {source: one for source, one in raw_entries(self.view.get(name) or {}).items() if source in self._said}
 
     async def _write(self, name: str, now: datetime) -> None:
         raw = self.view.get(name)

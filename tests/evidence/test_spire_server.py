@@ -3,7 +3,9 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,47 @@ async def test_an_answer_that_took_long_is_told_of_when_it_is_there(scene: Scene
         return (await scene.provider.poll())["node-a"].is_banned
 
     await until(is_banned)
+
+
+async def test_whoever_is_elected_is_told_nothing_that_was_said_before(scene: Scene) -> None:
+    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+    before = await scene.provider.poll()
+    scene.provider.begin()
+    scene.spire.answers.clear()
+    with pytest.raises(EvidenceUnavailableError, match="has not answered yet"):
+        await scene.provider.poll()
+    scene.spire.answers.set()
+
+    async def is_told() -> bool:
+        with suppress(EvidenceUnavailableError):
+            return await scene.provider.poll() == before
+        return False
+
+    await until(is_told)
+
+
+async def test_whoever_is_elected_is_told_no_answer_that_was_asked_for_before(scene: Scene) -> None:
+    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+    await scene.poll()
+    scene.spire.answers.clear()
+    await scene.poll()
+
+    async def questions(number: int) -> bool:
+        return sum(not request.page_token for request in scene.spire.requests) == number
+
+    await until(partial(questions, 2))  # it is under way
+    scene.provider.begin()
+    scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
+    scene.spire.answers.set()
+
+    async def has_answered() -> bool:
+        with suppress(EvidenceUnavailableError):
+            assert (await scene.provider.poll())["node-a"].is_banned
+            return True
+        return False
+
+    await until(has_answered)
+    assert await questions(3)
 
 
 async def test_a_spire_that_goes_down_in_the_middle_of_an_answer_is_away(scene: Scene) -> None:

@@ -17,5 +17,8 @@ class EvidenceProvider(Protocol):
     name: str
     is_for_development: bool
 
+    def begin(self) -> None:
+        """Whoever asks has been elected: what was heard before may be older than what another leader wrote since."""
+
     async def poll(self) -> Mapping[str, Evidence]:
         """Everything it knows at this moment, by node."""

@@ -66,6 +66,9 @@ class MemoryProofs:
         self._seen: frozenset[str] | None = None
         self._born: dict[str, datetime] = {}
 
+    def begin(self) -> None:
+        """Nothing: nobody else is told of these proofs."""
+
     async def accept(self, proof: Evidence) -> None:
         self._notice_births()
         if proof.node not in self._present():

@@ -106,15 +106,24 @@ class SpireServer:
         self._due: datetime | None = None
         self._asking: asyncio.Task[None] | None = None
         self._said: Mapping[str, Evidence] | None = None
+        self._has_answered = False  # ever: `_said` is None again at an election
+
+    def begin(self) -> None:
+        """Only the answer to a question that is yet to be asked is new enough."""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        self._asking, self._due, self._said = None, None, None
 
     async def poll(self) -> Mapping[str, Evidence]:
-        """An answer that takes long is told of later: who asks has other things to do, and the last one still holds."""
+        """An answer that takes long is told of later: who asks has other things to do, and the last one still holds,
+        if there was one since `begin`."""
         now = self._clock()
         if self._asking is None and (self._due is None or now >= self._due):
             self._due = now + self._every * (1 - JITTER * self._chance())
             self._asking = asyncio.create_task(self._ask())
         if self._asking is not None:
-            await asyncio.wait({self._asking}, timeout=None if self._said is None else self._patience.total_seconds())
+            await asyncio.wait({self._asking}, timeout=self._patience.total_seconds() if self._has_answered else None)
             if self._asking.done():
                 asked, self._asking = self._asking, None
                 asked.result()
@@ -170,6 +179,7 @@ class SpireServer:
             if number % NODES_AT_A_TIME == NODES_AT_A_TIME - 1:
                 await asyncio.sleep(0)
         self._tell(doubts)
+        self._has_answered = True
         if self._said is None or said != before:
             self._said = said
 

@@ -29,6 +29,9 @@ class StaticEvidence:
         found = {node: combined([source[node] for source in sources if node in source]) for node in nodes}
         self._agreed = {node: evidence for node, evidence in found.items() if evidence is not None}
 
+    def begin(self) -> None:
+        """Nothing: it is never older than what is written down."""
+
     async def poll(self) -> Mapping[str, Evidence]:
         return self._agreed
 
