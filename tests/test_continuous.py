@@ -527,6 +527,25 @@ async def test_news_that_comes_before_anything_is_done_is_waited_for() -> None:
     assert (await scene.settle(), scene.done) == ([], [])
 
 
+@pytest.mark.parametrize("policy", [TAINT, EVICT])
+async def test_what_was_glimpsed_before_an_election_moves_nobody(policy: OnEvidenceLost) -> None:
+    scene = Scene(policy)
+    scene.continuous.begin()
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.continuous.step()
+    scene.now += timedelta(minutes=10)  # another one led
+    scene.continuous.begin()
+    await scene.continuous.step()
+    scene.now += SETTLED
+    await scene.continuous.step()
+    assert scene.done == []
+    scene.says(A)
+    await scene.settle()
+    assert scene.done == []
+
+
 async def test_a_loss_that_does_not_last_moves_nobody() -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw_pod())

@@ -211,6 +211,11 @@ class Continuous:
 
     # What is done about it.
 
+    def begin(self) -> None:
+        """Elected: what was glimpsed before may have come and gone since."""
+        self._current_since = None
+        self._losses.clear()
+
     async def step(self) -> None:
         """One pass. What cannot be done now is tried again later."""
         now = self._clock()

@@ -128,6 +128,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
 
         async def lead() -> None:
             queue.begin()
+            continuous.begin()
             discovering._evidence.begin()
             await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
 
