@@ -472,6 +472,27 @@ async def test_a_bug_with_one_node_is_seen_and_the_others_are_served(scene: Scen
     with pytest.raises(RuntimeError):
         await scene.step()
     assert list(scene.gpu_nodes.objects) == ["node-b"]
+    scene.gpu_nodes.create = create  # type: ignore[method-assign]
+    assert await scene.step() == ["create node-a"]
+
+
+async def test_a_node_whose_step_was_cancelled_has_its_turn_again(scene: Scene) -> None:
+    """The Lease was lost in mid-write, and the same process is elected again."""
+    scene.node(said=annotation("GPU-1"))
+    create, is_under_way = scene.gpu_nodes.create, asyncio.Event()
+
+    async def never(raw: Raw) -> Raw:
+        is_under_way.set()
+        return await asyncio.Future[Raw]()
+
+    scene.gpu_nodes.create = never  # type: ignore[method-assign]
+    leading = asyncio.create_task(scene.step())
+    await is_under_way.wait()
+    leading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leading
+    scene.gpu_nodes.create = create  # type: ignore[method-assign]
+    assert await scene.step() == ["create node-a"]
 
 
 async def test_a_gpu_node_that_cannot_be_deleted_now_is_deleted_later(scene: Scene) -> None:

@@ -232,6 +232,9 @@ class Discovery:
                 log.debug("node left for the next pass", node=name, exc_info=exc)
                 self._todo[name] = None
                 return False
+            except BaseException:  # a bug, or the end of this leadership: the node has its turn again
+                self._todo[name] = None
+                raise
             return True
 
     async def _settle(self, name: str) -> None:
