@@ -13,10 +13,11 @@ from tests.fake_objects import FakeObjects
 from tests.heard import Heard
 from webhook.core.device import Device, DeviceUuid
 from webhook.core.reasons import Reason
-from webhook.discovery import AT_A_TIME, Discovery, WrittenInventory, due
+from webhook.discovery import AT_A_TIME, AT_ONCE, Discovery, WrittenInventory, due
 from webhook.evidence.static import StaticEvidence
 from webhook.gpu_node import GpuNode
 from webhook.inventory.file import InventoryFile
+from webhook.ledger.store import StoreAwayError
 
 OURS = {"app.kubernetes.io/managed-by": "gpuwarden"}
 
@@ -241,6 +242,23 @@ async def test_an_api_server_that_is_away_is_asked_again_in_the_next_pass(scene:
     assert await scene.step() == []
     scene.gpu_nodes.is_away = False
     assert await scene.step() == ["create node-a"]
+
+
+async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_node(scene: Scene) -> None:
+    for number in range(50):
+        scene.node(f"node-{number}", annotation(f"GPU-{number}"))
+    create, asked = scene.gpu_nodes.create, []
+
+    async def silent(raw: Raw) -> Raw:
+        asked.append(raw["metadata"]["name"])
+        await asyncio.sleep(0)
+        raise StoreAwayError("no answer")
+
+    scene.gpu_nodes.create = silent  # type: ignore[method-assign]
+    await scene.step()
+    assert len(asked) == AT_ONCE
+    scene.gpu_nodes.create = create  # type: ignore[method-assign]
+    assert len(await scene.step()) == 50
 
 
 async def test_an_object_that_is_there_already_is_taken_over_as_it_is(scene: Scene) -> None:

@@ -15,7 +15,7 @@ from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceUnavailableError
 from webhook.inventory.gpu_nodes import ClusterInventory
 from webhook.ledger.store import StoreAwayError
-from webhook.node_evidences import POLL_EVERY, EvidenceView, EvidenceWriter
+from webhook.node_evidences import MAX_FAILURES, POLL_EVERY, EvidenceView, EvidenceWriter
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 SAID, LATER = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
@@ -357,6 +357,17 @@ async def test_an_api_server_that_is_away_is_asked_again_in_the_next_pass(static
     assert await scene.step() == []
     scene.objects.is_away = False
     assert await scene.step(0.5) == ["create node-a", "status node-a"]
+
+
+async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_node(static: Provider) -> None:
+    static.said = {f"n{number}": evidence(f"n{number}") for number in range(50)}
+    scene = Scene(static)
+    scene.objects.is_away = True
+    with capture_logs() as said:
+        await scene.step()
+    assert [one["event"] for one in said].count("evidence left for the next pass") == MAX_FAILURES
+    scene.objects.is_away = False
+    assert len(await scene.step(0.5)) == 2 * 50
 
 
 async def test_what_the_api_server_refuses_keeps_nobody_else_waiting(static: Provider) -> None:

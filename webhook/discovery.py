@@ -32,6 +32,8 @@ Raw = dict[str, Any]
 # How many nodes are seen to in one step: others want their turn too.
 AT_A_TIME = 200
 AT_ONCE = 8
+# In a row: an API server that does not answer is not asked about two hundred nodes a pass.
+MAX_FAILURES = 3
 # Reservations are written to the same object all the time.
 TRIES = 5
 # Devices that one event names.
@@ -205,6 +207,7 @@ class Discovery:
         self._claims = Claims()
         self._told: dict[tuple[str, Reason], str] = {}
         self._gate = asyncio.Semaphore(AT_ONCE)
+        self._failures = 0
 
     async def step(self) -> None:
         """One pass over what is news. What cannot be done now is left for the next one."""
@@ -212,7 +215,7 @@ class Discovery:
         if not (self._written.is_known and self._is_current()):
             return
         self._todo.update(dict.fromkeys([*self.nodes.take_news(), *self.gpu_nodes.take_news()]))
-        batch = list(self._todo)[:AT_A_TIME]
+        batch, self._failures = list(self._todo)[:AT_A_TIME], 0
         done = await asyncio.gather(*map(self._attempt, batch), return_exceptions=True)
         left = done.count(False)
         if left:
@@ -223,6 +226,8 @@ class Discovery:
 
     async def _attempt(self, name: str) -> bool:
         async with self._gate:
+            if self._failures >= MAX_FAILURES:
+                return False
             del self._todo[name]
             try:
                 await self._settle(name)
@@ -231,10 +236,13 @@ class Discovery:
             except (StaleError, StoreAwayError) as exc:
                 log.debug("node left for the next pass", node=name, exc_info=exc)
                 self._todo[name] = None
+                self._failures = self._failures + 1 if isinstance(exc, StoreAwayError) else 0
                 return False
             except BaseException:  # a bug, or the end of this leadership: the node has its turn again
                 self._todo[name] = None
                 raise
+            else:
+                self._failures = 0
             return True
 
     async def _settle(self, name: str) -> None:

@@ -35,6 +35,8 @@ Raw = dict[str, Any]
 POLL_EVERY = timedelta(seconds=5)
 AT_A_TIME = 200
 TRIES = 3
+# In a row: an API server that does not answer is not asked two hundred times a pass.
+MAX_FAILURES = 3
 
 
 class EvidenceWriter:
@@ -97,9 +99,12 @@ class EvidenceWriter:
         if self._poll_at is None or now >= self._poll_at:
             self._poll_at = now + self._poll_every
             await self._poll()
+        failures = 0
         for name in list(self._todo)[:AT_A_TIME]:
             del self._todo[name]
-            await self._attempt(name, now)
+            failures = 0 if await self._attempt(name, now) else failures + 1
+            if failures >= MAX_FAILURES:
+                return
 
     def is_owed(self, name: str) -> bool:
         """Whether something newer is known of the node than its object says, or soon may be: nobody has lost what a
@@ -124,7 +129,8 @@ class EvidenceWriter:
         names = self.view.names().union(*self._said.values())
         self._todo.update(dict.fromkeys(sorted(names)))
 
-    async def _attempt(self, name: str, now: datetime) -> None:
+    async def _attempt(self, name: str, now: datetime) -> bool:
+        """Whether the API server has answered."""
         try:
             await self._settle(name, now)
         except RefusedError as exc:
@@ -134,8 +140,10 @@ class EvidenceWriter:
         except (StaleError, StoreAwayError) as exc:
             log.warning("evidence left for the next pass", node=name, error=type(exc).__name__)
             self._todo[name] = None
+            return isinstance(exc, StaleError)
         else:
             self._refused.pop(name, None)
+        return True
 
     async def _settle(self, name: str, now: datetime) -> None:
         for _ in range(TRIES - 1):

@@ -15,7 +15,7 @@ from webhook.core.decide import EvidencePolicy
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import PodIdentity
 from webhook.namespaces import ClaimReading, WatchedNamespaces
-from webhook.scheduler.waking import NotWokenError, Waking
+from webhook.scheduler.waking import MAX_FAILURES, NotWokenError, Waking
 
 OURS = "0/3 nodes are available: 2 attestation hash differs from the required one, 1 Insufficient cpu."
 OTHERS = "0/3 nodes are available: 3 Insufficient cpu."
@@ -26,10 +26,13 @@ class FakeAlarm:
 
     def __init__(self) -> None:
         self.woken: list[str] = []
+        self.asked = 0
         self.is_away = False
+        self.refused: set[str] = set()
 
     async def wake(self, pod: PodIdentity, at: str) -> None:
-        if self.is_away:
+        self.asked += 1
+        if self.is_away or pod.uid in self.refused:
             raise NotWokenError("away")
         assert datetime.fromisoformat(at) >= NOW
         self.woken.append(pod.uid)
@@ -202,6 +205,27 @@ async def test_a_pod_that_could_not_be_woken_is_tried_again() -> None:
     scene.alarm.is_away = False
     assert await scene.woken() == []
     assert await scene.woken(2) == ["u1"]
+
+
+async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_pod() -> None:
+    """Each waits for seconds, and all else that the reconciler does waits for it."""
+    scene = Scene()
+    scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(100)})
+    scene.prove()
+    scene.alarm.is_away = True
+    await scene.woken()
+    assert scene.alarm.asked == MAX_FAILURES
+    scene.alarm.is_away = False
+    assert len(await scene.woken()) == 100 - MAX_FAILURES
+    assert len(await scene.woken(2)) == 100
+
+
+async def test_some_that_cannot_be_woken_keep_nobody_else_asleep() -> None:
+    scene = Scene()
+    scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(20)})
+    scene.prove()
+    scene.alarm.refused = {f"u{n}" for n in range(0, 20, 2)}
+    assert len(await scene.woken()) == 10
 
 
 async def test_our_own_change_of_the_pod_does_not_make_it_new() -> None:

@@ -36,6 +36,8 @@ LONGEST = timedelta(minutes=1)
 # What one pass does: more would keep other work of the process waiting.
 AT_A_TIME = 200
 LOOKED_AT = 1000
+# In a row: an API server that does not answer is not asked two hundred times a pass.
+MAX_FAILURES = 3
 # Of the nodes that would do, so many are kept in mind.
 MOST = 16
 
@@ -141,8 +143,11 @@ class Waking:
         """One pass. Whoever could not be woken is tried again later."""
         now = self._clock()
         self._fleet.advance(now)
+        failures = 0
         for waiter in list(self._due(now))[:AT_A_TIME]:
-            await self._wake(waiter, now)
+            failures = 0 if await self._wake(waiter, now) else failures + 1
+            if failures >= MAX_FAILURES:
+                return
 
     def _due(self, now: datetime) -> Iterator[Waiter]:
         """Those that something could be had for. Who was looked at moves to the end, so that all get their turn."""
@@ -170,7 +175,7 @@ class Waking:
         places = decide(claim, self._fleet, self._policy, most=MOST)
         return () if isinstance(places, Deny) else {place.node for place in places}
 
-    async def _wake(self, waiter: Waiter, now: datetime) -> None:
+    async def _wake(self, waiter: Waiter, now: datetime) -> bool:
         waiter.not_before = now + waiter.pause
         waiter.pause = min(2 * waiter.pause, LONGEST)
         pod = waiter.identity
@@ -178,8 +183,9 @@ class Waking:
             await self._alarm.wake(pod, now.isoformat(timespec="milliseconds"))
         except NotWokenError as exc:
             log.warning("pod not woken", namespace=pod.namespace, name=pod.name, problem=str(exc))
-        else:
-            log.info("pod woken", namespace=pod.namespace, name=pod.name)
+            return False
+        log.info("pod woken", namespace=pod.namespace, name=pod.name)
+        return True
 
 
 def is_due(waiter: Waiter, will_do: frozenset[str], now: datetime) -> bool:
