@@ -21,6 +21,8 @@ FINALIZER = "gpuwarden.io/held"
 PHASES = tuple(Phase)  # in the order in which they follow one another
 NUMBER = re.compile("0|[1-9][0-9]{0,2}")
 LONG_AGO = datetime.fromtimestamp(0, UTC)
+# No clock of ours shows it. Whatever is added to an earlier moment ends before the calendar does.
+NO_DAY_OF_OURS = datetime(3000, 1, 1, tzinfo=UTC)
 Which = Callable[..., Any]
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
@@ -166,20 +168,25 @@ def how_far(entry: HeldWire) -> tuple[int, bool]:
 def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservation:
     """Only what is pending has a deadline, and only a pod holds without end: one that says otherwise somebody wrote by
     hand, and what has neither a pod nor a deadline is past it."""
-    deadline = (entry.deadline or LONG_AGO) if entry.phase is Phase.PENDING else None
+    deadline = moment(entry.deadline) if entry.phase is Phase.PENDING else None
     return Reservation(
         id=ReservationId(entry.reservation),
         namespace=entry.namespace,
         claim_digest=entry.digest,
         node=node,
         slots=slots,
-        since=entry.since or LONG_AGO,
+        since=moment(entry.since),
         deadline=deadline,
         phase=entry.phase,
         pod_name=entry.pod,
         uid=entry.uid,
         is_shared=entry.shared,
     )
+
+
+def moment(said: datetime | None) -> datetime:
+    """What is not said, and what no clock of ours has shown, was long ago."""
+    return said if said is not None and LONG_AGO <= said < NO_DAY_OF_OURS else LONG_AGO
 
 
 def slot(key: str) -> Slot:

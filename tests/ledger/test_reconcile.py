@@ -573,6 +573,35 @@ async def test_what_was_written_by_hand_and_is_of_no_pod_goes_again(scene: Scene
     assert scene.bench.held() == {}
 
 
+END_OF_TIME = "9999-12-31T23:59:59Z"
+
+
+@pytest.mark.parametrize("since", [END_OF_TIME, "0001-01-01T00:00:00Z"])
+async def test_a_pod_that_has_its_gpus_since_no_day_of_ours_has_had_them_since_it_exists(
+    scene: Scene, since: str
+) -> None:
+    await confirmed(scene, **OWNED)
+    raw = scene.bench.store.objects["node-a"]
+    raw["status"]["held"]["GPU-a0/0"]["since"] = since
+    scene.bench.store.apply(raw)
+    scene.bench.replica.watch.catch_up()
+    scene.reconciler.changed(raw_pod(**OWNED))  # whoever hears of pods goes on hearing
+    await scene.reconciler.step()
+    scene.bench.now += BIND_DEADLINE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == [POD]
+
+
+async def test_what_waits_for_its_pod_until_the_end_of_time_goes_again(scene: Scene) -> None:
+    await scene.reserve()
+    raw = scene.bench.store.objects["node-a"]
+    raw["status"]["held"]["GPU-a0/0"]["deadline"] = END_OF_TIME
+    scene.bench.store.apply(raw)
+    scene.bench.replica.watch.catch_up()
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
 @pytest.mark.parametrize("slot", ["GPU-a0/0", "GPU-a1/0"])
 async def test_of_two_devices_that_a_hand_gives_up_one_both_are_given_up_and_had_again(scene: Scene, slot: str) -> None:
     two = ClaimRecord(gpus=2)
