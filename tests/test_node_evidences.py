@@ -541,6 +541,17 @@ def test_what_somebody_wrote_down_has_the_end_that_he_gave_it() -> None:
     assert found.until == datetime.fromisoformat(LATER)
 
 
+@pytest.mark.parametrize("since", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"])
+def test_a_moment_that_nobody_can_reckon_with_leaves_what_was_known(since: str) -> None:
+    shown: list[str] = []
+    view = EvidenceView({}, show=shown.append, asked=["jwt-svid"], skew=MINUTE, max_age=HOUR)
+    view.changed(raw(jwt_svid=entry(since=SAID, until=LATER, nonceDigest="d")))
+    known = view.word_on("node-a")
+    assert known is not None
+    view.changed(raw(2, jwt_svid=entry(since=since, until="9999-12-31T23:59:59Z", nonceDigest="d")))
+    assert view.word_on("node-a") == known
+
+
 def test_an_object_that_cannot_be_read_leaves_what_was_known() -> None:
     hearing = Hearing()
     hearing.view.changed(raw(static=entry()))

@@ -5,7 +5,14 @@ from datetime import UTC, datetime
 
 # Always aware, always UTC.
 Clock = Callable[[], datetime]
+# What clocks show lies between these.
+EARLIEST, LATEST = datetime.fromtimestamp(0, UTC), datetime(3000, 1, 1, tzinfo=UTC)
 
 
 def utc_now() -> datetime:
     return datetime.now(UTC)  # noqa: TID251 - the one place that may ask
+
+
+def is_of_our_days(moment: datetime) -> bool:
+    """Whether a clock could have shown it. Elsewhere the calendar would end under whoever reckons with it."""
+    return EARLIEST <= moment < LATEST

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from attrs import evolve, frozen
 
+from webhook.clock import is_of_our_days
 from webhook.core.device import Device, DeviceUuid, Slot
 from webhook.core.errors import GpuwardenError
 from webhook.core.reservation import Phase, Reservation, ReservationId
@@ -21,8 +22,6 @@ FINALIZER = "gpuwarden.io/held"
 PHASES = tuple(Phase)  # in the order in which they follow one another
 NUMBER = re.compile("0|[1-9][0-9]{0,2}")
 LONG_AGO = datetime.fromtimestamp(0, UTC)
-# No clock of ours shows it. Whatever is added to an earlier moment ends before the calendar does.
-NO_DAY_OF_OURS = datetime(3000, 1, 1, tzinfo=UTC)
 Which = Callable[..., Any]
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
@@ -186,7 +185,7 @@ def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservat
 
 def moment(said: datetime | None) -> datetime:
     """What is not said, and what no clock of ours has shown, was long ago."""
-    return said if said is not None and LONG_AGO <= said < NO_DAY_OF_OURS else LONG_AGO
+    return said if said is not None and is_of_our_days(said) else LONG_AGO
 
 
 def slot(key: str) -> Slot:

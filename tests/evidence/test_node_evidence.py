@@ -118,6 +118,27 @@ def test_what_is_left_out_proves_nothing(entries: Raw) -> None:
         NodeEvidence.parse(raw(**entries))
 
 
+END_OF_TIME = "9999-12-31T23:59:59Z"
+
+
+@pytest.mark.parametrize("member", ["since", "challenged"])
+@pytest.mark.parametrize("moment", [END_OF_TIME, "0001-01-01T00:00:00Z"])
+def test_a_moment_of_no_day_of_ours_proves_nothing(member: str, moment: str) -> None:
+    said = entry(**{"since": SAID, "until": END_OF_TIME, "nonceDigest": "d"} | {member: moment})
+    with pytest.raises(UnreadableEvidenceError, match="on no day of ours"):
+        NodeEvidence.parse(raw(jwt_svid=said))
+
+
+def test_a_ban_of_no_day_of_ours_is_a_ban() -> None:
+    said = raw(jwt_svid=entry(banned=True, since=END_OF_TIME, until=END_OF_TIME))
+    (one,) = NodeEvidence.parse(said).sources.values()
+    assert (one.is_banned, one.since) == (True, None)
+
+
+def test_what_somebody_wrote_down_may_be_good_for_ever() -> None:
+    assert NodeEvidence.parse(raw(static=entry(since="0001-01-01T00:00:00Z", until=END_OF_TIME))).sources
+
+
 def test_one_entry_can_be_read_beside_one_that_cannot() -> None:
     both = raw(static=entry(), jwt_svid={})
     assert entry_in(both, "static") == Evidence("node-a", HASH, "static")

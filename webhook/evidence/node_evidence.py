@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from attrs import evolve, frozen
 
+from webhook.clock import is_of_our_days
 from webhook.core import keys
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, combined
@@ -73,14 +74,18 @@ def evidence_of(node: str, source: str, entry: EntryWire) -> Evidence:
         raise UnreadableEvidenceError(f"{source} says nothing of {node}")
     if source not in ENDLESS and not (entry.banned or entry.conflict) and None in (entry.since, entry.until):
         raise UnreadableEvidenceError(f"{source} does not say since when and until when its word on {node} is good")
+    moments = [one for one in (entry.since, entry.challenged) if one is not None]
+    is_odd = source not in ENDLESS and not all(map(is_of_our_days, moments))
+    if is_odd and not (entry.banned or entry.conflict):
+        raise UnreadableEvidenceError(f"{source} said something of {node} on no day of ours")
     return Evidence(
         node=node,
         hash=entry.hash or "",
         source=source,
-        since=entry.since,
+        since=None if is_odd else entry.since,
         until=entry.until,
         nonce_digest=entry.nonce_digest,
-        challenged=entry.challenged,
+        challenged=None if is_odd else entry.challenged,
         is_banned=entry.banned,
         is_conflict=entry.conflict,
     )
