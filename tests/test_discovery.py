@@ -323,6 +323,28 @@ async def test_it_goes_when_the_last_reservation_has_gone(scene: Scene) -> None:
     assert await scene.step() == ["delete node-a"]
 
 
+async def test_nothing_is_remembered_of_a_node_that_is_gone_with_its_gpu_node(scene: Scene) -> None:
+    for _ in range(2):
+        await scene.with_node("GPU-1", held=("GPU-1",))
+        scene.nodes.remove("node-a")
+        await scene.step()
+        scene.hold()
+        assert await scene.step() == ["delete node-a"]
+        scene.gpu_nodes.objects["node-a"]["metadata"].pop("finalizers")
+        scene.gpu_nodes.remove("node-a")
+        assert await scene.step() == []
+    assert (scene.events.told, scene.discovery.remembered) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
+
+
+async def test_nothing_is_remembered_of_a_node_whose_devices_nobody_could_read(scene: Scene) -> None:
+    scene.node(said="nonsense")
+    await scene.step()
+    assert scene.discovery.remembered == 1
+    scene.nodes.remove("node-a")
+    await scene.step()
+    assert scene.discovery.remembered == 0
+
+
 async def test_before_it_is_known_what_is_held_a_gpu_node_stays(scene: Scene) -> None:
     scene.node(said=annotation("GPU-1"))
     await scene.step()

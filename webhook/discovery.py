@@ -209,6 +209,11 @@ class Discovery:
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._failures = 0
 
+    @property
+    def remembered(self) -> int:
+        """What was told and still is so."""
+        return len(self._told)
+
     async def step(self) -> None:
         """One pass over what is news. What cannot be done now is left for the next one."""
         self._todo.update(dict.fromkeys(await self._written.refresh()))
@@ -268,7 +273,10 @@ class Discovery:
             return
         if name not in self.nodes:
             self._dispute(name, ())
-            if raw is not None and known is not None:
+            if raw is None:
+                for reason in (Reason.NODE_GONE, Reason.DEVICES_UNREADABLE):
+                    self._told.pop((name, reason), None)
+            elif known is not None:
                 await self._part(raw, known)
             return
         self._told.pop((name, Reason.NODE_GONE), None)
