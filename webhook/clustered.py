@@ -204,6 +204,10 @@ class Discovering:
         evidences = Watch(api, NODE_EVIDENCES_PATH, Several(self._evidence.view, *also_evidences))
         self.watches = (nodes, devices, evidences)
 
+    def begin(self) -> None:
+        """Elected."""
+        self._evidence.begin()
+
     def is_owed(self, name: str) -> bool:
         """Whether something newer is known of the node's evidence than its object says."""
         return self._evidence.is_owed(name)

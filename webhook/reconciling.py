@@ -129,7 +129,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         async def lead() -> None:
             queue.begin()
             continuous.begin()
-            discovering._evidence.begin()
+            discovering.begin()
             await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
 
         await lead_again_and_again(settings, api, LEASE, lead, ledger.rest)

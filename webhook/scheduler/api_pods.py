@@ -8,7 +8,7 @@ from webhook.calls import LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
-from webhook.scheduler.waking import NotWokenError
+from webhook.scheduler.waking import AlarmAwayError, NotWokenError
 
 log = structlog.get_logger(__name__)
 
@@ -89,9 +89,10 @@ class ApiAlarm:
                 self._api, "PATCH", POD_PATH, names_of(pod), patch, seconds=REQUEST_TIMEOUT, kind=MERGE_PATCH
             )
         except LOST as exc:
-            raise NotWokenError("the API server cannot be reached") from exc
+            raise AlarmAwayError("the API server cannot be reached") from exc
         if status >= 400 and status not in (404, 409):  # gone, or of another uid
-            raise NotWokenError(said_in(status, body))
+            is_away = status == 429 or status >= 500
+            raise (AlarmAwayError if is_away else NotWokenError)(said_in(status, body))
 
 
 def names_of(pod: PodIdentity) -> dict[str, str]:

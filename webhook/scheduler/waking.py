@@ -46,6 +46,10 @@ class NotWokenError(GpuwardenError):
     """The pod could not be woken now; the text says why."""
 
 
+class AlarmAwayError(NotWokenError):
+    """Nor could any other."""
+
+
 class Alarm(Protocol):
     """Can wake a pod."""
 
@@ -176,6 +180,7 @@ class Waking:
         return () if isinstance(places, Deny) else {place.node for place in places}
 
     async def _wake(self, waiter: Waiter, now: datetime) -> bool:
+        """Whether others can be woken."""
         waiter.not_before = now + waiter.pause
         waiter.pause = min(2 * waiter.pause, LONGEST)
         pod = waiter.identity
@@ -183,7 +188,7 @@ class Waking:
             await self._alarm.wake(pod, now.isoformat(timespec="milliseconds"))
         except NotWokenError as exc:
             log.warning("pod not woken", namespace=pod.namespace, name=pod.name, problem=str(exc))
-            return False
+            return not isinstance(exc, AlarmAwayError)
         log.info("pod woken", namespace=pod.namespace, name=pod.name)
         return True
 
