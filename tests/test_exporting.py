@@ -18,8 +18,8 @@ from webhook.export.measured import ExportMetrics
 from webhook.export.nodes import trimmed_node
 from webhook.export.reader import pod_seen, trimmed_pod
 from webhook.exporting import NodesView, StoreHealth, hash_in, node_words, time_to_drain
-from webhook.web.app import application, get
 from webhook.web.health import Stage
+from webhook.web.routes import application, get
 
 
 class Store:

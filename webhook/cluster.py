@@ -12,6 +12,7 @@ import yaml
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.api_paths import GPU_NODES, PODS_PATH
 from webhook.calls import LOST, POD_PATH, answered
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
@@ -32,9 +33,6 @@ MOUNTED = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 # Longer than a busy API server needs, shorter than the patience of whoever waits for us.
 REQUEST_TIMEOUT = 5.0
-
-PODS_PATH = "/api/v1/pods"
-GPU_NODES = ("gpuwarden.io", "v1alpha1", "gpunodes")
 
 Load = Callable[..., Awaitable[None]]
 RefreshKey = Callable[[client.Configuration], Awaitable[None]]

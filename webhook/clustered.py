@@ -10,9 +10,21 @@ from attrs import evolve
 from kubernetes.aio import client
 
 from webhook.api_objects import ApiNamespaces, ApiNodes, ApiObjects
+from webhook.api_paths import (
+    GPU_NODES,
+    GPU_NODES_PATH,
+    NAMESPACES_PATH,
+    NODE_EVIDENCES,
+    NODE_EVIDENCES_PATH,
+    NODES_PATH,
+    PODS_PATH,
+    PRIORITY_CLASSES_PATH,
+    STATEFUL_SETS_PATH,
+    TRUST_BUNDLES,
+)
 from webhook.attestation import attestation_of
 from webhook.clock import Clock
-from webhook.cluster import GPU_NODES, PODS_PATH, ApiGpuNodes, ApiPods
+from webhook.cluster import ApiGpuNodes, ApiPods
 from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
@@ -38,15 +50,6 @@ from webhook.watch import Listener, Watch
 from webhook.wiring import Parts, assembled, hinting_of, times_of
 
 log = structlog.get_logger(__name__)
-
-NODE_EVIDENCES = ("gpuwarden.io", "v1alpha1", "nodeevidences")
-TRUST_BUNDLES = ("gpuwarden.io", "v1alpha1", "trustbundles")
-GPU_NODES_PATH = "/apis/" + "/".join(GPU_NODES)
-NODE_EVIDENCES_PATH = "/apis/" + "/".join(NODE_EVIDENCES)
-NODES_PATH = "/api/v1/nodes"
-NAMESPACES_PATH = "/api/v1/namespaces"
-STATEFUL_SETS_PATH = "/apis/apps/v1/statefulsets"
-PRIORITY_CLASSES_PATH = "/apis/scheduling.k8s.io/v1/priorityclasses"
 
 
 def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: ApiPods) -> Parts:

@@ -20,10 +20,10 @@ from kubernetes.aio import client
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from webhook.api_paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
 from webhook.calls import ApiRefusesError, Calls, Limit
 from webhook.clock import utc_now
 from webhook.cluster import connected
-from webhook.clustered import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
 from webhook.core.errors import GpuwardenError
 from webhook.evidence.node_evidence import NodeEvidence
 from webhook.export import Exporter, ExportError
@@ -52,8 +52,8 @@ from webhook.process import stop_signal
 from webhook.telemetry import configure_logging
 from webhook.view import View
 from webhook.watch import Watch
-from webhook.web.app import application, get
 from webhook.web.health import Health, Stage
+from webhook.web.routes import application, get
 
 log = structlog.get_logger(__name__)
 

@@ -7,9 +7,10 @@ import structlog
 from kubernetes.aio import client
 
 from webhook.api_objects import ApiNamespaces
+from webhook.api_paths import GPU_NODES_PATH, NAMESPACES_PATH, PODS_PATH, STATEFUL_SETS_PATH
 from webhook.clock import utc_now
-from webhook.cluster import PODS_PATH, ApiGpuNodes, ApiPods, connected
-from webhook.clustered import GPU_NODES_PATH, NAMESPACES_PATH, STATEFUL_SETS_PATH, Discovering
+from webhook.cluster import ApiGpuNodes, ApiPods, connected
+from webhook.clustered import Discovering
 from webhook.continuous import Continuous, OnEvidenceLost, evidence_ages, is_vouched
 from webhook.core.fleet import Fleet
 from webhook.election import lead_again_and_again

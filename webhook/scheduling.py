@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from webhook.api_objects import ApiNamespaces
+from webhook.api_paths import GPU_NODES_PATH, NAMESPACES_PATH, NODE_EVIDENCES_PATH, NODES_PATH, PODS_PATH
 from webhook.binding_door import BindingDoor
 from webhook.clock import utc_now
-from webhook.cluster import PODS_PATH, ApiGpuNodes, ApiPods, connected
-from webhook.clustered import GPU_NODES_PATH, NAMESPACES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
+from webhook.cluster import ApiGpuNodes, ApiPods, connected
 from webhook.core.fleet import Fleet
 from webhook.election import lead_again_and_again
 from webhook.events import ApiEvents

@@ -12,9 +12,9 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, Resource, forced_away, gone, pod_in_phase, wait_until
 from tests.e2e.test_ledger import GPU_NODES, NODE_A, ApiBench, bench  # noqa: F401 - the fixture
 from tests.ledger.contract import on
+from webhook.api_paths import GPU_NODES_PATH, PODS_PATH
 from webhook.clock import utc_now
-from webhook.cluster import PODS_PATH, ApiPods, connected
-from webhook.clustered import GPU_NODES_PATH
+from webhook.cluster import ApiPods, connected
 from webhook.core.claim import ClaimRecord
 from webhook.core.errors import SlotsTakenError
 from webhook.core.reservation import Ask, ReservationId
