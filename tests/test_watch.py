@@ -1,9 +1,9 @@
-"""A watch and an API server that goes silent; the rest is shown on a real one."""
+"""A watch and an API server that goes silent, or stops in the middle of a list; the rest is shown on a real one."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 import pytest
 from kubernetes.aio import client
@@ -13,10 +13,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.builders import Raw
+from webhook import watch as watching
 from webhook.listener import Listener
-from webhook.watch import Watch
+from webhook.watch import Trimmed, Watch
 
 PATH = "/api/v1/configmaps"
+
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 def config_map(name: str, version: int) -> Raw:
@@ -48,16 +51,28 @@ class ApiServer:
         await self.is_over.wait()
 
 
+@asynccontextmanager
+async def answering(answer: Answer) -> AsyncIterator[int]:
+    """The port of a server that answers so."""
+    listener = Listener(Starlette(routes=[Route("/{path:path}", answer)]), host="127.0.0.1", port=0)
+    await listener.start()
+    yield listener.port
+    await listener.stop(0)
+
+
+def client_of(port: int) -> AbstractAsyncContextManager[client.ApiClient]:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{port}"
+    found: AbstractAsyncContextManager[client.ApiClient] = client.ApiClient(configuration)
+    return found
+
+
 @pytest.fixture
 async def api_server() -> AsyncIterator[ApiServer]:
     server = ApiServer()
-    app = Starlette(routes=[Route("/{path:path}", server.answer)])
-    listener = Listener(app, host="127.0.0.1", port=0)
-    await listener.start()
-    server.port = listener.port
-    yield server
-    server.is_over.set()
-    await listener.stop(0)
+    async with answering(server.answer) as server.port:
+        yield server
+        server.is_over.set()
 
 
 class Listening:
@@ -65,10 +80,11 @@ class Listening:
 
     def __init__(self) -> None:
         self.heard: list[str] = []
+        self.lists: list[list[str]] = []
         self.has_changed = asyncio.Event()
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        """There were none."""
+        self.lists.append([raw["metadata"]["name"] for raw in objects.values()])
 
     def changed(self, raw: Raw) -> None:
         self.heard.append(raw["metadata"]["name"])
@@ -79,10 +95,8 @@ class Listening:
 
 
 async def test_a_watch_that_has_gone_silent_is_not_believed_and_goes_on_where_it_was(api_server: ApiServer) -> None:
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{api_server.port}"
     listening, states = Listening(), []
-    async with client.ApiClient(configuration) as api:
+    async with client_of(api_server.port) as api:
         watch = Watch(api, PATH, listening, silence=0.5)
         running = asyncio.create_task(watch.run())
         async with asyncio.timeout(20):
@@ -101,3 +115,48 @@ async def test_a_watch_that_has_gone_silent_is_not_believed_and_goes_on_where_it
     assert listening.heard[:2] == ["map-1", "map-2"]
     assert api_server.begun_at[:2] == ["5", "6"]
     assert watch.lists == 1
+
+
+def page(*names: str, rest: str = "") -> Response:
+    metadata = {"resourceVersion": "5", "continue": rest}
+    items = [config_map(name, 4) for name in names]
+    return JSONResponse({"kind": "ConfigMapList", "apiVersion": "v1", "metadata": metadata, "items": items})
+
+
+EXPIRED = JSONResponse({"kind": "Status", "code": 410, "reason": "Expired"}, status_code=410)
+BROKEN = JSONResponse({"kind": "Status", "code": 500}, status_code=500)
+TORN = Response(b'{"kind": "ConfigMapList", "items": [', media_type="application/json")
+
+
+@pytest.mark.parametrize("failure", [EXPIRED, BROKEN, TORN], ids=["expired", "broken", "torn"])
+@pytest.mark.parametrize("trimmed", [None, lambda raw: raw], ids=["as it is", "trimmed"])
+async def test_half_a_list_is_no_list(
+    failure: Response, trimmed: Trimmed | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "FIRST_PAUSE", 0.001)
+    half = [page("a", rest="more"), failure]
+    answers = [*half, failure, page("a", rest="more"), page("b"), *half, failure, page("a")]
+    asked, states = [], []
+    listening, is_done = Listening(), asyncio.Event()
+
+    async def answer(request: Request) -> Response:
+        if "watch" in request.query_params:  # it is over at once: the server has forgotten where we were
+            return JSONResponse({"type": "ERROR", "object": {"code": 410}})
+        asked.append(request.query_params.get("continue", ""))
+        states.append((watch.ready.is_set(), watch.is_current))
+        if len(asked) > len(answers):
+            is_done.set()
+            await asyncio.Event().wait()
+        return answers[len(asked) - 1]
+
+    async with answering(answer) as port, client_of(port) as api, asyncio.timeout(20):
+        watch = Watch(api, PATH, listening, trimmed=trimmed)
+        running = asyncio.create_task(watch.run())
+        await is_done.wait()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+    assert listening.lists == [["a", "b"], ["a"]]
+    assert asked == ["", "more", "", "", "more", "", "more", "", "", ""]
+    unknown, interrupted, known = (False, False), (True, False), (True, True)
+    assert states == [*[unknown] * 5, known, known, interrupted, interrupted, known]

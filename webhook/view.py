@@ -43,12 +43,13 @@ class View(Generic[Kept]):
     # What the watch tells, and what a write is answered with.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        names = {raw["metadata"]["name"] for raw in objects.values()}
         self._versions.clear()  # a list is right even where the store was put back to an earlier day
+        names = set()
+        for raw in objects.values():
+            names.add(raw["metadata"]["name"])
+            self.changed(raw)
         for name in self._kept.keys() - names:
             self.forget(name)
-        for raw in objects.values():
-            self.changed(raw)
 
     def changed(self, raw: Raw) -> None:
         name, version = raw["metadata"]["name"], version_of(raw)

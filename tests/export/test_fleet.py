@@ -20,8 +20,8 @@ from webhook.inventory.nvidia_smi import parse
 
 Raw = dict[str, Any]
 NODES, GPUS = 1000, 8
-# Of a process that has 100 with nothing to do.
-MOST_MIB = 160
+# Of a process that has 80 with nothing to do.
+MOST_MIB = 110
 PATIENCE = 240.0
 # A node that has been up for a while lists the images it has; pods and GPUNodes carry who wrote which field.
 IMAGES = [{"names": [f"registry.example.org/{'i' * 120}/{k}:latest"], "sizeBytes": k} for k in range(60)]

@@ -16,6 +16,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
 from webhook.export.uses import Called, Held, Noted, OpenUses, PodWords, Uses, trimmed_gpu_node
+from webhook.gpu_node import GpuNode
 
 Raw = dict[str, Any]
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -490,6 +491,13 @@ async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
     house.now += uses.ASK_AGAIN
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until == house.now
+
+
+def test_who_holds_what_is_found_as_the_gpu_node_says_it() -> None:
+    raw = raw_node({"GPU-1/0": entry(), "GPU-2/1": entry(), "GPU-3/0": entry("r-2", None)})
+    held = Held.parse(raw)
+    assert held.reservations == [one for one in GpuNode.parse(raw).reservations.values() if one.uid is not None]
+    assert [(one.id, one.uuids, one.since) for one in held.reservations] == [("r-1", ("GPU-1", "GPU-2"), SINCE)]
 
 
 def test_what_a_gpu_node_says_of_its_serials_is_found_by_uuid() -> None:

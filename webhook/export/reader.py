@@ -199,11 +199,12 @@ class Reader:
     # What the watch of pods tells.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        names = {raw["metadata"]["name"] for raw in objects.values()}
+        names = set()
+        for raw in objects.values():
+            names.add(raw["metadata"]["name"])
+            self.changed(raw)
         for name in self._pods.keys() - names:
             self._forget(name)
-        for raw in objects.values():
-            self.changed(raw)
 
     def changed(self, raw: Raw) -> None:
         try:

@@ -70,24 +70,32 @@ class Known(Protocol):
 
 @frozen
 class Held:
-    """What matters of a GPUNode: who holds what, and what its GPUs are called."""
+    """What matters of a GPUNode: who holds what, and what its GPUs are called. Packed: both are rarely looked at."""
 
-    reservations: tuple[Reservation, ...]
-    # By UUID, packed: they are wanted where a node's own reading does not say them.
-    serials: bytes
+    packed_reservations: bytes
+    # By UUID: they are wanted where a node's own reading does not say them.
+    packed_serials: bytes
     is_rebuilt: bool
 
     @classmethod
     def parse(cls, raw: Raw) -> "Held":
         node = GpuNode.parse(raw)
         return cls(
-            reservations=tuple(one for one in node.reservations.values() if one.uid is not None),
-            serials=zlib.compress(msgspec.json.encode({one.uuid: one.serial for one in node.devices if one.serial})),
+            packed_reservations=packed([one for one in node.reservations.values() if one.uid is not None]),
+            packed_serials=packed({one.uuid: one.serial for one in node.devices if one.serial}),
             is_rebuilt=node.is_rebuilt,
         )
 
+    @property
+    def reservations(self) -> Sequence[Reservation]:
+        return msgspec.json.decode(zlib.decompress(self.packed_reservations), type=list[Reservation])
+
     def serial_of(self, uuid: str) -> str | None:
-        return msgspec.json.decode(zlib.decompress(self.serials), type=dict[str, str]).get(uuid)
+        return msgspec.json.decode(zlib.decompress(self.packed_serials), type=dict[str, str]).get(uuid)
+
+
+def packed(content: object) -> bytes:
+    return zlib.compress(msgspec.json.encode(content))
 
 
 def trimmed_gpu_node(raw: Raw) -> Raw:
