@@ -14,12 +14,14 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from tests import builders
 from tests.e2e.kube import NODES, Kube, Raw, Resource, forced_away, gone, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.test_stops import LEASES
 from tests.evidence.certificates import Authority
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent
 from tests.ledger.fake_store import gpu_node
 from tests.running import Running, reconciling, serving
 from webhook.clock import utc_now
 from webhook.evidence.node_evidence import new_node_evidence
+from webhook.reconciling import LEASE
 
 NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
 NODE = "spire-a"
@@ -36,6 +38,7 @@ class Scene:
     cluster: Cluster
     kube: Kube
     spire: SpireDouble
+    namespace: str
     flags: tuple[str, ...]
 
     async def entry(self) -> Raw | None:
@@ -68,7 +71,7 @@ async def scene(cluster: Cluster, kube: Kube, namespace: str, tmp_path: Path) ->
             stack.enter_context, reconciling(tmp_path, [*cluster_flags, *flags.split(), *also.split()])
         )
         quiet = ("--log-level", "warn")  # nobody reads it, and a pipe holds 64 KiB
-        yield Scene(cluster, kube, spire, (*cluster_flags[:2], *flags.split(), *also.split(), *quiet))
+        yield Scene(cluster, kube, spire, namespace, (*cluster_flags[:2], *flags.split(), *also.split(), *quiet))
     await spire.stop()
     await api.stop()
     if await kube.find(NODE_EVIDENCES, NODE):  # the reconciler deletes it where there is no Node
@@ -118,6 +121,44 @@ async def test_while_spire_is_away_its_evidence_stays_as_it_was(scene: Scene) ->
     await asyncio.wait_for(failed.wait(), 60)  # asked once more: the first failure has been dealt with
     assert await scene.entry() == before
     nobody.close()
+
+
+async def test_whoever_is_elected_again_while_spire_is_away_takes_no_ban_of_another_leader_back(scene: Scene) -> None:
+    scene.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
+    await scene.says(hash=HASH, banned=False)
+    await scene.spire.stop()
+    failed = asyncio.Event()
+
+    def refuse(reader: object, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+        failed.set()
+
+    nobody = await asyncio.start_server(refuse, "127.0.0.1", scene.spire.port)
+    another = {"spec": {"holderIdentity": "another", "renewTime": f"{utc_now():%Y-%m-%dT%H:%M:%S.%fZ}"}}
+    await scene.kube.patch(LEASES, LEASE, another, scene.namespace)
+    ban = {"status": {"sources": {"spire-server": {"banned": True}}}}
+
+    async def is_led_by_another() -> bool:
+        """Whoever leads puts a hand right at once."""
+        await scene.kube.patch(NODE_EVIDENCES, NODE, ban, subresource="status")
+        await asyncio.sleep(2)
+        entry = await scene.entry()
+        return entry is not None and bool(entry["banned"])
+
+    async def holder() -> str:
+        lease = await scene.kube.get(LEASES, LEASE, scene.namespace)
+        return str(lease["spec"]["holderIdentity"])
+
+    await wait_until(is_led_by_another)
+    assert await holder() == "another"
+    await wait_until(holder, lambda found: found != "another")
+    for _ in range(2):  # the first failure has been dealt with once the second has come
+        failed.clear()
+        await asyncio.wait_for(failed.wait(), 60)
+    nobody.close()
+    entry = await scene.entry()
+    assert entry is not None
+    assert entry["banned"] is True
 
 
 @frozen(eq=False)
