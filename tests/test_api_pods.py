@@ -226,7 +226,8 @@ async def test_what_would_be_refused_again_is_not_an_answer_that_was_lost(
                 await write({"metadata": {"name": "node-a"}})
 
 
-async def test_a_pod_is_removed_by_its_uid(api_server: ApiServer, pods: ApiPods) -> None:
+async def test_a_pod_is_removed_by_its_uid_and_as_it_was_seen(api_server: ApiServer, pods: ApiPods) -> None:
     api_server.says(200, {"kind": "Status"})
-    await pods.remove(THE_POD)
-    assert [json.loads(one) for one in api_server.bodies] == [{"preconditions": {"uid": builders.POD_UID}}]
+    await pods.remove(THE_POD, "7")
+    only = {"preconditions": {"uid": builders.POD_UID, "resourceVersion": "7"}}
+    assert [json.loads(one) for one in api_server.bodies] == [only]

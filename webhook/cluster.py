@@ -322,11 +322,12 @@ class ApiPods:
         except (PodsUnavailableError, msgspec.ValidationError) as exc:
             raise WitnessAwayError(str(exc)) from exc
 
-    async def remove(self, pod: PodIdentity) -> None:
-        names, body = {"namespace": pod.namespace, "name": pod.name}, {"preconditions": {"uid": pod.uid}}
+    async def remove(self, pod: PodIdentity, version: str) -> None:
+        names = {"namespace": pod.namespace, "name": pod.name}
+        body = {"preconditions": {"uid": pod.uid, "resourceVersion": version}}
         try:
             status, _ = await answered(self._api, "DELETE", POD_PATH, names, body, seconds=REQUEST_TIMEOUT)
         except LOST as exc:
             raise WitnessAwayError("the pod cannot be removed") from exc
-        if status >= 400 and status not in (404, 409):  # gone, or of another uid
+        if status >= 400 and status not in (404, 409):  # gone, or another by now
             raise WitnessAwayError("the pod cannot be removed")

@@ -79,8 +79,9 @@ class Pods:
             raise WitnessAwayError("away")
         return Sight.of(self.raws[pod.uid]) if pod.uid in self.uids else None
 
-    async def remove(self, pod: PodIdentity) -> None:
-        self.removed.append(pod)
+    async def remove(self, pod: PodIdentity, version: str) -> None:
+        if version == self.raws[pod.uid]["metadata"].get("resourceVersion", ""):
+            self.removed.append(pod)
 
 
 class Replica:

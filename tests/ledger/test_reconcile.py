@@ -232,6 +232,21 @@ async def test_a_pod_that_was_bound_in_time_is_not_removed_though_the_watch_is_b
     assert scene.phase is Phase.FINALIZED
 
 
+async def test_a_pod_that_is_bound_as_it_is_looked_at_stays(scene: Scene) -> None:
+    await confirmed(scene, **OWNED, resourceVersion="1")
+    look = scene.bench.pods.look
+
+    async def look_and_bind(pod: PodIdentity) -> Sight | None:
+        seen = await look(pod)
+        scene.bench.pods.raws[pod.uid] = {**raw_pod(**OWNED, resourceVersion="2"), "spec": ON_NODE}
+        return seen
+
+    scene.bench.pods.look = look_and_bind  # type: ignore[method-assign]
+    scene.bench.now += BIND_DEADLINE
+    await scene.reconciler.step()
+    assert scene.bench.pods.removed == []
+
+
 async def test_a_pod_that_nobody_can_be_asked_about_is_removed_by_nobody(scene: Scene) -> None:
     await confirmed(scene, **OWNED)
     scene.bench.pods.is_away = True

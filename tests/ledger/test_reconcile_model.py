@@ -126,9 +126,10 @@ class ApiServer:
         raw = await self._read(pod)
         return None if raw is None else Sight.of(copy.deepcopy(raw))
 
-    async def remove(self, pod: PodIdentity) -> None:
-        await self._read(pod)
-        self.delete(pod.uid)
+    async def remove(self, pod: PodIdentity, version: str) -> None:
+        raw = await self._read(pod)
+        if raw is not None and version == raw["metadata"].get("resourceVersion", ""):
+            self.delete(pod.uid)
 
     async def carriers(self) -> list[Carrier]:
         await asyncio.sleep(0)

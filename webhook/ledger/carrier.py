@@ -30,6 +30,7 @@ class SpecWire(Wire, frozen=True):
 
 
 class MetaWire(Metadata, frozen=True):
+    resource_version: str = ""
     deletion_timestamp: datetime | None = None
 
 
@@ -108,6 +109,7 @@ class Sight:
     has_ended: bool
     # What its containers are told of GPUs, which nobody can change once it exists.
     told: tuple[EnvVar, ...] = ()
+    version: str = ""
 
     @classmethod
     def of(cls, raw: Raw) -> "Sight":
@@ -118,6 +120,7 @@ class Sight:
             is_gated=pod.is_gated,
             node=pod.body.node_name or "",
             has_ended=wire.status is not None and wire.status.phase in ENDED,
+            version=(wire.metadata or MetaWire()).resource_version,
             told=tuple(one for _, container in pod.containers() for one in visible_env(container)),
         )
 

@@ -18,7 +18,7 @@ from webhook.core.errors import LedgerError, ReservationConflictError, Reservati
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
 from webhook.events import Events, Subject
-from webhook.ledger.carrier import Carrier
+from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import ClusterLedger, Witness, WitnessAwayError, pod_of
 
 log = structlog.get_logger(__name__)
@@ -62,8 +62,9 @@ class Waiting:
 class Pods(Witness, Protocol):
     """Pods that can be removed, by uid."""
 
-    async def remove(self, pod: PodIdentity) -> None:
-        """This pod, by its uid, and no other of its name; one that is gone is no mistake. Raises WitnessAwayError."""
+    async def remove(self, pod: PodIdentity, version: str) -> None:
+        """This pod, by its uid, and as it was at that version: one that is gone, or has changed since, is no mistake.
+        Raises WitnessAwayError."""
 
 
 class Reconciler:
@@ -215,13 +216,14 @@ class Reconciler:
         is_removed, place, now = self._is_removed(one), (held.node, held.id), self._clock()
         if is_removed and self._ask_again.get(place, now) > now:
             return
-        if is_removed and not await self._is_still(one):
+        seen = await self._as_told(one) if is_removed else None
+        if is_removed and seen is None:
             self._ask_again[place] = now + PATIENCE
             return
         text = f"not on node {held.node} within {self._waiting.bind_deadline}: {','.join(held.uuids)} can be had again"
         self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
-        if is_removed:
-            await self._api.remove(one.pod)  # the watch will tell, and then its devices are free
+        if seen is not None:
+            await self._api.remove(one.pod, seen.version)  # the watch will tell, and then its devices are free
         elif had_since(one, held) + self._waiting.after_the_last_binding <= self._clock():
             seen = await self._api.look(one.pod)
             if seen is not None and not seen.is_on_node:
@@ -231,10 +233,10 @@ class Reconciler:
         """A pod that nobody would make anew is left for its owner to see why."""
         return self._waiting.afterwards is OnBindDeadline.REMOVE and one.has_controller
 
-    async def _is_still(self, one: Carrier) -> bool:
-        """Whether the living pod is as the watch has said, which may be far behind."""
+    async def _as_told(self, one: Carrier) -> Sight | None:
+        """The living pod, if it is as the watch has said, which may be far behind."""
         seen = await self._api.look(one.pod)
-        return seen is not None and seen.carrier == one
+        return seen if seen is not None and seen.carrier == one else None
 
     # A pod without its reservation.
 
@@ -255,8 +257,9 @@ class Reconciler:
         self._events.tell(Subject.of_pod(one.pod), Reason.RESERVATION_LOST, text)
         is_unsafe = one.is_on_node and not one.has_started
         is_doomed = is_unsafe or (not one.is_on_node and self._is_removed(one))
-        if not one.is_leaving and is_doomed and await self._is_still(one):
-            await self._api.remove(one.pod)
+        seen = await self._as_told(one) if is_doomed and not one.is_leaving else None
+        if seen is not None:
+            await self._api.remove(one.pod, seen.version)
 
     async def _restore(self, one: Carrier) -> None:
         if await self._ledger.adopt(one) is not None:
