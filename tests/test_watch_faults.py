@@ -6,17 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from kubernetes.aio import client
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from tests.builders import Raw
-from tests.test_watch import PATH, Listening, config_map
+from tests.test_watch import PATH, Listening, answering, client_of, config_map
 from webhook import watch as watches
 from webhook.clustered import first_list
-from webhook.listener import Listener
 from webhook.watch import Watch
 
 Events = Callable[[int], AsyncIterator[bytes]]
@@ -49,12 +45,8 @@ class Server:
 @asynccontextmanager
 async def watching(server: Server) -> AsyncIterator[tuple[Watch, Listening]]:
     """It runs to the end of the test, or says what has ended it."""
-    listener = Listener(Starlette(routes=[Route("/{path:path}", server.answer)]), host="127.0.0.1", port=0)
-    await listener.start()
-    configuration = client.Configuration()
-    configuration.host = f"http://127.0.0.1:{listener.port}"
     listening = Listening()
-    async with client.ApiClient(configuration) as api:
+    async with answering(server.answer) as port, client_of(port) as api:
         watch = Watch(api, PATH, listening)
         running = asyncio.create_task(watch.run())
         try:
@@ -64,7 +56,6 @@ async def watching(server: Server) -> AsyncIterator[tuple[Watch, Listening]]:
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
-            await listener.stop(0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
