@@ -213,21 +213,29 @@ class Reconciler:
     async def _give_up(self, one: Carrier, held: Reservation) -> None:
         """Its devices go back. Where it is removed, its controller makes a new one. Where it stays, nobody may put it
         on a node any more, and its devices are free once no binding can be under way."""
-        is_removed, place, now = self._is_removed(one), (held.node, held.id), self._clock()
-        if is_removed and self._ask_again.get(place, now) > now:
+        if self._is_removed(one):
+            await self._remove_late(one, held)
             return
-        seen = await self._as_told(one) if is_removed else None
-        if is_removed and seen is None:
-            self._ask_again[place] = now + PATIENCE
-            return
-        text = f"not on node {held.node} within {self._waiting.bind_deadline}: {','.join(held.uuids)} can be had again"
-        self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
-        if seen is not None:
-            await self._api.remove(one.pod, seen.version)  # the watch will tell, and then its devices are free
-        elif had_since(one, held) + self._waiting.after_the_last_binding <= self._clock():
+        self._tell_late(one, held)
+        if had_since(one, held) + self._waiting.after_the_last_binding <= self._clock():
             seen = await self._api.look(one.pod)
             if seen is not None and not seen.is_on_node:
                 await self._release(held, one.pod, "not bound in time")
+
+    async def _remove_late(self, one: Carrier, held: Reservation) -> None:
+        place, now = (held.node, held.id), self._clock()
+        if self._ask_again.get(place, now) > now:
+            return
+        seen = await self._as_told(one)
+        if seen is None:
+            self._ask_again[place] = now + PATIENCE
+            return
+        self._tell_late(one, held)
+        await self._api.remove(one.pod, seen.version)  # the watch will tell, and then its devices are free
+
+    def _tell_late(self, one: Carrier, held: Reservation) -> None:
+        text = f"not on node {held.node} within {self._waiting.bind_deadline}: {','.join(held.uuids)} can be had again"
+        self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
 
     def _is_removed(self, one: Carrier) -> bool:
         """A pod that nobody would make anew is left for its owner to see why."""
