@@ -219,9 +219,9 @@ class ClusterLedger:
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
     ) -> bool:
-        known = self._shelf.find(reservation_id, node)
-        if known is None or node not in (None, known.node):
-            return False  # of that id is one elsewhere, which may be the one that the pod has
+        known = self._shelf.exactly(reservation_id, node)
+        if known is None:
+            return False
         return await self._moved(known.node, Release(known.id, pod, since or known.since)) is not None
 
     def given_up(self, now: datetime) -> Collection[Reservation]:

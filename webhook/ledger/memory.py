@@ -69,8 +69,8 @@ class MemoryLedger:
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
     ) -> bool:
-        known = self._shelf.find(reservation_id, node)
-        if known is None or node not in (None, known.node):
+        known = self._shelf.exactly(reservation_id, node)
+        if known is None:
             return False
         return self._moved(known.node, Release(known.id, pod, since or known.since), self._clock()) is not None
 

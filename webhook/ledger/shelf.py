@@ -178,6 +178,10 @@ class Shelf:
         there = None if node is None else self._all.get((node, reservation_id))
         return there or next(iter(self.several(reservation_id)), None)
 
+    def exactly(self, reservation_id: ReservationId, node: str | None) -> Reservation | None:
+        """The one on that node, where one is named: of that id another may be elsewhere, which its pod has."""
+        return self.find(reservation_id) if node is None else self._all.get((node, reservation_id))
+
     def several(self, reservation_id: ReservationId) -> Sequence[Reservation]:
         return self._ranked(self._by_id.get(reservation_id, ()))
 
