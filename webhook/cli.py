@@ -14,7 +14,7 @@ import webhook
 from webhook import settings
 from webhook.clock import utc_now
 from webhook.core.errors import GpuwardenError
-from webhook.setting_kinds import NAMESPACE, read_namespace, read_url
+from webhook.setting_kinds import NAMESPACE, is_qualified, read_namespace, read_url
 from webhook.settings import Settings, SettingsError
 
 FAILED: Final = 1
@@ -318,7 +318,7 @@ def crds(args: Namespace) -> int:
 
 
 def manifests(args: Namespace) -> int:
-    from webhook.policies import QUALIFIED_NAME, Installation, as_yaml
+    from webhook.policies import Installation, as_yaml
 
     mistakes = []
     named = (("namespace", args.namespace), ("service", args.service), ("gpu-namespace", args.gpu_namespace))
@@ -328,7 +328,7 @@ def manifests(args: Namespace) -> int:
         except ValueError:
             mistakes.append(f"flag --{name}: {text!r} is not a name; allowed: {NAMESPACE.allowed}, or one like it")
     alias = args.required_hash_alias
-    if alias is not None and not QUALIFIED_NAME.fullmatch(alias):
+    if alias is not None and not is_qualified(alias):
         mistakes.append(f"flag --required-hash-alias: {alias!r} is not an annotation key")
     if args.url is not None and not is_https(args.url):
         mistakes.append(f"flag --url: {args.url!r} is not a URL with https")

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import msgspec
 from kubernetes.aio import client
 
 from webhook.calls import JSON_PATCH, LOST, MERGE_PATCH, POD_PATH, answered
+from webhook.cluster import pod_in
 from webhook.core import keys
 from webhook.core.difference import Change
 from webhook.core.reservation import PodIdentity
 from webhook.ledger.queue_gates import GateError
-from webhook.objects import object_in
+from webhook.pods import PodsUnavailableError
 from webhook.scheduler.api_pods import REQUEST_TIMEOUT, names_of, said_in
 from webhook.waiting_pods import is_waiting
 
@@ -39,9 +39,9 @@ class ApiGates:
         if status >= 400:
             raise GateError(said_in(status, body))
         try:
-            raw = object_in(body)
-        except msgspec.DecodeError as exc:
-            raise GateError("the API server answered with something else than a pod") from exc
+            raw = pod_in(body, pod.namespace, pod.name)
+        except PodsUnavailableError as exc:
+            raise GateError(str(exc)) from exc
         return bool(raw["metadata"]["uid"] == pod.uid and is_waiting(raw))
 
     async def _patch(self, pod: PodIdentity, patch: list[Change] | dict[str, Any], kind: str) -> bool:

@@ -3,16 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import structlog
 from kubernetes.aio import client
 
+from webhook.api_objects import NotTheOneError, the_one
 from webhook.calls import JSON, LOST, MERGE_PATCH, NODE_PATH, POD_PATH, answered
 from webhook.cluster import REQUEST_TIMEOUT
 from webhook.continuous import MeasureError
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
-from webhook.objects import object_in
 from webhook.scheduler.api_pods import names_of, said_in
 
 log = structlog.get_logger(__name__)
@@ -45,9 +44,9 @@ class ApiMeasures:
     async def _read(self, node: str) -> Raw | None:
         body = await self._answered("GET", NODE_PATH, {"name": node}, fine=(GONE,))
         try:
-            return None if body is None else object_in(body)
-        except msgspec.DecodeError as exc:
-            raise MeasureError("the API server answered with something else than a node") from exc
+            return None if body is None else the_one(200, body, "Node", node)
+        except NotTheOneError as exc:
+            raise MeasureError(str(exc)) from exc
 
     async def _answered(
         self,
