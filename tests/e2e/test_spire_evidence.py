@@ -1,8 +1,8 @@
 """What SPIRE says of agents becomes NodeEvidence in a real API server, by a real reconciler."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -105,37 +105,37 @@ async def test_evidence_of_a_source_that_is_no_longer_asked_does_not_stay(scene:
     await wait_until(sources, lambda found: found == {})
 
 
-async def test_while_spire_is_away_its_evidence_stays_as_it_was(scene: Scene) -> None:
-    scene.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
-    before = await scene.says(hash=HASH)
-    await scene.spire.stop()
+@asynccontextmanager
+async def away(spire: SpireDouble) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """It hangs up on whoever asks; the function waits until a failure has been dealt with, as the next one shows."""
+    await spire.stop()
     failed = asyncio.Event()
 
     def refuse(reader: object, writer: asyncio.StreamWriter) -> None:
         writer.close()
         failed.set()
 
-    nobody = await asyncio.start_server(refuse, "127.0.0.1", scene.spire.port)
-    await asyncio.wait_for(failed.wait(), 60)
-    failed.clear()
-    await asyncio.wait_for(failed.wait(), 60)  # asked once more: the first failure has been dealt with
-    assert await scene.entry() == before
+    async def failed_twice() -> None:
+        for _ in range(2):
+            failed.clear()
+            await asyncio.wait_for(failed.wait(), 60)
+
+    nobody = await asyncio.start_server(refuse, "127.0.0.1", spire.port)
+    yield failed_twice
     nobody.close()
+
+
+async def test_while_spire_is_away_its_evidence_stays_as_it_was(scene: Scene) -> None:
+    scene.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
+    before = await scene.says(hash=HASH)
+    async with away(scene.spire) as failed_twice:
+        await failed_twice()
+        assert await scene.entry() == before
 
 
 async def test_whoever_is_elected_again_while_spire_is_away_takes_no_ban_of_another_leader_back(scene: Scene) -> None:
     scene.spire.agents = [agent(NODE, HASH, expires_at=utc_now() + TTL)]
     await scene.says(hash=HASH, banned=False)
-    await scene.spire.stop()
-    failed = asyncio.Event()
-
-    def refuse(reader: object, writer: asyncio.StreamWriter) -> None:
-        writer.close()
-        failed.set()
-
-    nobody = await asyncio.start_server(refuse, "127.0.0.1", scene.spire.port)
-    another = {"spec": {"holderIdentity": "another", "renewTime": f"{utc_now():%Y-%m-%dT%H:%M:%S.%fZ}"}}
-    await scene.kube.patch(LEASES, LEASE, another, scene.namespace)
     ban = {"status": {"sources": {"spire-server": {"banned": True}}}}
 
     async def is_led_by_another() -> bool:
@@ -149,13 +149,13 @@ async def test_whoever_is_elected_again_while_spire_is_away_takes_no_ban_of_anot
         lease = await scene.kube.get(LEASES, LEASE, scene.namespace)
         return str(lease["spec"]["holderIdentity"])
 
-    await wait_until(is_led_by_another)
-    assert await holder() == "another"
-    await wait_until(holder, lambda found: found != "another")
-    for _ in range(2):  # the first failure has been dealt with once the second has come
-        failed.clear()
-        await asyncio.wait_for(failed.wait(), 60)
-    nobody.close()
+    async with away(scene.spire) as failed_twice:
+        another = {"spec": {"holderIdentity": "another", "renewTime": f"{utc_now():%Y-%m-%dT%H:%M:%S.%fZ}"}}
+        await scene.kube.patch(LEASES, LEASE, another, scene.namespace)
+        await wait_until(is_led_by_another)
+        assert await holder() == "another"
+        await wait_until(holder, lambda found: found != "another")
+        await failed_twice()
     entry = await scene.entry()
     assert entry is not None
     assert entry["banned"] is True
