@@ -55,7 +55,7 @@ PARTS := controlplane objectstore certmanager kubeconform buildkit
 # the pods found (tests/e2e/judge.py) never is. Without second tries: make e2e ONCE_MORE=
 ONCE_MORE := --reruns 1 --max-suite-reruns 3 --rerun-except PromiseBroken --rerun-show-tracebacks
 
-parts: $(VENV)/dev.stamp ## what these tests run: built once, in ten minutes (needs Go)
+parts: $(VENV)/dev.stamp ## what the tests on a real control plane run: built once, in ten minutes (needs Go)
 	@$(BIN)/python -m scripts.controlplane build $(PARTS)
 	@$(BIN)/python -m scripts.postgres
 
