@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 # Always aware, always UTC.
 Clock = Callable[[], datetime]
-# What clocks show lies between these.
-EARLIEST, LATEST = datetime.fromtimestamp(0, UTC), datetime(3000, 1, 1, tzinfo=UTC)
+# What clocks show lies between these; the first is also when something was of which nobody says when.
+LONG_AGO, LATEST = datetime.fromtimestamp(0, UTC), datetime(3000, 1, 1, tzinfo=UTC)
 
 
 def utc_now() -> datetime:
@@ -15,4 +15,4 @@ def utc_now() -> datetime:
 
 def is_of_our_days(moment: datetime) -> bool:
     """Whether a clock could have shown it. Elsewhere the calendar would end under whoever reckons with it."""
-    return EARLIEST <= moment < LATEST
+    return LONG_AGO <= moment < LATEST

@@ -3,13 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
 from attrs import evolve, frozen
 
-from webhook.clock import is_of_our_days
+from webhook.clock import LONG_AGO, is_of_our_days
 from webhook.core.device import Device, DeviceUuid, Slot
 from webhook.core.errors import GpuwardenError
 from webhook.core.reservation import Phase, Reservation, ReservationId
@@ -21,7 +21,6 @@ FINALIZER = "gpuwarden.io/held"
 
 PHASES = tuple(Phase)  # in the order in which they follow one another
 NUMBER = re.compile("0|[1-9][0-9]{0,2}")
-LONG_AGO = datetime.fromtimestamp(0, UTC)
 Which = Callable[..., Any]
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 

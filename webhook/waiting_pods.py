@@ -1,10 +1,10 @@
 """The pods that wait behind our gate, as a watch tells of them: in lines, and only those that we have dressed."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
+from webhook.clock import LONG_AGO
 from webhook.core import check, keys
 from webhook.core.claim import recorded_claim
 from webhook.core.dress import DressRules
@@ -18,8 +18,6 @@ from webhook.core.verdict import Deny
 from webhook.namespaces import ClaimReading, bond_of
 
 Raw = dict[str, Any]
-
-LONG_AGO = datetime.fromtimestamp(0, UTC)
 
 
 def nobody_cares(uid: str) -> None:

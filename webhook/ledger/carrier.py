@@ -1,12 +1,13 @@
 """A pod that carries a reservation in its annotations, as the API server shows it."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import msgspec
 from attrs import frozen
 
+from webhook.clock import LONG_AGO
 from webhook.core import keys
 from webhook.core.check import visible_env
 from webhook.core.claim import ClaimRecord
@@ -86,7 +87,7 @@ class Carrier:
             uuids=tuple(map(DeviceUuid, uuids)),
             gpus=record.gpus,
             is_shared=record.shared,
-            created=meta.creation_timestamp or datetime.fromtimestamp(0, UTC),
+            created=meta.creation_timestamp or LONG_AGO,
             is_on_node=bool(wire.spec and wire.spec.node_name),
             has_started=phase != "Pending",
             is_leaving=meta.deletion_timestamp is not None,

@@ -3,9 +3,10 @@
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TypeVar
 
+from webhook.clock import LONG_AGO
 from webhook.core.device import DeviceUuid
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Phase, Placement, Reservation, ReservationId
@@ -13,7 +14,6 @@ from webhook.ledger.moves import AgainError, Move, Times
 
 Held = Mapping[ReservationId, Reservation]
 Key = tuple[str, ReservationId]  # with the node: a writer that was behind may have used an id on two
-NEVER = datetime.fromtimestamp(0, UTC)
 # So many old reminders are no matter.
 FEW = 100
 
@@ -121,7 +121,7 @@ class Shelf:
             ask.claim_digest,
             placement.node,
             placement.slots,
-            NEVER,
+            LONG_AGO,
             None,
             is_shared=ask.is_shared,
         )

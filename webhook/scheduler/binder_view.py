@@ -5,13 +5,14 @@ the watch says where it is.
 """
 
 from collections.abc import Callable, Collection, Mapping, Set
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 import msgspec
 import structlog
 from attrs import define, frozen
 
+from webhook.clock import LONG_AGO
 from webhook.core.device import Node
 from webhook.core.errors import InvalidPodError
 from webhook.core.neighbours import Company, Neighbours
@@ -26,8 +27,6 @@ from webhook.scheduler.binder_wire import AllocatableWire, NodeRoomWire, PodWire
 log = structlog.get_logger(__name__)
 
 Raw = dict[str, Any]
-
-BEGINNING = datetime.fromtimestamp(0, UTC)
 
 
 @frozen
@@ -228,7 +227,7 @@ class World:
             needs,
             NodesAsked.of(pod),
             wire.spec.priority or 0,
-            meta.creation_timestamp or BEGINNING,
+            meta.creation_timestamp or LONG_AGO,
             company,
             beyond_us(wire.spec),
             tuple(one for volume in wire.spec.volumes or () for one in volume.wanted(meta.name or "")),
