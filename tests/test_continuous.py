@@ -289,6 +289,18 @@ async def test_a_pod_that_no_review_has_seen_is_held_to_what_its_namespace_deman
     assert scene.done[0] == "evict train"
 
 
+async def test_a_claim_that_cannot_be_read_is_held_to_what_its_namespace_demands() -> None:
+    """Its author has spoilt the annotation of a running pod."""
+    scene = Scene(EVICT)
+    scene.namespaces.hashes["research"] = HASH
+    scene.continuous.changed(undressed(""))
+    await scene.settle()
+    assert scene.done == []
+    scene.proves(A, None)
+    await scene.settle()
+    assert scene.done[0] == "evict train"
+
+
 async def test_gpus_without_a_record_or_a_hash_are_not_known_to_be_ours() -> None:
     scene = Scene(EVICT, needs_all=True)
     scene.continuous.changed(undressed())

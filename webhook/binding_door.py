@@ -36,7 +36,7 @@ class BindingDoor:
         self._holder = holder
         self._ledger = holder.ledger
         self._pods = pods
-        self._claims = claims.unreviewed
+        self._claims = claims
         self._bind_deadline = bind_deadline
         self._clock = clock
 

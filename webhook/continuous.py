@@ -17,7 +17,7 @@ from attrs import define, evolve, frozen
 from webhook.clock import Clock
 from webhook.core import check, keys
 from webhook.core.cells import Berth
-from webhook.core.claim import Claim, ClaimRules, believed, claim_of, recorded_or_none
+from webhook.core.claim import Claim, ClaimRecord, ClaimRules, believed, claim_of, recorded_or_none
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError, InvalidPodError
@@ -101,7 +101,7 @@ class Resident:
             pod = Pod.parse(raw)
             recorded = recorded_or_none(pod)
             is_reserved = recorded and recorded.count and pod.annotations.get(keys.RESERVATION_ID.name)
-            claim = recorded if is_reserved else unvouched(recorded, claim_of(pod, rules))
+            claim = recorded if is_reserved else unvouched(recorded, asked_of(pod, rules))
         except (msgspec.ValidationError, InvalidPodError):
             return None
         if claim is None:
@@ -114,6 +114,15 @@ class Resident:
             owner=owner_in(meta.owner_references or (), meta.namespace or ""),
             is_leaving=meta.deletion_timestamp is not None,
         )
+
+
+def asked_of(pod: Pod, rules: ClaimRules) -> Claim | None:
+    """A claim that cannot be read takes the pod out of nobody's sight: it asks for nothing more than its namespace
+    demands."""
+    try:
+        return claim_of(pod, rules)
+    except InvalidPodError:
+        return Claim(ClaimRecord())
 
 
 def unvouched(recorded: Claim | None, asked: Claim | None) -> Claim | None:
@@ -175,7 +184,7 @@ class Continuous:
         self._measures = measures
         self._events = events
         self._clock = clock
-        self._claims = claims.unreviewed
+        self._claims = claims
         self._is_current = is_current
         self._is_owed = is_owed
         self._is_vouched = is_vouched

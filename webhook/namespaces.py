@@ -75,11 +75,6 @@ class ClaimReading:
     rules: ClaimRules
     namespaces: Namespaces = field(factory=Undemanding)
 
-    @property
-    def unreviewed(self) -> "ClaimReading":
-        """Of pods that no review of ours may have seen."""
-        return evolve(self, rules=evolve(self.rules, passes_empty_hash=True))
-
     async def within(self, namespace: str) -> ClaimRules:
         """Raises NamespacesUnavailableError."""
         return self._bound(await self.namespaces.bond(namespace))

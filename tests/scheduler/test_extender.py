@@ -10,12 +10,13 @@ from tests.conftest import Build
 from tests.scheduler.bindings import FakeBindings
 from tests.web.house import House
 from tests.web.replica import Shared, sharing
-from webhook.core.extender_wire import BindArgs, ExtenderArgs, Offer
+from webhook.core.extender_wire import BindArgs, ExtenderArgs, Offer, PreemptArgs, Victims
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
-from webhook.scheduler.extender import Extender
+from webhook.scheduler.extender import Extender, refused_by
 
 NODES = ("node-a", "node-b", "node-c")
+HASH_KEY = "gpuwarden.io/required-hash"
 
 
 @pytest.fixture
@@ -107,36 +108,44 @@ async def test_a_pod_that_waited_too_long_passes_nowhere(house: House, extender:
 
 
 @pytest.mark.parametrize(
-    "annotations", [{"gpuwarden.io/claim": "[]"}, attested(HASH + ",,"), attested(" " + HASH)], ids=str
+    ("annotations", "mistake"),
+    [
+        ({"gpuwarden.io/claim": "[]"}, "annotation gpuwarden.io/claim is not one of ours"),
+        (attested(HASH + ","), f"annotation {HASH_KEY} holds an empty hash: name one or take it away"),
+        (attested(" " + HASH), f"annotation {HASH_KEY}: ' {HASH}' holds white space"),
+        (attested(""), f"annotation {HASH_KEY} holds an empty hash: name one or take it away"),
+        (
+            {"attestation-hash.my-company.com/required-hash": ""},
+            f"annotation {HASH_KEY} holds an empty hash: name one or take it away",
+        ),
+        ({"gpuwarden.io/gpu-count": ""}, "gpuwarden.io/gpu-count is empty"),
+        (
+            {**attested(HASH), "gpuwarden.io/claim": f'{{"hashes":["{OTHER_HASH}"]}}'},
+            "annotation gpuwarden.io/claim names none of the hashes that the pod asks for",
+        ),
+    ],
 )
-async def test_a_claim_that_cannot_be_read_is_served_by_no_node(
-    extender: Extender, annotations: dict[str, str]
+async def test_a_claim_that_cannot_be_read_passes_on_no_node_and_is_bound_nowhere(
+    extender: Extender, shared: Shared, bindings: FakeBindings, annotations: dict[str, str], mistake: str
 ) -> None:
-    found = await extender.sift(about(builders.created(raw_pod(annotations=annotations))))
-    assert found.unresolvable == dict.fromkeys(NODES, "the pod's claim cannot be read")
+    raw = builders.created(raw_pod(annotations=annotations))
+    shared.has(raw)
+    found = await extender.sift(about(raw))
+    text = f"the pod's claim cannot be read: InvalidPod: {mistake}"
+    assert found.unresolvable == dict.fromkeys(NODES, text)
+    assert refused_by(found) == {"the pod's claim cannot be read": 3}
+    assert dict(await extender.scores(about(raw))) == dict.fromkeys(NODES, 0)
+    victims = dict.fromkeys(NODES, Victims(("uid-1",), 0))
+    assert await extender.worth_an_eviction(PreemptArgs(Pod.parse(raw), victims)) == {}
+    assert await extender.bind(onto("node-a"))
+    assert bindings.asked == []
 
 
-@pytest.mark.parametrize("key", ["gpuwarden.io/required-hash", "attestation-hash.my-company.com/required-hash"])
-async def test_an_empty_annotation_asks_for_nothing(
-    house: House, extender: Extender, shared: Shared, bindings: FakeBindings, key: str
-) -> None:
-    """As in the Blind GPU Scheduler's contract. A review tells its author that it is a mistake."""
-    raw = raw_pod(annotations={key: ""})
-    shared.has(builders.created(raw))
-    await unproven(house)
-    assert (await extender.sift(about(builders.created(raw)))).passed == set(NODES)
-    assert await extender.bind(onto("node-a")) == ""
-    refused = await house.mutate(raw)
-    assert "holds an empty hash" in refused["status"]["message"]
-
-
-async def test_an_empty_annotation_takes_nothing_from_what_is_demanded_of_all(build: Build, shared: Shared) -> None:
-    house = await build(assemble=sharing(shared), require_evidence="all")
-    extender = Extender(house.parts, None)
-    raw = builders.created(raw_pod(raw_container(gpus=1), annotations=attested("")))
-    assert (await extender.sift(about(raw))).passed == {"node-a", "node-b"}
-    await unproven(house)
-    assert (await extender.sift(about(raw))).passed == set()
+async def test_the_text_about_a_claim_that_cannot_be_read_is_bounded(extender: Extender) -> None:
+    raw = builders.created(raw_pod(annotations=attested("\n," * 1000)))
+    (text,) = set((await extender.sift(about(raw))).unresolvable.values())
+    assert len(text) == 200
+    assert text.isprintable()
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,6 @@ class ClaimRules:
     resource: str = "nvidia.com/gpu"
     hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
     bond: Bond = NO_BOND
-    # A pod that a review lets in has no empty one: it is told so there. Where none was asked, it asks for nothing.
-    passes_empty_hash: bool = False
 
     @property
     def required_hash(self) -> Key:
@@ -280,7 +278,7 @@ class Reader:
     def _hashes(self) -> tuple[str, ...]:
         key = self.rules.required_hash
         text = self._annotation(key)
-        if text is None or (not text and self.rules.passes_empty_hash):
+        if text is None:
             return ()
         hashes, mistakes = hashes_in(text, f"annotation {key.name}")
         self.mistakes += mistakes

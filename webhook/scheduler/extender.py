@@ -9,7 +9,7 @@ from attrs import frozen
 
 from webhook.binding_door import BindingDoor, recorded_reservation
 from webhook.clock import Clock
-from webhook.core import check
+from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, believed, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy
@@ -72,7 +72,7 @@ class Extender:
         self._policy: EvidencePolicy = parts.holder.policy
         self._ledger = parts.ledger
         self._pods = parts.pods
-        self._claims: ClaimReading = parts.rules.claims.unreviewed
+        self._claims: ClaimReading = parts.rules.claims
         self._bind_deadline = parts.rules.bind_deadline
         self._clock: Clock = parts.clock
         self._bindings = bindings
@@ -110,7 +110,7 @@ class Extender:
             asked = await self._asked(pod) if recorded is None or not recorded.count else None
         except InvalidPodError as exc:
             log.info("claim refused", pod=f"{pod.meta.namespace}/{pod.display_name}", mistakes=exc.mistakes[:20])
-            return Refused(sieve.UNREADABLE)
+            return Refused(sieve.unreadable(exc.mistakes))
         if recorded is None:
             return None if asked is None else Wish(asked)
         if not recorded.count:
@@ -170,7 +170,11 @@ class Extender:
 def proven_wish(recorded: Claim, asked: Claim | None) -> Wish | Refused:
     """Of a record without GPUs."""
     claim = believed(recorded, asked)
-    return Refused(sieve.UNREADABLE) if claim is None else Wish(claim, is_recorded=True)
+    if claim is None:
+        return Refused(
+            sieve.unreadable([f"annotation {keys.CLAIM.name} names none of the hashes that the pod asks for"])
+        )
+    return Wish(claim, is_recorded=True)
 
 
 def where(living: Pod | None, pod: PodIdentity) -> str | None:
@@ -181,5 +185,6 @@ def where(living: Pod | None, pod: PodIdentity) -> str | None:
 
 
 def refused_by(sifted: Sifted) -> Mapping[str, int]:
-    """How many nodes each text speaks against."""
-    return Counter((*sifted.failed.values(), *sifted.unresolvable.values()))
+    """How many nodes each text speaks against. Texts that quote a pod count as one."""
+    texts = (*sifted.failed.values(), *sifted.unresolvable.values())
+    return Counter(text if text in sieve.TEXTS else sieve.UNREADABLE for text in texts)

@@ -1,9 +1,10 @@
 """Which of the nodes that a scheduler offers will do for a pod, and how well. No I/O, no clock, no await.
 
-What is said against nodes is counted by the scheduler, text by text: no text names a node, a GPU or an age.
+What is said against nodes is counted by the scheduler, text by text: no text names a node, a GPU or an age. The text
+about a claim that cannot be read quotes the pod, and is the same for all nodes.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from attrs import frozen
 
@@ -12,6 +13,8 @@ from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, Objection, Question
 from webhook.core.extender_wire import MAX_SCORE, Sifted
 from webhook.core.fleet import Fleet
+from webhook.core.reasons import Reason
+from webhook.core.verdict import plain
 
 SAID: dict[Objection, str] = {
     Objection.NOT_SELECTED: "not selected by the pod",
@@ -33,6 +36,8 @@ RESERVED_ELSEWHERE = "the pod's GPUs are reserved on another node"
 NOT_RESERVED = "the pod's GPU reservation is gone"
 TOO_LATE = "the pod's GPU reservation is given up: it waited too long"
 UNREADABLE = "the pod's claim cannot be read"
+# The filter repeats the text for each node of a cluster of thousands.
+MAX_UNREADABLE = 200
 # All that a pod may be told to wait for: what a scheduler's message holds if it was we who refused.
 TEXTS = frozenset({*SAID.values(), NOT_KNOWN, RESERVED_ELSEWHERE, NOT_RESERVED, TOO_LATE, UNREADABLE})
 
@@ -79,6 +84,11 @@ def sifted(wish: Wish | None, names: Collection[str], fleet: Fleet, policy: Evid
         else:
             unresolvable[name] = text
     return Sifted(frozenset(passed), failed, unresolvable)
+
+
+def unreadable(mistakes: Sequence[str]) -> str:
+    """The same reason as a review gives, and what is wrong with the claim."""
+    return plain(f"{UNREADABLE}: {Reason.INVALID_POD}: {'; '.join(mistakes)}", MAX_UNREADABLE)
 
 
 def refusing(names: Iterable[str], text: str) -> Sifted:

@@ -100,7 +100,7 @@ class Waking:
     def __init__(self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimReading, alarm: Alarm, clock: Clock) -> None:
         self._fleet = fleet
         self._policy = policy
-        self._claims = claims.unreviewed
+        self._claims = claims
         self._alarm = alarm
         self._clock = clock
         self._waiters: dict[str, Waiter] = {}

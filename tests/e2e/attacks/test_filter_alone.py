@@ -1,0 +1,46 @@
+"""Attack: a claim that cannot be read, where the extender's filter is the only guard and no webhook is installed."""
+
+from tests.e2e.kube import PODS, Raw, wait_until
+from tests.e2e.test_extender import HASH, WITH_A_GPU, Scene, accounts, scene
+
+__all__ = ["accounts", "scene"]
+
+KEY = "gpuwarden.io/required-hash"
+ALIAS = "attestation-hash.my-company.com/required-hash"
+
+INVALID = {
+    "empty-hash": ({KEY: ""}, {}, "holds an empty hash"),
+    "empty-hash-alias": ({ALIAS: ""}, {}, "holds an empty hash"),
+    "empty-hash-with-a-gpu": ({KEY: ""}, WITH_A_GPU, "holds an empty hash"),
+    "empty-hash-in-a-list": ({KEY: f"{HASH},"}, {}, "holds an empty hash"),
+    "two-hash-keys": ({KEY: HASH, ALIAS: ""}, {}, "say different things"),
+    "empty-count": ({"gpuwarden.io/gpu-count": ""}, {}, "is empty"),
+    "broken-record": ({KEY: HASH, "gpuwarden.io/claim": "[]"}, {}, "is not one of ours"),
+    "empty-map": ({"gpuwarden.io/gpu-map": ""}, WITH_A_GPU, "empty-map"),
+    "shared-as-a-word": ({"gpuwarden.io/shared": "yes"}, WITH_A_GPU, "not true or false"),
+}
+
+
+async def test_a_pod_whose_claim_cannot_be_read_is_scheduled_on_no_node(scene: Scene) -> None:
+    """One node has proven itself, two have not. A tenant's pod with an invalid claim gets none of them."""
+    await scene.prove("ext-1", HASH)
+    await scene.is_known("ext-1", proven=True)
+    with scene.scheduler():
+        for name, (annotations, spec, _) in INVALID.items():
+            await scene.create(name, annotations, **spec)
+        await scene.create("honest", {KEY: HASH})
+        await scene.is_on("honest", "ext-1")
+        assert await nodes_given(scene) == {}
+        for name, (_, _, mistake) in INVALID.items():
+            await scene.waits(name, "the pod's claim cannot be read: InvalidPod: ", mistake)
+
+
+async def nodes_given(scene: Scene) -> dict[str, str]:
+    """Where the invalid pods are, once the scheduler has looked at each."""
+
+    async def looked_at() -> list[Raw]:
+        pods = await scene.kube.list(PODS, scene.namespace)
+        return [one for one in pods if one["metadata"]["name"] in INVALID and one["status"].get("conditions")]
+
+    found = await wait_until(looked_at, lambda pods: len(pods) == len(INVALID))
+    return {one["metadata"]["name"]: one["spec"]["nodeName"] for one in found if "nodeName" in one["spec"]}
