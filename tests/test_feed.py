@@ -285,3 +285,26 @@ async def test_a_proof_that_a_node_has_sent_keeps_no_node(tmp_path: Path) -> Non
     (tmp_path / "inventory.json").write_text('{"nodes": []}')
     await told.feed.refresh()
     assert not told.fleet.berths
+
+
+async def test_a_proof_that_comes_while_another_provider_is_asked_stays(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    proof = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + 60 * SECOND, "n")
+
+    class Slow(Asked):
+        """A node proves itself while SPIRE answers."""
+
+        async def poll(self) -> Mapping[str, Evidence]:
+            await proofs.accept(proof)
+            return {"node-a": Evidence("node-a", HASH, self.name, NOW, NOW + 60 * SECOND)}
+
+    proofs = MemoryProofs(
+        lambda: told.fleet.berths.keys(),
+        lambda: told.now,
+        SECOND,
+        accepted=lambda node, said: told.feed.prove(MemoryProofs.name, node, said),
+    )
+    providers: list[EvidenceProvider] = [proofs, Slow({})]
+    told.feed = Feed(told.fleet, InventoryFile(tmp_path / "inventory.json"), providers, lambda: told.now, told.metrics)
+    await told.feed.load()
+    assert told.fleet.berths["node-a"].state is EvidenceState.FRESH

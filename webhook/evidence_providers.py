@@ -7,7 +7,7 @@ import structlog
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
-from webhook.evidence import EvidenceProvider, EvidenceUnavailableError
+from webhook.evidence import EvidenceProvider, EvidenceUnavailableError, StillAwayError
 from webhook.evidence.attested import SOURCE, Rules
 from webhook.evidence.jwt_svid import SOURCE as JWT_SVID
 from webhook.evidence.naming import naming_of
@@ -23,7 +23,7 @@ ROUND = 0.6
 
 
 class Round:
-    """Asks all providers, one after the other. That one is away is told once, and once that it answers again."""
+    """Asks all providers, one after the other. Logs one line when one goes away and one when it answers again."""
 
     def __init__(self, providers: Sequence[EvidenceProvider], count_error: Callable[[str], None]) -> None:
         self._providers = providers
@@ -59,7 +59,8 @@ class Round:
         return found
 
     def _missed(self, name: str, exc: EvidenceUnavailableError) -> None:
-        self._count_error(name)
+        if not isinstance(exc, StillAwayError):
+            self._count_error(name)
         if name not in self._away:
             log.warning("evidence provider away, what it said stays until its own end", provider=name, problem=str(exc))
         self._away.add(name)

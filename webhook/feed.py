@@ -49,6 +49,8 @@ class Feed:
         self._listed: frozenset[str] = frozenset()
         # Whether the fleet knows all that was said.
         self._is_told = False
+        # Sources that have said something newer while the providers were asked.
+        self._newer: set[str] = set()
 
     async def load(self) -> None:
         """The first reading; what cannot be read stops the start."""
@@ -132,7 +134,11 @@ class Feed:
             self._fleet.put(Node(name), now)
 
     async def _poll_evidence(self) -> None:
-        for name, said in (await self._round.answers()).items():
+        self._newer.clear()
+        answers = await self._round.answers()
+        for name, said in answers.items():
+            if name in self._newer:
+                continue
             self._is_told = self._is_told and said is self._said.get(name)
             self._said[name] = said
         if not self._is_told:
@@ -142,9 +148,18 @@ class Feed:
     async def _take_evidence_in(self) -> None:
         self._know_named()
         for number, name in enumerate(list(self._fleet.berths)):
-            word = combined([said[name] for said in self._said.values() if name in said], self._round.asked)
-            self._fleet.prove(name, word, self._clock())
+            self._prove(name)
             await breathe(number)
+
+    def prove(self, source: str, name: str, said: Mapping[str, Evidence]) -> None:
+        """`source` has news of one node: the next decision uses it, without waiting for the next poll."""
+        self._said[source] = said
+        self._newer.add(source)
+        self._prove(name)
+
+    def _prove(self, name: str) -> None:
+        word = combined([said[name] for said in self._said.values() if name in said], self._round.asked)
+        self._fleet.prove(name, word, self._clock())
 
 
 async def breathe(number: int) -> None:

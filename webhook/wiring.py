@@ -72,7 +72,12 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
     """Everything in this process: no cluster is asked."""
     fleet, metrics = Fleet(), Metrics()
     ledger = MemoryLedger(fleet, clock, times_of(settings))
-    proofs = MemoryProofs(lambda: fleet.berths.keys(), clock, settings.clock_skew)
+    proofs = MemoryProofs(
+        lambda: fleet.berths.keys(),
+        clock,
+        settings.clock_skew,
+        accepted=lambda node, said: feed.prove(MemoryProofs.name, node, said),
+    )
     providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
     feed = Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
     parts = assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods(), Undemanding())

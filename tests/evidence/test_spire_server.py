@@ -22,9 +22,10 @@ from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDoubl
 from tests.evidence.test_attested import MAX_AGE, RULES, TTL
 from webhook.clock import utc_now
 from webhook.core.evidence import Evidence, state_of
-from webhook.evidence import EvidenceUnavailableError
+from webhook.evidence import EvidenceUnavailableError, StillAwayError
 from webhook.evidence.spire_server import SocketServer, SpireServer, TcpServer
 from webhook.evidence.workload_api import OwnIdentity
+from webhook.evidence_providers import Round
 
 POLL = timedelta(seconds=5)
 CA = Authority()
@@ -158,11 +159,33 @@ async def test_while_spire_is_away_the_last_answer_stands_until_its_own_end(scen
     before = await scene.poll()
     await scene.spire.stop()
     assert "SPIRE: " in await scene.refused()
-    assert await scene.provider.poll() is before
+    with pytest.raises(StillAwayError):  # not asked again yet: the last answer is no sign that it is back
+        await scene.provider.poll()
     assert state_of(before["node-a"], NOW + MAX_AGE - SECOND).value == "fresh"
     assert state_of(before["node-a"], NOW + MAX_AGE).value == "stale"
     await scene.spire.start(THEIRS, CA)
     assert await scene.poll() is before
+
+
+async def test_an_outage_is_one_line_and_its_end_one_line_however_often_it_is_polled(scene: Scene) -> None:
+    errors: list[str] = []
+    asked = Round([scene.provider], errors.append)
+    with capture_logs() as lines:
+        await asked.answers()
+        await scene.spire.stop()
+        for _ in range(3):
+            scene.now += POLL
+            for _ in range(5):  # as the feed does, every second
+                assert await asked.answers() == {}
+        await scene.spire.start(THEIRS, CA)
+        scene.now += POLL
+        for _ in range(5):
+            assert "spire-server" in await asked.answers()
+    assert [line["event"] for line in lines if "provider" in line] == [
+        "evidence provider away, what it said stays until its own end",
+        "evidence provider answers again",
+    ]
+    assert errors == ["spire-server"] * 3, "one for each question that failed"
 
 
 async def test_a_spire_that_was_never_there_has_said_nothing(idle: Scene) -> None:
@@ -172,7 +195,7 @@ async def test_a_spire_that_was_never_there_has_said_nothing(idle: Scene) -> Non
         nobody.bind(("127.0.0.1", 0))
         idle.spire.port = nobody.getsockname()[1]
         await idle.refused()
-        with pytest.raises(EvidenceUnavailableError, match="has not answered yet"):
+        with pytest.raises(StillAwayError, match="SPIRE: "):
             await idle.provider.poll()
     idle.spire.port = 0
 
@@ -257,16 +280,21 @@ async def test_a_spire_that_goes_down_in_the_middle_of_an_answer_is_away(scene: 
     await until(lambda: len(scene.spire.requests) > asked)
     await scene.spire.stop()
     assert (await polling).startswith("SPIRE: ")
-    assert await scene.provider.poll() is before
+    await scene.spire.start(THEIRS, CA)
+    scene.spire.answers.set()
+    assert await scene.poll() is before
 
 
 async def test_who_may_not_list_agents_is_told_once(scene: Scene) -> None:
     scene.spire.readers = set()
     problem = "SPIRE: PERMISSION_DENIED: authorization denied for method ListAgents"
+    asked = Round([scene.provider], lambda name: None)
     with capture_logs() as lines:
-        assert [await scene.refused() for _ in range(3)] == [problem] * 3
+        for _ in range(3):
+            scene.now += POLL
+            assert await asked.answers() == {}
     told = [line for line in lines if line["log_level"] == "warning"]
-    assert told == [{"event": "SPIRE cannot be asked", "log_level": "warning", "problem": problem}]
+    assert [line["problem"] for line in told] == [problem]
 
 
 async def test_two_machines_with_one_key_are_told_of_once(scene: Scene) -> None:

@@ -64,6 +64,10 @@ class Site:
     async def admits(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
         """Whether a pod that asks for a node of these hashes gets one now; nothing is held."""
         await self.house.feed.refresh()
+        return await self.admits_at_once(*hashes, uid=uid)
+
+    async def admits_at_once(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
+        """The same without a poll in between."""
         raw = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": ",".join(hashes)})
         return bool((await self.house.mutate(raw, uid, dry_run=True))["allowed"])
 
@@ -95,6 +99,12 @@ async def test_a_node_that_answers_is_proven_until_its_time(site: Site) -> None:
     site.house.now += timedelta(seconds=1)
     assert not await site.admits(HASH)
     assert site.counted("accepted") == 1
+
+
+async def test_an_accepted_proof_counts_for_the_next_review(site: Site) -> None:
+    assert (await site.post(await site.token())).status_code == 200
+    assert await site.admits_at_once(HASH)
+    assert await site.admits(HASH), "and the next poll takes nothing back"
 
 
 async def test_what_a_challenge_looks_like(site: Site) -> None:

@@ -11,6 +11,10 @@ class EvidenceUnavailableError(GpuwardenError):
     """The provider cannot be asked: what it last said stays good until its own end."""
 
 
+class StillAwayError(EvidenceUnavailableError):
+    """The provider did not answer when it was last asked, and has not been asked again since."""
+
+
 class EvidenceProvider(Protocol):
     """A source of evidence."""
 

@@ -57,7 +57,15 @@ class MemoryProofs:
     name = SOURCE
     is_for_development = False
 
-    def __init__(self, present: Callable[[], Collection[str]], clock: Clock, skew: timedelta) -> None:
+    def __init__(
+        self,
+        present: Callable[[], Collection[str]],
+        clock: Clock,
+        skew: timedelta,
+        accepted: Callable[[str, Mapping[str, Evidence]], None] = lambda node, said: None,
+    ) -> None:
+        """`accepted` is called with the node of each accepted proof, and with what `poll` would return."""
+        self._accepted = accepted
         self._present = present
         self._clock = clock
         self._skew = skew
@@ -79,6 +87,7 @@ class MemoryProofs:
         # The moment is by the clock of whoever signed it: it must not be of our future.
         told = proof if proof.since is None else evolve(proof, since=proof.since - self._skew)
         self._said = {**self._said, proof.node: told}
+        self._accepted(proof.node, self._said)
 
     async def poll(self) -> Mapping[str, Evidence]:
         self._notice_births()

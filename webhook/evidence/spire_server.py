@@ -12,7 +12,7 @@ from grpclib.client import Channel
 
 from webhook.clock import Clock
 from webhook.core.evidence import Evidence
-from webhook.evidence import EvidenceUnavailableError
+from webhook.evidence import EvidenceUnavailableError, StillAwayError
 from webhook.evidence.attested import SOURCE, Doubts, Row, Rules, Watchfulness, by_node, row_of, word_on
 from webhook.evidence.rpc import CallFailedError, RawCodec, ask, faults_of
 from webhook.evidence.spiffe_tls import client_context
@@ -116,8 +116,11 @@ class SpireServer:
         self._asking, self._due, self._said = None, None, None
 
     async def poll(self) -> Mapping[str, Evidence]:
-        """An answer that takes long is told of later: who asks has other things to do, and the last one still holds,
-        if there was one since `begin`."""
+        """The newest answer. One that takes longer than `patience` is returned by a later poll, and the last answer
+        since `begin` is returned until then.
+
+        Between a failed question and the next answer every poll raises: the last answer is no sign that SPIRE is back.
+        """
         now = self._clock()
         if self._asking is None and (self._due is None or now >= self._due):
             self._due = now + self._every * (1 - JITTER * self._chance())
@@ -127,6 +130,12 @@ class SpireServer:
             if self._asking.done():
                 asked, self._asking = self._asking, None
                 asked.result()
+                return self._newest()
+        if self._problem:
+            raise StillAwayError(self._problem)
+        return self._newest()
+
+    def _newest(self) -> Mapping[str, Evidence]:
         if self._said is None:
             raise EvidenceUnavailableError("SPIRE has not answered yet")
         return self._said
@@ -137,8 +146,6 @@ class SpireServer:
                 async with asyncio.timeout(self._deadline.total_seconds()), self._server.connected() as channel:
                     rows = await self._all_rows(channel)
         except CallFailedError as exc:
-            if str(exc) != self._problem:
-                log.warning("SPIRE cannot be asked", problem=str(exc))
             self._problem = str(exc)
             raise EvidenceUnavailableError(self._problem) from exc
         self._problem = ""
