@@ -123,21 +123,25 @@ def test_of_two_sets_the_older_keeps_the_gpu_by_whatever_name(scene: Scene, late
     assert not scene.serves(mapped("0=rack-1:0"))
 
 
-def test_a_name_that_another_node_has_as_its_label_sets_aside_the_gpus_of_that_one() -> None:
-    """As a map is followed: by the label first."""
+def test_a_label_that_is_another_nodes_name_sets_nothing_aside() -> None:
     scene = Scene()
     scene.sets.changed(stateful_set("0=node-a:0,1"))
     assert scene.free() == 1
     scene.fleet.put(node("node-b", device("GPU-b0", index=0), labels={"gpu-node-name": "node-a"}), NOW)
-    assert scene.free() == 3
-    assert scene.fleet.is_offered(device("GPU-0", index=0))
-    assert not scene.fleet.is_offered(device("GPU-b0", index=0))
-    scene.fleet.put(node("node-b", device("GPU-b0", index=0), labels={"gpu-node-name": "rack-1"}), NOW)
-    assert scene.free() == 1
+    assert not scene.fleet.is_offered(device("GPU-0", index=0))
     assert scene.fleet.is_offered(device("GPU-b0", index=0))
-    scene.fleet.put(node("node-b", device("GPU-b0", index=0), labels={"gpu-node-name": "node-a"}), NOW)
-    scene.fleet.remove("node-b")
-    assert scene.free() == 1
+
+
+def test_a_label_counts_while_no_node_has_it_as_its_name() -> None:
+    scene = Scene()
+    scene.sets.changed(stateful_set("0=node-c:0"))
+    scene.fleet.put(node("node-b", device("GPU-b0", index=0), labels={"gpu-node-name": "node-c"}), NOW)
+    assert not scene.fleet.is_offered(device("GPU-b0", index=0))
+    scene.fleet.put(node("node-c", device("GPU-c0", index=0)), NOW)
+    assert scene.fleet.is_offered(device("GPU-b0", index=0))
+    assert not scene.fleet.is_offered(device("GPU-c0", index=0))
+    scene.fleet.remove("node-c")
+    assert not scene.fleet.is_offered(device("GPU-b0", index=0))
 
 
 @pytest.mark.defect("S1-3")
@@ -214,3 +218,20 @@ async def test_a_logical_name_of_two_nodes_is_told_on_both_once() -> None:
     fleet.put(node("node-b", labels={"gpu-node-name": "rack-1"}), NOW)
     await names.step()
     assert len(heard.told) == 4
+
+
+async def test_a_label_that_is_another_nodes_name_is_told_on_both_nodes() -> None:
+    fleet, heard = Fleet(), Heard()
+    names = NodeNames(fleet, heard)
+    fleet.put(node("node-a", labels={"gpu-node-name": "node-a"}), NOW)
+    await names.step()
+    assert heard.told == []
+    fleet.put(node("node-b", labels={"gpu-node-name": "node-a"}), NOW)
+    await names.step()
+    await names.step()
+    assert heard.told == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
+    assert heard.messages == [
+        "label gpu-node-name=node-a of node-b is this node's own name, and counts for nothing there",
+        "label gpu-node-name=node-a is the name of another node, and counts for nothing here: "
+        "placement maps mean node node-a",
+    ]

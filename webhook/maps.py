@@ -1,5 +1,5 @@
-"""Placement maps of StatefulSets that exist: their GPUs stay out of the general pool. And node names that are not one
-node's."""
+"""Placement maps of StatefulSets that exist: their GPUs stay out of the general pool. And logical node names that are
+in conflict."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -17,6 +17,9 @@ from webhook.events import Events, Subject
 from webhook.view import View
 
 log = structlog.get_logger(__name__)
+
+# Nodes that one event names.
+MOST_NAMED = 4
 
 Raw = dict[str, Any]
 # A node as a map names it, and a GPU of it as the map does.
@@ -181,7 +184,8 @@ def plain_name(gpu: str) -> str:
 
 
 class NodeNames:
-    """Tells of logical node names that several nodes have: maps that use them put nobody anywhere."""
+    """Tells each node concerned of logical names in conflict: several nodes have one as their label, or it is the name
+    of another node."""
 
     def __init__(self, fleet: Fleet, events: Events) -> None:
         self._fleet = fleet
@@ -189,11 +193,21 @@ class NodeNames:
         self._told: set[tuple[str, str]] = set()
 
     async def step(self) -> None:
-        shared = dict(self._fleet.shared_names(keys.LOGICAL_NODE_LABEL))
-        for value, names in shared.items():
+        conflicts = dict(self._fleet.disputed_names())
+        for value, names in conflicts.items():
             for name in names:
                 if (value, name) not in self._told:
-                    others = ", ".join(sorted(set(names) - {name})[:4])
-                    text = f"label {keys.LOGICAL_NODE_LABEL}={value} is on {others} too: no placement map can mean it"
+                    text = conflict(value, name, names, is_real=value in self._fleet.berths)
                     self._events.tell(Subject.of_node(name), Reason.AMBIGUOUS_NODE, text)
-        self._told = {(value, name) for value, names in shared.items() for name in names}
+        self._told = {(value, name) for value, names in conflicts.items() for name in names}
+
+
+def conflict(value: str, name: str, names: Iterable[str], *, is_real: bool) -> str:
+    """What the node is told of a logical name that it shares with the others."""
+    label = f"label {keys.LOGICAL_NODE_LABEL}={value}"
+    others = ", ".join(sorted(set(names) - {name})[:MOST_NAMED])
+    if not is_real:
+        return f"{label} is on {others} too: no placement map can mean it"
+    if name == value:
+        return f"{label} of {others} is this node's own name, and counts for nothing there"
+    return f"{label} is the name of another node, and counts for nothing here: placement maps mean node {value}"

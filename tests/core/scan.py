@@ -69,10 +69,10 @@ class World:
         wanted = claim.record.node
         if wanted is None:
             return True
+        if wanted in self.nodes:
+            return node.name == wanted
         labelled = [one.name for one in self.nodes.values() if one.labels.get("gpu-node-name") == wanted]
-        if labelled:
-            return labelled == [node.name]
-        return node.name == wanted
+        return labelled == [node.name]
 
     def evidence_objection(self, node: Node, claim: Claim) -> str | None:
         if not claim.record.hashes and not self.needs_evidence:

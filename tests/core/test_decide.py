@@ -282,6 +282,19 @@ def test_a_persons_account_of_a_map_is_the_decisions() -> None:
     assert [fit.name for fit in explain(asked, there, LAX) if fit.fits] == [name for name, _ in places(asked, there)]
 
 
+def test_a_nodes_own_name_goes_before_any_label() -> None:
+    there = fleet(
+        node("node-a", device("GPU-1", index=0)),
+        node("node-b", device("GPU-2", index=0), labels={"gpu-node-name": "node-a"}),
+        node("node-c", device("GPU-3", index=0), labels={"gpu-node-name": "node-a"}),
+    )
+    assert places(mapped("0", on="node-a"), there) == [("node-a", ["GPU-1/0"])]
+    assert places(mapped("0", on="node-b"), there) == [("node-b", ["GPU-2/0"])]
+    there.remove("node-c")
+    there.remove("node-a")
+    assert places(mapped("0", on="node-a"), there) == [("node-b", ["GPU-2/0"])]
+
+
 # Denials.
 
 

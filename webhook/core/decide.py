@@ -150,7 +150,7 @@ def ambiguous(question: "Question") -> Deny | None:
     place = question.claim.place
     if place is None:
         return None
-    named = question.fleet.names_with(LOGICAL_NODE_LABEL, [place.node])
+    named = question.fleet.meant_by(place.node)
     if len(named) < 2:
         return None
     nodes = len(question.fleet.berths)
@@ -289,8 +289,7 @@ class Question:
     def named(self) -> list[str] | None:
         """The only nodes that can be meant, if the claim says so."""
         if self.claim.place is not None:
-            wanted = self.claim.place.node
-            found = self.fleet.names_with(LOGICAL_NODE_LABEL, [wanted]) or [wanted]
+            found = self.fleet.meant_by(self.claim.place.node)
             return found if len(found) == 1 else []
         if self.claim.is_mapped:
             return []

@@ -97,7 +97,6 @@ class Fleet:
     def put(self, node: Node, now: datetime) -> None:
         """A node has come or changed."""
         known = self.berths.get(node.name)
-        before = None if known is None else known.node
         if known is not None:
             if known.node == node:
                 return
@@ -117,8 +116,8 @@ class Fleet:
             known.node, known.kinds = node, kinds
             berth = known
         self._place(berth)
-        for one in (before, node):
-            self._mark_namesake(one)
+        if known is None:
+            self._mark_labelled(node.name)
 
     def remove(self, name: str) -> None:
         """A node has gone. What is held of its devices stays held."""
@@ -130,7 +129,7 @@ class Fleet:
         self._leave(berth)
         self.states[berth.state] -= 1
         self._forget(berth.node)
-        self._mark_namesake(berth.node)
+        self._mark_labelled(name)
 
     def _remember(self, node: Node) -> None:
         self._sizes[len(node.devices)] += 1
@@ -218,30 +217,28 @@ class Fleet:
         whom something else is said than before."""
         self._mapped = mapped
         self.changes += 1
-        for name in {one for node in changed for one in (node, *self.names_with(LOGICAL_NODE_LABEL, [node]))}:
-            berth = self.berths.get(name)
-            if berth is not None:
-                self._mark_set_aside(berth.node)
-                self._place(berth)
+        for name in {one for node in changed for one in self.meant_by(node)}:
+            self._mark_again(self.berths[name])
 
     def _mark_set_aside(self, node: Node) -> None:
-        """By its label, and by its own name where no node has that as its label: as a map is followed."""
+        """By its own name, and by its label where that is no node's name: as a map is followed."""
         self._forget_set_aside(node)
-        is_others_label = bool(self.names_with(LOGICAL_NODE_LABEL, [node.name]))
-        names = {node.labels.get(LOGICAL_NODE_LABEL, ""), "" if is_others_label else node.name}
+        label = node.labels.get(LOGICAL_NODE_LABEL, "")
+        names = {node.name, "" if label in self.berths else label}
         said = [self._mapped[name] for name in names if name in self._mapped]
         for device in node.devices if said else ():
             keepers = [called[name] for called in said for name in device.names if name in called]
             if keepers:
                 self._set_aside[device.uuid] = min(keepers)
 
-    def _mark_namesake(self, node: Node | None) -> None:
-        """The node that is called as this one's label says: who has the label goes before it."""
-        name = "" if node is None else node.labels.get(LOGICAL_NODE_LABEL, "")
-        berth = self.berths.get(name)
-        if berth is not None and name in self._mapped:
-            self._mark_set_aside(berth.node)
-            self._place(berth)
+    def _mark_labelled(self, name: str) -> None:
+        """Nodes with this name as their label: it counts only while no node has the name."""
+        for labelled in self.names_with(LOGICAL_NODE_LABEL, [name]) if name in self._mapped else ():
+            self._mark_again(self.berths[labelled])
+
+    def _mark_again(self, berth: Berth) -> None:
+        self._mark_set_aside(berth.node)
+        self._place(berth)
 
     def _forget_set_aside(self, node: Node) -> None:
         for device in node.devices:
@@ -492,9 +489,17 @@ class Fleet:
         """By label: the models that nodes say they have, and how many nodes say so."""
         return self._gpu_types
 
-    def shared_names(self, key: str) -> Iterator[tuple[str, list[str]]]:
-        """The values of a label with a directory that several nodes have."""
-        return ((value, sorted(names)) for value, names in self._directories[key].items() if len(names) > 1)
+    def meant_by(self, name: str) -> list[str]:
+        """The nodes that a placement map means by a name: the node of that name, else those with it as their label."""
+        return [name] if name in self.berths else self.names_with(LOGICAL_NODE_LABEL, [name])
+
+    def disputed_names(self) -> Iterator[tuple[str, list[str]]]:
+        """Logical names that lead to no one node: several nodes have them as their label, or another node as its
+        name."""
+        for name, labelled in self._directories[LOGICAL_NODE_LABEL].items():
+            claimants = {*labelled, name} if name in self.berths else labelled.keys()
+            if len(claimants) > 1:
+                yield name, sorted(claimants)
 
     def names_with(self, key: str, values: Iterable[str]) -> list[str]:
         """The nodes whose label has one of the values, from the directory."""
