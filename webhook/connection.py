@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import h11
 import structlog
 from attrs import frozen
 from h2.errors import ErrorCodes
@@ -22,8 +23,17 @@ from hypercorn.protocol import ProtocolWrapper
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.protocol.http_stream import ASGIHTTPState, HTTPStream
-from hypercorn.typing import AppWrapper, ASGIReceiveEvent, ASGISendEvent, ConnectionState, Scope
+from hypercorn.typing import (
+    AppWrapper,
+    ASGIReceiveEvent,
+    ASGISendEvent,
+    ConnectionState,
+    HTTPResponseStartEvent,
+    Scope,
+)
 from hyperframe.frame import GoAwayFrame
+
+from webhook.core.errors import GpuwardenError
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +41,8 @@ READ_SIZE = 2**16
 WRITE_BEHIND = 2**16  # bytes a peer may leave unread before we wait for it; asyncio's own high-water mark
 BODY_BEHIND = 2**20  # bytes of one body that may wait for the app; more would only cost memory
 BODY_LEFT = 2**26  # bytes of a body nobody wants that are read for the answer's sake: above any honest upload
+FREE_PIECES = 4096  # pieces of one body that may be of any size: a body that is typed by hand has fewer
+SMALLEST_PIECES = 64  # bytes on average from then on; each piece costs as much work as a kilobyte
 ANY_STREAM = 2**31 - 1  # as last stream of a GOAWAY: open no more, all you have opened are answered (RFC 9113, 6.8)
 
 
@@ -45,6 +57,10 @@ class Deadlines:
     # The API server keeps idle connections for 90 s and does not repeat a POST on one that we close first. Hence
     # also no deadline for a first byte: Go's client dials connections that it uses only later.
     keep_alive: float = 120
+    # HTTP/1.1: for the rest of a body that nobody reads, while it keeps coming (without a pause of `rest_pause`). Then
+    # the answer goes out all the same, and the connection is closed.
+    rest: float = 2
+    rest_pause: float = 0.25
     close: float = 1  # to answer a TLS close_notify; asyncio's own limit is 30 s
     linger: float = 0.1  # in a drain, for a request that is on its way on an idle connection
     # HTTP/1.1 has no GOAWAY, and the API server's POST is lost if it crosses our closing. A connection in use sees a
@@ -74,6 +90,10 @@ class HypercornSettings(Config):
         return headers
 
 
+class TinyPiecesError(GpuwardenError):
+    """A peer sends its body in pieces so small that reading them keeps others waiting. It loses its connection."""
+
+
 class _Body:
     """What has come of one request and the app has not taken yet.
 
@@ -82,6 +102,7 @@ class _Body:
     """
 
     def __init__(self, *, until: float, is_complete: bool) -> None:
+        self._pieces = self._size = 0
         self._messages: asyncio.Queue[ASGIReceiveEvent] = asyncio.Queue()
         self._behind = 0
         self._room = asyncio.Event()
@@ -93,6 +114,7 @@ class _Body:
     async def put(self, message: ASGIReceiveEvent) -> None:
         self._messages.put_nowait(message)
         if message["type"] == "http.request":
+            self._count(len(message["body"]))
             self._behind += len(message["body"])
             self.is_complete = self.is_complete or not message["more_body"]
         elif message["type"] == "http.disconnect":
@@ -100,6 +122,12 @@ class _Body:
         while self._behind > BODY_BEHIND and not self.is_complete:
             self._room.clear()
             await self._room.wait()
+
+    def _count(self, size: int) -> None:
+        self._pieces += 1
+        self._size += size
+        if self._pieces > FREE_PIECES and self._size < self._pieces * SMALLEST_PIECES:
+            raise TinyPiecesError(f"a body in {self._pieces} pieces of {self._size} bytes together")
 
     async def get(self) -> ASGIReceiveEvent:
         """The next message. A body that is not all there in time counts as a peer that has gone."""
@@ -116,6 +144,14 @@ class _Body:
             self._behind -= len(message["body"])
         self._room.set()
         return message
+
+    async def discard_promptly(self, deadlines: Deadlines) -> None:
+        """Read what is left as long as it keeps coming, for a short time in all."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadlines.rest):
+                while not (self.is_complete and self._messages.empty()):
+                    async with asyncio.timeout(deadlines.rest_pause):
+                        await self.get()
 
     async def discard(self) -> None:
         """Read what is left. Most clients look at the answer only when they have sent their body; to cut them short
@@ -139,13 +175,13 @@ Put = Callable[[ASGIReceiveEvent], Awaitable[None]]
 class _Requests(TaskGroup):
     """The requests of one connection. The app cannot hurt the connection, nor one request another."""
 
-    def __init__(self, connection: "Connection", body_deadline: float) -> None:
+    def __init__(self, connection: "Connection", deadlines: Deadlines) -> None:
         super().__init__(asyncio.get_running_loop())
         self._connection = connection
-        self._body_deadline = body_deadline
+        self._deadlines = deadlines
 
     async def spawn_app(self, app: AppWrapper, config: Config, scope: Scope, send: Send) -> Put:
-        body = _Body(until=self._loop.time() + self._body_deadline, is_complete=scope["type"] != "http")
+        body = _Body(until=self._loop.time() + self._deadlines.body, is_complete=scope["type"] != "http")
         self._connection.begin_request()
         self.spawn(self._answer, app, scope, body, send)
         return body.put
@@ -153,7 +189,8 @@ class _Requests(TaskGroup):
     async def _answer(self, app: AppWrapper, scope: Scope, body: _Body, send: Send) -> None:
         try:
             await self._run(app, scope, body, send)
-            await body.discard()
+            if not body.is_given_up:
+                await body.discard()
             await send(None)  # Hypercorn answers 500 if the app has not answered
             body.close()
             await self._connection.end_stream(send, is_given_up=body.is_given_up)
@@ -162,15 +199,22 @@ class _Requests(TaskGroup):
             self._connection.end_request()
 
     async def _run(self, app: AppWrapper, scope: Scope, body: _Body, send: Send) -> None:
-        held: list[ASGISendEvent] = []
+        is_http1 = scope["type"] == "http" and scope["http_version"] != "2"
+        held: list[HTTPResponseStartEvent] = []
 
         async def send_after_body(message: ASGISendEvent) -> None:
             """Hold the beginning of an answer until more of it shows whether that is all: curl and Go stop sending
-            when they see a status from 300 on, in a way that Hypercorn's HTTP/2 takes for a broken connection."""
+            when they see a status from 300 on, in a way that Hypercorn's HTTP/2 takes for a broken connection. On
+            HTTP/1.1 the answer is not held for a body that is late: the connection is closed behind it."""
             if message["type"] == "http.response.start":
                 held.append(message)
                 return
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
+            if is_http1 and held:
+                await body.discard_promptly(self._deadlines)
+                if not body.is_complete:
+                    held[0]["headers"] = [*held[0]["headers"], (b"connection", b"close")]
+                    body.close()
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
                 await body.discard()
             while held:
                 await send(held.pop())
@@ -212,11 +256,12 @@ class Connection:
         self._running = 0
         self._is_reading_headers = False
         self._is_closing = False
+        self._is_parting = False
         self._is_closed_to_new_streams = False
 
     async def run(self) -> None:
         try:
-            async with _Requests(self, self._deadlines.body) as requests:
+            async with _Requests(self, self._deadlines) as requests:
                 self._protocol = self._speak(requests)
                 await self._protocol.initiate()
                 self._wait(self._linger if self._settings.is_draining else self._deadlines.keep_alive)
@@ -248,7 +293,7 @@ class Connection:
 
     def end_request(self) -> None:
         self._running -= 1
-        if self._running or self._is_closing:
+        if self._running or self._is_closing or self._is_parting:
             return
         if self._settings.is_draining:
             self._hang_up()
@@ -294,7 +339,7 @@ class Connection:
         with suppress(OSError):  # the peer has gone; its requests run on, they may have written something
             while not self._reader.at_eof():
                 data = await self._reader.read(READ_SIZE)
-                if not self._is_closing:
+                if not (self._is_closing or self._is_parting):
                     await self._protocol.handle(RawData(data))
                     self._watch_headers()
         await self._protocol.handle(Closed())
@@ -310,7 +355,7 @@ class Connection:
     async def _send(self, event: Event) -> None:
         """What the protocol wants done. It also says when it is idle; we know better."""
         if isinstance(event, Closed):
-            self._close()
+            self._part()
         elif isinstance(event, RawData) and self._write(event.data) > WRITE_BEHIND:
             await self._catch_up()
 
@@ -369,6 +414,19 @@ class Connection:
         if isinstance(self._protocol.protocol, H2Protocol) and not self._is_closed_to_new_streams:
             self._is_closed_to_new_streams = True
             self._write(GoAwayFrame(0, last_stream_id=ANY_STREAM).serialize())
+
+    def _part(self) -> None:
+        """Close; but read on for a moment where a peer still sends a body: a reset would cost it the answer."""
+        protocol = self._protocol.protocol
+        if not (isinstance(protocol, H11Protocol) and protocol.connection.their_state is h11.SEND_BODY):
+            self._close()
+        elif not self._is_parting:
+            self._is_parting = True
+            self._flush()
+            if self._tls is None:
+                self._writer.write_eof()  # in TLS the peer knows by `connection: close`
+            self._stop_timer()
+            self._timer = self._loop.call_later(self._deadlines.close, self._close)
 
     def _close(self) -> None:
         """Close without waiting for it; a peer that neither reads nor answers is cut off in the end."""

@@ -26,7 +26,9 @@ from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
 
-FIELDS = ("namespace", "name", "uid", "reservation-id", "gpu-uuid")
+# The fields and how long they may be. The UUIDs are those of one pod, so of one node.
+FIELDS = {"namespace": 63, "name": 253, "uid": 128, "reservation-id": 128, "gpu-uuid": 16384}
+MAX_BODY = 2**16
 
 
 class RefusedFinalizeError(GpuwardenError):
@@ -66,6 +68,9 @@ def fields_of(body: bytes) -> dict[str, str]:
     wrong = [field for field in FIELDS if not isinstance(raw[field], str)]
     if wrong:
         raise RefusedFinalizeError(400, f"fields that have to be strings: {', '.join(wrong)}")
+    long = [field for field, most in FIELDS.items() if len(raw[field]) > most]
+    if long:
+        raise RefusedFinalizeError(400, f"fields that are too long: {', '.join(long)}")
     return {field: raw[field] for field in FIELDS}
 
 
@@ -88,7 +93,7 @@ class Finalize:
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         try:
-            told = Told.parse(await read_body(request))
+            told = Told.parse(await read_body(request, MAX_BODY))
             await self._believe(told)
         except (RefusedBodyError, RefusedFinalizeError) as exc:
             return error(exc.code, str(exc))
