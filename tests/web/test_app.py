@@ -9,6 +9,7 @@ from tests import builders
 from tests.builders import Raw, raw_container, raw_pod
 from tests.web.house import House
 from webhook.web.body import MAX_BODY
+from webhook.web.finalize import MAX_BODY as MAX_FINALIZE
 from webhook.web.health import Stage
 
 
@@ -134,10 +135,13 @@ async def test_what_is_no_review_is_400_in_json(house: House, path: str, body: b
     assert house.held == []
 
 
-@pytest.mark.parametrize("path", ["/mutate", "/validate", "/finalize", "/explain"])
-async def test_a_body_beyond_the_limit_is_413(house: House, path: str) -> None:
-    reply = await house.tls.post(path, content=b" " * (MAX_BODY + 1))
-    assert (reply.status_code, reply.json()) == (413, {"error": "the body is larger than 3145728 bytes"})
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [("/mutate", MAX_BODY), ("/validate", MAX_BODY), ("/explain", MAX_BODY), ("/finalize", MAX_FINALIZE)],
+)
+async def test_a_body_beyond_the_limit_is_413(house: House, path: str, most: int) -> None:
+    reply = await house.tls.post(path, content=b" " * (most + 1))
+    assert (reply.status_code, reply.json()) == (413, {"error": f"the body is larger than {most} bytes"})
 
 
 async def test_fifty_megabytes_are_refused_and_the_next_review_is_served(house: House) -> None:
