@@ -1,5 +1,7 @@
 """GPUs of placement maps stay out of the general pool while their sets exist; names of two nodes are told of."""
 
+from typing import Any
+
 import pytest
 
 from tests import builders
@@ -11,17 +13,19 @@ from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import parse_map
 from webhook.core.reasons import Reason
 from webhook.core.verdict import Deny
-from webhook.maps import MappedSets, NamespaceNews, NodeNames
+from webhook.maps import MappedSets, NamespaceNews, NodeNames, not_kept
 
 LAX = EvidencePolicy()
 
 
-def stateful_set(text: str | None, name: str = "web", namespace: str = "ml", created: str = "2026-01-01") -> Raw:
+def stateful_set(
+    text: str | None, name: str = "web", namespace: str = "ml", created: str = "2026-01-01", **spec: Any
+) -> Raw:
     annotations = {} if text is None else {"gpu-scheduling-map": text}
     stamp = f"{created}T00:00:00Z"
     return {
         "metadata": {"name": name, "namespace": namespace, "uid": f"uid-{name}", "creationTimestamp": stamp},
-        "spec": {"template": {"metadata": {"annotations": annotations}}},
+        "spec": {"replicas": 10, "template": {"metadata": {"annotations": annotations}}, **spec},
     }
 
 
@@ -48,17 +52,18 @@ class Scene:
         return 0
 
 
-OPTED_IN = {"gpuwarden.io/enabled": "true"}
+OPTED_IN = {"gpuwarden.io/enabled": "true", "gpuwarden.io/maps": "true"}
 
 
 def general(count: int = 1) -> Claim:
     return builders.claim(builders.raw_pod(raw_container(gpus=count)))
 
 
-def mapped(text: str, of_set: str = "web", **annotations: str) -> Claim:
+def mapped(text: str, of_set: str = "web", namespace: str = "ml", **annotations: str) -> Claim:
     owner = {**builders.stateful_set(of_set), "uid": f"uid-{of_set}"}
     asked = {"gpu-scheduling-map": text, **annotations}
-    return builders.claim(builders.raw_pod(name=f"{of_set}-0", annotations=asked, owners=[owner]))
+    raw = builders.raw_pod(name=f"{of_set}-0", namespace=namespace, annotations=asked, owners=[owner])
+    return builders.claim(raw)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def mapped(text: str, of_set: str = "web", **annotations: str) -> Claim:
 )
 def test_a_namespace_opts_in_by_the_label_of_the_webhook_configurations(opt_in: str, label: str, free: int) -> None:
     scene = Scene(opt_in=opt_in)
-    scene.news.changed(namespace("ml", **{label: "true"}))
+    scene.news.changed(namespace("ml", **{label: "true", "gpuwarden.io/maps": "true"}))
     scene.sets.changed(stateful_set("0=node-a:0"))
     assert scene.free() == free
 
@@ -83,7 +88,7 @@ def scene() -> Scene:
 
 
 @pytest.mark.parametrize("text", ["0=node-a:0,01", "0=node-a:0\n9=node-a:1", "0=node-a:GPU-0,90001"])
-def test_mapped_gpus_are_for_maps_while_the_set_exists(scene: Scene, text: str) -> None:
+def test_mapped_gpus_are_for_maps_while_the_set_has_these_ordinals(scene: Scene, text: str) -> None:
     scene.sets.changed(stateful_set(text))
     assert scene.free() == 1
     found = decide(mapped("0=node-a:0"), scene.fleet, LAX)
@@ -91,6 +96,67 @@ def test_mapped_gpus_are_for_maps_while_the_set_exists(scene: Scene, text: str) 
     assert [slot.uuid for slot in found[0].slots] == ["GPU-0"]
     scene.sets.deleted(stateful_set(text))
     assert scene.free() == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "free"),
+    [
+        pytest.param({"replicas": 0}, 3, id="no-ordinal"),
+        pytest.param({"replicas": 1}, 2, id="one"),
+        pytest.param({"replicas": 2}, 1, id="two"),
+        pytest.param({"replicas": None}, 2, id="nothing-said-is-one"),
+        pytest.param({"replicas": 2, "ordinals": None}, 1, id="no-start"),
+        pytest.param({"replicas": 2, "ordinals": {}}, 1, id="empty-start"),
+        pytest.param({"replicas": 2, "ordinals": {"start": 1}}, 2, id="from-one"),
+        pytest.param({"replicas": 2, "ordinals": {"start": 6}}, 2, id="from-six"),
+        pytest.param({"replicas": 2**31 - 1, "ordinals": {"start": 2**31 - 1}}, 3, id="beyond"),
+        pytest.param({"replicas": 2**31 - 1}, 0, id="many"),
+        pytest.param({"replicas": "many"}, 3, id="no-number"),
+        pytest.param({"replicas": -1}, 3, id="less-than-none"),
+    ],
+)
+def test_a_set_keeps_the_gpus_of_its_ordinals_and_no_others(scene: Scene, spec: dict[str, Any], free: int) -> None:
+    scene.sets.changed(stateful_set("0=node-a:0\n1=node-a:1\n7=node-a:2", **spec))
+    assert scene.free() == free
+
+
+def test_scaling_down_frees_gpus_and_scaling_up_keeps_them_again(scene: Scene) -> None:
+    text = "0=node-a:0\n1=node-a:1"
+    for replicas, free in ((2, 1), (0, 3), (1, 2), (2, 1)):
+        scene.sets.changed(stateful_set(text, replicas=replicas))
+        assert scene.free() == free
+    scene.sets.changed(stateful_set(text, "late", created="2026-01-02"))
+    assert not scene.serves(mapped(text, "late"))
+    scene.sets.changed(stateful_set(text, replicas=0))
+    assert scene.serves(mapped(text, "late"))
+
+
+def test_a_set_has_what_it_keeps_in_its_own_namespace_only(scene: Scene) -> None:
+    scene.sets.changed(stateful_set("0=node-a:0"))
+    assert scene.serves(mapped("0=node-a:0"))
+    assert not scene.serves(mapped("0=node-a:0", namespace="others"))
+
+
+def test_without_the_label_a_map_is_followed_and_keeps_nothing(scene: Scene) -> None:
+    scene.news.changed(namespace("ml", **{"gpuwarden.io/enabled": "true"}))
+    scene.sets.changed(stateful_set("0=node-a:0"))
+    assert scene.free() == 3
+    assert scene.serves(mapped("0=node-a:0"))
+    assert scene.serves(mapped("0=node-a:0", "of-another-set"))
+
+
+def test_sets_for_which_nothing_is_kept_are_listed() -> None:
+    namespaces = [
+        namespace("labelled", **OPTED_IN),
+        namespace("without", **{"gpuwarden.io/enabled": "true"}),
+        namespace("with-another", **{"gpuwarden.io/enabled": "true", "gpuwarden.io/maps": "false"}),
+        namespace("elsewhere"),
+    ]
+    names = [raw["metadata"]["name"] for raw in namespaces]
+    sets = [stateful_set("0=node-a:0", namespace=name) for name in names]
+    sets += [stateful_set(None, "plain", name) for name in names]
+    assert not_kept(sets, namespaces) == [("with-another", "web"), ("without", "web")]
+    assert not_kept(sets, namespaces, opt_in="acme.io/gpu") == []
 
 
 def test_a_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:

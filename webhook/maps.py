@@ -1,5 +1,5 @@
-"""Placement maps of StatefulSets that exist: their GPUs stay out of the general pool. And logical node names that are
-in conflict."""
+"""Placement maps of StatefulSets: the GPUs of their ordinals stay out of the general pool. And logical node names in
+conflict."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -11,7 +11,7 @@ from attrs import frozen
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper, parse_map
+from webhook.core.gpu_map import Keeper, SetId, parse_map
 from webhook.core.reasons import Reason
 from webhook.events import Events, Subject
 from webhook.view import View
@@ -36,25 +36,34 @@ def opted_in(raw: Mapping[str, Any], opt_in: str) -> bool:
     return any(labels.get(key) == "true" for key in (opt_in, *keys.OPT_IN.aliases))
 
 
+def may_keep(raw: Mapping[str, Any], opt_in: str) -> bool:
+    """Whether maps of the namespace keep GPUs: its administrators say so, for who creates StatefulSets there could take
+    GPUs out of everybody's reach."""
+    labels = raw["metadata"].get("labels") or {}
+    return opted_in(raw, opt_in) and labels.get(keys.MAPS_LABEL) == "true"
+
+
 @frozen
 class MappedSet:
     """What matters of a StatefulSet."""
 
     keeper: Keeper
     text: str | None
+    ordinals: range
 
     @classmethod
     def of(cls, raw: Raw) -> "MappedSet":
         meta = raw["metadata"]
-        return cls(Keeper(meta.get("creationTimestamp") or "", meta.get("uid") or ""), map_of(raw))
+        one = SetId(meta.get("uid") or "", meta.get("namespace") or "")
+        return cls(Keeper(meta.get("creationTimestamp") or "", one), map_of(raw), ordinals_of(raw))
 
 
 class MappedSets:
-    """Hears of StatefulSets and namespaces. A set counts where the namespace has asked for us: elsewhere anybody could
-    take GPUs out of everybody's reach."""
+    """Hears of StatefulSets and namespaces. A set keeps the GPUs of its ordinals, whether their pods exist or not,
+    where its namespace may keep any."""
 
     def __init__(self, fleet: Fleet, opt_in: str = keys.OPT_IN.name) -> None:
-        self.namespaces: View[bool] = View(partial(opted_in, opt_in=opt_in))
+        self.namespaces: View[bool] = View(partial(may_keep, opt_in=opt_in))
         self._fleet = fleet
         self._sets: dict[Key, MappedSet] = {}
         self._named: dict[Key, Named] = {}
@@ -75,7 +84,7 @@ class MappedSets:
         self._forget([key_of(raw)])
 
     def refresh(self) -> None:
-        """Namespaces may have asked for us, or no longer do."""
+        """Namespaces may have been labelled, or are no longer."""
         news = set(self.namespaces.take_news())
         self._settle([key for key in self._named if key[0] in news])
 
@@ -87,7 +96,7 @@ class MappedSets:
             if self._sets.get(key) == one:
                 continue
             self._sets[key] = one
-            places = places_of(key, one.text)
+            places = places_of(key, one.text, one.ordinals)
             if places:
                 self._named[key] = places
             else:
@@ -166,16 +175,39 @@ def map_of(raw: Raw) -> str | None:
     return next((annotations[name] for name in keys.GPU_MAP.names if annotations.get(name)), None)
 
 
-def places_of(key: Key, text: str | None) -> Named:
-    """What the set's map names, whatever its scale; nothing if nobody can read it: its pods are denied then."""
-    if text is None:
+def ordinals_of(raw: Raw) -> range:
+    """Those that the set has pods for, or will have."""
+    spec = raw.get("spec") or {}
+    start = whole((spec.get("ordinals") or {}).get("start"), 0)
+    return range(start, start + whole(spec.get("replicas"), 1))
+
+
+def whole(value: object, absent: int) -> int:
+    """The number, with what the API server takes for one that is not there; nothing good is 0."""
+    if value is None:
+        return absent
+    return max(0, value) if isinstance(value, int) else 0
+
+
+def not_kept(sets: Iterable[Raw], namespaces: Iterable[Raw], opt_in: str = keys.OPT_IN.name) -> list[Key]:
+    """The sets with a map for which nothing is kept: their namespaces have asked for us and have not the label."""
+    known = {raw["metadata"]["name"]: raw for raw in namespaces}
+    mapped = {key_of(raw) for raw in sets if map_of(raw) is not None}
+    without = {name for name, raw in known.items() if opted_in(raw, opt_in) and not may_keep(raw, opt_in)}
+    return sorted(key for key in mapped if key[0] in without)
+
+
+def places_of(key: Key, text: str | None, ordinals: range) -> Named:
+    """What the set's map names for its ordinals; nothing if nobody can read it: its pods are denied then."""
+    if text is None or not ordinals:
         return frozenset()
     try:
         entries = parse_map(text)
     except InvalidPodError:
         log.warning("map of a StatefulSet left out", namespace=key[0], name=key[1])
         return frozenset()
-    return frozenset((entry.node, plain_name(gpu)) for entry in entries.values() for gpu in entry.gpus)
+    kept = (entry for ordinal, entry in entries.items() if ordinal in ordinals)
+    return frozenset((entry.node, plain_name(gpu)) for entry in kept for gpu in entry.gpus)
 
 
 def plain_name(gpu: str) -> str:

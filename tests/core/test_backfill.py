@@ -16,7 +16,7 @@ from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide, explain
 from webhook.core.device import Node
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper
+from webhook.core.gpu_map import Keeper, SetId
 from webhook.core.lines import Lines, Turns, Waiter, its_turn_is_later
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Placement, PodIdentity, Reservation
@@ -113,7 +113,7 @@ def test_one_that_the_pod_does_not_select_is_left_to_nobody(members: dict[str, o
 def test_what_maps_have_set_aside_is_nothing_to_wait_for() -> None:
     fleet = builders.fleet(sized("a", 4), sized("b", 4))
     busy(fleet, "b-0", "b-1")
-    fleet.set_aside({"a": {"0": Keeper("", "set-1")}}, {"a"})
+    fleet.set_aside({"a": {"0": Keeper("", SetId("set-1", "ml"))}}, {"a"})
     assert left_to(claim(4), fleet) == "b"
 
 

@@ -56,6 +56,7 @@ def test_a_key_is_called_what_its_readers_call_it(key: Key, names: tuple[str, ..
         pytest.param(keys.NVIDIA_RESOURCES, "nvidia.com/", id="nvidia-resources"),
         pytest.param(keys.HOSTNAME_LABEL, "kubernetes.io/hostname", id="hostname"),
         pytest.param(keys.POD_INDEX_LABEL, "apps.kubernetes.io/pod-index", id="pod-index"),
+        pytest.param(keys.MAPS_LABEL, "gpuwarden.io/maps", id="maps"),
         pytest.param(keys.LOGICAL_NODE_LABEL, "gpu-node-name", id="logical-node"),
         pytest.param(keys.JOB_TYPE, "app.kubernetes.io/job-type", id="job-type"),
         pytest.param(keys.GPU_MEMORY, "gpu.mem.gi", id="gpu-memory"),

@@ -9,6 +9,7 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.crew import Site
 from tests.e2e.kube import (
     EVENTS,
+    NAMESPACES,
     NODES,
     PODS,
     STATEFUL_SETS,
@@ -24,6 +25,8 @@ from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_queue import GPU, gates, queueing, told
 
 MAP = "gpu-scheduling-map"
+# A namespace whose maps keep GPUs.
+KEEPS = {"metadata": {"labels": {"gpuwarden.io/maps": "true"}}}
 
 
 def places(pods: list[Raw]) -> dict[str, tuple[str, str]]:
@@ -59,6 +62,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
             await kube.patch(GPU_NODES, node, {"spec": {"devices": numbered}})
         await here.reconciler()
         await here.offered()
+        await kube.patch(NAMESPACES, here.namespace, KEEPS)
         await kube.patch(NODES, here.nodes[1], {"metadata": {"labels": {"gpu-node-name": "rack-1"}}})
         text = f"\n# rack 1\n0={here.nodes[0]}:1\n1=rack-1:0,1\n2={here.nodes[0]}:0\n"
         content = stateful_set("web", 2, annotations={MAP: text})
@@ -68,8 +72,8 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         both = {"web-0": (first, f"GPU-{first}-1"), "web-1": (second, f"GPU-{second}-0,GPU-{second}-1")}
         await placed(kube, here, both)
 
-        # The GPU of an ordinal that is not there yet is nobody's: the set exists.
-        await wait_until(lambda: is_refused(kube, here), bool)
+        # Two replicas keep the GPUs of two ordinals: the third one's can be had.
+        assert await is_served(kube, here)
 
         # The ordinal's next pod comes while the old one's GPUs are still held.
         old = {one["metadata"]["uid"] for one in await kube.list(PODS, here.namespace)}
@@ -78,6 +82,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
 
         await kube.patch(STATEFUL_SETS, "web", {"spec": {"replicas": 4}}, here.namespace)
         await placed(kube, here, {**both, "web-2": (first, f"GPU-{first}-0")})
+        await wait_until(lambda: is_refused(kube, here), bool)
         waits = await wait_until(lambda: kube.find(PODS, "web-3", here.namespace))
         assert waits is not None
         assert gates(waits) == ["gpuwarden.io/queue"]

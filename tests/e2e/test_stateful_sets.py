@@ -23,6 +23,7 @@ from tests.e2e.crew import Site, site
 from tests.e2e.figures import tell
 from tests.e2e.kube import (
     EVENTS,
+    NAMESPACES,
     NODES,
     PATIENCE,
     PODS,
@@ -39,6 +40,7 @@ from tests.e2e.kube import (
 from tests.e2e.test_bind import OURS, binding
 from tests.e2e.test_extender import NODE_EVIDENCES
 from tests.e2e.test_ledger import GPU_NODES
+from tests.e2e.test_maps import KEEPS
 from tests.e2e.test_queue import gates, told
 from tests.running import Running, challenging
 from webhook.clock import utc_now
@@ -288,6 +290,7 @@ async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
     ):
         assert here.nodes == NAMES
         await here.reconciler()
+        await kube.patch(NAMESPACES, here.namespace, KEEPS)
         await discovered(kube)
         with ExitStack() as binders:
             made = Stage(here, kube, cluster, binders)
@@ -429,7 +432,9 @@ async def test_an_ordinal_waits_for_evidence_of_its_node_too(stage: Stage, reque
 
 @pytest.mark.defect("S1-3")
 @pytest.mark.defect("S1-20")
-async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_that_is_gone(stage: Stage) -> None:
+async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_that_is_scaled_down(
+    stage: Stage,
+) -> None:
     """Of what its map names it has nothing, not what is free either: the older set's ordinals come back to theirs."""
     await stage.create(mapped_set())
     await stage.runs(0, 1, 2)
@@ -442,18 +447,16 @@ async def test_a_set_that_is_mapped_onto_the_gpus_of_an_older_one_waits_until_th
     await stage.slow_to_stop(0, "1s")
     old = await stage.delete(0)
     await stage.runs(0, 1, 2, without={old})
-    await stage.change(replicas=0)
-    await wait_until(stage.here.held, lambda held: not held)
-    await stage.change(replicas=3)
-    await stage.runs(0, 1, 2)
+    await stage.change(replicas=1)
+    await wait_until(stage.pods, lambda found: set(found) == {f"{SET}-0", "rival-7"})
     assert (await stage.waits(7, "NoFreeDevice", name="rival"))["metadata"]["uid"] == rival["metadata"]["uid"]
 
-    await stage.kube.delete(STATEFUL_SETS, SET, stage.namespace)
+    await stage.change(replicas=0)
     after = await wait_until(lambda: stage.find(7, "rival"), place_of, LONG)
     assert place_of(after) == ("sets-0", gpus_of("sets-0", 1, 2))
     assert after is not None
     assert after["metadata"]["uid"] == rival["metadata"]["uid"]
-    await stage.create(mapped_set())
+    await stage.change(replicas=3)
     await stage.waits(0, "NoFreeDevice", "with fewer than 2 free")
     await stage.kube.delete(STATEFUL_SETS, "rival", stage.namespace)
     await stage.runs(0, 1, 2)
@@ -587,9 +590,13 @@ async def pods_are_deleted(stage: Stage, chance: random.Random) -> None:
 
 
 async def the_set_is_scaled(stage: Stage, chance: random.Random) -> None:
+    """What it gives up by that the rival takes, and gives back when it is scaled down itself."""
     for replicas in (chance.randint(0, 2), chance.randint(0, 5), 3):
         await stage.change(replicas=replicas)
         await asyncio.sleep(chance.uniform(0, 2))
+    await stage.change("rival", replicas=0)
+    await wait_until(stage.pods, lambda found: not any(name.startswith("rival-") for name in found), LONG)
+    await stage.change("rival", replicas=2)
 
 
 async def the_template_changes(stage: Stage, chance: random.Random) -> None:

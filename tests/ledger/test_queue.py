@@ -20,7 +20,7 @@ from webhook.core.difference import Change
 from webhook.core.dress import DressRules, waiting
 from webhook.core.errors import LedgerUnavailableError, PlacementRefusedError
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper
+from webhook.core.gpu_map import Keeper, SetId
 from webhook.core.lines import Waiter
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
@@ -758,7 +758,7 @@ NEWS: dict[str, Callable[[Scene], object]] = {
     "evidence": lambda scene: scene.fleet.prove("node-a", builders.evidence("node-a"), NOW),
     "a-reservation": lambda scene: scene.fleet.hold(builders.reservation(builders.slot("GPU-1"))),
     "the-end-of-one": lambda scene: scene.fleet.free(builders.reservation(builders.slot("GPU-0"))),
-    "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0": Keeper("", "set-1")}}, {"node-a"}),
+    "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0": Keeper("", SetId("set-1", "ml"))}}, {"node-a"}),
     "time": lambda scene: setattr(scene, "now", NOW + timedelta(seconds=5)),
 }
 

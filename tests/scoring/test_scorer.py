@@ -13,7 +13,7 @@ from tests.builders import NOW, Raw
 from tests.running import GPUWARDEN, started
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper
+from webhook.core.gpu_map import Keeper, SetId
 from webhook.scoring.client import DECODER
 from webhook.scoring.scorer import Stock, Stocks, app_of, best_fit, gigabytes, memory_in
 from webhook.telemetry import Metrics
@@ -90,7 +90,7 @@ async def test_what_no_pod_could_be_given_is_not_free() -> None:
     fleet.put(evolve(node("cordoned", "T4-16GB", "16Gi", 8), is_cordoned=True), NOW)
     fleet.put(node("mapped", "A30-24GB", "24Gi", 2), NOW)
     fleet.put(node("open", "A100-40GB", "40Gi", 1), NOW)
-    fleet.set_aside({"mapped": {"GPU-mapped-0": Keeper("2026-01-01", "set")}}, ["mapped"])
+    fleet.set_aside({"mapped": {"GPU-mapped-0": Keeper("2026-01-01", SetId("set", "ml"))}}, ["mapped"])
     stocks = Stocks(fleet).by_model()
     assert {model: stock.free for model, stock in stocks.items()} == {
         "L4-24GB": 0,

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
-from webhook.core.gpu_map import ORDINAL, MapEntry, parse_map
+from webhook.core.gpu_map import ORDINAL, MapEntry, SetId, parse_map
 from webhook.core.hashes import NO_BOND, Bond, hashes_in
 from webhook.core.keys import Key
 from webhook.core.nodes_asked import NodesAsked
@@ -81,7 +81,7 @@ class Claim:
     # Where it had better be, while something fits there.
     preferred: NodesAsked | None = field(default=None, eq=False)
     # The StatefulSet whose map put the pod there.
-    set_uid: str | None = field(default=None, eq=False)
+    of_set: SetId | None = field(default=None, eq=False)
     hashes: frozenset[str] = field(init=False, eq=False, repr=False)
     requirements: frozenset[str] = field(init=False, eq=False, repr=False)
 
@@ -154,7 +154,7 @@ def recorded_claim(pod: Pod) -> Claim | None:
     text = pod.annotations.get(keys.CLAIM.name)
     if text is None:
         return None
-    return Claim(ClaimRecord.parse(text), NodesAsked.of(pod), set_uid=set_uid_of(pod))
+    return Claim(ClaimRecord.parse(text), NodesAsked.of(pod), of_set=set_of(pod))
 
 
 def recorded_or_none(pod: Pod) -> Claim | None:
@@ -216,7 +216,7 @@ class Reader:
             named=bool(gpus) and any(term.is_one_node for term in nodes.terms or ()),
         )
         self._warn_of_unknown_keys()
-        return Claim(record, nodes, tuple(self.warnings), set_uid=set_uid_of(self.pod))
+        return Claim(record, nodes, tuple(self.warnings), of_set=set_of(self.pod))
 
     def _annotation(self, key: Key) -> str | None:
         """The value under the canonical name or an alias; two that differ are a mistake."""
@@ -359,10 +359,11 @@ def ordinal_of(pod: Pod) -> int | None:
     return int(suffix) if ORDINAL.fullmatch(suffix) else None
 
 
-def set_uid_of(pod: Pod) -> str | None:
-    """The StatefulSet that the pod is of."""
+def set_of(pod: Pod) -> SetId | None:
+    """The StatefulSet that the pod is of, which is in the pod's namespace."""
     owners = pod.meta.owner_references or ()
-    return next((one.uid for one in owners if one.controller and one.kind == "StatefulSet"), None)
+    uid = next((one.uid for one in owners if one.controller and one.kind == "StatefulSet"), None)
+    return None if uid is None else SetId(uid, pod.meta.namespace or "")
 
 
 def is_s4_requirement(label: str) -> bool:

@@ -185,7 +185,7 @@ def kept(denial: Deny, question: "Question") -> Deny:
     return evolve(
         denial,
         message=f"{denial.message}; kept for the map of an older StatefulSet: {', '.join(sorted(others)[:MOST_NAMED])}",
-        hint="name other GPUs, or delete the older set",
+        hint="name other GPUs, or scale down or delete the older set",
     )
 
 
@@ -320,7 +320,7 @@ class Question:
     def _can_have(self, device: Device) -> bool:
         """Of two sets whose maps name it, the older one; unless it is there to be shared."""
         claim, fleet = self.claim, self.fleet
-        return fleet.is_available(device) and (claim.is_shared or not fleet.is_kept_from(device, claim.set_uid))
+        return fleet.is_available(device) and (claim.is_shared or not fleet.is_kept_from(device, claim.of_set))
 
     def others(self) -> list[Device]:
         """Those that the claim's map names, and that are for another set."""
@@ -329,7 +329,7 @@ class Question:
             return []
         berths = (fleet.berths[name] for name in self.named() or () if name in fleet.berths)
         meant = (device for berth in berths for device in called(berth, place))
-        return [device for device in meant if fleet.is_kept_from(device, self.claim.set_uid)]
+        return [device for device in meant if fleet.is_kept_from(device, self.claim.of_set)]
 
     def can_serve(self, device: Device) -> bool:
         return self.fleet.kind_of(device) in self.kinds

@@ -28,7 +28,7 @@ from webhook.core.cells import (
 )
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
-from webhook.core.gpu_map import Keeper, Mapped
+from webhook.core.gpu_map import Keeper, Mapped, SetId
 from webhook.core.keys import GPU_TYPE_LABELS, HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.reservation import Reservation, ReservationId
@@ -344,10 +344,10 @@ class Fleet:
         """Available, and set aside for no placement map: to a claim that comes by none."""
         return device.uuid not in self._set_aside and self.is_available(device)
 
-    def is_kept_from(self, device: Device, set_uid: str | None) -> bool:
+    def is_kept_from(self, device: Device, of_set: SetId | None) -> bool:
         """Whether it is for the map of another StatefulSet than this one."""
         keeper = self._set_aside.get(device.uuid)
-        return keeper is not None and keeper.uid != set_uid
+        return keeper is not None and keeper.set != of_set
 
     def may_be_offered(self, device: Device) -> bool:
         """Whether it is offered once nobody holds it."""

@@ -20,11 +20,19 @@ GPU_TOKEN = re.compile(r"[0-9]{1,20}|(GPU|MIG)-[A-Za-z0-9._/-]{1,128}")
 
 
 @frozen(order=True)
+class SetId:
+    """Which StatefulSet. A pod may write any uid into its owner references; the namespace is its own."""
+
+    uid: str
+    namespace: str
+
+
+@frozen(order=True)
 class Keeper:
     """A StatefulSet whose map names a GPU. Of several, the oldest keeps it."""
 
     created: str
-    uid: str
+    set: SetId
 
 
 # By node as maps have it: GPUs as they call them, and who keeps each.

@@ -61,6 +61,9 @@ HINT_NAMES: Final = frozenset(name for key in (PRIORITY_SCORE, CHOSEN_GPU, DECIS
 # When a pod that waits was last shown to its scheduler again. Nobody goes by it.
 WOKEN_AT: Final = f"{DOMAIN}/woken-at"
 
+# On a namespace, set by its administrators: its StatefulSets' maps keep GPUs from others.
+MAPS_LABEL: Final = f"{DOMAIN}/maps"
+
 # A pod that waits for its GPUs: the scheduling gate that holds it, what it waits for (nobody goes by it), and the label
 # by which replicas find those that wait.
 QUEUE_GATE: Final = f"{DOMAIN}/queue"

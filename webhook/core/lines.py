@@ -12,7 +12,7 @@ from datetime import datetime
 from attrs import field, frozen
 
 from webhook.core.claim import Claim
-from webhook.core.gpu_map import MapEntry
+from webhook.core.gpu_map import MapEntry, SetId
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, ReservationId
@@ -38,13 +38,13 @@ class Kind:
     unmapped: int | None
     nodes: NodesAsked
     # For maps: what one set may have, another may not.
-    set_uid: str | None
+    of_set: SetId | None
 
     @classmethod
     def of(cls, claim: Claim) -> "Kind":
-        record, set_uid = claim.record, claim.set_uid if claim.is_mapped else None
+        record, of_set = claim.record, claim.of_set if claim.is_mapped else None
         asked = claim.hashes, claim.requirements, claim.is_shared
-        return cls(*asked, claim.place, record.unmapped, claim.nodes, set_uid)
+        return cls(*asked, claim.place, record.unmapped, claim.nodes, of_set)
 
 
 @frozen(order=False)
