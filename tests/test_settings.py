@@ -12,6 +12,7 @@ from webhook import setting_kinds, settings
 from webhook.core.claim import ClaimRules
 from webhook.core.dress import DressRules, Injection
 from webhook.settings import SETTINGS, Settings, SettingsError
+from webhook.wiring import times_of
 
 ROOT = Path(__file__).parents[1]
 PORT_RULE = "0 to 65535; 0 picks a free one"
@@ -709,6 +710,24 @@ def test_what_waits_is_limited_where_anybody_may_have_asked(flags: dict[str, str
     assert settings.load(flags, {}).pending_limit == limit
 
 
+@pytest.mark.parametrize(
+    ("flags", "seconds"),
+    [
+        ({}, 90),
+        ({"pending_deadline": "30s"}, 30),
+        ({"kubeconfig": __file__}, 15),
+        ({"in_cluster": "true"}, 15),
+        ({"kubeconfig": __file__, "pending_deadline": "90s"}, 90),
+    ],
+    ids=["embedded", "embedded and said", "a cluster", "in a pod", "a cluster and said"],
+)
+def test_a_hold_is_short_in_a_cluster(flags: dict[str, str], seconds: int) -> None:
+    found = settings.load(flags, {})
+    assert times_of(found).pending_deadline == timedelta(seconds=seconds)
+    source = "flag --pending-deadline" if "pending_deadline" in flags else "default"
+    assert f"pendingDeadline: {seconds}s  # {source}" in settings.as_yaml(found).splitlines()
+
+
 def test_nobody_set_to_call_is_not_everybody() -> None:
     """A list that came out empty is a mistake, not an open door."""
     flags = {"kubeconfig": __file__, "review_token_audience": "gpuwarden", "review_callers": ""}
@@ -724,7 +743,7 @@ def test_a_ledger_in_a_cluster_needs_a_cluster() -> None:
     )
 
 
-@pytest.mark.parametrize(("deadline", "is_said"), [("15s", True), ("16s", False)])
+@pytest.mark.parametrize(("deadline", "is_said"), [("10s", True), ("11s", False)])
 def test_a_deadline_that_clocks_may_eat_up_is_told_of(tmp_path: Path, deadline: str, is_said: bool) -> None:
     kubeconfig = tmp_path / "kubeconfig"
     kubeconfig.write_text("{}")

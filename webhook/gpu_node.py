@@ -50,6 +50,7 @@ class HeldWire(msgspec.Struct, frozen=True, omit_defaults=True):
     since: Moment | None = None
     deadline: Moment | None = None
     shared: bool = False
+    prefix: str | None = None
 
 
 class SpecWire(msgspec.Struct, frozen=True):
@@ -179,6 +180,7 @@ def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservat
         pod_name=entry.pod,
         uid=entry.uid,
         is_shared=entry.shared,
+        name_prefix=entry.prefix,
     )
 
 
@@ -210,6 +212,7 @@ def raw_entry(one: Reservation) -> Raw:
         since=one.since,
         deadline=one.deadline,
         shared=one.is_shared,
+        prefix=one.name_prefix,
     )
     raw: Raw = msgspec.to_builtins(wire)
     return raw

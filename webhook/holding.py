@@ -122,6 +122,28 @@ class Holder:
             if not self._entering[namespace]:
                 del self._entering[namespace]
 
+    async def hold_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
+        """Exactly what was promised under that id, if nobody has it since. Raises LedgerError."""
+        self.fleet.advance(self._clock())
+        ask = Ask(
+            lapsed.id,
+            lapsed.namespace,
+            lapsed.claim_digest,
+            lapsed.pod_name,
+            lapsed.is_shared,
+            lapsed.name_prefix,
+        )
+        if any(self.fleet.is_quarantined(uuid) for uuid in lapsed.uuids):
+            return lapsed_for_good(lapsed)
+        with self._enters(ask.namespace):
+            try:
+                await self.ledger.reserve(ask, [Placement(lapsed.node, lapsed.slots)], answer_by=answer_by)
+            except SlotsTakenError:
+                return lapsed_for_good(lapsed)
+            except ReservationConflictError:
+                return conflict(ask)
+        return None
+
     async def _held(self, ask: Ask, claim: Claim, answer_by: datetime) -> Reservation | Deny:
         most = 1  # the best one is nearly always still free
         tries = 0
@@ -159,6 +181,14 @@ def full(namespace: str, limit: int) -> Deny:
         Reason.NAMESPACE_FULL,
         f"in namespace {namespace!r} as many reservations wait for their pods as may at once: {limit}",
         hint="try again when they have come or their time is over",
+    )
+
+
+def lapsed_for_good(lapsed: Reservation) -> Deny:
+    return Deny(
+        Reason.RESERVATION_EXPIRED,
+        f"reservation {lapsed.id} has expired, and not all of its GPUs on {lapsed.node} are free any more",
+        hint="create the pod anew",
     )
 
 

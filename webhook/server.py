@@ -119,7 +119,9 @@ class Server:
         health, metrics = self._health, parts.metrics
         admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health, parts.hinting)
         finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health)
-        devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
+        devices = Devices(
+            parts.fleet, parts.ledger, parts.clock, notes=parts.notes, tells_pending_ids=settings.is_embedded
+        )
         explain = Explain(parts, health)
         host, tls = settings.host, self._certificates["tls"].context
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)

@@ -93,6 +93,8 @@ __all__ = [
 
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+# Where nothing is said: the validating review of a pod comes within seconds, and takes an expired hold again.
+CLUSTER_PENDING_DEADLINE: Final = timedelta(seconds=15)
 
 
 @frozen
@@ -200,7 +202,11 @@ class Settings:
     )
     pending_deadline: timedelta = field(
         default=timedelta(seconds=90),
-        metadata=declared(INTERVAL, "how long a reservation waits for its pod to exist"),
+        metadata=declared(
+            INTERVAL,
+            "how long a reservation waits for its pod to exist, before the API server is asked whether it does; "
+            "not set, in a cluster: 15s",
+        ),
     )
     bind_deadline: timedelta = field(
         default=timedelta(minutes=5),
@@ -472,6 +478,12 @@ class Settings:
         return self.require_evidence if self.is_embedded or is_said else "all"
 
     @property
+    def pending_deadline_in_effect(self) -> timedelta:
+        """Short where the API server names a pod within seconds; embedded, people name it by hand."""
+        is_said = self.sources.get("pending_deadline", "default") != "default"
+        return self.pending_deadline if self.is_embedded or is_said else CLUSTER_PENDING_DEADLINE
+
+    @property
     def proves_reviewers(self) -> bool:
         """Whether only the API server can post a review."""
         return self.client_ca is not None or self.review_token_audience is not None
@@ -648,8 +660,8 @@ def notes_on_queue(chosen: Settings) -> Iterator[str]:
 
 def notes_on_times(chosen: Settings) -> Iterator[str]:
     """The slowest and the fastest clock are two skews apart, and a pod needs time to come between them."""
-    if not chosen.is_embedded and chosen.pending_deadline <= 3 * chosen.clock_skew:
-        yield "--pending-deadline is not more than three times --clock-skew: pods may come too late for their GPUs"
+    if not chosen.is_embedded and chosen.pending_deadline_in_effect <= 2 * chosen.clock_skew:
+        yield "--pending-deadline is not more than twice --clock-skew: pods may come too late for their GPUs"
 
 
 def namespace_of_pod() -> str:
@@ -670,7 +682,13 @@ def api_server_of_pod(environ: Mapping[str, str]) -> str | None:
 
 def in_effect(settings: Settings, name: str) -> object:
     """What is gone by, where nothing is said and the default is another in a cluster."""
-    return settings.evidence_required_of if name == "require_evidence" else getattr(settings, name)
+    match name:
+        case "require_evidence":
+            return settings.evidence_required_of
+        case "pending_deadline":
+            return settings.pending_deadline_in_effect
+        case _:
+            return getattr(settings, name)
 
 
 def as_yaml(settings: Settings) -> str:

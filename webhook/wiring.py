@@ -149,7 +149,7 @@ def policy_of(settings: Settings) -> EvidencePolicy:
 
 
 def times_of(settings: Settings) -> Times:
-    return Times(settings.pending_deadline, settings.clock_skew)
+    return Times(settings.pending_deadline_in_effect, settings.clock_skew)
 
 
 def inventory_path(settings: Settings) -> Path:

@@ -180,6 +180,17 @@ class LedgerContract:
         with pytest.raises(ReservationConflictError):
             await bench.ledger.bind(ReservationId("r1"), pod(2))
 
+    @pytest.mark.parametrize(("name", "is_its"), [("train-abcde", True), ("stolen", False), ("train", False)])
+    async def test_a_name_that_is_made_up_begins_as_was_said(self, bench: Bench, name: str, *, is_its: bool) -> None:
+        what = Ask(ReservationId("r1"), "ml", "d1", name_prefix="train-")
+        held = await self.reserve(bench, what, on("node-a", "GPU-a0"))
+        assert held.name_prefix == "train-"
+        if is_its:
+            assert (await bench.ledger.bind(held.id, pod(1, name=name))).pod_name == name
+        else:
+            with pytest.raises(ReservationConflictError):
+                await bench.ledger.bind(held.id, pod(1, name=name))
+
     async def test_finalized_it_waits_for_nothing(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         finalized = await bench.ledger.finalize(ReservationId("r1"), pod(1))
@@ -316,6 +327,52 @@ class LedgerContract:
         assert not await bench.ledger.collect(bench.now)
         bench.now += 35 * SECOND
         assert [one.id for one in await bench.ledger.collect(bench.now)] == ["r1"]
+
+    async def test_a_hold_that_still_stands_serves_a_review_that_comes_late(self, bench: Bench) -> None:
+        """The review names the pod: by that it is known to come. Nobody has had the devices meanwhile."""
+        await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0"))
+        bench.now += PENDING_DEADLINE
+        bound = await bench.ledger.bind(ReservationId("r1"), pod(1))
+        assert (bound.uid, bound.deadline) == ("uid-1", bench.now + PENDING_DEADLINE)
+        with pytest.raises(SlotsTakenError):
+            await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
+
+    async def test_naming_the_same_pod_again_wins_no_time(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        await bench.ledger.bind(ReservationId("r1"), pod(1))
+        bench.now += PENDING_DEADLINE
+        with pytest.raises(ReservationExpiredError):
+            await bench.ledger.bind(ReservationId("r1"), pod(1))
+
+    async def test_a_hold_that_went_without_a_pod_is_known_for_a_while(self, bench: Bench) -> None:
+        first = await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0", "GPU-a1"))
+        assert bench.ledger.lapsed(first.id) is None
+        bench.now += 20 * SECOND
+        await bench.ledger.release(first.id, PodIdentity("ml", "pod-1", ""))
+        lapsed = bench.ledger.lapsed(first.id)
+        assert lapsed is not None
+        assert (lapsed.node, lapsed.slots, lapsed.claim_digest) == (first.node, first.slots, first.claim_digest)
+        assert lapsed.phase is Phase.PENDING
+        bench.now += 60 * SECOND
+        assert bench.ledger.lapsed(first.id) is None
+
+    async def test_what_was_taken_again_or_had_a_pod_is_known_no_more(self, bench: Bench) -> None:
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        await bench.ledger.release(ReservationId("r1"), PodIdentity("ml", "", ""))
+        await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
+        assert bench.ledger.lapsed(ReservationId("r1")) is None
+        await bench.ledger.bind(ReservationId("r1"), pod(1))
+        await bench.ledger.release(ReservationId("r1"), pod(1))
+        assert bench.ledger.lapsed(ReservationId("r1")) is None
+
+    async def test_what_lapsed_is_forgotten_as_others_lapse(self, bench: Bench) -> None:
+        for number in (1, 2):
+            await self.reserve(bench, ask(number), on("node-a", "GPU-a0"))
+            await bench.ledger.release(ReservationId(f"r{number}"), PodIdentity("ml", "", ""))
+            bench.now += 76 * SECOND
+        bench.now -= 76 * SECOND
+        assert bench.ledger.lapsed(ReservationId("r1")) is None
+        assert bench.ledger.lapsed(ReservationId("r2")) is not None
 
     async def test_an_expired_id_can_be_asked_for_again(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))

@@ -51,13 +51,13 @@ class SlowLedger(MemoryLedger):
 class House:
     """A fleet, its ledger, its clock, and the view of them."""
 
-    def __init__(self, *nodes: Node, notes: Sequence[str] = ()) -> None:
+    def __init__(self, *nodes: Node, notes: Sequence[str] = (), tells_pending_ids: bool = True) -> None:
         self.clock = SettableClock()
         self.fleet = Fleet()
         self.ledger = SlowLedger(self.fleet, self.clock, Times(PATIENCE, timedelta(seconds=2)))
         for node in nodes:
             self.put(node)
-        devices = Devices(self.fleet, self.ledger, self.clock, notes=notes)
+        devices = Devices(self.fleet, self.ledger, self.clock, notes=notes, tells_pending_ids=tells_pending_ids)
         self.app = Starlette(routes=[Route("/", devices.page), Route("/devices", devices.listing)])
 
     def put(self, node: Node) -> None:
@@ -378,6 +378,21 @@ async def test_a_shared_device_tells_all_its_holders_and_the_busiest_first() -> 
         "ml/ pending\nml/infer-x7k2p assigned",
         "assigned",
     ]
+
+
+async def test_where_anybody_may_post_a_review_no_pending_id_is_told_nor_found() -> None:
+    shared = Device(GPU[1], shares=2)
+    house = House(Node("node-a", devices=(Device(GPU[0]), shared)), tells_pending_ids=False)
+    await house.pending("secret-1", GPU[0])
+    await house.pending("secret-2", GPU[1], k=0)
+    await house.assigned("told-3", GPU[1], k=1)
+    text = (await house.get("/devices")).text
+    assert "secret" not in text
+    assert "told-3" in text
+    for asked, found in (("secret", 0), ("told-3", 1)):
+        rows = (await house.page(f"/?text={asked}")).rows
+        assert sum("GPU-" in row[0] for row in rows if row) == found
+    assert "secret" not in (await house.get("/", accept=BROWSER)).text
 
 
 async def test_a_shared_device_that_nobody_holds_has_no_reservations() -> None:

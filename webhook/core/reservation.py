@@ -10,6 +10,8 @@ from webhook.core.device import DeviceUuid, Slot
 from webhook.core.errors import IllegalMoveError
 
 ReservationId = NewType("ReservationId", str)
+# The API server takes so much of `generateName` and adds five letters.
+LONGEST_PREFIX = 58
 
 
 class Phase(StrEnum):
@@ -67,6 +69,8 @@ class Ask:
     claim_digest: str
     pod_name: str | None = None
     is_shared: bool = False
+    # What the pod's name will begin with, where the API server is still to make it up.
+    name_prefix: str | None = None
 
 
 @frozen
@@ -86,6 +90,7 @@ class Reservation:
     uid: str | None = None
     # Whether it lets others have the other shares of its devices.
     is_shared: bool = False
+    name_prefix: str | None = None
 
     @property
     def uuids(self) -> tuple[DeviceUuid, ...]:
@@ -108,5 +113,9 @@ class Reservation:
         return (
             self.namespace == pod.namespace
             and (not pod.uid or self.uid in (None, pod.uid))
-            and (not pod.name or self.pod_name in (None, pod.name))
+            and (not pod.name or self.may_be_named(pod.name))
         )
+
+    def may_be_named(self, name: str) -> bool:
+        """Until a name is known, any that `generateName` can lead to."""
+        return name.startswith(self.name_prefix or "") if self.pod_name is None else name == self.pod_name

@@ -53,6 +53,9 @@ class Ledger(Protocol):
     async def collect(self, now: datetime) -> Collection[Reservation]:
         """Give up what waited past its deadline; others count it out a clock skew later than its holder does."""
 
+    def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
+        """What was promised under an id, and went before a pod was named for it, as far as it was seen here."""
+
     def waiting_in(self, namespace: str) -> int:
         """How many reservations of a namespace wait for their pods, as far as it is known here; those given up do not
         count."""

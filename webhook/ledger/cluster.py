@@ -309,6 +309,9 @@ class ClusterLedger:
         own = None if one is None else self.carried(one)
         return one is not None and own is not None and own.phase is Phase.FINALIZED and own.uid == one.pod.uid
 
+    def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
+        return self._shelf.lapsed(reservation_id, self._clock())
+
     def waiting_in(self, namespace: str) -> int:
         return self._shelf.waiting_in(namespace)
 

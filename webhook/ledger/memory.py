@@ -81,6 +81,9 @@ class MemoryLedger:
         past = list(self._shelf.past_deadline(now - self._times.clock_skew))
         return [gone for one in past if (gone := self._moved(one.node, Expire(one.id, EVERYTHING), now)) is not None]
 
+    def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
+        return self._shelf.lapsed(reservation_id, self._clock())
+
     def waiting_in(self, namespace: str) -> int:
         return self._shelf.waiting_in(namespace)
 

@@ -82,6 +82,7 @@ class Take:
             deadline=now + times.pending_deadline,
             pod_name=self.ask.pod_name,
             is_shared=self.ask.is_shared,
+            name_prefix=self.ask.name_prefix,
         )
         held[taken.id] = taken
         return taken
@@ -138,8 +139,11 @@ class Name:
             raise UnknownReservationError(self.reservation_id)
         if not known.may_be(self.pod):
             raise ReservationConflictError(self.reservation_id)
-        # Its holder counts a reservation out before anybody else does.
+        # Its holder counts a reservation out before anybody else does. A hold that no pod was named for yet is still
+        # there, so nobody has its devices: the review that names one is in time.
         is_late = known.is_past_deadline(now + times.clock_skew) and not self.is_proven
+        if known.uid is None and not self.exists:
+            is_late = False
         if known.phase is Phase.RELEASING or is_late:
             raise ReservationExpiredError(self.reservation_id)
         if known.phase is Phase.PENDING and known.uid is None:

@@ -3,8 +3,10 @@
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import TypeVar
+
+from attrs import evolve
 
 from webhook.clock import LONG_AGO
 from webhook.core.device import DeviceUuid
@@ -16,6 +18,8 @@ Held = Mapping[ReservationId, Reservation]
 Key = tuple[str, ReservationId]  # with the node: a writer that was behind may have used an id on two
 # So many old reminders are no matter.
 FEW = 100
+# An API server's request lasts a minute, so no validating review of a pod comes later than that after the mutating one.
+LAST_REVIEW = timedelta(seconds=75)
 
 Named = TypeVar("Named", bound=str)
 
@@ -40,6 +44,7 @@ class Shelf:
         self._nodes: dict[str, Held] = {}
         self._deadlines: list[tuple[datetime, Key]] = []  # a heap; entries may be out of date
         self._waiting: dict[str, set[Key]] = {}  # by namespace
+        self._lapsed: dict[ReservationId, Reservation] = {}  # in the order in which they went
 
     def on(self, node: str) -> Held:
         return self._nodes.get(node, {})
@@ -76,6 +81,7 @@ class Shelf:
 
     def _put(self, one: Reservation) -> None:
         key = key_of(one)
+        self._lapsed.pop(one.id, None)
         if key not in self._all:
             self._by_id.setdefault(one.id, []).append(key)
             if one.uid is not None:
@@ -105,6 +111,19 @@ class Shelf:
             strike(self._by_uid, one.uid, key)
         self._count(one, is_waiting=False)
         self._fleet.free(one)
+        if one.uid is None:
+            self._remember(one)
+
+    def _remember(self, lapsed: Reservation) -> None:
+        self._lapsed.pop(lapsed.id, None)
+        self._lapsed[lapsed.id] = lapsed
+        while (first := next(iter(self._lapsed.values()))).since + LAST_REVIEW < lapsed.since:
+            del self._lapsed[first.id]
+
+    def lapsed(self, reservation_id: ReservationId, now: datetime) -> Reservation | None:
+        """A hold that went before a pod was named for it, as long as the pod's review may still come."""
+        one = self._lapsed.get(reservation_id)
+        return None if one is None or one.since + LAST_REVIEW < now else evolve(one, phase=Phase.PENDING)
 
     def offer(self, one: Reservation) -> None:
         """Let decisions have its devices, though it still stands."""

@@ -44,7 +44,7 @@ from webhook.core.names import is_object_name
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import LONGEST_PREFIX, Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.core.review import Operation, Review, answer
 from webhook.core.verdict import Admit, Deny, Verdict, plain
 from webhook.holding import Holder
@@ -293,7 +293,7 @@ class Admission:
                 return others
         if claim.count and not review.is_dry_run:
             name = pod.meta.name or review.name or None
-            ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared)
+            ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared, prefix_of(pod))
             held = await self._holder.hold(ask, claim, answer_by=answer_by)
             if isinstance(held, Deny):
                 return held
@@ -352,7 +352,7 @@ class Admission:
             return refused
         match review.operation:
             case Operation.CREATE if not review.subresource:
-                return self._seen(review, await self._created(review))
+                return self._seen(review, await self._created(review, answer_by))
             case Operation.UPDATE:
                 return await self._updated(review)
             case Operation.DELETE:
@@ -367,7 +367,7 @@ class Admission:
             self._hinting.jobs.runs(review.raw or {})
         return verdict
 
-    async def _created(self, review: Review) -> Verdict:
+    async def _created(self, review: Review, answer_by: datetime) -> Verdict:
         raw = required_object(review)
         pod = Pod.parse(raw)
         claim = recorded_claim(pod)
@@ -382,7 +382,7 @@ class Admission:
             return refused
         if review.is_dry_run:
             return Admit()  # nothing was reserved for it
-        return await self._bound(raw, pod, claim, review)
+        return await self._bound(raw, pod, claim, review, answer_by)
 
     def _created_without_record(self, pod: Pod, claims: ClaimRules) -> Verdict:
         if claim_of(pod, claims) is not None:
@@ -411,11 +411,15 @@ class Admission:
             or Admit()
         )
 
-    async def _bound(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
-        """The final pod against its reservation; from here on the reservation is this uid's."""
+    async def _bound(self, raw: RawPod, pod: Pod, claim: Claim, review: Review, answer_by: datetime) -> Verdict:
+        """The final pod against its reservation; from here on the reservation is this uid's. One that has expired
+        meanwhile is made again, as it was."""
+        recorded_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
         known = await recorded_reservation(self._ledger, pod)
+        is_late = known is None or (known.uid is None and known.is_past_deadline(self._clock()))
+        known = known or self._ledger.lapsed(recorded_id)
         if known is None:
-            return no_reservation(pod.annotations.get(keys.RESERVATION_ID.name) or "")
+            return no_reservation(recorded_id)
         identity = PodIdentity(review.namespace, pod.meta.name or review.name, pod.meta.uid or "")
         fleet, policy = self._holder.fleet, self._holder.policy
         fleet.advance(self._clock())
@@ -425,6 +429,8 @@ class Admission:
             or check.still_selects(claim, known.node, fleet)
             or check.still_proven(claim, known.node, fleet, policy)
         )
+        if refused is None and is_late:
+            refused = await self._holder.hold_again(known, answer_by=answer_by)
         if refused is not None:
             return refused
         if identity.uid:
@@ -548,7 +554,13 @@ def names_in(review: Review) -> dict[str, str]:
     """Those that no object can have. Nobody could ever say for certain that a pod of such a name is gone."""
     meta = (review.raw or {}).get("metadata")
     name = meta.get("name") if isinstance(meta, dict) else None
-    told = {"request.namespace": review.namespace, "request.name": review.name, "metadata.name": name}
+    prefix = meta.get("generateName") if isinstance(meta, dict) and not name else None
+    told = {
+        "request.namespace": review.namespace,
+        "request.name": review.name,
+        "metadata.name": name,
+        "metadata.generateName": f"{prefix}x" if prefix else None,
+    }
     return {field: str(one) for field, one in told.items() if one and not is_object_name(str(one))}
 
 
@@ -559,7 +571,13 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
         and known.namespace == review.namespace
         and known.claim_digest == claim.digest
         and known.pod_name in (None, pod.meta.name)
+        and known.name_prefix in (None, prefix_of(pod))
     )
+
+
+def prefix_of(pod: Pod) -> str | None:
+    """What the name of a pod will begin with that has none yet."""
+    return None if pod.meta.name else (pod.meta.generate_name or "")[:LONGEST_PREFIX] or None
 
 
 def is_copied(pod: Pod, claim: Claim, review: Review) -> bool:

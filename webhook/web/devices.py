@@ -154,12 +154,12 @@ def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
 # As JSON.
 
 
-def described(seen: Sighting, now: datetime, evidence: EvidenceState) -> Json:
+def described(seen: Sighting, now: datetime, evidence: EvidenceState, *, tells_pending_ids: bool = True) -> Json:
     """One device: the members that S4's users read first, our own beside them."""
     device = seen.device
     told: Json = {"node": seen.nodes[0], "labels": sorted(device.labels)}
     if seen.holders:
-        told["assignment"] = assignment(foremost(seen.holders, now))
+        told["assignment"] = assignment(foremost(seen.holders, now), tells_pending_ids=tells_pending_ids)
     told["state"] = seen.state
     if len(seen.nodes) > 1:
         told["nodes"] = list(seen.nodes)
@@ -168,12 +168,12 @@ def described(seen: Sighting, now: datetime, evidence: EvidenceState) -> Json:
     if device.is_shared:
         told["shares"] = device.shares
     if device.is_shared or len(seen.holders) > 1:
-        told["reservations"] = [assignment(one) for one in seen.holders]
+        told["reservations"] = [assignment(one, tells_pending_ids=tells_pending_ids) for one in seen.holders]
     told["evidence"] = evidence
     return told
 
 
-def assignment(reservation: Reservation) -> Json:
+def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> Json:
     """S4's `assignment`. A name without a uid is only what a review said, and no pod need ever bear it."""
     told: Json = {
         "exists?": reservation.phase is Phase.FINALIZED,
@@ -182,9 +182,15 @@ def assignment(reservation: Reservation) -> Json:
     }
     if reservation.uid and reservation.pod_name:
         told["name"] = reservation.pod_name
-    told["reservation-id"] = reservation.id
+    if tells_pending_ids or has_pod(reservation):
+        told["reservation-id"] = reservation.id
     told["state"] = "proposal" if reservation.phase is Phase.PENDING else "active"
     return told
+
+
+def has_pod(reservation: Reservation) -> bool:
+    """Whether the API server has had a pod for it: nobody else can be named for it any more."""
+    return reservation.uid is not None and reservation.phase is not Phase.PENDING
 
 
 def foremost(holders: Sequence[Reservation], now: datetime) -> Reservation:
@@ -233,6 +239,7 @@ class Query:
     node: str = ""
     text: str = ""
     page: int = 1
+    finds_pending_ids: bool = True
 
     @classmethod
     def parse(cls, raw_query: QueryParams) -> "Query":
@@ -267,7 +274,8 @@ class Query:
         device = seen.device
         words = [device.uuid, device.model, device.serial, *seen.nodes, *device.labels]
         for holder in seen.holders:
-            words += (pod_of(holder), holder.id, holder.uid or "")
+            is_told = self.finds_pending_ids or has_pod(holder)
+            words += (pod_of(holder), holder.id if is_told else "", holder.uid or "")
         return self.text.casefold() in "\n".join(words).casefold()
 
     def with_state(self, state: DeviceState | None) -> str:
@@ -350,11 +358,16 @@ COMMON_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosnif
 class Devices:
     """`GET /devices` and `GET /`."""
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, clock: Clock, *, notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, clock: Clock, *, notes: Sequence[str] = (), tells_pending_ids: bool = True
+    ) -> None:
+        """`tells_pending_ids`: whoever knows the id of a pending reservation can name a pod for it, where anybody may
+        post a review."""
         self._fleet = fleet
         self._ledger = ledger
         self._clock = clock
         self._notes = notes
+        self._tells_pending_ids = tells_pending_ids
         self._template = make_templates().get_template("devices.html")
         self._css = (resources.files("webhook.web") / "ui" / "devices.css").read_text(encoding="utf-8")
         self._page_headers = COMMON_HEADERS | page_headers(self._css)
@@ -386,13 +399,14 @@ class Devices:
         yield b"{}" if opening == b"{" else b"}"
 
     def _described(self, seen: Sighting, now: datetime) -> Json:
-        return described(seen, now, evidence_of(self._fleet, seen.nodes[0], now))
+        evidence = evidence_of(self._fleet, seen.nodes[0], now)
+        return described(seen, now, evidence, tells_pending_ids=self._tells_pending_ids)
 
     async def page(self, request: Request) -> Response:
         """A table for people; it needs no script and nothing from elsewhere."""
         now = self._clock()
         try:
-            query = Query.parse(request.query_params)
+            query = evolve(Query.parse(request.query_params), finds_pending_ids=self._tells_pending_ids)
         except UnreadableQueryError as exc:
             return self._html(request, 400, Findings(Query()), now, exc.mistakes)
         return self._html(request, 200, await self._find(query, now), now)

@@ -1,0 +1,210 @@
+"""A validating review that comes after its hold has expired, and pods that a hold was not made for."""
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import Raw
+from tests.conftest import Build
+from tests.web.house import House
+from tests.web.replica import Shared, sharing
+from tests.web.test_admission import refusal
+
+DEADLINE, SKEW = 15, 5
+Open = Callable[..., Awaitable[House]]
+
+
+def wanted(name: str | None = "train-0", *, node: str = "node-b", gpus: int = 1, **members: Any) -> Raw:
+    affinity = builders.required_affinity(builders.on_node(node))
+    return builders.raw_pod(builders.raw_container(gpus=gpus), name=name, affinity=affinity, **members)
+
+
+@pytest.fixture
+def shared() -> Shared:
+    return Shared()
+
+
+@pytest.fixture
+def replica(build: Build, shared: Shared) -> Open:
+    async def opened(**settings: Any) -> House:
+        return await build(assemble=sharing(shared), pending_deadline=timedelta(seconds=DEADLINE), **settings)
+
+    return opened
+
+
+async def dressed(house: House, raw: Raw | None = None, uid: str = "r1") -> Raw:
+    """The validating review that is still to come."""
+    final = builders.created(await house.dress(raw or wanted(), uid))
+    return builders.review("CREATE", new=final, uid=f"{uid}-validate")
+
+
+async def cleared(house: House) -> None:
+    """As the reconciler clears away what has expired."""
+    ledger = house.parts.ledger
+    await ledger.collect(house.now)
+    for one in ledger.given_up(house.now):  # type: ignore[attr-defined]  # a cluster's ledger
+        await ledger.expire(one)  # type: ignore[attr-defined]
+
+
+def slots(shared: Shared) -> dict[str, tuple[str, str | None]]:
+    return {slot: (entry["reservation"], entry.get("uid")) for slot, entry in shared.held.items()}
+
+
+ITS_OWN = {"GPU-b0/0": ("r1", builders.POD_UID)}
+
+
+@pytest.mark.parametrize("seconds", [11, 16, 21], ids=["late for its holder", "past its deadline", "past the skew"])
+async def test_a_hold_that_still_stands_is_the_pods(replica: Open, shared: Shared, seconds: float) -> None:
+    house = await replica()
+    review = await dressed(house)
+    house.wait(seconds)
+    assert (await house.validate(review))["allowed"]
+    assert slots(shared) == ITS_OWN
+    house.wait(DEADLINE - 1)
+    assert refusal(await house.mutate(wanted("other"), "r2")) == (429, "NoFreeDevice")
+
+
+async def test_a_hold_that_was_cleared_away_is_made_again_as_it_was(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    review = await dressed(house)
+    house.wait(DEADLINE + SKEW)
+    await cleared(house)
+    assert slots(shared) == {}
+    house.wait(30)
+    assert (await house.validate(review))["allowed"]
+    assert slots(shared) == ITS_OWN
+
+
+async def test_what_another_has_meanwhile_is_not_taken_from_him(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    review = await dressed(house)
+    house.wait(DEADLINE + SKEW)
+    await house.create(wanted("other"), "r2", "uid-2")
+    answer = await house.validate(review)
+    assert refusal(answer) == (409, "ReservationExpired")
+    assert "not all of its GPUs on node-b are free any more" in answer["status"]["message"]
+    assert slots(shared) == {"GPU-b0/0": ("r2", "uid-2")}
+
+
+async def test_of_two_gpus_one_that_is_taken_costs_both(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    review = await dressed(house, wanted(node="node-a", gpus=2))
+    house.wait(DEADLINE + SKEW)
+    await house.create(wanted("other", node="node-a"), "r2", "uid-2")
+    assert refusal(await house.validate(review)) == (409, "ReservationExpired")
+    assert [one for one, _ in slots(shared).values()] == ["r2"]
+
+
+async def test_nothing_is_made_again_when_no_review_can_come_any_more(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    review = await dressed(house)
+    house.wait(DEADLINE + SKEW)
+    await cleared(house)
+    house.wait(60)
+    assert refusal(await house.validate(review)) == (403, "NotReserved")
+    assert slots(shared) == {}
+
+
+async def test_nothing_is_made_again_for_a_dry_run(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    review = await dressed(house)
+    house.wait(DEADLINE + SKEW)
+    await cleared(house)
+    review["request"]["dryRun"] = True
+    assert (await house.validate(review))["allowed"]
+    assert slots(shared) == {}
+
+
+async def test_a_gpu_that_is_broken_by_now_is_not_taken_again(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    review = await dressed(house)
+    house.wait(DEADLINE + SKEW)
+    await cleared(house)
+    fleet = house.parts.fleet
+    fleet.put(builders.node("node-b", builders.device("GPU-b0", is_healthy=False)), house.now)
+    assert refusal(await house.validate(review)) == (409, "ReservationExpired")
+    assert slots(shared) == {}
+
+
+async def test_evidence_that_ended_meanwhile_counts(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    review = await dressed(house, wanted(annotations={"gpuwarden.io/required-hash": builders.OTHER_HASH}))
+    house.wait(DEADLINE + SKEW)
+    await cleared(house)
+    house.parts.fleet.prove("node-b", None, house.now)
+    assert refusal(await house.validate(review)) == (403, "NoProvenNode")
+    assert slots(shared) == {}
+
+
+Change = Callable[[Raw], object]
+
+
+def annotated(key: str, value: str) -> Change:
+    return lambda raw: raw["metadata"]["annotations"].update({f"gpuwarden.io/{key}": value})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (annotated("gpu-uuid", "GPU-a0"), "Forged"),
+        (annotated("node", "node-a"), "Forged"),
+        (annotated("reservation-id", "r2"), "NotReserved"),
+        (annotated("claim", '{"v":1,"gpus":2}'), "Forged"),
+        (lambda raw: raw["metadata"].update(name="stolen"), "ReservationConflict"),
+        (lambda raw: raw["metadata"].update(namespace="other"), "ReservationConflict"),
+    ],
+    ids=["another GPU", "another node", "another id", "another claim", "another name", "another namespace"],
+)
+async def test_only_what_was_promised_is_taken_again(
+    replica: Open, shared: Shared, change: Change, reason: str
+) -> None:
+    house = await replica()
+    review = await dressed(house)
+    house.wait(DEADLINE + SKEW)
+    await cleared(house)
+    raw = review["request"]["object"]
+    change(raw)
+    review["request"] |= {"namespace": raw["metadata"]["namespace"], "name": raw["metadata"]["name"]}
+    assert refusal(await house.validate(review))[1] == reason
+    assert slots(shared) == {}
+
+
+async def test_a_replica_that_never_saw_the_hold_makes_up_none(replica: Open, shared: Shared) -> None:
+    """An id that is only in the annotations is anybody's."""
+    first, second = await replica(), await replica()
+    review = await dressed(first)
+    for one in (first, second):
+        one.wait(DEADLINE + SKEW)
+    await cleared(first)
+    assert refusal(await second.validate(review)) == (403, "NotReserved")
+    assert slots(shared) == {}
+
+
+async def test_a_name_that_is_made_up_later_begins_as_the_creation_said(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    raw = await house.dress(wanted(None, generate_name="train-"), "r1")
+    stolen = builders.created(raw, name="stolen", uid="uid-of-a-thief")
+    assert refusal(await house.validate(builders.review("CREATE", new=stolen))) == (409, "ReservationConflict")
+    assert slots(shared) == {"GPU-b0/0": ("r1", None)}
+    own = builders.created(raw, name="train-abcde")
+    assert (await house.validate(builders.review("CREATE", new=own)))["allowed"]
+    assert slots(shared) == ITS_OWN
+
+
+async def test_a_long_prefix_is_cut_as_the_api_server_cuts_it(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    prefix = "a" * 70 + "-"
+    raw = await house.dress(wanted(None, generate_name=prefix), "r1")
+    final = builders.created(raw, name="a" * 58 + "xyz12")
+    assert (await house.validate(builders.review("CREATE", new=final)))["allowed"]
+    assert slots(shared) == ITS_OWN
+
+
+async def test_a_prefix_that_no_name_can_begin_with_is_refused(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    answer = await house.mutate(wanted(None, generate_name="\x1b[2J"), "r1")
+    assert refusal(answer) == (403, "InvalidPod")
+    assert slots(shared) == {}
