@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonpatch import apply_patch
 
 from tests.builders import HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
-from webhook.explain import MOST_ORDINALS, pods_made_by
+from webhook.explain_sources import CannotSayError, answer_in
+from webhook.manifest_pods import MOST_ORDINALS, pods_made_by
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = [
@@ -23,9 +25,12 @@ EXAMPLES = [
 EXPECTED = re.compile(r"expect: (admit|deny)(?: (\w+))?")
 
 
-def gpuwarden(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def gpuwarden(*arguments: str | Path, stdin: str = "", cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = Path(sys.executable).parent / "gpuwarden"
-    return subprocess.run([command, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(cwd)}
+    return subprocess.run(
+        [command, *arguments], cwd=cwd, capture_output=True, text=True, check=False, input=stdin, env=env
+    )
 
 
 def test_every_manifest_with_pods_is_an_example() -> None:
@@ -40,7 +45,7 @@ def test_every_example_gets_the_verdict_that_it_promises(example: Path) -> None:
     assert promised is not None
     verdict, reason = promised[1], promised[2] or "Admitted"
     done = gpuwarden("explain", example, "-o", "json")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == {"admit": 0, "deny": 1}[verdict], done.stderr
     answer = json.loads(done.stdout)
     assert (answer["verdict"], answer["reason"]) == (verdict, reason)
 
@@ -51,7 +56,7 @@ def test_the_answer_for_a_person_names_every_node() -> None:
         "admit: 2 GPUs with model=h100 on a node attested as sha256:aa11: "
         "GPU-a0000000-0000-4000-8000-000000000000, GPU-a0000000-0000-4000-8000-000000000001 on node node-a (Admitted)\n"
         "  + node-a: GPU-a0000000-0000-4000-8000-000000000000, GPU-a0000000-0000-4000-8000-000000000001\n"
-        "  - node-b: other hash\n"
+        "  - node-b: other hash: sha256:bb22\n"
         "  - node-c: no evidence\n"
     )
 
@@ -71,7 +76,7 @@ def test_what_holds_no_pod_is_an_error_in_a_sentence(tmp_path: Path, text: str, 
     path = tmp_path / "manifest.yaml"
     path.write_text(text)
     done = gpuwarden("explain", path)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -137,28 +142,113 @@ def test_yaml_without_end_is_an_error_in_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("[" * 5000 + "]" * 5000)
     done = gpuwarden("explain", path)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert "nested too deeply" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_file_that_is_not_there_is_an_error_in_a_sentence() -> None:
     done = gpuwarden("explain", "nowhere.yaml")
-    assert done.returncode == 1
-    assert "nowhere.yaml" in done.stderr
+    assert done.returncode == 2
+    assert "nowhere.yaml: No such file or directory\n" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+GOOD, BAD = "examples/pods/attested-h100.yaml", "examples/pods/unproven-hash.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "verdicts"),
+    [
+        ([GOOD, GOOD], 0, ["admit", "admit"]),
+        ([GOOD, BAD], 1, ["admit", "deny"]),
+        (["-f", GOOD, "-f", BAD], 1, ["admit", "deny"]),
+        ([GOOD, "nowhere.yaml", BAD], 2, ["admit", "deny"]),
+        ([GOOD, "examples"], 2, ["admit"]),
+    ],
+    ids=["admitted", "one-denied", "as-kubectl", "one-missing", "a-directory"],
+)
+def test_of_several_files_the_exit_status_is_the_worst(arguments: list[str], status: int, verdicts: list[str]) -> None:
+    done = gpuwarden("explain", *arguments, "-o", "json")
+    found = json.loads(done.stdout)
+    answers = found if isinstance(found, list) else [found]
+    assert (done.returncode, [one["verdict"] for one in answers]) == (status, verdicts), done.stderr
+    assert {one["source"] for one in answers} == {"inventory examples/inventory.yaml"}
+
+
+def test_a_manifest_comes_from_stdin_and_a_namespace_from_the_command_line() -> None:
+    pod = raw_pod(raw_container(gpus=1), namespace=None)
+    done = gpuwarden("explain", "-", "-n", "not_a_name", stdin=json.dumps(pod))
+    assert (done.returncode, "InvalidPod" in done.stdout, "not_a_name" in done.stdout) == (1, True, True)
+    done = gpuwarden("explain", "-", stdin=json.dumps(pod))
+    assert done.returncode == 0
+
+
+def test_the_patch_is_shown_and_the_pod_with_the_patch() -> None:
+    raw = yaml.safe_load((ROOT / GOOD).read_text())
+    patch = json.loads(gpuwarden("explain", GOOD, "--show", "patch").stdout)
+    pod = yaml.safe_load(gpuwarden("explain", GOOD, "--show", "pod").stdout)
+    as_json = json.loads(gpuwarden("explain", GOOD, "--show", "pod", "-o", "json").stdout)
+    ids = ("gpuwarden.io/reservation-id", "fudo.org/gpu.reservation-id")  # of a review, so another one each time
+    for one in (pod, as_json, stored := apply_patch(raw, patch)):
+        for name in ids:
+            one["metadata"]["annotations"].pop(name, None)
+    assert pod == as_json == stored != raw
+    assert pod["metadata"]["annotations"]["gpuwarden.io/node"] == "node-a"
+
+
+def test_of_a_pod_that_is_denied_nothing_is_shown() -> None:
+    done = gpuwarden("explain", BAD, "--show", "pod")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "found on none of 3 nodes" in done.stderr
+
+
+def test_where_nobody_can_be_asked_there_is_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "pod.json").write_text(json.dumps(raw_pod()))
+    nobody = gpuwarden("explain", "pod.json", cwd=tmp_path)
+    assert (nobody.returncode, nobody.stdout) == (2, "")
+    assert "name --server, --kubeconfig or --inventory" in nobody.stderr
+    nowhere = gpuwarden("explain", "pod.json", "--server", "https://127.0.0.1:1", "-o", "json", cwd=tmp_path)
+    answer = json.loads(nowhere.stdout)
+    assert (nowhere.returncode, answer["verdict"], answer["source"]) == (2, "unknown", "server https://127.0.0.1:1")
+
+
+ANSWERS: dict[str, bytes] = {
+    "no JSON": b"<html>",
+    "a list": b"[]",
+    "no verdict": b'{"nodes": []}',
+    "a verdict of its own": b'{"verdict": "maybe", "nodes": []}',
+    "no nodes": b'{"verdict": "admit"}',
+    "without end": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", ANSWERS.values(), ids=ANSWERS.keys())
+def test_what_a_server_never_says_is_no_verdict(content: bytes) -> None:
+    with pytest.raises(CannotSayError, match="no answer that can be read"):
+        answer_in(content, "https://server")
 
 
 async def test_the_route_answers_the_same_and_reserves_nothing(house: House) -> None:
     raw = raw_pod(raw_container(gpus=2), annotations={"gpuwarden.io/required-hash": HASH})
     answer: Raw = (await house.tls.post("/explain", json=raw)).json()
+    stored = apply_patch(raw, answer.pop("patch"))
+    assert stored["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-a0,GPU-a1"
     assert answer == {
         "verdict": "admit",
         "reason": "Admitted",
         "message": "2 GPUs on a node attested as sha256:aa11: GPU-a0, GPU-a1 on node node-a",
+        "warnings": [],
+        "hints": [],
         "nodes": [
             {"name": "node-a", "fits": True, "reasons": [], "devices": ["GPU-a0", "GPU-a1"]},
-            {"name": "node-b", "fits": False, "reasons": ["other hash"], "devices": []},
+            {
+                "name": "node-b",
+                "fits": False,
+                "reasons": ["other hash"],
+                "devices": [],
+                "hash": "sha256:bb22",
+            },
             {"name": "node-c", "fits": False, "reasons": ["no evidence"], "devices": []},
         ],
     }

@@ -22,6 +22,8 @@ FAILED: Final = 1
 SHORT: Final = 4
 # S2's, for a configuration that cannot be used and a start that failed.
 NOT_STARTED: Final = 2
+# `explain` and `audit`: nothing can be said.
+CANNOT_SAY: Final = 2
 # What a shell reports of a program that Ctrl-C ended: 128 + SIGINT.
 INTERRUPTED: Final = 130
 
@@ -123,9 +125,8 @@ def make_parser() -> Parser:
     with_settings(one, score)
 
     one = commands.add_parser("explain", help="say what would become of a pod, node by node; reserves nothing")
-    one.add_argument("file", metavar="FILE", help="a manifest, - for stdin")
-    one.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
-    with_settings(one, explain)
+    add_explained(one)
+    with_explain_settings(one, explain)
 
     certs = commands.add_parser("certs", help="certificates").add_subparsers(metavar="COMMAND", required=True)
     one = certs.add_parser("dev", help="make a development CA and a certificate for localhost")
@@ -158,6 +159,19 @@ def add_question(parser: Parser) -> None:
     parser.add_argument("--pod", metavar="NAMESPACE/NAME", help="that used it")
     parser.add_argument("--hash", metavar="HASH", help="of the evidence that it was used on")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
+
+
+def add_explained(parser: Parser) -> None:
+    parser.add_argument("words", nargs="*", metavar="FILE", help="manifests, - for stdin; or: pod NAMESPACE/NAME")
+    parser.add_argument("-f", "--filename", action="append", default=[], metavar="FILE", help="a manifest, as FILE")
+    parser.add_argument("-n", "--namespace", help="of pods that name none (default: default)")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
+    parser.add_argument("--show", choices=("pod", "patch"), help="the pod as it would be stored, or the patch")
+    parser.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
+    parser.add_argument("--ca", dest="server_ca", metavar="FILE", help="as --server-ca")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="bearer token for --server")
+    parser.add_argument("--cert", type=Path, metavar="FILE", help="client certificate for --server (PEM)")
+    parser.add_argument("--key", type=Path, metavar="FILE", help="its key (PEM)")
 
 
 def add_installation(parser: Parser) -> None:
@@ -195,6 +209,18 @@ def with_export_settings(parser: Parser, command: Callable[[Namespace], int]) ->
         return NOT_STARTED if ended == FAILED and not args.has_run else ended
 
     parser.mistaken = NOT_STARTED
+    parser.set_defaults(parser=parser, run=run, has_run=False)
+
+
+def with_explain_settings(parser: Parser, command: Callable[[Namespace, Settings], int]) -> None:
+    """1 says that a pod is denied, so whatever keeps the command from saying anything is 2."""
+    settings.add_flags(parser)
+
+    def run(args: Namespace) -> int:
+        ended = exit_code(parser, lambda: command(args, settings.load(vars(args), also=args.unknown)))
+        return CANNOT_SAY if ended == FAILED and not args.has_run else ended
+
+    parser.mistaken = CANNOT_SAY
     parser.set_defaults(parser=parser, run=run, has_run=False)
 
 
@@ -302,12 +328,17 @@ def score(args: Namespace, chosen: Settings) -> int:
 
 
 def explain(args: Namespace, chosen: Settings) -> int:
-    from webhook.explain import run
+    from webhook.explain import Asked, run
     from webhook.telemetry import configure_logging
 
-    configure_logging(chosen.log_level)
+    named = ("output", "show", "namespace", "context", "token_file", "cert", "key")
+    asked = Asked.of(args.words, args.filename, **{name: getattr(args, name) for name in named})
+    # The watches of a cluster tell of their beginnings.
+    configure_logging("error" if chosen.sources.get("log_level", "default") == "default" else chosen.log_level)
     complain(args.parser.prog, chosen.notes)
-    return run(args.file, chosen, args.output)
+    ended = run(asked, chosen)
+    args.has_run = True
+    return ended
 
 
 def crds(args: Namespace) -> int:

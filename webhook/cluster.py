@@ -11,6 +11,7 @@ import msgspec
 import yaml
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
+from kubernetes.aio.config import kube_config
 
 from webhook.api_paths import GPU_NODES, PODS_PATH
 from webhook.calls import LOST, POD_PATH, answered
@@ -34,6 +35,9 @@ MOUNTED = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # Longer than a busy API server needs, shorter than the patience of whoever waits for us.
 REQUEST_TIMEOUT = 5.0
 
+# Where kubectl looks too.
+DEFAULT_KUBECONFIG = Path(kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
+
 Load = Callable[..., Awaitable[None]]
 RefreshKey = Callable[[client.Configuration], Awaitable[None]]
 
@@ -50,11 +54,13 @@ class NotInAPodError(GpuwardenError):
     """There is no service account to be used."""
 
 
-async def connected(settings: Settings, mounted: Path = MOUNTED) -> client.ApiClient:
-    """A client by kubeconfig, by the three flags of S4, or by the service account of the Pod that this is."""
+async def connected(settings: Settings, mounted: Path = MOUNTED, *, context: str | None = None) -> client.ApiClient:
+    """A client by kubeconfig, by the three flags of S4, or by the service account of the Pod that this is.
+
+    `context` is of the kubeconfig; not named, it is the current one."""
     configuration = client.Configuration()
     if settings.kubeconfig is not None:
-        await use_kubeconfig(configuration, settings.kubeconfig)
+        await use_kubeconfig(configuration, settings.kubeconfig, context)
     elif settings.kubernetes_url is not None and settings.access_token is not None:
         await use_token(configuration, settings.kubernetes_url, settings.access_token, settings.ca_certificate)
     elif settings.in_cluster:
@@ -67,11 +73,11 @@ async def connected(settings: Settings, mounted: Path = MOUNTED) -> client.ApiCl
         raise BadCaError(f"{configuration.ssl_ca_cert} cannot be read: {exc.strerror}") from exc
 
 
-async def use_kubeconfig(configuration: client.Configuration, path: Path) -> None:
+async def use_kubeconfig(configuration: client.Configuration, path: Path, context: str | None = None) -> None:
     """Whatever is wrong with the file: the client library raises what its own code happens to trip over."""
     load: Load = config.load_kube_config
     try:
-        await load(str(path), client_configuration=configuration)
+        await load(str(path), context=context, client_configuration=configuration)
     except (config.ConfigException, yaml.YAMLError, AttributeError, LookupError, OSError, TypeError, ValueError) as exc:
         said = plain(" ".join(str(exc).split()) or repr(exc))
         raise BadKubeconfigError(f"{path} is no kubeconfig that can be used: {said}") from exc

@@ -140,6 +140,11 @@ class ClusterFeed:
         for watch, task in zip(self._watches, self._tasks, strict=True):
             await first_list(watch, task)
 
+    @property
+    def waits_for(self) -> list[str]:
+        """The paths of which there is no list yet."""
+        return [watch.path for watch in self._watches if not watch.ready.is_set()]
+
     async def first_answers(self) -> None:
         """They are in: what providers have said is in NodeEvidence, and one that is away now keeps nobody waiting."""
 

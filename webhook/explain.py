@@ -1,207 +1,250 @@
-"""Why, or why not: the same decision as a review's, node by node, with nothing reserved."""
+"""`gpuwarden explain`: reads manifests, asks one source about each pod, prints the answers."""
 
 import asyncio
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import yaml
+from attrs import evolve, frozen
+from jsonpatch import JsonPatchException, apply_patch
+from jsonpointer import JsonPointerException
 
-from webhook.clock import utc_now
-from webhook.core.check import no_markers, refused_at_once
-from webhook.core.claim import Claim, ClaimRules
-from webhook.core.decide import NodeFit, explain
-from webhook.core.dress import asked_anew
-from webhook.core.errors import GpuwardenError, InvalidPodError
-from webhook.core.keys import POD_INDEX_LABEL
-from webhook.core.pod import Pod
-from webhook.core.reasons import Reason
-from webhook.core.reservation import Placement
-from webhook.core.verdict import Deny
-from webhook.holding import Holder
-from webhook.settings import Settings
-from webhook.wiring import Parts, embedded
+from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_object_name
+from webhook.explain_sources import (
+    CannotSayError,
+    Credentials,
+    Source,
+    cluster_source,
+    file_source,
+    kubeconfig_credentials,
+    pod_in_cluster,
+    server_source,
+)
+from webhook.manifest_pods import Json, UnreadableManifestError, mapping, name_of, namespace_of, pods_of
+from webhook.settings import Settings, SettingsError
 
-Json = dict[str, Any]
-PLURALS = {"List", "PodList"}
-# More pods of one StatefulSet tell nobody anything new.
-MOST_ORDINALS = 100
-
-
-class UnreadableManifestError(GpuwardenError):
-    """There is nothing in the file that could be explained."""
-
-
-def explained(raw: Json, parts: Parts, claims: ClaimRules) -> Json:
-    """The verdict on a pod, and every node's part in it."""
-    try:
-        pod = Pod.parse(raw)
-        _, claim = asked_anew(raw, pod, claims)
-    except InvalidPodError as exc:
-        return verdict(Deny(Reason.INVALID_POD, "; ".join(exc.mistakes)))
-    if claim is None:
-        refused = no_markers(pod, parts.rules.dress)
-        return verdict(refused) if refused else verdict(None, Reason.NOT_ASKED, "the pod asks for nothing of gpuwarden")
-    refused = refused_at_once(pod, claim, parts.rules.dress)
-    return verdict(refused) if refused else decided(claim, parts.holder)
+ADMIT, DENY, CANNOT_SAY = 0, 1, 2
+# The word before NAMESPACE/NAME.
+POD: Final = "pod"
+UNKNOWN: Final = "unknown"
 
 
-def namespace_of(raw: Json) -> str:
-    """Where the pod would be created."""
-    found = mapping(raw, "metadata").get("namespace")
-    return found if isinstance(found, str) and found else "default"
+@frozen
+class Asked:
+    """What somebody wants to know, and how it shall be told."""
+
+    files: tuple[str, ...]
+    pod: tuple[str, str] | None = None
+    output: str = "text"
+    show: str | None = None
+    namespace: str | None = None
+    context: str | None = None
+    token_file: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def of(cls, words: Sequence[str], files: Sequence[str], **members: Any) -> "Asked":
+        """Raises SettingsError if nothing is named, or no pod."""
+        if words[:1] == [POD] and len(words) == 2:
+            namespace, slash, name = words[1].partition("/")
+            if not (slash and is_object_name(namespace) and is_object_name(name)) or files:
+                raise SettingsError(["pod NAMESPACE/NAME: name one pod, and no file"])
+            return cls((), (namespace, name), **members)
+        if not words and not files:
+            raise SettingsError(["name a manifest, - for stdin, or pod NAMESPACE/NAME"])
+        return cls((*words, *files), **members)
+
+    @property
+    def needs_cluster(self) -> bool:
+        return self.pod is not None or self.context is not None
 
 
-def decided(claim: Claim, holder: Holder) -> Json:
-    places = holder.places(claim)
-    nodes = [node_fit(fit, claim) for fit in explain(claim, holder.fleet, holder.policy)]
-    if isinstance(places, Deny):
-        return verdict(places, nodes=nodes)
-    return verdict(None, Reason.ADMITTED, said(claim, places[0]), nodes)
+@frozen
+class Answer:
+    """What was said of one pod."""
+
+    raw: Json
+    told: Json
+    file: str | None = None
+
+    @property
+    def status(self) -> int:
+        return {"admit": ADMIT, "deny": DENY}.get(self.told["verdict"], CANNOT_SAY)
 
 
-def said(claim: Claim, place: Placement) -> str:
-    gpus = ", ".join(slot.uuid for slot in place.slots)
-    return f"{claim.sentence}: {gpus + ' on ' if gpus else ''}node {place.node}"
-
-
-def verdict(
-    denial: Deny | None, reason: Reason = Reason.ADMITTED, message: str = "", nodes: list[Json] | None = None
-) -> Json:
-    return {
-        "verdict": "deny" if denial else "admit",
-        "reason": denial.reason if denial else reason,
-        "message": denial.sentence if denial else message,
-        "nodes": nodes or [],
-    }
-
-
-def node_fit(fit: NodeFit, claim: Claim) -> Json:
-    return {
-        "name": fit.name,
-        "fits": fit.fits,
-        "reasons": [] if fit.objection is None else [fit.objection.said_of(claim)],
-        "devices": [slot.uuid for slot in fit.slots],
-    }
-
-
-# For a shell.
-
-
-def run(path: str, settings: Settings, output: str) -> int:
-    """Explain every pod of a manifest; `-` is standard input.
-
-    A denial is an answer too: the exit code says only whether there is one.
-    """
-    parts = asyncio.run(loaded(settings))
-    pods = list(pods_of(read(path)))
-    if not pods:
-        raise UnreadableManifestError(f"{path}: no pod, and nothing that makes pods")
-    results = [explained(raw, parts, parts.rules.claims.rules) for raw in pods]
-    if len(results) > 1:
-        results = [{"pod": name_of(raw), **result} for raw, result in zip(pods, results, strict=True)]
-    if output == "json":
-        sys.stdout.write(as_json(results if len(results) > 1 else results[0]))
+def run(asked: Asked, settings: Settings) -> int:
+    """Explain every pod. The exit status is the worst: 0 all are admitted, 1 one is denied, 2 one cannot be told."""
+    answers, problems = asyncio.run(answered(asked, with_cluster(asked, settings)))
+    for problem in problems:
+        sys.stderr.write(f"gpuwarden explain: {problem}\n")
+    if asked.show is not None:
+        sys.stdout.writelines(shown(answers, asked))
+    elif asked.output == "json":
+        sys.stdout.write(as_json(answers))
     else:
-        sys.stdout.writelines(map(as_text, results))
-    return 0
+        sys.stdout.writelines(as_text(one, is_named=len(answers) > 1) for one in answers)
+    return max([*(one.status for one in answers), *([CANNOT_SAY] if problems else [])], default=CANNOT_SAY)
+
+
+def with_cluster(asked: Asked, settings: Settings) -> Settings:
+    """A cluster that is asked for and not named is that of the kubeconfig that kubectl would use. So it is where
+    nothing is named and there is no inventory."""
+    if not settings.is_embedded:
+        return settings
+    file = settings.inventory_file
+    is_lost = settings.server is None and settings.inventory is None and (file is None or not file.exists())
+    if not (asked.needs_cluster or is_lost):
+        return settings
+    from webhook.cluster import DEFAULT_KUBECONFIG
+
+    if not asked.needs_cluster and not DEFAULT_KUBECONFIG.exists():
+        raise GpuwardenError(
+            f"nobody to ask: name --server, --kubeconfig or --inventory ({file} and {DEFAULT_KUBECONFIG} are not here)"
+        )
+    return evolve(settings, kubeconfig=DEFAULT_KUBECONFIG)
+
+
+async def answered(asked: Asked, settings: Settings) -> tuple[list[Answer], list[str]]:
+    pods, problems = await pods_asked(asked, settings)
+    if not pods:
+        return [], problems
+    async with source_of(asked, settings) as source:
+        if asked.output == "text" and asked.show is None:
+            sys.stderr.write(f"gpuwarden explain: answered by {source.name}\n")
+        return [await explained(source, raw, file) for raw, file in pods], problems
+
+
+@asynccontextmanager
+async def source_of(asked: Asked, settings: Settings) -> AsyncIterator[Source]:
+    """A server, if one is named; else a cluster, if one is; else the inventory file."""
+    if settings.server is not None:
+        credentials = await credentials_of(asked, settings)
+        async with server_source(settings.server, settings.server_ca, credentials) as source:
+            yield source
+    elif settings.is_embedded:
+        async with file_source(settings) as source:
+            yield source
+    else:
+        async with cluster_source(settings, asked.context) as source:
+            yield source
+
+
+async def credentials_of(asked: Asked, settings: Settings) -> Credentials:
+    """Those that are named; else a kubeconfig's, if one is named: a server is shown nothing by default."""
+    if asked.token_file is not None or asked.cert is not None:
+        token = None if asked.token_file is None else read(str(asked.token_file)).strip()
+        return Credentials(token, asked.cert, asked.key or asked.cert)
+    if settings.is_embedded:
+        return Credentials()
+    return await kubeconfig_credentials(settings, asked.context)
+
+
+async def explained(source: Source, raw: Json, file: str | None) -> Answer:
+    try:
+        told = await source.explained(raw)
+    except CannotSayError as exc:
+        told = {"verdict": UNKNOWN, "reason": "CannotSay", "message": str(exc), "nodes": []}
+    return Answer(raw, {**told, "source": source.name}, file)
+
+
+# What is asked about.
+
+
+async def pods_asked(asked: Asked, settings: Settings) -> tuple[list[tuple[Json, str | None]], list[str]]:
+    """The pods with the files that they are from, and what is wrong with the other files."""
+    if asked.pod is not None:
+        return [(await pod_in_cluster(settings, asked.context, *asked.pod), None)], []
+    pods: list[tuple[Json, str | None]] = []
+    problems = []
+    for path in asked.files:
+        try:
+            found = pods_in_file(path)
+        except UnreadableManifestError as exc:
+            problems.append(f"{path}: {exc}")
+            continue
+        except OSError as exc:
+            problems.append(f"{path}: {exc.strerror}")
+            continue
+        pods += [(in_namespace(raw, asked.namespace), path) for raw in found]
+    return pods, problems
+
+
+def pods_in_file(path: str) -> list[Json]:
+    """At least one. Raises UnreadableManifestError or OSError."""
+    found = pods_of(read(path))
+    if not found:
+        raise UnreadableManifestError("no pod, and nothing that makes pods")
+    return found
+
+
+def in_namespace(raw: Json, namespace: str | None) -> Json:
+    if namespace is None or namespace_of(raw):
+        return raw
+    return {**raw, "metadata": {**mapping(raw, "metadata"), "namespace": namespace}}
 
 
 def read(path: str) -> str:
     try:
         return sys.stdin.read() if path == "-" else Path(path).read_text()
     except UnicodeDecodeError as exc:
-        raise UnreadableManifestError(f"{path}: not text") from exc
+        raise UnreadableManifestError("not text") from exc
 
 
-async def loaded(settings: Settings) -> Parts:
-    parts = embedded(settings, utc_now)
-    await parts.feed.load()
-    return parts
+# How it is told.
 
 
-def pods_of(text: str) -> list[Json]:
-    """The pods of a manifest, and those that its controllers would make."""
-    pods: list[Json] = []
-    try:
-        documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError as exc:
-        raise UnreadableManifestError(f"not YAML: {exc}") from exc
-    except RecursionError as exc:
-        raise UnreadableManifestError("nested too deeply") from exc
-    for document in documents:
-        for item in (document.get("items") or []) if is_list(document) else [document]:
-            pods += pods_made_by(item)
-    return pods
+def as_json(answers: Sequence[Answer]) -> str:
+    """One object for one pod, else a list."""
+    told = [one.told for one in answers]
+    if len(answers) != 1:
+        told = [{"pod": name_of(one.raw), "file": one.file, **one.told} for one in answers]
+    found: Json | list[Json] = told if len(answers) != 1 else told[0]
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
 
 
-def pods_in(item: Json) -> list[Json]:
-    """The pod itself, which need not say that it is one, or those that its controller would make."""
-    return [item] if "kind" not in item and mapping(item, "spec") else pods_made_by(item)
-
-
-def pods_made_by(item: Any) -> list[Json]:
-    """One where all are alike; of a StatefulSet each, for a map says something else of each."""
-    template = template_of(item)
-    if template is None:
-        return []
-    return list(pods_of_set(item, template)) if item.get("kind") == "StatefulSet" else [template]
-
-
-def pods_of_set(item: Json, template: Json) -> Iterator[Json]:
-    """A set that is scaled to none is asked about its first pod."""
-    spec, meta = mapping(item, "spec"), mapping(item, "metadata")
-    name, uid = meta.get("name") or "", meta.get("uid") or ""
-    owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name, "uid": uid, "controller": True}
-    start, replicas = counted(mapping(spec, "ordinals").get("start"), 0), counted(spec.get("replicas"), 1)
-    for ordinal in range(start, start + min(max(replicas, 1), MOST_ORDINALS)):
-        own = mapping(template, "metadata")
-        labels = {**mapping(own, "labels"), POD_INDEX_LABEL: str(ordinal)}
-        own = {**own, "name": f"{name}-{ordinal}", "labels": labels, "ownerReferences": [owner]}
-        yield {**template, "metadata": own}
-
-
-def counted(found: Any, default: int) -> int:
-    return found if type(found) is int and found >= 0 else default
-
-
-def name_of(raw: Json) -> str:
-    meta = mapping(raw, "metadata")
-    return str(meta.get("name") or meta.get("generateName") or "")
-
-
-def is_list(document: Any) -> bool:
-    return isinstance(document, dict) and document.get("kind") in PLURALS
-
-
-def template_of(item: Any) -> Json | None:
-    if not isinstance(item, dict):
-        return None
-    if item.get("kind") == "Pod":
-        return item
-    spec = mapping(item, "spec")
-    job = mapping(spec, "jobTemplate", "spec")
-    return mapping(job or spec, "template") or None
-
-
-def mapping(whole: Json, *steps: str) -> Json:
-    """What stands there if it is a mapping."""
-    found: Any = whole
-    for step in steps:
-        found = found.get(step) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def as_json(result: Json | list[Json]) -> str:
-    return msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n"
-
-
-def as_text(result: Json) -> str:
-    name = f"{result['pod']}: " if result.get("pod") else ""
-    lines = [f"{name}{result['verdict']}: {result['message']} ({result['reason']})"]
-    for node in result["nodes"]:
-        found = ", ".join(node["devices"]) if node["fits"] else ", ".join(node["reasons"])
-        lines.append(f"  {'+' if node['fits'] else '-'} {node['name']}: {found or 'fits'}")
+def as_text(answer: Answer, *, is_named: bool) -> str:
+    told = answer.told
+    name = f"{name_of(answer.raw) or answer.file}: " if is_named else ""
+    lines = [f"{name}{told['verdict']}: {told['message']} ({told['reason']})"]
+    lines += [f"  warning: {one}" for one in told.get("warnings", ())]
+    lines += [f"  hint: {one}" for one in told.get("hints", ())]
+    for node in told["nodes"]:
+        lines.append(f"  {'+' if node['fits'] else '-'} {node['name']}: {said_of(node)}")
     return "\n".join(lines) + "\n"
+
+
+def said_of(node: Json) -> str:
+    if node["fits"]:
+        return ", ".join(node["devices"]) or "fits"
+    return ", ".join(node["reasons"]) + (f": {node['hash']}" if node.get("hash") else "")
+
+
+def shown(answers: Sequence[Answer], asked: Asked) -> Iterator[str]:
+    """The patches, or the pods as the API server would store them; of a pod that is not admitted, why not on stderr."""
+    for one in answers:
+        if one.status != ADMIT or "patch" not in one.told:
+            why = "this server tells no patches" if one.status == ADMIT else one.told["message"]
+            sys.stderr.write(f"gpuwarden explain: {name_of(one.raw) or one.file}: {one.told['verdict']}: {why}\n")
+            continue
+        patch = one.told["patch"]
+        thing = patch if asked.show == "patch" else patched(one.raw, patch)
+        if asked.output == "json" or asked.show == "patch":
+            yield json.dumps(thing, indent=2) + "\n"
+        else:
+            yield ("---\n" if len(answers) > 1 else "") + yaml.safe_dump(thing, sort_keys=False)
+
+
+def patched(raw: Json, patch: list[Json]) -> Json:
+    """As the API server does it."""
+    try:
+        done: Json = apply_patch(raw, patch)
+    except (JsonPatchException, JsonPointerException) as exc:
+        raise CannotSayError(f"the patch does not fit the pod: {exc}") from exc
+    return done

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from webhook.clock import utc_now
 from webhook.dev_certificates import make_dev_certificates
+from webhook.explanation import Explainer
 from webhook.listener import Listener
 from webhook.pods import PodFacts
 from webhook.process import stop_signal
@@ -122,7 +123,7 @@ class Server:
         devices = Devices(
             parts.fleet, parts.ledger, parts.clock, notes=parts.notes, tells_pending_ids=settings.is_embedded
         )
-        explain = Explain(parts, health)
+        explain = Explain(Explainer(parts, admission), health)
         host, tls = settings.host, self._certificates["tls"].context
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)
         app = tls_app(admission, finalize, devices, explain, health, metrics, evidence)

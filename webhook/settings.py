@@ -393,9 +393,11 @@ class Settings:
         default=MappingProxyType({}), metadata=declared(SCORES, "scores of tenants, for `score`; of all others: 50")
     )
 
-    server: str | None = field(default=None, metadata=declared(HTTPS_URL, "the TLS listener of `serve`, for `attest`"))
+    server: str | None = field(
+        default=None, metadata=declared(HTTPS_URL, "the TLS listener of `serve`, for `attest` and `explain`")
+    )
     server_ca: Path | None = field(
-        default=None, metadata=declared(FILE, "its CAs (PEM); not set: the system's. For `attest`")
+        default=None, metadata=declared(FILE, "its CAs (PEM); not set: the system's. For `attest` and `explain`")
     )
     node: str | None = field(default=None, metadata=declared(NODE, "the node that this is, for `attest`"))
 

@@ -77,7 +77,7 @@ class Watch:
         each in a list, which may be of many thousands."""
         self._silence = silence
         self._api = api
-        self._path = path
+        self.path = path
         self._only = dict(only or {})
         self._trimmed = trimmed
         self._listener = listener
@@ -106,8 +106,8 @@ class Watch:
                 self._start_over()
             except TROUBLE as exc:
                 self.is_current = False
-                log.warning("watch interrupted", path=self._path, error=type(exc).__name__)
-                log.debug("watch interrupted", path=self._path, exc_info=exc)
+                log.warning("watch interrupted", path=self.path, error=type(exc).__name__)
+                log.debug("watch interrupted", path=self.path, exc_info=exc)
                 if isinstance(exc, ApiException) and exc.status == 410:
                     self._start_over()
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
@@ -121,9 +121,9 @@ class Watch:
     async def _list(self) -> None:
         if self._trimmed is None:
             found: Mapping[str, Raw]
-            found, self._version = await whole_list(self._api, self._path, self._only)
+            found, self._version = await whole_list(self._api, self.path, self._only)
         else:
-            found, self._version = await packed_list(self._api, self._path, self._only, self._trimmed)
+            found, self._version = await packed_list(self._api, self.path, self._only, self._trimmed)
         self.lists += 1
         self._listener.replaced(found)
         self.is_current = True
@@ -138,7 +138,7 @@ class Watch:
             "timeoutSeconds": str(WATCH_SECONDS),
         }
         async with asyncio.timeout(self._silence):
-            response = await opened(self._api, self._path, query, WATCH_SECONDS + 30)
+            response = await opened(self._api, self.path, query, WATCH_SECONDS + 30)
         self.is_current = True
         async with response:
             while line := await self._line(response):
@@ -150,13 +150,13 @@ class Watch:
             try:
                 return await response.content.readuntil(b"\n", max_size=LONGEST_LINE)
             except LineTooLong as exc:
-                raise StartOverError(self._path) from exc
+                raise StartOverError(self.path) from exc
 
     def _tell(self, event: Raw) -> None:
         kind, raw = event["type"], event["object"]
         if kind == "ERROR":
             if raw.get("code") == 410:
-                raise StartOverError(self._path)
+                raise StartOverError(self.path)
             raise ApiException(status=raw.get("code"), reason=raw.get("reason"))
         self._version = raw["metadata"]["resourceVersion"]
         if kind == "DELETED":

@@ -315,8 +315,9 @@ def skewed(directory: Path, seconds: float) -> list[str]:
 
 
 def certified(directory: Path, name: str) -> bytes:
-    """A certificate for the Service, in two files; its CA."""
+    """A certificate for the Service, in two files; its CA, which is in `ca.crt` too."""
     ca = trustme.CA()
+    ca.cert_pem.write_to_path(directory / "ca.crt")
     issued = ca.issue_cert(name, "localhost", "127.0.0.1")
     (directory / "tls.crt").write_bytes(b"".join(part.bytes() for part in issued.cert_chain_pems))
     (directory / "tls.key").write_bytes(issued.private_key_pem.bytes())

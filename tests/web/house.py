@@ -13,6 +13,7 @@ import jsonpatch
 from tests import builders
 from tests.builders import NOW, Raw
 from webhook.clock import Clock
+from webhook.explanation import Explainer
 from webhook.feed import Feed
 from webhook.pods import PodFacts
 from webhook.settings import Settings
@@ -75,7 +76,15 @@ class House:
         finalize = Finalize(parts.ledger, parts.fleet, parts.pods, facts or parts.pods, self.health)
         devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, self.health)
-        tls = tls_app(admission, finalize, devices, Explain(parts, self.health), self.health, parts.metrics, evidence)
+        tls = tls_app(
+            admission,
+            finalize,
+            devices,
+            Explain(Explainer(parts, admission), self.health),
+            self.health,
+            parts.metrics,
+            evidence,
+        )
         plain = plain_app(finalize, devices, self.health, parts.metrics)
         self.tls = httpx.AsyncClient(transport=httpx.ASGITransport(app=tls), base_url="https://house")
         self.plain = httpx.AsyncClient(transport=httpx.ASGITransport(app=plain), base_url="http://house")

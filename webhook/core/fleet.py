@@ -385,6 +385,22 @@ class Fleet:
 
     # What decisions ask.
 
+    @property
+    def proven_hashes(self) -> dict[str, int]:
+        """The hashes of fresh evidence, and how many nodes have proven each."""
+        return {
+            digest: sum(row.count for row in rows.values())
+            for (_, digest), rows in self._groups.items()
+            if digest is not None
+        }
+
+    @property
+    def device_labels(self) -> set[str]:
+        """All labels that devices have."""
+        rows = (row for (_, digest), by_class in self._groups.items() if digest is None for row in by_class.values())
+        stocks = (stock for row in rows for shape in row.shapes for stock in self._shapes[shape])
+        return {label for stock in stocks for label in self._kinds[stock.kind].labels}
+
     def rows(self, group: Group) -> Mapping[int, Row]:
         """The nodes of a group, by class."""
         return self._groups.get(group, {})

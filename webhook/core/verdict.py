@@ -43,3 +43,13 @@ class Deny:
 
 
 Verdict = Admit | Deny
+
+
+@frozen
+class Rehearsal:
+    """How the creation of a pod would end, and the pod as it would be stored."""
+
+    verdict: Verdict
+    pod: dict[str, Any]
+    patch: tuple[dict[str, Any], ...] = ()
+    warnings: tuple[str, ...] = ()

@@ -3,11 +3,14 @@
 import asyncio
 import re
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
+from typing import Any
 
 import structlog
 from attrs import evolve, frozen
+from jsonpatch import apply_patch
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -46,7 +49,7 @@ from webhook.core.pod import Pod
 from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
 from webhook.core.reservation import LONGEST_PREFIX, Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.core.review import Operation, Review, answer
-from webhook.core.verdict import Admit, Deny, Verdict, plain
+from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict, plain
 from webhook.holding import Holder
 from webhook.ledger import Ledger
 from webhook.namespaces import ClaimReading, NamespacesUnavailableError
@@ -117,6 +120,19 @@ class Admission:
 
     async def validate(self, request: Request) -> Response:
         return await self._answered(request, self._validated)
+
+    async def rehearsed(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
+        """Both webhooks' answers to a dry run of the creation of `raw`, the second one of the pod as patched."""
+        answer_by = self._clock() + DEFAULT_TIMEOUT - MARGIN
+        review = dry_run(raw, namespace)
+        mutated = await self._judged(review, self._mutated, answer_by)
+        if isinstance(mutated, Deny):
+            return Rehearsal(mutated, raw)
+        final: dict[str, Any] = apply_patch(raw, mutated.patch) if mutated.patch else raw
+        validated = await self._judged(evolve(review, raw=final), self._validated, answer_by)
+        if isinstance(validated, Deny):
+            return Rehearsal(validated, raw, warnings=mutated.warnings)
+        return Rehearsal(mutated, final, tuple(mutated.patch), mutated.warnings)
 
     async def _answered(self, request: Request, door: Door) -> Response:
         started = time.perf_counter()
@@ -259,7 +275,7 @@ class Admission:
             clean, said = self._with_hints(clean, await self._hinted(pod, None, review, answer_by), ())
             if clean is raw and not said:
                 return NOT_ASKED
-            return Admit(changes(raw, clean), warnings=(*copied, *said))
+            return Admit(changes(raw, clean), warnings=(*copied, *said), reason=Reason.NOT_ASKED)
         refused = self._more_than_it_waits_for(pod) or check.refused_at_once(pod, claim, self._rules.dress)
         if refused is None and self._rules.waits(claim):
             refused = self._holder.never(claim)
@@ -529,6 +545,21 @@ HARDER_THAN_HINTS = frozenset(
     {Reason.NO_PROVEN_NODE, Reason.NO_SUITABLE_NODE, Reason.NOT_IN_MAP, Reason.AMBIGUOUS_NODE}
 )
 COPIED = "annotations of another pod's reservation were taken off: gpuwarden writes them"
+
+
+def dry_run(raw: dict[str, Any], namespace: str) -> Review:
+    """The review of a creation that shall not happen."""
+    return Review(
+        uid=ReservationId(str(uuid.uuid4())),
+        kind="Pod",
+        subresource="",
+        operation=Operation.CREATE,
+        namespace=namespace,
+        name="",
+        raw=raw,
+        raw_old=None,
+        is_dry_run=True,
+    )
 
 
 def not_reviewed(review: Review) -> Deny | None:

@@ -1,21 +1,20 @@
-"""`POST /explain`: the decision on a pod, node by node, with nothing reserved."""
+"""`POST /explain`: what would become of a pod, node by node, with nothing reserved."""
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.explain import as_json, explained, namespace_of, pods_in
-from webhook.namespaces import NamespacesUnavailableError
+from webhook.explanation import CannotExplainError, Explainer
+from webhook.manifest_pods import pods_in
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
-from webhook.wiring import Parts
 
 
 class Explain:
     """The route."""
 
-    def __init__(self, parts: Parts, health: Health) -> None:
-        self._parts = parts
+    def __init__(self, explainer: Explainer, health: Health) -> None:
+        self._explainer = explainer
         self._health = health
 
     async def explain(self, request: Request) -> Response:
@@ -31,9 +30,9 @@ class Explain:
         if not pods:
             return error(400, "the body is no pod, and nothing that makes pods")
         try:
-            claims = await self._parts.rules.claims.within(namespace_of(raw))
-        except NamespacesUnavailableError:
-            return error(503, "what the pod's namespace demands cannot be looked up at this moment")
-        results = [explained(pod, self._parts, claims) for pod in pods]
+            results = [await self._explainer.explained(pod) for pod in pods]
+        except CannotExplainError as exc:
+            return error(503, str(exc))
         denied = next((one for one in results if one["verdict"] == "deny"), results[0])
-        return Response(as_json(denied), media_type="application/json")
+        text = msgspec.json.format(msgspec.json.encode(denied), indent=2) + b"\n"
+        return Response(text, media_type="application/json")

@@ -1,0 +1,198 @@
+"""`gpuwarden explain` asks the running system: its verdict is what the API server would be told."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from tests import builders
+from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
+from tests.e2e.crew import Site, site
+from tests.e2e.kube import PODS, ApiError, Kube, pod, wait_until
+from tests.generated_pods import generated_pods
+from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
+
+GENERATED = 40
+
+
+@frozen
+class Said:
+    """What the command said."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def answers(self) -> list[Raw]:
+        found = json.loads(self.out)
+        return found if isinstance(found, list) else [found]
+
+
+@frozen
+class Desk:
+    """Where somebody sits and asks."""
+
+    here: Site
+    directory: Path
+    ca: Path
+    token: Path
+
+    @property
+    def url(self) -> str:
+        return f"https://localhost:{self.here.replicas[0].port}"
+
+    @property
+    def to_server(self) -> list[str]:
+        return ["--server", self.url, "--ca", str(self.ca), "--token-file", str(self.token)]
+
+    async def explain(self, *words: str, stdin: str = "", env: Mapping[str, str] | None = None) -> Said:
+        process = await asyncio.create_subprocess_exec(
+            GPUWARDEN,
+            "explain",
+            *words,
+            cwd=self.directory,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PATH": "/usr/bin:/bin", "HOME": str(self.directory), **(env or {})},
+        )
+        out, err = await process.communicate(stdin.encode())
+        return Said(process.returncode or 0, out.decode(), err.decode())
+
+    async def dry_run(self, client: httpx.AsyncClient, raw: Raw) -> tuple[str, str]:
+        """Verdict and reason of the webhooks for a dry run."""
+        answer = await client.post("/mutate", json=builders.mutating_create(raw, dry_run=True))
+        response = answer.raise_for_status().json()["response"]
+        if not response["allowed"]:
+            return "deny", response["status"]["reason"]
+        return "admit", response.get("auditAnnotations", {}).get("reason", "NotAsked")
+
+
+@pytest.fixture
+async def desk(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Desk]:
+    proven = json.dumps({"expl-0": HASH, "expl-1": OTHER_HASH})
+    flags = ("--node-hash-map", proven)
+    async with site(cluster, kube, tmp_path, nodes=2, gpus=2, name="expl", flags=flags) as here:
+        (tmp_path / "token").write_text(cluster.admin_token)
+        await here.replica(serves=True)
+        directory = tmp_path / "desk"
+        directory.mkdir()
+        yield Desk(here, directory, tmp_path / "ca.crt", tmp_path / "token")
+
+
+def manifest(directory: Path, *pods: Raw) -> str:
+    (directory / "pods.yaml").write_text(yaml.safe_dump_all(pods))
+    return "pods.yaml"
+
+
+async def test_explain_denies_what_the_server_denies_whatever_an_inventory_file_here_says(desk: Desk) -> None:
+    """In the working directory there is an example inventory, in which the pod would be admitted."""
+    examples = desk.directory / "examples"
+    examples.mkdir()
+    node = {"name": "node-a", "evidence": {"hash": "sha256:cc33"}, "devices": [{"uuid": "GPU-a0"}]}
+    (examples / "inventory.yaml").write_text(yaml.safe_dump({"nodes": [node]}))
+    annotations = {"gpuwarden.io/required-hash": "sha256:cc33"}
+    raw = raw_pod(raw_container(gpus=1), namespace=desk.here.namespace, annotations=annotations)
+    file = manifest(desk.directory, raw)
+    said = await desk.explain(file, *desk.to_server)
+    assert (said.status, "deny" in said.out, "NoProvenNode" in said.out) == (1, True, True), said
+    assert f"answered by server {desk.url}" in said.err
+    assert f"hint: proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node" in said.out
+    assert f"- expl-0: other hash: {HASH}" in said.out
+    assert (await desk.explain(file)).status == 0, "the file alone says otherwise"
+
+
+async def test_of_generated_pods_explain_and_a_dry_run_agree(desk: Desk) -> None:
+    namespace = desk.here.namespace
+    pods = [raw for raw in generated_pods(GENERATED * 2, seed=40) if isinstance(raw["spec"]["containers"], list)]
+    pods = [{**raw, "metadata": {**raw["metadata"], "namespace": namespace}} for raw in pods][:GENERATED]
+    trust = ssl.create_default_context(cafile=str(desk.ca))
+    text = yaml.safe_dump_all(pods)
+    async with httpx.AsyncClient(base_url=desk.url, verify=trust, trust_env=False) as client:
+        expected = [await desk.dry_run(client, raw) for raw in pods]
+    by_server = await desk.explain("-", "-o", "json", *desk.to_server, stdin=text)
+    settings = [*WITHOUT_EVIDENCE, *desk.here.flags]
+    by_cluster = await desk.explain("-", "-o", "json", "--kubeconfig", str(desk.here.kubeconfig), *settings, stdin=text)
+    for said in (by_server, by_cluster):
+        found = [(one["verdict"], one["reason"]) for one in said.answers]
+        assert len(found) == GENERATED
+        # What only the validating webhook refuses `/mutate` lets through, and the creation ends there.
+        is_refused_later = [one == ("deny", "GpuWithoutClaim") or one == ("deny", "Forged") for one in found]
+        apart = [
+            (raw, one, want)
+            for raw, one, want, later in zip(pods, found, expected, is_refused_later, strict=True)
+            if one != want and not (later and want[0] == "admit")
+        ]
+        assert not apart, apart[:2]
+        assert said.status == 1
+    assert len(set(expected)) >= 6, "the pods are of many kinds"
+    assert await desk.here.held() == {}
+
+
+async def test_what_only_the_second_webhook_refuses_is_refused_by_the_api_server_too(desk: Desk, kube: Kube) -> None:
+    here = desk.here
+    raw = {**pod("cheat", annotations={"cdi.k8s.io/gpu": "nvidia.com/gpu=all"})}
+    said = await desk.explain("-", "-n", here.namespace, *desk.to_server, stdin=json.dumps(raw))
+    assert (said.status, "GpuWithoutClaim" in said.out) == (1, True), said
+    with pytest.raises(ApiError):
+        await kube.create(PODS, raw, here.namespace, dryRun="All")
+
+
+async def test_nobody_who_can_answer_is_no_verdict(desk: Desk) -> None:
+    file = manifest(desk.directory, raw_pod(raw_container(gpus=1)))
+    server = ["--server", desk.url, "--ca", str(desk.ca)]
+    without_token = await desk.explain(file, *server)
+    assert (without_token.status, "answered 401" in without_token.out) == (2, True), without_token
+    by_other_ca = await desk.explain(file, "--server", desk.url, "--token-file", str(desk.token))
+    assert (by_other_ca.status, "CERTIFICATE_VERIFY_FAILED" in by_other_ca.out) == (2, True), by_other_ca
+    nowhere = await desk.explain(file, "--server", "https://localhost:1")
+    assert (nowhere.status, "unknown" in nowhere.out) == (2, True), nowhere
+    one_is_lost = await desk.explain(file, "nowhere.yaml", *desk.to_server)
+    assert (one_is_lost.status, "admit" in one_is_lost.out) == (2, True), one_is_lost
+
+
+async def test_a_kubeconfig_shows_the_server_who_asks(desk: Desk) -> None:
+    file = manifest(desk.directory, raw_pod(raw_container(gpus=1), namespace=desk.here.namespace))
+    content = json.loads(desk.here.kubeconfig.read_text())
+    content["users"][0]["user"] = {"token": desk.token.read_text()}
+    own = desk.directory / "kubeconfig"
+    own.write_text(json.dumps(content))
+    said = await desk.explain(file, "--server", desk.url, "--ca", str(desk.ca), "--kubeconfig", str(own))
+    assert (said.status, f"answered by server {desk.url}" in said.err) == (0, True), said
+
+
+async def test_a_pod_of_the_cluster_is_told_what_it_has(desk: Desk, kube: Kube) -> None:
+    here = desk.here
+    await here.reconciler()
+    await here.reviewed()
+    await kube.create(PODS, pod("train", gpus=1), here.namespace)
+    await wait_until(lambda: kube.get(PODS, "train", here.namespace), lambda seen: seen["spec"].get("nodeName"))
+    env = {"KUBECONFIG": str(here.kubeconfig)}
+    for flags in (desk.to_server, []):
+        said = await desk.explain("pod", f"{here.namespace}/train", *flags, env=env)
+        assert (said.status, "the pod has GPU-expl-" in said.out) == (0, True), said
+    said = await desk.explain("pod", f"{here.namespace}/nobody", env=env)
+    assert (said.status, "answered 404" in said.err) == (2, True), said
+
+
+async def test_the_pod_that_is_shown_is_the_one_that_the_api_server_would_store(desk: Desk, kube: Kube) -> None:
+    here = desk.here
+    await here.reviewed()
+    raw = pod("train", gpus=2, annotations={"gpuwarden.io/required-hash": HASH})
+    shown = await desk.explain("-", "-n", here.namespace, "--show", "pod", *desk.to_server, stdin=json.dumps(raw))
+    stored = await kube.create(PODS, raw, here.namespace, dryRun="All")
+    told = yaml.safe_load(shown.out)
+    ours = {"gpuwarden.io/gpu-uuid", "gpuwarden.io/node", "gpuwarden.io/claim"}
+    assert {key: told["metadata"]["annotations"][key] for key in ours} == {
+        key: stored["metadata"]["annotations"][key] for key in ours
+    }
+    assert told["spec"]["containers"][0].get("env") == stored["spec"]["containers"][0].get("env")
+    assert told["spec"]["affinity"] == stored["spec"]["affinity"]

@@ -1,0 +1,146 @@
+"""What an explanation says is what the webhooks would say, of any pod."""
+
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_env, raw_pod
+from tests.conftest import Build
+from tests.generated_pods import generated_pods
+from tests.web.house import House, patched
+
+
+async def explained(house: House, raw: Raw) -> Raw:
+    answer: Raw = (await house.tls.post("/explain", json=raw)).json()
+    return answer
+
+
+async def creation(house: House, raw: Raw) -> tuple[str, str]:
+    """Verdict and reason of a dry run at both webhooks, as the API server goes to them."""
+    response = await house.mutate(raw, dry_run=True)
+    if not response["allowed"]:
+        return "deny", response["status"]["reason"]
+    reason = response.get("auditAnnotations", {}).get("reason", "NotAsked")
+    final = patched(raw, response)
+    review = builders.review("CREATE", new=final, dry_run=True)
+    validated = await house.validate(review)
+    return ("admit", reason) if validated["allowed"] else ("deny", validated["status"]["reason"])
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as-they-are": {},
+    "evidence-of-all": {"require_evidence": "all"},
+    "queue": {"when_unavailable": "queue"},
+    "cuda": {"injection": "cuda"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+async def test_of_generated_pods_verdict_and_reason_are_those_of_a_dry_run(
+    build: Build, settings: dict[str, Any]
+) -> None:
+    house = await build(**settings)
+    found = set()
+    for raw in generated_pods(400):
+        answer = await explained(house, raw)
+        assert (answer["verdict"], answer["reason"]) == await creation(house, raw), raw
+        found.add(answer["reason"])
+    assert len(found) >= 7, "the pods are of many kinds"
+    assert house.held == []
+
+
+async def test_nothing_is_counted_as_a_review(house: House) -> None:
+    await explained(house, raw_pod(raw_container(gpus=1)))
+    assert 'gpuwarden_verdicts_total{reason="Admitted"} 0.0' in house.parts.metrics.render()[0].decode()
+
+
+async def test_the_warnings_of_the_webhook_are_told(house: House) -> None:
+    answer = await explained(house, raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hsh": HASH}))
+    assert answer["warnings"] == ["gpuwarden.io/required-hsh means nothing to gpuwarden: is it misspelt?"]
+
+
+NEAR: dict[str, tuple[dict[str, str], dict[str, str], list[str]]] = {
+    "case-of-a-hash": (
+        {"gpuwarden.io/required-hash": "SHA256:AA11"},
+        {},
+        [
+            "no node has proven SHA256:AA11: did you mean sha256:aa11?",
+            f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node",
+        ],
+    ),
+    "no-prefix": (
+        {"gpuwarden.io/required-hash": "aa11"},
+        {},
+        [
+            "no node has proven aa11: did you mean sha256:aa11?",
+            f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node",
+        ],
+    ),
+    "another-hash": (
+        {"gpuwarden.io/required-hash": "sha512:77"},
+        {},
+        [f"proven at this moment: {HASH} by 1 node, {OTHER_HASH} by 1 node"],
+    ),
+    "case-of-a-label": (
+        {},
+        {"gpuwarden.io/gpu.model": "H100"},
+        ["no GPU has the label model=H100: did you mean model=h100?"],
+    ),
+    "misspelt-label": (
+        {},
+        {"gpuwarden.io/gpu.modle": "h100"},
+        ["no GPU has the label modle=h100: did you mean model=h100?"],
+    ),
+    "nothing-like-it": ({}, {"gpuwarden.io/gpu.colour": "red"}, ["no GPU has the label colour=red"]),
+    "misspelt-key": (
+        {"gpuwarden.io/required-hsh": HASH},
+        {},
+        ["gpuwarden.io/required-hsh means nothing to gpuwarden: did you mean gpuwarden.io/required-hash?"],
+    ),
+    "misspelt-domain": (
+        {"gpuwarden/required-hash": HASH},
+        {},
+        ["gpuwarden/required-hash means nothing to gpuwarden: did you mean gpuwarden.io/required-hash?"],
+    ),
+    "all-right": ({"gpuwarden.io/required-hash": HASH}, {"gpuwarden.io/gpu.model": "h100", "app": "x"}, []),
+}
+
+
+@pytest.mark.parametrize(("annotations", "labels", "said"), NEAR.values(), ids=NEAR.keys())
+async def test_near_misses_are_named(
+    house: House, annotations: dict[str, str], labels: dict[str, str], said: list[str]
+) -> None:
+    answer = await explained(house, raw_pod(annotations=annotations, labels=labels))
+    assert answer["hints"] == said
+
+
+async def test_without_fresh_evidence_that_is_the_hint(build: Build) -> None:
+    house = await build({"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-a0"}]}]})
+    answer = await explained(house, raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
+    assert answer["hints"] == ["no node has fresh evidence at this moment"]
+
+
+async def test_a_pod_that_exists_is_told_what_it_has(house: House) -> None:
+    final = await house.create(raw_pod(raw_container(gpus=2)))
+    answer = await explained(house, final)
+    assert (answer["verdict"], answer["message"]) == ("admit", "the pod has GPU-a0, GPU-a1 of node node-a (finalized)")
+    elsewhere = {**final, "metadata": {**final["metadata"], "namespace": "other"}}
+    assert "the pod has" not in (await explained(house, elsewhere))["message"]
+
+
+async def test_what_only_the_second_webhook_refuses_is_refused(house: House) -> None:
+    raw = raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all")))
+    answer = await explained(house, raw)
+    assert (answer["verdict"], answer["reason"], answer["patch"]) == ("deny", "GpuWithoutClaim", [])
+
+
+async def test_a_set_is_explained_in_its_own_namespace(house: House) -> None:
+    """The template of a Deployment names no namespace: its pods come into the Deployment's."""
+    raw = {
+        "kind": "Deployment",
+        "metadata": {"name": "web", "namespace": "not_a_name"},
+        "spec": {"template": {"spec": raw_pod(raw_container(gpus=1))["spec"]}},
+    }
+    answer = await explained(house, raw)
+    assert (answer["reason"], "not_a_name" in answer["message"]) == ("InvalidPod", True)

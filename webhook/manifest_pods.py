@@ -1,0 +1,112 @@
+"""The pods of a manifest, and those that its controllers would make."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from webhook.core.errors import GpuwardenError
+from webhook.core.keys import POD_INDEX_LABEL
+
+Json = dict[str, Any]
+PLURALS = {"List", "PodList"}
+# More pods of one StatefulSet tell nobody anything new.
+MOST_ORDINALS = 100
+
+
+class UnreadableManifestError(GpuwardenError):
+    """There is nothing in the text that could be explained."""
+
+
+def namespace_of(raw: Json) -> str:
+    """Where the pod would be created; empty if it does not say."""
+    found = mapping(raw, "metadata").get("namespace")
+    return found if isinstance(found, str) else ""
+
+
+def pods_of(text: str) -> list[Json]:
+    """The pods of a manifest, and those that its controllers would make."""
+    pods: list[Json] = []
+    try:
+        documents = list(yaml.safe_load_all(text))
+    except yaml.YAMLError as exc:
+        raise UnreadableManifestError(f"not YAML: {exc}") from exc
+    except RecursionError as exc:
+        raise UnreadableManifestError("nested too deeply") from exc
+    for document in documents:
+        for item in (document.get("items") or []) if is_list(document) else [document]:
+            pods += pods_made_by(item)
+    return pods
+
+
+def pods_in(item: Json) -> list[Json]:
+    """The pod itself, which need not say that it is one, or those that its controller would make."""
+    return [item] if "kind" not in item and mapping(item, "spec") else pods_made_by(item)
+
+
+def pods_made_by(item: Any) -> list[Json]:
+    """One where all are alike; of a StatefulSet each, for a map says something else of each."""
+    template = template_of(item)
+    if template is None:
+        return []
+    if template is item:
+        return [item]
+    template = in_namespace_of(item, template)
+    return list(pods_of_set(item, template)) if item.get("kind") == "StatefulSet" else [named_after(item, template)]
+
+
+def in_namespace_of(item: Json, template: Json) -> Json:
+    own = mapping(template, "metadata")
+    namespace = namespace_of(item)
+    return {**template, "metadata": {**own, "namespace": namespace}} if namespace else template
+
+
+def named_after(item: Json, template: Json) -> Json:
+    own, name = mapping(template, "metadata"), mapping(item, "metadata").get("name")
+    if not isinstance(name, str) or not name or own.get("name") or own.get("generateName"):
+        return template
+    return {**template, "metadata": {**own, "generateName": f"{name}-"}}
+
+
+def pods_of_set(item: Json, template: Json) -> Iterator[Json]:
+    """A set that is scaled to none is asked about its first pod."""
+    spec, meta = mapping(item, "spec"), mapping(item, "metadata")
+    name, uid = meta.get("name") or "", meta.get("uid") or ""
+    owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name, "uid": uid, "controller": True}
+    start, replicas = counted(mapping(spec, "ordinals").get("start"), 0), counted(spec.get("replicas"), 1)
+    for ordinal in range(start, start + min(max(replicas, 1), MOST_ORDINALS)):
+        own = mapping(template, "metadata")
+        labels = {**mapping(own, "labels"), POD_INDEX_LABEL: str(ordinal)}
+        own = {**own, "name": f"{name}-{ordinal}", "labels": labels, "ownerReferences": [owner]}
+        yield {**template, "metadata": own}
+
+
+def counted(found: Any, default: int) -> int:
+    return found if type(found) is int and found >= 0 else default
+
+
+def name_of(raw: Json) -> str:
+    meta = mapping(raw, "metadata")
+    return str(meta.get("name") or meta.get("generateName") or "")
+
+
+def is_list(document: Any) -> bool:
+    return isinstance(document, dict) and document.get("kind") in PLURALS
+
+
+def template_of(item: Any) -> Json | None:
+    if not isinstance(item, dict):
+        return None
+    if item.get("kind") == "Pod":
+        return item
+    spec = mapping(item, "spec")
+    job = mapping(spec, "jobTemplate", "spec")
+    return mapping(job or spec, "template") or None
+
+
+def mapping(whole: Json, *steps: str) -> Json:
+    """What stands there if it is a mapping."""
+    found: Any = whole
+    for step in steps:
+        found = found.get(step) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
