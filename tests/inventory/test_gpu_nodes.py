@@ -157,3 +157,12 @@ def test_a_node_comes_with_its_evidence(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.nodes.changed(raw_node(name))
     assert {name: berth.state for name, berth in scene.fleet.berths.items()} == {"node-a": "fresh", "node-b": "absent"}
+
+
+def test_a_gpu_node_that_is_being_deleted_offers_no_device(scene: Scene) -> None:
+    scene.nodes.changed(raw_node())
+    raw = raw_gpu_node("node-a", "GPU-1")
+    scene.gpu_nodes.changed({**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-03-02T12:00:00Z"}})
+    node = scene.node()
+    assert node is not None
+    assert [one.is_healthy for one in node.devices] == [False]

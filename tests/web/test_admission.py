@@ -743,6 +743,17 @@ async def test_a_debug_container_of_a_pod_without_gpus_sees_none(house: House) -
     assert refusal(response) == (403, "Immutable")
 
 
+async def test_a_debug_container_is_not_shown_the_gpus_of_another_pod(house: House) -> None:
+    """The pod carries the annotations of a reservation that is bound to another uid."""
+    final = await house.create(gpu_pod())
+    other = {**final, "metadata": {**final["metadata"], "uid": "another-uid"}}
+    debug = raw_container("debugger", env=raw_env(NVIDIA_VISIBLE_DEVICES="GPU-b0"))
+    assert final["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-b0"
+    new = {**other, "spec": {**other["spec"], "ephemeralContainers": [debug]}}
+    response = await house.validate(builders.update(new, other, subresource="ephemeralcontainers"))
+    assert refusal(response) == (403, "Immutable")
+
+
 # A pod put on a node.
 
 

@@ -1,0 +1,1 @@
+"""Planted bugs: the tests have to find each of them."""
