@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check fmt cluster cluster-down parts e2e chaos docker-build promtool chart bench bench-check lock clean
+.PHONY: help run demo test check fmt fuzz mutants cluster cluster-down parts e2e chaos docker-build promtool chart bench bench-check lock clean
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -65,6 +65,15 @@ e2e: parts ## the tests on a real control plane (needs Go)
 chaos: parts promtool ## the proofs in their long form, for hours (needs Go)
 	$(BIN)/python -m pytest tests/test_alerts.py
 	$(BIN)/python -m pytest tests/e2e -m long $(PYTEST_ARGS)
+
+# For an hour: make fuzz FUZZ_SECONDS=3600. A seed that is printed gives the same inputs again: FUZZ_ARGS="--seed N".
+FUZZ_SECONDS ?= 60
+
+fuzz: $(VENV)/dev.stamp ## generated inputs for all routes of a real server, and for all parsers
+	@$(BIN)/python -m scripts.fuzz --seconds $(FUZZ_SECONDS) $(FUZZ_ARGS)
+
+mutants: $(VENV)/dev.stamp ## plant bugs in a copy of the tree: the tests have to find each
+	@$(BIN)/python -m scripts.mutants
 
 promtool: $(VENV)/dev.stamp ## what reads the alert rules as Prometheus does; `make test` then does too (needs Go)
 	@$(BIN)/python -m scripts.promtool

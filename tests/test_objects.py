@@ -55,3 +55,11 @@ def test_what_is_deep_elsewhere_is_no_object() -> None:
         object_in(text)
     with pytest.raises(msgspec.DecodeError):
         object_in(text_of(pod(managedFields=FIELDS), 5_000)[:-2_000])
+
+
+@pytest.mark.parametrize(
+    "nested", [b"", b'"managedFields":[' + b"[" * 2_000 + b"]" * 2_000 + b"],"], ids=["flat", "deep"]
+)
+def test_an_object_that_is_not_utf_8_is_refused_as_unreadable(nested: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        object_in(b"{" + nested + b'"name":"\xe7"}')

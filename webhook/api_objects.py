@@ -186,7 +186,7 @@ async def explained() -> AsyncIterator[None]:
 def said_in(exc: ApiException) -> str:
     try:
         said = msgspec.json.decode(exc.body or b"", type=Said)
-    except (msgspec.DecodeError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError):
         return str(exc.reason)
     return said.message[:MAX_SAID]
 

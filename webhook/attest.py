@@ -147,7 +147,7 @@ async def bounded(reply: httpx.Response) -> bytes:
 def decoded(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise NotAttestedError("the server's answer makes no sense") from exc
 
 

@@ -113,12 +113,12 @@ class Calls:
             raise ApiAwayError(f"the API server answered {status}")
         try:
             return msgspec.json.decode(content, type=Raw)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise ApiAwayError("the API server's answer cannot be read") from exc
 
 
 def said_in(content: bytes) -> str:
     try:
         return ": " + msgspec.json.decode(content, type=SaidWire).message[:400]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ""

@@ -20,15 +20,20 @@ def object_in(text: bytes) -> Raw:
 
 
 def decoded(text: bytes, kind: Any) -> Any:
-    """As msgspec decodes it, but that nesting ends no process: raises msgspec.DecodeError."""
+    """As msgspec decodes it, but neither nesting nor bytes that are not UTF-8 end a process: raises
+    msgspec.DecodeError."""
     try:
         return msgspec.json.decode(text, type=kind)
     except RecursionError:
         pass
+    except UnicodeDecodeError as exc:
+        raise msgspec.DecodeError(str(exc)) from exc
     try:
         return msgspec.json.decode(without_managed_fields(text), type=kind)
     except RecursionError as exc:
         raise msgspec.DecodeError("nested too deep") from exc
+    except UnicodeDecodeError as exc:
+        raise msgspec.DecodeError(str(exc)) from exc
 
 
 def without_managed_fields(text: bytes) -> bytes:

@@ -312,7 +312,7 @@ class ApiPlace:
             raise OvertakenError
         try:
             raw = msgspec.json.decode(said, type=Raw)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise CertificatesError(f"the API server answered {status}, and no object") from exc
         if status >= 400:
             raise CertificatesError(f"the API server answered {status}: {raw.get('message', '')}")

@@ -1,6 +1,6 @@
 """Plants one bug after another in a copy of the tree and runs the tests that have to find it.
 
-    python -m scripts.mutants [TEXT]   only those bugs whose name contains TEXT
+python -m scripts.mutants [TEXT]   only those bugs whose name contains TEXT
 """
 
 import shutil
@@ -17,7 +17,7 @@ from scripts.mutants.bugs import Bug, bugs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # What the tests of one bug may take: an endless loop is found too.
-TIMEOUT = 600
+TIMEOUT = 300
 WORKERS = 2
 FAILED = 1  # pytest's exit status for tests that failed; others mean that nothing was tried
 

@@ -160,3 +160,8 @@ def test_whatever_is_sent_is_read_or_refused(found: Any) -> None:
     except BadBundleError:
         return
     assert bundle.keys
+
+
+def test_a_bundle_that_is_not_utf_8_is_refused() -> None:
+    with pytest.raises(BadBundleError):
+        parse_bundle(b'{"keys": [], "spiffe_refresh_hint": "\xe7"}')

@@ -66,7 +66,7 @@ def parse_bundle(document: bytes, *, uses: frozenset[str | None] = frozenset({JW
         raise BadBundleError(f"the bundle is larger than {MAX_DOCUMENT} bytes")
     try:
         wire = msgspec.json.decode(document, type=Wire)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise BadBundleError("this is no bundle document") from exc
     found = [(str(raw.get("kid") or ""), raw) for raw in wire.keys if use_of(raw) in uses]
     ids = [key_id for key_id, _ in found]

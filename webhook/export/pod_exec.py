@@ -62,7 +62,7 @@ class Answer:
         elif channel == ERROR_CHANNEL and content:
             try:
                 self.status = msgspec.json.decode(content, type=StatusWire)
-            except msgspec.DecodeError as exc:
+            except (msgspec.DecodeError, UnicodeDecodeError) as exc:
                 raise ExecError("unavailable", "its end cannot be read") from exc
 
     def content(self) -> bytes:

@@ -1,0 +1,95 @@
+"""Fuzz the parsers, then the routes of a real server, on loopback.
+
+    python -m scripts.fuzz [--seconds 60] [--seed N]
+
+The seed is printed. What is found is kept in the corpus, and tried first ever after.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from pathlib import Path
+from random import Random, SystemRandom
+from tempfile import TemporaryDirectory
+
+from scripts.fuzz.corpus import keep, seeds
+from scripts.fuzz.mutations import mutated
+from scripts.fuzz.parsers import PARSERS, Parser
+from scripts.fuzz.routes import fuzz
+from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
+from tests.evidence.tokens import TRUST_DOMAIN, SigningKey
+from tests.running import serving
+from tests.web.house import INVENTORY
+
+# No text that fits into a request or an object takes longer to read.
+SLOWEST = 2.0
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--seconds", type=float, default=60.0)
+    asked.add_argument("--seed", type=int, default=SystemRandom().randrange(2**32))
+    options = asked.parse_args()
+    print(f"seed {options.seed}")
+    wrong = parsers(options.seconds / 3, Random(options.seed))
+    wrong += asyncio.run(routes(options.seconds * 2 / 3, options.seed))
+    print(f"{len(wrong)} findings")
+    return 1 if wrong else 0
+
+
+def parsers(seconds: float, random: Random) -> list[str]:
+    until = time.monotonic() + seconds
+    read, wrong = 0, []
+    for parser in PARSERS:
+        for content in seeds(parser.seeds):
+            wrong += tried(parser, content)
+    while time.monotonic() < until and len(wrong) < 5:
+        parser = random.choice(PARSERS)
+        wrong += tried(parser, mutated(random.choice(seeds(parser.seeds)), random))
+        read += 1
+    print(f"parsers: {read} inputs", *wrong, sep="\n", flush=True)
+    return wrong
+
+
+def tried(parser: Parser, content: bytes, *, keeps: bool = True) -> list[str]:
+    """What is wrong with how it was read: nothing, if it was read, or refused in a way that the parser names."""
+    began = time.monotonic()
+    problem = ""
+    try:
+        parser.read(content)
+    except parser.refuses:
+        pass
+    except Exception as exc:  # noqa: BLE001 - this is what is looked for
+        problem = f"{type(exc).__name__}: {exc!s:.200}"
+    took = time.monotonic() - began
+    if not problem and took > SLOWEST:
+        problem = f"{took:.1f} s"
+    if not problem:
+        return []
+    return [f"{parser.name}: {problem}" + (f"; kept as {keep(parser.seeds, content)}" if keeps else "")]
+
+
+async def routes(seconds: float, seed: int) -> list[str]:
+    with TemporaryDirectory() as place:
+        directory = Path(place)
+        agent = JwtWorkloadApiDouble(str(directory / "agent.sock"), SigningKey.make())
+        await agent.start()
+        trusted = ["--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{agent.path}"]
+        flags = ["--evidence", "jwt-svid", "--log-level", "warn", *trusted]
+        try:
+            starting = serving(directory, INVENTORY, flags)
+            running = await asyncio.to_thread(starting.__enter__)
+            try:
+                found = await fuzz(running, seconds, seed)
+            finally:
+                await asyncio.to_thread(starting.__exit__, None, None, None)
+        finally:
+            await agent.stop()
+    statuses = ", ".join(f"{count} x {status}" for status, count in sorted(found.by_status.items()))
+    print(f"routes: {found.sent} requests, the slowest {found.slowest:.2f} s: {statuses}", *found.wrong, sep="\n")
+    return found.wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

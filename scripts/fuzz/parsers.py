@@ -1,0 +1,88 @@
+"""The parsers of what others write, each with an input to start from and the errors that it may raise."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from attrs import frozen
+
+from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, quantity, review
+from webhook.core.errors import GpuwardenError
+from webhook.evidence import jwt_bundle, jwt_svid, node_evidence, spire_messages
+from webhook.evidence.evidence_id import DEFAULT_TEMPLATE, EvidenceId
+from webhook.evidence.nonce import Nonces
+from webhook.gpu_node import GpuNode
+from webhook.inventory import gpu_nodes, node_annotations, node_gpus, nvidia_smi
+from webhook.inventory.file import Reading
+from webhook.ledger.carrier import Carrier, Sight
+from webhook.objects import object_in
+from webhook.scheduler import binder_wire
+from webhook.web.finalize import Told
+
+NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
+RULES = claim.ClaimRules()
+EXAMINER = jwt_svid.Examiner(
+    EvidenceId(DEFAULT_TEMPLATE, "example.org"), Nonces(lambda: [bytes(32)], timedelta(seconds=5)), timedelta(seconds=5)
+)
+
+
+@frozen
+class Parser:
+    """What reads bytes; `refuses` are the errors that say that it cannot."""
+
+    name: str
+    read: Callable[[bytes], object]
+    seeds: str
+    refuses: tuple[type[Exception], ...] = (GpuwardenError,)
+
+
+def raw(read: Callable[[Any], object]) -> Callable[[bytes], object]:
+    """A reader of objects of the API server, behind the reader of their JSON."""
+
+    def both(text: bytes) -> object:
+        return read(object_in(text))
+
+    return both
+
+
+def text(read: Callable[[str], object]) -> Callable[[bytes], object]:
+    return lambda content: read(content.decode(errors="replace"))
+
+
+def claims_of(found: Any) -> object:
+    asked = pod.Pod.parse(found)
+    return claim.claim_of(asked, RULES), claim.recorded_or_none(asked), hints.features_of(asked)
+
+
+def agents_of(message: bytes) -> object:
+    return [spire_messages.Agent.parse(one) for one in spire_messages.Page.parse(message).agents]
+
+
+UNREADABLE = (GpuwardenError, msgspec.DecodeError, msgspec.ValidationError)
+PARSERS = (
+    Parser("AdmissionReview", review.Review.parse, "reviews"),
+    Parser("claim of a pod", raw(claims_of), "pods", UNREADABLE),
+    Parser("pod with a reservation", raw(Carrier.of), "pods", UNREADABLE),
+    Parser("pod as it is found", raw(Sight.of), "pods", UNREADABLE),
+    Parser("pod of the binder", raw(lambda one: msgspec.convert(one, binder_wire.PodWire)), "pods", UNREADABLE),
+    Parser("Job", raw(hints.handed_down), "pods", UNREADABLE),
+    Parser("Binding", raw(lambda one: binding.Binding.parse(one, "ns", "name")), "bindings", UNREADABLE),
+    Parser("GPUNode", raw(GpuNode.parse), "gpunodes", UNREADABLE),
+    Parser("NodeEvidence", raw(node_evidence.NodeEvidence.parse), "evidence", UNREADABLE),
+    Parser("Node", raw(gpu_nodes.node_of), "nodes", UNREADABLE),
+    Parser("annotation of devices", text(node_annotations.devices_in), "annotations"),
+    Parser("annotation of readings", text(node_gpus.gpus_in), "readings"),
+    Parser("nvidia-smi", nvidia_smi.parse, "smi"),
+    Parser("inventory file", lambda content: Reading(content).contents(), "inventories"),
+    Parser("placement map", text(gpu_map.parse_map), "maps", (gpu_map.MapLineError, GpuwardenError)),
+    Parser("list of hashes", text(lambda one: hashes.hashes_in(one, "here")), "hashes"),
+    Parser("quantity", text(quantity.thousandths), "quantities"),
+    Parser("extender's arguments", extender_wire.ExtenderArgs.parse, "extender"),
+    Parser("extender's binding", extender_wire.BindArgs.parse, "extender"),
+    Parser("extender's victims", extender_wire.PreemptArgs.parse, "extender"),
+    Parser("finalize", Told.parse, "finalize"),
+    Parser("JWT-SVID", text(lambda one: EXAMINER.examined(one, NOW)), "tokens"),
+    Parser("bundle of keys", jwt_bundle.parse_bundle, "bundles"),
+    Parser("agents of SPIRE", agents_of, "messages"),
+)

@@ -1,0 +1,144 @@
+"""The routes of a running `serve`: what is sent to each, and what is never to come back."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import httpx
+from attrs import define, field, frozen
+
+from scripts.fuzz.corpus import keep, seeds
+from scripts.fuzz.mutations import ASCII, mutated
+from tests.running import Running
+
+# No request takes longer, whatever it holds: the API server waits ten seconds for a review.
+DEADLINE: Final = 10.0
+# What the process may take beyond what it took after the first requests.
+GROWTH_MIB: Final = 100
+WARM_UP: Final = 500
+CLIENTS: Final = 4
+METHODS: Final = ("GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
+
+
+@frozen
+class Target:
+    """A route, and the group of the corpus that is sent there; routes without one take no body."""
+
+    listener: str
+    path: str
+    group: str | None = None
+
+
+TARGETS: Final = (
+    Target("https", "/mutate?timeout=10s", "reviews"),
+    Target("https", "/validate?timeout=10s", "reviews"),
+    Target("https", "/explain", "pods"),
+    Target("https", "/finalize", "finalize"),
+    Target("https", "/evidence", "answers"),
+    Target("https", "/evidence/challenge?node=node-a"),
+    Target("https", "/devices"),
+    Target("http", "/"),
+    Target("http", "/devices"),
+    Target("http", "/finalize", "finalize"),
+    Target("extender", "/filter", "extender"),
+    Target("extender", "/prioritize", "extender"),
+    Target("extender", "/preempt", "extender"),
+    Target("extender", "/bind", "extender"),
+)
+
+
+@define
+class Findings:
+    """What was sent, and what is wrong."""
+
+    sent: int = 0
+    slowest: float = 0.0
+    by_status: dict[int, int] = field(factory=dict)
+    wrong: list[str] = field(factory=list)
+
+
+def rss_mib(running: Running) -> int:
+    status = Path(f"/proc/{running.process.pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) // 1024
+
+
+async def fuzz(running: Running, seconds: float, seed: int) -> Findings:
+    """All targets from several connections, for so long."""
+    found = Findings()
+    until = time.monotonic() + seconds
+    clients = {
+        name: httpx.AsyncClient(base_url=url, verify=running.trust, timeout=DEADLINE + 5, trust_env=False, http2=False)
+        for name, url in running.urls.items()
+    }
+    first: list[int] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(CLIENTS):
+                group.create_task(hammer(running, clients, found, until, Random(seed + number), first))
+    finally:
+        for client in clients.values():
+            await client.aclose()
+    if first and (grown := rss_mib(running) - first[0]) > GROWTH_MIB:
+        found.wrong.append(f"the process has grown by {grown} MiB")
+    log = running.log.read_text(errors="replace")
+    if "Traceback" in log or '"level":"error"' in log.replace(" ", ""):
+        found.wrong.append(
+            f"the log tells of an error: {next(line for line in log.splitlines() if 'rror' in line)[:500]}"
+        )
+    if running.process.poll() is not None:
+        found.wrong.append(f"the process has ended with {running.process.returncode}")
+    return found
+
+
+async def hammer(
+    running: Running,
+    clients: Mapping[str, httpx.AsyncClient],
+    found: Findings,
+    until: float,
+    random: Random,
+    first: list[int],
+) -> None:
+    replayed = [(target, one) for target in TARGETS if target.group for one in seeds(target.group)]
+    while time.monotonic() < until and len(found.wrong) < 5:
+        if replayed:
+            target, body = replayed.pop()
+        else:
+            target = random.choice(TARGETS)
+            body = mutated(random.choice(seeds(target.group)), random) if target.group else b""
+        await send(clients[target.listener], target, body, found, random)
+        if found.sent == WARM_UP:
+            first.append(rss_mib(running))
+
+
+async def send(client: httpx.AsyncClient, target: Target, body: bytes, found: Findings, random: Random) -> None:
+    method = "POST" if target.group else "GET"
+    path = target.path
+    if random.random() < 0.05:
+        method = random.choice(METHODS)
+    if random.random() < 0.05:
+        path += random.choice(("/", "?", "&timeout=", "?node=")) + "".join(map(chr, random.choices(ASCII, k=12)))
+        path = path.replace("#", "%23")
+    kind = random.choice(("application/json", "application/json", "application/json", "text/plain", ""))
+    began = time.monotonic()
+    try:
+        reply = await client.request(method, path, content=body, headers={"content-type": kind})
+    except httpx.InvalidURL:
+        return
+    except httpx.TransportError as exc:
+        found.wrong.append(f"{method} {path}: {exc!r}; kept as {kept(target, body)}")
+        return
+    took = time.monotonic() - began
+    found.sent += 1
+    found.slowest = max(found.slowest, took)
+    found.by_status[reply.status_code] = found.by_status.get(reply.status_code, 0) + 1
+    if reply.status_code >= 500 and reply.status_code != 503:
+        found.wrong.append(f"{method} {path}: {reply.status_code} {reply.text[:200]}; kept as {kept(target, body)}")
+    if took > DEADLINE:
+        found.wrong.append(f"{method} {path}: answered after {took:.1f} s; kept as {kept(target, body)}")
+
+
+def kept(target: Target, body: bytes) -> str:
+    return str(keep(target.group, body)) if target.group else "no body"
