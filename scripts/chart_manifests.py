@@ -13,7 +13,7 @@ import yaml
 from scripts.chart_dashboard import dashboard
 from scripts.chart_values import CHART, ROOT
 from webhook import crds
-from webhook.policies import Installation, Manifest, certs, export, policies, rbac, score, webhooks
+from webhook.policies import DEBUGGING, Blinds, Installation, Manifest, certs, export, policies, rbac, score, webhooks
 
 GENERATED: Final = CHART / "templates/generated"
 HEAD: Final = "{{- /* Written by `make chart`. */ -}}\n"
@@ -34,6 +34,7 @@ LABELS: Final = "xx-labels"
 NOTES: Final = "xx-notes"
 FAILURE_POLICY: Final = "xx-failure-policy"
 PATIENCE: Final = 64998
+ALL_ONLY, ALL_NOT, ALL_END = "xx-asked-about-all", "xx-asked-about-some", "xx-asked-end"
 
 
 def account_name(component: str) -> str:
@@ -85,6 +86,8 @@ def template(found: Iterable[Manifest]) -> str:
     whole = yaml.safe_dump_all(found, sort_keys=False, width=120, explicit_start=True)
     if "{{" in whole:
         raise ValueError("a manifest has a text that Helm would take for its own")
+    # A long line may be folded before the token.
+    whole = re.sub(rf",\\\n *\\ '{HASH_ALIAS}'", f", '{HASH_ALIAS}'", whole)
     for token, said in QUOTED.items():
         whole = re.sub(rf"^( *(?:- |[\w-]+: |- [\w-]+: )?){token}(:.*)?$", rf"\1{said}\2", whole, flags=re.M)
     for token, said in SAID.items():
@@ -150,10 +153,28 @@ def with_choices(hook: Manifest) -> Manifest:
 
 def webhooks_template() -> str:
     found = [
-        {**labelled(one, annotations=NOTES), "webhooks": [with_choices(with_room(hook)) for hook in one["webhooks"]]}
+        {
+            **labelled(one, annotations=NOTES),
+            "webhooks": [with_marks(with_choices(with_room(hook))) for hook in one["webhooks"]],
+        }
         for one in webhooks(RELEASE)
     ]
-    return HEAD + when(".Values.webhooks.enabled", template(found))
+    return HEAD + when(".Values.webhooks.enabled", asked_about_all(template(found)))
+
+
+def with_marks(hook: Manifest) -> Manifest:
+    """With marks where a hook differs that blinds every pod."""
+    if not hook["name"].startswith("mutate."):
+        return hook
+    rules = [*hook["rules"], ALL_ONLY, *with_room([*DEBUGGING]), ALL_END]
+    return {**hook, "rules": rules, "matchConditions": [ALL_NOT, *hook["matchConditions"], ALL_END]}
+
+
+def asked_about_all(text: str) -> str:
+    asks = f'eq (include "gpuwarden.blinds" .) "{Blinds.WEBHOOK}"'
+    text = re.sub(rf"^( *)- {ALL_NOT}$", rf"\1{{{{- if {asks} }}}}\n\1  []\n\1{{{{- else }}}}", text, flags=re.M)
+    text = re.sub(rf"^( *)- {ALL_ONLY}$", rf"\1{{{{- if {asks} }}}}", text, flags=re.M)
+    return re.sub(rf"^( *)- {ALL_END}$", r"\1{{- end }}", text, flags=re.M)
 
 
 # The policies.
@@ -162,10 +183,13 @@ def webhooks_template() -> str:
 def policies_template() -> str:
     found = [labelled(with_room(one)) for one in policies(RELEASE)]
     protect = [one for one in found if one["kind"].startswith("Validating")]
-    strip = [one for one in found if one["kind"].startswith("Mutating")]
-    assert len(protect) + len(strip) == len(found)  # noqa: S101 - a third kind would be lost
+    mutating = [one for one in found if one["kind"].startswith("Mutating")]
+    assert len(protect) + len(mutating) == len(found)  # noqa: S101 - a third kind would be lost
+    blind = [one for one in mutating if one["metadata"]["name"].startswith("gpuwarden-blind")]
+    strip = [one for one in mutating if one not in blind]
     strips = when('include "gpuwarden.strips" .', template(strip))
-    return HEAD + when(".Values.policies.protect", template(protect)) + strips
+    blinds = when('eq (include "gpuwarden.blinds" .) "policy"', template(blind))
+    return HEAD + when(".Values.policies.protect", template(protect)) + strips + blinds
 
 
 # The definitions.

@@ -232,6 +232,15 @@ WEBHOOKS: Final = [
         "A MutatingAdmissionPolicy that takes forged annotations off; auto: where Kubernetes is 1.36 or newer.",
     ),
     Value(
+        "policies.blind",
+        "auto",
+        one_of("auto", "policy", "webhook", "nobody"),
+        "Who writes NVIDIA_VISIBLE_DEVICES=void into containers of opted-in namespaces whose pods ask for nothing. "
+        "policy: two MutatingAdmissionPolicies, which about halve the rate at which pods can be created there; "
+        "webhook: every pod and debug container of these namespaces is sent to gpuwarden; auto: policy where "
+        "Kubernetes is 1.36 or newer and settings.injection is nvidia, else nobody.",
+    ),
+    Value(
         "crds.install",
         True,
         BOOL,

@@ -17,6 +17,7 @@ from webhook.export.labels import DOMAIN as SERIALS
 from webhook.policies import (
     POLICIES,
     WEBHOOKS,
+    Blinds,
     Installation,
     Manifest,
     as_yaml,
@@ -91,6 +92,12 @@ def test_the_files_hold_what_is_meant() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-claims"),
         ("MutatingAdmissionPolicy", "gpuwarden-strip"),
         ("MutatingAdmissionPolicyBinding", "gpuwarden-strip"),
+        ("MutatingAdmissionPolicy", "gpuwarden-blind"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-blind"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-blind-alias"),
+        ("MutatingAdmissionPolicy", "gpuwarden-blind-debugging"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-blind-debugging"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-blind-debugging-alias"),
     ]
 
 
@@ -104,7 +111,13 @@ def test_the_files_hold_what_is_meant() -> None:
         {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names}  # what a pod asks with
         | {keys.REQUIREMENT_PREFIX, keys.S4_REQUIREMENT, f"{keys.S4_REQUIREMENT}."}
         | keys.OUTPUT_NAMES
-        | {*keys.GPU_ENV, *GPU_RESOURCES, f"{keys.CDI_DOMAIN}/", f".{keys.CDI_DOMAIN}/"}  # what shows it a GPU
+        | {
+            *keys.GPU_ENV,
+            keys.CUDA_VERSION,
+            *GPU_RESOURCES,
+            f"{keys.CDI_DOMAIN}/",
+            f".{keys.CDI_DOMAIN}/",
+        }  # what shows it a GPU
     ),
 )
 def test_whatever_asks_or_shows_a_gpu_is_called_for(hook: str, word: str) -> None:
@@ -122,7 +135,9 @@ def test_whatever_we_write_is_guarded(word: str) -> None:
     assert f"'{word}'" in policy("gpuwarden-strip")
 
 
-@pytest.mark.parametrize("word", [*keys.GPU_ENV, *GPU_RESOURCES, f"{keys.CDI_DOMAIN}/", f".{keys.CDI_DOMAIN}/"])
+@pytest.mark.parametrize(
+    "word", [*keys.GPU_ENV, keys.CUDA_VERSION, *GPU_RESOURCES, f"{keys.CDI_DOMAIN}/", f".{keys.CDI_DOMAIN}/"]
+)
 def test_whatever_shows_a_gpu_is_reviewed_when_it_changes(word: str) -> None:
     found = condition(VALIDATING["validate-update.gpuwarden.io"])
     assert f"'{word}'" in found
@@ -207,21 +222,73 @@ def test_whatever_a_job_says_of_its_work_is_handed_down(word: str) -> None:
 
 
 def test_the_strip_is_in_every_namespace_but_those_that_no_hook_has() -> None:
-    (found,) = [one["spec"]["matchResources"] for one in EVERY if one["kind"] == "MutatingAdmissionPolicyBinding"]
+    found = binding("gpuwarden-strip")["spec"]["matchResources"]
     *_, not_ours = MUTATING["mutate.gpuwarden.io"]["namespaceSelector"]["matchExpressions"]
     assert found == {"namespaceSelector": {"matchExpressions": [not_ours]}}
 
 
 def test_a_pod_without_our_annotations_costs_the_strip_one_look() -> None:
-    strip = next(one for one in EVERY if one["kind"] == "MutatingAdmissionPolicy")
+    strip = named("gpuwarden-strip")
     (only,) = strip["spec"]["matchConditions"]
     assert set(re.findall(r"'([^']*)'", only["expression"])) == keys.OUTPUT_NAMES
 
 
 def test_the_strip_runs_once_before_we_write() -> None:
     """A second time it would take off what we have written."""
-    strip = next(one for one in EVERY if one["kind"] == "MutatingAdmissionPolicy")
+    strip = named("gpuwarden-strip")
     assert strip["spec"]["reinvocationPolicy"] == "Never"
+
+
+def binding(name: str) -> Manifest:
+    return next(one for one in EVERY if one["metadata"]["name"] == name and one["kind"].endswith("Binding"))
+
+
+BLINDING = ("gpuwarden-blind", "gpuwarden-blind-debugging")
+
+
+@pytest.mark.parametrize("name", BLINDING)
+def test_containers_are_blinded_in_the_namespaces_of_the_webhooks(name: str) -> None:
+    for hook, bound in (("mutate.gpuwarden.io", name), ("mutate.alias.gpuwarden.io", f"{name}-alias")):
+        spec = binding(bound)["spec"]
+        assert spec == {
+            "policyName": name,
+            "matchResources": {"namespaceSelector": MUTATING[hook]["namespaceSelector"]},
+        }
+
+
+@pytest.mark.parametrize("name", BLINDING)
+def test_a_policy_that_blinds_runs_again_after_others(name: str) -> None:
+    """The order among policies is random, and one that its matchConditions skipped is not run again."""
+    spec = named(name)["spec"]
+    assert spec["reinvocationPolicy"] == "IfNeeded"
+    assert "matchConditions" not in spec
+
+
+def test_what_the_policy_leaves_to_the_webhook_is_sent_there() -> None:
+    """Every word that keeps it from blinding a pod is one that the webhook is called for."""
+    asks = next(one["expression"] for one in named("gpuwarden-blind")["spec"]["variables"] if one["name"] == "asks")
+    words = set(re.findall(r"'([^']*)'", asks))
+    assert words <= set(re.findall(r"'([^']*)'", condition(MUTATING["mutate.gpuwarden.io"])))
+    asked = {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names, *keys.CLAIM.names, *GPU_RESOURCES}
+    assert asked <= words
+    # What is taken off before anybody asks keeps nobody from being blinded.
+    assert not (keys.OUTPUT_NAMES - set(keys.CLAIM.names)) & words
+
+
+def test_the_webhook_blinds_every_pod_where_no_policy_does() -> None:
+    instead = Installation(blinds=Blinds.WEBHOOK)
+    found = hooks("MutatingWebhookConfiguration", instead)
+    for name, hook in found.items():
+        is_asked_about_all = name.startswith("mutate.")
+        doors = {name for rule in hook["rules"] for name in rule["resources"]}
+        assert ("pods/ephemeralcontainers" in doors) == is_asked_about_all
+        assert (hook["matchConditions"] == []) == is_asked_about_all
+    for blinds in (Blinds.WEBHOOK, Blinds.NOBODY):
+        names = {one["metadata"]["name"] for one in policies(Installation(blinds=blinds))}
+        assert not [name for name in names if name.startswith("gpuwarden-blind")]
+    assert hooks("MutatingWebhookConfiguration", Installation(blinds=Blinds.NOBODY)) == hooks(
+        "MutatingWebhookConfiguration", Installation()
+    )
 
 
 # Our own accounts.

@@ -189,6 +189,12 @@ def add_installation(parser: Parser) -> None:
     parser.add_argument("--service", default="gpuwarden", help="the Service of `serve` there (default: gpuwarden)")
     parser.add_argument("--url", help="where `serve` is, if not behind that Service")
     parser.add_argument("--required-hash-alias", metavar="KEY", help="as `serve` has it, if it has one")
+    parser.add_argument(
+        "--blind",
+        choices=("policy", "webhook", "nobody"),
+        default="policy",
+        help="who blinds pods that ask for nothing: policies (Kubernetes 1.36), or the webhook (default: policy)",
+    )
     parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="the CA of its certificate (PEM)")
 
 
@@ -349,7 +355,7 @@ def crds(args: Namespace) -> int:
 
 
 def manifests(args: Namespace) -> int:
-    from webhook.policies import Installation, as_yaml
+    from webhook.policies import Blinds, Installation, as_yaml
 
     mistakes = []
     named = (("namespace", args.namespace), ("service", args.service), ("gpu-namespace", args.gpu_namespace))
@@ -381,6 +387,7 @@ def manifests(args: Namespace) -> int:
         url=args.url,
         ca_bundle=bundle,
         hash_aliases=() if alias is None else (alias,),
+        blinds=Blinds(args.blind),
     )
     print(as_yaml(args.what, installation), end="")
     return 0

@@ -55,6 +55,12 @@
 {{- if and (eq $values.policies.strip "true") (semverCompare "<1.36.0-0" .Capabilities.KubeVersion.Version) }}
   {{- fail (printf "\n\npolicies.strip is true, and MutatingAdmissionPolicy v1 came with Kubernetes 1.36; this is %s: set policies.strip=auto." .Capabilities.KubeVersion.Version) }}
 {{- end }}
+{{- if and (eq $values.policies.blind "policy") (semverCompare "<1.36.0-0" .Capabilities.KubeVersion.Version) }}
+  {{- fail (printf "\n\npolicies.blind is policy, and MutatingAdmissionPolicy v1 came with Kubernetes 1.36; this is %s: set policies.blind=webhook." .Capabilities.KubeVersion.Version) }}
+{{- end }}
+{{- if and (has $values.policies.blind (list "policy" "webhook")) (eq (default "nvidia" $settings.injection) "cuda") }}
+  {{- fail (printf "\n\npolicies.blind is %s, and settings.injection is cuda, which shows every container all GPUs: set policies.blind=nobody." $values.policies.blind) }}
+{{- end }}
 {{- if eq (default "cluster" $settings.ledger) "memory" }}
   {{- if gt (int $values.serve.replicas) 1 }}
     {{- fail "\n\nsettings.ledger is memory, which each replica has for itself: set serve.replicas=1, or leave the ledger in the cluster." }}

@@ -104,6 +104,14 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- end -}}
 {{- end }}
 
+{{- /* Who blinds pods that ask for nothing: policy, webhook or nobody. */ -}}
+{{- define "gpuwarden.blinds" -}}
+{{- if ne .Values.policies.blind "auto" }}{{ .Values.policies.blind }}
+{{- else if and (eq (default "nvidia" .Values.settings.injection) "nvidia") (semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version) }}policy
+{{- else }}nobody
+{{- end -}}
+{{- end }}
+
 {{- /* What processes that look at evidence need besides their settings. */ -}}
 {{- define "gpuwarden.evidenceMounts" -}}
 {{- $found := list -}}

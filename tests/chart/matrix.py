@@ -99,5 +99,11 @@ MATRIX: dict[str, Raw] = {
         "service.annotations": {"example.org/internal": "true"},
         "podDisruptionBudget.maxUnavailable": "50%",
     },
-    "older-pods": {"policies.protect": False, "policies.strip": "false", "crds.install": False, "rbac.create": False},
+    "older-pods": {
+        "policies.protect": False,
+        "policies.strip": "false",
+        "policies.blind": "webhook",
+        "crds.install": False,
+        "rbac.create": False,
+    },
 }

@@ -239,3 +239,24 @@ def test_an_older_kubernetes_has_no_policy_that_strips_and_is_asked_for_none() -
     found = rendered({}, kubernetes="1.33.0")
     assert not [one for one in found if one["kind"].startswith("MutatingAdmissionPolicy")]
     assert "set policies.strip=auto" in refusal({"policies.strip": "true"}, kubernetes="1.33.0")
+
+
+def test_an_older_kubernetes_has_no_policy_that_blinds_and_the_webhook_may() -> None:
+    assert "set policies.blind=webhook" in refusal({"policies.blind": "policy"}, kubernetes="1.33.0")
+    (mutating,) = [
+        one
+        for one in rendered({"policies.blind": "webhook"}, kubernetes="1.33.0")
+        if one["kind"] == "MutatingWebhookConfiguration"
+    ]
+    hooks = {hook["name"]: hook for hook in mutating["webhooks"]}
+    for name in ("mutate.gpuwarden.io", "mutate.alias.gpuwarden.io"):
+        assert hooks[name]["matchConditions"] == []
+        assert [rule["resources"] for rule in hooks[name]["rules"]] == [["pods"], ["pods/ephemeralcontainers"]]
+
+
+@pytest.mark.parametrize("blind", ["policy", "webhook"])
+def test_in_cuda_mode_nobody_is_blinded(blind: str) -> None:
+    said = refusal({"settings.injection": "cuda", "policies.blind": blind})
+    assert "set policies.blind=nobody" in said
+    found = rendered({"settings.injection": "cuda"})
+    assert not [one for one in found if one["metadata"]["name"].startswith("gpuwarden-blind")]

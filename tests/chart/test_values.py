@@ -75,6 +75,7 @@ CHOSEN: Raw = {
     "image.digest": "sha256:" + "a" * 64,
     "tls.mode": "certManager",
     "policies.strip": "false",
+    "policies.blind": "webhook",
     "priorityClasses.classes": {"mine": 7},
     "spire.mountPath": "/x/y",
     "tls.caBundle": PEM.replace("MIIB", "MIIC"),

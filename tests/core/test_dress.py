@@ -44,6 +44,7 @@ Raw = dict[str, Any]
 RULES = DressRules()
 CUDA = DressRules(injection=Injection.CUDA)
 UUIDS = ("GPU-1", "GPU-2")
+HIDDEN = raw_env(NVIDIA_VISIBLE_DEVICES="void")
 BOTH = [
     {"name": "NVIDIA_VISIBLE_DEVICES", "value": "GPU-1,GPU-2"},
     {"name": "CUDA_VISIBLE_DEVICES", "value": "GPU-1,GPU-2"},
@@ -125,11 +126,11 @@ def test_uuids_are_written_without_a_leading_colon() -> None:
     assert worn(raw_pod())["metadata"]["annotations"]["fudo.org/gpu.uuid"] == "GPU-1,GPU-2"
 
 
-def test_a_claim_without_gpus_gets_its_record_and_nodes_and_nothing_else() -> None:
+def test_a_claim_without_gpus_gets_its_record_and_nodes_and_sees_nothing() -> None:
     raw = raw_pod(raw_container(env=raw_env(A="b")), annotations={"team": "x"})
     clothed = worn(raw, PROVEN)
     assert clothed["metadata"]["annotations"] == {"team": "x", "gpuwarden.io/claim": '{"hashes":["sha256:aa11"]}'}
-    assert clothed["spec"]["containers"] == raw["spec"]["containers"]
+    assert env_of(clothed, "containers", 0) == [*raw_env(A="b"), *HIDDEN]
 
 
 def test_undressing_takes_off_what_only_we_may_write() -> None:
@@ -339,8 +340,8 @@ def test_only_containers_that_asked_get_the_gpus() -> None:
     clothed = worn(raw, outfit(a=1, s=1))
     assert env_of(clothed, "containers", 0) == BOTH
     assert env_of(clothed, "initContainers", 1) == BOTH
-    assert "env" not in clothed["spec"]["containers"][1]
-    assert "env" not in clothed["spec"]["initContainers"][0]
+    assert env_of(clothed, "containers", 1) == HIDDEN
+    assert env_of(clothed, "initContainers", 0) == HIDDEN
 
 
 @pytest.mark.parametrize(
@@ -348,10 +349,15 @@ def test_only_containers_that_asked_get_the_gpus() -> None:
     [
         pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="all"), BOTH, id="all"),
         pytest.param(raw_env(CUDA_VISIBLE_DEVICES="0"), [BOTH[1], BOTH[0]], id="an-index"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="void"), raw_env(NVIDIA_VISIBLE_DEVICES="void"), id="void"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="none"), raw_env(NVIDIA_VISIBLE_DEVICES="none"), id="none"),
-        pytest.param(raw_env(CUDA_VISIBLE_DEVICES=""), raw_env(CUDA_VISIBLE_DEVICES=""), id="empty"),
-        pytest.param(raw_env(CUDA_VISIBLE_DEVICES="-1"), raw_env(CUDA_VISIBLE_DEVICES="-1"), id="minus-one"),
+        pytest.param([], HIDDEN, id="nothing"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="void", A="1"), [*HIDDEN, *raw_env(A="1")], id="void"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="void") * 2, HIDDEN, id="void-twice"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="none"), HIDDEN, id="none"),
+        pytest.param(raw_env(CUDA_VERSION="12.4"), [*raw_env(CUDA_VERSION="12.4"), *HIDDEN], id="CUDA_VERSION"),
+        pytest.param(raw_env(CUDA_VISIBLE_DEVICES=""), [*raw_env(CUDA_VISIBLE_DEVICES=""), *HIDDEN], id="empty"),
+        pytest.param(
+            raw_env(CUDA_VISIBLE_DEVICES="-1"), [*raw_env(CUDA_VISIBLE_DEVICES="-1"), *HIDDEN], id="minus-one"
+        ),
         pytest.param(
             [{"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"configMapKeyRef": {"name": "x", "key": "y"}}}],
             BOTH,
@@ -372,7 +378,7 @@ FROM_A_CONFIG_MAP: list[Raw] = [{"configMapRef": {"name": "all"}}]
     [
         pytest.param(None, raw_env(NVIDIA_VISIBLE_DEVICES="void"), id="none"),
         pytest.param(raw_env(A="1"), raw_env(A="1", NVIDIA_VISIBLE_DEVICES="void"), id="others"),
-        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="none"), raw_env(NVIDIA_VISIBLE_DEVICES="none"), id="its-own"),
+        pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="none"), HIDDEN, id="its-own"),
         pytest.param(raw_env(NVIDIA_VISIBLE_DEVICES="all"), BOTH, id="all"),
     ],
 )

@@ -142,12 +142,13 @@ def holder_of(raw: Raw) -> Holder:
 
 
 def shown_gpus(spec: dict[str, Any], annotated: str) -> set[str]:
-    """What a container runtime would go by; what is read from the pod's annotation says the same."""
+    """What a container runtime would go by; what is read from the pod's annotation says the same. A container that
+    is not the GPUs' is shown nothing."""
     return {
         env.get("value", "") if "valueFrom" not in env else annotated
         for container in spec["containers"]
         for env in container.get("env", ())
-        if env["name"] == "NVIDIA_VISIBLE_DEVICES"
+        if env["name"] == "NVIDIA_VISIBLE_DEVICES" and env.get("value") != "void"
     }
 
 

@@ -166,10 +166,10 @@ async def test_a_promise_cannot_be_edited(kube: Kube, trained: str) -> None:
     await pod_in_phase(kube, trained, "a", "Running")
 
 
-async def test_a_pod_without_a_claim_is_left_alone(kube: Kube, server: Running, trained: str) -> None:
+async def test_a_pod_without_a_claim_is_shown_no_gpu_and_left_alone(kube: Kube, server: Running, trained: str) -> None:
     made = await kube.create(PODS, pod("a"), trained)
     assert made["metadata"].get("annotations", {}) == {}
-    assert seen_by_container(made) == {}
+    assert seen_by_container(made) == {"NVIDIA_VISIBLE_DEVICES": "void"}
     assert await held(server) == set()
 
 
@@ -263,7 +263,7 @@ async def test_what_another_webhook_does_after_us_is_put_right(
         assert len(asked) == 1
     containers = [container.get("env", ()) for container in made["spec"]["containers"]]
     seen = [env["value"].split(",") for one in containers for env in one if env["name"] == "NVIDIA_VISIBLE_DEVICES"]
-    assert seen == [gpus_of(made)]  # no sidecar's either
+    assert seen == [gpus_of(made), *[["void"]] * (len(containers) - 1)]  # a sidecar is shown none
     assert await held(server) == set(gpus_of(made))  # the second round found what the first had reserved
     await pod_in_phase(kube, trained, "train", "Running")
 

@@ -17,6 +17,7 @@ CLAIM = "gpuwarden.io/claim"
 GPU_UUID = "gpuwarden.io/gpu-uuid"
 RESERVATION_ID = "gpuwarden.io/reservation-id"
 NODE = "gpuwarden.io/node"
+VOID, ALL = ({"name": "NVIDIA_VISIBLE_DEVICES", "value": value} for value in ("void", "all"))
 
 
 def gpu_pod(gpus: int = 1, **members: Any) -> Raw:
@@ -96,9 +97,130 @@ async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
 
 
 @pytest.mark.defect("S4-11")
-async def test_a_pod_that_asks_for_nothing_is_let_through_untouched(house: House) -> None:
-    assert await house.mutate(raw_pod()) == {"uid": REVIEW_UID, "allowed": True}
+async def test_a_pod_that_asks_for_nothing_is_shown_nothing_and_is_else_untouched(house: House) -> None:
+    raw = raw_pod()
+    made = patched(raw, await house.mutate(raw))
+    assert made["spec"]["containers"] == [{**raw["spec"]["containers"][0], "env": [VOID]}]
+    assert {**made, "spec": {**made["spec"], "containers": raw["spec"]["containers"]}} == raw
+    assert await house.mutate(made) == {"uid": REVIEW_UID, "allowed": True}
     assert house.held == []
+
+
+CUDA = {"name": "CUDA_VERSION", "value": "12.4"}
+ALL_FROM_ELSEWHERE = {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": {"configMapKeyRef": {"name": "x", "key": "y"}}}
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        raw_container("a", env=[CUDA]),
+        raw_container("a", envFrom=[{"configMapRef": {"name": "all"}}]),
+        raw_container("a", env=[ALL_FROM_ELSEWHERE, VOID]),
+        raw_container("a", resources={"limits": {"nvidia.com/gpu": "0"}}),
+    ],
+    ids=["CUDA_VERSION", "envFrom", "twice", "no GPU"],
+)
+@pytest.mark.parametrize("place", ["containers", "initContainers"])
+async def test_a_container_without_a_claim_is_shown_nothing(house: House, container: Raw, place: str) -> None:
+    raw = raw_pod(raw_container("main"))
+    raw["spec"][place] = [*raw["spec"].get(place, ()), container]
+    made = patched(raw, await house.mutate(raw))
+    assert shown(made["spec"][place][-1]) == [VOID]
+    assert (await house.validate(builders.validating_create(made)))["allowed"]
+
+
+def shown(container: Raw) -> list[Raw]:
+    return [one for one in container["env"] if one["name"] == "NVIDIA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize("hash_", [None, HASH], ids=["no claim", "a hash"])
+@pytest.mark.parametrize("env", [[VOID, ALL], [ALL_FROM_ELSEWHERE]], ids=["the last one", "from elsewhere"])
+async def test_a_value_that_shows_gpus_is_refused_without_a_claim_for_them(
+    house: House, env: list[Raw], hash_: str | None
+) -> None:
+    raw = raw_pod(raw_container("main", env=env), annotations=hashed(hash_) if hash_ else None)
+    response = await house.mutate(raw)
+    if response["allowed"]:
+        response = await house.validate(builders.validating_create(patched(raw, response)))
+    assert refusal(response) == (403, "GpuWithoutClaim")
+
+
+async def test_a_pod_that_nobody_has_blinded_is_refused(house: House) -> None:
+    """As another webhook leaves it after ours, or a replica of an older version."""
+    refused = await house.validate(builders.validating_create(raw_pod(raw_container("main", env=[CUDA]))))
+    assert refusal(refused) == (403, "GpuWithoutClaim")
+    assert "spec.containers[0].env[CUDA_VERSION]" in refused["status"]["message"]
+
+
+async def test_cuda_mode_leaves_cuda_version_alone(build: Build) -> None:
+    house = await build(injection="cuda")
+    raw = raw_pod(raw_container("main", env=[CUDA]))
+    assert await house.mutate(raw) == {"uid": REVIEW_UID, "allowed": True}
+    assert (await house.validate(builders.validating_create(raw)))["allowed"]
+
+
+async def test_every_other_container_of_a_pod_with_gpus_is_shown_nothing(house: House) -> None:
+    raw = raw_pod(
+        raw_container("main", gpus=1), raw_container("side", env=[CUDA]), init=[raw_container("init", env=[CUDA])]
+    )
+    dressed = await house.dress(raw)
+    assert [shown(one) for one in (dressed["spec"]["containers"][1], *dressed["spec"]["initContainers"])] == [
+        [VOID]
+    ] * 2
+    assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+
+
+async def test_a_pod_that_an_older_replica_has_dressed_is_let_in(house: House) -> None:
+    """It blinded no container without `envFrom`; its answer may be on the way while the version changes."""
+    raw = raw_pod(raw_container("main", gpus=1), raw_container("side"), init=[raw_container("init")])
+    dressed = await house.dress(raw)
+    for one in (dressed["spec"]["containers"][1], dressed["spec"]["initContainers"][0]):
+        one.pop("env")
+    assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+
+
+async def test_an_older_dress_does_not_let_in_what_shows_all_gpus(house: House) -> None:
+    for more in ({"env": [CUDA]}, {"envFrom": [{"configMapRef": {"name": "all"}}]}):
+        dressed = await house.dress(raw_pod(raw_container("main", gpus=1), raw_container("side")), str(more))
+        dressed["spec"]["containers"][1] = raw_container("side", **more)
+        assert refusal(await house.validate(builders.validating_create(dressed)))[0] == 403
+
+
+async def test_a_debug_container_is_shown_nothing_where_the_webhook_is_asked(house: House) -> None:
+    old = builders.created(raw_pod(raw_container("main")))
+    old["spec"]["ephemeralContainers"] = [raw_container("first", env=[CUDA])]
+    new = {
+        **old,
+        "spec": {**old["spec"], "ephemeralContainers": [*old["spec"]["ephemeralContainers"], raw_container("d")]},
+    }
+    response = await house.ask("/mutate", builders.update(new, old, subresource="ephemeralcontainers"))
+    made = patched(new, response)["spec"]["ephemeralContainers"]
+    assert made == [raw_container("first", env=[CUDA]), raw_container("d", env=[VOID])]
+
+
+@pytest.mark.parametrize(
+    ("debug", "is_let_in"),
+    [
+        (raw_container("d", env=[CUDA]), False),
+        (raw_container("d", env=[CUDA, VOID]), True),
+        (raw_container("d", env=[ALL, VOID]), True),
+        (raw_container("d", env=[VOID, ALL]), False),
+    ],
+    ids=["CUDA_VERSION", "beside void", "void is last", "all is last"],
+)
+async def test_a_debug_container_of_any_pod_is_held_to_its_gpus(house: House, debug: Raw, is_let_in: bool) -> None:
+    old = builders.created(raw_pod(raw_container("main")))
+    new = {**old, "spec": {**old["spec"], "ephemeralContainers": [debug]}}
+    response = await house.validate(builders.update(new, old, subresource="ephemeralcontainers"))
+    assert response["allowed"] is is_let_in
+
+
+async def test_a_debug_container_with_variables_from_elsewhere_is_refused_beside_a_claim(house: House) -> None:
+    old = await house.dress(raw_pod(annotations=hashed(HASH)))
+    debug = raw_container("d", envFrom=[{"configMapRef": {"name": "all"}}])
+    new = {**old, "spec": {**old["spec"], "ephemeralContainers": [debug]}}
+    response = await house.validate(builders.update(new, old, subresource="ephemeralcontainers"))
+    assert "spec.ephemeralContainers[0].envFrom" in response["status"]["message"]
 
 
 @pytest.mark.defect("X-3")
@@ -410,9 +532,12 @@ async def test_a_hash_alone_holds_the_pod_to_proven_nodes_and_reserves_nothing(h
     raw = raw_pod(annotations=hashed(HASH, OTHER_HASH))
     dressed = await house.dress(raw)
     assert pinned_nodes(dressed) == ["node-a", "node-b"]
-    assert dressed["spec"]["containers"] == raw["spec"]["containers"]
+    assert dressed["spec"]["containers"] == [{**raw["spec"]["containers"][0], "env": [VOID]}]
     assert house.held == []
     assert (await house.validate(builders.validating_create(dressed)))["allowed"]
+    # An older version left its containers as they were.
+    older = {**dressed, "spec": {**dressed["spec"], "containers": raw["spec"]["containers"]}}
+    assert (await house.validate(builders.validating_create(older)))["allowed"]
 
 
 async def test_a_reinvocation_of_a_pod_held_to_proven_nodes_changes_nothing(house: House) -> None:

@@ -71,7 +71,7 @@ async def test_a_pod_that_no_gpu_is_free_for_is_created_and_waits(house: House) 
         {"name": "NVIDIA_VISIBLE_DEVICES", "valueFrom": FROM_ANNOTATION},
     ]
     assert main["resources"] == {"limits": {}, "requests": {}}
-    assert "env" not in helper
+    assert helper["env"] == [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}]
     assert response["auditAnnotations"] == {"reason": "Queued", "waits-for": "NoFreeDevice"}
     assert house.held == ["GPU-b0"]
     assert (await validated(house, made))["allowed"]

@@ -70,10 +70,9 @@ async def test_assign_alone_asks_for_one(s4: House) -> None:
 
 @pytest.mark.defect("S4-12")
 async def test_false_asks_for_nothing(s4: House) -> None:
-    assert await s4.mutate(labelled(None, memory_80g="false", assign="false")) == {
-        "uid": builders.REVIEW_UID,
-        "allowed": True,
-    }
+    dressed = await s4.dress(labelled(None, memory_80g="false", assign="false"))
+    assert not [key for key in dressed["metadata"].get("annotations") or {} if key.startswith("fudo.org/")]
+    assert s4.held == []
 
 
 async def test_none_left_is_429(s4: House) -> None:

@@ -1,6 +1,6 @@
 """Whether a pod that someone else had in hand is still the pod that we dressed: every refusal names the field."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime, timedelta
 
 import msgspec
@@ -8,6 +8,7 @@ from attrs import evolve
 
 from webhook.core import keys, order
 from webhook.core.binding import Binding
+from webhook.core.blind import is_harmless, visible_env, wants_all
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.decide import EvidencePolicy, Question
 from webhook.core.dress import (
@@ -18,7 +19,6 @@ from webhook.core.dress import (
     RawPod,
     changes,
     dressed,
-    is_harmless,
     nodes_pinned_to,
     reservation_values,
     waiting,
@@ -66,10 +66,6 @@ def other_ways(pod: Pod, rules: DressRules) -> Iterator[str]:
         yield "spec.resourceClaims"
 
 
-def visible_env(container: Container) -> Iterator[EnvVar]:
-    return (one for one in container.env or () if one.name in keys.GPU_ENV and not is_harmless(one))
-
-
 def no_markers(pod: Pod, rules: DressRules) -> Deny | None:
     """A pod without a claim gets no GPU by any way."""
     fields = sorted(set(markers(pod, rules)))
@@ -80,6 +76,12 @@ def no_other_ways(pod: Pod, rules: DressRules) -> Deny | None:
     """A pod with a claim gets its GPUs in one way only."""
     fields = sorted(set(other_ways(pod, rules)))
     return gpu_without_claim(fields, "a claim is served in one way only") if fields else None
+
+
+def all_blinded(pod: Pod, rules: DressRules) -> Deny | None:
+    """No new pod has a container that `CUDA_VERSION` shows all GPUs of its node."""
+    found = [f"{path}.env[{keys.CUDA_VERSION}]" for path, container in pod.containers() if wants_all(container)]
+    return gpu_without_claim(found, f"{keys.NVIDIA_ENV} is not set beside it") if found and rules.blinds else None
 
 
 def refused_at_once(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
@@ -171,7 +173,7 @@ def matches_reservation(
         )
     uuids = order.as_said(raw["metadata"].get("annotations") or {}, reservation.uuids)
     outfit = Outfit(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited)
-    fields = [readable(change["path"]) for change in changes(raw, dressed(raw, outfit, rules))]
+    fields = differing(raw, (dressed(raw, evolve(outfit, blinds_all=all_), rules) for all_ in (True, False)))
     fields += sorted(set(debug_env(raw, outfit.visible)))
     if fields:
         return Deny(
@@ -181,6 +183,14 @@ def matches_reservation(
             causes=tuple(fields[:20]),
         )
     return None
+
+
+def differing(raw: RawPod, wanted: Iterable[RawPod]) -> list[str]:
+    """The fields in which the pod is not the first that is wanted, unless it is another of them: a replica of an older
+    version may have dressed it."""
+    found = ([readable(change["path"]) for change in changes(raw, one)] for one in wanted)
+    first = next(found, [])
+    return first if first and all(found) else []
 
 
 def debug_env(raw: RawPod, visible: str) -> Iterator[str]:
@@ -211,8 +221,8 @@ def waits_as_dressed(raw: RawPod, pod: Pod, claim: Claim, rules: DressRules, cla
     asked = claim_of(pod, claims, claim.record.asked)
     if asked is None or not says_no_less(claim, asked):
         return Deny(Reason.FORGED, f"metadata.annotations[{keys.CLAIM.name}]: not what the pod asks for")
-    made = waiting(raw, claim, rules, pod.annotations.get(keys.WAITING) or "")
-    fields = [readable(change["path"]) for change in changes(raw, made)]
+    why = pod.annotations.get(keys.WAITING) or ""
+    fields = differing(raw, (waiting(raw, claim, rules, why, blinds_all=all_) for all_ in (True, False)))
     if fields or not pod.is_gated:
         return Deny(
             Reason.FORGED,
@@ -407,12 +417,15 @@ def protected(pod: Pod) -> dict[str, str | None]:
 
 
 def changed_env(new: Pod, old: Pod, reserved: Collection[str]) -> Iterator[str]:
+    is_claimed = keys.CLAIM.name in old.annotations
     known = {(group_of(path), one.name): gpu_env(one) for path, one in old.containers()}
     for path, container in new.containers():
         was, now = known.get((group_of(path), container.name)), gpu_env(container)
         if was is None:
-            yield from (f"{path}.env[{one.name}]" for one in now if not is_own(one, reserved))
-            if reserved and container.env_from and not any(one.name == keys.NVIDIA_ENV for one in now):
+            yield from (f"{path}.env[{one.name}]" for one in visible_env(container) if one.shown not in reserved)
+            if wants_all(container):
+                yield f"{path}.env[{keys.CUDA_VERSION}]"
+            if is_claimed and container.env_from and not any(one.name == keys.NVIDIA_ENV for one in now):
                 yield f"{path}.envFrom"  # which may bring it, and which a variable of its own would beat
         elif was != now:
             for name in keys.GPU_ENV:

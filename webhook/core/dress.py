@@ -7,10 +7,11 @@ from typing import Any
 from attrs import frozen
 
 from webhook.core import keys
+from webhook.core.blind import blinded, blinded_unless_said, hides_all, is_harmless, with_nothing_shown
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
 from webhook.core.difference import Change, difference
 from webhook.core.keys import Key
-from webhook.core.pod import EnvVar, Pod
+from webhook.core.pod import Pod
 
 Json = Any
 RawPod = Mapping[str, Json]
@@ -19,9 +20,6 @@ RawTerm = dict[str, Json]
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 # What hints of a scorer can touch in a pod beside its annotations, its labels and its affinity.
 HINTED = ("priorityClassName", "priority", "preemptionPolicy", "nodeSelector", "tolerations")
-# Values that show a container no GPU at all: nobody has to be kept from those.
-SHOWING_NOTHING = {keys.NVIDIA_ENV: {"", "void", "none"}, keys.CUDA_ENV: {"", "-1", "NoDevFiles"}}
-
 
 # What a pod that waits is shown, once it has been written there.
 REFERENCE = {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.annotations['{keys.GPU_UUID.name}']"}}
@@ -57,6 +55,11 @@ class DressRules:
         return keys.GPU_ENV if self.injection is Injection.NVIDIA else (keys.CUDA_ENV,)
 
     @property
+    def blinds(self) -> bool:
+        """Containers without GPUs of their own are shown none. With `cuda` every container sees them all."""
+        return self.injection is Injection.NVIDIA
+
+    @property
     def takes_request_off(self) -> bool:
         """A device plugin that sees the request would hand out another GPU than ours."""
         return self.injection is Injection.NVIDIA
@@ -73,6 +76,8 @@ class Outfit:
 
     # Whether it has waited in the queue: its containers were there before its GPUs were chosen.
     has_waited: bool = False
+    # False for a pod of an older version, which blinded only containers with `envFrom`.
+    blinds_all: bool = True
 
     @property
     def visible(self) -> str:
@@ -92,12 +97,13 @@ def dressed(raw: RawPod, outfit: Outfit, rules: DressRules) -> dict[str, Json]:
     meta["annotations"].update(annotations(outfit, rules))
     spec = ungated(raw.get("spec") or {})
     spec["affinity"] = pinned(spec.get("affinity") or {}, outfit.nodes)
+    made = {**raw, "metadata": meta, "spec": spec}
     if outfit.uuids:
         spec |= dressed_containers(spec, outfit, rules)
-    return {**raw, "metadata": meta, "spec": spec}
+    return dict(blind(made, rules)) if outfit.blinds_all and not outfit.uuids else made
 
 
-def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str) -> dict[str, Json]:
+def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str, *, blinds_all: bool = True) -> dict[str, Json]:
     """The pod as it waits for its turn: gated, with all in its spec that cannot be changed once it exists."""
     meta = without_outputs(raw)
     meta["annotations"] |= {keys.CLAIM.name: claim.record.text(), keys.WAITING: why}
@@ -105,9 +111,25 @@ def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str) -> dict[str,
     spec = dict(raw.get("spec") or {})
     if not any(gate.get("name") == keys.QUEUE_GATE for gate in spec.get("schedulingGates") or ()):
         spec["schedulingGates"] = [*(spec.get("schedulingGates") or ()), {"name": keys.QUEUE_GATE}]
+    made = {**raw, "metadata": meta, "spec": spec}
     if claim.count:
-        spec |= dressed_containers(spec, Outfit(claim, (), has_waited=True), rules)
-    return {**raw, "metadata": meta, "spec": spec}
+        spec |= dressed_containers(spec, Outfit(claim, (), has_waited=True, blinds_all=blinds_all), rules)
+    return dict(blind(made, rules)) if blinds_all and not claim.count else made
+
+
+def blind(raw: RawPod, rules: DressRules) -> RawPod:
+    """The pod as it is shown no GPU, whatever its images and `envFrom` bring; the same object if nothing changes."""
+    return with_nothing_shown(raw, "initContainers", "containers") if rules.blinds else raw
+
+
+def blind_debugging(raw: RawPod, old: RawPod, rules: DressRules) -> RawPod:
+    """The same for the debug containers that a pod gets while it runs. Those that it has cannot be changed."""
+    groups = [(one.get("spec") or {}).get("ephemeralContainers") or [] for one in (raw, old)]
+    known = {one.get("name") for one in groups[1]}
+    if not rules.blinds:
+        return raw
+    made = [one if one.get("name") in known else blinded_unless_said(one) for one in groups[0]]
+    return raw if made == groups[0] else {**raw, "spec": {**raw["spec"], "ephemeralContainers": made}}
 
 
 def dressed_containers(spec: Mapping[str, Json], outfit: Outfit, rules: DressRules) -> dict[str, Json]:
@@ -271,7 +293,7 @@ def dressed_container(raw: dict[str, Json], outfit: Outfit, rules: DressRules) -
     named = outfit.claim.record.asked or outfit.claim.record.containers
     if not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules):
         container["env"] = dressed_env(raw.get("env") or [], outfit, rules)
-    elif raw.get("envFrom") and rules.injection is Injection.NVIDIA:
+    elif rules.blinds and (outfit.blinds_all or is_open_to_others(raw)):
         container["env"] = blinded(raw.get("env") or [])
     if rules.takes_request_off and raw.get("resources"):
         container["resources"] = without_request(raw["resources"], rules.resource)
@@ -282,14 +304,10 @@ def shows_gpus(env: Iterable[Mapping[str, Json]], rules: DressRules) -> bool:
     return any(one.get("name") in rules.env_names and not hides_all(one) for one in env)
 
 
-def blinded(env: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
-    """A variable of its own beats what comes from a ConfigMap or a Secret, which nobody sees here."""
-    is_said = any(one.get("name") == keys.NVIDIA_ENV for one in env)
-    return list(env) if is_said else [*env, {"name": keys.NVIDIA_ENV, "value": "void"}]
-
-
-def hides_all(env: Mapping[str, Json]) -> bool:
-    return not env.get("valueFrom") and (env.get("value") or "") in SHOWING_NOTHING.get(env.get("name", ""), ())
+def is_open_to_others(container: Mapping[str, Json]) -> bool:
+    """Whether a ConfigMap or a Secret may bring a variable that no webhook sees."""
+    env = container.get("env") or ()
+    return bool(container.get("envFrom")) and not any(one.get("name") == keys.NVIDIA_ENV for one in env)
 
 
 def dressed_env(env: Sequence[dict[str, Json]], outfit: Outfit, rules: DressRules) -> list[dict[str, Json]]:
@@ -324,10 +342,6 @@ def replaced_env(pod: Pod, outfit: Outfit, rules: DressRules) -> Iterator[str]:
             is_ours = (one.value_from or None, one.value or "") == (wanted.get("valueFrom"), wanted.get("value") or "")
             if one.name in rules.env_names and not is_ours and not is_harmless(one):
                 yield f"{path}: {one.name} of container {container.name} is set by gpuwarden; yours is replaced"
-
-
-def is_harmless(one: EnvVar) -> bool:
-    return one.shown is not None and one.shown in SHOWING_NOTHING.get(one.name, ())
 
 
 # What has changed.

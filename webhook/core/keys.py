@@ -85,6 +85,8 @@ OURS: Final = "gpuwarden"
 NVIDIA_ENV: Final = "NVIDIA_VISIBLE_DEVICES"
 CUDA_ENV: Final = "CUDA_VISIBLE_DEVICES"
 GPU_ENV: Final = (NVIDIA_ENV, CUDA_ENV)
+# By itself it shows a container all GPUs of its node.
+CUDA_VERSION: Final = "CUDA_VERSION"
 NVIDIA_RESOURCES: Final = "nvidia.com/"
 
 # Names that Kubernetes gives.

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from webhook.clock import LONG_AGO
 from webhook.core import keys
-from webhook.core.check import visible_env
+from webhook.core.blind import visible_env
 from webhook.core.claim import ClaimRecord
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import REFERENCE

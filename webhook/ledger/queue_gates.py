@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any, Protocol
 
 import structlog
-from attrs import define
+from attrs import define, evolve
 
 from webhook.clock import Clock
 from webhook.core import keys
@@ -103,7 +103,8 @@ class Doorkeeper:
 
 
 def opened(raw: RawPod, outfit: Outfit, rules: DressRules) -> list[Change]:
-    """All that a reservation means to a gated pod, on the condition that the pod is as it was seen."""
+    """All that a reservation means to a gated pod, on the condition that the pod is as it was seen. Its containers were
+    blinded when it was created; an older version left some as they were, and nobody can change them now."""
     meta: dict[str, Any] = raw["metadata"]
     gates = raw["spec"]["schedulingGates"]
     place = next(number for number, gate in enumerate(gates) if gate.get("name") == keys.QUEUE_GATE)
@@ -111,7 +112,7 @@ def opened(raw: RawPod, outfit: Outfit, rules: DressRules) -> list[Change]:
         {"op": "test", "path": "/metadata/uid", "value": meta["uid"]},
         {"op": "test", "path": "/metadata/resourceVersion", "value": meta["resourceVersion"]},
         {"op": "test", "path": f"/spec/schedulingGates/{place}/name", "value": keys.QUEUE_GATE},
-        *changes(raw, dressed(raw, outfit, rules)),
+        *changes(raw, dressed(raw, evolve(outfit, blinds_all=False), rules)),
     ]
 
 

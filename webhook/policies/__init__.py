@@ -7,6 +7,7 @@ The files stand by themselves for an installation in the namespace `gpuwarden`, 
 import base64
 import re
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from importlib import resources
 from typing import Any
 
@@ -19,11 +20,23 @@ from webhook.core import keys
 Manifest = dict[str, Any]
 
 WEBHOOKS = ("mutating.yaml", "validating.yaml")
-POLICIES = ("protect.yaml", "own.yaml", "strip.yaml")
+POLICIES = ("protect.yaml", "own.yaml", "strip.yaml", "blind.yaml")
+BLIND = "blind.yaml"
 RBAC = ("rbac.yaml",)
 CERTS = ("certs.yaml",)
 EXPORT = ("export.yaml",)
 SCORE = ("score.yaml",)
+
+# Debug containers come by a door of their own.
+DEBUGGING: tuple[Manifest, ...] = (
+    {
+        "apiGroups": [""],
+        "apiVersions": ["v1"],
+        "operations": ["UPDATE"],
+        "resources": ["pods/ephemeralcontainers"],
+        "scope": "Namespaced",
+    },
+)
 
 # As the files have them.
 NAMESPACE = "gpuwarden"
@@ -36,6 +49,16 @@ RECONCILER, BINDER, EXPORTER = "gpuwarden-reconcile", "gpuwarden-bind", "gpuward
 
 # Names of labels, annotations and resources; what else could stand in a quoted word of CEL has no place there.
 QUALIFIED_NAME = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+
+
+class Blinds(StrEnum):
+    """Who blinds containers whose pods ask for nothing."""
+
+    # The API server by itself, from Kubernetes 1.36 on.
+    POLICY = "policy"
+    # Our webhook: every pod of the namespaces that have opted in is sent to it.
+    WEBHOOK = "webhook"
+    NOBODY = "nobody"
 
 
 @frozen
@@ -62,6 +85,8 @@ class Installation:
     # A server that watches pods hears of their end by itself. A Binding is the last look before a pod is on its node.
     reviews_deletes: bool = False
     reviews_bindings: bool = True
+    # Who sees to it that containers without a claim are shown no GPU.
+    blinds: Blinds = Blinds.POLICY
     names: Mapping[str, str] = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -100,7 +125,10 @@ def webhooks(installation: Installation) -> list[Manifest]:
     found = [filled(one, installation) for one in manifests(*WEBHOOKS)]
     for manifest in found:
         manifest["webhooks"] = [
-            {**hook, "clientConfig": client_config(installation, hook["clientConfig"]["service"]["path"])}
+            {
+                **as_blinding(hook, installation),
+                "clientConfig": client_config(installation, hook["clientConfig"]["service"]["path"]),
+            }
             for hook in manifest["webhooks"]
             if is_wanted(hook["name"], installation)
         ]
@@ -109,7 +137,8 @@ def webhooks(installation: Installation) -> list[Manifest]:
 
 def policies(installation: Installation) -> list[Manifest]:
     """The policies and their bindings, which need no server."""
-    return [filled(one, installation) for one in manifests(*POLICIES)]
+    files = [name for name in POLICIES if name != BLIND or installation.blinds is Blinds.POLICY]
+    return [filled(one, installation) for one in manifests(*files)]
 
 
 def rbac(installation: Installation) -> list[Manifest]:
@@ -167,6 +196,13 @@ def is_wanted(name: str, installation: Installation) -> bool:
     if name.startswith("validate-delete."):
         return installation.reviews_deletes
     return installation.reviews_bindings or not name.startswith("validate-binding.")
+
+
+def as_blinding(hook: Manifest, installation: Installation) -> Manifest:
+    """The hook that dresses pods sees every pod and every debug container, where it blinds them."""
+    if installation.blinds is not Blinds.WEBHOOK or not hook["name"].startswith("mutate."):
+        return hook
+    return {**hook, "rules": [*hook["rules"], *filled([*DEBUGGING], installation)], "matchConditions": []}
 
 
 def client_config(installation: Installation, path: str) -> Manifest:

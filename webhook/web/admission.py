@@ -26,6 +26,8 @@ from webhook.core.dress import (
     Outfit,
     RawPod,
     asked_anew,
+    blind,
+    blind_debugging,
     changes,
     dressed,
     in_runtime_class,
@@ -199,14 +201,23 @@ class Admission:
             return refused
         if review.operation == Operation.DELETE:
             return await self._ended(review)
+        if review.operation == Operation.UPDATE and review.subresource == "ephemeralcontainers":
+            return self._debugged(review)
         if review.operation != Operation.CREATE or review.subresource:
-            return NOT_ASKED  # a pod that exists is validated, never patched
+            return NOT_ASKED  # a pod that exists is validated, and nothing else of it patched
         if review.uid.startswith(OWN_IDS):
             return NOT_A_REVIEWS_UID
         raw = required_object(review)
         pod = Pod.parse(raw)
         again = await self._reserved_before(raw, pod, review, answer_by)
         return await self._reserved_now(raw, pod, review, answer_by) if again is None else again
+
+    def _debugged(self, review: Review) -> Verdict:
+        """Debug containers see no GPU of the node, where no policy in the API server sees to it."""
+        raw, old = required_object(review), review.raw_old or {}
+        Pod.parse(raw), Pod.parse(old)
+        patch = list(difference(raw, blind_debugging(raw, old, self._rules.dress)))
+        return Admit(patch) if patch else NOT_ASKED
 
     def _handed_down(self, review: Review) -> Verdict:
         """A Job is never scored: what it says of its work goes to its pods, and those are."""
@@ -273,6 +284,7 @@ class Admission:
         if claim is None:
             copied = () if clean is raw else (COPIED,)
             clean, said = self._with_hints(clean, await self._hinted(pod, None, review, answer_by), ())
+            clean = blind(clean, self._rules.dress)
             if clean is raw and not said:
                 return NOT_ASKED
             return Admit(changes(raw, clean), warnings=(*copied, *said), reason=Reason.NOT_ASKED)
@@ -386,6 +398,9 @@ class Admission:
     async def _created(self, review: Review, answer_by: datetime) -> Verdict:
         raw = required_object(review)
         pod = Pod.parse(raw)
+        unblinded = check.all_blinded(pod, self._rules.dress)
+        if unblinded is not None:
+            return unblinded
         claim = recorded_claim(pod)
         if claim is not None and pod.is_gated:
             return await self._created_waiting(raw, pod, claim, review)

@@ -1,0 +1,367 @@
+"""A tenant with the role `edit` in an opted-in namespace tries to see GPUs by variables that NVIDIA's runtime reads."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.conftest import new_namespace
+from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.test_doors import NOBODY, QUIET, registered, trusting
+from tests.e2e.test_policies import resource_of
+from tests.running import Running, serving
+from webhook.policies import Blinds, Installation, policies
+
+# One label for the policies, one for each webhook configuration: what acts in a namespace is up to its labels.
+GUARDED, OLDER = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
+ALONE, SERVED, SENT = ({f"example.test/{name}": "true"} for name in ("alone", "served", "sent"))
+NVD = "NVIDIA_VISIBLE_DEVICES"
+CUDA = {"name": "CUDA_VERSION", "value": "12.4"}
+INVENTORY = {"nodes": [{"name": "node-1", "devices": [{"uuid": f"GPU-{n}"} for n in range(64)]}]}
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def shows(value: str) -> Raw:
+    return {"name": NVD, "value": value}
+
+
+def from_elsewhere(**more: Any) -> Raw:
+    return {"name": NVD, "valueFrom": {"configMapKeyRef": {"name": "all", "key": "gpus", **more}}}
+
+
+HOSTILE: dict[str, Raw] = {
+    "nothing but its image": {},
+    "CUDA_VERSION": {"env": [CUDA]},
+    "envFrom": {"envFrom": [{"configMapRef": {"name": "all"}}]},
+    "all": {"env": [shows("all")]},
+    "an index": {"env": [shows("0")]},
+    "a device of the node's management": {"env": [shows("management.nvidia.com/gpu=all")]},
+    "void, then all": {"env": [shows("void"), shows("all")]},
+    "from a ConfigMap": {"env": [from_elsewhere()]},
+    "from a key that is missing": {"env": [CUDA, from_elsewhere(optional=True)]},
+    "by another variable": {"env": [{"name": "X", "value": "all"}, shows("$(X)")]},
+}
+
+
+def container(name: str, **members: Any) -> Raw:
+    return {"name": name, "image": "example.test/cuda:1", **members}
+
+
+def hostile_pod(members: Raw, **meta: Any) -> Raw:
+    """The variables in a container, a sidecar and an init container."""
+    spec = {
+        "containers": [container("a", **members), container("b", **members)],
+        "initContainers": [container("init", **members), container("side", restartPolicy="Always", **members)],
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **meta}, "spec": spec}
+
+
+def containers_of(made: Raw) -> Iterator[Raw]:
+    for group in ("initContainers", "containers", "ephemeralContainers"):
+        yield from made["spec"].get(group, ())
+
+
+def read_by_runtime(one: Raw) -> str:
+    """What decides which GPUs the container sees: of a name given twice the last value counts."""
+    own = [env for env in one.get("env", ()) if env["name"] == NVD]
+    if not own:
+        return "whatever image and envFrom say"
+    return "whatever the reference yields" if "valueFrom" in own[-1] else str(own[-1].get("value", ""))
+
+
+def seen(made: Raw) -> dict[str, str]:
+    return {one["name"]: read_by_runtime(one) for one in containers_of(made)}
+
+
+@asynccontextmanager
+async def tenant_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[tuple[Kube, str]]:
+    async with new_namespace(kube, labels) as namespace:
+        user = f"tenant-{namespace}"
+        ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "edit"}
+        subjects = [{"kind": "User", "name": user}]
+        await kube.create(
+            ROLE_BINDINGS, {"metadata": {"name": "edit"}, "roleRef": ref, "subjects": subjects}, namespace
+        )
+        async with Kube(cluster.as_user(user)) as tenant:
+            yield tenant, namespace
+
+
+@frozen
+class Place:
+    """Where an attack takes place: a tenant in an opted-in namespace."""
+
+    kube: Kube
+    tenant: Kube
+    namespace: str
+
+    async def made(self, content: Raw) -> Raw:
+        return await self.tenant.create(PODS, content, self.namespace)
+
+    async def debugged(self, name: str, *debuggers: Raw) -> Raw:
+        change = {"spec": {"ephemeralContainers": list(debuggers)}}
+        return await self.kube.patch(PODS, name, change, self.namespace, "ephemeralcontainers")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("server"), INVENTORY, QUIET) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kube(cluster: Cluster, server: Running) -> AsyncIterator[Kube]:
+    """The API server with the shipped policies and webhooks, for each label another server or none."""
+    url, bundle = server.urls["https"], trusting(server)
+    hooks = (
+        Installation(opt_in="example.test/alone", url=NOBODY, reviews_bindings=False),
+        Installation(opt_in="example.test/served", url=url, ca_bundle=bundle, reviews_bindings=False),
+        Installation(
+            opt_in="example.test/sent", url=url, ca_bundle=bundle, reviews_bindings=False, blinds=Blinds.WEBHOOK
+        ),
+    )
+    async with AsyncExitStack() as stack:
+        kube = await stack.enter_async_context(Kube(cluster.kubeconfig))
+        for manifest in policies(Installation()):
+            await kube.create(resource_of(manifest), manifest)
+            stack.push_async_callback(kube.delete, resource_of(manifest), manifest["metadata"]["name"])
+        for one in hooks:
+            name = one.opt_in.rpartition("/")[2]
+            await stack.enter_async_context(registered(kube, one, f"gpuwarden-{name}"))
+        async with new_namespace(kube, GUARDED | SERVED) as probes:
+            # A policy acts about a second after it is written.
+            await wait_until(lambda: acts(kube, probes), seconds=20)
+        yield kube
+
+
+async def acts(kube: Kube, namespace: str) -> bool:
+    try:
+        plain = await kube.create(PODS, pod("probe"), namespace, dryRun="All")
+        dressed = await kube.create(PODS, pod("probe", gpus=1), namespace, dryRun="All")
+    except ApiError:
+        return False
+    return seen(plain)["main"] == "void" and seen(dressed)["main"].startswith("GPU-")
+
+
+@asynccontextmanager
+async def place_of(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> AsyncIterator[Place]:
+    async with tenant_of(cluster, kube, labels) as (tenant, namespace):
+        yield Place(kube, tenant, namespace)
+        # Tests of deletes count them: the last of these is in before another module begins.
+        await kube.call("DELETE", PODS.path(namespace), query={"gracePeriodSeconds": "0"})
+        await wait_until(lambda: kube.list(PODS, namespace), lambda left: left == [])
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def alone(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+    """Policies act; the webhooks lead to a server that is not there."""
+    async with place_of(cluster, kube, GUARDED | ALONE) as place:
+        yield place
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+    """Policies act, and the server answers."""
+    async with place_of(cluster, kube, GUARDED | SERVED) as place:
+        yield place
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def unguarded(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+    """The server answers, and no policy acts: before 1.36 Kubernetes has no MutatingAdmissionPolicy."""
+    async with place_of(cluster, kube, SERVED) as place:
+        yield place
+
+
+# No server runs.
+
+
+@pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
+async def test_plain_pod_sees_no_gpu_while_no_server_runs(alone: Place, members: Raw) -> None:
+    made = await alone.made(hostile_pod(members))
+    assert seen(made) == dict.fromkeys(("init", "side", "a", "b"), "void")
+    # Nothing else of it is changed.
+    for one in containers_of(made):
+        others = [env for env in one["env"] if env["name"] != NVD]
+        assert others == [env for env in members.get("env", ()) if env["name"] != NVD]
+        assert one.get("envFrom") == members.get("envFrom")
+
+
+@pytest.mark.parametrize("labels", [OLDER, GUARDED | OLDER], ids=["older label", "both labels"])
+async def test_namespace_opts_in_by_either_label(cluster: Cluster, kube: Kube, labels: dict[str, str]) -> None:
+    async with tenant_of(cluster, kube, labels) as (tenant, namespace):
+        made = await tenant.create(PODS, hostile_pod(HOSTILE["envFrom"]), namespace)
+        assert set(seen(made).values()) == {"void"}
+
+
+async def test_other_namespaces_are_left_alone(cluster: Cluster, kube: Kube) -> None:
+    async with tenant_of(cluster, kube, {}) as (tenant, namespace):
+        made = await tenant.create(PODS, hostile_pod(HOSTILE["all"]), namespace)
+        assert set(seen(made).values()) == {"all"}
+
+
+async def test_forged_annotation_does_not_keep_a_pod_from_being_blinded(alone: Place) -> None:
+    """Policies run in no fixed order, so a policy that strips the annotation may be the second."""
+    forged = dict.fromkeys(("gpuwarden.io/reservation-id", "gpuwarden.io/gpu-uuid", "gpuwarden.io/node"), "x")
+    for number in range(20):
+        content = hostile_pod(HOSTILE["all"])
+        content["metadata"] = {"name": f"forged-{number}", "annotations": forged}
+        made = await alone.made(content)
+        assert set(seen(made).values()) == {"void"}
+        assert not made["metadata"].get("annotations")
+
+
+@pytest.mark.parametrize(
+    "key", ["gpuwarden.io/claim", "gpuwarden.io/gpu-count", "gpuwarden.io/required-hash", "gpu-scheduling-map"]
+)
+async def test_pod_that_asks_gpuwarden_is_not_created_unseen(alone: Place, key: str) -> None:
+    """What the policy leaves to the webhook is refused while nobody answers."""
+    with pytest.raises(ApiError) as refused:
+        await alone.made(hostile_pod(HOSTILE["envFrom"], annotations={key: "0"}))
+    assert "failed calling webhook" in refused.value.message
+
+
+async def test_container_with_a_gpu_of_the_device_plugin_is_not_created_unseen(alone: Place) -> None:
+    with pytest.raises(ApiError) as refused:
+        await alone.made(pod("a", gpus=1))
+    assert "failed calling webhook" in refused.value.message
+
+
+@pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
+async def test_debug_container_sees_no_gpu_while_no_server_runs(alone: Place, members: Raw) -> None:
+    await alone.made(pod("a", schedulerName="nobody"))
+    made = await alone.debugged("a", container("first", **members))
+    assert seen(made) == {"main": "void", "first": "void"}
+    made = await alone.debugged("a", *made["spec"]["ephemeralContainers"], container("second", **members))
+    assert seen(made) == {"main": "void", "first": "void", "second": "void"}
+
+
+async def test_large_pod_is_not_too_costly_to_blind(alone: Place) -> None:
+    env = [{"name": f"VARIABLE_{n}", "value": "x"} for n in range(100)]
+    content = hostile_pod({})
+    content["spec"] = {"containers": [container(f"c{n}", env=env) for n in range(200)]}
+    made = await alone.made(content)
+    assert set(seen(made).values()) == {"void"}
+
+
+async def test_invalid_pod_is_told_so_by_the_api_server(alone: Place) -> None:
+    specs: list[Raw] = [{}, {"containers": None}, {"containers": []}, {"containers": None, "initContainers": None}]
+    for spec in specs:
+        with pytest.raises(ApiError) as refused:
+            await alone.kube.create(PODS, {"metadata": {"name": "a"}, "spec": spec}, alone.namespace)
+        assert refused.value.status == 422, refused.value.message
+
+
+# A server runs.
+
+
+def beside_a_gpu(members: Raw) -> Raw:
+    content = hostile_pod(members)
+    limits = {"limits": {"nvidia.com/gpu": "1"}}
+    content["spec"]["containers"] = [container("main", resources=limits), container("b", **members)]
+    content["spec"]["schedulerName"] = "nobody"
+    return content
+
+
+UNSAID = {name: HOSTILE[name] for name in ("nothing but its image", "CUDA_VERSION", "envFrom")}
+
+
+@pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE)
+async def test_second_container_beside_a_claim_sees_no_more_than_the_claim(served: Place, members: Raw) -> None:
+    made = await served.made(beside_a_gpu(members))
+    own = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
+    others = "void" if members in UNSAID.values() else own
+    assert seen(made) == {"main": own, "init": others, "side": others, "b": others}
+
+
+@pytest.mark.parametrize("members", UNSAID.values(), ids=UNSAID)
+async def test_second_container_beside_a_claim_is_blinded_without_policies(unguarded: Place, members: Raw) -> None:
+    made = await unguarded.made(beside_a_gpu(members))
+    assert {name: value for name, value in seen(made).items() if name != "main"} == dict.fromkeys(
+        ("init", "side", "b"), "void"
+    )
+
+
+async def test_pod_with_cuda_version_is_blinded_without_policies(unguarded: Place) -> None:
+    made = await unguarded.made(hostile_pod(HOSTILE["CUDA_VERSION"]))
+    assert set(seen(made).values()) == {"void"}
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in UNSAID])
+async def test_pod_without_a_claim_that_names_gpus_is_refused_without_policies(unguarded: Place, name: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        await unguarded.made(hostile_pod(HOSTILE[name]))
+    assert (refused.value.status, refused.value.reason) == (403, "GpuWithoutClaim")
+
+
+@pytest.mark.parametrize(
+    ("annotations", "resources"),
+    [
+        ({"gpuwarden.io/gpu-count": "0"}, {}),
+        ({"gpuwarden.io/claim": "{}"}, {}),
+        ({}, {"limits": {"nvidia.com/gpu": "0"}}),
+    ],
+    ids=["a count of none", "a record of nothing", "a limit of none"],
+)
+async def test_pod_that_asks_for_no_gpu_is_blinded_by_the_webhook(
+    served: Place, annotations: dict[str, str], resources: Raw
+) -> None:
+    content = hostile_pod({**HOSTILE["envFrom"], "resources": resources}, annotations=annotations)
+    assert set(seen(await served.made(content)).values()) == {"void"}
+
+
+OPEN_DEBUGGERS: dict[str, Raw] = {
+    "CUDA_VERSION": {"env": [CUDA]},
+    "envFrom": {"envFrom": [{"configMapRef": {"name": "all"}}]},
+}
+DEBUGGERS: dict[str, Raw] = {
+    **OPEN_DEBUGGERS,
+    "all": {"env": [shows("all")]},
+    "void, then all": {"env": [shows("void"), shows("all")]},
+    "from a ConfigMap": {"env": [from_elsewhere()]},
+}
+
+
+@pytest.mark.parametrize("members", DEBUGGERS.values(), ids=DEBUGGERS)
+async def test_debug_container_beside_a_claim_sees_no_more_than_the_claim(served: Place, members: Raw) -> None:
+    made = await served.made(pod("a", gpus=1, schedulerName="nobody"))
+    own = seen(made)["main"]
+    if members in OPEN_DEBUGGERS.values():
+        debugged = await served.debugged("a", container("debug", **members))
+        assert seen(debugged) == {"main": own, "debug": "void"}
+        return
+    with pytest.raises(ApiError) as refused:
+        await served.debugged("a", container("debug", **members))
+    assert refused.value.reason == "Immutable"
+
+
+@pytest.mark.parametrize("members", DEBUGGERS.values(), ids=DEBUGGERS)
+async def test_debug_container_beside_a_claim_is_refused_without_policies(unguarded: Place, members: Raw) -> None:
+    await unguarded.made(pod("a", gpus=1, schedulerName="nobody"))
+    with pytest.raises(ApiError) as refused:
+        await unguarded.debugged("a", container("debug", **members))
+    assert refused.value.reason == "Immutable"
+
+
+async def test_debug_container_may_see_the_gpus_of_its_pod(served: Place) -> None:
+    made = await served.made(pod("a", gpus=2, schedulerName="nobody"))
+    own = seen(made)["main"]
+    debugged = await served.debugged("a", container("debug", env=[shows(own)]))
+    assert seen(debugged) == {"main": own, "debug": own}
+
+
+# The webhook is asked about every pod.
+
+
+async def test_webhook_blinds_every_pod_where_it_is_told_to(cluster: Cluster, kube: Kube) -> None:
+    async with place_of(cluster, kube, SENT) as place:
+        for number, members in enumerate(UNSAID.values()):
+            content = hostile_pod(members)
+            content["metadata"]["name"] = f"plain-{number}"
+            assert set(seen(await place.made(content)).values()) == {"void"}
+            debugged = await place.debugged(f"plain-{number}", container("debug", **members))
+            assert seen(debugged)["debug"] == "void"
