@@ -155,11 +155,18 @@ class Site:
     reconcilers: list[Worker] = field(factory=list)
     _numbers: Any = field(factory=itertools.count)
 
-    async def replica(self, kubeconfig: Path | None = None, *, serves: bool = True, skew: float = 0) -> Worker:
+    async def replica(
+        self,
+        kubeconfig: Path | None = None,
+        *,
+        serves: bool = True,
+        skew: float = 0,
+        program: Sequence[str] = (GPUWARDEN,),
+    ) -> Worker:
         """Started and ready; with `serves`, the API server's calls reach it; its clock is off by `skew` seconds."""
         ports = ["--port", "0", "--ui-port", "0", "--extender-port", "0"]
         files = ["--tls-cert", str(self.directory / "tls.crt"), "--tls-key", str(self.directory / "tls.key")]
-        worker = await self._started("serve", ["--ledger", "cluster", *ports, *files], kubeconfig, skew)
+        worker = await self._started("serve", ["--ledger", "cluster", *ports, *files], kubeconfig, skew, program)
         assert worker.process.stdout is not None
         line = (await asyncio.wait_for(worker.process.stdout.readline(), START_TIMEOUT)).decode()
         assert line.startswith("ready "), worker.log.read_text()[-3000:]
@@ -171,14 +178,23 @@ class Site:
             self.balancer.servers.append(worker)
         return worker
 
-    async def reconciler(self, kubeconfig: Path | None = None, *, leads: bool = True) -> Worker:
+    async def reconciler(
+        self, kubeconfig: Path | None = None, *, leads: bool = True, program: Sequence[str] = (GPUWARDEN,)
+    ) -> Worker:
         flags = ["--ui-port", "0", "--lease-namespace", self.own_namespace, "--log-level", "info"]
-        worker = await self._started("reconcile", flags, kubeconfig)
+        worker = await self._started("reconcile", flags, kubeconfig, program=program)
         self.reconcilers.append(worker)
         await worker.says("leading" if leads else "watching")
         return worker
 
-    async def _started(self, command: str, flags: Sequence[str], kubeconfig: Path | None, skew: float = 0) -> Worker:
+    async def _started(
+        self,
+        command: str,
+        flags: Sequence[str],
+        kubeconfig: Path | None,
+        skew: float = 0,
+        program: Sequence[str] = (GPUWARDEN,),
+    ) -> Worker:
         directory = self.directory / f"{command}-{next(self._numbers)}"
         directory.mkdir()
         where = ["--kubeconfig", str(kubeconfig or self.kubeconfig)]
@@ -186,7 +202,7 @@ class Site:
         with log.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
                 *([] if skew == 0 else skewed(directory, skew)),
-                GPUWARDEN,
+                *program,
                 command,
                 "--log-level",
                 "warn",
