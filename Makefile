@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check fmt fuzz mutants cluster cluster-down parts e2e chaos docker-build promtool chart bench bench-check lock clean
+.PHONY: help run demo test check fmt fuzz mutants cluster cluster-down node node-down parts e2e chaos docker-build promtool chart bench bench-check lock clean
 
 help: ## what can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -49,6 +49,12 @@ cluster: $(VENV)/run.stamp ## a real control plane with simulated nodes (needs G
 cluster-down: $(VENV)/run.stamp ## stop it
 	@$(BIN)/python -m scripts.controlplane down
 
+node: $(VENV)/dev.stamp ## the same with a real node: kubelet, containerd, NVIDIA's runtime (needs Go, root, gcc, apt)
+	@$(BIN)/python -m scripts.node up $(NODE_ARGS)
+
+node-down: $(VENV)/run.stamp ## stop it, as Ctrl-C does
+	@$(BIN)/python -m scripts.node down
+
 PARTS := controlplane objectstore certmanager kubeconform buildkit
 
 # A machine with other work upsets timings: a failed test is tried once more, three in all, and shown. What the judge of
@@ -58,6 +64,7 @@ ONCE_MORE := --reruns 1 --max-suite-reruns 3 --rerun-except PromiseBroken --reru
 parts: $(VENV)/dev.stamp ## what the tests on a real control plane run: built once, in ten minutes (needs Go)
 	@$(BIN)/python -m scripts.controlplane build $(PARTS)
 	@$(BIN)/python -m scripts.postgres
+	@$(BIN)/python -m scripts.node build
 
 e2e: parts ## the tests on a real control plane (needs Go)
 	$(BIN)/python -m pytest tests/e2e $(ONCE_MORE) $(PYTEST_ARGS)

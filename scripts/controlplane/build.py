@@ -60,7 +60,8 @@ class Pins:
 def read_pins(where: Path = HERE) -> Pins:
     raw = tomllib.loads((where / "pins.toml").read_text())
     go = raw.pop("go")
-    return Pins(where, go, tuple(checked(where / name, one) for name, one in raw.items()))
+    modules = (checked(where / name, one) for name, one in raw.items() if "module" in one)
+    return Pins(where, go, tuple(modules))
 
 
 def checked(directory: Path, raw: dict[str, Any]) -> Module:
@@ -77,9 +78,9 @@ def digest_of(pins: Pins) -> str:
     """What the binaries depend on, so that another checkout with other pins has a place of its own."""
     whole = hashlib.sha256((pins.where / "pins.toml").read_bytes())
     for module in pins.modules:
-        own = sorted(file.name for file in module.directory.glob("*.go") if file.name != "tools.go")
-        for name in ("go.mod", "go.sum", *own):
-            whole.update((module.directory / name).read_bytes())
+        own = sorted(file for file in module.directory.rglob("*.go") if file.name != "tools.go")
+        for file in (module.directory / "go.mod", module.directory / "go.sum", *own):
+            whole.update(file.read_bytes())
     return whole.hexdigest()[:16]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,7 @@ from scripts.controlplane.build import binaries
 from scripts.controlplane.components import API_SERVER, COMPONENTS, CONTROLLERS, ETCD, KWOK, SCHEDULERS, Components
 from scripts.controlplane.credentials import ADMIN, TOKEN_USERS, Credentials, encoded
 from scripts.controlplane.processes import Processes, State
+from scripts.node.real import Access, RealNode, nodes_in
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -32,7 +34,8 @@ class StartError(Exception):
 class Cluster:
     """A control plane in one directory, started and stopped here or by another process.
 
-    `flags` are extra flags for a component; `scheduler` is laid over the scheduler's configuration.
+    `flags` are extra flags for a component; `scheduler` is laid over the scheduler's configuration; with `real_nodes`
+    nodes with a kubelet can be added, beside those that kwok plays.
     """
 
     def __init__(
@@ -41,12 +44,14 @@ class Cluster:
         *,
         flags: Mapping[str, Sequence[str]] | None = None,
         scheduler: Mapping[str, Any] | None = None,
+        real_nodes: bool = False,
     ) -> None:
         self.directory = directory.resolve()
         self.processes = Processes(self.directory)
         self.credentials = Credentials(self.directory)
         self._flags = dict(flags or {})
-        self._components = Components(self.directory, self.credentials, scheduler or {})
+        self._components = Components(self.directory, self.credentials, scheduler or {}, real_nodes=real_nodes)
+        self._real_nodes: dict[str, RealNode] = {}
         self._tether: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -133,10 +138,17 @@ class Cluster:
 
     def stop(self) -> None:
         """End what runs, clients before what they are clients of."""
+        try:
+            for node in nodes_in(self.directory):
+                self._real_nodes.get(node.name, node).remove()
+        finally:
+            self._stop_control_plane()
+        self._untie()
+
+    def _stop_control_plane(self) -> None:
         for names in ((KWOK, SCHEDULERS, CONTROLLERS), (API_SERVER,), (ETCD,)):
             self.processes.stop(names)
         self.processes.forget()
-        self._untie()
 
     def restart(self, name: str, *flags: str) -> None:
         """Stop a component if it runs, and start it as before, on the same port. Flags added here win and stay."""
@@ -169,6 +181,25 @@ class Cluster:
                 names.append(node["metadata"]["name"])
                 ensure(api, "/api/v1/nodes", node)
             self._wait(KWOK, lambda: all(is_ready(api, name) for name in names))
+
+    def add_real_node(self, name: str, gpus: Sequence[str]) -> RealNode:
+        """A kubelet with containerd and NVIDIA's container runtime, and GPUs of these UUIDs; back when it is ready.
+        Needs a cluster with `real_nodes`. It ends with the cluster."""
+        node = self._real_nodes[name] = RealNode(self.directory / "nodes" / name)
+        kubeconfig = self.as_user(f"system:node:{name}", ["system:nodes"])
+        node.create(gpus, Access(ca=self.ca, kubeconfig=kubeconfig, admin=self.kubeconfig))
+        node.start()
+        self.wait_for_node(name)
+        return node
+
+    def real_node(self, name: str) -> RealNode:
+        """One that was added here."""
+        return self._real_nodes[name]
+
+    def wait_for_node(self, name: str, since: datetime | None = None) -> None:
+        """Until it is ready; `since` then, not by what was said of it before."""
+        with self.api() as api:
+            self._wait(API_SERVER, lambda: is_heard(api, name, since) and is_ready(api, name))
 
     def _start(self) -> None:
         self.credentials.ensure()
@@ -232,6 +263,16 @@ def is_ready(api: httpx.Client, name: str) -> bool:
     node = api.get(f"/api/v1/nodes/{name}").raise_for_status().json()
     conditions = {one["type"]: one["status"] for one in node["status"].get("conditions", ())}
     return conditions.get("Ready") == "True" and not node["spec"].get("taints")
+
+
+def is_heard(api: httpx.Client, name: str, since: datetime | None) -> bool:
+    """The node is there and has told of itself since; times of a node are whole seconds."""
+    reply = api.get(f"/api/v1/nodes/{name}")
+    if reply.status_code == httpx.codes.NOT_FOUND:
+        return False
+    conditions = reply.raise_for_status().json()["status"].get("conditions", ())
+    beats = [datetime.fromisoformat(one["lastHeartbeatTime"]) for one in conditions if one["type"] == "Ready"]
+    return since is None or any(beat > since for beat in beats)
 
 
 def gpu_node(name: str, gpus: int = 8, *, cpu: str = "64", memory: str = "512Gi", **labels: str) -> dict[str, Any]:

@@ -22,6 +22,9 @@ KWOK = "kwok"
 # In the order of their start.
 COMPONENTS = (ETCD, API_SERVER, CONTROLLERS, SCHEDULERS, KWOK)
 
+# The label of a node that has a kubelet: kwok leaves it and its pods alone.
+REAL_NODE = "kubelet.test/real"
+
 # Below the ports that the kernel gives to outgoing connections: none of those takes a component's port as it restarts.
 PORTS = range(20_000, 30_000)
 # By default the components hold themselves back to 20 and 50 requests a second; a large test would only wait for that.
@@ -29,12 +32,16 @@ QPS, BURST = 500, 1000
 
 
 class Components:
-    """The components of the cluster in one directory. `scheduler` is laid over the scheduler's configuration."""
+    """The components of the cluster in one directory. `scheduler` is laid over the scheduler's configuration. With
+    `real_nodes` kubelets of their own can join, and kwok keeps off their nodes."""
 
-    def __init__(self, directory: Path, credentials: Credentials, scheduler: Mapping[str, Any]) -> None:
+    def __init__(
+        self, directory: Path, credentials: Credentials, scheduler: Mapping[str, Any], *, real_nodes: bool
+    ) -> None:
         self._directory = directory
         self._credentials = credentials
         self._scheduler = scheduler
+        self._real_nodes = real_nodes
         self._state = directory / "cluster.json"
 
     @property
@@ -100,6 +107,18 @@ class Components:
             # A ceiling for all together; the default is met by one test with many clients.
             "max-requests-inflight": 2000,
             "max-mutating-requests-inflight": 1000,
+            **(self._flags_for_kubelets() if self._real_nodes else {}),
+        }
+
+    def _flags_for_kubelets(self) -> dict[str, Any]:
+        """What they may do is theirs alone, as installers have it; logs and exec come from where they say they are."""
+        certificate, key = self._credentials.kubelet_client()
+        return {
+            "authorization-mode": "Node,RBAC",
+            "enable-admission-plugins": "NodeRestriction",
+            "kubelet-client-certificate": certificate,
+            "kubelet-client-key": key,
+            "kubelet-preferred-address-types": "InternalIP",
         }
 
     def _controller_flags(self) -> dict[str, Any]:
@@ -130,7 +149,11 @@ class Components:
         return {
             "kubeconfig": self._credentials.kubeconfig_of(KUBELETS),
             "config": shutil.copy(STAGES, self._directory),
-            "manage-all-nodes": True,
+            **(
+                {"manage-all-nodes": False, "manage-nodes-with-label-selector": f"{REAL_NODE}!=true"}
+                if self._real_nodes
+                else {"manage-all-nodes": True}
+            ),
             "node-lease-duration-seconds": 40,
             "node-ip": "127.0.0.1",
         }

@@ -82,6 +82,12 @@ class Credentials:
         usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH])
         return self._signed(subject, key, usage), pem_of(key)
 
+    def kubelet_client(self) -> tuple[Path, Path]:
+        """Certificate and key with which the API server asks kubelets, made anew."""
+        certificate, key = self.client_certificate("kube-apiserver", ["system:masters"])
+        files = (self._directory / "kubelet-client.crt", self._directory / "kubelet-client.key")
+        return write_private(files[0], certificate), write_private(files[1], key)
+
     def kubeconfig(self, name: str, server: str, user: Mapping[str, Any]) -> Path:
         """A file that stands by itself. JSON is YAML, and needs no library to write."""
         cluster = {"server": server, "certificate-authority-data": encoded(self.ca.read_bytes())}

@@ -35,7 +35,7 @@ class Record:
     @property
     def state(self) -> State:
         stat = stat_of(self.pid)
-        if stat is None or stat.started != self.started or stat.letter in "ZX":
+        if stat is None or stat.started != self.started or not stat.is_alive:
             return State.GONE
         return State.PAUSED if stat.letter in "Tt" else State.RUNNING
 
@@ -48,7 +48,14 @@ class Record:
 @dataclass(frozen=True)
 class Stat:
     letter: str
+    parent: int
+    group: int
     started: str
+
+    @property
+    def is_alive(self) -> bool:
+        """A zombie is not, and may wait for long until somebody asks for it."""
+        return self.letter not in "ZX"
 
 
 def stat_of(pid: int) -> Stat | None:
@@ -58,7 +65,7 @@ def stat_of(pid: int) -> Stat | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return Stat(letter=fields[0], started=fields[19])
+    return Stat(letter=fields[0], parent=int(fields[1]), group=int(fields[2]), started=fields[19])
 
 
 class Processes:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,7 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from tests.e2e.conftest import new_namespace
 from tests.e2e.hooks import is_reviewed
 from tests.e2e.judge import Judge, judging
-from tests.e2e.kube import MUTATING, NODES, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.kube import MUTATING, NODES, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, Resource, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
@@ -285,6 +285,22 @@ async def site(
         await installed(kube)
         stack.push_async_callback(removed, kube, names)
         await asyncio.to_thread(cluster.add_nodes, [node_object(node, gpus) for node in names])
+        standing = standing_on(cluster, kube, directory, devices, replicas=replicas, flags=flags)
+        yield await stack.enter_async_context(standing)
+
+
+@asynccontextmanager
+async def standing_on(
+    cluster: Cluster,
+    kube: Kube,
+    directory: Path,
+    devices: Mapping[str, Sequence[str]],
+    *,
+    replicas: int = 0,
+    flags: Iterable[str] = (),
+) -> AsyncIterator[Site]:
+    """The same on nodes that are there, with the UUIDs of their GPUs. The caller removes the GPUNodes."""
+    async with AsyncExitStack() as stack:
         for node, uuids in devices.items():
             await kube.create(GPU_NODES, gpu_node_object(node, *uuids))
         own = await stack.enter_async_context(new_namespace(kube))
@@ -300,7 +316,7 @@ async def site(
             kubeconfig=cluster.kubeconfig,
             namespace=namespace,
             own_namespace=own,
-            nodes=names,
+            nodes=tuple(devices),
             gpus=frozenset(uuid for uuids in devices.values() for uuid in uuids),
             flags=tuple(flags),
         )
@@ -358,10 +374,10 @@ async def registered(kube: Kube, installation: Installation) -> AsyncIterator[No
             await kube.delete(of, "gpuwarden")
 
 
-async def removed(kube: Kube, nodes: Collection[str]) -> None:
+async def removed(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:
     """The nodes, and their GPUNodes whatever still holds on to them."""
     for node in nodes:
-        for of in (GPU_NODES, NODES):
+        for of in kinds:
             with suppress(ApiError):
                 await kube.patch(of, node, {"metadata": {"finalizers": None}})
             with suppress(ApiError):

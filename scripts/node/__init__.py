@@ -1,0 +1,4 @@
+"""A real node: kubelet, containerd, NVIDIA's container runtime and plugins, and GPUs that only NVML knows.
+
+`build` makes the programs, `real` runs a node, `python -m scripts.node` is the command of `make node`.
+"""

@@ -1,0 +1,53 @@
+"""gpuwarden in front of real nodes, with all that an installation puts into the API server."""
+
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from scripts.controlplane.cluster import Cluster
+from scripts.node.files import RUNTIME
+from scripts.node.real import RealNode
+from tests.e2e.crew import Site, removed, standing_on
+from tests.e2e.kube import PODS, Kube, wait_until
+from tests.e2e.test_ledger import GPU_NODES, installed
+from tests.e2e.test_policies import resource_of
+from webhook.policies import Installation, policies
+
+HASH: Final = "sha256:aa11"
+
+
+@asynccontextmanager
+async def in_front(
+    cluster: Cluster,
+    kube: Kube,
+    directory: Path,
+    nodes: Sequence[RealNode],
+    *,
+    replicas: int = 1,
+    flags: Iterable[str] = (),
+) -> AsyncIterator[Site]:
+    """CRDs, policies, webhooks, replicas, a reconciler. Every node is proven; pods get the runtime class `nvidia`."""
+    proven = json.dumps({node.name: HASH for node in nodes})
+    evidence = ("--evidence", "static", "--require-evidence", "all", "--node-hash-map", proven)
+    devices = {node.name: node.gpus for node in nodes}
+    async with AsyncExitStack() as stack:
+        await installed(kube)
+        for manifest in policies(Installation()):
+            await kube.create(resource_of(manifest), manifest)
+            stack.push_async_callback(kube.delete, resource_of(manifest), manifest["metadata"]["name"])
+        stack.push_async_callback(removed, kube, tuple(devices), (GPU_NODES,))
+        own = ("--runtime-class", RUNTIME, *evidence, *flags)
+        standing = standing_on(cluster, kube, directory, devices, replicas=replicas, flags=own)
+        here = await stack.enter_async_context(standing)
+        stack.push_async_callback(emptied, here)
+        await here.reconciler()
+        await here.offered()
+        yield here
+
+
+async def emptied(here: Site) -> None:
+    """A real container takes its time to end, and holds its GPUs against the next test until then."""
+    await here.free_all()
+    await wait_until(lambda: here.kube.list(PODS, here.namespace), lambda pods: not pods)
