@@ -39,7 +39,8 @@ log = structlog.get_logger(__name__)
 
 READ_SIZE = 2**16
 WRITE_BEHIND = 2**16  # bytes a peer may leave unread before we wait for it; asyncio's own high-water mark
-BODY_BEHIND = 2**20  # bytes of one body that may wait for the app; more would only cost memory
+OVERLOADED = 503
+BODY_BEHIND = 2**17  # bytes of one body that may wait for the app; more would only cost memory
 BODY_LEFT = 2**26  # bytes of a body nobody wants that are read for the answer's sake: above any honest upload
 FREE_PIECES = 4096  # pieces of one body that may be of any size: a body that is typed by hand has fewer
 SMALLEST_PIECES = 64  # bytes on average from then on; each piece costs as much work as a kilobyte
@@ -209,7 +210,11 @@ class _Requests(TaskGroup):
             if message["type"] == "http.response.start":
                 held.append(message)
                 return
-            if is_http1 and held:
+            if held and held[0]["status"] == OVERLOADED and not body.is_complete:
+                body.close()  # what has come of it is too much already
+                self._connection.read_no_more()
+                held[0]["headers"] = [*held[0]["headers"], *([(b"connection", b"close")] if is_http1 else [])]
+            elif is_http1 and held:
                 await body.discard_promptly(self._deadlines)
                 if not body.is_complete:
                     held[0]["headers"] = [*held[0]["headers"], (b"connection", b"close")]
@@ -254,6 +259,8 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._outbox = bytearray()
         self._running = 0
+        self._has_asked = self._reads_no_more = False
+        self._idle_since = self._loop.time()
         self._is_reading_headers = False
         self._is_closing = False
         self._is_parting = False
@@ -280,12 +287,28 @@ class Connection:
             self._wait(self._linger)
 
     @property
+    def is_idle(self) -> bool:
+        return not (self._running or self._is_closing or self._is_parting)
+
+    @property
+    def use(self) -> tuple[bool, float]:
+        return self._has_asked, self._idle_since
+
+    def dismiss(self) -> None:
+        self._hang_up()
+
+    def read_no_more(self) -> None:
+        """HTTP/1.1: what is left of the body stays with the peer, until the connection is closed."""
+        self._reads_no_more = True
+
+    @property
     def _linger(self) -> float:
         is_reviewer = self._tls is not None and self._tls.selected_alpn_protocol() != "h2"
         return self._deadlines.linger_http1 if is_reviewer else self._deadlines.linger
 
     def begin_request(self) -> None:
         self._running += 1
+        self._has_asked = True
         self._is_reading_headers = False
         self._stop_timer()
         if self._settings.is_draining:
@@ -293,6 +316,7 @@ class Connection:
 
     def end_request(self) -> None:
         self._running -= 1
+        self._idle_since = self._loop.time()
         if self._running or self._is_closing or self._is_parting:
             return
         if self._settings.is_draining:
@@ -423,10 +447,13 @@ class Connection:
         elif not self._is_parting:
             self._is_parting = True
             self._flush()
+            if self._reads_no_more:
+                self._writer.transport.pause_reading()  # type: ignore[attr-defined]  # a stream's transport can
             if self._tls is None:
                 self._writer.write_eof()  # in TLS the peer knows by `connection: close`
             self._stop_timer()
-            self._timer = self._loop.call_later(self._deadlines.close, self._close)
+            end = self._writer.transport.abort if self._reads_no_more else self._close
+            self._timer = self._loop.call_later(self._deadlines.close, end)
 
     def _close(self) -> None:
         """Close without waiting for it; a peer that neither reads nor answers is cut off in the end."""

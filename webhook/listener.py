@@ -4,6 +4,8 @@ Several of them live in one process and one life cycle; the ASGI lifespan is the
 """
 
 import asyncio
+import os
+import socket
 import ssl
 from contextlib import suppress
 from functools import partial
@@ -14,7 +16,13 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.typing import ASGIFramework
 from starlette.types import ASGIApp
 
+from webhook.budgets import Budgets
 from webhook.connection import DEADLINES, Connection, Deadlines, HypercornSettings
+
+# Bytes that the kernel takes ahead of us on a connection (it doubles the number), and that a reader takes ahead of the
+# protocol. TLS copies what is there twice: with the kernel's own sizes 300 peers that send on and on take 300 MiB.
+RECEIVE_BUFFER = 2**15
+READ_AHEAD = 2**14
 
 
 class Listener:
@@ -28,12 +36,14 @@ class Listener:
         port: int,
         ssl_context: ssl.SSLContext | None = None,
         deadlines: Deadlines = DEADLINES,
+        budgets: Budgets | None = None,
     ) -> None:
         self._app = ASGIWrapper(cast(ASGIFramework, app))  # Starlette's types and Hypercorn's differ in words only
         self._host = host
         self._ssl_context = ssl_context
         self._deadlines = deadlines
         self._settings = HypercornSettings()
+        self._budgets = budgets or Budgets()
         self._server: asyncio.Server
         self.port = port  # once it listens, the one it listens on
         self._open: dict[asyncio.Task[None], Connection] = {}
@@ -52,7 +62,7 @@ class Listener:
 
     async def start(self) -> None:
         """Listen; an OSError says why not."""
-        listen = partial(asyncio.start_server, self._accept, self._host, self.port, backlog=1024)
+        listen = partial(asyncio.start_server, self._accept, self._host, self.port, backlog=1024, limit=READ_AHEAD)
         if self._ssl_context is None:
             self._server = await listen()
         else:
@@ -61,6 +71,9 @@ class Listener:
                 ssl_handshake_timeout=self._deadlines.handshake,
                 ssl_shutdown_timeout=self._deadlines.close,
             )
+        for one in self._server.sockets:
+            with socket.socket(fileno=os.dup(one.fileno())) as listening:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self, grace: float) -> int:
@@ -81,13 +94,18 @@ class Listener:
         return len(cut)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._is_stopped:  # its handshake took longer than the drain
+        # Its handshake took longer than the drain, or there are as many as there may be.
+        if self._is_stopped or not self._budgets.has_room_for_connection():
             writer.transport.abort()
             return
         connection = Connection(self._app, self._settings, self._deadlines, reader, writer)
         task = asyncio.get_running_loop().create_task(connection.run())
         self._open[task] = connection
-        task.add_done_callback(self._open.pop)
+        self._budgets.connections[connection] = None
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._budgets.connections.pop(self._open.pop(task), None)
 
     async def _wait_for_end(self, seconds: float) -> None:
         with suppress(TimeoutError):

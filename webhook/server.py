@@ -13,6 +13,7 @@ import structlog
 from attrs import frozen
 from starlette.types import ASGIApp
 
+from webhook.budgets import Budgets, Limits
 from webhook.clock import utc_now
 from webhook.dev_certificates import make_dev_certificates
 from webhook.explanation import Explainer
@@ -118,7 +119,9 @@ class Server:
         self._certificates = certificates(settings)
         self._hinting: asyncio.Future[None] | None = None
         health, metrics = self._health, parts.metrics
-        admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health, parts.hinting)
+        budgets = Budgets(Limits.chosen(settings.max_body_memory, settings.max_reviews, settings.max_connections))
+        hinting = parts.hinting
+        admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health, hinting, budgets)
         finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health)
         devices = Devices(
             parts.fleet, parts.ledger, parts.clock, notes=parts.notes, tells_pending_ids=settings.is_embedded
@@ -126,28 +129,36 @@ class Server:
         explain = Explain(Explainer(parts, admission), health)
         host, tls = settings.host, self._certificates["tls"].context
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)
-        app = tls_app(admission, finalize, devices, explain, health, metrics, evidence)
+        app = tls_app(admission, finalize, devices, explain, health, metrics, evidence, budgets)
         self._tls = Listener(
             assembly.guarded_reviews(assembly.guarded(app)),
             host=host,
             port=settings.port,
             ssl_context=tls,
+            budgets=budgets,
         )
         self._plain = Listener(
-            assembly.guarded(plain_app(finalize, devices, health, metrics)), host=host, port=settings.ui_port
+            assembly.guarded(plain_app(finalize, devices, health, metrics, budgets)),
+            host=host,
+            port=settings.ui_port,
+            budgets=budgets,
         )
         may_bind = None if settings.extender_client_ca else assembly.may_bind
         routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health, may_bind)
-        extender = extender_app(routes, health, metrics)
+        extender = extender_app(routes, health, metrics, budgets)
         self._extender = Listener(
             extender if settings.extender_client_ca else assembly.guarded(extender, SCHEDULERS_ONLY),
             host=host,
             port=settings.extender_port,
             ssl_context=self._certificates["extender"].context,
+            budgets=budgets,
         )
         plain_at = settings.plain_extender_at
         self._plain_extender = plain_at and Listener(
-            plain_extender_app(routes, health, metrics), host=plain_at[0], port=plain_at[1]
+            plain_extender_app(routes, health, metrics, budgets),
+            host=plain_at[0],
+            port=plain_at[1],
+            budgets=budgets,
         )
 
     @property

@@ -115,6 +115,27 @@ class Settings:
         metadata=declared(DURATION, "how long requests in flight may take once a stop is asked for"),
     )
 
+    max_body_memory: int = field(
+        default=0,
+        metadata=declared(
+            COUNT,
+            "MiB that bodies under way take together at most, parsed ones included; 0: a quarter of the container's "
+            "limit, 64 to 128",
+        ),
+    )
+    max_reviews: int = field(
+        default=0,
+        metadata=declared(COUNT, "how many reviews are judged at once, those of Bindings come on top of it; 0: 512"),
+    )
+    max_connections: int = field(
+        default=0,
+        metadata=declared(
+            COUNT,
+            "how many connections there are at once, over all listeners; 0: half of the files that the process may "
+            "open, at most 768",
+        ),
+    )
+
     tls_cert: Path | None = field(
         default=None, metadata=declared(FILE, "certificate chain of the TLS listeners (PEM); with --tls-key")
     )

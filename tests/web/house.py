@@ -12,6 +12,7 @@ import jsonpatch
 
 from tests import builders
 from tests.builders import NOW, Raw
+from webhook.budgets import Budgets
 from webhook.clock import Clock
 from webhook.explanation import Explainer
 from webhook.feed import Feed
@@ -69,9 +70,10 @@ class House:
         self.file.write_text(json.dumps(inventory))
         self.parts = assemble(Settings(inventory=self.file, **settings), lambda: self.now)
         self.health = Health()
+        self.budgets = Budgets()
         parts = self.parts
         admission = Admission(
-            parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, self.health, parts.hinting
+            parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, self.health, parts.hinting, self.budgets
         )
         finalize = Finalize(parts.ledger, parts.fleet, parts.pods, facts or parts.pods, self.health)
         devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)

@@ -34,6 +34,7 @@ class Reason(StrEnum):
 
     DEADLINE_PASSED = "DeadlinePassed"
     LEDGER_AWAY = "LedgerAway"
+    OVERLOADED = "Overloaded"
 
     BIND_DEADLINE_PASSED = "BindDeadlinePassed"
     RESERVATION_LOST = "ReservationLost"
@@ -72,6 +73,7 @@ STATUS_CODES: dict[Reason, int] = {
     Reason.RESERVATION_EXPIRED: 409,
     Reason.DEADLINE_PASSED: 503,
     Reason.LEDGER_AWAY: 503,
+    Reason.OVERLOADED: 503,
 }
 
 # What happens to pods and nodes that no review is about.

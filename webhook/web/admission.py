@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from webhook.binding_door import BindingDoor, named, no_reservation, recorded_reservation
+from webhook.budgets import Budgets
 from webhook.clock import Clock
 from webhook.core import check, keys, order
 from webhook.core.binding import Binding
@@ -74,6 +75,10 @@ TIMEOUT = re.compile(rb"(?:^|&)timeout=(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)
 MOST_MISTAKES = 64
 
 NOT_ASKED = Admit(reason=Reason.NOT_ASKED)
+# Places that reviews of pods never take.
+RESERVED_FOR_BINDINGS = 64
+# A Binding is denied, not answered by 503: a webhook with `failurePolicy: Ignore` lets pass what is no verdict.
+OVERLOADED = Deny(Reason.OVERLOADED, "as many reviews are judged as may be at once", hint="try again")
 Door = Callable[[Review, datetime], Awaitable[Verdict]]
 
 
@@ -106,7 +111,9 @@ class Admission:
         metrics: Metrics,
         health: Health,
         hinting: Hinting | None = None,
+        budgets: Budgets | None = None,
     ) -> None:
+        self._budgets = budgets or Budgets()
         self._holder = holder
         self._hinting = hinting
         self._ledger: Ledger = holder.ledger
@@ -147,7 +154,10 @@ class Admission:
             return error(exc.code, str(exc))
         except MalformedReviewError as exc:
             return error(400, str(exc))
-        verdict = await self._judged(review, door, answer_by)
+        with self._budgets.review(RESERVED_FOR_BINDINGS if review.is_of_bindings else 0) as has_place:
+            if not has_place and not review.is_of_bindings:
+                return error(503, "as many reviews are judged as may be at once")
+            verdict = await self._judged(review, door, answer_by) if has_place else OVERLOADED
         self._record(review, verdict, time.perf_counter() - started)
         return Response(answer(review.uid, verdict), media_type="application/json")
 

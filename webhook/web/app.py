@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from webhook.budgets import Budgets
 from webhook.telemetry import Metrics
 from webhook.web.admission import Admission
 from webhook.web.devices import Devices
@@ -26,6 +27,7 @@ def tls_app(
     health: Health,
     metrics: Metrics,
     evidence: EvidenceRoutes | None = None,
+    budgets: Budgets | None = None,
 ) -> ASGIApp:
     proofs = (
         []
@@ -45,16 +47,20 @@ def tls_app(
         *proofs,
         get("/healthz", health.live),
         get("/readyz", health.ready),
+        budgets=budgets,
     )
 
 
-def plain_app(finalize: Finalize, devices: Devices, health: Health, metrics: Metrics) -> ASGIApp:
+def plain_app(
+    finalize: Finalize, devices: Devices, health: Health, metrics: Metrics, budgets: Budgets | None = None
+) -> ASGIApp:
     return application(
         metrics,
         get("/", devices.page),
         get("/devices", devices.listing),
         *probes(health, metrics),
         post("/finalize", finalize.finalize),
+        budgets=budgets,
     )
 
 
@@ -78,7 +84,7 @@ def scorer_app(score: Endpoint, health: Health, metrics: Metrics) -> ASGIApp:
     return application(metrics, post("/v1/score", score), *probes(health, metrics))
 
 
-def extender_app(extender: ExtenderRoutes, health: Health, metrics: Metrics) -> ASGIApp:
+def extender_app(extender: ExtenderRoutes, health: Health, metrics: Metrics, budgets: Budgets | None = None) -> ASGIApp:
     return application(
         metrics,
         post("/filter", extender.filter),
@@ -87,9 +93,12 @@ def extender_app(extender: ExtenderRoutes, health: Health, metrics: Metrics) -> 
         post("/bind", extender.bind),
         get("/healthz", health.live),
         get("/readyz", health.ready),
+        budgets=budgets,
     )
 
 
-def plain_extender_app(extender: ExtenderRoutes, health: Health, metrics: Metrics) -> ASGIApp:
+def plain_extender_app(
+    extender: ExtenderRoutes, health: Health, metrics: Metrics, budgets: Budgets | None = None
+) -> ASGIApp:
     """S0's two routes: what is asked there changes nothing."""
-    return application(metrics, post("/filter", extender.filter), get("/healthz", health.live))
+    return application(metrics, post("/filter", extender.filter), get("/healthz", health.live), budgets=budgets)

@@ -1,35 +1,46 @@
 """Reading a request's body, bounded in size; the listener bounds the time, and reads on what nobody wants."""
 
+from collections.abc import Callable
+
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from webhook.core.errors import GpuwardenError
+from webhook.budgets import Body, OverloadedError, RefusedBodyError, weight
+
+__all__ = ["HELD", "MAX_BODY", "RefusedBodyError", "error", "read_body"]
 
 # The API server's own limit for an object is 1.5 MiB; a review of an update carries two.
 MAX_BODY = 3 * 2**20
 
 
-class RefusedBodyError(GpuwardenError):
-    """The body cannot be taken; `code` is the HTTP status that says so."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(text)
-        self.code = code
+# Where the middleware leaves what the request's body takes of the budgets.
+HELD = "gpuwarden.body"
 
 
-async def read_body(request: Request, most: int = MAX_BODY) -> bytes:
-    """The whole body, or `RefusedBodyError`."""
+async def read_body(request: Request, most: int = MAX_BODY, *, needs: Callable[[bytes], int] = weight) -> bytes:
+    """The whole body, or `RefusedBodyError`. Its memory is counted until the request has been answered:
+    what it `needs` once it is parsed."""
+    held: Body = request.scope[HELD]
+    declared = request.headers.get("content-length", "")
     chunks: list[bytes] = []
     size = 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > most:
-                raise RefusedBodyError(413, f"the body is larger than {most} bytes")
-            chunks.append(chunk)
+        async with held.reading():
+            held.expect(min(int(declared), most) if declared.isdecimal() else 0)
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > most:
+                    raise RefusedBodyError(413, f"the body is larger than {most} bytes")
+                held.add(len(chunk))
+                chunks.append(chunk)
     except ClientDisconnect as exc:
         raise RefusedBodyError(408, "the body ended early, or did not come in time") from exc
-    return b"".join(chunks)
+    except TimeoutError as exc:
+        raise OverloadedError from exc
+    body = b"".join(chunks)
+    chunks.clear()
+    await held.read(body, needs(body))
+    return body
 
 
 def error(code: int, text: str) -> Response:

@@ -66,7 +66,7 @@ class ExtenderRoutes:
         if not self._health.is_serving:
             return refusal(503, f"the server is {self._health.stage}")
         try:
-            body, outcome = await answer(await read_body(request, MAX_BODY))
+            body, outcome = await answer(await read_body(request, MAX_BODY, needs=len))
         except RefusedBodyError as exc:
             return refusal(exc.code, str(exc))
         except MalformedArgsError as exc:

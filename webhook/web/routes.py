@@ -9,16 +9,30 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from webhook.budgets import Budgets
 from webhook.telemetry import Metrics
-from webhook.web.body import error
+from webhook.web.body import HELD, error
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def application(metrics: Metrics, *routes: Route) -> ASGIApp:
+def application(metrics: Metrics, *routes: Route, budgets: Budgets | None = None) -> ASGIApp:
     app = Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: broken})
     app.router.redirect_slashes = False  # another path is another route, of which there is none
-    return Counted(app, metrics, frozenset(route.path for route in routes))
+    return Counted(Budgeted(app, budgets or Budgets()), metrics, frozenset(route.path for route in routes))
+
+
+class Budgeted:
+    """Counts what the bodies of all requests take together, from their first byte until they are answered."""
+
+    def __init__(self, app: ASGIApp, budgets: Budgets) -> None:
+        self._app = app
+        self._budgets = budgets
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._budgets.body() as held:
+            scope[HELD] = held
+            await self._app(scope, receive, send)
 
 
 class Counted:

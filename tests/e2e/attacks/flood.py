@@ -1,0 +1,78 @@
+"""Attackers in a process of their own, to be killed: large bodies over many TLS connections of loopback.
+
+Arguments: the port, the file of the CA, the attack, and how many attackers there are.
+"""
+
+import asyncio
+import ssl
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from tests import builders
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+DEEP = b"[" * 400 + b"]" * 400
+
+
+def review(uid: str, ballast: int = 0) -> bytes:
+    pod = builders.raw_pod(builders.raw_container(gpus=1), annotations={"ballast": "x" * ballast})
+    return builders.body(builders.mutating_create(pod, uid=uid))
+
+
+def head(size: int) -> bytes:
+    return f"POST /mutate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {size}\r\n\r\n".encode()
+
+
+async def stall(streams: Streams) -> None:
+    """Most of a large body, and then nothing."""
+    reader, writer = streams
+    writer.write(head(3 * 2**20) + b" " * 3_040_000)
+    await reader.read()
+
+
+async def stall_small(streams: Streams) -> None:
+    reader, writer = streams
+    writer.write(head(65_000) + b" " * 64_000)
+    await reader.read()
+
+
+def repeat(body: bytes) -> Callable[[Streams], Awaitable[None]]:
+    async def repeated(streams: Streams) -> None:
+        """The same large body as fast as the server takes it."""
+        reader, writer = streams
+        while True:
+            writer.write(head(len(body)) + body)
+            await writer.drain()
+            answer = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+
+    return repeated
+
+
+ATTACKS: dict[str, Callable[[Streams], Awaitable[None]]] = {
+    "unfinished": stall,
+    "unfinished-small": stall_small,
+    "large": repeat(review("large", 1_600_000)),
+    "deep": repeat(b'{"request": {"object": {"x": [' + b",".join([DEEP] * 2000) + b"]}}}"),
+}
+
+
+async def again_and_again(port: int, trust: ssl.SSLContext, attack: Callable[[Streams], Awaitable[None]]) -> None:
+    while True:
+        with suppress(OSError, EOFError, ValueError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust, server_hostname="localhost")
+            try:
+                await attack((reader, writer))
+            finally:
+                writer.transport.abort()
+        await asyncio.sleep(0.05)
+
+
+async def main(port: str, ca: str, attack: str, number: str) -> None:
+    trust = ssl.create_default_context(cafile=ca)
+    await asyncio.gather(*(again_and_again(int(port), trust, ATTACKS[attack]) for _ in range(int(number))))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

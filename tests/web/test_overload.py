@@ -1,0 +1,45 @@
+"""When as many reviews are judged as may be at once."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests import builders
+from tests.builders import Raw
+from tests.web.house import House
+from webhook.web.admission import RESERVED_FOR_BINDINGS
+
+
+def binding() -> Raw:
+    target = {"apiVersion": "v1", "kind": "Node", "name": "node-1"}
+    request = {
+        "uid": "binding",
+        "kind": {"group": "", "version": "v1", "kind": "Binding"},
+        "resource": {"group": "", "version": "v1", "resource": "pods"},
+        "subResource": "binding",
+        "operation": "CREATE",
+        "namespace": "ml",
+        "name": "train",
+        "object": {"metadata": {"name": "train", "namespace": "ml", "uid": "uid-1"}, "target": target},
+    }
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
+
+
+async def test_pods_are_told_to_come_again_and_bindings_are_denied(tmp_path: Path) -> None:
+    """A webhook that fails open lets pass what gets 503, so a Binding gets a verdict."""
+    house = await House(tmp_path, {"nodes": []}, None).start()
+    pod = builders.body(builders.mutating_create(builders.raw_pod(builders.raw_container(gpus=1))))
+    with ExitStack() as busy:
+        for _ in range(house.budgets.limits.reviews):
+            busy.enter_context(house.budgets.review())
+        reply = await house.tls.post("/mutate", content=pod)
+        assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+        reviewed = (await house.tls.post("/validate", json=binding())).json()["response"]
+        assert reviewed.get("status", {}).get("reason") != "Overloaded"
+        for _ in range(RESERVED_FOR_BINDINGS):
+            busy.enter_context(house.budgets.review(RESERVED_FOR_BINDINGS))
+        denied = await house.tls.post("/validate", json=binding())
+        response = denied.json()["response"]
+        assert (denied.status_code, response["uid"], response["allowed"]) == (200, "binding", False)
+        assert (response["status"]["code"], response["status"]["reason"]) == (503, "Overloaded")
+    assert (await house.tls.post("/mutate", content=pod)).status_code == 200
+    await house.close()
