@@ -172,6 +172,7 @@ def test_the_names_of_the_metrics_stay() -> None:
         "gpuwarden_file_reloads_total": "counter",
         "gpuwarden_http_requests_total": "counter",
         "gpuwarden_devices": "gauge",
+        "gpuwarden_devices_available": "gauge",
         "gpuwarden_reservations": "gauge",
         "gpuwarden_evidence_nodes": "gauge",
         "gpuwarden_extender_duration_seconds": "histogram",
@@ -241,13 +242,23 @@ def test_the_fleet_is_counted_when_somebody_looks() -> None:
 
     def count() -> FleetCounts:
         asked.append(1)
-        return FleetCounts({"available": 7, "assigned": len(asked)}, {"pending": 2}, {"fresh": 3})
+        devices = {"available": 7, "assigned": len(asked), "cordoned": 8, "not-ready": 1, "stale": 4, "unproven": 5}
+        return FleetCounts(devices, {"pending": 2}, {"fresh": 3}, {"fresh": 6, "absent": 1})
 
     metrics.watch_fleet(count)
     assert asked == []
     samples(metrics)
     assert {series: value for series, value in samples(metrics).items() if "_total" not in series} == {
         'gpuwarden_devices{state="available"}': 7,
+        'gpuwarden_devices{state="not-ready"}': 1,
+        'gpuwarden_devices{state="cordoned"}': 8,
+        'gpuwarden_devices{state="stale"}': 4,
+        'gpuwarden_devices{state="unproven"}': 5,
+        'gpuwarden_devices_available{evidence="fresh"}': 6,
+        'gpuwarden_devices_available{evidence="stale"}': 0,
+        'gpuwarden_devices_available{evidence="absent"}': 1,
+        'gpuwarden_devices_available{evidence="banned"}': 0,
+        'gpuwarden_devices_available{evidence="conflict"}': 0,
         'gpuwarden_devices{state="pending"}': 0,
         'gpuwarden_devices{state="assigned"}': 2,
         'gpuwarden_devices{state="expired"}': 0,

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from tests.builders import Raw
 from webhook import watch as watching
+from webhook.clustered import outdated_by
 from webhook.listener import Listener
 from webhook.watch import Trimmed, Watch
 
@@ -101,17 +102,22 @@ async def test_a_watch_that_has_gone_silent_is_not_believed_and_goes_on_where_it
         running = asyncio.create_task(watch.run())
         async with asyncio.timeout(20):
             await listening.has_changed.wait()
-            states.append(watch.is_current)
+            states.append((watch.is_current, outdated_by([watch], 0.0) is None))
             listening.has_changed.clear()
             await api_server.has_been_asked_again.wait()
-            states.append(watch.is_current)
+            told = outdated_by([watch], 0.0)
+            assert outdated_by([watch]) is None, "an interruption of a moment is told of by nobody"
+            states.append((watch.is_current, told is None))
+            assert told is not None
+            assert told.is_blind
+            assert told.why.startswith(f"nothing has been heard of {PATH} for ")
             api_server.may_answer_again.set()
             await listening.has_changed.wait()
-        states.append(watch.is_current)
+        states.append((watch.is_current, outdated_by([watch], 0.0) is None))
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-    assert states == [True, False, True]
+    assert states == [(True, True), (False, False), (True, True)]
     assert listening.heard[:2] == ["map-1", "map-2"]
     assert api_server.begun_at[:2] == ["5", "6"]
     assert watch.lists == 1

@@ -33,6 +33,7 @@ from webhook.events import Events
 from webhook.evidence.nonce import LIFE as CHALLENGE_LIFE
 from webhook.evidence.static import StaticEvidence, written_by_hand
 from webhook.evidence_providers import providers_of, pushed_of, retired_of
+from webhook.feed import Outdated
 from webhook.inventory.file import InventoryFile
 from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 from webhook.ledger.cluster import ClusterLedger
@@ -46,10 +47,13 @@ from webhook.settings import Settings
 from webhook.telemetry import Metrics
 from webhook.view import Several
 from webhook.waiting_pods import WaitingPods
-from webhook.watch import Listener, Watch
+from webhook.watch import LONGEST_PAUSE, Listener, Watch
 from webhook.wiring import Parts, assembled, hinting_of, times_of
 
 log = structlog.get_logger(__name__)
+
+# A watch that is interrupted is tried again at least as often.
+PATIENCE = LONGEST_PAUSE
 
 
 def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: ApiPods) -> Parts:
@@ -141,6 +145,11 @@ class ClusterFeed:
             await first_list(watch, task)
 
     @property
+    def outdated(self) -> Outdated | None:
+        """Interruptions of some seconds are told of by nobody."""
+        return outdated_by(self._watches)
+
+    @property
     def waits_for(self) -> list[str]:
         """The paths of which there is no list yet."""
         return [watch.path for watch in self._watches if not watch.ready.is_set()]
@@ -155,6 +164,14 @@ class ClusterFeed:
         finally:
             for task in self._tasks:
                 task.cancel()
+
+
+def outdated_by(watches: Sequence[Watch], patience: float = PATIENCE) -> Outdated | None:
+    behind = [watch for watch in watches if watch.behind_for > patience]
+    if not behind:
+        return None
+    paths, seconds = ", ".join(watch.path for watch in behind), max(watch.behind_for for watch in behind)
+    return Outdated(f"nothing has been heard of {paths} for {seconds:.0f} s", is_blind=True)
 
 
 async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
+from attrs import frozen
 
 from webhook.clock import Clock
 from webhook.core.device import Inventory, Node
@@ -25,6 +26,15 @@ NODES_AT_A_TIME = 200
 # Between two looks for a first answer, and how many of them pass between two words about it.
 FIRST_PAUSE = 0.5
 LOOKS_A_WORD = 60
+
+
+@frozen
+class Outdated:
+    """Why what is known may not be what there is, as a sentence. `is_blind`: changes are missed while this lasts; else
+    it is known what is wrong, and decisions go by what was known before."""
+
+    why: str
+    is_blind: bool
 
 
 class Feed:
@@ -51,6 +61,7 @@ class Feed:
         self._is_told = False
         # Sources that have said something newer while the providers were asked.
         self._newer: set[str] = set()
+        self.outdated: Outdated | None = None
 
     async def load(self) -> None:
         """The first reading; what cannot be read stops the start."""
@@ -95,11 +106,18 @@ class Feed:
     async def _new_inventory(self) -> Inventory | None:
         """None if nothing is new, or what is new cannot be used: evidence is asked for all the same."""
         try:
-            return await self._inventory.poll()
+            inventory = await self._inventory.poll()
         except InventoryUnavailableError as exc:
+            mistakes = "; ".join(exc.mistakes)
+            self.outdated = Outdated(
+                f"{self._inventory.path} cannot be used, its last good content counts: {mistakes}", False
+            )
             self._metrics.count_file_reload("inventory", "refused")
             log.warning("inventory refused, the old one stays", mistakes=exc.mistakes, file=str(self._inventory.path))
             return None
+        if inventory is not None:
+            self.outdated = None
+        return inventory
 
     async def _take_in(self, inventory: Inventory) -> None:
         inventory = {name: Node(name) for name in self._mapped()} | dict(inventory)

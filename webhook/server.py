@@ -124,7 +124,15 @@ class Server:
         admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health, hinting, budgets)
         finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health)
         devices = Devices(
-            parts.fleet, parts.ledger, parts.clock, notes=parts.notes, tells_pending_ids=settings.is_embedded
+            parts.fleet,
+            parts.ledger,
+            parts.clock,
+            notes=parts.notes,
+            tells_pending_ids=settings.is_embedded,
+            needs_evidence=parts.holder.policy.is_always_required,
+            is_starting=lambda: health.stage is Stage.STARTING,
+            outdated=lambda: parts.feed.outdated,
+            lapses=parts.lapses,
         )
         explain = Explain(Explainer(parts, admission), health)
         host, tls = settings.host, self._certificates["tls"].context

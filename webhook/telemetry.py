@@ -135,6 +135,8 @@ class FleetCounts:
     devices: Mapping[str, int] = field(factory=dict)
     reservations: Mapping[str, int] = field(factory=dict)
     evidence_nodes: Mapping[str, int] = field(factory=dict)
+    # Devices that a pod could be given now, by the evidence of their nodes.
+    available: Mapping[str, int] = field(factory=dict)
 
 
 CountsSource = Callable[[], FleetCounts]
@@ -207,6 +209,13 @@ class FleetCollector(Collector):
 
 def families(counts: FleetCounts) -> Iterator[GaugeMetricFamily]:
     yield family("gpuwarden_devices", "GPUs by state", "state", tuple(DeviceState), counts.devices)
+    yield family(
+        "gpuwarden_devices_available",
+        "GPUs that a pod could be given now, by what the evidence of their node is worth",
+        "evidence",
+        tuple(EvidenceState),
+        counts.available,
+    )
     yield family("gpuwarden_reservations", "Reservations by phase", "phase", tuple(Phase), counts.reservations)
     yield family(
         "gpuwarden_evidence_nodes",

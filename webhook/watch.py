@@ -87,6 +87,7 @@ class Watch:
         self.ready = asyncio.Event()
         """Set once the first list is in."""
         self.lists = 0
+        self._lost_at: float | None = None
 
     async def run(self) -> None:
         """For ever."""
@@ -105,7 +106,7 @@ class Watch:
             except StartOverError:
                 self._start_over()
             except TROUBLE as exc:
-                self.is_current = False
+                self._lose()
                 log.warning("watch interrupted", path=self.path, error=type(exc).__name__)
                 log.debug("watch interrupted", path=self.path, exc_info=exc)
                 if isinstance(exc, ApiException) and exc.status == 410:
@@ -113,9 +114,21 @@ class Watch:
             await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    @property
+    def behind_for(self) -> float:
+        """For how many seconds nothing has been heard, after something was; 0 while it is current."""
+        if self.is_current or self._lost_at is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._lost_at
+
+    def _lose(self) -> None:
+        if self.is_current:
+            self._lost_at = asyncio.get_running_loop().time()
+        self.is_current = False
+
     def _start_over(self) -> None:
         """What has happened since is not known before there is a list."""
-        self.is_current = False
+        self._lose()
         self._version = ""
 
     async def _list(self) -> None:

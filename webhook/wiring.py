@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from webhook.attestation import Attestation, attestation_of
 from webhook.clock import Clock
@@ -15,6 +15,7 @@ from webhook.core.decide import EvidencePolicy
 from webhook.core.device_state import DeviceState, device_state
 from webhook.core.dress import DressRules, Injection, MapVisible
 from webhook.core.errors import GpuwardenError
+from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.hints import Bucket
 from webhook.core.keys import REQUIRED_HASH
@@ -22,13 +23,15 @@ from webhook.evidence.proofs import MemoryProofs
 from webhook.evidence.static import NOTE as STATIC_NOTE
 from webhook.evidence.static import StaticEvidence
 from webhook.evidence_providers import providers_of
-from webhook.feed import Feed
+from webhook.feed import Feed, Outdated
 from webhook.holding import Holder
 from webhook.inventory.file import InventoryFile
 from webhook.ledger import Ledger
+from webhook.ledger.lapses import Lapses
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
 from webhook.namespaces import ClaimReading, Namespaces, Undemanding
+from webhook.offer import offer_of
 from webhook.pods import PodSource, ReviewedPods
 from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs
 from webhook.scoring.client import ScorerClient
@@ -40,6 +43,10 @@ from webhook.web.admission import Rules
 
 class Feeding(Protocol):
     """Keeps the fleet up to date."""
+
+    @property
+    def outdated(self) -> Outdated | None:
+        """None while it is."""
 
     async def load(self) -> None:
         """The first readings; what cannot be read stops the start."""
@@ -66,6 +73,7 @@ class Parts:
     notes: tuple[str, ...]
     attestation: Attestation | None = None
     hinting: Hinting | None = None
+    lapses: Lapses = field(factory=Lapses)
 
 
 def embedded(settings: Settings, clock: Clock) -> Parts:
@@ -82,7 +90,7 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
     feed = Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
     parts = assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods(), Undemanding())
     attestation = attestation_of(settings, proofs, clock, metrics)
-    return evolve(parts, attestation=attestation, hinting=hinting_of(settings, parts))
+    return evolve(parts, attestation=attestation, hinting=hinting_of(settings, parts), lapses=ledger.lapses)
 
 
 def assembled(
@@ -191,11 +199,12 @@ def counts(parts: Parts) -> FleetCounts:
     devices = Counter(
         device_state(ledger.of_device(uuid), now, is_quarantined=fleet.is_quarantined(uuid)) for uuid in held
     )
-    free_quarantined = len(fleet.quarantined_devices - held)
-    devices[DeviceState.QUARANTINED] += free_quarantined
-    held_and_known = sum(fleet.home_of(uuid) is not None for uuid in held)
-    devices[DeviceState.AVAILABLE] += fleet.device_count - held_and_known - free_quarantined
+    devices[DeviceState.QUARANTINED] += len(fleet.quarantined_devices - held)
+    offer = offer_of(fleet, needs_evidence=parts.holder.policy.is_always_required)
+    for (state, _), number in offer.items():
+        devices[state] += number
     return FleetCounts(
+        available={evidence.value: offer[DeviceState.AVAILABLE, evidence] for evidence in EvidenceState},
         devices={state.value: number for state, number in devices.items()},
         reservations={**Counter(one.phase for one in ledger.reservations())},
         evidence_nodes={state.value: number for state, number in fleet.states.items()},

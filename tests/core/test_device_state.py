@@ -44,6 +44,10 @@ def test_quarantine_says_more_than_any_holder() -> None:
 def test_the_states_keep_their_words() -> None:
     assert [state.value for state in DeviceState] == [
         "available",
+        "not-ready",
+        "cordoned",
+        "stale",
+        "unproven",
         "pending",
         "assigned",
         "expired",

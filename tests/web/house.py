@@ -75,8 +75,17 @@ class House:
         admission = Admission(
             parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, self.health, parts.hinting, self.budgets
         )
-        finalize = Finalize(parts.ledger, parts.fleet, parts.pods, facts or parts.pods, self.health)
-        devices = Devices(parts.fleet, parts.ledger, parts.clock, notes=parts.notes)
+        self.finalize = finalize = Finalize(parts.ledger, parts.fleet, parts.pods, facts or parts.pods, self.health)
+        devices = Devices(
+            parts.fleet,
+            parts.ledger,
+            parts.clock,
+            notes=parts.notes,
+            needs_evidence=parts.holder.policy.is_always_required,
+            is_starting=lambda: self.health.stage is Stage.STARTING,
+            outdated=lambda: parts.feed.outdated,
+            lapses=parts.lapses,
+        )
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, self.health)
         tls = tls_app(
             admission,
@@ -137,6 +146,12 @@ class House:
         response = await self.validate(builders.review("CREATE", new=final, uid=f"{uid}-validate"))
         assert response["allowed"], response
         return final
+
+    async def through(self, view: Devices, path: str, **headers: str) -> httpx.Response:
+        """What another view of the devices answers."""
+        app = plain_app(self.finalize, view, self.health, self.parts.metrics)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://house") as client:
+            return await client.get(path, headers=headers)
 
     async def devices(self) -> Mapping[str, Raw]:
         devices: Mapping[str, Raw] = (await self.tls.get("/devices")).json()

@@ -26,6 +26,8 @@ NOON = datetime(2026, 11, 18, 12, tzinfo=UTC)
 PATIENCE = timedelta(seconds=90)
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
+STATES = "available, not-ready, cordoned, stale, unproven, pending, assigned, expired, orphaned, quarantined"
+
 GPU = [DeviceUuid(f"GPU-00000000-0000-4000-8000-{n:012}") for n in range(10)]
 COMPUTE = "fudo.org/gpu.compute"
 MEMORY = "fudo.org/gpu.memory-80g"
@@ -507,7 +509,7 @@ async def test_the_page_has_a_row_for_every_device(busy: House) -> None:
 async def test_a_state_is_told_by_a_shape_too_that_is_silent_in_a_screen_reader(busy: House) -> None:
     page = await busy.page("/?state=expired")
     shapes = [attributes["href"] for tag, attributes in page.tags if tag == "use"]
-    assert {"#available", "#pending", "#assigned", "#expired", "#orphaned", "#quarantined"} == set(shapes)
+    assert {f"#{state}" for state in STATES.split(", ")} == set(shapes)
     assert set(shapes) == {f"#{attributes['id']}" for tag, attributes in page.tags if tag == "symbol"}
     assert {attributes.get("aria-hidden") for tag, attributes in page.tags if tag == "svg"} == {"true"}
 
@@ -614,9 +616,10 @@ async def test_a_filter_leaves_what_fits(busy: House, query: str, expected: list
 
 async def test_the_summary_counts_every_state_and_links_to_it(busy: House) -> None:
     page = await busy.page("/?node=gpu-b&state=orphaned")
-    assert {words: page.link(words) for words in (" ".join(text.split()) for text, _ in page.links[2:9])} == {
+    assert {words: page.link(words) for words in (" ".join(text.split()) for text, _ in page.links[2:13])} == {
         "3 devices": "?node=gpu-b",
         "0 available": "?state=available&node=gpu-b",
+        **{f"0 {state}": f"?state={state}&node=gpu-b" for state in STATES.split(", ")[1:5]},
         "0 pending": "?state=pending&node=gpu-b",
         "0 assigned": "?state=assigned&node=gpu-b",
         "1 expired": "?state=expired&node=gpu-b",
@@ -630,7 +633,7 @@ async def test_the_summary_counts_every_state_and_links_to_it(busy: House) -> No
     [
         pytest.param(
             "state=busy",
-            ["state: 'busy' is none of available, pending, assigned, expired, orphaned, quarantined"],
+            [f"state: 'busy' is none of {STATES}"],
             id="state",
         ),
         pytest.param("page=0", ["page: '0' is no page number, 1 being the first"], id="page-zero"),
@@ -640,7 +643,7 @@ async def test_the_summary_counts_every_state_and_links_to_it(busy: House) -> No
         pytest.param(
             "state=Pending&page=9999999999",
             [
-                "state: 'Pending' is none of available, pending, assigned, expired, orphaned, quarantined",
+                f"state: 'Pending' is none of {STATES}",
                 "page: '9999999999' is no page number, 1 being the first",
             ],
             id="both",
@@ -739,7 +742,7 @@ async def test_what_changes_while_it_is_told_is_told_once() -> None:
 async def test_a_snapshot_is_of_the_moment_it_was_begun() -> None:
     house = House(*many(1_600))
     await house.pending("r0", DeviceUuid("GPU-000000"))
-    looking = asyncio.create_task(take_snapshot(house.fleet, house.ledger))
+    looking = asyncio.create_task(take_snapshot(house.fleet, house.ledger, NOON))
     await asyncio.sleep(0)
     house.fleet.remove("gpu-000008")
     house.put(Node("later", devices=(Device(DeviceUuid("GPU-later")),)))

@@ -4,13 +4,18 @@ from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
 
+from webhook.core.evidence import EvidenceState
 from webhook.core.reservation import Phase, Reservation
 
 
 class DeviceState(StrEnum):
-    """The only words for it."""
+    """The only words for it. The four after `available` are of devices that nobody holds and no pod could be given."""
 
     AVAILABLE = "available"
+    NOT_READY = "not-ready"  # its node is
+    CORDONED = "cordoned"  # its node is
+    STALE = "stale"  # the evidence of its node is, where every claim needs a proven node
+    UNPROVEN = "unproven"  # its node has no evidence, is banned, or its evidence is in conflict; as above
     PENDING = "pending"
     ASSIGNED = "assigned"
     EXPIRED = "expired"  # pending past its deadline, not collected yet
@@ -18,12 +23,29 @@ class DeviceState(StrEnum):
     QUARANTINED = "quarantined"  # unhealthy, vanished, or the same UUID on two nodes
 
 
-def device_state(holders: Sequence[Reservation], now: datetime, *, is_quarantined: bool) -> DeviceState:
+def state_of_free(*, is_ready: bool, is_cordoned: bool, evidence: EvidenceState, needs_evidence: bool) -> DeviceState:
+    """The state of the devices that nobody holds on such a node. `needs_evidence`: every claim needs a proven node."""
+    if not is_ready:
+        return DeviceState.NOT_READY
+    if is_cordoned:
+        return DeviceState.CORDONED
+    if not needs_evidence or evidence is EvidenceState.FRESH:
+        return DeviceState.AVAILABLE
+    return DeviceState.STALE if evidence is EvidenceState.STALE else DeviceState.UNPROVEN
+
+
+def device_state(
+    holders: Sequence[Reservation],
+    now: datetime,
+    *,
+    is_quarantined: bool,
+    if_free: DeviceState = DeviceState.AVAILABLE,
+) -> DeviceState:
     """The state of a device with these holders; a shared one is as busy as its busiest share."""
     if is_quarantined:
         return DeviceState.QUARANTINED
     if not holders:
-        return DeviceState.AVAILABLE
+        return if_free
     if len(holders) == 1:
         return reservation_state(holders[0], now)
     states = {reservation_state(one, now) for one in holders}

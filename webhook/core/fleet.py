@@ -7,7 +7,7 @@ learns of a change says so here; nothing is scanned to answer a review.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, islice
 from typing import TypeVar
@@ -379,6 +379,15 @@ class Fleet:
     def claimants(self, uuid: DeviceUuid) -> tuple[str, ...]:
         """The nodes that say they have it, if there are several."""
         return tuple(dict.fromkeys(self._disputed.get(uuid, ())))
+
+    def places_of(self, uuid: DeviceUuid) -> Sequence[str]:
+        """Its nodes, each as often as it stands there."""
+        home = self._homes.get(uuid)
+        return () if home is None else self._disputed.get(uuid) or (home,)
+
+    def size_of(self, shape: int) -> int:
+        """How many devices a node of that shape has."""
+        return sum(stock.total for stock in self._shapes[shape])
 
     def home_of(self, uuid: DeviceUuid) -> str | None:
         return self._homes.get(uuid)

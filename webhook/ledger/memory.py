@@ -8,6 +8,7 @@ from webhook.core.device import DeviceUuid
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
+from webhook.ledger.lapses import Lapses
 from webhook.ledger.moves import Everything, Expire, Move, Name, Release, Take, Times, same_ask
 from webhook.ledger.shelf import Shelf
 
@@ -22,6 +23,7 @@ class MemoryLedger:
         self._shelf = Shelf(fleet)
         self._clock = clock
         self._times = times
+        self.lapses = Lapses()
 
     async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
         now = self._clock()
@@ -79,7 +81,11 @@ class MemoryLedger:
 
     def _collect(self, now: datetime) -> list[Reservation]:
         past = list(self._shelf.past_deadline(now - self._times.clock_skew))
-        return [gone for one in past if (gone := self._moved(one.node, Expire(one.id, EVERYTHING), now)) is not None]
+        gone = [one for one in past if self._moved(one.node, Expire(one.id, EVERYTHING), now) is not None]
+        for one in gone:
+            seconds = self._times.pending_deadline.total_seconds()
+            self.lapses.add(one, now, f"no pod was seen for it within {seconds:g} s")
+        return gone
 
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
         return self._shelf.lapsed(reservation_id, self._clock())

@@ -8,7 +8,7 @@ import asyncio
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import resources
 from itertools import islice
@@ -25,13 +25,18 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 
 from webhook.clock import Clock
 from webhook.core.device import Device, DeviceUuid, Node
-from webhook.core.device_state import DeviceState, device_state, reservation_state
+from webhook.core.device_state import DeviceState, device_state, reservation_state, state_of_free
 from webhook.core.errors import GpuwardenError
-from webhook.core.evidence import EvidenceState, state_of
+from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
 from webhook.core.keys import S4_DOMAIN
+from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Reservation
+from webhook.core.verdict import plain
+from webhook.feed import Outdated
 from webhook.ledger import Ledger
+from webhook.ledger.lapses import Lapse, Lapses
+from webhook.web.body import error
 
 # Devices between two turns of the event loop: about a millisecond. Small enough, too, that a slice's tuples are gone
 # before the garbage collector (700 new ones) looks at them: once old, they would bring on collections of everything.
@@ -40,6 +45,9 @@ ROWS_PER_PAGE = 200
 
 Thing = TypeVar("Thing")
 Json = dict[str, Any]
+LapsesByDevice = dict[DeviceUuid, list[Lapse]]
+
+STARTING = "the server is starting: what devices there are is not known yet"
 
 
 # What is there to see.
@@ -71,6 +79,7 @@ class Snapshot:
     rivals: Mapping[DeviceUuid, Sequence[str]]  # the nodes of a UUID that more than one node claims
     holders: Holders
     vanished: Sequence[DeviceUuid]  # held, and not in the inventory
+    if_free: Mapping[str, DeviceState]  # by node, where a device that nobody holds is not available
 
 
 class Sighting(NamedTuple):
@@ -100,13 +109,34 @@ async def unhurried(things: Iterable[Thing]) -> AsyncIterator[list[Thing]]:
         await asyncio.sleep(0)
 
 
-async def take_snapshot(fleet: Fleet, ledger: Ledger) -> Snapshot:
-    nodes = [fleet.berths[name].node for name in sorted(fleet.berths)]
+async def take_snapshot(fleet: Fleet, ledger: Ledger, now: datetime, *, needs_evidence: bool = False) -> Snapshot:
+    berths = [fleet.berths[name] for name in sorted(fleet.berths)]
+    nodes = [berth.node for berth in berths]
+    evidence = [berth.evidence for berth in berths]
     reservations = tuple(ledger.reservations())  # before the first await, so of the same moment
     homes, rivals = await find_homes(nodes)
     holders = await find_holders(reservations)
     vanished = [uuid async for piece in unhurried(holders.first) for uuid in piece if uuid not in homes]
-    return Snapshot(nodes, rivals, holders, vanished)
+    if_free = await find_kept_back(nodes, evidence, now, needs_evidence=needs_evidence)
+    return Snapshot(nodes, rivals, holders, vanished, if_free)
+
+
+async def find_kept_back(
+    nodes: Sequence[Node], evidence: Sequence[Evidence | None], now: datetime, *, needs_evidence: bool
+) -> dict[str, DeviceState]:
+    """The nodes whose free devices no pod could be given, and why."""
+    found: dict[str, DeviceState] = {}
+    async for piece in unhurried(zip(nodes, evidence, strict=True)):
+        for node, word in piece:
+            state = state_of_free(
+                is_ready=node.is_ready,
+                is_cordoned=node.is_cordoned,
+                evidence=state_of(word, now),
+                needs_evidence=needs_evidence,
+            )
+            if state is not DeviceState.AVAILABLE:
+                found[node.name] = state
+    return found
 
 
 async def find_homes(nodes: Sequence[Node]) -> tuple[dict[DeviceUuid, str], dict[DeviceUuid, tuple[str, ...]]]:
@@ -134,12 +164,14 @@ def sightings(snapshot: Snapshot, now: datetime) -> Iterator[Sighting]:
     """Every device once: node by node, the vanished ones last."""
     for node in snapshot.nodes:
         home = (node.name,)
+        if_free = snapshot.if_free.get(node.name, DeviceState.AVAILABLE)
         for device in node.devices:
             nodes = snapshot.rivals.get(device.uuid, home)
             if nodes[0] == node.name:
                 holders = snapshot.holders.of(device.uuid)
                 is_quarantined = len(nodes) > 1 or not device.is_healthy
-                yield Sighting(device, nodes, holders, device_state(holders, now, is_quarantined=is_quarantined))
+                state = device_state(holders, now, is_quarantined=is_quarantined, if_free=if_free)
+                yield Sighting(device, nodes, holders, state)
     for uuid in snapshot.vanished:
         holders = snapshot.holders.of(uuid)
         yield Sighting(Device(uuid), (holders[0].node,), holders, DeviceState.QUARANTINED, is_vanished=True)
@@ -186,6 +218,30 @@ def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> J
         told["reservation-id"] = reservation.id
     told["state"] = "proposal" if reservation.phase is Phase.PENDING else "active"
     return told
+
+
+def lapsed(lapse: Lapse, *, tells_id: bool) -> Json:
+    """A reservation that ended a short while ago, and why."""
+    one = lapse.reservation
+    told: Json = {"namespace": one.namespace}
+    if one.pod_name:
+        told["name"] = one.pod_name
+    if tells_id:
+        told["reservation-id"] = one.id
+    return {**told, "at": lapse.at, "reason": Reason.RESERVATION_EXPIRED, "message": lapse.why}
+
+
+def by_device(lapses: Iterable[Lapse]) -> LapsesByDevice:
+    found: LapsesByDevice = {}
+    for one in lapses:
+        for uuid in one.reservation.uuids:
+            found.setdefault(uuid, []).append(one)
+    return found
+
+
+def quotable(text: str) -> str:
+    """As it can stand between quotes in a header."""
+    return plain(text).encode("ascii", "replace").decode().replace("\\", "/").replace('"', "'")
 
 
 def has_pod(reservation: Reservation) -> bool:
@@ -359,10 +415,24 @@ class Devices:
     """`GET /devices` and `GET /`."""
 
     def __init__(
-        self, fleet: Fleet, ledger: Ledger, clock: Clock, *, notes: Sequence[str] = (), tells_pending_ids: bool = True
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        clock: Clock,
+        *,
+        notes: Sequence[str] = (),
+        tells_pending_ids: bool = True,
+        needs_evidence: bool = False,
+        is_starting: Callable[[], bool] = lambda: False,
+        outdated: Callable[[], Outdated | None] = lambda: None,
+        lapses: Lapses | None = None,
     ) -> None:
         """`tells_pending_ids`: whoever knows the id of a pending reservation can name a pod for it, where anybody may
-        post a review."""
+        post a review. `needs_evidence`: all claims need a proven node."""
+        self._needs_evidence = needs_evidence
+        self._is_starting = is_starting
+        self._outdated = outdated
+        self._lapses = Lapses() if lapses is None else lapses
         self._fleet = fleet
         self._ledger = ledger
         self._clock = clock
@@ -382,6 +452,18 @@ class Devices:
         return response
 
     def _streamed(self, request: Request) -> Response:
+        """503 where an answer would be a guess: before the first readings, and while changes are missed."""
+        outdated = self._outdated()
+        if self._is_starting():
+            return error(503, STARTING)
+        if outdated is not None and outdated.is_blind:
+            return error(503, outdated.why)
+        response = self._as_json(request)
+        if outdated is not None:
+            response.headers["Warning"] = f'110 gpuwarden "{quotable(outdated.why)}"'
+        return response
+
+    def _as_json(self, request: Request) -> Response:
         if request.method == "HEAD":
             response = Response(media_type="application/json", headers=COMMON_HEADERS)
             del response.headers["Content-Length"]  # the length of GET's answer is not known before it is told
@@ -390,42 +472,67 @@ class Devices:
 
     async def _json(self) -> AsyncIterator[bytes]:
         now = self._clock()
-        snapshot = await take_snapshot(self._fleet, self._ledger)
+        snapshot = await self._snapshot(now)
+        lapses = by_device(self._lapses.since(now))
         opening = b"{"
         async for piece in unhurried(sightings(snapshot, now)):
-            devices = {seen.device.uuid: self._described(seen, now) for seen in piece}
+            devices = {seen.device.uuid: self._described(seen, now, lapses) for seen in piece}
             yield opening + msgspec.json.encode(devices)[1:-1]
             opening = b","
         yield b"{}" if opening == b"{" else b"}"
 
-    def _described(self, seen: Sighting, now: datetime) -> Json:
+    async def _snapshot(self, now: datetime) -> Snapshot:
+        return await take_snapshot(self._fleet, self._ledger, now, needs_evidence=self._needs_evidence)
+
+    def _described(self, seen: Sighting, now: datetime, lapses: LapsesByDevice) -> Json:
         evidence = evidence_of(self._fleet, seen.nodes[0], now)
-        return described(seen, now, evidence, tells_pending_ids=self._tells_pending_ids)
+        told = described(seen, now, evidence, tells_pending_ids=self._tells_pending_ids)
+        if expired := lapses.get(seen.device.uuid):
+            told["expired"] = [lapsed(one, tells_id=self._tells_pending_ids) for one in expired]
+        berth = self._fleet.berths.get(seen.nodes[0])
+        if berth is not None and not berth.node.is_ready:
+            told["node-ready"] = False
+        if berth is not None and berth.node.is_cordoned:
+            told["cordoned"] = True
+        return told
 
     async def page(self, request: Request) -> Response:
         """A table for people; it needs no script and nothing from elsewhere."""
         now = self._clock()
+        if self._is_starting():
+            return self._html(request, 503, Findings(Query()), now, banner=STARTING)
+        outdated = self._outdated()
+        banner = "" if outdated is None else f"This may not be what there is: {outdated.why}."
         try:
             query = evolve(Query.parse(request.query_params), finds_pending_ids=self._tells_pending_ids)
         except UnreadableQueryError as exc:
             return self._html(request, 400, Findings(Query()), now, exc.mistakes)
-        return self._html(request, 200, await self._find(query, now), now)
+        return self._html(request, 200, await self._find(query, now), now, banner=banner)
 
     async def _find(self, query: Query, now: datetime) -> Findings:
         findings = Findings(query)
-        snapshot = await take_snapshot(self._fleet, self._ledger)
+        snapshot = await self._snapshot(now)
         async for piece in unhurried(sightings(snapshot, now)):
             findings.add_all(piece)
         return findings
 
     def _html(
-        self, request: Request, status: int, findings: Findings, now: datetime, mistakes: Sequence[str] = ()
+        self,
+        request: Request,
+        status: int,
+        findings: Findings,
+        now: datetime,
+        mistakes: Sequence[str] = (),
+        banner: str = "",
     ) -> Response:
         html = self._template.render(
             findings=findings,
             query=findings.query,
             now=now,
             mistakes=mistakes,
+            banner=banner,
+            is_starting=self._is_starting(),
+            lapses=by_device(self._lapses.since(now)),
             notes=self._notes,
             css=Markup(self._css),  # noqa: S704 - a file of this package, not input
             evidence_of=lambda name: evidence_of(self._fleet, name, now),

@@ -1,0 +1,49 @@
+"""How many devices a pod could be given now, and what keeps the others from being given, in numbers.
+
+The fleet knows its nodes by cells, so only what is held or quarantined is looked at one by one.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from webhook.core.cells import Berth
+from webhook.core.device_state import DeviceState, state_of_free
+from webhook.core.evidence import EvidenceState
+from webhook.core.fleet import Fleet
+
+# Of devices that nobody holds: their state, and the evidence of their node.
+Offer = Counter[tuple[DeviceState, EvidenceState]]
+
+
+def offer_of(fleet: Fleet, *, needs_evidence: bool) -> Offer:
+    """`fleet` has been advanced to now."""
+    found: Offer = Counter()
+    for evidence in EvidenceState:
+        for number, row in fleet.rows((evidence, None)).items():
+            of_class = fleet.node_class(number)
+            state = state_of_free(
+                is_ready=of_class.is_ready,
+                is_cordoned=of_class.is_cordoned,
+                evidence=evidence,
+                needs_evidence=needs_evidence,
+            )
+            found[state, evidence] += sum(fleet.size_of(shape) * len(names) for shape, names in row.shapes.items())
+    for berth in homes_of_others(fleet):
+        found[state_on(berth, needs_evidence=needs_evidence), berth.state] -= 1
+    return found
+
+
+def homes_of_others(fleet: Fleet) -> Iterator[Berth]:
+    """The node of each device that is held or quarantined: once for every place where it stands."""
+    for uuid in fleet.held_devices | fleet.quarantined_devices:
+        yield from (fleet.berths[name] for name in fleet.places_of(uuid) if name in fleet.berths)
+
+
+def state_on(berth: Berth, *, needs_evidence: bool) -> DeviceState:
+    """Of a device on that node that nobody holds."""
+    return state_of_free(
+        is_ready=berth.node.is_ready,
+        is_cordoned=berth.node.is_cordoned,
+        evidence=berth.state,
+        needs_evidence=needs_evidence,
+    )
