@@ -10,7 +10,7 @@ from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import RealNode
 from tests.e2e.crew import Site, removed, standing_on
-from tests.e2e.kube import PODS, Kube, wait_until
+from tests.e2e.kube import PODS, Kube, pod, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.e2e.test_policies import resource_of
 from webhook.policies import Installation, policies
@@ -44,7 +44,14 @@ async def in_front(
         stack.push_async_callback(emptied, here)
         await here.reconciler()
         await here.offered()
+        await wait_until(lambda: is_blinded(here))
         yield here
+
+
+async def is_blinded(here: Site) -> bool:
+    """A policy acts about a second after it is written."""
+    made = await here.kube.create(PODS, pod("probe"), here.namespace, dryRun="All")
+    return "NVIDIA_VISIBLE_DEVICES" in {env["name"] for env in made["spec"]["containers"][0].get("env", ())}
 
 
 async def emptied(here: Site) -> None:

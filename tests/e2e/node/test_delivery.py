@@ -12,10 +12,11 @@ from scripts.node.files import RUNTIME, Mode
 from scripts.node.images import ALL_DEVICES, BUSYBOX, CUDA, CUDA_VERSION
 from scripts.node.real import RealNode
 from tests.e2e.crew import Site
-from tests.e2e.kube import CONFIG_MAPS, PODS, Kube, wait_until
-from tests.e2e.node.containers import GPUS, NOTHING, container, real_pod, runs, seen_in, seen_of
+from tests.e2e.kube import CONFIG_MAPS, PODS, Kube, Raw, wait_until
+from tests.e2e.node.containers import GPUS, NOTHING, SEEN, container, kubectl, real_pod, runs, seen_in, seen_of
 
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
+EVERY_GPU: Raw = {"metadata": {"name": "gpus"}, "data": {VISIBLE: "all", "CUDA_VERSION": "12.4"}}
 
 
 @pytest.fixture(params=[Mode.AUTO, Mode.CDI])
@@ -58,10 +59,34 @@ async def test_container_sees_exactly_the_gpus_of_its_pod(
     front.judge.acquit()
 
 
-async def test_pods_without_a_claim_run_with_no_gpu(front: Site, real_cluster: Cluster) -> None:
-    await front.kube.create(PODS, real_pod("plain"), front.namespace)
-    await runs(front.kube, front.namespace, "plain")
-    assert await seen_in(real_cluster, front.namespace, "plain") == NOTHING
+def greedy(name: str) -> Raw:
+    """A container that NVIDIA's runtime would show every GPU, by its image and by `envFrom`."""
+    return container(name=name, image=CUDA, envFrom=[{"configMapRef": {"name": "gpus"}}])
+
+
+async def test_containers_without_a_gpu_of_their_own_see_none(front: Site, real_cluster: Cluster, mode: Mode) -> None:
+    kube, namespace = front.kube, front.namespace
+    await kube.create(CONFIG_MAPS, EVERY_GPU, namespace)
+    first = {**greedy("first"), "command": ["/bin/sh", "-c", SEEN]}
+    await kube.create(PODS, real_pod("plain", greedy("main"), runtime=RUNTIME, initContainers=[first]), namespace)
+    beside = real_pod("beside", container(1), greedy("side"), initContainers=[first])
+    await kube.create(PODS, beside, namespace)
+    await runs(kube, namespace, "plain")
+    claimant = await runs(kube, namespace, "beside")
+    debugger = {"spec": {"ephemeralContainers": [greedy("debugger")]}}
+    await kube.patch(PODS, "plain", debugger, namespace, "ephemeralcontainers")
+    await wait_until(lambda: kube.get(PODS, "plain", namespace), debugger_runs)
+
+    for name, one in ("plain", "main"), ("plain", "debugger"), ("beside", "side"):
+        assert await seen_in(real_cluster, namespace, name, one) == NOTHING, (name, one)
+    for name in ("plain", "beside"):
+        assert await kubectl(real_cluster, "logs", "--namespace", namespace, name, "--container", "first") == ""
+    own = GPUS.index(claimant["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"])
+    assert await seen_in(real_cluster, namespace, "beside", "main") == seen_of(own)
+
+
+def debugger_runs(found: Raw) -> bool:
+    return any("running" in one["state"] for one in found["status"].get("ephemeralContainerStatuses", ()))
 
 
 # What NVIDIA's container runtime makes of variables. Policies rely on it.
@@ -71,8 +96,7 @@ async def test_pods_without_a_claim_run_with_no_gpu(front: Site, real_cluster: C
 async def test_container_with_a_literal_void_sees_no_gpu(
     real_cluster: Cluster, real_kube: Kube, plain_namespace: str, mode: Mode, image: str
 ) -> None:
-    both = {VISIBLE: "all", "CUDA_VERSION": "12.4"}
-    await real_kube.create(CONFIG_MAPS, {"metadata": {"name": "gpus"}, "data": both}, plain_namespace)
+    await real_kube.create(CONFIG_MAPS, EVERY_GPU, plain_namespace)
     blinded = container(image=image, env={VISIBLE: "void"}, envFrom=[{"configMapRef": {"name": "gpus"}}])
     await real_kube.create(PODS, real_pod("blind", blinded, runtime=RUNTIME), plain_namespace)
     await runs(real_kube, plain_namespace, "blind")
