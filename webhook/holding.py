@@ -72,14 +72,14 @@ class Holder:
 
         One question for all of them: they differ in how many they want, and in nothing else.
         """
-        heads = self.lines.heads(Kind.of(claim)) if len(self.lines) and claim.count else []
-        heads = [head for head in heads if head.claim.count]
-        if not heads:
+        counts = self.lines.counts(Kind.of(claim)) if len(self.lines) and claim.count else []
+        counts = [count for count in counts if count]
+        if not counts:
             return None
         self.fleet.advance(self._clock())
-        most = Question(heads[0].claim, self.fleet, self.policy).most()
-        first = next((head for head in heads if head.claim.count <= most), None)
-        return None if first is None else its_turn_is_later(claim, first.claim)
+        most = Question(claim, self.fleet, self.policy).most()
+        first = next((count for count in counts if count <= most), None)
+        return None if first is None else its_turn_is_later(claim, first)
 
     def never(self, claim: Claim) -> Deny | None:
         """More than any node has, whatever is free: no waiting heals that. Of a fleet without a GPU nothing is known,

@@ -56,7 +56,7 @@ class WaitingPods:
     def changed(self, raw: Raw) -> None:
         uid = str(raw["metadata"].get("uid"))
         if not is_waiting(raw):
-            self.forget(uid)
+            self.forget(uid, was_served="deletionTimestamp" not in raw["metadata"])
             return
         is_new = uid not in self.raws
         self._judge(uid, raw)
@@ -66,9 +66,10 @@ class WaitingPods:
     def deleted(self, raw: Raw) -> None:
         self.forget(str(raw["metadata"].get("uid")))
 
-    def forget(self, uid: str) -> None:
+    def forget(self, uid: str, *, was_served: bool = False) -> None:
+        """It is gone, or, if it was served, its gate is open."""
         if self.raws.pop(uid, None) is not None:
-            self.lines.drop(uid)
+            self.lines.drop(uid, was_served=was_served)
             self.misfits.pop(uid, None)
             self._doubtful.pop(uid, None)
 

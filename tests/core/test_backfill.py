@@ -180,7 +180,7 @@ def test_later_claims_are_placed_beside_it_and_told_whose_turn_it_is() -> None:
     assert not isinstance(found, Deny)
     assert [place.node for place in found] == ["b"]
     busy(fleet, "b-1")
-    assert placed(claim(1), fleet, POLICY, ahead) == its_turn_is_later(claim(1), ahead.claim)
+    assert placed(claim(1), fleet, POLICY, ahead) == its_turn_is_later(claim(1), 2)
     busy(fleet, "a-1")
     assert placed(claim(1), fleet, POLICY, ahead) == decide(claim(1), fleet, POLICY)
 
@@ -212,9 +212,9 @@ class World:
     first: Waiter | None = None
     came: int = 0
 
-    def come(self, gpus: int) -> None:
+    def come(self, gpus: int, namespace: str) -> None:
         self.came += 1
-        identity = PodIdentity("ml", f"p{self.came}", f"uid-{self.came:04}")
+        identity = PodIdentity(namespace, f"p{self.came}", f"uid-{self.came:04}")
         self.lines.put(Waiter(identity, NOW + timedelta(seconds=self.came), claim(gpus)))
 
     def end(self, uid: str) -> None:
@@ -222,7 +222,8 @@ class World:
 
     def make_pass(self) -> None:
         heads = [head for kind in self.lines.kinds() for head in self.lines.heads(kind)]  # they are of one kind
-        turns, ahead, self.first = Turns(self.lines, heads), None, None
+        first = None if self.left is None else self.lines.get(self.left[0])
+        turns, ahead, self.first = Turns(self.lines, heads, first), None, None
         while turns:
             waiter = turns.take()
             found = placed(waiter.claim, self.fleet, POLICY, ahead)
@@ -245,7 +246,7 @@ class World:
         return Ahead(waiter.claim, chosen)
 
     def run(self, waiter: Waiter, place: Placement) -> None:
-        self.lines.drop(waiter.pod.uid)
+        self.lines.drop(waiter.pod.uid, was_served=True)
         held = builders.reservation(
             *place.slots, id=waiter.pod.uid, node=place.node, phase=Phase.FINALIZED, uid=waiter.pod.uid
         )
@@ -273,12 +274,15 @@ class World:
         ]
 
 
+NAMESPACES = st.sampled_from(("ml", "cv", "nlp"))
+
+
 def world(nodes: list[tuple[int, bool]], story: list[int], data: st.DataObject) -> Iterator[World]:
     """After each of its passes."""
     made = World(builders.fleet(*(sized(f"n{k}", gpus, sound=sound) for k, (gpus, sound) in enumerate(nodes))))
     for gpus in story:
         if gpus:
-            made.come(gpus)
+            made.come(gpus, data.draw(NAMESPACES))
         elif made.running:
             made.end(data.draw(st.sampled_from(sorted(made.running))))
         made.make_pass()
@@ -316,7 +320,7 @@ def test_whoever_is_first_is_served_after_at_most_as_many_ends_on_its_node_as_it
         for uid in data.draw(st.lists(st.sampled_from(elsewhere), unique=True)) if elsewhere else ():
             made.end(uid)
         for gpus in data.draw(st.lists(st.integers(1, 4), max_size=4)):
-            made.come(gpus)
+            made.come(gpus, data.draw(NAMESPACES))
         made.make_pass()
         if first.pod.uid in made.running:
             return

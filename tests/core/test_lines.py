@@ -1,5 +1,6 @@
 """Lines: who came first among those that want the same, whatever number."""
 
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -12,9 +13,16 @@ from webhook.core.lines import OWN_IDS, Kind, Lines, Turns, Waiter, reservation_
 from webhook.core.reservation import PodIdentity
 
 
-def waiter(number: int, gpus: int = 1, second: int = 0, asked: Mapping[str, str] | None = None) -> Waiter:
+def waiter(
+    number: int, gpus: int = 1, second: int = 0, asked: Mapping[str, str] | None = None, namespace: str = "ml"
+) -> Waiter:
     claim = builders.claim(builders.raw_pod(raw_container(gpus=gpus), annotations=asked))
-    return Waiter(PodIdentity("ml", f"p{number}", f"uid-{number:03}"), NOW + timedelta(seconds=second), claim)
+    return Waiter(PodIdentity(namespace, f"p{number}", f"uid-{number:03}"), NOW + timedelta(seconds=second), claim)
+
+
+def of_hash(number: int, digest: int, namespace: str = "ml") -> Waiter:
+    """Of a kind of its own, if the number is."""
+    return waiter(number, second=number, asked={"gpuwarden.io/required-hash": f"sha256:{digest}"}, namespace=namespace)
 
 
 def test_a_kind_is_all_that_is_asked_but_how_many() -> None:
@@ -73,6 +81,62 @@ def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
         taken.append(turns.take())
         turns.goes_on(taken[-1])
     assert [one.pod.name for one in taken] == ["p1", "p2", "p3", "p4"]
+
+
+def test_turns_go_round_by_namespace_whatever_number_each_wants() -> None:
+    lines = Lines()
+    for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4, namespace="cv")):
+        lines.put(one)
+    (kind,) = lines.kinds()
+    assert [head.pod.name for head in lines.heads(kind)] == ["p1", "p4"]
+    assert lines.counts(kind) == [1, 8]
+    turns, taken = Turns(lines, lines.heads(kind)), []
+    while turns:
+        taken.append(turns.take())
+        turns.goes_on(taken[-1])
+    assert [one.pod.name for one in taken] == ["p1", "p4", "p2", "p3"]
+    lines.drop("uid-001", was_served=True)
+    assert [head.pod.name for head in lines.heads(kind)] == ["p4", "p3"]
+    lines.drop("uid-004", was_served=True)
+    lines.put(waiter(5, 1, 5, namespace="cv"))
+    assert [one.pod.name for head in lines.heads(kind) for one in lines.behind(head)] == ["p2", "p5", "p3"]
+
+
+def test_kinds_take_turns_by_namespace_too() -> None:
+    """Pods that are each of a kind of their own bring no more turns."""
+    lines = Lines()
+    for number in range(1, 5):
+        lines.put(of_hash(number, number))
+    lines.put(of_hash(5, 5, "cv"))
+    lines.put(of_hash(6, 6, "cv"))
+    served = []
+    while lines.kinds():
+        head = lines.heads(lines.kinds()[0])[0]
+        served.append(head.pod.name)
+        lines.drop(head.pod.uid, was_served=True)
+    assert served == ["p1", "p5", "p2", "p6", "p3", "p4"]
+
+
+def test_a_kind_that_nothing_can_be_had_for_takes_one_turn_of_its_namespace_at_the_most() -> None:
+    lines = Lines()
+    for number in range(1, 51):
+        lines.put(of_hash(number, 1))
+    lines.put(of_hash(51, 2))
+    for number in range(52, 60):
+        lines.put(of_hash(number, 3, "cv"))
+    assert [next(iter(kind.hashes)) for kind in lines.kinds()] == ["sha256:1", "sha256:3", "sha256:2"]
+
+
+def test_ten_thousand_in_a_line_are_put_in_order_quickly() -> None:
+    lines = Lines()
+    for number in range(10_000):
+        lines.put(waiter(number, 1 + number % 8, number, namespace=f"ns-{number % 100}"))
+    (kind,) = lines.kinds()
+    began = time.process_time()
+    for _ in range(10):
+        lines.drop(lines.heads(kind)[0].pod.uid, was_served=True)
+    assert time.process_time() - began < 5.0
+    assert len(lines) == 9_990
 
 
 def test_whoever_waits_holds_up_those_that_want_as_many_or_more_and_nobody_else() -> None:

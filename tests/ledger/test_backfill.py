@@ -71,12 +71,16 @@ class Hall:
             timer=lambda: 0.0,
         )
         self.came = 0
+        self.namespaces = ["ml"]
+        """Of those that come, in turn."""
 
     async def come(self, *gpus: int) -> None:
         """One after the other; their names are their numbers."""
         for wanted in gpus:
+            namespace = self.namespaces[self.came % len(self.namespaces)]
             self.came += 1
-            raw = builders.raw_pod(raw_container(gpus=wanted), name=f"p{self.came}", uid=f"uid-{self.came}")
+            name, uid = f"p{self.came}", f"uid-{self.came}"
+            raw = builders.raw_pod(raw_container(gpus=wanted), name=name, uid=uid, namespace=namespace)
             gated = waiting(raw, builders.claim(raw), RULES, "because")
             created = (NOW + timedelta(seconds=self.came)).isoformat().replace("+00:00", "Z")
             meta = {**gated["metadata"], "creationTimestamp": created, "resourceVersion": "1"}
@@ -86,10 +90,11 @@ class Hall:
 
     async def end(self, *names: str) -> None:
         for name in names:
-            self.pods.deleted(self.yard.pods.pop(name))
+            raw = self.yard.pods.pop(name)
+            self.pods.deleted(raw)
             held = self.ledger.of_pod(f"uid-{name[1:]}")
             assert held is not None
-            assert await self.ledger.release(held.id, PodIdentity("ml", name, f"uid-{name[1:]}"))
+            assert await self.ledger.release(held.id, PodIdentity(raw["metadata"]["namespace"], name, held.uid or ""))
 
     def running(self) -> dict[str, str]:
         """Where those are whose gates are open."""
@@ -197,6 +202,7 @@ def test_whoever_is_first_is_served_after_at_most_as_many_ends_on_its_node_as_it
 ) -> None:
     async def tell() -> None:
         hall = Hall(make, **{f"n{number}": gpus for number, gpus in enumerate(nodes)})
+        hall.namespaces = data.draw(st.lists(st.sampled_from(("ml", "cv", "nlp")), min_size=1, max_size=5))
         for gpus in story:
             if not gpus and hall.running():
                 await hall.end(data.draw(st.sampled_from(sorted(hall.running()))))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonpatch
 import pytest
+from attrs import evolve
 
 from tests import builders
 from tests.builders import HASH, NOW, Raw, device, node, raw_container
@@ -198,7 +199,12 @@ class Scene:
         self.pods.deleted(raw)
         held = self.ledger.of_pod(f"uid-{name}")
         if held is not None:
-            await self.ledger.release(held.id, PodIdentity("ml", name, f"uid-{name}"))
+            await self.ledger.release(held.id, PodIdentity(raw["metadata"]["namespace"], name, f"uid-{name}"))
+
+    def order(self) -> list[str]:
+        """Of those that wait and are of one kind."""
+        lines = self.pods.lines
+        return [one.pod.name for kind in lines.kinds() for head in lines.heads(kind) for one in lines.behind(head)]
 
 
 @pytest.fixture
@@ -216,6 +222,69 @@ async def test_the_first_that_came_are_served_first(scene: Scene) -> None:
     await scene.end("a")
     await scene.queue.step()
     assert scene.opened().keys() == {"b", "c"}
+
+
+async def test_turns_go_round_by_namespace(scene: Scene) -> None:
+    for number in range(8):
+        scene.come(f"many-{number}", seconds=number)
+    scene.come("late-0", seconds=8, namespace="cv")
+    scene.come("late-1", seconds=9, namespace="cv")
+    await scene.queue.step()
+    turns = [*scene.opened()]
+    for _ in range(4):
+        before = scene.opened().keys()
+        await scene.end(min(before, key=turns.index))
+        await scene.queue.step()
+        turns += scene.opened().keys() - before
+    assert turns == ["many-0", "late-0", "many-1", "late-1", "many-2", "many-3"]
+
+
+async def test_another_leader_has_counted_the_turns_that_it_has_seen_taken(scene: Scene) -> None:
+    for number in range(3):
+        scene.come(f"many-{number}", seconds=number)
+    scene.come("late", seconds=8, namespace="cv")
+    raw = scene.yard.pods["many-0"]
+    scene.show({**raw, "spec": {**raw["spec"], "schedulingGates": []}})
+    assert scene.order() == ["late", "many-1", "many-2"]
+
+
+async def test_a_pod_that_is_deleted_while_it_waits_has_taken_no_turn(scene: Scene) -> None:
+    for number in range(3):
+        scene.come(f"many-{number}", seconds=number)
+    scene.come("late", seconds=8, namespace="cv")
+    raw = scene.yard.pods["many-0"]
+    scene.show({**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
+    assert scene.order() == ["many-1", "late", "many-2"]
+
+
+async def test_a_large_claim_that_is_first_is_overtaken_by_nobody_of_another_namespace(scene: Scene) -> None:
+    scene.come("first")
+    await scene.queue.step()
+    scene.come("large", 2, seconds=1)
+    await scene.queue.step()
+    for number in range(3):
+        scene.come(f"small-{number}", seconds=2 + number, namespace=f"other-{number}")
+        await scene.queue.step()
+    assert scene.opened().keys() == {"first"}
+    await scene.end("first")
+    await scene.queue.step()
+    assert scene.opened().keys() == {"large"}
+
+
+async def test_to_whom_a_node_is_left_stays_first_whatever_stands_before_it_in_its_namespace(scene: Scene) -> None:
+    """The one before it waits for a GPU that does not work, and has its namespace's turn in this round."""
+    broken = evolve(device("GPU-2", index=2), is_healthy=False)
+    scene.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1), broken), NOW)
+    scene.come("running")
+    await scene.queue.step()
+    scene.come("impossible", 3, seconds=1)
+    scene.come("large", 2, seconds=2)
+    await scene.queue.step()
+    scene.come("other", 2, seconds=3, namespace="cv")
+    await scene.queue.step()
+    await scene.end("running")
+    await scene.queue.step()
+    assert scene.opened().keys() == {"large"}
 
 
 async def test_an_opened_pod_is_as_its_reservation_says(scene: Scene) -> None:

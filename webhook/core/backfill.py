@@ -31,7 +31,7 @@ def placed(claim: Claim, fleet: Fleet, policy: EvidencePolicy, ahead: Ahead | No
     if found:
         return found
     anywhere = decide(claim, fleet, policy, most=1)
-    return anywhere if isinstance(anywhere, Deny) else its_turn_is_later(claim, ahead.claim)
+    return anywhere if isinstance(anywhere, Deny) else its_turn_is_later(claim, ahead.claim.count)
 
 
 def node_left_to(claim: Claim, fleet: Fleet, policy: EvidencePolicy, before: str | None) -> str | None:

@@ -1,13 +1,14 @@
 """The lines in which claims wait: whose turn it is among those that want the same devices.
 
-First come, first served holds per kind: all that a claim asks for but how many. So a claim for eight GPUs is not
-overtaken for ever by claims for one of the same kind, and one that nothing can be had for holds nobody up.
+There is a line for each kind: all that a claim asks for but how many. So a claim for eight GPUs is not overtaken for
+ever by claims for one of the same kind, and one that nothing can be had for holds nobody up.
 """
 
 import heapq
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import chain, count, dropwhile
 
 from attrs import field, frozen
 
@@ -16,6 +17,7 @@ from webhook.core.gpu_map import MapEntry, SetId
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, ReservationId
+from webhook.core.rounds import Rounds, Turn
 from webhook.core.verdict import Deny
 
 # Begins the ids of reservations that are made for pods in the lines. A review's uid never begins so.
@@ -61,16 +63,55 @@ class Waiter:
         return Kind.of(self.claim)
 
     @property
-    def turn(self) -> tuple[datetime, str]:
+    def turn(self) -> Turn:
         return self.created, self.pod.uid
 
 
+class Line:
+    """Those of one kind, in the order of their turns."""
+
+    def __init__(self) -> None:
+        self.rounds = Rounds()
+        self._counts: dict[str, int] = {}
+        self._members: Counter[int] = Counter()
+        self._order: tuple[str, ...] = ()
+        self._by_count: dict[int, list[str]] = {}
+
+    def put(self, waiter: Waiter) -> None:
+        self._counts[waiter.pod.uid] = waiter.claim.count
+        self._members[waiter.claim.count] += 1
+        self.rounds.put(waiter.pod.namespace, waiter.turn)
+
+    def drop(self, waiter: Waiter, *, was_served: bool) -> None:
+        count = self._counts.pop(waiter.pod.uid)
+        self._members[count] -= 1
+        if not self._members[count]:
+            del self._members[count]
+        self.rounds.drop(waiter.pod.namespace, waiter.turn, was_served=was_served)
+
+    @property
+    def counts(self) -> Iterable[int]:
+        """The numbers of GPUs that are asked for, in no order."""
+        return self._members.keys()
+
+    def by_count(self) -> Mapping[int, list[str]]:
+        """The uids by how many GPUs each wants, whose turn is first first; the numbers too."""
+        order = self.rounds.order()
+        if order is not self._order:
+            self._order, self._by_count = order, {}
+            for uid in order:
+                self._by_count.setdefault(self._counts[uid], []).append(uid)
+        return self._by_count
+
+
 class Lines:
-    """Waiters by kind, and within a kind by how many GPUs each wants, in the order of their coming."""
+    """Waiters by kind, and within a kind by how many GPUs each wants. Turns go round by namespace, among those of a
+    kind and among kinds."""
 
     def __init__(self) -> None:
         self._waiters: dict[str, Waiter] = {}
-        self._lines: dict[Kind, dict[int, list[tuple[datetime, str]]]] = {}
+        self._lines: dict[Kind, Line] = {}
+        self._places = Places()
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -89,58 +130,117 @@ class Lines:
             return
         self.drop(waiter.pod.uid)
         self._waiters[waiter.pod.uid] = waiter
-        insort(self._lines.setdefault(waiter.kind, {}).setdefault(waiter.claim.count, []), waiter.turn)
+        self._lines.setdefault(waiter.kind, Line()).put(waiter)
+        self._places.put(waiter)
 
-    def drop(self, uid: str) -> None:
+    def drop(self, uid: str, *, was_served: bool = False) -> None:
+        """It waits no longer. Served, it has taken its namespace's turn."""
         waiter = self._waiters.pop(uid, None)
         if waiter is None:
             return
-        lines = self._lines[waiter.kind]
-        line = lines[waiter.claim.count]
-        del line[bisect_left(line, waiter.turn)]
-        if not line:
-            del lines[waiter.claim.count]
-        if not lines:
+        line = self._lines[waiter.kind]
+        line.drop(waiter, was_served=was_served)
+        if not len(line.rounds):
             del self._lines[waiter.kind]
+        self._places.drop(waiter, was_served=was_served)
 
     def uids(self) -> set[str]:
         return set(self._waiters)
 
     def kinds(self) -> list[Kind]:
-        return list(self._lines)
+        """In the order in which they are served."""
+        return self._places.kinds()
 
     def get(self, uid: str) -> Waiter | None:
         return self._waiters.get(uid)
 
+    def counts(self, kind: Kind) -> list[int]:
+        """How many GPUs those of the kind want, each number once."""
+        line = self._lines.get(kind)
+        return [] if line is None else sorted(line.counts)
+
+    def places(self, kind: Kind) -> dict[str, int]:
+        """At which place in its line each is, by uid."""
+        line = self._lines.get(kind)
+        return {} if line is None else {uid: place for place, uid in enumerate(line.rounds.order())}
+
     def heads(self, kind: Kind) -> list[Waiter]:
-        """The first of each number of GPUs, oldest first."""
-        turns = sorted(line[0] for line in self._lines.get(kind, {}).values())
-        return [self._waiters[uid] for _, uid in turns]
+        """The first of each number of GPUs, in the order of their turns."""
+        line = self._lines.get(kind)
+        return [] if line is None else [self._waiters[uids[0]] for uids in line.by_count().values()]
 
     def behind(self, waiter: Waiter) -> Iterator[Waiter]:
-        """It and those that came after it and want exactly the same."""
-        line = self._lines.get(waiter.kind, {}).get(waiter.claim.count, [])
-        after = line[bisect_left(line, waiter.turn) :]
-        return (self._waiters[uid] for _, uid in after if uid in self._waiters)
+        """It and those after it that want exactly the same."""
+        line = self._lines.get(waiter.kind)
+        uids = [] if line is None else line.by_count().get(waiter.claim.count, [])
+        after = dropwhile(lambda uid: uid != waiter.pod.uid, uids)
+        return (self._waiters[uid] for uid in after if uid in self._waiters)
+
+
+class Places:
+    """Which kind is served first: each namespace has one place for each kind that it waits in."""
+
+    def __init__(self) -> None:
+        self._rounds = Rounds()
+        self._waiting: dict[tuple[Kind, str], dict[str, Turn]] = {}
+        self._turns: dict[tuple[Kind, str], Turn] = {}
+        self._kinds: dict[str, Kind] = {}
+        self._ids = map(str, count())
+
+    def put(self, waiter: Waiter) -> None:
+        place = waiter.kind, waiter.pod.namespace
+        waiting = self._waiting.setdefault(place, {})
+        waiting[waiter.pod.uid] = waiter.turn
+        if len(waiting) == 1:
+            self._take(place, waiter.created)
+
+    def drop(self, waiter: Waiter, *, was_served: bool) -> None:
+        place = waiter.kind, waiter.pod.namespace
+        waiting = self._waiting[place]
+        created, _ = waiting.pop(waiter.pod.uid)
+        if was_served or not waiting:
+            turn = self._turns.pop(place)
+            del self._kinds[turn[1]]
+            self._rounds.drop(waiter.pod.namespace, turn, was_served=was_served)
+            if waiting:
+                self._take(place, created)
+        if not waiting:
+            del self._waiting[place]
+
+    def _take(self, place: tuple[Kind, str], created: datetime) -> None:
+        kind, namespace = place
+        turn = created, next(self._ids)
+        self._turns[place], self._kinds[turn[1]] = turn, kind
+        self._rounds.put(namespace, turn)
+
+    def kinds(self) -> list[Kind]:
+        return list(dict.fromkeys(self._kinds[one] for one in self._rounds.order()))
 
 
 class Turns:
-    """One pass over those of a kind: whose turn it is, oldest first, whatever number each wants."""
+    """One pass over those of a kind: whose turn it is, whatever number each wants."""
 
-    def __init__(self, lines: Lines, heads: Iterable[Waiter]) -> None:
+    def __init__(self, lines: Lines, heads: Iterable[Waiter], first: Waiter | None = None) -> None:
+        """`first`, to whom a node is left, stays the first until it is served."""
+        heads = list(heads)
         self._lines = {head.claim.count: lines.behind(head) for head in heads}
-        self._next: list[tuple[tuple[datetime, str], Waiter]] = []
-        for count in self._lines:
-            self._come(count)
+        self._places = lines.places(heads[0].kind) if heads else {}
+        if first is not None and first.claim.count in self._lines:
+            others = (one for one in self._lines[first.claim.count] if one.pod.uid != first.pod.uid)
+            self._lines[first.claim.count] = chain([first], others)
+            self._places[first.pod.uid] = -1
+        self._next: list[tuple[int, Waiter]] = []
+        for number in self._lines:
+            self._come(number)
 
     def __len__(self) -> int:
         """Of how many numbers there is somebody left."""
         return len(self._next)
 
-    def _come(self, count: int) -> None:
-        following = next(self._lines.get(count, iter(())), None)
+    def _come(self, number: int) -> None:
+        following = next(self._lines.get(number, iter(())), None)
         if following is not None:
-            heapq.heappush(self._next, (following.turn, following))
+            heapq.heappush(self._next, (self._places[following.pod.uid], following))
 
     def take(self) -> Waiter:
         return heapq.heappop(self._next)[1]
@@ -157,9 +257,9 @@ class Turns:
         return held_up
 
 
-def its_turn_is_later(claim: Claim, first: Claim) -> Deny:
+def its_turn_is_later(claim: Claim, first: int) -> Deny:
     return Deny(
         Reason.NO_FREE_DEVICE,
         f"{claim.sentence}: it is the turn of another pod that waits for the same devices",
-        hint=f"that one asks for {first.count}",
+        hint=f"that one asks for {first}",
     )

@@ -1,4 +1,4 @@
-"""The queue: pods that wait behind our gate get their GPUs here, first come first served per kind of claim.
+"""The queue: pods that wait behind our gate get their GPUs here, per kind of claim. Turns go round by namespace.
 
 Every step can be the last one of this process. The reservation's id follows from the pod's uid and is found again; it
 is the pod's before the gate is opened, and the gate is opened in one patch with all that the reservation means to the
@@ -254,9 +254,9 @@ class Queue:
         return Question(claim, self._fleet, self._policy).most()
 
     async def _serve_line(self, heads: list[Waiter], now: Round, why: dict[int, Deny]) -> bool:
-        """The oldest first, whatever number it wants. To the first one that waits for devices to become free a node is
-        left, and those behind it have the others. Whether all have had their turn."""
-        turns, ahead = Turns(self._pods.lines, heads), None
+        """In the order of their turns, whatever number each wants. To the first one that waits for devices to become
+        free a node is left, and those behind it have the others. Whether all have had their turn."""
+        turns, ahead = Turns(self._pods.lines, heads, self._first_of(heads)), None
         while turns:
             waiter = turns.take()
             came = await self._turn_if_there(waiter, now, ahead)
@@ -269,10 +269,16 @@ class Queue:
                 if came.reason is Reason.NO_FREE_DEVICE:
                     ahead = ahead or self._left_to(waiter)
                     held_up = turns.held_up_by(waiter)
-                    why |= {one.claim.count: its_turn_is_later(one.claim, waiter.claim) for one in held_up}
+                    why |= {one.claim.count: its_turn_is_later(one.claim, waiter.claim.count) for one in held_up}
             if turns and self._is_over(now):
                 return False
         return True
+
+    def _first_of(self, heads: list[Waiter]) -> Waiter | None:
+        """To whom a node is left already."""
+        left = self._left.get(heads[0].kind) if heads else None
+        waiter = None if left is None else self._pods.lines.get(left.uid)
+        return waiter if waiter is not None and waiter.kind == heads[0].kind else None
 
     def _left_to(self, waiter: Waiter) -> Ahead | None:
         """None if no device that becomes free would serve it: then nobody takes anything from it."""

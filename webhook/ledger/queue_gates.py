@@ -96,7 +96,7 @@ class Doorkeeper:
             self.try_later(pod.uid)
             log.warning("gate not opened", namespace=pod.namespace, name=pod.name, problem=str(exc))
             return
-        self._pods.forget(pod.uid)
+        self._pods.forget(pod.uid, was_served=is_there)
         if is_there:
             text = f"{outfit.visible or 'proven'} on {outfit.nodes[0]}: the gate is open"
             self._events.tell(Subject.of_pod(pod), Reason.GATE_OPENED, text, is_warning=False)

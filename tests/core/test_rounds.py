@@ -1,0 +1,184 @@
+"""Turns go round by namespace: nobody is overtaken by who comes later, and many pods bring no more turns."""
+
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.builders import NOW
+from webhook.core.rounds import Rounds, Turn
+
+
+class Line:
+    """Members named by their namespace and number, each later than those before it."""
+
+    def __init__(self) -> None:
+        self.rounds = Rounds()
+        self.members: dict[str, tuple[str, Turn]] = {}
+        self._came = 0
+
+    def comes(self, namespace: str, times: int = 1) -> None:
+        for _ in range(times):
+            self._came += 1
+            uid = f"{namespace}{self._came}"
+            self.members[uid] = namespace, (NOW + timedelta(seconds=self._came), uid)
+            self.rounds.put(*self.members[uid])
+
+    def leaves(self, uid: str, *, was_served: bool) -> None:
+        namespace, turn = self.members.pop(uid)
+        self.rounds.drop(namespace, turn, was_served=was_served)
+
+    def serve(self, times: int = 1) -> list[str]:
+        """The namespaces of the next ones."""
+        served = []
+        for _ in range(min(times, len(self.members))):
+            uid = self.rounds.order()[0]
+            served.append(self.members[uid][0])
+            self.leaves(uid, was_served=True)
+        return served
+
+    def firsts(self) -> list[str]:
+        """The first of each namespace, in the order of their turns."""
+        seen: dict[str, str] = {}
+        for uid in self.rounds.order():
+            seen.setdefault(self.members[uid][0], uid)
+        return list(seen.values())
+
+
+def test_a_namespace_with_many_has_one_turn_in_a_round() -> None:
+    line = Line()
+    line.comes("a", 4)
+    line.comes("b", 2)
+    line.comes("c")
+    assert line.serve(7) == ["a", "b", "c", "a", "b", "a", "a"]
+
+
+def test_who_comes_late_stands_behind_the_first_of_each_namespace_and_before_the_rest() -> None:
+    line = Line()
+    line.comes("a", 300)
+    assert line.serve(100) == ["a"] * 100
+    line.comes("b", 3)
+    assert line.serve(7) == ["a", "b", "a", "b", "a", "b", "a"]
+
+
+def test_who_has_been_served_and_comes_again_has_no_turn_more() -> None:
+    line = Line()
+    line.comes("a", 10)
+    line.comes("b")
+    turns = []
+    for _ in range(4):
+        turns += line.serve(2)
+        line.comes("b")
+    assert turns == ["a", "b"] * 4
+
+
+def test_who_is_never_served_saves_no_turns_for_later() -> None:
+    """The first one waits for what nobody has; what comes after it in its namespace is no older than it is."""
+    line = Line()
+    line.comes("a")
+    line.comes("b", 50)
+    stuck = line.rounds.order()[0]
+    for _ in range(20):
+        line.leaves(line.rounds.order()[1], was_served=True)
+    line.comes("a", 10)
+    order = [line.members[uid][0] for uid in line.rounds.order() if uid != stuck]
+    assert order[:6] == ["b", "a", "b", "a", "b", "a"]
+
+
+def test_who_passes_the_first_of_its_namespace_takes_a_turn_too() -> None:
+    line = Line()
+    line.comes("a", 10)
+    line.comes("b", 10)
+    stuck = line.rounds.order()[0]
+    served = []
+    for _ in range(6):
+        uid = next(one for one in line.rounds.order() if one != stuck)
+        served.append(line.members[uid][0])
+        line.leaves(uid, was_served=True)
+    assert served == ["b", "a"] * 3
+
+
+@pytest.mark.parametrize("was_served", [True, False])
+def test_who_leaves_lets_those_behind_it_move_up(*, was_served: bool) -> None:
+    line = Line()
+    line.comes("a", 3)
+    line.comes("b", 3)
+    line.leaves("a1", was_served=was_served)
+    expected = {True: ["b", "a", "b", "a", "b"], False: ["a", "b", "a", "b", "b"]}
+    assert line.serve(5) == expected[was_served]
+
+
+NAMESPACES = st.sampled_from("abcd")
+STEPS = st.one_of(
+    st.tuples(st.just("comes"), NAMESPACES, st.integers(1, 4)),
+    st.tuples(st.just("serves"), st.integers(0, 3), st.integers(0, 3)),
+    st.tuples(st.just("leaves"), st.integers(0, 20), st.integers(0, 20)),
+)
+
+
+def played(line: Line, step: tuple[str, str | int, int]) -> None:
+    """`serves`: one of the first few has its turn, as where the first waits for devices."""
+    what, which, times = step
+    if what == "comes":
+        line.comes(str(which), times)
+    elif line.members:
+        order = line.rounds.order()
+        line.leaves(order[int(which) % len(order)], was_served=what == "serves")
+
+
+@given(st.lists(STEPS, max_size=60), NAMESPACES)
+def test_nobody_who_comes_goes_before_the_first_of_a_namespace(
+    steps: list[tuple[str, str | int, int]], who: str
+) -> None:
+    line = Line()
+    for step in steps:
+        played(line, step)
+    before = line.firsts()
+    line.comes(who)
+    assert line.firsts()[: len(before)] == before
+
+
+IN_TURN = STEPS.map(lambda step: ("serves", 0, 0) if step[0] == "serves" else step)
+
+
+@given(st.lists(IN_TURN, max_size=60), st.lists(NAMESPACES, max_size=60))
+def test_who_waits_all_the_while_has_as_many_turns_as_anybody_whoever_comes(
+    steps: list[tuple[str, str | int, int]], coming: list[str]
+) -> None:
+    line = Line()
+    for step in steps:
+        played(line, step)
+    line.comes("z", 100)
+    turns = Counter[str]()
+    for namespace in coming:
+        line.comes(namespace, 3)
+        (served,) = line.serve()
+        turns[served] += 1
+        assert all(number <= turns["z"] + 2 for number in turns.values())
+
+
+@given(st.lists(st.tuples(NAMESPACES, st.integers(1, 5)), max_size=20))
+def test_the_first_of_each_namespace_is_served_within_one_round(came: list[tuple[str, int]]) -> None:
+    line = Line()
+    for namespace, times in came:
+        line.comes(namespace, times)
+    namespaces = {namespace for namespace, _ in line.members.values()}
+    while namespaces:
+        served = line.serve(len(namespaces))
+        assert set(served) == namespaces
+        namespaces = {namespace for namespace, _ in line.members.values()}
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_a_copy_of_what_is_there_has_each_namespace_in_its_own_order(steps: list[tuple[str, str | int, int]]) -> None:
+    """As after a change of the leader."""
+    line, again = Line(), Rounds()
+    for step in steps:
+        played(line, step)
+    for namespace, turn in line.members.values():
+        again.put(namespace, turn)
+    for namespace in "abcd":
+        own = [[uid for uid in one.order() if uid.startswith(namespace)] for one in (line.rounds, again)]
+        assert own[0] == own[1]
