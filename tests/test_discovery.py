@@ -155,6 +155,37 @@ async def test_a_bad_annotation_is_told_once_and_changes_nothing(scene: Scene) -
     assert scene.events.messages[0].endswith("it is not base64")
 
 
+@pytest.mark.parametrize("name", ["all", "0", "void", "GPU-1,GPU-2", "nvidia.com/gpu=all"])
+async def test_entry_that_is_no_uuid_is_left_out_and_told_once_and_the_others_count(scene: Scene, name: str) -> None:
+    scene.node(said=annotation("GPU-1", name))
+    await scene.step()
+    await scene.step()
+    assert scene.devices() == {"GPU-1": True}
+    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+    scene.node(said=annotation("GPU-1"))
+    await scene.step()
+    scene.node(said=annotation("GPU-1", name))
+    await scene.step()
+    assert len(scene.events.told) == 2
+
+
+async def test_reading_with_an_entry_that_is_no_uuid_keeps_the_others(scene: Scene) -> None:
+    read = as_read({"index": 0, "uuid": "GPU-1"}, {"index": 1, "uuid": "all"})
+    scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
+    await scene.step()
+    assert scene.devices() == {"GPU-1": True}
+    assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
+
+
+async def test_stored_device_that_is_no_uuid_goes_unless_it_is_held(scene: Scene) -> None:
+    await scene.with_node("GPU-1")
+    raw = scene.gpu_nodes.objects["node-a"]
+    scene.gpu_nodes.put({**raw, "spec": {"devices": [{"uuid": "GPU-1"}, {"uuid": "all"}, {"uuid": "gpu-7"}]}})
+    scene.hold("gpu-7")
+    assert await scene.step() != []
+    assert scene.devices() == {"GPU-1": True, "gpu-7": False}
+
+
 async def test_an_object_that_a_hand_made_unreadable_is_told_once_and_left_as_it_is(scene: Scene) -> None:
     await scene.with_node("GPU-1", held=("GPU-1",))
     good = scene.gpu_nodes.objects["node-a"]
@@ -579,7 +610,7 @@ async def test_the_other_annotation_says_which_devices_there_are_and_what_was_re
 
 @pytest.mark.parametrize(
     "read",
-    ["", "[]", '{"gpus": []}', as_read({"uuid": "GPU-1"}), as_read({"index": 0, "uuid": "a,b"})],
+    ["", "[]", '{"gpus": []}', as_read({"uuid": "GPU-1"}), as_read({"index": 0, "uuid": 5})],
     ids=["empty", "a-list", "no-time", "no-index", "no-uuid"],
 )
 async def test_a_reading_that_cannot_be_read_changes_nothing(scene: Scene, read: str) -> None:

@@ -82,6 +82,8 @@ def test_the_files_hold_what_is_meant() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpunodes"),
         ("ValidatingAdmissionPolicy", "gpuwarden-nodeevidences"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-nodeevidences"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-trustbundles"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-trustbundles"),
         ("ValidatingAdmissionPolicy", "gpuwarden-installation"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-installation"),
         ("ValidatingAdmissionPolicy", "gpuwarden-own-pods"),
@@ -364,20 +366,23 @@ def test_nobody_of_ours_is_kept_from_what_he_writes() -> None:
     assert f"'{SELECTED_NODE}'" in policy("gpuwarden-own-claims")
 
 
-def test_evidence_is_guarded_at_every_door() -> None:
-    rules = named("gpuwarden-nodeevidences")["spec"]["matchConstraints"]["resourceRules"]
+@pytest.mark.parametrize("plural", [one["spec"]["names"]["plural"] for one in crds()])
+def test_our_objects_are_guarded_at_every_door(plural: str) -> None:
+    rules = named(f"gpuwarden-{plural}")["spec"]["matchConstraints"]["resourceRules"]
     doors = {(operation, name) for one in rules for operation in one["operations"] for name in one["resources"]}
     assert doors == {
-        ("CREATE", "nodeevidences"),
-        ("UPDATE", "nodeevidences"),
-        ("UPDATE", "nodeevidences/status"),
-        ("DELETE", "nodeevidences"),
+        ("CREATE", plural),
+        ("UPDATE", plural),
+        ("UPDATE", f"{plural}/status"),
+        ("DELETE", plural),
     }
 
 
-def test_whoever_writes_evidence_has_the_permission() -> None:
+def test_whoever_writes_our_objects_has_the_permission() -> None:
     found = rbac(Installation())
-    writes = {("nodeevidences", "create"), ("nodeevidences", "delete"), ("nodeevidences/status", "update")}
+    plurals = [one["spec"]["names"]["plural"] for one in crds()]
+    doors = (("", "create"), ("", "update"), ("", "delete"), ("/status", "update"))
+    writes = {(f"{plural}{part}", verb) for plural in plurals for part, verb in doors}
     uses = {
         one["metadata"]["name"]: {
             (name, verb) for rule in one["rules"] for name in rule["resources"] for verb in rule["verbs"]
@@ -385,7 +390,11 @@ def test_whoever_writes_evidence_has_the_permission() -> None:
         for one in found
         if one["kind"] == "ClusterRole"
     }
-    assert {name for name, may in uses.items() if may & writes} == {"gpuwarden", "gpuwarden-reconcile"}
+    assert {name for name, may in uses.items() if may & writes} == {
+        "gpuwarden",
+        "gpuwarden-reconcile",
+        "gpuwarden-bind",
+    }
     assert all(("reservations", "manage") in may for may in uses.values() if may & writes)
     assert [name for name, may in uses.items() if ("nodeevidences", "delete") in may] == ["gpuwarden-reconcile"]
 

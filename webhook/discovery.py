@@ -21,7 +21,7 @@ from webhook.evidence.static import StaticEvidence
 from webhook.gpu_node import API_VERSION, FINALIZER, GpuNode, UnreadableGpuNodeError, raw_device
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
-from webhook.inventory.node_annotations import UnreadableDevicesError, devices_in
+from webhook.inventory.node_annotations import Named, UnreadableDevicesError, devices_in
 from webhook.inventory.node_gpus import devices_read, gpus_in
 from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 from webhook.view import View
@@ -309,14 +309,23 @@ class Discovery:
         try:
             read = None if said.read is None else devices_read(gpus_in(said.read))
             where = keys.S4_DEVICE_LABELS
-            listed = self._written.devices_of(name) or (None if said.s4 is None else devices_in(said.s4))
+            named_there = None if said.s4 is None else devices_in(said.s4)
         except UnreadableDevicesError as exc:
             text = f"annotation {where} left out of account, the known devices stay: {exc}"
             self._tell_once(name, Reason.DEVICES_UNREADABLE, text)
             return None
-        self._told.pop((name, Reason.DEVICES_UNREADABLE), None)
-        reported = read if listed is None else completed(listed, read or ())
+        self._tell_of_left_out(name, {keys.NODE_GPUS: read, keys.S4_DEVICE_LABELS: named_there})
+        listed = self._written.devices_of(name) or (None if named_there is None else named_there.devices)
+        found = None if read is None else read.devices
+        reported = found if listed is None else completed(listed, found or ())
         return () if reported is None and is_ours else reported
+
+    def _tell_of_left_out(self, name: str, said: Mapping[str, Named | None]) -> None:
+        complaints = [f"annotation {key}: {one.complaint}" for key, one in said.items() if one and one.left_out]
+        if complaints:
+            self._tell_once(name, Reason.DEVICES_UNREADABLE, f"left out, the others count: {'; '.join(complaints)}")
+        else:
+            self._told.pop((name, Reason.DEVICES_UNREADABLE), None)
 
     async def _part(self, raw: Raw, known: GpuNode) -> None:
         """Its Node is not there. What is held outlives it, and so does what somebody made by hand."""

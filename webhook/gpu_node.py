@@ -10,7 +10,7 @@ import msgspec
 from attrs import evolve, frozen
 
 from webhook.clock import LONG_AGO, is_of_our_days
-from webhook.core.device import Device, DeviceUuid, Slot
+from webhook.core.device import Device, DeviceUuid, Slot, is_uuid
 from webhook.core.errors import GpuwardenError
 from webhook.core.reservation import Phase, Reservation, ReservationId
 
@@ -105,6 +105,8 @@ class GpuNode:
             raise UnreadableGpuNodeError(f"GPUNode cannot be read: {exc}") from exc
         name, is_leaving = wire.metadata.name, wire.metadata.deletion_timestamp is not None
         devices = tuple(map(device, (wire.spec and wire.spec.devices) or ()))
+        # Stored before the definition demanded the form of a UUID: such a device is known and given to nobody.
+        devices = tuple(one if is_uuid(one.uuid) else evolve(one, is_healthy=False) for one in devices)
         if is_leaving:
             devices = tuple(evolve(one, is_healthy=False) for one in devices)
         held = wire.status and wire.status.held

@@ -115,7 +115,7 @@ async def test_every_mistake_is_named_at_once(path: Path) -> None:
         "nodes[3]: Expected `str`, got `array` - at `$.evidence.hash`",
         "nodes[6]: Expected `object`, got `str`",
         "nodes: node-d stands there twice",
-        "nodes[2].devices[0].uuid: 'GPU 1' is empty, too long or holds white space or a comma",
+        "nodes[2].devices[0].uuid: 'GPU 1' is no UUID of a GPU: GPU-… or MIG-…",
         "nodes[2].devices[1]: Object missing required field `uuid`",
         "nodes[2].devices[2].shares: 0 is not between 1 and 128",
         "nodes[2]: device GPU-3 stands there twice",

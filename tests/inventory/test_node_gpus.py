@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from webhook.inventory.node_annotations import UnreadableDevicesError
-from webhook.inventory.node_gpus import gpus_in
+from webhook.inventory.node_gpus import devices_read, gpus_in
 
 
 def text(*gpus: dict[str, Any], **members: Any) -> str:
@@ -39,10 +39,16 @@ def test_a_time_that_no_calendar_has_is_unreadable(time: str) -> None:
         gpus_in(text(time=time))
 
 
-@pytest.mark.parametrize("uuids", [["GPU-0", "GPU-1", "GPU-0"], ["a b"], ["GPU-0,1"]], ids=["twice", "space", "comma"])
-def test_a_uuid_that_names_nothing_or_two_is_unreadable(uuids: list[str]) -> None:
-    with pytest.raises(UnreadableDevicesError, match="is no UUID, or stands there twice"):
-        gpus_in(text(*({"index": index, "uuid": uuid} for index, uuid in enumerate(uuids))))
+def test_a_uuid_that_names_two_is_unreadable() -> None:
+    with pytest.raises(UnreadableDevicesError, match="'GPU-0' stands there twice"):
+        gpus_in(text(*({"index": index, "uuid": uuid} for index, uuid in enumerate(["GPU-0", "GPU-1", "GPU-0"]))))
+
+
+@pytest.mark.parametrize("uuid", ["all", "0", "a b", "GPU-0,1"])
+def test_a_uuid_that_is_none_of_a_gpu_is_left_out(uuid: str) -> None:
+    found = devices_read(gpus_in(text({"index": 0, "uuid": "GPU-0"}, {"index": 1, "uuid": uuid})))
+    assert [one.uuid for one in found.devices] == ["GPU-0"]
+    assert found.left_out == (uuid,)
 
 
 def test_devices_without_a_uuid_are_not_the_same_one() -> None:

@@ -37,14 +37,14 @@ POLICY = EvidencePolicy()
 def in_memory(sizes: Sizes, clock: Clock) -> tuple[Fleet, Ledger]:
     fleet = Fleet()
     for name, gpus in sizes.items():
-        fleet.put(node(name, *(device(f"{name}-{k}") for k in range(gpus))), NOW)
+        fleet.put(node(name, *(device(f"GPU-{name}-{k}") for k in range(gpus))), NOW)
     return fleet, MemoryLedger(fleet, clock, Times(timedelta(seconds=90), timedelta(seconds=5)))
 
 
 def in_a_cluster(sizes: Sizes, clock: Clock) -> tuple[Fleet, Ledger]:
     store = FakeStore()
     for name, gpus in sizes.items():
-        store.apply({**gpu_node(name, *(f"{name}-{k}" for k in range(gpus))), **KNOWN})
+        store.apply({**gpu_node(name, *(f"GPU-{name}-{k}" for k in range(gpus))), **KNOWN})
     replica = Replica(store, Pods(), clock)
     return replica.fleet, replica.ledger
 

@@ -1,11 +1,21 @@
 """What there is: nodes, their GPUs, and the inventory of both at one moment."""
 
+import re
 from collections.abc import Mapping
-from typing import NamedTuple, NewType
+from typing import Final, NamedTuple, NewType
 
 from attrs import field, frozen
 
 DeviceUuid = NewType("DeviceUuid", str)
+
+# As NVIDIA's driver names them. `all`, `void`, an index or a list would show a container other GPUs, or none.
+# manifests/gpunodes.yaml has the same form.
+UUID: Final = re.compile(r"(GPU|MIG)-[A-Za-z0-9/-]{1,123}")
+
+
+def is_uuid(text: str) -> bool:
+    """Whether the text can be the UUID of a GPU, and nothing else to a container runtime."""
+    return UUID.fullmatch(text) is not None
 
 
 class Slot(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Final
 import msgspec
 from attrs import frozen
 
+from webhook.core.device import is_uuid
 from webhook.core.errors import GpuwardenError
 from webhook.export.records import UNKNOWN, Batch, Reading
-from webhook.inventory.node_annotations import UUID
 from webhook.inventory.node_gpus import MAX_ANNOTATION, GpuWire, NodeGpus, gpus_in
 from webhook.inventory.nvidia_smi import Gpu, Smi
 
@@ -71,7 +71,7 @@ def node_gpus(smi: Smi, pod_uid: str, boot_id: str | None, time: datetime) -> No
 
 def names(gpus: Sequence[Gpu]) -> list[str | None]:
     """The UUIDs, without those that name nothing, or two."""
-    uuids = [one.uuid if one.uuid is not None and UUID.fullmatch(one.uuid) else None for one in gpus]
+    uuids = [one.uuid if one.uuid is not None and is_uuid(one.uuid) else None for one in gpus]
     times = Counter(uuids)
     return [uuid if times[uuid] == 1 else None for uuid in uuids]
 

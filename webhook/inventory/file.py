@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from webhook.core.device import Device, DeviceUuid, Inventory, Node, Taint
+from webhook.core.device import Device, DeviceUuid, Inventory, Node, Taint, is_uuid
 from webhook.core.evidence import Evidence
 from webhook.core.keys import HOSTNAME_LABEL
 from webhook.inventory import InventoryUnavailableError
@@ -155,7 +155,7 @@ class Reading:
 
     def _device(self, path: str, entry: DeviceEntry) -> Device:
         if not is_uuid(entry.uuid):
-            self.mistakes.append(f"{path}.uuid: {entry.uuid!r} is empty, too long or holds white space or a comma")
+            self.mistakes.append(f"{path}.uuid: {entry.uuid!r} is no UUID of a GPU: GPU-… or MIG-…")
         if not 1 <= entry.shares <= MAX_SHARES:
             self.mistakes.append(f"{path}.shares: {entry.shares} is not between 1 and {MAX_SHARES}")
         labels = frozenset(entry.labels)
@@ -169,11 +169,6 @@ class Reading:
             shares=entry.shares,
             is_healthy=entry.healthy,
         )
-
-
-def is_uuid(text: str) -> bool:
-    """What can stand in a comma-separated variable and in an annotation."""
-    return 0 < len(text) <= 128 and text.isprintable() and " " not in text and "," not in text
 
 
 def evidence_of(node: str, entry: EvidenceEntry) -> Evidence:

@@ -3,19 +3,19 @@
 import base64
 import binascii
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from webhook.core.device import Device, DeviceUuid
+from attrs import frozen
+
+from webhook.core.device import Device, DeviceUuid, is_uuid
 from webhook.core.errors import GpuwardenError
 
 # What the API server takes in a GPUNode (manifests/gpunodes.yaml).
 MAX_DEVICES = 4096
 MAX_LABELS = 64
 MAX_LABEL = 320
-UUID = re.compile(r"[!-+\--~]{1,128}")
 # Somebody has to read them.
 MAX_MISTAKES = 10
 MAX_SHOWN = 60
@@ -33,17 +33,33 @@ class UnreadableDevicesError(GpuwardenError):
         super().__init__("; ".join(self.mistakes))
 
 
+@frozen
+class Named:
+    """What an annotation names: devices, and what is no UUID of a GPU and left out."""
+
+    devices: tuple[Device, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def complaint(self) -> str:
+        """What is left out, for people; empty if nothing is."""
+        named = ", ".join(shown(one) for one in self.left_out[:MAX_MISTAKES])
+        more = len(self.left_out) - MAX_MISTAKES
+        return f"{named}{f' and {more} more' if more > 0 else ''}: no UUID of a GPU" if named else ""
+
+
 class Members(Pairs):
     """A JSON object as it stands there: a name may stand there twice."""
 
 
-def devices_in(text: str) -> tuple[Device, ...]:
-    """The devices that the annotation names, all or none."""
+def devices_in(text: str) -> Named:
+    """The devices that the annotation names. Raises UnreadableDevicesError where it has another form."""
     members = object_in(text)
     mistakes = list(mistakes_in(members))
     if mistakes:
         raise UnreadableDevicesError(*mistakes)
-    return tuple(Device(DeviceUuid(uuid), labels=frozenset(labels)) for uuid, labels in members)
+    devices = tuple(Device(DeviceUuid(uuid), labels=frozenset(labels)) for uuid, labels in members if is_uuid(uuid))
+    return Named(devices, tuple(uuid for uuid, _ in members if not is_uuid(uuid)))
 
 
 def object_in(text: str) -> Members:
@@ -68,8 +84,6 @@ def mistakes_in(members: Members) -> Iterator[str]:
         if times > 1:
             yield f"{shown(uuid)} stands there twice"
     for uuid, labels in members:
-        if not UUID.fullmatch(uuid):
-            yield f"{shown(uuid)} is no UUID: up to 128 visible ASCII characters without a comma"
         yield from mistakes_in_labels(uuid, labels)
 
 

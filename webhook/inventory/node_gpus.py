@@ -7,8 +7,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from webhook.core.device import Device, DeviceUuid
-from webhook.inventory.node_annotations import MAX_DEVICES, UUID, UnreadableDevicesError, shown
+from webhook.core.device import Device, DeviceUuid, is_uuid
+from webhook.inventory.node_annotations import MAX_DEVICES, Named, UnreadableDevicesError, shown
 
 # All annotations of an object may have 256 KiB together.
 MAX_ANNOTATION: Final = 200 * 1024
@@ -48,8 +48,8 @@ def gpus_in(text: str) -> NodeGpus:
     if len(found.gpus) > MAX_DEVICES:
         raise UnreadableDevicesError(f"{len(found.gpus)} devices are more than {MAX_DEVICES}")
     uuids = Counter(one.uuid for one in found.gpus if one.uuid is not None)
-    if wrong := [uuid for uuid, times in uuids.items() if times > 1 or not UUID.fullmatch(uuid)]:
-        raise UnreadableDevicesError(f"{shown(wrong[0])} is no UUID, or stands there twice")
+    if wrong := [uuid for uuid, times in uuids.items() if times > 1]:
+        raise UnreadableDevicesError(f"{shown(wrong[0])} stands there twice")
     if wrong := [text for text in texts_in(found) if not text.isprintable()]:
         raise UnreadableDevicesError(f"{shown(wrong[0])} is not printable")
     try:
@@ -61,16 +61,17 @@ def gpus_in(text: str) -> NodeGpus:
 def texts_in(found: NodeGpus) -> Iterator[str]:
     """They end up in tables and on terminals, and whoever may write Nodes may have written them."""
     for one in found.gpus:
-        yield from filter(None, (one.serial, one.pci, one.model, one.memory, one.chassis))
+        yield from filter(None, (one.uuid, one.serial, one.pci, one.model, one.memory, one.chassis))
     yield from filter(None, (found.driver,))
 
 
-def devices_read(found: NodeGpus) -> tuple[Device, ...]:
+def devices_read(found: NodeGpus) -> Named:
     """Those that have a UUID: nothing else tells one device from another for good.
 
     A GPU that is cut into MIG instances is there, and cannot be had as a whole.
     """
-    return tuple(
+    uuids = [one.uuid for one in found.gpus if one.uuid is not None]
+    devices = tuple(
         Device(
             uuid=DeviceUuid(one.uuid),
             index=one.index,
@@ -80,5 +81,6 @@ def devices_read(found: NodeGpus) -> tuple[Device, ...]:
             is_healthy=not one.mig,
         )
         for one in found.gpus
-        if one.uuid is not None
+        if one.uuid is not None and is_uuid(one.uuid)
     )
+    return Named(devices, tuple(uuid for uuid in uuids if not is_uuid(uuid)))
