@@ -75,6 +75,8 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "pending_deadline": ("5m", "5m", timedelta(minutes=5)),
     "bind_deadline": ("10m", "10m", timedelta(minutes=10)),
     "on_bind_deadline": ("keep", "keep", "keep"),
+    "max_grace": ("10m", "10m", timedelta(minutes=10)),
+    "orphan_margin": ("2m", "2m", timedelta(minutes=2)),
     "evidence": ("static", ["static"], ("static",)),
     "require_evidence": ("all", "all", "all"),
     "when_unavailable": ("queue", "queue", "queue"),

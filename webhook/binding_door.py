@@ -10,7 +10,7 @@ from webhook.core.claim import Claim, believed, claim_of, recorded_claim
 from webhook.core.errors import ReservationConflictError, ReservationExpiredError, UnknownReservationError
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
-from webhook.core.reservation import PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
 from webhook.core.verdict import Deny
 from webhook.holding import Holder
 from webhook.ledger import Ledger
@@ -73,7 +73,8 @@ class BindingDoor:
             or check.bound_as_reserved(binding, held, living)
             or check.still_proven(claim, binding.node, fleet, policy)
         )
-        if refused is None and held is not None and held.uid is None and not is_dry_run:
+        # From here on it may run: that its reservation was only pending would be taken for proof that it never did.
+        if refused is None and held is not None and held.phase is Phase.PENDING and not is_dry_run:
             refused = await named(self._ledger.confirm, held, check.identity_of(living))
         return refused
 

@@ -14,7 +14,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import kube_config
 
 from webhook.api_paths import GPU_NODES, PODS_PATH
-from webhook.calls import LOST, POD_PATH, answered
+from webhook.calls import LOST, NODE_PATH, POD_PATH, answered
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
 from webhook.core.pod import Pod
@@ -22,6 +22,7 @@ from webhook.core.reservation import PodIdentity, Reservation
 from webhook.core.verdict import plain
 from webhook.ledger.carrier import Carrier, Sight, carries_other
 from webhook.ledger.cluster import WitnessAwayError
+from webhook.ledger.end_of_use import NodeSight
 from webhook.ledger.store import Raw, RefusedError, StaleError, StoreAwayError
 from webhook.objects import object_in
 from webhook.pods import PodsUnavailableError
@@ -327,6 +328,18 @@ class ApiPods:
             return None if raw is None or is_gone else Sight.of(raw)
         except (PodsUnavailableError, msgspec.ValidationError) as exc:
             raise WitnessAwayError(str(exc)) from exc
+
+    async def node(self, name: str) -> NodeSight | None:
+        try:
+            status, body = await answered(self._api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
+            if status == 404:
+                return None
+            raw = object_in(body) if status == 200 else {}
+            if (raw.get("kind"), raw.get("metadata", {}).get("name")) != ("Node", name):
+                raise WitnessAwayError(f"the API server answered {status} with something else than that node")
+            return NodeSight.of(raw)
+        except (*LOST, msgspec.MsgspecError, AttributeError) as exc:
+            raise WitnessAwayError("the node cannot be read") from exc
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         names = {"namespace": pod.namespace, "name": pod.name}

@@ -3,7 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
+from math import ceil
 from typing import Annotated, Any
 
 import msgspec
@@ -12,12 +13,14 @@ from attrs import evolve, frozen
 from webhook.clock import LONG_AGO, is_of_our_days
 from webhook.core.device import Device, DeviceUuid, Slot, is_uuid
 from webhook.core.errors import GpuwardenError
-from webhook.core.reservation import Phase, Reservation, ReservationId
+from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
 
 Raw = dict[str, Any]
 API_VERSION = "gpuwarden.io/v1alpha1"
 # Keeps a deleted object as long as something is held on it.
 FINALIZER = "gpuwarden.io/held"
+# Ten years: what a held entry may say of a grace period.
+MOST_SECONDS = 10 * 365 * 24 * 3600
 
 PHASES = tuple(Phase)  # in the order in which they follow one another
 NUMBER = re.compile("0|[1-9][0-9]{0,2}")
@@ -51,6 +54,10 @@ class HeldWire(msgspec.Struct, frozen=True, omit_defaults=True):
     deadline: Moment | None = None
     shared: bool = False
     prefix: str | None = None
+    # Of an orphan, beside a phase that a replica which knows nothing of orphans reads as well.
+    orphaned_at: Moment | None = msgspec.field(name="orphanedAt", default=None)
+    grace: Annotated[int, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 0
+    boot_id: str = msgspec.field(name="bootID", default="")
 
 
 class SpecWire(msgspec.Struct, frozen=True):
@@ -183,7 +190,15 @@ def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservat
         uid=entry.uid,
         is_shared=entry.shared,
         name_prefix=entry.prefix,
+        orphan=orphan(entry),
     )
+
+
+def orphan(entry: HeldWire) -> Orphan | None:
+    """Only what a pod has had can be one."""
+    if entry.orphaned_at is None or entry.phase is not Phase.FINALIZED:
+        return None
+    return Orphan(moment(entry.orphaned_at), timedelta(seconds=entry.grace), entry.boot_id)
 
 
 def moment(said: datetime | None) -> datetime:
@@ -215,6 +230,9 @@ def raw_entry(one: Reservation) -> Raw:
         deadline=one.deadline,
         shared=one.is_shared,
         prefix=one.name_prefix,
+        orphaned_at=None if one.orphan is None else one.orphan.at,
+        grace=0 if one.orphan is None else ceil(one.orphan.grace.total_seconds()),
+        boot_id="" if one.orphan is None else one.orphan.boot_id,
     )
     raw: Raw = msgspec.to_builtins(wire)
     return raw

@@ -18,6 +18,7 @@ from webhook.events import ApiEvents
 from webhook.gates import ApiGates
 from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 from webhook.ledger.cluster import ClusterLedger
+from webhook.ledger.end_of_use import Patience
 from webhook.ledger.queue import Queue
 from webhook.ledger.reconcile import OnBindDeadline, Reconciler, Waiting
 from webhook.maps import MappedSets, NamespaceNews, NodeNames
@@ -58,7 +59,8 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
     events = ApiEvents(api, utc_now, metrics.count_event)
     waiting = Waiting(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew)
-    reconciler = Reconciler(ledger, pods, events, utc_now, waiting)
+    patience = Patience(settings.max_grace, settings.orphan_margin)
+    reconciler = Reconciler(ledger, pods, events, utc_now, waiting, patience)
     inventory = ClusterInventory(fleet, utc_now, proven=lambda name: evidence.word_on(name))
     evidence = EvidenceView(
         {},

@@ -237,6 +237,22 @@ class Settings:
         default="remove",
         metadata=declared(ON_BIND_DEADLINE, "what becomes of it then: removed, if a controller makes it anew, or kept"),
     )
+    max_grace: timedelta = field(
+        default=timedelta(hours=1),
+        metadata=declared(
+            INTERVAL,
+            "how long the containers of a pod with GPUs may take to stop; the GPUs of one that went unseen are kept "
+            "from others for as long",
+        ),
+    )
+    orphan_margin: timedelta = field(
+        default=timedelta(seconds=90),
+        metadata=declared(
+            INTERVAL,
+            "how long beyond its grace period the GPUs of a pod are kept from others that was not seen to end; less "
+            "than the control plane needs to notice a dead kubelet is not safe",
+        ),
+    )
     evidence: tuple[str, ...] = field(
         default=("static",),
         metadata=declared(EVIDENCE, "who says what a node is; each of them has to vouch for it, all for one hash"),

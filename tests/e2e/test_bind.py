@@ -162,7 +162,7 @@ async def removed(kube: Kube) -> None:
 async def cleared(kube: Kube, namespace: str) -> None:
     for one in await kube.list(PODS, namespace):
         with suppress(ApiError):
-            await kube.delete(PODS, one["metadata"]["name"], namespace, grace=0)
+            await kube.delete(PODS, one["metadata"]["name"], namespace)
     await wait_until(lambda: kube.list(PODS, namespace), lambda pods: not pods)
 
 
@@ -339,7 +339,7 @@ async def test_gated_and_leaving_pods_are_left_alone(scene: Scene) -> None:
 async def test_a_pod_that_is_made_anew_under_its_old_name_is_decided_anew(scene: Scene) -> None:
     await scene.create("twice", nodeSelector={"kubernetes.io/hostname": "bind-0", "free": "yes"})
     await scene.waits("twice", "not selected by the pod")
-    await scene.kube.delete(PODS, "twice", scene.namespace, grace=0)
+    await scene.kube.delete(PODS, "twice", scene.namespace)
     await gone(scene.kube, PODS, "twice", scene.namespace)
     await scene.create("twice", nodeSelector={"kubernetes.io/hostname": "bind-1"})
     await scene.kube.patch(NODES, "bind-0", {"metadata": {"labels": {"free": "yes"}}})

@@ -147,7 +147,8 @@ async def scene(cluster: Cluster, kube: Kube, tmp_path: Path, flags: list[str]) 
         inventory = tmp_path / "inventory.json"
         if flags:
             inventory.write_text('{"nodes": []}')
-        own = ["--lease-namespace", namespace, *(flag.format(inventory=inventory) for flag in flags)]
+        short = ["--max-grace", "1s", "--orphan-margin", "1s"]  # no container runs here
+        own = ["--lease-namespace", namespace, *short, *(flag.format(inventory=inventory) for flag in flags)]
         stack.enter_context(reconciling(tmp_path, *where, *own))
         server = stack.enter_context(serving(tmp_path, None, ["--ledger", "cluster", *where]))
         ca = server.directory / "certs/dev/ca.crt"
@@ -301,7 +302,7 @@ async def test_what_somebody_made_by_hand_is_left_alone(scene: Scene) -> None:
     await scene.kube.create(GPU_NODES, gpu_node(A, "GPU-hand"))
     await scene.node(A)
     assert await scene.has_gpu(A, "train") == "GPU-hand"
-    await scene.kube.delete(PODS, "train", scene.namespace, grace=0)
+    await scene.kube.delete(PODS, "train", scene.namespace)
     await scene.kube.delete(NODES, A)
     await scene.node(B, said("GPU-b"))  # seen to after the other
     await scene.has(B, GPU_b=True)

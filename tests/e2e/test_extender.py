@@ -247,7 +247,7 @@ async def removed(kube: Kube) -> None:
 async def cleared(kube: Kube, namespace: str) -> None:
     for one in await kube.list(PODS, namespace):
         with suppress(ApiError):
-            await kube.delete(PODS, one["metadata"]["name"], namespace, grace=0)
+            await kube.delete(PODS, one["metadata"]["name"], namespace)
     await wait_until(lambda: kube.list(PODS, namespace), lambda pods: not pods)
 
 

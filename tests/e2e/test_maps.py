@@ -77,7 +77,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
 
         # The ordinal's next pod comes while the old one's GPUs are still held.
         old = {one["metadata"]["uid"] for one in await kube.list(PODS, here.namespace)}
-        await kube.delete(PODS, "web-1", here.namespace, grace=0)
+        await kube.delete(PODS, "web-1", here.namespace)
         await placed(kube, here, {"web-1": both["web-1"]}, old)
 
         await kube.patch(STATEFUL_SETS, "web", {"spec": {"replicas": 4}}, here.namespace)
@@ -99,7 +99,7 @@ async def test_a_stateful_set_keeps_its_gpus_through_deletion_scaling_and_a_roll
         await kube.patch(NODES, first, {"metadata": {"labels": {"gpu-node-name": "rack-1"}}})
         for node in here.nodes:
             await wait_until(lambda node=node: node_events(kube, node), bool)  # type: ignore[misc]  # bound now
-        await kube.delete(PODS, "web-1", here.namespace, grace=0)
+        await kube.delete(PODS, "web-1", here.namespace)
         again = await wait_until(
             lambda: kube.find(PODS, "web-1", here.namespace), lambda found: found is not None and gates(found)
         )

@@ -73,7 +73,7 @@ class Line:
         return made
 
     async def end(self, name: str) -> None:
-        await self.kube.delete(PODS, name, self.namespace, grace=0)
+        await self.kube.delete(PODS, name, self.namespace)
 
     async def still_waits(self, name: str) -> None:
         assert gates(await self.get(name)) == [GATE]

@@ -13,6 +13,7 @@ from tests import builders
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
+from webhook.clock import LONG_AGO
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy
 from webhook.core.device import DeviceUuid, Node
@@ -31,6 +32,7 @@ from webhook.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.holding import Holder
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import PATIENCE, ClusterLedger, Witness, WitnessAwayError
+from webhook.ledger.end_of_use import NodeSight
 from webhook.ledger.moves import Times
 from webhook.ledger.store import RefusedError, StoreAwayError
 from webhook.telemetry import Metrics
@@ -53,10 +55,16 @@ def carrying(uid: str, uuid: str, *, node: str = "node-a", reservation: str = "r
     return {"metadata": meta, "spec": {"nodeName": node} if is_on_node else {}, "status": {"phase": "Running"}}
 
 
+def ended(phase: str = "Succeeded", **state: Raw) -> Raw:
+    """A pod's status as a kubelet writes it once its containers have ended."""
+    return {"phase": phase, "containerStatuses": [{"state": state or {"terminated": {"exitCode": 0}}}]}
+
+
 class Pods:
-    """The pods that the API server has, by uid."""
+    """The pods that the API server has, by uid, and its nodes."""
 
     def __init__(self) -> None:
+        self.nodes: dict[str, NodeSight | None] = {}
         self.uids: set[str] = set()
         self.raws: dict[str, Raw] = {}
         self.removed: list[PodIdentity] = []
@@ -78,6 +86,12 @@ class Pods:
         if self.is_away:
             raise WitnessAwayError("away")
         return Sight.of(self.raws[pod.uid]) if pod.uid in self.uids else None
+
+    async def node(self, name: str) -> NodeSight | None:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise WitnessAwayError("away")
+        return self.nodes.get(name, NodeSight("boot-1", is_ready=True, ready_since=LONG_AGO))
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         if version == self.raws[pod.uid]["metadata"].get("resourceVersion", ""):
@@ -311,7 +325,8 @@ CARRYING = carrying("uid-1", "GPU-a0", reservation="r1")
     [
         pytest.param(CARRYING, True, id="carries-it"),
         pytest.param({**CARRYING, "spec": {}}, True, id="carries-it-on-no-node"),
-        pytest.param({**CARRYING, "status": {"phase": "Failed"}}, False, id="carries-it-and-has-ended"),
+        pytest.param({**CARRYING, "status": ended("Failed")}, False, id="carries-it-and-has-ended"),
+        pytest.param({**CARRYING, "status": {"phase": "Failed"}}, True, id="has-failed-and-may-run"),
         pytest.param(carrying("uid-1", "GPU-a1", reservation="r9"), False, id="carries-another"),
         pytest.param(without_annotations(None), False, id="runs-without-gpus"),
         pytest.param(without_annotations(shows("all")), False, id="was-shown-all-as-a-monitor-is"),

@@ -10,16 +10,20 @@ from tests import builders
 from tests.builders import Raw
 from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
-from tests.ledger.test_cluster import NODE_A, ClusterBench, Pods
+from tests.ledger.test_cluster import NODE_A, ClusterBench, Pods, ended
 from webhook.core import keys
 from webhook.core.claim import ClaimRecord
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, PodIdentity, ReservationId
 from webhook.ledger.carrier import Sight
 from webhook.ledger.cluster import ClusterLedger
+from webhook.ledger.end_of_use import Patience
 from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, OnBindDeadline, Reconciler, Waiting
 
 BIND_DEADLINE = timedelta(minutes=5)
+MARGIN, MAX_GRACE = timedelta(seconds=90), timedelta(hours=1)
+# After it an orphan of which nothing is known has ended.
+PATIENT = MARGIN + MAX_GRACE
 R1 = ReservationId("r1")
 RECORD = ClaimRecord(gpus=1)
 ON_NODE: Raw = {
@@ -40,7 +44,8 @@ class Scene:
 
     def another(self, ledger: ClusterLedger, afterwards: OnBindDeadline = OnBindDeadline.REMOVE) -> Reconciler:
         waiting = Waiting(BIND_DEADLINE, afterwards, CLOCK_SKEW)
-        return Reconciler(ledger, self.bench.pods, self.heard, lambda: self.bench.now, waiting)
+        patience = Patience(MAX_GRACE, MARGIN)
+        return Reconciler(ledger, self.bench.pods, self.heard, lambda: self.bench.now, waiting, patience)
 
     def show(self, raw: Raw) -> None:
         """The pod exists, and the watch says so."""
@@ -104,7 +109,7 @@ async def test_a_pod_with_another_claim_is_not_given_the_reservation(scene: Scen
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 async def test_a_pod_that_has_ended_frees_its_devices(scene: Scene, phase: str) -> None:
     await scene.run_a_pod()
-    scene.reconciler.changed(raw_pod(phase=phase))
+    scene.reconciler.changed({**raw_pod(), "spec": ON_NODE, "status": ended(phase)})
     await scene.reconciler.step()
     assert scene.bench.held() == {}
 
@@ -117,7 +122,7 @@ async def test_a_terminating_pod_still_holds_its_devices(scene: Scene) -> None:
     assert scene.phase is Phase.FINALIZED
 
 
-async def test_a_deleted_pod_frees_its_devices(scene: Scene) -> None:
+async def test_a_pod_that_is_deleted_before_it_is_on_a_node_frees_its_devices(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.deleted(raw_pod())
     await scene.reconciler.step()
@@ -141,6 +146,8 @@ async def test_nothing_is_freed_while_nobody_can_be_asked(scene: Scene) -> None:
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
     scene.bench.pods.is_away = False
+    await scene.reconciler.step()
+    scene.bench.now += PATIENT
     await scene.reconciler.step()
     assert scene.bench.held() == {}
 
@@ -433,7 +440,7 @@ async def test_without_its_annotations_a_running_pod_holds_its_devices_until_it_
     scene.bench.now += 10 * BIND_DEADLINE
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
-    scene.reconciler.deleted(bare())
+    scene.reconciler.deleted({**bare(), "status": ended()})
     await scene.reconciler.step()
     assert scene.bench.held() == {}
 
@@ -450,7 +457,7 @@ async def test_without_its_annotations_a_pod_that_has_ended_holds_nothing(scene:
     await scene.run_a_pod()
     scene.show(bare())
     await scene.reconciler.step()
-    scene.show(bare(phase="Succeeded"))
+    scene.show({**bare(), "status": ended()})
     scene.bench.now += PATIENCE
     await scene.reconciler.step()
     assert scene.bench.held() == {}
@@ -518,6 +525,7 @@ async def test_of_two_reservations_of_one_pod_none_stays_without_it(scene: Scene
     second = scene.another(behind)
     second.replaced({})
     await second.step()
+    scene.bench.now += PATIENT
     await second.step()
     assert (scene.bench.held(), scene.bench.held("node-b")) == ({}, {})
 
@@ -584,6 +592,8 @@ async def test_what_was_written_by_hand_and_is_of_no_pod_goes_again(scene: Scene
     by_hand = {"reservation": "x", "namespace": "ml", "digest": "d", **entry}
     scene.bench.store.apply({**raw, "status": {"held": {"GPU-a0/0": by_hand}}})
     scene.bench.replica.watch.catch_up()
+    await scene.reconciler.step()
+    scene.bench.now += PATIENT
     await scene.reconciler.step()
     assert scene.bench.held() == {}
 
@@ -666,6 +676,7 @@ async def test_one_pod_that_nobody_foresaw_stops_nothing_for_the_others(scene: S
     await scene.bench.reserve(Ask(ReservationId("r3"), "ml", "d"), on("node-a", "GPU-a2"))
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
     await reconciler.step()
+    scene.bench.now += PATIENT
     await reconciler.step()
     assert list(scene.bench.held()) == ["GPU-a0/0"]
 
@@ -727,5 +738,6 @@ async def test_whoever_stands_by_remembers_no_more_than_there_is(scene: Scene, m
         idle.deleted(raw_pod(uid=pod.uid))
         await scene.bench.ledger.release(ask.id, pod)
         standby.watch.catch_up()
+        scene.bench.now += timedelta(seconds=1)
     assert idle.deletions <= 200
     assert standby.ledger.reminders <= 200

@@ -25,6 +25,7 @@ from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Replica
 from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, alike, record_of
 from webhook.binding_door import BindingDoor
+from webhook.clock import LONG_AGO
 from webhook.core.binding import Binding
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
@@ -35,6 +36,8 @@ from webhook.gpu_node import FINALIZER
 from webhook.holding import Holder
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import WitnessAwayError
+from webhook.ledger.end_of_use import NodeSight, Patience
+from webhook.ledger.orphanage import PAUSE as LOOK
 from webhook.ledger.reconcile import PATIENCE, OnBindDeadline, Reconciler, Waiting
 from webhook.namespaces import ClaimReading, Undemanding
 from webhook.pods import PodsUnavailableError
@@ -49,6 +52,12 @@ WHICH = st.integers(0, PROCESSES - 1)
 NAMES = st.sampled_from(["one", "two", "three"])
 NAMESPACES = st.sampled_from(["ml", "dl"])
 ENDED = ("Succeeded", "Failed")
+# In seconds: of a pod by itself, of deletions that ask for something else, and the most that any may ask for.
+GRACE, GRACES, MAX_GRACE = 30, st.sampled_from([0, 5, 30, 200]), 200
+# How long a kubelet may be dead before its node says so, and how long nobody has the devices beyond a grace period.
+UNNOTICED, MARGIN = timedelta(seconds=50), timedelta(seconds=60)
+BEFORE_IT_IS_GONE = st.sampled_from([200, 5, "crash", "start over", "kubelet dies", "collected", "unheard"])
+SHORT = st.sampled_from([1, 12, 49, 58, 100, 140, 255])
 # Of what there is to be heard: so many events, or all.
 HEARD = st.sampled_from([None, 0, 1, 3, None])
 
@@ -60,6 +69,7 @@ class ApiServer:
         self.pods: dict[tuple[str, str], Raw] = {}
         self.history: list[tuple[str, Raw]] = []
         self.is_away = False
+        self.nodes = {name: NodeSight(f"{name}-1", is_ready=True, ready_since=LONG_AGO) for name in DEVICES}
 
     def of_uid(self, uid: str) -> Raw | None:
         return next((raw for raw in self.pods.values() if raw["metadata"]["uid"] == uid), None)
@@ -73,13 +83,14 @@ class ApiServer:
         assert raw is not None
         self.put({**raw, **{name: {**raw[name], **part} for name, part in parts.items()}})
 
-    def delete(self, uid: str) -> None:
+    def delete(self, uid: str, grace: int = GRACE) -> None:
         """What runs is stopped first."""
         raw = self.of_uid(uid)
         if raw is None:
             return
-        if raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED:
-            self.change(uid, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})
+        if grace and raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED:
+            asked = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": grace}
+            self.change(uid, metadata=asked)
         else:
             self.take_away(uid)
 
@@ -126,6 +137,12 @@ class ApiServer:
         raw = await self._read(pod)
         return None if raw is None else Sight.of(copy.deepcopy(raw))
 
+    async def node(self, name: str) -> NodeSight | None:
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise WitnessAwayError("away")
+        return self.nodes[name]
+
     async def remove(self, pod: PodIdentity, version: str) -> None:
         raw = await self._read(pod)
         if raw is not None and version == raw["metadata"].get("resourceVersion", ""):
@@ -147,7 +164,8 @@ class Process:
         self.replica = Replica(world.store, world.api, self.clock)
         self.ledger = self.replica.ledger
         waiting = Waiting(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
-        self.reconciler = Reconciler(self.ledger, world.api, Heard(), self.clock, waiting)
+        patience = Patience(timedelta(seconds=MAX_GRACE), MARGIN)
+        self.reconciler = Reconciler(self.ledger, world.api, Heard(), self.clock, waiting, patience)
         holder = Holder(self.replica.fleet, self.ledger, EvidencePolicy(), self.clock, Metrics())
         self.door = BindingDoor(holder, world.api, ClaimReading(ClaimRules(), Undemanding()), BIND_DEADLINE, self.clock)
         self.seen = 0
@@ -204,7 +222,8 @@ class Creation:
             "creationTimestamp": created.isoformat(),
             "ownerReferences": owners,
         }
-        spec = {"nodeName": self.placement.node} if self.is_preset else {}
+        spec: Raw = {"nodeName": self.placement.node} if self.is_preset else {}
+        spec["terminationGracePeriodSeconds"] = GRACE
         return {"metadata": meta, "spec": spec, "status": {"phase": "Pending"}}
 
 
@@ -215,6 +234,18 @@ class Reviewed:
     uid: str
     node: str
     begun: datetime
+
+
+@define
+class Containers:
+    """What runs on a node of a pod, whether or not there is such a pod any more: the truth, which nobody asks."""
+
+    node: str
+    gpus: list[str]
+    grace: int = GRACE
+    # The kubelet is to stop them; while it lives it kills them then.
+    is_told: bool = False
+    ends: datetime | None = None
 
 
 def gpus_of(raw: Raw) -> list[str]:
@@ -241,6 +272,9 @@ class World(RuleBasedStateMachine):
         self.skews = [timedelta(0)] * PROCESSES
         self.processes: list[Process] = []
         self.number = 0
+        self.containers: dict[str, Containers] = {}
+        self.dead_since: dict[str, datetime] = {}  # kubelets, by node
+        self.back_at: dict[str, datetime] = {}
 
     def teardown(self) -> None:
         self.loop.close()
@@ -308,7 +342,67 @@ class World(RuleBasedStateMachine):
         """If the request is alive still, and no other has the name."""
         is_late = self.now - one.begun > REQUEST_TIMEOUT
         if one.is_validated and not is_late and (one.pod.namespace, one.pod.name) not in self.api.pods:
-            self.api.put(one.raw(self.now))
+            raw = one.raw(self.now)
+            self.api.put(raw)
+            if one.is_preset:
+                # No door sees it again. The threat model names the limit: somebody has to see it before it is deleted.
+                self.store.faults = []
+                self.run(self.processes[0].ledger.confirm(one.reservation_id, one.pod, node=one.placement.node))
+                self.start(raw)
+
+    # What the kubelets do. They start what they are given, and may take all of its grace period to stop it.
+
+    def start(self, raw: Raw) -> None:
+        self.containers[raw["metadata"]["uid"]] = Containers(raw["spec"]["nodeName"], gpus_of(raw))
+
+    def is_alive(self, node: str) -> bool:
+        return node not in self.dead_since
+
+    def tell_kubelet(self, uid: str, grace: int) -> None:
+        """Of a deletion. A shorter grace period does not take the place of a longer one."""
+        one = self.containers.get(uid)
+        if one is not None:
+            one.grace, one.is_told = max(one.grace, grace), True
+            if self.is_alive(one.node):
+                ends = self.now + timedelta(seconds=one.grace)
+                one.ends = ends if one.ends is None else max(one.ends, ends)
+
+    def kill_in_time(self) -> None:
+        over = [uid for uid, one in self.containers.items() if one.ends is not None and one.ends <= self.now]
+        for uid in over:
+            del self.containers[uid]
+
+    @rule(node=st.sampled_from(sorted(DEVICES)))
+    def kill_a_kubelet(self, node: str) -> None:
+        """It is started again by whoever looks after it, and does not die again at once: see the threat model."""
+        rested = self.back_at.get(node, LONG_AGO) + timedelta(seconds=MAX_GRACE) + 2 * MARGIN
+        if self.is_alive(node) and rested <= self.now:
+            self.dead_since[node] = self.now
+            for one in self.containers.values():
+                one.ends = None if one.node == node else one.ends
+
+    @rule(node=st.sampled_from(sorted(DEVICES)), is_reboot=st.booleans())
+    def start_a_kubelet(self, node: str, is_reboot: bool) -> None:
+        """It stops what is to be stopped, from the beginning. A machine that is booted has nothing to stop."""
+        if self.is_alive(node):
+            return
+        self.look_at_heartbeats()
+        del self.dead_since[node]
+        self.back_at[node] = self.now
+        before = self.api.nodes[node]
+        since = before.ready_since if before.is_ready else self.now
+        boot_id = f"{node}-{self.now.isoformat()}" if is_reboot else before.boot_id
+        self.api.nodes[node] = NodeSight(boot_id, is_ready=True, ready_since=since)
+        for uid, one in [(uid, one) for uid, one in self.containers.items() if one.node == node and one.is_told]:
+            if is_reboot:
+                del self.containers[uid]
+            else:
+                one.ends = self.now + timedelta(seconds=one.grace)
+
+    def look_at_heartbeats(self) -> None:
+        for node, since in self.dead_since.items():
+            if since + UNNOTICED <= self.now:
+                self.api.nodes[node] = NodeSight(self.api.nodes[node].boot_id)
 
     @rule(
         which=WHICH, places=PLACES, name=NAMES, is_owned=st.booleans(), is_preset=st.booleans(), is_bound=st.booleans()
@@ -376,12 +470,73 @@ class World(RuleBasedStateMachine):
         if raw is None or raw["spec"].get("nodeName") or self.now - one.begun > REQUEST_TIMEOUT:
             return
         self.api.change(one.uid, spec={"nodeName": one.node})
+        bound = self.api.of_uid(one.uid)
+        assert bound is not None
+        self.start(bound)
 
-    @rule(data=st.data(), phase=st.sampled_from(["Running", *ENDED]))
-    def go_on(self, data: st.DataObject, phase: str) -> None:
+    @rule(data=st.data(), phase=st.sampled_from(["Running", "Running", *ENDED]), is_crash=st.booleans())
+    def go_on(self, data: st.DataObject, phase: str, is_crash: bool) -> None:
+        """As its kubelet says. A container that has crashed is about to be started again."""
+        there = [raw for raw in self.alive() if raw["status"]["phase"] not in ENDED]
+        if there:
+            self.go_on_with(data.draw(st.sampled_from(there))["metadata"]["uid"], phase, is_crash=is_crash)
+
+    def go_on_with(self, uid: str, phase: str, *, is_crash: bool) -> None:
+        state = "terminated" if is_crash or phase in ENDED else "running"
+        self.api.change(uid, status={"phase": phase, "containerStatuses": [{"state": {state: {}}}]})
+        if phase in ENDED:
+            self.containers.pop(uid, None)
+
+    def alive(self) -> list[Raw]:
+        """Pods on nodes whose kubelets live."""
+        return [raw for raw in self.pods() if (node := raw["spec"].get("nodeName")) and self.is_alive(node)]
+
+    @rule(data=st.data())
+    def collect_garbage(self, data: st.DataObject) -> None:
+        """The collector takes a pod for lost, whatever runs."""
         there = [raw for raw in self.pods() if raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED]
         if there:
-            self.api.change(data.draw(st.sampled_from(there))["metadata"]["uid"], status={"phase": phase})
+            uid = data.draw(st.sampled_from(there))["metadata"]["uid"]
+            self.api.change(uid, status={"phase": "Failed", "conditions": [{"reason": "DeletionByPodGC"}]})
+            self.api.delete(uid, 0)
+            self.tell_kubelet(uid, 0)
+
+    @rule(data=st.data(), grace=GRACES)
+    def delete_one(self, data: st.DataObject, grace: int) -> None:
+        """As its owner may ask; 0 is by force."""
+        if self.api.pods:
+            uid = data.draw(st.sampled_from(self.pods()))["metadata"]["uid"]
+            self.api.delete(uid, grace)
+            self.tell_kubelet(uid, grace)
+
+    @rule(which=WHICH, place=PLACES, moves=st.lists(BEFORE_IT_IS_GONE, max_size=4), seconds=SHORT)
+    def succeed(self, which: int, place: list[Placement], moves: list[str | int], seconds: int) -> None:
+        """One pod runs, is deleted by force at last, and another wants its devices: what chance alone seldom makes."""
+        before = set(self.containers)
+        self.come_to_be(which, place[:1], "one", True, False, True)
+        uids = list(self.containers.keys() - before)
+        node = place[0].node
+        self.reconcile(which, None, None)
+        for uid in uids:
+            self.go_on_with(uid, "Running", is_crash="crash" in moves)
+            for move in [*moves, 0]:
+                if isinstance(move, int):
+                    self.api.delete(uid, move)
+                    self.tell_kubelet(uid, move)
+                elif move == "start over":
+                    self.processes[which] = Process(self, which)
+                elif move == "kubelet dies":
+                    self.kill_a_kubelet(node)
+                elif move == "collected" and self.api.of_uid(uid) is not None:
+                    self.api.change(uid, status={"phase": "Failed", "conditions": [{"reason": "DeletionByPodGC"}]})
+                if move != "unheard":
+                    self.reconcile(which, None, None)
+        self.wait(seconds)
+        self.reconcile(which, None, None)
+        if "kubelet dies" in moves:
+            self.start_a_kubelet(node, is_reboot=False)
+            self.reconcile(which, None, None)
+        self.come_to_be(which, place[:1], "two", True, False, True)
 
     @rule(data=st.data(), is_all=st.booleans())
     def delete(self, data: st.DataObject, is_all: bool) -> None:
@@ -393,12 +548,16 @@ class World(RuleBasedStateMachine):
                     is_all and raw["metadata"]["namespace"] == meta["namespace"]
                 ):
                     self.api.delete(raw["metadata"]["uid"])
+                    self.tell_kubelet(raw["metadata"]["uid"], GRACE)
 
     @rule()
     def stop_what_is_terminating(self) -> None:
-        for raw in self.pods():
+        for raw in self.alive():
             if "deletionTimestamp" in raw["metadata"]:
-                self.api.take_away(raw["metadata"]["uid"])
+                uid = raw["metadata"]["uid"]
+                self.containers.pop(uid, None)
+                self.api.change(uid, status={"phase": "Failed", "containerStatuses": [{"state": {"terminated": {}}}]})
+                self.api.take_away(uid)
 
     # Those who act.
 
@@ -446,6 +605,8 @@ class World(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1, 12, 58, 100, 290, 420]))
     def wait(self, seconds: int) -> None:
         self.now += timedelta(seconds=seconds)
+        self.kill_in_time()
+        self.look_at_heartbeats()
 
     # What must hold.
 
@@ -453,6 +614,11 @@ class World(RuleBasedStateMachine):
     def no_device_is_with_two_pods_on_their_node(self) -> None:
         there = [raw for raw in self.pods() if raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED]
         uuids = [uuid for raw in there for uuid in gpus_of(raw)]
+        assert len(uuids) == len(set(uuids))
+
+    @invariant()
+    def no_device_is_with_the_containers_of_two_pods(self) -> None:
+        uuids = [uuid for one in self.containers.values() for uuid in one.gpus]
         assert len(uuids) == len(set(uuids))
 
     @invariant()
@@ -471,8 +637,11 @@ class World(RuleBasedStateMachine):
         """Once all is well and nothing is under way, one of them alone makes it so."""
         self.store.faults, self.api.is_away = [], False
         one = self.processes[which] = Process(self, which) if is_fresh else self.processes[which]
+        for node in list(self.dead_since):
+            self.start_a_kubelet(node, is_reboot=False)
         for _ in range(6):
-            self.now += BIND_DEADLINE + REQUEST_TIMEOUT + PENDING_DEADLINE + 4 * CLOCK_SKEW + 2 * PATIENCE
+            self.now += BIND_DEADLINE + REQUEST_TIMEOUT + PENDING_DEADLINE + 4 * CLOCK_SKEW + 2 * PATIENCE + LOOK
+            self.kill_in_time()
             one.hear_of_pods()
             one.hear_of_nodes()
             self.run(one.reconciler.step())

@@ -19,7 +19,7 @@ class DeviceState(StrEnum):
     PENDING = "pending"
     ASSIGNED = "assigned"
     EXPIRED = "expired"  # pending past its deadline, not collected yet
-    ORPHANED = "orphaned"  # its pod is gone, not released yet
+    ORPHANED = "orphaned"  # its pod is gone, and may still run
     QUARANTINED = "quarantined"  # unhealthy, vanished, or the same UUID on two nodes
 
 
@@ -56,7 +56,7 @@ def device_state(
 def reservation_state(reservation: Reservation, now: datetime) -> DeviceState:
     match reservation.phase:
         case Phase.FINALIZED:
-            return DeviceState.ASSIGNED
+            return DeviceState.ASSIGNED if reservation.orphan is None else DeviceState.ORPHANED
         case Phase.RELEASING:
             return DeviceState.ORPHANED
         case Phase.PENDING:

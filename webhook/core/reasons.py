@@ -44,6 +44,8 @@ class Reason(StrEnum):
     DEVICE_DISPUTED = "DeviceDisputed"
     GPU_NODE_UNREADABLE = "GPUNodeUnreadable"
     NODE_GONE = "NodeGone"
+    GPU_ORPHANED = "GPUOrphaned"
+    ORPHAN_ENDED = "OrphanEnded"
     EVIDENCE_CHANGED = "EvidenceChanged"
     EVIDENCE_LOST = "EvidenceLost"
     GATE_OPENED = "GateOpened"
@@ -87,6 +89,8 @@ EVENTS_ONLY = frozenset(
         Reason.DEVICE_DISPUTED,
         Reason.GPU_NODE_UNREADABLE,
         Reason.NODE_GONE,
+        Reason.GPU_ORPHANED,
+        Reason.ORPHAN_ENDED,
         Reason.EVIDENCE_CHANGED,
         Reason.EVIDENCE_LOST,
         Reason.GATE_OPENED,

@@ -1,6 +1,6 @@
 """A reservation: devices of ONE node set aside for one claim, and the moves it may make."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NewType
 
@@ -74,6 +74,22 @@ class Ask:
 
 
 @frozen
+class Orphan:
+    """A reservation's pod is gone, and nobody has seen its containers end."""
+
+    # No earlier than the last request to delete the pod.
+    at: datetime
+    # The longest grace period that its containers may have been given.
+    grace: timedelta
+    # The boot of its node at that time; empty if it was not known.
+    boot_id: str = ""
+
+    def and_also(self, other: "Orphan") -> "Orphan":
+        """The same orphan, told of twice."""
+        return Orphan(max(self.at, other.at), max(self.grace, other.grace), self.boot_id or other.boot_id)
+
+
+@frozen
 class Reservation:
     """What a ledger holds. Its id, namespace, claim digest, node and slots never change; its uid only once."""
 
@@ -91,6 +107,7 @@ class Reservation:
     # Whether it lets others have the other shares of its devices.
     is_shared: bool = False
     name_prefix: str | None = None
+    orphan: Orphan | None = None
 
     @property
     def uuids(self) -> tuple[DeviceUuid, ...]:
@@ -104,6 +121,10 @@ class Reservation:
 
     def of_pod(self, pod: PodIdentity) -> "Reservation":
         return evolve(self, uid=pod.uid, pod_name=pod.name or self.pod_name)
+
+    def orphaned(self, orphan: Orphan) -> "Reservation":
+        known = orphan if self.orphan is None else self.orphan.and_also(orphan)
+        return evolve(self.after(Event.POD_EXISTS), orphan=known)
 
     def is_past_deadline(self, now: datetime) -> bool:
         return self.deadline is not None and self.deadline <= now

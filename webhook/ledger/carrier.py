@@ -16,9 +16,10 @@ from webhook.core.dress import REFERENCE
 from webhook.core.errors import InvalidPodError
 from webhook.core.pod import EnvVar, Metadata, Pod, Wire
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
+from webhook.ledger.end_of_use import has_ended
 
 Raw = dict[str, Any]
-# A pod in these phases runs no more, and its devices are free. A terminating pod still holds its own.
+# Nobody starts containers of a pod in these phases any more. Whether they have ended is another question: `end_of_use`.
 ENDED = frozenset({"Succeeded", "Failed"})
 
 
@@ -58,7 +59,8 @@ class Carrier:
     is_on_node: bool = False
     has_started: bool = False
     is_leaving: bool = False
-    has_ended: bool = False
+    is_final: bool = False  # its phase is
+    has_ended: bool = False  # and its containers do not use its devices any more
     has_controller: bool = False
 
     @classmethod
@@ -91,7 +93,8 @@ class Carrier:
             is_on_node=bool(wire.spec and wire.spec.node_name),
             has_started=phase != "Pending",
             is_leaving=meta.deletion_timestamp is not None,
-            has_ended=phase in ENDED,
+            is_final=phase in ENDED,
+            has_ended=has_ended(raw),
             has_controller=any(owner.controller for owner in meta.owner_references or ()),
         )
 
@@ -120,7 +123,7 @@ class Sight:
             carrier=Carrier.of(raw),
             is_gated=pod.is_gated,
             node=pod.body.node_name or "",
-            has_ended=wire.status is not None and wire.status.phase in ENDED,
+            has_ended=has_ended(raw),
             version=(wire.metadata or MetaWire()).resource_version,
             told=tuple(one for _, container in pod.containers() for one in visible_env(container)),
         )

@@ -27,10 +27,11 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Ask, Orphan, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, name_in, with_finalizer, with_held
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.moves import (
+    Abandon,
     Adopt,
     AgainError,
     Expire,
@@ -224,6 +225,16 @@ class ClusterLedger:
             return False
         return await self._moved(known.node, Release(known.id, pod, since or known.since)) is not None
 
+    async def release_orphan(self, one: Reservation) -> bool:
+        """Its pod must have ended by now. One of which more has become known since stays."""
+        return await self._moved(one.node, Release(one.id, pod_of(one), one.since, one.orphan)) is not None
+
+    async def abandon(
+        self, reservation_id: ReservationId, pod: PodIdentity, orphan: Orphan, *, node: str, since: datetime
+    ) -> Reservation | None:
+        """The pod is gone and may still run: its devices stay held. None if they are not its any more."""
+        return await self._moved(node, Abandon(reservation_id, pod, since, orphan))
+
     def given_up(self, now: datetime) -> Collection[Reservation]:
         """What nobody came for and `collect` has given up: all of it, however often it could not be cleared away."""
         return [
@@ -405,7 +416,7 @@ class ClusterLedger:
     def _without_object(self, name: str, turns: list[Turn]) -> None:
         """Nothing is to be had there. What was held is only remembered, and forgotten as it ends."""
         for turn in turns:
-            if isinstance(turn.move, Release | Expire):
+            if isinstance(turn.move, Release | Expire | Abandon):
                 turn.result = self._shelf.make(name, turn.move, self._clock(), self._times)
                 turn.succeed()
             else:

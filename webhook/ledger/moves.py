@@ -18,7 +18,7 @@ from webhook.core.errors import (
     SlotsTakenError,
     UnknownReservationError,
 )
-from webhook.core.reservation import Ask, Event, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Ask, Event, Orphan, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.ledger.carrier import Carrier, has_its_number
 
 Stored = Mapping[ReservationId, Reservation]
@@ -210,12 +210,35 @@ class Release:
     reservation_id: ReservationId
     pod: PodIdentity
     since: datetime
+    # Where it is released as an orphan: as which one. A later deletion may have given its pod more time.
+    orphan: Orphan | None = None
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
         if known is None or known.since != self.since or not known.may_be(self.pod):
             return None
+        if self.orphan is not None and known.orphan != self.orphan and known.phase is not Phase.RELEASING:
+            return None
         return drop(known, stored, held, Event.POD_ENDED)
+
+
+@frozen
+class Abandon:
+    """The pod is gone and may still run: its devices stay held, as an orphan's."""
+
+    reservation_id: ReservationId
+    pod: PodIdentity
+    since: datetime
+    orphan: Orphan
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
+        known = held.get(self.reservation_id)
+        if known is None or known.since != self.since or not known.may_be(self.pod):
+            return None
+        if known.phase is Phase.RELEASING:
+            return None
+        abandoned = held[known.id] = known.of_pod(self.pod).orphaned(self.orphan)
+        return abandoned
 
 
 @frozen

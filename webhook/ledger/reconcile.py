@@ -1,4 +1,5 @@
 """Brings reservations and pods together: what exists is confirmed, what has ended is released, what never came expires.
+What is gone and was not seen to end is an orphan, and keeps its devices until it must have ended: docs/decisions/0024.
 
 Nothing is freed because a pod is absent from a list or a cache: either the watch has said that this uid was deleted, or
 the API server is asked for it by name. It is asked too before a pod is removed, which may be on its node by now.
@@ -11,7 +12,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import structlog
-from attrs import frozen
+from attrs import evolve, frozen
 
 from webhook.clock import Clock
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
@@ -20,6 +21,8 @@ from webhook.core.reservation import Phase, PodIdentity, Reservation, Reservatio
 from webhook.events import Events, Subject
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import ClusterLedger, Witness, WitnessAwayError, pod_of
+from webhook.ledger.end_of_use import Departure, Histories, NodeSight, Patience
+from webhook.ledger.orphanage import Orphanage
 
 log = structlog.get_logger(__name__)
 
@@ -33,6 +36,8 @@ PATIENCE = timedelta(seconds=10)
 AT_ONCE = 32
 # The API server may still carry out a binding that was reviewed this long ago.
 LAST_BINDING = timedelta(seconds=60)
+# A deletion is remembered for so long at least: the GPUNode that says whose the reservation is may be told later.
+RECENT = timedelta(minutes=1)
 # More deletions than this are not kept for reservations that may have gone meanwhile.
 MANY = 1000
 
@@ -60,7 +65,10 @@ class Waiting:
 
 
 class Pods(Witness, Protocol):
-    """Pods that can be removed, by uid."""
+    """Pods that can be removed, by uid, and the nodes that they are on."""
+
+    async def node(self, name: str) -> NodeSight | None:
+        """The node as it is now, by a quorum read; None if it is gone. Raises WitnessAwayError."""
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         """This pod, by its uid, and as it was at that version: one that is gone, or has changed since, is no mistake.
@@ -71,15 +79,23 @@ class Reconciler:
     """Hears of pods from a watch; acts in `step`. Two that act at once do nothing twice."""
 
     def __init__(
-        self, ledger: ClusterLedger, pods: Pods, events: Events, clock: Clock, waiting: Waiting | None = None
+        self,
+        ledger: ClusterLedger,
+        pods: Pods,
+        events: Events,
+        clock: Clock,
+        waiting: Waiting | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._ledger = ledger
         self._api = pods
         self._events = events
         self._clock = clock
         self._waiting = waiting or Waiting()
+        self._orphanage = Orphanage(ledger, pods, events, clock, patience or Patience())
         self._pods: dict[str, Carrier] = {}
-        self._deleted: set[str] = set()  # uids of which the watch has said so, until their reservations are gone
+        self._histories = Histories()
+        self._deleted: dict[str, Departure] = {}  # by uid, until their reservations are gone
         self._enough = MANY  # of them, until it is looked which are needed still
         self._look_again: dict[str, datetime] = {}  # pods without their reservation, by uid
         self._ask_again: dict[Place, datetime] = {}  # reservations whose pods exist and are not as the watch has said
@@ -91,8 +107,9 @@ class Reconciler:
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         """A whole list. Who is not in it is asked for by name before anything is freed."""
-        found = (Carrier.of(raw) for raw in objects.values())
-        self._pods = {one.pod.uid: one for one in found if one is not None}
+        found = [(one, raw) for raw in objects.values() if (one := Carrier.of(raw)) is not None]
+        self._histories.listed({one.pod.uid: raw for one, raw in found})
+        self._pods = {one.pod.uid: self._with_history(one, raw) for one, raw in found}
         self._look_again = {uid: at for uid, at in self._look_again.items() if uid in self._pods}
         self._ask_again.clear()
         self._has_listed = True
@@ -106,16 +123,18 @@ class Reconciler:
         before = self._pods.get(one.pod.uid)
         if one.is_on_node and before is not None and not before.is_on_node and one.pod.uid in self._look_again:
             self._look_again[one.pod.uid] = self._clock()  # before it starts
-        self._pods[one.pod.uid] = one
+        self._histories.seen(one.pod.uid, raw)
+        one = self._pods[one.pod.uid] = self._with_history(one, raw)
         if not self._is_at_rest(one):
             self.news.set()
 
     def deleted(self, raw: Raw) -> None:
-        """Whatever it carried when it went."""
-        uid = self._forget(raw)
-        if self._ledger.of_pod(uid) is not None:
-            self._deleted.add(uid)
+        """Whatever it carried when it went. Its reservation may be heard of later than its end."""
+        uid = str(raw["metadata"].get("uid"))
+        if uid in self._pods or self._ledger.of_pod(uid) is not None:
+            self._deleted[uid] = self._histories.departed(uid, raw, self._clock())
             self.news.set()
+        self._forget(raw)
         if len(self._deleted) > self._enough:  # whoever stands by acts on none of them
             self._forget_released()
 
@@ -125,15 +144,23 @@ class Reconciler:
         return len(self._deleted)
 
     def _forget_released(self) -> None:
-        self._deleted = {uid for uid in self._deleted if self._ledger.of_pod(uid) is not None}
+        recent = self._clock() - RECENT
+        self._deleted = {
+            uid: one for uid, one in self._deleted.items() if one.at > recent or self._ledger.of_pod(uid) is not None
+        }
         self._enough = MANY + 2 * len(self._deleted)
 
-    def _forget(self, raw: Raw) -> str:
+    def _forget(self, raw: Raw) -> None:
         uid = str(raw["metadata"].get("uid"))
         self._look_again.pop(uid, None)
+        self._histories.forget(uid)
         if self._pods.pop(uid, None) is not None:
             self.news.set()
-        return uid
+
+    def _with_history(self, one: Carrier, raw: Raw) -> Carrier:
+        """What a last version alone does not prove, all that came before it may."""
+        is_over = one.is_final and self._histories.is_over(one.pod.uid, raw)
+        return one if one.has_ended == is_over else evolve(one, has_ended=is_over)
 
     # What is done about it.
 
@@ -152,6 +179,10 @@ class Reconciler:
             self._attempt(self._part(held), reservation=held.id)
             for held in list(self._ledger.reservations())
             if held.phase is Phase.RELEASING or not self._is_carried(held)
+        )
+        await self._all(
+            self._attempt(self._orphanage.look(node, orphans), node=node)
+            for node, orphans in self._orphanage.by_node().items()
         )
         await self._ledger.collect(self._clock())
         given_up = self._ledger.given_up(self._clock())
@@ -182,6 +213,8 @@ class Reconciler:
         held = self._ledger.carried(one)
         if held is None or held.phase is not Phase.FINALIZED or held.uid != one.pod.uid or one.has_ended:
             return False
+        if one.is_final:
+            return held.orphan is not None
         return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one, held)
 
     async def _meet(self, one: Carrier) -> None:
@@ -192,12 +225,16 @@ class Reconciler:
             await self._ledger.find(one.reservation_id, node=one.node)
         held = self._ledger.carried(one)
         if held is None or held.claim_digest != one.claim_digest or not held.may_be(one.pod):
-            if not one.has_ended:
+            if not one.is_final:
                 await self._miss(one)
             return
         self._look_again.pop(one.pod.uid, None)
         if one.has_ended:
             await self._release(held, one.pod, "ended")
+            return
+        if one.is_final:
+            departure = Departure(self._clock(), grace=self._histories.grace(one.pod.uid))
+            await self._orphanage.take_in(held, one.pod, departure)
             return
         if held.phase is Phase.PENDING or held.uid is None:
             await self._ledger.confirm(held.id, one.pod, node=held.node)
@@ -288,9 +325,17 @@ class Reconciler:
         elif held.uid is None:
             await self._part_unnamed(held)
         elif held.uid in self._deleted:
-            await self._release(held, pod_of(held), "gone")
+            await self._part_departed(held, self._deleted[held.uid])
+        elif held.orphan is not None:
+            return
         elif held.phase is Phase.FINALIZED or held.uid in self._pods:  # else it is only promised, and will expire
             await self._part_named(held)
+
+    async def _part_departed(self, held: Reservation, departure: Departure) -> None:
+        if departure.is_over:
+            await self._release(held, pod_of(held), "gone")
+        else:
+            await self._orphanage.take_in(held, pod_of(held), departure)
 
     async def _part_named(self, held: Reservation) -> None:
         """Its pod may have gone unseen, wait behind our gate, have lost its annotations, or carry another one: a leader
@@ -298,7 +343,12 @@ class Reconciler:
         place, now = (held.node, held.id), self._clock()
         if self._ask_again.get(place, now) > now:
             return
-        why = self._ledger.why_not_its(held, await self._api.look(pod_of(held)))
+        seen = await self._api.look(pod_of(held))
+        if seen is None and held.uid is not None:  # it went unseen
+            departure = self._deleted.setdefault(held.uid, Departure(self._clock()))
+            await self._part_departed(held, departure)
+            return
+        why = self._ledger.why_not_its(held, seen)
         if why:
             await self._release(held, pod_of(held), why)
         else:

@@ -1,0 +1,207 @@
+"""Release is not the end of use: a forced deletion removes a pod's object at once, while its containers run on.
+
+Nobody else may have their GPUs meanwhile.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.conftest import new_namespace
+from tests.e2e.crew import OPT_IN, Site, site
+from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, gone, pod, wait_until
+
+MARGIN, CAP = 4, 20
+FLAGS = ("--orphan-margin", f"{MARGIN}s", "--max-grace", f"{CAP}s")
+# What is free at once is had by then, on a busy machine too.
+SOON = 15.0
+# Between two looks at a node.
+LOOK = 10.0
+FORCED = 0
+HEARS = {"kubelet.test/stops-after": "1s"}
+
+Attack = Callable[[Site, str], Coroutine[Any, Any, None]]
+
+
+def victim(node: str, *, grace: int, **more: Any) -> Raw:
+    """Its containers ignore that they are to stop."""
+    at, deaf = {"kubernetes.io/hostname": node}, {"kubelet.test/stops-after": "1h"}
+    return pod(f"old-{node}", 1, deaf, nodeSelector=at, terminationGracePeriodSeconds=grace, **more)
+
+
+async def run_victim(here: Site, node: str, *, grace: int) -> str:
+    """It runs, and its reservation is its own; the GPU that it has."""
+    made = await here.kube.create(PODS, victim(node, grace=grace), here.namespace)
+
+    async def is_running() -> bool:
+        found = await here.kube.get(PODS, f"old-{node}", here.namespace)
+        held = await here.held_on(node)
+        return found["status"]["phase"] == "Running" and {one["phase"] for one in held.values()} == {"finalized"}
+
+    await wait_until(is_running, seconds=60)
+    return str(made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"])
+
+
+async def delete(here: Site, node: str, grace: int | None = None) -> None:
+    await here.kube.delete(PODS, f"old-{node}", here.namespace, grace=grace)
+
+
+async def until_had_by_another(here: Site, other: str, node: str, uuid: str, *, seconds: float) -> float:
+    """How long another tenant, who tries again and again, is refused."""
+    begun = time.monotonic()
+    content = pod(f"next-{node}", gpus=1, nodeSelector={"kubernetes.io/hostname": node})
+    while time.monotonic() - begun < seconds:
+        try:
+            made = await here.kube.create(PODS, content, other)
+        except ApiError as exc:
+            if exc.status >= 500:
+                raise
+            await asyncio.sleep(0.1)
+            continue
+        assert made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == uuid
+        return time.monotonic() - begun
+    raise AssertionError(f"{uuid} on {node} was not offered again within {seconds} s")
+
+
+async def forced(here: Site, node: str) -> None:
+    await delete(here, node, FORCED)
+
+
+async def with_grace_then_forced(here: Site, node: str) -> None:
+    """The kubelet goes on with the grace period that it has begun."""
+    await delete(here, node, 12)
+    await asyncio.sleep(0.5)
+    await delete(here, node, FORCED)
+
+
+async def with_grace_then_less_then_forced(here: Site, node: str) -> None:
+    """Nor does a shorter one take the place of a longer one."""
+    await delete(here, node, 12)
+    await asyncio.sleep(0.5)
+    await delete(here, node, 1)
+    await delete(here, node, FORCED)
+
+
+async def as_usual(here: Site, node: str) -> None:
+    """The kubelet says that the containers have ended before it lets the object go."""
+    await here.kube.patch(PODS, f"old-{node}", {"metadata": {"annotations": HEARS}}, here.namespace)
+    await delete(here, node, 1)
+    await gone(here.kube, PODS, f"old-{node}", here.namespace)
+
+
+# What is done to a pod, its own grace period, and how long its GPU is kept from others after the last deletion.
+ATTACKS: tuple[tuple[Attack, int, float], ...] = (
+    (forced, 5, 5 + MARGIN),
+    (forced, 0, 1 + MARGIN),
+    (with_grace_then_forced, 2, 12 + MARGIN),
+    (with_grace_then_less_then_forced, 2, 12 + MARGIN),
+    (as_usual, 2, 0),
+)
+
+
+async def test_the_gpu_of_a_pod_deleted_by_force_is_nobodys_until_its_containers_must_have_ended(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    async with (
+        site(cluster, kube, tmp_path, nodes=len(ATTACKS), gpus=1, name="forced", replicas=1, flags=FLAGS) as here,
+        new_namespace(kube, OPT_IN) as other,
+    ):
+        await here.reconciler()
+        await here.offered()
+
+        async def attacked(node: str, attack: Attack, grace: int) -> float:
+            uuid = await run_victim(here, node, grace=grace)
+            await attack(here, node)
+            return await until_had_by_another(here, other, node, uuid, seconds=CAP + MARGIN + LOOK + SOON)
+
+        cases = [(attack, grace) for attack, grace, _ in ATTACKS]
+        took = await asyncio.gather(*(attacked(node, *case) for node, case in zip(here.nodes, cases, strict=True)))
+        told = [
+            f"{attack.__name__}, grace {grace}: {seconds:.2f} s"
+            for (attack, grace), seconds in zip(cases, took, strict=True)
+        ]
+        for (_, _, least), seconds, text in zip(ATTACKS, took, told, strict=True):
+            assert least <= seconds <= least + LOOK + SOON, text
+
+
+async def test_a_pod_that_never_was_on_a_node_frees_its_gpu_as_it_goes(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    async with (
+        site(cluster, kube, tmp_path, nodes=1, gpus=1, name="unbound", replicas=1, flags=FLAGS) as here,
+        new_namespace(kube, OPT_IN) as other,
+    ):
+        await here.reconciler()
+        await here.offered()
+        (node,) = here.nodes
+        made = await kube.create(PODS, victim(node, grace=30, schedulerName="nobody"), here.namespace)
+        await delete(here, node, FORCED)
+        uuid = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
+        assert await until_had_by_another(here, other, node, uuid, seconds=60) < SOON
+
+
+async def test_what_nobody_saw_costs_the_longest_grace_period_that_a_pod_may_have(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """The reconciler is away as one pod is deleted by force, and starts anew between two deletions of the other."""
+    async with (
+        site(cluster, kube, tmp_path, nodes=2, gpus=1, name="unseen", replicas=1, flags=FLAGS) as here,
+        new_namespace(kube, OPT_IN) as other,
+    ):
+        first = await here.reconciler()
+        await here.offered()
+        unseen, between = here.nodes
+        uuids = [await run_victim(here, node, grace=2) for node in here.nodes]
+        await delete(here, between, 2)
+        await first.kill()
+        await delete(here, unseen, FORCED)
+        await here.reconciler()
+        await delete(here, between, FORCED)
+        took = await asyncio.gather(
+            *(
+                until_had_by_another(here, other, node, uuid, seconds=CAP + MARGIN + LOOK + 2 * SOON)
+                for node, uuid in zip(here.nodes, uuids, strict=True)
+            )
+        )
+        assert min(took) >= CAP + MARGIN, took
+
+
+async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """Nobody stops the containers. A node that has been started anew has none."""
+    async with (
+        site(cluster, kube, tmp_path, nodes=2, gpus=1, name="down", replicas=1, flags=FLAGS) as here,
+        new_namespace(kube, OPT_IN) as other,
+    ):
+        await here.reconciler()
+        await here.offered()
+        back, rebooted = here.nodes
+        await boot(kube, rebooted, "boot-1")
+        uuids = {node: await run_victim(here, node, grace=1) for node in here.nodes}
+        await is_ready(kube, back, "false")
+        for node in here.nodes:
+            await delete(here, node, FORCED)
+        await asyncio.sleep(1 + MARGIN + LOOK)
+        assert {one["phase"] for one in (await here.held_on(back)).values()} == {"finalized"}
+        await boot(kube, rebooted, "boot-2")
+        assert await until_had_by_another(here, other, rebooted, uuids[rebooted], seconds=60) < LOOK + SOON
+        await is_ready(kube, back, "true")
+        assert await until_had_by_another(here, other, back, uuids[back], seconds=60) >= 1 + MARGIN
+
+
+async def is_ready(kube: Kube, node: str, word: str) -> None:
+    await kube.patch(NODES, node, {"metadata": {"annotations": {"kubelet.test/ready": word}}})
+
+    async def conditions() -> set[str]:
+        found = await kube.get(NODES, node)
+        return {one["status"] for one in found["status"]["conditions"] if one["type"] == "Ready"}
+
+    await wait_until(conditions, lambda found: found == {"True" if word == "true" else "False"})
+
+
+async def boot(kube: Kube, node: str, boot_id: str) -> None:
+    await kube.patch(NODES, node, {"status": {"nodeInfo": {"bootID": boot_id}}}, subresource="status")

@@ -1,0 +1,238 @@
+"""What proves that a pod's containers have ended, and how long those are waited for of which nothing does."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tests.builders import Raw
+from webhook.clock import LONG_AGO
+from webhook.core.reservation import Orphan
+from webhook.ledger.end_of_use import Histories, NodeSight, Patience, Use, Watched, grace_in, use_in
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+RUNNING: Raw = {"running": {}}
+TERMINATED: Raw = {"terminated": {"exitCode": 0}}
+WAITING: Raw = {"waiting": {"reason": "x"}}
+BY_POD_GC = [{"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}]
+
+
+def seconds(number: float) -> timedelta:
+    return timedelta(seconds=number)
+
+
+def status(phase: str | None, *states: Raw, **more: Any) -> Raw:
+    return {"phase": phase, "containerStatuses": [{"name": "c", "state": state} for state in states], **more}
+
+
+def on_node(said: Any = None, *, grace: int | None = 30, deleted: int | None = None, **spec: Any) -> Raw:
+    meta: Raw = {"uid": "u"}
+    if deleted is not None:
+        meta |= {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": deleted}
+    return {
+        "metadata": meta,
+        "spec": {"nodeName": "node-a", "terminationGracePeriodSeconds": grace, **spec},
+        "status": status("Running", RUNNING) if said is None else said,
+    }
+
+
+@pytest.mark.parametrize(
+    ("raw", "use"),
+    [
+        pytest.param({"spec": {}, "status": {"phase": "Pending"}}, Use.NEVER_BOUND, id="on-no-node"),
+        pytest.param({"spec": {"nodeName": ""}}, Use.NEVER_BOUND, id="on-a-node-without-a-name"),
+        pytest.param({}, Use.NEVER_BOUND, id="nothing-said"),
+        pytest.param(on_node(), Use.POSSIBLE, id="runs"),
+        pytest.param(on_node({}), Use.POSSIBLE, id="on-a-node-and-no-status"),
+        pytest.param(on_node(status("Pending", WAITING)), Use.POSSIBLE, id="is-about-to-start"),
+        pytest.param(on_node(status("Succeeded", TERMINATED)), Use.ENDED, id="succeeded"),
+        pytest.param(on_node(status("Failed", TERMINATED, WAITING)), Use.ENDED, id="failed-and-one-never-started"),
+        pytest.param(on_node(status("Failed", TERMINATED, RUNNING)), Use.POSSIBLE, id="failed-and-one-runs"),
+        pytest.param(on_node(status("Failed", {})), Use.POSSIBLE, id="failed-and-of-one-nothing-is-said"),
+        pytest.param(
+            on_node(status("Failed", TERMINATED, conditions=BY_POD_GC)), Use.POSSIBLE, id="failed-by-the-collector"
+        ),
+        pytest.param(
+            on_node(status("Succeeded", TERMINATED, initContainerStatuses=[{"state": RUNNING}])),
+            Use.POSSIBLE,
+            id="a-sidecar-runs",
+        ),
+        pytest.param(
+            on_node(status("Failed", TERMINATED, ephemeralContainerStatuses=[{"state": RUNNING}])),
+            Use.POSSIBLE,
+            id="a-debug-container-runs",
+        ),
+        pytest.param(on_node(status("Running", TERMINATED)), Use.POSSIBLE, id="between-two-crashes"),
+        pytest.param(
+            on_node(status("Running", TERMINATED), deleted=600), Use.POSSIBLE, id="between-two-crashes-and-deleted"
+        ),
+        pytest.param(on_node(status("Failed")), Use.REJECTED, id="failed-and-no-container-has-a-status"),
+        pytest.param(on_node({"phase": 3}), Use.POSSIBLE, id="a-phase-that-is-no-text"),
+        pytest.param({"spec": []}, Use.POSSIBLE, id="a-spec-that-is-no-object"),
+        pytest.param(
+            on_node({"phase": "Failed", "containerStatuses": {}}), Use.POSSIBLE, id="statuses-that-are-no-list"
+        ),
+    ],
+)
+def test_what_an_object_says_of_its_containers(raw: Raw, use: Use) -> None:
+    assert use_in(raw) is use
+
+
+@pytest.mark.parametrize(
+    ("raw", "longest"),
+    [
+        pytest.param(on_node(grace=600), 600, id="of-the-spec"),
+        pytest.param(on_node(grace=None), 30, id="of-nobody"),
+        pytest.param(on_node(grace=0), 1, id="none"),
+        pytest.param(on_node(grace=-5), 1, id="less-than-none"),
+        pytest.param(on_node(grace=5, deleted=40), 40, id="of-the-deletion"),
+        pytest.param(on_node(grace=40, deleted=5), 40, id="of-the-spec-though-the-deletion-asks-for-less"),
+        pytest.param(
+            on_node(grace=5, containers=[{"livenessProbe": {"terminationGracePeriodSeconds": 70}}]),
+            70,
+            id="of-a-probe",
+        ),
+        pytest.param(
+            on_node(grace=5, initContainers=[{"startupProbe": {"terminationGracePeriodSeconds": 80}}]),
+            80,
+            id="of-a-sidecars-probe",
+        ),
+        pytest.param(on_node(grace=2**62), 315360000, id="longer-than-any-calendar"),
+    ],
+)
+def test_the_longest_grace_period_that_an_object_names(raw: Raw, longest: int) -> None:
+    assert grace_in(raw) == seconds(longest)
+
+
+def test_a_grace_period_that_cannot_be_read_is_not_known() -> None:
+    assert grace_in(on_node(grace="soon")) is None  # type: ignore[arg-type]
+
+
+# What was seen of a pod from its first sight on.
+
+
+def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta | None]:
+    """Of a pod that was seen like this, and went as the last version says."""
+    histories = Histories()
+    if is_listed:
+        histories.listed({"u": versions[0]})
+    for raw in versions[is_listed:-1]:
+        histories.seen("u", raw)
+    went = histories.departed("u", versions[-1], NOW)
+    return went.is_over, went.grace
+
+
+def test_of_a_pod_that_ended_nothing_is_waited_for() -> None:
+    assert departure(on_node(), on_node(status("Failed", TERMINATED), deleted=30))[0]
+
+
+def test_a_shorter_grace_period_does_not_take_the_place_of_a_longer_one() -> None:
+    assert departure(on_node(), on_node(deleted=600), on_node(deleted=5), on_node(deleted=0)) == (False, seconds(600))
+
+
+def test_of_a_pod_that_was_listed_alive_everything_is_known() -> None:
+    assert departure(on_node(grace=5), on_node(grace=5, deleted=0), is_listed=True) == (False, seconds(5))
+
+
+def test_of_a_pod_that_was_being_deleted_when_it_was_first_seen_the_grace_period_is_not_known() -> None:
+    assert departure(on_node(deleted=5), on_node(deleted=0), is_listed=True) == (False, None)
+    assert departure(on_node(deleted=5), on_node(deleted=0)) == (False, None)
+
+
+def test_of_a_pod_that_was_never_seen_before_it_went_the_grace_period_is_that_of_its_spec() -> None:
+    assert departure(on_node(grace=7)) == (False, seconds(7))
+
+
+def test_a_pod_that_the_kubelet_refused_has_ended_if_it_never_ran() -> None:
+    assert departure(on_node(status("Pending")), on_node(status("Failed")))[0]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(status("Running", RUNNING), id="ran"),
+        pytest.param({"containerStatuses": [{"state": WAITING, "lastState": TERMINATED}]}, id="crashed"),
+        pytest.param({"containerStatuses": [{"state": WAITING, "restartCount": 2}]}, id="was-restarted"),
+        pytest.param({"initContainerStatuses": [{"state": TERMINATED}]}, id="was-initialized"),
+    ],
+)
+def test_a_pod_that_the_kubelet_refused_after_a_restart_may_run(before: Raw) -> None:
+    assert not departure(on_node(before), on_node(status("Failed")))[0]
+
+
+def test_of_a_pod_that_was_refused_when_it_was_first_seen_nothing_is_known() -> None:
+    assert departure(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, None)
+
+
+# How long an orphan is waited for.
+
+ORPHAN = Orphan(NOW, seconds(30), "boot-1")
+PATIENCE = Patience(seconds(3600), seconds(90))
+READY = NodeSight("boot-1", is_ready=True, ready_since=LONG_AGO)
+NOT_READY = NodeSight("boot-1")
+
+
+def watched(*looks: tuple[float, NodeSight | None]) -> Watched:
+    found = None
+    for after, sight in looks:
+        found = Watched.after(found, sight, NOW + seconds(after))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("looks", "end"),
+    [
+        pytest.param([(0, READY)], 120, id="kubelet-alive"),
+        pytest.param([(0, READY), (500, READY)], 120, id="kubelet-alive-for-long"),
+        pytest.param([(0, NOT_READY)], None, id="kubelet-away"),
+        pytest.param([(0, READY), (10, NOT_READY)], None, id="kubelet-gone-away"),
+        pytest.param([(0, NOT_READY), (60, READY)], 180, id="kubelet-back-as-we-saw"),
+        pytest.param(
+            [(0, READY), (60, NodeSight("boot-1", is_ready=True, ready_since=NOW + seconds(50)))],
+            170,
+            id="kubelet-back-as-it-says",
+        ),
+        pytest.param([(7, NodeSight("boot-1", is_ready=True))], 127, id="ready-since-nobody-knows-when"),
+        pytest.param([(5, NodeSight("boot-2"))], 0, id="another-boot"),
+        pytest.param([(5, NodeSight(""))], None, id="no-boot-known"),
+        pytest.param([(0, READY), (5, None), (400, None)], 3695, id="node-gone"),
+        pytest.param([(0, READY), (5, None), (400, READY)], 520, id="node-back"),
+        pytest.param([(0, READY), (5, None), (400, NodeSight("boot-2"))], 0, id="node-back-after-a-boot"),
+    ],
+)
+def test_an_orphan_has_ended(looks: list[tuple[float, NodeSight | None]], end: float | None) -> None:
+    expected = None if end is None else NOW + seconds(end)
+    assert watched(*looks).end_of(ORPHAN, PATIENCE) == expected
+
+
+def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
+    assert watched((0, NodeSight("boot-2"))).end_of(Orphan(NOW, seconds(30)), PATIENCE) is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "sight"),
+    [
+        ({}, NodeSight()),
+        (
+            {
+                "status": {
+                    "nodeInfo": {"bootID": "b" * 200},
+                    "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}],
+                }
+            },
+            NodeSight("b" * 128, is_ready=True, ready_since=NOW),
+        ),
+        ({"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}, NodeSight()),
+        (
+            {
+                "status": {
+                    "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "9999-12-31T23:59:59Z"}]
+                }
+            },
+            NodeSight(is_ready=True),
+        ),
+    ],
+)
+def test_what_a_node_says_of_itself(raw: Raw, sight: NodeSight) -> None:
+    assert NodeSight.of(raw) == sight

@@ -1,0 +1,212 @@
+"""Reservations whose pods are gone and may still run: nobody has their devices until the containers must have ended."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.builders import Raw
+from tests.ledger.contract import PENDING_DEADLINE, on
+from tests.ledger.test_cluster import ended
+from tests.ledger.test_reconcile import MARGIN, MAX_GRACE, ON_NODE, POD, R1, RECORD, Scene, raw_pod
+from webhook.core.device_state import DeviceState, reservation_state
+from webhook.core.errors import SlotsTakenError
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Ask, Phase, PodIdentity, ReservationId
+from webhook.gpu_node import GpuNode
+from webhook.ledger.end_of_use import NodeSight
+from webhook.ledger.orphanage import PAUSE
+from webhook.ledger.reconcile import Reconciler
+
+GRACE = timedelta(seconds=600)
+
+
+@pytest.fixture
+async def scene() -> Scene:
+    """A pod runs."""
+    scene = Scene()
+    await scene.run_a_pod()
+    scene.show(running())
+    await scene.reconciler.step()
+    return scene
+
+
+def running(*, deleted: int | None = None, status: Raw | None = None) -> Raw:
+    meta: dict[str, Any] = {}
+    if deleted is not None:
+        meta = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": deleted}
+    runs: Raw = {"phase": "Running", "containerStatuses": [{"state": {"running": {}}}]}
+    spec = {**ON_NODE, "terminationGracePeriodSeconds": 600}
+    return {**raw_pod(**meta), "spec": spec, "status": status or runs}
+
+
+async def gone_by_force(scene: Scene) -> None:
+    scene.bench.pods.uids.clear()
+    scene.reconciler.deleted(running(deleted=0))
+    await scene.reconciler.step()
+
+
+async def is_taken(scene: Scene) -> bool:
+    scene.bench.replica.watch.catch_up()
+    try:
+        await scene.bench.reserve(Ask(ReservationId("r2"), "ml", RECORD.digest()), on("node-a", "GPU-a0"))
+    except SlotsTakenError:
+        return True
+    return False
+
+
+async def after(scene: Scene, time: timedelta, reconciler: Reconciler | None = None) -> dict[str, Any]:
+    scene.bench.now += time
+    await (reconciler or scene.reconciler).step()
+    return scene.bench.held()
+
+
+async def test_a_pod_deleted_by_force_keeps_its_devices_for_its_grace_period_and_the_margin(scene: Scene) -> None:
+    await gone_by_force(scene)
+    assert scene.phase is Phase.FINALIZED  # which a replica that knows nothing of orphans reads as well
+    assert await is_taken(scene)
+    assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
+    assert await after(scene, timedelta(seconds=1)) == {}
+    assert not await is_taken(scene)
+    assert scene.heard.told == [("node-a", Reason.GPU_ORPHANED), ("node-a", Reason.ORPHAN_ENDED)]
+
+
+async def test_what_stands_in_the_store_is_all_that_another_reconciler_needs(scene: Scene) -> None:
+    begun = scene.bench.now
+    await gone_by_force(scene)
+    held = GpuNode.parse(scene.bench.store.objects["node-a"]).reservations[R1]
+    assert held.orphan is not None
+    assert (held.orphan.at, held.orphan.grace, held.orphan.boot_id) == (begun, GRACE, "boot-1")
+    assert reservation_state(held, begun) is DeviceState.ORPHANED
+    other = scene.another(scene.bench.another().ledger)
+    other.replaced({})
+    assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
+    assert await after(scene, timedelta(seconds=1), other) == {}
+
+
+async def test_a_pod_that_the_kubelet_has_ended_frees_its_devices_at_once(scene: Scene) -> None:
+    scene.reconciler.changed(running(deleted=30))
+    scene.reconciler.deleted(running(deleted=30, status=ended("Failed")))
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+    assert scene.heard.told == []
+
+
+async def test_a_pod_that_went_unseen_is_waited_for_as_long_as_any_pod_may_take(scene: Scene) -> None:
+    scene.bench.pods.uids.clear()
+    other = scene.another(scene.bench.another().ledger)
+    other.replaced({})
+    assert await after(scene, timedelta(0), other)
+    assert await after(scene, MAX_GRACE + MARGIN - timedelta(seconds=1), other)
+    assert await after(scene, timedelta(seconds=1), other) == {}
+
+
+async def test_a_pod_that_was_being_deleted_when_the_watch_began_may_have_been_given_longer_before(
+    scene: Scene,
+) -> None:
+    scene.reconciler.replaced({"ml/pod-1": running(deleted=5)})
+    await gone_by_force(scene)
+    assert await after(scene, MAX_GRACE + MARGIN - timedelta(seconds=1))
+    assert await after(scene, timedelta(seconds=1)) == {}
+
+
+async def test_while_the_kubelet_is_away_nothing_ends(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.pods.nodes["node-a"] = NodeSight("boot-1")
+    assert await after(scene, 10 * MAX_GRACE)
+    scene.bench.pods.nodes["node-a"] = NodeSight("boot-1", is_ready=True, ready_since=scene.bench.now)
+    assert await after(scene, PAUSE)
+    assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
+    assert await after(scene, PAUSE) == {}
+
+
+async def test_while_nobody_can_say_how_the_node_is_nothing_ends(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.pods.is_away = True
+    assert await after(scene, 10 * MAX_GRACE)
+    scene.bench.pods.is_away = False
+    assert await after(scene, PAUSE) == {}
+
+
+async def test_a_node_that_was_started_anew_has_nothing_left(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.pods.nodes["node-a"] = NodeSight("boot-2")
+    assert await after(scene, PAUSE) == {}
+
+
+async def test_of_a_node_that_is_gone_nothing_is_held_for_ever(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.pods.nodes["node-a"] = None
+    assert await after(scene, PAUSE)
+    assert await after(scene, MAX_GRACE + MARGIN - timedelta(seconds=1))
+    assert await after(scene, PAUSE) == {}
+
+
+async def test_a_pod_that_failed_for_the_collector_is_an_orphan_though_it_is_still_there(scene: Scene) -> None:
+    """Such a pod may never be deleted, and is not given its devices again."""
+    lost = running(status={"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]})
+    scene.show(lost)
+    assert await after(scene, timedelta(0))
+    assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
+    assert await after(scene, PAUSE) == {}
+    for _ in range(3):
+        assert await after(scene, PAUSE) == {}
+
+
+async def test_an_orphan_whose_pod_is_shown_to_have_ended_after_all_is_free_at_once(scene: Scene) -> None:
+    scene.show(running(status={"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]}))
+    assert await after(scene, timedelta(0))
+    scene.show(running(status=ended("Failed")))
+    assert await after(scene, timedelta(0)) == {}
+
+
+async def test_a_later_deletion_with_more_grace_is_waited_for(scene: Scene) -> None:
+    lost = {"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]}
+    scene.show(running(status=lost))
+    await scene.reconciler.step()
+    scene.bench.now += timedelta(seconds=60)
+    scene.show(running(status=lost, deleted=1000))
+    scene.bench.pods.uids.clear()
+    scene.reconciler.deleted(running(status=lost, deleted=0))
+    await scene.reconciler.step()
+    assert await after(scene, timedelta(seconds=1000) + MARGIN - timedelta(seconds=1))
+    assert await after(scene, PAUSE) == {}
+
+
+async def test_a_pod_that_came_ran_and_went_between_two_passes_is_an_orphan() -> None:
+    """Its reservation was only promised when its end was heard of."""
+    scene = Scene()
+    await scene.reserve()
+    await scene.bench.ledger.bind(R1, POD)
+    scene.reconciler.changed(running())
+    scene.reconciler.deleted(running(deleted=0))
+    await scene.reconciler.step()
+    assert await after(scene, PENDING_DEADLINE + timedelta(seconds=30))
+    assert await after(scene, GRACE + MARGIN) == {}
+
+
+async def test_a_pods_end_is_remembered_until_its_reservation_is_heard_of(scene: Scene) -> None:
+    behind = scene.bench.another()
+    other = scene.another(behind.ledger)
+    other.replaced({})
+    await scene.bench.reserve(Ask(ReservationId("r3"), "ml", RECORD.digest()), on("node-a", "GPU-a1"))
+    pod = raw_pod(uid="uid-3")
+    pod["metadata"]["annotations"] |= {"gpuwarden.io/reservation-id": "r3", "gpuwarden.io/gpu-uuid": "GPU-a1"}
+    other.changed(pod)
+    other.deleted(pod)
+    await other.step()
+    await scene.bench.ledger.bind(ReservationId("r3"), PodIdentity("ml", "pod-1", "uid-3"))
+    behind.watch.catch_up()
+    await other.step()
+    assert list(scene.bench.held()) == ["GPU-a0/0"]
+
+
+async def test_an_orphan_of_which_more_is_known_by_now_is_not_released_by_one_that_is_behind(scene: Scene) -> None:
+    await gone_by_force(scene)
+    behind = scene.bench.another()
+    (stale,) = behind.ledger.reservations()
+    assert stale.orphan is not None
+    longer = type(stale.orphan)(scene.bench.now, 2 * GRACE)
+    await scene.bench.ledger.abandon(R1, POD, longer, node="node-a", since=stale.since)
+    assert not await behind.ledger.release_orphan(stale)
+    assert scene.bench.held()["GPU-a0/0"]["grace"] == 1200
