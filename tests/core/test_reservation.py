@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from tests.builders import NOW, POD_UID, identity, reservation, slot
+from tests.builders import NOW, POD_UID, SECOND, identity, reservation, slot
 from webhook.core.errors import IllegalMoveError
-from webhook.core.reservation import MOVES, Event, Phase, PodIdentity
+from webhook.core.reservation import MOVES, Event, Orphan, Phase, PodIdentity
 
 LEGAL = {
     ("pending", "pod named"): "pending",
@@ -101,3 +101,9 @@ def test_a_slot_is_written_as_device_and_share() -> None:
 
 def test_the_phases_keep_their_words() -> None:
     assert [phase.value for phase in Phase] == ["pending", "finalized", "releasing"]
+
+
+def test_an_orphan_that_is_told_of_twice_keeps_the_longest_grace_period_and_its_first_boot() -> None:
+    first = Orphan(NOW, timedelta(minutes=10), "boot-1")
+    again = Orphan(NOW + SECOND, timedelta(seconds=5), "boot-2")
+    assert first.and_also(again) == Orphan(NOW + SECOND, timedelta(minutes=10), "boot-1")
