@@ -139,6 +139,18 @@ def test_ten_thousand_in_a_line_are_put_in_order_quickly() -> None:
     assert len(lines) == 9_990
 
 
+def test_to_whom_a_node_is_left_has_the_first_turn_and_no_second_one() -> None:
+    lines = Lines()
+    for one in (waiter(1, 1, 1), waiter(2, 8, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
+        lines.put(one)
+    (kind,) = lines.kinds()
+    turns, taken = Turns(lines, lines.heads(kind), lines.get("uid-003")), []
+    while turns:
+        taken.append(turns.take())
+        turns.goes_on(taken[-1])
+    assert [one.pod.name for one in taken] == ["p3", "p1", "p2", "p4"]
+
+
 def test_whoever_waits_holds_up_those_that_want_as_many_or_more_and_nobody_else() -> None:
     lines = Lines()
     for one in (waiter(1, 4, 1), waiter(2, 8, 2), waiter(3, 1, 3), waiter(4, 4, 4), waiter(5, 2, 5)):
