@@ -208,6 +208,8 @@ def crds_template() -> str:
 EXTRA_ROLES: Final = {
     "gpuwarden-extender-bind": ("extender-bind", "serve", ".Values.extender.bind"),
     "gpuwarden-wake": ("wake", "reconcile", ".Values.extender.enabled"),
+    # For others: bound to nobody.
+    "gpuwarden-finalize": ("finalize", "serve", ".Values.serve.enabled"),
 }
 
 
@@ -249,10 +251,12 @@ def enabled(component: str) -> str:
 
 def rbac_template() -> str:
     texts = [HEAD]
-    for component, roles in by_component([*rbac(RELEASE), *export(RELEASE), *certs(RELEASE), *score(RELEASE)]).items():
+    shipped = [*rbac(RELEASE), *export(RELEASE), *certs(RELEASE), *score(RELEASE)]
+    for component, roles in by_component(one for one in shipped if name_of(one) not in EXTRA_ROLES).items():
         condition = f"and .Values.rbac.create {enabled(component)}"
         texts.append(when(condition, roles_text(roles, component, component)))
-    extra = yaml.safe_load_all((ROOT / "examples/scheduler/rbac.yaml").read_text())
+    example = yaml.safe_load_all((ROOT / "examples/scheduler/rbac.yaml").read_text())
+    extra = [*example, *(one for one in shipped if name_of(one) in EXTRA_ROLES)]
     for name, roles in by_name(extra).items():
         called, component, condition = EXTRA_ROLES[name]
         texts.append(when(f"and .Values.rbac.create {condition}", roles_text(roles, called, component)))
@@ -296,6 +300,10 @@ def named(one: Manifest, called: str, component: str) -> Manifest:
         return {**one, "metadata": meta}
     subjects = [{**subject, "name": f"xx-account-{component}", "namespace": NAMESPACE} for subject in one["subjects"]]
     return {**one, "metadata": meta, "roleRef": {**one["roleRef"], "name": f"xx-role-{called}"}, "subjects": subjects}
+
+
+def name_of(one: Manifest) -> str:
+    return str(one["metadata"]["name"])
 
 
 def by_name(found: Iterable[Manifest]) -> dict[str, list[Manifest]]:

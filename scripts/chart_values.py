@@ -221,7 +221,12 @@ WEBHOOKS: Final = [
         "webhooks.excludedNamespaces", [], WORDS, "Never reviewed, besides kube-system and the release's own namespace."
     ),
     Value("webhooks.aksAdmissionsEnforcerDisabled", True, BOOL, "Tells AKS to leave the webhook configurations alone."),
-    Value("webhooks.clientCa", "", PEM, "CA of the API server's client certificate, demanded of every caller (PEM)."),
+    Value(
+        "webhooks.clientCa",
+        "",
+        PEM,
+        "CA of the API server's client certificate, which /mutate and /validate demand (PEM).",
+    ),
     Value(
         "policies.protect", True, BOOL, "ValidatingAdmissionPolicies that keep what gpuwarden wrote from other hands."
     ),

@@ -17,10 +17,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from webhook import settings
+from webhook.clock import utc_now
 from webhook.cluster import ApiCallers, BadCaError, BadKubeconfigError, NotInAPodError, connected
 from webhook.listener import Listener
 from webhook.settings import Settings
-from webhook.web.callers import CallersUnavailableError
+from webhook.web.callers import (
+    Caller,
+    CallersUnavailableError,
+    Gate,
+    Guard,
+    Reviewers,
+    Right,
+    bind_pods,
+    finalize_reservations,
+    list_pods,
+)
 
 CA = trustme.CA()
 
@@ -94,9 +105,9 @@ def in_a_pod(port: int) -> Settings:
 
 async def test_a_pod_shows_the_token_that_is_mounted_at_that_moment(api_server: ApiServer, mounted: Path) -> None:
     async with await connected(in_a_pod(api_server.port), mounted) as api:
-        await ApiCallers(api).is_authentic("x")
+        await ApiCallers(api).caller_of("x")
         rotate(mounted, "second")
-        await ApiCallers(api).is_authentic("x")
+        await ApiCallers(api).caller_of("x")
     assert api_server.shown == ["Bearer first", "Bearer second"]
 
 
@@ -104,7 +115,7 @@ async def test_a_pod_believes_the_ca_that_is_mounted_and_no_other(api_server: Ap
     trustme.CA().cert_pem.write_to_path(mounted / "ca.crt")
     async with await connected(in_a_pod(api_server.port), mounted) as api:
         with pytest.raises(CallersUnavailableError):
-            await ApiCallers(api).is_authentic("x")
+            await ApiCallers(api).caller_of("x")
     assert api_server.shown == []
 
 
@@ -148,7 +159,7 @@ async def test_a_token_is_known_if_the_api_server_says_so(
     api_server: ApiServer, api: client.ApiClient, status: dict[str, Any], *, is_known: bool
 ) -> None:
     api_server.status = status
-    assert await ApiCallers(api).is_authentic("t") is is_known
+    assert (await ApiCallers(api).caller_of("t") is not None) is is_known
     assert api_server.asked == [{"token": "t"}]
 
 
@@ -181,14 +192,17 @@ async def test_a_reviewers_token_is_of_our_audience_and_of_who_may(
     api_server: ApiServer, api: client.ApiClient, status: dict[str, Any], users: tuple[str, ...], *, is_reviewer: bool
 ) -> None:
     api_server.status = status
-    assert await ApiCallers(api).is_reviewer("t", "gpuwarden", users) is is_reviewer
+    gate = Gate(utc_now, ApiCallers(api), Reviewers("gpuwarden", users))
+    headers = [(b"authorization", b"Bearer t")]
+    request = Request({"type": "http", "method": "POST", "path": "/validate", "headers": headers})
+    assert (await gate.refusal(Guard.REVIEWER, request) is None) is is_reviewer
     assert api_server.asked == [{"token": "t", "audiences": ["gpuwarden"]}]
 
 
 async def test_an_api_server_that_refuses_to_say_leaves_it_open(api_server: ApiServer, api: client.ApiClient) -> None:
     api_server.code = 500
     with pytest.raises(CallersUnavailableError):
-        await ApiCallers(api).is_reviewer("t", "gpuwarden", ())
+        await ApiCallers(api).caller_of("t", "gpuwarden")
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
@@ -197,7 +211,11 @@ async def test_who_may_bind_is_asked_of_the_tokens_user_in_the_pods_namespace(
 ) -> None:
     user = {"username": "jane", "uid": "u-1", "groups": ["ml-team"], "extra": {"scopes": ["some"]}}
     api_server.status, api_server.is_allowed = {"authenticated": True, "user": user}, is_allowed
-    assert await ApiCallers(api).may_bind("t", "ml") is is_allowed
+    callers = ApiCallers(api)
+    caller = await callers.caller_of("t")
+    assert caller == Caller("jane", "u-1", ("ml-team",), {"scopes": ("some",)})
+    assert caller is not None
+    assert await callers.may(caller, bind_pods("ml")) is is_allowed
     asked = {"namespace": "ml", "verb": "create", "resource": "pods", "subresource": "binding"}
     (spec,) = api_server.permissions
     assert {name: value for name, value in spec.items() if value is not None} == {
@@ -209,9 +227,30 @@ async def test_who_may_bind_is_asked_of_the_tokens_user_in_the_pods_namespace(
     }
 
 
-async def test_nobodys_token_may_bind_nothing(api_server: ApiServer, api: client.ApiClient) -> None:
-    assert not await ApiCallers(api).may_bind("t", "ml")
-    assert api_server.permissions == []
+@pytest.mark.parametrize(
+    ("right", "asked"),
+    [
+        (list_pods("ml"), {"namespace": "ml", "verb": "list", "resource": "pods"}),
+        (list_pods(""), {"verb": "list", "resource": "pods"}),
+        (
+            finalize_reservations("ml"),
+            {"namespace": "ml", "verb": "finalize", "group": "gpuwarden.io", "resource": "reservations"},
+        ),
+    ],
+    ids=["pods of a namespace", "all pods", "reservations"],
+)
+async def test_a_right_is_asked_for_as_it_is_written_in_roles(
+    api_server: ApiServer, api: client.ApiClient, right: Right, asked: dict[str, str]
+) -> None:
+    await ApiCallers(api).may(Caller("jane"), right)
+    (spec,) = api_server.permissions
+    assert {name: value for name, value in spec["resourceAttributes"].items() if value is not None} == asked
+
+
+async def test_while_nobody_can_be_asked_nobody_has_a_right(api_server: ApiServer, api: client.ApiClient) -> None:
+    api_server.code = 500
+    with pytest.raises(CallersUnavailableError):
+        await ApiCallers(api).may(Caller("jane"), list_pods("ml"))
 
 
 async def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:

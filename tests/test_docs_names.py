@@ -41,6 +41,8 @@ OTHERS = {
         "--force",
         "--grace-period",
         "--ignore-not-found",
+        "--clusterrole",
+        "--serviceaccount",
     ),
 }
 

@@ -18,6 +18,7 @@ from webhook.export.measured import ExportMetrics
 from webhook.export.nodes import trimmed_node
 from webhook.export.reader import pod_seen, trimmed_pod
 from webhook.exporting import NodesView, StoreHealth, hash_in, node_words, time_to_drain
+from webhook.web.callers import Guard
 from webhook.web.health import Stage
 from webhook.web.routes import application, get
 
@@ -37,7 +38,7 @@ class Store:
 async def test_readiness_is_that_of_the_stores() -> None:
     store = Store()
     health = StoreHealth(store.check, every=0.0)
-    app = application(ExportMetrics(), get("/readyz", health.ready))
+    app = application(ExportMetrics(), get("/readyz", health.ready, Guard.OPEN))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         assert (await client.get("/readyz")).status_code == 503
         health.stage = Stage.SERVING
@@ -53,7 +54,7 @@ async def test_however_often_somebody_asks_stores_are_asked_rarely() -> None:
     store = Store()
     health = StoreHealth(store.check, every=3600.0)
     health.stage = Stage.SERVING
-    app = application(ExportMetrics(), get("/readyz", health.ready))
+    app = application(ExportMetrics(), get("/readyz", health.ready, Guard.OPEN))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         replies = await asyncio.gather(*(client.get("/readyz") for _ in range(20)))
     assert {reply.status_code for reply in replies} == {200}

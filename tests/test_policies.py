@@ -471,6 +471,7 @@ def test_everything_of_ours_is_in_the_namespace_of_the_installation() -> None:
         "gpuwarden",
         "gpuwarden-reconcile",
         "gpuwarden-bind",
+        "gpuwarden-finalize",
     }
 
 
@@ -488,7 +489,13 @@ def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
     ours |= {"trustbundles", "trustbundles/status"}  # with --bundle-endpoint
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
     by_bind = {"pods/binding", "pods/status", "persistentvolumeclaims"}
-    assert may_write == ours | by_policy | by_bind | {"pods", "events", "leases", "tokenreviews"}
+    assert may_write == ours | by_policy | by_bind | {
+        "pods",
+        "events",
+        "leases",
+        "tokenreviews",
+        "subjectaccessreviews",
+    }
 
 
 @pytest.mark.defect("S1-19")

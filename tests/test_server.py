@@ -192,7 +192,15 @@ async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -
         is_known = review["spec"]["token"] == "the-caller"
         return JSONResponse({**review, "status": {"authenticated": is_known}}, status_code=201)
 
+    async def review_access(request: Request) -> Response:
+        review = await request.json()
+        asked = review["spec"]["resourceAttributes"]
+        may = (asked.get("namespace"), asked["verb"], asked["resource"]) in rights
+        return JSONResponse({**review, "status": {"allowed": may}}, status_code=201)
+
+    rights = {("ml", "finalize", "reservations")}
     routes = [
+        Route("/apis/authorization.k8s.io/v1/subjectaccessreviews", review_access, methods=["POST"]),
         Route("/api/v1/namespaces/{namespace}/pods/{name}", read_pod),
         Route("/apis/authentication.k8s.io/v1/tokenreviews", review_token, methods=["POST"]),
     ]
@@ -208,7 +216,10 @@ async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -
                 assert (await stranger.post(path, json={})).status_code == 401
         async with running.client(headers={"Authorization": "Bearer another"}) as stranger:
             assert (await stranger.get("/devices")).status_code == 401
-            assert (await stranger.get(f"{running.urls['http']}/")).status_code == 401
+            assert (await stranger.get("/")).status_code == 401
+            plain = await stranger.get(f"{running.urls['http']}/devices")
+            assert (plain.json()["nodes"], "GPU-0-0" in plain.text) == (len(NODES), False)
+            assert (await stranger.post(f"{running.urls['http']}/finalize", json={})).status_code == 404
             assert (await stranger.get("/readyz")).status_code == 200
         async with running.client(headers={"Authorization": "Bearer the-caller"}) as client:
             assert (await client.get("/devices")).status_code == 200
@@ -219,12 +230,14 @@ async def test_finalize_asks_the_api_server_where_there_is_one(tmp_path: Path) -
             reserved = response["auditAnnotations"]
             told = {"namespace": "ml", "name": "train-a", "uid": "uid-a", "reservation-id": "r1"}
             told["gpu-uuid"] = reserved["gpus"]
+            elsewhere = await client.post("/finalize", json={**told, "namespace": "other"})
             missing = await client.post("/finalize", json={**told, "name": "train-b"})
             other = await client.post("/finalize", json={**told, "uid": "uid-b"})
             (tmp_path / "token").write_text("the-next-token\n")
             right = await client.post("/finalize", json=told)
             await api.stop(0)
             away = await client.post("/finalize", json=told)
+    assert elsewhere.status_code == 403
     assert (missing.status_code, missing.json()) == (422, {"error": "there is no pod ml/train-b"})
     assert (other.status_code, other.json()) == (422, {"error": "pod ml/train-a has another uid"})
     assert (right.status_code, right.json()) == (200, {"status": "ok"})

@@ -774,13 +774,6 @@ CHALLENGING = {"evidence": "jwt-svid", "spire_trust_domain": "example.org", "spi
             ("flag --evidence: jwt-svid in a cluster needs a key that all replicas share, by --nonce-key",),
         ),
         (
-            {**CHALLENGING, "client_ca": "FILE"},
-            (
-                "flag --evidence: nodes cannot post proofs where every caller needs a certificate; "
-                "instead of --client-ca use --review-token-audience",
-            ),
-        ),
-        (
             {
                 "evidence": "jwt-svid",
                 "spire_trust_domain": "example.org",
@@ -793,7 +786,7 @@ CHALLENGING = {"evidence": "jwt-svid", "spire_trust_domain": "example.org", "spi
             ),
         ),
     ],
-    ids=["alone", "in a cluster", "with client certificates", "an SVID without roots"],
+    ids=["alone", "in a cluster", "an SVID without roots"],
 )
 def test_what_challenging_nodes_takes(flags: dict[str, str], expected: tuple[str, ...], there: Path) -> None:
     assert mistakes({name: str(there) if text == "FILE" else text for name, text in flags.items()}) == expected

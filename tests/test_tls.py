@@ -79,9 +79,11 @@ class Files:
         self.cert.write_bytes(pair.cert_chain_pems[0].bytes())
         self.key.write_bytes(pair.private_key_pem.bytes())
 
-    def source(self, *, client_ca: bool = False) -> CertificateSource:
+    def source(self, *, client_ca: bool = False, demands_client: bool = True) -> CertificateSource:
         ca = self.client_ca if client_ca else None
-        return CertificateSource(self.cert, self.key, client_ca=ca, clock=lambda: self.now)
+        return CertificateSource(
+            self.cert, self.key, client_ca=ca, demands_client=demands_client, clock=lambda: self.now
+        )
 
 
 def issued(
@@ -358,6 +360,18 @@ def test_a_client_must_show_a_certificate_of_the_client_ca(files: Files) -> None
         handshake(source.context, stranger)
     with pytest.raises(ssl.SSLError, match="PEER_DID_NOT_RETURN_A_CERTIFICATE"):
         handshake(source.context, nobody)
+
+
+def test_a_client_may_show_a_certificate_of_the_client_ca_and_no_other(files: Files) -> None:
+    CA.cert_pem.write_to_path(files.client_ca)
+    source = files.source(client_ca=True, demands_client=False)
+    known, stranger, nobody = client_of(CA), client_of(CA), client_of(CA)
+    CA.issue_cert("client").configure_cert(known)
+    trustme.CA().issue_cert("client").configure_cert(stranger)
+    for client in (known, nobody):
+        assert handshake(source.context, client).version() == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError, match="unable to get local issuer"):
+        handshake(source.context, stranger)
 
 
 def test_a_new_client_ca_is_asked_for_as_soon_as_it_is_there(files: Files) -> None:

@@ -28,7 +28,7 @@ from webhook.objects import object_in
 from webhook.pods import PodsUnavailableError
 from webhook.settings import Settings
 from webhook.watch import TROUBLE, whole_list
-from webhook.web.callers import CallersUnavailableError
+from webhook.web.callers import Caller, CallersUnavailableError, Right
 
 # Where Kubernetes puts a Pod's service account.
 MOUNTED = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -207,25 +207,28 @@ class ApiCallers:
         self._reviews = client.AuthenticationV1Api(api)
         self._permissions = client.AuthorizationV1Api(api)
 
-    async def is_authentic(self, token: str) -> bool:
-        """Whether it is the token of anybody for the API server."""
-        return await self._user_of(token) is not None
-
-    async def is_reviewer(self, token: str, audience: str, users: Collection[str]) -> bool:
-        """Whether it was made out for `audience`, to one of `users` if any are named."""
+    async def caller_of(self, token: str, audience: str | None = None) -> Caller | None:
+        """Whose it is; with an audience, only if it was made out for that."""
         user = await self._user_of(token, audience)
-        return user is not None and (not users or (user.username or "") in users)
-
-    async def may_bind(self, token: str, namespace: str) -> bool:
-        """Whether its user may put pods of the namespace on nodes without us. Ours is a right that is not lent."""
-        user = await self._user_of(token)
         if user is None:
-            return False
-        binding = client.V1ResourceAttributes(
-            namespace=namespace, verb="create", resource="pods", subresource="binding"
+            return None
+        extra = {name: tuple(values) for name, values in (user.extra or {}).items()}
+        return Caller(user.username or "", user.uid or "", tuple(user.groups or ()), extra)
+
+    async def may(self, caller: Caller, right: Right) -> bool:
+        asked = client.V1ResourceAttributes(
+            namespace=right.namespace or None,
+            verb=right.verb,
+            group=right.group or None,
+            resource=right.resource,
+            subresource=right.subresource or None,
         )
         spec = client.V1SubjectAccessReviewSpec(
-            user=user.username, groups=user.groups, uid=user.uid, extra=user.extra, resource_attributes=binding
+            user=caller.user or None,
+            groups=list(caller.groups) or None,
+            uid=caller.uid or None,
+            extra={name: list(values) for name, values in caller.extra.items()} or None,
+            resource_attributes=asked,
         )
         review = client.V1SubjectAccessReview(spec=spec)
         try:

@@ -34,6 +34,7 @@ from hypercorn.typing import (
 from hyperframe.frame import GoAwayFrame
 
 from webhook.core.errors import GpuwardenError
+from webhook.tls import CERTIFICATE
 
 log = structlog.get_logger(__name__)
 
@@ -184,6 +185,8 @@ class _Requests(TaskGroup):
     async def spawn_app(self, app: AppWrapper, config: Config, scope: Scope, send: Send) -> Put:
         body = _Body(until=self._loop.time() + self._deadlines.body, is_complete=scope["type"] != "http")
         self._connection.begin_request()
+        if self._connection.has_certificate:
+            scope[CERTIFICATE] = True  # type: ignore[literal-required]  # ours, for the gate
         self.spawn(self._answer, app, scope, body, send)
         return body.put
 
@@ -258,6 +261,8 @@ class Connection:
         self._protocol: ProtocolWrapper
         self._timer: asyncio.TimerHandle | None = None
         self._outbox = bytearray()
+        # Of the client CA: another would have ended the handshake.
+        self.has_certificate = self._tls is not None and self._tls.getpeercert(binary_form=True) is not None
         self._running = 0
         self._has_asked = self._reads_no_more = False
         self._idle_since = self._loop.time()

@@ -52,6 +52,7 @@ from webhook.process import stop_signal
 from webhook.telemetry import configure_logging
 from webhook.view import View
 from webhook.watch import Watch
+from webhook.web.callers import Guard
 from webhook.web.health import Health, Stage
 from webhook.web.routes import application, get
 
@@ -472,9 +473,9 @@ class Process:
             body, media_type = self._metrics.render()
             return Response(body, headers={"content-type": media_type})
 
-        live = [get(path, self._health.live) for path in ("/healthz", "/health", "/")]
-        ready = [get(path, self._health.ready) for path in ("/readyz", "/ready")]
-        return application(self._metrics, get("/metrics", metrics), *live, *ready)
+        live = [get(path, self._health.live, Guard.OPEN) for path in ("/healthz", "/health", "/")]
+        ready = [get(path, self._health.ready, Guard.OPEN) for path in ("/readyz", "/ready")]
+        return application(self._metrics, get("/metrics", metrics, Guard.OPEN), *live, *ready)
 
     def _states(self) -> Mapping[str, State]:
         return {} if self._delivery is None else self._delivery.states

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 from attrs import frozen
-from starlette.types import ASGIApp
 
 from webhook.budgets import Budgets, Limits
 from webhook.clock import utc_now
@@ -27,26 +26,20 @@ from webhook.telemetry import configure_logging
 from webhook.tls import CertificateSource, Reload
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, plain_extender_app, tls_app
-from webhook.web.callers import Guarded, IsAuthentic
+from webhook.web.callers import Authority, Gate, Reviewers
 from webhook.web.devices import Devices
 from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
-from webhook.web.extender import ExtenderRoutes, MayBind
+from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health, Stage
-from webhook.wiring import Parts, embedded
+from webhook.wiring import Parts, counts, embedded
 
 if TYPE_CHECKING:
-    from webhook.cluster import ApiCallers
+    pass
 
 log = structlog.get_logger(__name__)
 
-# What names tenants' pods, or changes something; health and metrics are for probes.
-KNOWN_CALLERS_ONLY = frozenset({"/", "/devices", "/explain", "/finalize"})
-# Reviews come from the API server, which shows no credentials unless its administrator has set some.
-REVIEWERS_ONLY = frozenset({"/mutate", "/validate"})
-# The scheduler's; where the listener demands client certificates, that is how it is known.
-SCHEDULERS_ONLY = frozenset({"/filter", "/prioritize", "/preempt", "/bind"})
 DEV_CERTIFICATES = Path("certs/dev")
 # How long the start waits for what hints are made of: without it pods go on without some of them.
 HINTS_PATIENCE = 3.0
@@ -92,21 +85,15 @@ class Assembly:
 
     parts: Parts
     facts: PodFacts
-    is_authentic: IsAuthentic | None = None
-    is_reviewer: IsAuthentic | None = None
+    authority: Authority | None = None
     bindings: Bindings | None = None
-    may_bind: MayBind | None = None
 
-    def guarded(self, app: ASGIApp, paths: frozenset[str] = KNOWN_CALLERS_ONLY) -> ASGIApp:
-        return self._guarded(app, paths, self.is_authentic)
-
-    def guarded_reviews(self, app: ASGIApp) -> ASGIApp:
-        return self._guarded(app, REVIEWERS_ONLY, self.is_reviewer)
-
-    def _guarded(self, app: ASGIApp, paths: frozenset[str], is_known: IsAuthentic | None) -> ASGIApp:
-        if is_known is None:
-            return app
-        return Guarded(app, paths, is_known, self.parts.clock, self.parts.metrics)
+    def gate(self, settings: Settings) -> Gate:
+        reviewers = Reviewers(
+            settings.review_token_audience, settings.review_callers, with_certificate=settings.client_ca is not None
+        )
+        show_certificates = settings.extender_client_ca is not None
+        return Gate(self.parts.clock, self.authority, reviewers, schedulers_show_certificates=show_certificates)
 
 
 class Server:
@@ -122,7 +109,8 @@ class Server:
         budgets = Budgets(Limits.chosen(settings.max_body_memory, settings.max_reviews, settings.max_connections))
         hinting = parts.hinting
         admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health, hinting, budgets)
-        finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health)
+        gate = assembly.gate(settings)
+        finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health, gate)
         devices = Devices(
             parts.fleet,
             parts.ledger,
@@ -133,29 +121,28 @@ class Server:
             is_starting=lambda: health.stage is Stage.STARTING,
             outdated=lambda: parts.feed.outdated,
             lapses=parts.lapses,
+            gate=gate,
+            count=partial(counts, parts),
         )
-        explain = Explain(Explainer(parts, admission), health)
+        explain = Explain(Explainer(parts, admission), health, gate)
         host, tls = settings.host, self._certificates["tls"].context
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)
-        app = tls_app(admission, finalize, devices, explain, health, metrics, evidence, budgets)
         self._tls = Listener(
-            assembly.guarded_reviews(assembly.guarded(app)),
+            tls_app(admission, finalize, devices, explain, health, metrics, evidence, budgets, gate),
             host=host,
             port=settings.port,
             ssl_context=tls,
             budgets=budgets,
         )
         self._plain = Listener(
-            assembly.guarded(plain_app(finalize, devices, health, metrics, budgets)),
+            plain_app(finalize, devices, health, metrics, budgets, gate),
             host=host,
             port=settings.ui_port,
             budgets=budgets,
         )
-        may_bind = None if settings.extender_client_ca else assembly.may_bind
-        routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health, may_bind)
-        extender = extender_app(routes, health, metrics, budgets)
+        routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health, gate)
         self._extender = Listener(
-            extender if settings.extender_client_ca else assembly.guarded(extender, SCHEDULERS_ONLY),
+            extender_app(routes, health, metrics, budgets, gate),
             host=host,
             port=settings.extender_port,
             ssl_context=self._certificates["extender"].context,
@@ -276,7 +263,8 @@ def certificates(settings: Settings) -> dict[str, CertificateSource]:
         cert, key = made.cert, made.key
         log.warning("serving with development certificates", directory=str(DEV_CERTIFICATES))
     return {
-        "tls": CertificateSource(cert, key, clock=utc_now, client_ca=settings.client_ca),
+        # Browsers, nodes and the API server come here: who posts reviews shows a certificate, the others need none.
+        "tls": CertificateSource(cert, key, clock=utc_now, client_ca=settings.client_ca, demands_client=False),
         "extender": CertificateSource(cert, key, clock=utc_now, client_ca=settings.extender_client_ca),
     }
 
@@ -313,15 +301,7 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
             log.warning("reservations are kept in memory, and reviews are believed: for development only")
             parts = embedded(settings, utc_now)
         bindings = ApiBindings(api) if settings.keeps_in_cluster else None
-        yield Assembly(parts, pods, callers.is_authentic, reviewers(settings, callers), bindings, callers.may_bind)
-
-
-def reviewers(settings: Settings, callers: "ApiCallers") -> IsAuthentic | None:
-    """Who may post reviews, where that is asked."""
-    audience = settings.review_token_audience
-    if audience is None:
-        return None
-    return partial(callers.is_reviewer, audience=audience, users=settings.review_callers)
+        yield Assembly(parts, pods, callers, bindings)
 
 
 async def every(interval: float, step: Callable[[], Awaitable[None]]) -> None:

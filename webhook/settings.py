@@ -104,9 +104,16 @@ class Settings:
     config: Path | None = field(default=None, metadata=declared(FILE, "the YAML file with settings", in_file=False))
 
     host: str = field(default="127.0.0.1", metadata=declared(HOST, "where all listeners listen"))
-    port: int = field(default=8443, metadata=declared(PORT, "TLS listener: admission, finalize, devices", short="p"))
+    port: int = field(
+        default=8443, metadata=declared(PORT, "TLS listener: admission, finalize, explain, UI, devices", short="p")
+    )
     ui_port: int = field(
-        default=8080, metadata=declared(PORT, "plain listener: UI, devices, finalize, health, metrics", short="U")
+        default=8080,
+        metadata=declared(
+            PORT,
+            "plain listener: health, metrics, numbers of devices; where there is no cluster UI, devices, finalize",
+            short="U",
+        ),
     )
     extender_port: int = field(default=8444, metadata=declared(PORT, "extender listener"))
     # Under the 30 s that Kubernetes gives a Pod to end.
@@ -144,8 +151,8 @@ class Settings:
         default=None,
         metadata=declared(
             FILE,
-            "CAs of the client certificates that the TLS listener demands of every caller (PEM); "
-            "they may sign nothing but the API server's",
+            "CAs of the client certificates that /mutate and /validate demand (PEM); they may sign nothing but the API "
+            "server's",
         ),
     )
     extender_client_ca: Path | None = field(
@@ -664,11 +671,6 @@ class SettingsReader(Reader):
             self.mistakes.append(f"{where}: jwt-svid needs keys from --bundle-endpoint or --spire-workload-api")
         if has_cluster and values.get("ledger") != "memory" and "nonce_key" not in self.given:
             self.mistakes.append(f"{where}: jwt-svid in a cluster needs a key that all replicas share, by --nonce-key")
-        if "client_ca" in self.given:
-            self.mistakes.append(
-                f"{where}: nodes cannot post proofs where every caller needs a certificate; "
-                "instead of --client-ca use --review-token-audience"
-            )
         profile = values.get("bundle_endpoint_profile")
         if profile == "https_spiffe" and not {"bundle_endpoint_ca", "spire_workload_api"} & set(self.given):
             where = self.where(["bundle_endpoint_profile"])

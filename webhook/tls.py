@@ -24,6 +24,8 @@ from webhook.core.errors import GpuwardenError
 CLOCK_SKEW = timedelta(minutes=5)  # an issuer's clock may be this far ahead of ours
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"  # forward secret and authenticated; RFC 9113 forbids the rest with TLS 1.2
 ALPN = ("h2", "http/1.1")
+# In a request's scope where the peer has shown a certificate of the client CA.
+CERTIFICATE = "gpuwarden.client_certificate"
 LOOKS = 3  # files that never stay the same for two looks are judged as they were found last
 
 
@@ -84,13 +86,25 @@ class CertificateSource:
     RSA to EC it would keep serving the old certificate to clients that prefer it.) Open connections live on.
     """
 
-    def __init__(self, cert: Path, key: Path, *, client_ca: Path | None = None, clock: Callable[[], datetime]) -> None:
-        """Raises BadCertificateError: a listener that cannot serve does not start."""
+    def __init__(
+        self,
+        cert: Path,
+        key: Path,
+        *,
+        client_ca: Path | None = None,
+        demands_client: bool = True,
+        clock: Callable[[], datetime],
+    ) -> None:
+        """With `client_ca` a peer has to show a certificate; without `demands_client` it may.
+
+        Raises BadCertificateError: a listener that cannot serve does not start.
+        """
         self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._client = ssl.CERT_REQUIRED if demands_client else ssl.CERT_OPTIONAL
         self._clock = clock
         self._refused: tuple[str, str] | None = None  # digest and problem, once told
         self._serving = self._load(self._read())
-        self.context = _server_context(needs_client=client_ca is not None)
+        self.context = _server_context(self._client if client_ca is not None else ssl.CERT_NONE)
         self.context.sni_callback = self._hand_over
 
     @property
@@ -164,7 +178,7 @@ class CertificateSource:
 
     def _load(self, files: _Files) -> _Serving:
         leaf = self._checked_leaf(files)
-        context = _server_context(needs_client=files.client_ca is not None)
+        context = _server_context(self._client if files.client_ca is not None else ssl.CERT_NONE)
         try:
             with ExitStack() as stack:
                 cert, key = (stack.enter_context(_as_file(content)) for content in (files.cert, files.key))
@@ -201,14 +215,14 @@ class CertificateSource:
             raise BadCertificateError(f"{self._client_ca} holds no CA certificate in PEM") from error
 
 
-def _server_context(*, needs_client: bool) -> ssl.SSLContext:
+def _server_context(client: ssl.VerifyMode) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2  # RFC 9113, 9.2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION  # RFC 9113, 9.2.1
     context.set_ciphers(CIPHERS)
     context.set_alpn_protocols(ALPN)
-    if needs_client:
-        context.verify_mode = ssl.CERT_REQUIRED
+    if client is not ssl.CERT_NONE:
+        context.verify_mode = client
         # A resumed session shows no certificate: without tickets a CA taken off the file is out at the next connection.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0

@@ -101,9 +101,6 @@
   {{- if not (or $settings.bundleEndpoint $settings.spireWorkloadApi) }}
     {{- fail "\n\nsettings.evidence has jwt-svid, whose keys come from settings.bundleEndpoint or settings.spireWorkloadApi: set one." }}
   {{- end }}
-  {{- if $values.webhooks.clientCa }}
-    {{- fail "\n\nwebhooks.clientCa is set and settings.evidence has jwt-svid: nodes have no such certificate to post their proofs with; use settings.reviewTokenAudience instead." }}
-  {{- end }}
   {{- if and (eq (default "https_web" $settings.bundleEndpointProfile) "https_spiffe") (not $values.bundleEndpointCa) (not $settings.spireWorkloadApi) }}
     {{- fail "\n\nsettings.bundleEndpointProfile is https_spiffe, whose SVID is known by its roots: give them by bundleEndpointCa (PEM), or have them from the agent by settings.spireWorkloadApi." }}
   {{- end }}

@@ -62,7 +62,6 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     "spire-without-an-svid": (without(SPIRE, "settings.spireWorkloadApi"), "set settings.spireWorkloadApi"),
     "challenges-without-a-domain": (without(CHALLENGES, "settings.spireTrustDomain"), "set settings.spireTrustDomain"),
     "challenges-without-keys": (without(CHALLENGES, "settings.spireWorkloadApi"), "set one"),
-    "challenges-behind-a-client-ca": ({**CHALLENGES, "webhooks.clientCa": PEM}, "use settings.reviewTokenAudience"),
     "attest-for-nobody": ({"attest.enabled": True}, "nobody would challenge the nodes"),
     "attest-without-an-agent": (
         {
@@ -189,7 +188,6 @@ RULES: dict[str, str] = {
     "jwt-svid needs --spire-trust-domain": "challenges-without-a-domain",
     "jwt-svid needs keys": "challenges-without-keys",
     "a key that all replicas share": "the chart makes it, or mounts nonceKey.existingSecret",
-    "nodes cannot post proofs": "challenges-behind-a-client-ca",
     "an SVID is known by its roots": "an-endpoint-without-roots",
     "spire-server needs": "spire-without-an-address",
     "fewer at once than a second allows": "fewer-at-once-than-in-a-second",

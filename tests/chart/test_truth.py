@@ -171,7 +171,7 @@ def test_a_permission_that_is_needed_sometimes_is_there_then_only() -> None:
     evicting = may("reconcile", {"settings.onEvidenceLost": "evict"})
     assert evicting - may("reconcile", {"settings.onEvidenceLost": "taint"}) == {("pods/eviction", "create")}
     # What is kept in memory is written nowhere.
-    assert {name for name, _ in may("serve", ALONE)} == {"pods", "tokenreviews"}
+    assert {name for name, _ in may("serve", ALONE)} == {"pods", "tokenreviews", "subjectaccessreviews"}
 
 
 @pytest.mark.defect("S2-20")

@@ -224,9 +224,14 @@ async def test_a_certificate_of_the_client_ca_posts_reviews(
     trustme.CA().issue_cert("kube-apiserver").private_key_and_cert_chain_pem.write_to_path(stranger)
     with served(cluster, tmp_path / "serve", "--client-ca", str(identity.ca_file)) as running:
         await wait_until(lambda: is_dressed(kube, namespace))
-        for path in ("/mutate", "/validate", "/healthz"):
-            assert await posted(running, path, namespace) == 0
+        for path in ("/mutate", "/validate"):
+            assert await posted(running, path, namespace, cluster.admin_token) == 403
             assert await posted(running, path, namespace, cluster.admin_token, stranger) == 0
+        # Whoever has no such certificate is let in elsewhere: a browser, a node.
+        async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
+            assert (await client.get("/readyz")).status_code == 200
+            assert (await client.get("/devices")).status_code == 401
+            assert (await client.get("/devices", headers=bearer(cluster, namespace))).status_code == 200
         assert await held(kube) == {}
         assert await posted(running, "/validate", namespace, pair=identity.pair) == 200
 
@@ -402,9 +407,12 @@ async def pods_come_run_and_go(kube: Kube, namespace: str, running: Running, clu
             "gpu-uuid": notes["gpuwarden.io/gpu-uuid"],
             "reservation-id": notes["gpuwarden.io/reservation-id"],
         }
-        async with httpx.AsyncClient(base_url=running.urls["http"], trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
             assert (await client.post("/finalize", json=told)).status_code == 401
-            got = await client.post("/finalize", json=told, headers=bearer(cluster, namespace))
+            refused = await client.post("/finalize", json=told, headers=bearer(cluster, namespace))
+            assert refused.status_code == 403
+            admin = {"Authorization": f"Bearer {cluster.admin_token}"}
+            got = await client.post("/finalize", json=told, headers=admin)
             assert (got.status_code, got.json()) == (200, {"status": "ok"})
     await pod_in_phase(kube, namespace, "p0", "Running")
     await pod_in_phase(kube, namespace, "p1", "Succeeded")
@@ -477,7 +485,7 @@ async def nodes_come_change_and_go(kube: Kube, cluster: Cluster) -> None:
 async def callers_are_asked(running: Running, cluster: Cluster, namespace: str) -> None:
     """What names tenants' pods, or changes something, is for whom the API server knows."""
     known = bearer(cluster, namespace)
-    async with httpx.AsyncClient(base_url=running.urls["http"], trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
         for path in ("/", "/devices"):
             assert (await client.get(path)).status_code == 401
             assert (await client.get(path, headers=known)).status_code == 200

@@ -28,7 +28,7 @@ from webhook.web.health import Stage
         ("tls", "/metrics", 404),
         ("plain", "/mutate", 404),
         ("plain", "/validate", 404),
-        ("tls", "/", 404),
+        ("tls", "/", 200),
     ],
 )
 async def test_each_listener_has_its_routes(house: House, listener: str, path: str, code: int) -> None:

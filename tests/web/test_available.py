@@ -11,6 +11,7 @@ import pytest
 from tests.builders import HASH, NOW, SECOND, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
+from tests.web.test_devices import everything
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
@@ -118,7 +119,7 @@ async def test_numbers_are_those_of_one_by_one(seed: int) -> None:
         if not ledger.of_device(uuid):
             ledger._shelf.replace(name, {**ledger._shelf.on(name), one.id: one})
     fleet.advance(NOW)
-    snapshot = await take_snapshot(fleet, ledger, NOW, needs_evidence=needs_evidence)
+    snapshot = await take_snapshot(fleet, ledger, NOW, everything, needs_evidence=needs_evidence)
     each = Counter(one.state for one in sightings(snapshot, NOW) if not one.holders and one.state != "quarantined")
     offer = Counter[str]()
     for (state, _), number in offer_of(fleet, needs_evidence=needs_evidence).items():

@@ -4,15 +4,13 @@ import asyncio
 import base64
 import hashlib
 import time
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from html.parser import HTMLParser
 from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
@@ -20,7 +18,10 @@ from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Event, Placement, PodIdentity, Reservation, ReservationId
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
+from webhook.telemetry import Metrics
+from webhook.web.callers import Guard
 from webhook.web.devices import Devices, prefers_html, sightings, take_snapshot
+from webhook.web.routes import application, get
 
 NOON = datetime(2026, 11, 18, 12, tzinfo=UTC)
 PATIENCE = timedelta(seconds=90)
@@ -60,7 +61,9 @@ class House:
         for node in nodes:
             self.put(node)
         devices = Devices(self.fleet, self.ledger, self.clock, notes=notes, tells_pending_ids=tells_pending_ids)
-        self.app = Starlette(routes=[Route("/", devices.page), Route("/devices", devices.listing)])
+        self.app = application(
+            Metrics(), get("/", devices.page, Guard.PERSON), get("/devices", devices.listing, Guard.PERSON)
+        )
 
     def put(self, node: Node) -> None:
         self.fleet.put(node, self.clock.now)
@@ -739,10 +742,14 @@ async def test_what_changes_while_it_is_told_is_told_once() -> None:
     assert response.text.count('"node"') == len(response.json())
 
 
+async def everything(namespaces: Collection[str]) -> Collection[str]:
+    return namespaces
+
+
 async def test_a_snapshot_is_of_the_moment_it_was_begun() -> None:
     house = House(*many(1_600))
     await house.pending("r0", DeviceUuid("GPU-000000"))
-    looking = asyncio.create_task(take_snapshot(house.fleet, house.ledger, NOON))
+    looking = asyncio.create_task(take_snapshot(house.fleet, house.ledger, NOON, everything))
     await asyncio.sleep(0)
     house.fleet.remove("gpu-000008")
     house.put(Node("later", devices=(Device(DeviceUuid("GPU-later")),)))

@@ -18,8 +18,8 @@ from tests.web.replica import Shared, sharing
 from tests.web.test_app import paths
 from webhook.scheduler.extender import Extender
 from webhook.web.app import extender_app, plain_extender_app
-from webhook.web.callers import CallersUnavailableError
-from webhook.web.extender import MAX_BODY, ExtenderRoutes, MayBind
+from webhook.web.callers import Authority, Caller, CallersUnavailableError, Gate, Right, bind_pods
+from webhook.web.extender import MAX_BODY, ExtenderRoutes
 from webhook.web.health import Stage
 
 NAMES = ["node-a", "node-b", "node-c"]
@@ -27,10 +27,14 @@ DIFFERS = "attestation hash differs from the required one"
 ABSENT = "no attestation evidence for this node"
 
 
-def of_house(house: House, *, plain: bool = False, may_bind: MayBind | None = None) -> httpx.AsyncClient:
+def of_house(house: House, *, plain: bool = False, authority: Authority | None = None) -> httpx.AsyncClient:
     parts = house.parts
-    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, house.health, may_bind)
-    app = (plain_extender_app if plain else extender_app)(routes, house.health, parts.metrics)
+    gate = Gate(parts.clock, authority)
+    routes = ExtenderRoutes(Extender(parts, None), parts.metrics, house.health, gate)
+    if plain:
+        app = plain_extender_app(routes, house.health, parts.metrics)
+    else:
+        app = extender_app(routes, house.health, parts.metrics, gate=gate)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="https://extender")
 
 
@@ -55,16 +59,19 @@ def by_object(pod: Raw, *names: str) -> Raw:
 
 
 class Permissions:
-    """Who may bind pods of which namespace."""
+    """Who may bind pods of which namespace; each one's name is the token."""
 
     def __init__(self, *pairs: tuple[str, str]) -> None:
         self.pairs = pairs
         self.is_away = False
 
-    async def may_bind(self, token: str, namespace: str) -> bool:
+    async def caller_of(self, token: str, audience: str | None = None) -> Caller | None:
+        return Caller(token)
+
+    async def may(self, caller: Caller, right: Right) -> bool:
         if self.is_away:
             raise CallersUnavailableError("away")
-        return (token, namespace) in self.pairs
+        return (caller.user, right.namespace) in self.pairs and right == bind_pods(right.namespace)
 
 
 async def asked(client: httpx.AsyncClient, path: str, content: Any) -> Any:
@@ -286,8 +293,21 @@ async def test_the_plain_listener_has_s0s_two_routes(house: House) -> None:
 async def test_the_right_to_bind_is_lent_to_nobody(house: House, token: str, namespace: str, said: str) -> None:
     permissions = Permissions(("jane", "ml"))
     wish = {"PodName": "p", "PodNamespace": namespace, "PodUID": "u", "Node": "node-a"}
-    async with of_house(house, may_bind=permissions.may_bind) as client:
+    async with of_house(house, authority=permissions) as client:
         client.headers["Authorization"] = f"Bearer {token}"
         assert (await asked(client, "/bind", wish))["Error"].startswith(said)
         permissions.is_away = True
-        assert (await client.post("/bind", json=wish)).status_code == 503
+        away = {**wish, "PodNamespace": "nobody-has-asked"}
+        assert (await client.post("/bind", json=away)).status_code == 503
+
+
+@pytest.mark.parametrize("path", ["/filter", "/prioritize", "/preempt"])
+async def test_a_question_is_answered_about_pods_that_the_caller_may_bind(house: House, path: str) -> None:
+    question = {**by_name(asking(HASH), *NAMES), "NodeNameToMetaVictims": {}}
+    namespace = question["Pod"]["metadata"]["namespace"]
+    async with of_house(house, authority=Permissions(("jane", namespace))) as client:
+        assert (await client.post(path, json=question)).status_code == 401
+        refused = await client.post(path, json=question, headers={"Authorization": "Bearer joe"})
+        assert (refused.status_code, HASH in refused.text) == (403, False)
+        answered = await client.post(path, json=question, headers={"Authorization": "Bearer jane"})
+        assert answered.status_code == 200

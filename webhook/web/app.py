@@ -1,22 +1,22 @@
-"""The routes of each listener."""
+"""The routes of each listener, each with whom it is for (`Guard`)."""
 
 from collections.abc import Iterator
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from webhook.budgets import Budgets
 from webhook.telemetry import Metrics
 from webhook.web.admission import Admission
+from webhook.web.callers import Gate, Guard
 from webhook.web.devices import Devices
 from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health
-from webhook.web.routes import Endpoint, application, get, post
+from webhook.web.routes import Declared, Endpoint, application, get, post
 
 
 def tls_app(
@@ -28,77 +28,109 @@ def tls_app(
     metrics: Metrics,
     evidence: EvidenceRoutes | None = None,
     budgets: Budgets | None = None,
+    gate: Gate | None = None,
 ) -> ASGIApp:
+    """What takes a token is here, and on no plain listener of a cluster."""
     proofs = (
         []
         if evidence is None
         else [
-            get("/evidence/challenge", evidence.challenge),
-            post("/evidence", evidence.answer),
+            get("/evidence/challenge", evidence.challenge, Guard.OPEN),
+            post("/evidence", evidence.answer, Guard.OPEN),
         ]
     )
     return application(
         metrics,
-        post("/mutate", admission.mutate),
-        post("/validate", admission.validate),
-        post("/finalize", finalize.finalize),
-        post("/explain", explain.explain),
-        get("/devices", devices.listing),
+        post("/mutate", admission.mutate, Guard.REVIEWER),
+        post("/validate", admission.validate, Guard.REVIEWER),
+        post("/finalize", finalize.finalize, Guard.CALLER),
+        post("/explain", explain.explain, Guard.CALLER),
+        get("/", devices.page, Guard.PERSON),
+        get("/devices", devices.listing, Guard.PERSON),
         *proofs,
-        get("/healthz", health.live),
-        get("/readyz", health.ready),
+        get("/healthz", health.live, Guard.OPEN),
+        get("/readyz", health.ready, Guard.OPEN),
         budgets=budgets,
+        gate=gate,
     )
 
 
 def plain_app(
-    finalize: Finalize, devices: Devices, health: Health, metrics: Metrics, budgets: Budgets | None = None
+    finalize: Finalize,
+    devices: Devices,
+    health: Health,
+    metrics: Metrics,
+    budgets: Budgets | None = None,
+    gate: Gate | None = None,
 ) -> ASGIApp:
+    """Where callers are asked who they are, only what is for everybody: a token in plain HTTP is everybody's."""
     return application(
         metrics,
-        get("/", devices.page),
-        get("/devices", devices.listing),
+        *(summary(devices) if gate is not None and gate.asks else without_tokens(finalize, devices)),
         *probes(health, metrics),
-        post("/finalize", finalize.finalize),
         budgets=budgets,
+        gate=gate,
     )
+
+
+def summary(devices: Devices) -> Iterator[Declared]:
+    yield get("/", devices.summary_page, Guard.OPEN)
+    yield get("/devices", devices.summary, Guard.OPEN)
+
+
+def without_tokens(finalize: Finalize, devices: Devices) -> Iterator[Declared]:
+    yield get("/", devices.page, Guard.PERSON)
+    yield get("/devices", devices.listing, Guard.PERSON)
+    yield post("/finalize", finalize.finalize, Guard.CALLER)
 
 
 def probes_app(health: Health, metrics: Metrics) -> ASGIApp:
     return application(metrics, *probes(health, metrics))
 
 
-def probes(health: Health, metrics: Metrics) -> Iterator[Route]:
+def probes(health: Health, metrics: Metrics) -> Iterator[Declared]:
     """What names nobody and is open to everybody."""
 
     async def render(request: Request) -> Response:
         body, media_type = metrics.render()
         return Response(body, headers={"content-type": media_type})
 
-    yield get("/metrics", render)
-    yield from (get(path, health.live) for path in ("/healthz", "/health"))
-    yield from (get(path, health.ready) for path in ("/readyz", "/ready"))
+    yield get("/metrics", render, Guard.OPEN)
+    yield from (get(path, health.live, Guard.OPEN) for path in ("/healthz", "/health"))
+    yield from (get(path, health.ready, Guard.OPEN) for path in ("/readyz", "/ready"))
 
 
 def scorer_app(score: Endpoint, health: Health, metrics: Metrics) -> ASGIApp:
-    return application(metrics, post("/v1/score", score), *probes(health, metrics))
+    return application(metrics, post("/v1/score", score, Guard.OPEN), *probes(health, metrics))
 
 
-def extender_app(extender: ExtenderRoutes, health: Health, metrics: Metrics, budgets: Budgets | None = None) -> ASGIApp:
+def extender_app(
+    extender: ExtenderRoutes,
+    health: Health,
+    metrics: Metrics,
+    budgets: Budgets | None = None,
+    gate: Gate | None = None,
+) -> ASGIApp:
     return application(
         metrics,
-        post("/filter", extender.filter),
-        post("/prioritize", extender.prioritize),
-        post("/preempt", extender.preempt),
-        post("/bind", extender.bind),
-        get("/healthz", health.live),
-        get("/readyz", health.ready),
+        post("/filter", extender.filter, Guard.SCHEDULER),
+        post("/prioritize", extender.prioritize, Guard.SCHEDULER),
+        post("/preempt", extender.preempt, Guard.SCHEDULER),
+        post("/bind", extender.bind, Guard.SCHEDULER),
+        get("/healthz", health.live, Guard.OPEN),
+        get("/readyz", health.ready, Guard.OPEN),
         budgets=budgets,
+        gate=gate,
     )
 
 
 def plain_extender_app(
     extender: ExtenderRoutes, health: Health, metrics: Metrics, budgets: Budgets | None = None
 ) -> ASGIApp:
-    """S0's two routes: what is asked there changes nothing."""
-    return application(metrics, post("/filter", extender.filter), get("/healthz", health.live), budgets=budgets)
+    """S0's two routes: what is asked there changes nothing, and nobody is asked who he is."""
+    return application(
+        metrics,
+        post("/filter", extender.filter, Guard.SCHEDULER),
+        get("/healthz", health.live, Guard.OPEN),
+        budgets=budgets,
+    )

@@ -8,8 +8,9 @@ import asyncio
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from importlib import resources
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +22,7 @@ from attrs import define, evolve, field, frozen
 from markupsafe import Markup
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from webhook.clock import Clock
 from webhook.core.device import Device, DeviceUuid, Node
@@ -31,22 +32,33 @@ from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
 from webhook.core.keys import S4_DOMAIN
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Phase, Reservation
+from webhook.core.reservation import Phase, Reservation, ReservationId
 from webhook.core.verdict import plain
 from webhook.feed import Outdated
 from webhook.ledger import Ledger
 from webhook.ledger.lapses import Lapse, Lapses
+from webhook.telemetry import CountsSource, FleetCounts
 from webhook.web.body import error
+from webhook.web.callers import Caller, CallersUnavailableError, Gate, caller_of, list_pods
 
 # Devices between two turns of the event loop: about a millisecond. Small enough, too, that a slice's tuples are gone
 # before the garbage collector (700 new ones) looks at them: once old, they would bring on collections of everything.
 SLICE = 250
 ROWS_PER_PAGE = 200
 
+# The id of a reservation of which names are not told: none has an empty one.
+UNNAMED = ReservationId("")
+# So many namespaces are asked about for one page, so many at once. Whoever may list all pods is asked about once.
+MOST_NAMESPACES = 1000
+AT_ONCE = 16
+
 Thing = TypeVar("Thing")
+# Of these namespaces, those whose names may be told.
+Told = Callable[[Collection[str]], Awaitable[Collection[str]]]
 Json = dict[str, Any]
 LapsesByDevice = dict[DeviceUuid, list[Lapse]]
 
+NOT_CHECKED = "callers cannot be checked at this moment"
 STARTING = "the server is starting: what devices there are is not known yet"
 
 
@@ -80,6 +92,7 @@ class Snapshot:
     holders: Holders
     vanished: Sequence[DeviceUuid]  # held, and not in the inventory
     if_free: Mapping[str, DeviceState]  # by node, where a device that nobody holds is not available
+    lapses: LapsesByDevice
 
 
 class Sighting(NamedTuple):
@@ -109,16 +122,27 @@ async def unhurried(things: Iterable[Thing]) -> AsyncIterator[list[Thing]]:
         await asyncio.sleep(0)
 
 
-async def take_snapshot(fleet: Fleet, ledger: Ledger, now: datetime, *, needs_evidence: bool = False) -> Snapshot:
+async def take_snapshot(
+    fleet: Fleet,
+    ledger: Ledger,
+    now: datetime,
+    told: Told,
+    *,
+    needs_evidence: bool = False,
+    lapses: Sequence[Lapse] = (),
+) -> Snapshot:
+    """`told` says whose names may be told: of the others no more is kept than that they hold a device."""
     berths = [fleet.berths[name] for name in sorted(fleet.berths)]
     nodes = [berth.node for berth in berths]
     evidence = [berth.evidence for berth in berths]
     reservations = tuple(ledger.reservations())  # before the first await, so of the same moment
     homes, rivals = await find_homes(nodes)
-    holders = await find_holders(reservations)
+    named = await told({one.namespace for one in (*reservations, *(lapse.reservation for lapse in lapses))})
+    holders = await find_holders(reservations, named)
     vanished = [uuid async for piece in unhurried(holders.first) for uuid in piece if uuid not in homes]
     if_free = await find_kept_back(nodes, evidence, now, needs_evidence=needs_evidence)
-    return Snapshot(nodes, rivals, holders, vanished, if_free)
+    told_of = by_device(one for one in lapses if one.reservation.namespace in named)
+    return Snapshot(nodes, rivals, holders, vanished, if_free, told_of)
 
 
 async def find_kept_back(
@@ -151,13 +175,18 @@ async def find_homes(nodes: Sequence[Node]) -> tuple[dict[DeviceUuid, str], dict
     return homes, rivals
 
 
-async def find_holders(reservations: Sequence[Reservation]) -> Holders:
+async def find_holders(reservations: Sequence[Reservation], told: Collection[str]) -> Holders:
     """One look at the ledger is quicker than 100,000 questions."""
     holders = Holders()
     async for piece in unhurried(reservations):
         for reservation in piece:
-            holders.add(reservation)
+            holders.add(reservation if reservation.namespace in told else unnamed(reservation))
     return holders
+
+
+def unnamed(reservation: Reservation) -> Reservation:
+    """What anybody may know of it."""
+    return evolve(reservation, id=UNNAMED, namespace="", claim_digest="", pod_name=None, uid=None, name_prefix=None)
 
 
 def sightings(snapshot: Snapshot, now: datetime) -> Iterator[Sighting]:
@@ -207,16 +236,15 @@ def described(seen: Sighting, now: datetime, evidence: EvidenceState, *, tells_p
 
 def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> Json:
     """S4's `assignment`. A name without a uid is only what a review said, and no pod need ever bear it."""
-    told: Json = {
-        "exists?": reservation.phase is Phase.FINALIZED,
-        "namespace": reservation.namespace,
-        "uid": reservation.uid,
-    }
+    told: Json = {"exists?": reservation.phase is Phase.FINALIZED}
+    if reservation.id == UNNAMED:
+        return told | {"state": state_told(reservation)}
+    told |= {"namespace": reservation.namespace, "uid": reservation.uid}
     if reservation.uid and reservation.pod_name:
         told["name"] = reservation.pod_name
     if tells_pending_ids or has_pod(reservation):
         told["reservation-id"] = reservation.id
-    told["state"] = "proposal" if reservation.phase is Phase.PENDING else "active"
+    told["state"] = state_told(reservation)
     return told
 
 
@@ -242,6 +270,10 @@ def by_device(lapses: Iterable[Lapse]) -> LapsesByDevice:
 def quotable(text: str) -> str:
     """As it can stand between quotes in a header."""
     return plain(text).encode("ascii", "replace").decode().replace("\\", "/").replace('"', "'")
+
+
+def state_told(reservation: Reservation) -> str:
+    return "proposal" if reservation.phase is Phase.PENDING else "active"
 
 
 def has_pod(reservation: Reservation) -> bool:
@@ -329,7 +361,7 @@ class Query:
     def _is_in(self, seen: Sighting) -> bool:
         device = seen.device
         words = [device.uuid, device.model, device.serial, *seen.nodes, *device.labels]
-        for holder in seen.holders:
+        for holder in (one for one in seen.holders if one.id != UNNAMED):
             is_told = self.finds_pending_ids or has_pod(holder)
             words += (pod_of(holder), holder.id if is_told else "", holder.uid or "")
         return self.text.casefold() in "\n".join(words).casefold()
@@ -370,6 +402,8 @@ class Findings:
 
 
 def pod_of(reservation: Reservation) -> str:
+    if reservation.id == UNNAMED:
+        return "a pod of another namespace"
     return f"{reservation.namespace}/{reservation.pod_name or reservation.uid or ''}"
 
 
@@ -408,6 +442,7 @@ def page_headers(css: str) -> dict[str, str]:
     }
 
 
+ELSEWHERE = "Every GPU, and for whoever may list its pod that pod: / and /devices at the TLS listener, with a token.\n"
 COMMON_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
@@ -426,6 +461,8 @@ class Devices:
         is_starting: Callable[[], bool] = lambda: False,
         outdated: Callable[[], Outdated | None] = lambda: None,
         lapses: Lapses | None = None,
+        gate: Gate | None = None,
+        count: CountsSource = FleetCounts,
     ) -> None:
         """`tells_pending_ids`: whoever knows the id of a pending reservation can name a pod for it, where anybody may
         post a review. `needs_evidence`: all claims need a proven node."""
@@ -438,6 +475,8 @@ class Devices:
         self._clock = clock
         self._notes = notes
         self._tells_pending_ids = tells_pending_ids
+        self._gate = gate or Gate(clock)
+        self._count = count
         self._template = make_templates().get_template("devices.html")
         self._css = (resources.files("webhook.web") / "ui" / "devices.css").read_text(encoding="utf-8")
         self._page_headers = COMMON_HEADERS | page_headers(self._css)
@@ -447,42 +486,84 @@ class Devices:
         if request.query_params.get("format") != "json" and prefers_html(request.headers.get("accept", "")):
             response = await self.page(request)
         else:
-            response = self._streamed(request)
+            response = await self._streamed(request)
         response.headers["Vary"] = "Accept"
         return response
 
-    def _streamed(self, request: Request) -> Response:
-        """503 where an answer would be a guess: before the first readings, and while changes are missed."""
-        outdated = self._outdated()
+    async def summary(self, request: Request) -> Response:
+        """Numbers, and no names of anything: for everybody."""
+        if problem := self._problem:
+            return error(503, problem)
+        return JSONResponse({"nodes": len(self._fleet.berths), "devices": self._numbers()}, headers=COMMON_HEADERS)
+
+    async def summary_page(self, request: Request) -> Response:
+        if problem := self._problem:
+            return error(503, problem)
+        numbers = "".join(f"{state}: {count}\n" for state, count in self._numbers().items())
+        return PlainTextResponse(f"GPUs by state\n\n{numbers}\n{ELSEWHERE}", headers=COMMON_HEADERS)
+
+    def _numbers(self) -> dict[str, int]:
+        """By state. They are counted without a look at every device."""
+        counted = self._count().devices
+        return {state.value: counted.get(state, 0) for state in DeviceState}
+
+    @property
+    def _problem(self) -> str:
+        """Why an answer would be a guess: before the first readings, and while changes are missed."""
         if self._is_starting():
-            return error(503, STARTING)
-        if outdated is not None and outdated.is_blind:
-            return error(503, outdated.why)
-        response = self._as_json(request)
+            return STARTING
+        outdated = self._outdated()
+        return outdated.why if outdated is not None and outdated.is_blind else ""
+
+    async def _streamed(self, request: Request) -> Response:
+        if problem := self._problem:
+            return error(503, problem)
+        outdated = self._outdated()
+        try:
+            response = await self._as_json(request)
+        except CallersUnavailableError:
+            return error(503, NOT_CHECKED)
         if outdated is not None:
             response.headers["Warning"] = f'110 gpuwarden "{quotable(outdated.why)}"'
         return response
 
-    def _as_json(self, request: Request) -> Response:
+    async def _as_json(self, request: Request) -> Response:
         if request.method == "HEAD":
             response = Response(media_type="application/json", headers=COMMON_HEADERS)
             del response.headers["Content-Length"]  # the length of GET's answer is not known before it is told
             return response
-        return StreamingResponse(self._json(), media_type="application/json", headers=COMMON_HEADERS)
-
-    async def _json(self) -> AsyncIterator[bytes]:
         now = self._clock()
-        snapshot = await self._snapshot(now)
-        lapses = by_device(self._lapses.since(now))
+        snapshot = await self._seen_by(caller_of(request), now)
+        return StreamingResponse(self._json(snapshot, now), media_type="application/json", headers=COMMON_HEADERS)
+
+    async def _json(self, snapshot: Snapshot, now: datetime) -> AsyncIterator[bytes]:
         opening = b"{"
         async for piece in unhurried(sightings(snapshot, now)):
-            devices = {seen.device.uuid: self._described(seen, now, lapses) for seen in piece}
+            devices = {seen.device.uuid: self._described(seen, now, snapshot.lapses) for seen in piece}
             yield opening + msgspec.json.encode(devices)[1:-1]
             opening = b","
         yield b"{}" if opening == b"{" else b"}"
 
-    async def _snapshot(self, now: datetime) -> Snapshot:
-        return await take_snapshot(self._fleet, self._ledger, now, needs_evidence=self._needs_evidence)
+    async def _seen_by(self, caller: Caller, now: datetime) -> Snapshot:
+        told = partial(self._told, caller)
+        lapses = self._lapses.since(now)
+        return await take_snapshot(
+            self._fleet, self._ledger, now, told, needs_evidence=self._needs_evidence, lapses=lapses
+        )
+
+    async def _told(self, caller: Caller, namespaces: Collection[str]) -> Collection[str]:
+        """Those whose pods the caller may list."""
+        if await self._gate.may(caller, list_pods("")):
+            return namespaces
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def may(namespace: str) -> bool:
+            async with places:
+                return bool(namespace) and await self._gate.may(caller, list_pods(namespace))
+
+        asked = sorted(namespaces)[:MOST_NAMESPACES]
+        answers = await asyncio.gather(*map(may, asked))
+        return {namespace for namespace, is_told in zip(asked, answers, strict=True) if is_told}
 
     def _described(self, seen: Sighting, now: datetime, lapses: LapsesByDevice) -> Json:
         evidence = evidence_of(self._fleet, seen.nodes[0], now)
@@ -507,11 +588,15 @@ class Devices:
             query = evolve(Query.parse(request.query_params), finds_pending_ids=self._tells_pending_ids)
         except UnreadableQueryError as exc:
             return self._html(request, 400, Findings(Query()), now, exc.mistakes)
-        return self._html(request, 200, await self._find(query, now), now, banner=banner)
+        try:
+            snapshot = await self._seen_by(caller_of(request), now)
+        except CallersUnavailableError:
+            return error(503, NOT_CHECKED)
+        findings = await self._find(snapshot, query, now)
+        return self._html(request, 200, findings, now, banner=banner, lapses=snapshot.lapses)
 
-    async def _find(self, query: Query, now: datetime) -> Findings:
+    async def _find(self, snapshot: Snapshot, query: Query, now: datetime) -> Findings:
         findings = Findings(query)
-        snapshot = await self._snapshot(now)
         async for piece in unhurried(sightings(snapshot, now)):
             findings.add_all(piece)
         return findings
@@ -524,6 +609,7 @@ class Devices:
         now: datetime,
         mistakes: Sequence[str] = (),
         banner: str = "",
+        lapses: LapsesByDevice | None = None,
     ) -> Response:
         html = self._template.render(
             findings=findings,
@@ -532,7 +618,7 @@ class Devices:
             mistakes=mistakes,
             banner=banner,
             is_starting=self._is_starting(),
-            lapses=by_device(self._lapses.since(now)),
+            lapses=lapses or {},
             notes=self._notes,
             css=Markup(self._css),  # noqa: S704 - a file of this package, not input
             evidence_of=lambda name: evidence_of(self._fleet, name, now),

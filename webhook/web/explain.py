@@ -4,16 +4,20 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.explanation import CannotExplainError, Explainer
-from webhook.manifest_pods import pods_in
+from webhook.clock import utc_now
+from webhook.core.verdict import plain
+from webhook.explanation import DEFAULT_NAMESPACE, CannotExplainError, Explainer
+from webhook.manifest_pods import namespace_of, pods_in
 from webhook.web.body import RefusedBodyError, error, read_body
+from webhook.web.callers import CallersUnavailableError, Gate, caller_of, forbidden, list_pods
 from webhook.web.health import Health
 
 
 class Explain:
     """The route."""
 
-    def __init__(self, explainer: Explainer, health: Health) -> None:
+    def __init__(self, explainer: Explainer, health: Health, gate: Gate | None = None) -> None:
+        self._gate = gate or Gate(utc_now)
         self._explainer = explainer
         self._health = health
 
@@ -30,7 +34,12 @@ class Explain:
         if not pods:
             return error(400, "the body is no pod, and nothing that makes pods")
         try:
+            for namespace in {namespace_of(pod) or DEFAULT_NAMESPACE for pod in pods}:
+                if not await self._gate.may(caller_of(request), list_pods(namespace)):
+                    return forbidden(f"only who may list pods in {plain(namespace)} is told what becomes of its pods")
             results = [await self._explainer.explained(pod) for pod in pods]
+        except CallersUnavailableError:
+            return error(503, "callers cannot be checked at this moment")
         except CannotExplainError as exc:
             return error(503, str(exc))
         denied = next((one for one in results if one["verdict"] == "deny"), results[0])

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from functools import partial
 
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.core.errors import LedgerError
+from webhook.clock import utc_now
+from webhook.core.errors import GpuwardenError, LedgerError
 from webhook.core.extender_wire import (
     BindArgs,
     ExtenderArgs,
@@ -24,7 +24,7 @@ from webhook.namespaces import NamespacesUnavailableError
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
 from webhook.telemetry import Metrics
 from webhook.web.body import RefusedBodyError, read_body
-from webhook.web.callers import CallersUnavailableError
+from webhook.web.callers import Caller, CallersUnavailableError, Gate, bind_pods, caller_of
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
@@ -32,21 +32,24 @@ log = structlog.get_logger(__name__)
 # A thousand whole Node objects; a scheduler with more sends names.
 MAX_BODY = 32 * 2**20
 
-Answer = Callable[[bytes], Awaitable[tuple[bytes, str]]]
-MayBind = Callable[[str, str], Awaitable[bool]]
+Answer = Callable[[Caller, bytes], Awaitable[tuple[bytes, str]]]
 
 NOT_ALLOWED = "the token's user may not create pods/binding in the pod's namespace"
+
+
+class NotAllowedError(GpuwardenError):
+    """The caller may not bind the pod without us."""
 
 
 class ExtenderRoutes:
     """`POST /filter`, `/prioritize`, `/preempt` and `/bind`."""
 
-    def __init__(self, extender: Extender, metrics: Metrics, health: Health, may_bind: MayBind | None = None) -> None:
-        """`may_bind` says of a token whether its user may bind pods of a namespace, where callers come with tokens."""
+    def __init__(self, extender: Extender, metrics: Metrics, health: Health, gate: Gate | None = None) -> None:
+        """Callers with tokens are answered about pods that they may bind without us."""
         self._extender = extender
         self._metrics = metrics
         self._health = health
-        self._may_bind = may_bind
+        self._gate = gate or Gate(utc_now)
 
     async def filter(self, request: Request) -> Response:
         return await self._answered(request, "filter", self._filtered)
@@ -58,19 +61,20 @@ class ExtenderRoutes:
         return await self._answered(request, "preempt", self._preempted)
 
     async def bind(self, request: Request) -> Response:
-        token = request.headers.get("authorization", "").partition(" ")[2]
-        return await self._answered(request, "bind", partial(self._bound, token))
+        return await self._answered(request, "bind", self._bound)
 
     async def _answered(self, request: Request, verb: str, answer: Answer) -> Response:
         started = time.perf_counter()
         if not self._health.is_serving:
             return refusal(503, f"the server is {self._health.stage}")
         try:
-            body, outcome = await answer(await read_body(request, MAX_BODY, needs=len))
+            body, outcome = await answer(caller_of(request), await read_body(request, MAX_BODY, needs=len))
         except RefusedBodyError as exc:
             return refusal(exc.code, str(exc))
         except MalformedArgsError as exc:
             return refusal(400, str(exc))
+        except NotAllowedError:
+            return refusal(403, NOT_ALLOWED)
         except CallersUnavailableError:
             return refusal(503, "callers cannot be checked at this moment")
         except (LedgerError, NamespacesUnavailableError) as exc:
@@ -81,27 +85,36 @@ class ExtenderRoutes:
         self._metrics.observe_extender(verb, outcome, time.perf_counter() - started)
         return in_json(body)
 
-    async def _filtered(self, body: bytes) -> tuple[bytes, str]:
+    async def _filtered(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = ExtenderArgs.parse(body)
+        await self._check(caller, args.pod.meta.namespace or "")
         sifted = await self._extender.sift(args)
         self._metrics.count_extender_nodes(len(sifted.passed), refused_by(sifted))
         outcome = "passed" if sifted.passed or not args.offer.names else "refused"
         return filter_result(args.offer, sifted), outcome
 
-    async def _prioritized(self, body: bytes) -> tuple[bytes, str]:
-        return priorities(await self._extender.scores(ExtenderArgs.parse(body))), "passed"
+    async def _prioritized(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
+        args = ExtenderArgs.parse(body)
+        await self._check(caller, args.pod.meta.namespace or "")
+        return priorities(await self._extender.scores(args)), "passed"
 
-    async def _preempted(self, body: bytes) -> tuple[bytes, str]:
+    async def _preempted(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = PreemptArgs.parse(body)
+        await self._check(caller, args.pod.meta.namespace or "")
         left = await self._extender.worth_an_eviction(args)
         return preempt_result(left), "passed" if left or not args.victims else "refused"
 
-    async def _bound(self, token: str, body: bytes) -> tuple[bytes, str]:
+    async def _bound(self, caller: Caller, body: bytes) -> tuple[bytes, str]:
         args = BindArgs.parse(body)
-        if self._may_bind is not None and not await self._may_bind(token, args.pod.namespace):
+        if not await self._gate.may(caller, bind_pods(args.pod.namespace)):
             return error_answer(NOT_ALLOWED), "refused"
         problem = await self._extender.bind(args)
         return error_answer(problem), "refused" if problem else "passed"
+
+    async def _check(self, caller: Caller, namespace: str) -> None:
+        """Ours is a right that is not lent, and answers say what a namespace demands."""
+        if not await self._gate.may(caller, bind_pods(namespace)):
+            raise NotAllowedError
 
 
 def in_json(body: bytes, code: int = 200) -> Response:

@@ -9,6 +9,7 @@ from attrs import frozen
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from webhook.clock import utc_now
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import (
     GpuwardenError,
@@ -22,6 +23,14 @@ from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger import Ledger
 from webhook.pods import PodFacts, PodSource, PodsUnavailableError
 from webhook.web.body import RefusedBodyError, error, read_body
+from webhook.web.callers import (
+    Caller,
+    CallersUnavailableError,
+    Gate,
+    caller_of,
+    finalize_reservations,
+    forbidden,
+)
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
@@ -29,6 +38,9 @@ log = structlog.get_logger(__name__)
 # The fields and how long they may be. The UUIDs are those of one pod, so of one node.
 FIELDS = {"namespace": 63, "name": 253, "uid": 128, "reservation-id": 128, "gpu-uuid": 16384}
 MAX_BODY = 2**16
+NOT_ALLOWED = (
+    "only the pod itself, or who may `finalize reservations.gpuwarden.io` in its namespace, tells that it exists"
+)
 
 
 class RefusedFinalizeError(GpuwardenError):
@@ -82,26 +94,45 @@ def is_blank(raw: Mapping[str, Any], field: str) -> bool:
 class Finalize:
     """The route."""
 
-    def __init__(self, ledger: Ledger, fleet: Fleet, pods: PodSource, facts: PodFacts, health: Health) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        fleet: Fleet,
+        pods: PodSource,
+        facts: PodFacts,
+        health: Health,
+        gate: Gate | None = None,
+    ) -> None:
         self._ledger = ledger
         self._fleet = fleet
         self._pods = pods
         self._facts = facts
         self._health = health
+        self._gate = gate or Gate(utc_now)
 
     async def finalize(self, request: Request) -> Response:
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         try:
             told = Told.parse(await read_body(request, MAX_BODY))
+            if not await self._may_tell(caller_of(request), told.pod):
+                return forbidden(NOT_ALLOWED)
             await self._believe(told)
         except (RefusedBodyError, RefusedFinalizeError) as exc:
             return error(exc.code, str(exc))
+        except CallersUnavailableError:
+            return error(503, "callers cannot be checked at this moment")
         except (PodsUnavailableError, LedgerError) as exc:
             log.warning("finalize could not be checked", exc_info=exc)
             return error(503, "what was told cannot be checked at this moment")
         log.info("reservation finalized", reservation=told.reservation_id, namespace=told.pod.namespace)
         return JSONResponse({"status": "ok"})
+
+    async def _may_tell(self, caller: Caller, pod: PodIdentity) -> bool:
+        """The pod itself, by a token that is bound to it; or who has been given the right."""
+        if caller.is_pod(pod.namespace, pod.uid):
+            return True
+        return await self._gate.may(caller, finalize_reservations(pod.namespace))
 
     async def _believe(self, told: Told) -> None:
         held = await self._held(told)

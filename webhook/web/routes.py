@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
+from attrs import frozen
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -10,16 +11,43 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from webhook.budgets import Budgets
+from webhook.clock import utc_now
 from webhook.telemetry import Metrics
 from webhook.web.body import HELD, error
+from webhook.web.callers import Gate, Guard
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def application(metrics: Metrics, *routes: Route, budgets: Budgets | None = None) -> ASGIApp:
-    app = Starlette(routes=routes, exception_handlers={HTTPException: refused, Exception: broken})
+@frozen
+class Declared:
+    """A route, and whom it is for. Nothing else can be registered."""
+
+    path: str
+    method: str
+    endpoint: Endpoint
+    guard: Guard
+
+
+def application(
+    metrics: Metrics, *routes: Declared, budgets: Budgets | None = None, gate: Gate | None = None
+) -> ASGIApp:
+    gate = gate or Gate(utc_now)
+    app = Starlette(
+        routes=[Route(one.path, behind(gate, one), methods=[one.method]) for one in routes],
+        exception_handlers={HTTPException: refused, Exception: broken},
+    )
     app.router.redirect_slashes = False  # another path is another route, of which there is none
     return Counted(Budgeted(app, budgets or Budgets()), metrics, frozenset(route.path for route in routes))
+
+
+def behind(gate: Gate, route: Declared) -> Endpoint:
+    """The endpoint, for callers that the gate lets in. No body is read of others."""
+
+    async def entered(request: Request) -> Response:
+        return await gate.refusal(route.guard, request) or await route.endpoint(request)
+
+    return entered
 
 
 class Budgeted:
@@ -57,12 +85,12 @@ class Counted:
         await self._app(scope, receive, counting)
 
 
-def get(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, endpoint, methods=["GET"])
+def get(path: str, endpoint: Endpoint, guard: Guard) -> Declared:
+    return Declared(path, "GET", endpoint, guard)
 
 
-def post(path: str, endpoint: Endpoint) -> Route:
-    return Route(path, endpoint, methods=["POST"])
+def post(path: str, endpoint: Endpoint, guard: Guard) -> Declared:
+    return Declared(path, "POST", endpoint, guard)
 
 
 async def refused(request: Request, exc: Exception) -> Response:

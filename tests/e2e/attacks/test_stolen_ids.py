@@ -13,7 +13,7 @@ import pytest
 from attrs import define, field
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.attacks.forger import Forger, forging
+from tests.e2e.attacks.forger import Forger, forging, trust
 from tests.e2e.conftest import new_namespace
 from tests.e2e.crew import Site, Worker, site
 from tests.e2e.figures import tell
@@ -53,7 +53,8 @@ class Thief:
 
     async def steal(self) -> None:
         """For ever."""
-        async with httpx.AsyncClient(base_url=self.worker.urls["http"], trust_env=False, timeout=30) as client:
+        url, context = self.worker.urls["https"], trust(self.forger.here)
+        async with httpx.AsyncClient(base_url=url, verify=context, trust_env=False, timeout=30) as client:
             while True:
                 got = await client.get("/devices", headers=self.headers)
                 devices = got.json() if got.status_code == httpx.codes.OK else {}

@@ -11,6 +11,7 @@ from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME, Mode
 from scripts.node.images import ALL_DEVICES, BUSYBOX, CUDA, CUDA_VERSION
 from scripts.node.real import RealNode
+from tests.e2e.attacks.forger import trust
 from tests.e2e.crew import Site
 from tests.e2e.kube import CONFIG_MAPS, PODS, Kube, Raw, wait_until
 from tests.e2e.node.containers import GPUS, NOTHING, SEEN, container, kubectl, real_pod, runs, seen_in, seen_of
@@ -30,7 +31,8 @@ async def mode(request: pytest.FixtureRequest, real_node: RealNode) -> AsyncIter
 async def told_of(here: Site, cluster: Cluster) -> dict[str, Any]:
     """What `/devices` says, GPU by GPU."""
     headers = {"Authorization": f"Bearer {cluster.admin_token}"}
-    async with httpx.AsyncClient(base_url=here.replicas[0].urls["http"], trust_env=False, headers=headers) as client:
+    url = here.replicas[0].urls["https"]
+    async with httpx.AsyncClient(base_url=url, verify=trust(here), trust_env=False, headers=headers) as client:
         return dict((await client.get("/devices")).raise_for_status().json())
 
 

@@ -1,0 +1,75 @@
+"""Which routes of a cluster's listeners ask who the caller is: all of them, one by one."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.types import ASGIApp
+
+from tests.web.house import House
+from tests.web.test_callers import ApiServer
+from webhook.explanation import Explainer
+from webhook.scheduler.extender import Extender
+from webhook.web.admission import Admission
+from webhook.web.app import extender_app, plain_app, tls_app
+from webhook.web.callers import Gate, Reviewers
+from webhook.web.devices import Devices
+from webhook.web.explain import Explain
+from webhook.web.extender import ExtenderRoutes
+from webhook.web.finalize import Finalize
+
+PROBES = [("GET", "/healthz"), ("GET", "/readyz")]
+OPEN = {
+    "tls": PROBES,
+    "plain": [*PROBES, ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"), ("GET", "/"), ("GET", "/devices")],
+    "extender": PROBES,
+}
+ASKED = {
+    "tls": [
+        ("POST", "/mutate"),
+        ("POST", "/validate"),
+        ("POST", "/finalize"),
+        ("POST", "/explain"),
+        ("GET", "/"),
+        ("GET", "/devices"),
+    ],
+    "plain": [],
+    "extender": [("POST", "/filter"), ("POST", "/prioritize"), ("POST", "/preempt"), ("POST", "/bind")],
+}
+NOT_THERE = {
+    "tls": [("GET", "/metrics"), ("POST", "/filter")],
+    "plain": [("POST", "/finalize"), ("POST", "/explain"), ("POST", "/mutate")],
+    "extender": [("GET", "/devices"), ("POST", "/finalize")],
+}
+
+
+def apps(house: House) -> dict[str, ASGIApp]:
+    """The listeners of a cluster's server, where reviewers need a token."""
+    parts, health = house.parts, house.health
+    gate = Gate(parts.clock, ApiServer(), Reviewers("gpuwarden"))
+    admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, health)
+    finalize = Finalize(parts.ledger, parts.fleet, parts.pods, parts.pods, health, gate)
+    devices = Devices(parts.fleet, parts.ledger, parts.clock, gate=gate)
+    explain = Explain(Explainer(parts, admission), health, gate)
+    extender = ExtenderRoutes(Extender(parts, None), parts.metrics, health, gate)
+    return {
+        "tls": tls_app(admission, finalize, devices, explain, health, parts.metrics, gate=gate),
+        "plain": plain_app(finalize, devices, health, parts.metrics, gate=gate),
+        "extender": extender_app(extender, health, parts.metrics, gate=gate),
+    }
+
+
+@pytest.mark.parametrize("listener", ["tls", "plain", "extender"])
+async def test_every_route_lets_in_whom_it_is_for(tmp_path: Path, listener: str) -> None:
+    house = await House(tmp_path, {"nodes": []}, None).start()
+    transport = httpx.ASGITransport(app=apps(house)[listener])
+
+    async with httpx.AsyncClient(transport=transport, base_url="https://house") as client:
+
+        async def codes(routes: list[tuple[str, str]]) -> set[int]:
+            return {(await client.request(method, path)).status_code for method, path in routes}
+
+        assert await codes(OPEN[listener]) == {200}
+        assert await codes(ASKED[listener]) == ({401} if ASKED[listener] else set())
+        assert await codes(NOT_THERE[listener]) <= {404, 405}
+    await house.close()
