@@ -301,6 +301,16 @@ async def test_the_right_to_bind_is_lent_to_nobody(house: House, token: str, nam
         assert (await client.post("/bind", json=away)).status_code == 503
 
 
+async def test_large_questions_are_for_who_may_bind_all_pods(house: House) -> None:
+    question = by_name(asking(HASH), *NAMES, *(f"node-{number}" for number in range(10_000)))
+    namespace = question["Pod"]["metadata"]["namespace"]
+    permissions = Permissions(("jane", namespace), ("scheduler", namespace), ("scheduler", ""))
+    async with of_house(house, authority=permissions) as client:
+        for token, code in (("jane", 413), ("scheduler", 200)):
+            reply = await client.post("/filter", json=question, headers={"Authorization": f"Bearer {token}"})
+            assert reply.status_code == code
+
+
 @pytest.mark.parametrize("path", ["/filter", "/prioritize", "/preempt"])
 async def test_a_question_is_answered_about_pods_that_the_caller_may_bind(house: House, path: str) -> None:
     question = {**by_name(asking(HASH), *NAMES), "NodeNameToMetaVictims": {}}

@@ -7,6 +7,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
+from webhook.budgets import SMALL
 from webhook.clock import utc_now
 from webhook.core.errors import GpuwardenError, LedgerError
 from webhook.core.extender_wire import (
@@ -29,7 +30,8 @@ from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
 
-# A thousand whole Node objects; a scheduler with more sends names.
+# A thousand whole Node objects; a scheduler with more sends names. Who may not bind the pods of all namespaces asks
+# about few nodes.
 MAX_BODY = 32 * 2**20
 
 Answer = Callable[[Caller, bytes], Awaitable[tuple[bytes, str]]]
@@ -68,7 +70,10 @@ class ExtenderRoutes:
         if not self._health.is_serving:
             return refusal(503, f"the server is {self._health.stage}")
         try:
-            body, outcome = await answer(caller_of(request), await read_body(request, MAX_BODY, needs=len))
+            caller = caller_of(request)
+            is_scheduler = await self._gate.may(caller, bind_pods(""))
+            most = MAX_BODY if is_scheduler else SMALL
+            body, outcome = await answer(caller, await read_body(request, most, needs=len))
         except RefusedBodyError as exc:
             return refusal(exc.code, str(exc))
         except MalformedArgsError as exc:
