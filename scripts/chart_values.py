@@ -174,7 +174,12 @@ SERVE: Final = [
     Value("service.type", "ClusterIP", one_of("ClusterIP", "NodePort", "LoadBalancer"), "Of the Service of `serve`."),
     Value("service.port", 443, PORT_NUMBER, "Where the API server calls it."),
     Value("service.annotations", {}, TEXTS, "Annotations of that Service."),
-    Value("service.uiPort", 8080, PORT_NUMBER, "Health, metrics and the number of devices there; every component has this port."),
+    Value(
+        "service.uiPort",
+        8080,
+        PORT_NUMBER,
+        "Health, metrics and the number of devices there; every component has this port.",
+    ),
     Value(
         "extender.enabled",
         False,
