@@ -156,6 +156,7 @@ def test_the_names_of_the_metrics_stay() -> None:
     metrics.watch_fleet(FleetCounts)
     metrics.watch_evidence(EvidenceCounts)
     metrics.watch_ages(dict)
+    metrics.watch_audit(dict)
     assert families(metrics) == {
         "gpuwarden_admission_duration_seconds": "histogram",
         "gpuwarden_verdicts_total": "counter",
@@ -174,6 +175,7 @@ def test_the_names_of_the_metrics_stay() -> None:
         "gpuwarden_devices": "gauge",
         "gpuwarden_devices_available": "gauge",
         "gpuwarden_reservations": "gauge",
+        "gpuwarden_audit_findings": "gauge",
         "gpuwarden_evidence_nodes": "gauge",
         "gpuwarden_extender_duration_seconds": "histogram",
         "gpuwarden_extender_nodes_total": "counter",

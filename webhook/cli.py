@@ -126,7 +126,14 @@ def make_parser() -> Parser:
 
     one = commands.add_parser("explain", help="say what would become of a pod, node by node; reserves nothing")
     add_explained(one)
-    with_explain_settings(one, explain)
+    with_answer_settings(one, explain)
+
+    one = commands.add_parser(
+        "audit", help="say what runs and would be refused today; reads the cluster, changes nothing"
+    )
+    one.add_argument("-o", "--output", choices=("table", "json"), default="table", help="form of the answer")
+    one.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
+    with_answer_settings(one, audit)
 
     certs = commands.add_parser("certs", help="certificates").add_subparsers(metavar="COMMAND", required=True)
     one = certs.add_parser("dev", help="make a development CA and a certificate for localhost")
@@ -218,8 +225,8 @@ def with_export_settings(parser: Parser, command: Callable[[Namespace], int]) ->
     parser.set_defaults(parser=parser, run=run, has_run=False)
 
 
-def with_explain_settings(parser: Parser, command: Callable[[Namespace, Settings], int]) -> None:
-    """1 says that a pod is denied, so whatever keeps the command from saying anything is 2."""
+def with_answer_settings(parser: Parser, command: Callable[[Namespace, Settings], int]) -> None:
+    """For commands whose exit status is their answer: whatever keeps them from giving one is 2."""
     settings.add_flags(parser)
 
     def run(args: Namespace) -> int:
@@ -343,6 +350,18 @@ def explain(args: Namespace, chosen: Settings) -> int:
     configure_logging("error" if chosen.sources.get("log_level", "default") == "default" else chosen.log_level)
     complain(args.parser.prog, chosen.notes)
     ended = run(asked, chosen)
+    args.has_run = True
+    return ended
+
+
+def audit(args: Namespace, chosen: Settings) -> int:
+    from webhook.auditing import run
+    from webhook.explain import by_current_context
+    from webhook.telemetry import configure_logging
+
+    configure_logging(chosen.log_level)
+    complain(args.parser.prog, chosen.notes)
+    ended = run(by_current_context(chosen), args.context, args.output)
     args.has_run = True
     return ended
 

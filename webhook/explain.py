@@ -108,7 +108,14 @@ def with_cluster(asked: Asked, settings: Settings) -> Settings:
         raise GpuwardenError(
             f"nobody to ask: name --server, --kubeconfig or --inventory ({file} and {DEFAULT_KUBECONFIG} are not here)"
         )
-    return evolve(settings, kubeconfig=DEFAULT_KUBECONFIG)
+    return by_current_context(settings)
+
+
+def by_current_context(settings: Settings) -> Settings:
+    """The cluster that is named, or that of the kubeconfig that kubectl would use."""
+    from webhook.cluster import DEFAULT_KUBECONFIG
+
+    return evolve(settings, kubeconfig=DEFAULT_KUBECONFIG) if settings.is_embedded else settings
 
 
 async def answered(asked: Asked, settings: Settings) -> tuple[list[Answer], list[str]]:

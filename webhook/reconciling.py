@@ -8,6 +8,8 @@ from kubernetes.aio import client
 
 from webhook.api_objects import ApiNamespaces
 from webhook.api_paths import GPU_NODES_PATH, NAMESPACES_PATH, PODS_PATH, STATEFUL_SETS_PATH
+from webhook.audit import Reading
+from webhook.audit_watch import AuditWatch
 from webhook.clock import utc_now
 from webhook.cluster import ApiGpuNodes, ApiPods, connected
 from webhook.clustered import Discovering
@@ -112,12 +114,23 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         is_current=lambda: all(watch.is_current for watch in watches),
         read_anew=partial(read_anew, api, ledger, waiting_pods),
     )
+    audit = AuditWatch(
+        Reading(rules.claims.rules, rules.dress),
+        fleet,
+        ledger,
+        utc_now,
+        settings.opt_in_label,
+        needs_evidence=policy.is_always_required,
+    )
+    metrics.watch_audit(audit.counts)
     sets, node_names = MappedSets(fleet, settings.opt_in_label), NodeNames(fleet, events)
     watches = (
         *discovering.watches,
-        Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods))),
-        Watch(api, STATEFUL_SETS_PATH, sets),
-        Watch(api, PODS_PATH, Several(reconciler, waking, continuous, waiting_pods)),
+        Watch(
+            api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods), audit.namespaces)
+        ),
+        Watch(api, STATEFUL_SETS_PATH, Several(sets, audit.sets)),
+        Watch(api, PODS_PATH, Several(reconciler, waking, continuous, waiting_pods, audit.pods)),
     )
     async with asyncio.TaskGroup() as tasks:
         for watch in watches:

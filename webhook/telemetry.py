@@ -171,6 +171,24 @@ def evidence_families(counts: EvidenceCounts) -> Iterator[GaugeMetricFamily]:
     yield GaugeMetricFamily("gpuwarden_pods_without_evidence", about, counts.pods_without)
 
 
+class AuditCollector(Collector):
+    """Asks when somebody looks."""
+
+    def __init__(self, count: Callable[[], Mapping[str, int]]) -> None:
+        self.count = count
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return [audit_family({})]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        return [audit_family(self.count())]
+
+
+def audit_family(counts: Mapping[str, int]) -> GaugeMetricFamily:
+    about = "What `gpuwarden audit` would find, by kind"
+    return family("gpuwarden_audit_findings", about, "kind", tuple(counts), counts)
+
+
 class AgesCollector(Collector):
     """Asks when somebody looks: ages never stand still."""
 
@@ -389,6 +407,10 @@ class Metrics:
     def watch_evidence(self, count: Callable[[], EvidenceCounts]) -> None:
         """From now on every look at the metrics asks `count`."""
         self.registry.register(EvidenceCollector(count))
+
+    def watch_audit(self, count: Callable[[], Mapping[str, int]]) -> None:
+        """From now on every look at the metrics asks `count`, which names every kind."""
+        self.registry.register(AuditCollector(count))
 
     def watch_ages(self, ages: Callable[[], Ages]) -> None:
         """From now on every look at the metrics asks `ages`."""

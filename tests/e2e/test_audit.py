@@ -1,0 +1,162 @@
+"""`gpuwarden audit` on the real API server, by an account that may read and nothing else."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from tests.builders import HASH, Raw
+from tests.e2e.conftest import new_namespace
+from tests.e2e.crew import OPT_IN, Site, site
+from tests.e2e.kube import (
+    NAMESPACES,
+    PODS,
+    SERVICE_ACCOUNTS,
+    STATEFUL_SETS,
+    Kube,
+    Resource,
+    pod,
+    stateful_set,
+    wait_until,
+)
+from tests.e2e.test_ledger import GPU_NODES
+from tests.running import GPUWARDEN
+
+CLUSTER_ROLES = Resource("apis/rbac.authorization.k8s.io/v1", "clusterroles", is_namespaced=False)
+BINDINGS = Resource("apis/rbac.authorization.k8s.io/v1", "clusterrolebindings", is_namespaced=False)
+READS = [
+    {"apiGroups": [""], "resources": ["pods", "namespaces"], "verbs": ["list"]},
+    {"apiGroups": ["apps"], "resources": ["statefulsets"], "verbs": ["list"]},
+    {"apiGroups": ["gpuwarden.io"], "resources": ["gpunodes", "nodeevidences"], "verbs": ["list"]},
+]
+
+
+@frozen
+class Auditor:
+    """Who may list what an audit reads."""
+
+    here: Site
+    kubeconfig: Path
+
+    async def audit(self, *flags: str) -> tuple[int, list[Raw], str]:
+        """The exit status, what was found in the test's own namespaces and nodes, and what stderr says."""
+        process = await asyncio.create_subprocess_exec(
+            GPUWARDEN,
+            "audit",
+            "-o",
+            "json",
+            "--kubeconfig",
+            str(self.kubeconfig),
+            *flags,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        found = json.loads(out)["findings"] if out else []
+        return process.returncode or 0, found, err.decode()
+
+
+@pytest.fixture
+async def auditor(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Auditor]:
+    flags = ("--node-hash-map", json.dumps({"audit-0": HASH}))
+    async with site(cluster, kube, tmp_path, nodes=1, gpus=3, name="audit", replicas=1, flags=flags) as here:
+        name = f"auditor-{here.own_namespace}"
+        await kube.create(SERVICE_ACCOUNTS, {"metadata": {"name": "auditor"}}, here.own_namespace)
+        await kube.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": READS})
+        subject = {"kind": "ServiceAccount", "name": "auditor", "namespace": here.own_namespace}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
+        await kube.create(BINDINGS, {"metadata": {"name": name}, "subjects": [subject], "roleRef": role})
+        content = json.loads(cluster.kubeconfig.read_text())
+        token = await asyncio.to_thread(cluster.service_account_token, here.own_namespace, "auditor")
+        content["users"][0]["user"] = {"token": token}
+        kubeconfig = tmp_path / "auditor.kubeconfig"
+        kubeconfig.write_text(json.dumps(content))
+        yield Auditor(here, kubeconfig)
+        for of in (BINDINGS, CLUSTER_ROLES):
+            await kube.delete(of, name)
+
+
+def ours(found: list[Raw], *namespaces: str) -> set[tuple[str, str]]:
+    """Other tests leave things behind in the same cluster."""
+    return {(one["kind"], one["object"]) for one in found if one["namespace"] in namespaces}
+
+
+async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(auditor: Auditor, kube: Kube) -> None:
+    here = auditor.here
+    good = await kube.create(
+        PODS, pod("good", gpus=1, annotations={"gpuwarden.io/required-hash": HASH}), here.namespace
+    )
+    uuid = good["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
+    await wait_until(lambda: kube.get(PODS, "good", here.namespace), lambda seen: seen["spec"].get("nodeName"))
+    async with new_namespace(kube) as namespace:
+        env = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]
+        cheat = pod("variable")
+        cheat["spec"]["containers"][0]["env"] = env
+        image = pod("image")
+        image["spec"]["containers"][0]["env"] = [{"name": "CUDA_VERSION", "value": "12.4"}]
+        forged = pod(
+            "forged",
+            annotations={
+                "gpuwarden.io/claim": '{"gpus":1,"containers":["main"]}',
+                "gpuwarden.io/reservation-id": "nobodys",
+                "gpuwarden.io/node": "audit-0",
+                "gpuwarden.io/gpu-uuid": uuid,
+            },
+            nodeName="audit-0",
+        )
+        for one in (pod("resource", gpus=1), cheat, image, forged, pod("plain")):
+            await kube.create(PODS, one, namespace)
+        mapped = stateful_set("mapped", 0, annotations={"gpu-scheduling-map": "0=audit-0:0"})
+        await kube.create(STATEFUL_SETS, mapped, namespace)
+        _, found, _ = await auditor.audit()
+        apart = {"GpuTwice", "UnknownReservation", "NodeWithoutEvidence"}
+        assert {kind for kind, _ in ours(found, namespace)} <= apart, "nobody has asked for us here"
+
+        await kube.patch(NAMESPACES, namespace, {"metadata": {"labels": dict(OPT_IN)}})
+        versions = await here.versions()
+        status, found, _ = await auditor.audit("--require-evidence", "asked")
+        assert status == 1
+        assert ours(found, namespace) >= {
+            ("GpuWithoutReservation", f"pod {namespace}/resource"),
+            ("GpuWithoutReservation", f"pod {namespace}/variable"),
+            ("ContainerNotBlinded", f"pod {namespace}/image"),
+            ("UnknownReservation", f"pod {namespace}/forged"),
+            ("MapWithoutLabel", f"statefulset {namespace}/mapped"),
+        }
+        assert not any("plain" in name for _, name in ours(found, namespace))
+        twice = next(one for one in found if one["kind"] == "GpuTwice" and uuid in one["message"])
+        assert (twice["node"], f"{namespace}/forged" in json.dumps(twice)) == ("audit-0", True)
+        # No reconciler runs here, so nobody has written down what the node has proven.
+        assert ours(found, here.namespace) >= {("NodeWithoutEvidence", f"pod {here.namespace}/good")}
+        assert await here.versions() == versions
+
+
+async def test_a_reservation_whose_pod_is_gone_is_found(auditor: Auditor, kube: Kube) -> None:
+    held = {
+        "GPU-audit-0-2/0": {
+            "reservation": "left-behind",
+            "phase": "finalized",
+            "namespace": auditor.here.namespace,
+            "digest": "d",
+            "pod": "gone",
+            "uid": "00000000-0000-4000-8000-000000000077",
+            "since": "2026-01-01T00:00:00Z",
+        }
+    }
+    node = await kube.get(GPU_NODES, "audit-0")
+    before = node.get("status", {}).get("held") or {}
+    await kube.patch(GPU_NODES, "audit-0", {"status": {"held": {**before, **held}}}, subresource="status")
+    _, found, _ = await auditor.audit("--require-evidence", "asked")
+    assert ours(found, auditor.here.namespace) == {("ReservationWithoutPod", "reservation left-behind")}
+
+
+async def test_who_may_not_read_gets_no_answer_and_another_exit_status(auditor: Auditor, kube: Kube) -> None:
+    content = json.loads(auditor.kubeconfig.read_text())
+    content["users"][0]["user"] = {"token": "nobodys"}
+    auditor.kubeconfig.write_text(json.dumps(content))
+    status, found, said = await auditor.audit()
+    assert (status, found, "cannot be listed: the API server answered 401" in said) == (2, [], True), said
