@@ -1,5 +1,6 @@
 """What an explanation says is what the webhooks would say, of any pod."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_env, raw_po
 from tests.conftest import Build
 from tests.generated_pods import generated_pods
 from tests.web.house import House, patched
+from webhook.core.near_misses import MOST_KEYS, near_keys
 
 
 async def explained(house: House, raw: Raw) -> Raw:
@@ -144,3 +146,15 @@ async def test_a_set_is_explained_in_its_own_namespace(house: House) -> None:
     }
     answer = await explained(house, raw)
     assert (answer["reason"], "not_a_name" in answer["message"]) == ("InvalidPod", True)
+
+
+def test_of_keys_without_end_only_the_first_are_compared() -> None:
+    looked = []
+
+    def written() -> Iterator[str]:
+        for number in range(100_000):
+            looked.append(number)
+            yield f"gpuwardens.example/{number}-{'x' * 60}"
+
+    assert list(near_keys(written())) == []
+    assert len(looked) <= MOST_KEYS + 1

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 from attrs import frozen
 
@@ -24,7 +26,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.test_ledger import GPU_NODES
-from tests.running import GPUWARDEN
+from tests.running import GPUWARDEN, Running, reconciling
 
 CLUSTER_ROLES = Resource("apis/rbac.authorization.k8s.io/v1", "clusterroles", is_namespaced=False)
 BINDINGS = Resource("apis/rbac.authorization.k8s.io/v1", "clusterrolebindings", is_namespaced=False)
@@ -85,7 +87,17 @@ def ours(found: list[Raw], *namespaces: str) -> set[tuple[str, str]]:
     return {(one["kind"], one["object"]) for one in found if one["namespace"] in namespaces}
 
 
-async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(auditor: Auditor, kube: Kube) -> None:
+async def gauge(running: Running, kind: str) -> float:
+    """What a reconciler counts."""
+    async with httpx.AsyncClient(base_url=running.urls["http"], trust_env=False) as client:
+        text = (await client.get("/metrics")).text
+    found = re.search(rf'^gpuwarden_audit_findings{{kind="{kind}"}} ([0-9.]+)$', text, re.MULTILINE)
+    return float(found[1]) if found else -1
+
+
+async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
+    auditor: Auditor, kube: Kube, tmp_path: Path
+) -> None:
     here = auditor.here
     good = await kube.create(
         PODS, pod("good", gpus=1, annotations={"gpuwarden.io/required-hash": HASH}), here.namespace
@@ -133,6 +145,11 @@ async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(a
         # No reconciler runs here, so nobody has written down what the node has proven.
         assert ours(found, here.namespace) >= {("NodeWithoutEvidence", f"pod {here.namespace}/good")}
         assert await here.versions() == versions
+        (tmp_path / "reconcile").mkdir()
+        flags = ["--kubeconfig", str(here.kubeconfig), "--lease-namespace", here.own_namespace]
+        with reconciling(tmp_path / "reconcile", flags) as running:
+            await wait_until(lambda: gauge(running, "GpuWithoutReservation"), lambda number: number >= 2)
+            assert await gauge(running, "MapWithoutLabel") >= 1
 
 
 async def test_a_reservation_whose_pod_is_gone_is_found(auditor: Auditor, kube: Kube) -> None:

@@ -9,11 +9,13 @@ from webhook.core.claim import Claim
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 
-# A comparison takes up to a millisecond, and reviews wait meanwhile: only so many names are compared.
-MOST_COMPARED = 60
+# A comparison takes up to half a millisecond, and reviews wait meanwhile: only so many names are compared, of so many
+# keys that somebody has written.
+MOST_COMPARED = 30
+MOST_KEYS = 64
 MOST_ASKED = 4
 MOST_TOLD = 8
-LONGEST = 128
+LONGEST = 96
 CUTOFF = 0.75
 
 OWN_KEYS = tuple(sorted(keys.INPUT_NAMES | {keys.OPT_IN.name}))
@@ -52,17 +54,20 @@ def near_labels(asked: Iterable[str], known: Collection[str]) -> Iterator[str]:
 def near_keys(found: Iterable[str]) -> Iterator[str]:
     """A misspelt key asks for nothing, and nobody would say so."""
     known = keys.INPUT_NAMES | keys.OUTPUT_NAMES | keys.HINT_NAMES | {keys.WOKEN_AT, keys.WAITING, keys.QUEUED_LABEL}
-    odd = (key for key in found if key not in known and looks_like_ours(key))
+    named = islice((key for key in found if key not in known and names_us(key)), MOST_KEYS)
+    odd = (key for key in named if looks_like_ours(key))
     for key in islice(odd, MOST_ASKED):
         meant = closest(key, OWN_KEYS)
         yield f"{key} means nothing to gpuwarden" + (f": did you mean {meant}?" if meant else "")
 
 
+def names_us(key: str) -> bool:
+    return key.casefold().startswith(keys.OURS) and not key.startswith(keys.REQUIREMENT_PREFIX)
+
+
 def looks_like_ours(key: str) -> bool:
-    domain, slash, _ = key.partition("/")
-    if domain == keys.DOMAIN:
-        return bool(slash) and not key.startswith(keys.REQUIREMENT_PREFIX)
-    return len(key) <= LONGEST and domain.casefold().startswith(keys.OURS) and closest(key, OWN_KEYS) is not None
+    """Of another domain, only if it is close to one of ours: there may be others of such a name."""
+    return key.startswith(f"{keys.DOMAIN}/") or closest(key, OWN_KEYS) is not None
 
 
 def closest(word: str, known: Collection[str]) -> str | None:
