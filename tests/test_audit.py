@@ -17,7 +17,7 @@ from webhook.core.claim import ClaimRules
 from webhook.core.device import DeviceUuid, Slot
 from webhook.core.dress import DressRules, Injection
 from webhook.core.evidence import Evidence
-from webhook.core.reservation import Phase, Reservation, ReservationId
+from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
 from webhook.telemetry import Metrics
 
 READING = Reading(ClaimRules(), DressRules(Injection.NVIDIA, "nvidia.com/gpu"))
@@ -181,6 +181,12 @@ def reservation(**members: Any) -> Reservation:
 def test_reservations_without_pods_are_found(held: Reservation, is_found: bool) -> None:
     given = Facts(pods=[AuditedPod(NAMESPACE, "train-0", POD_UID, "node-a")], held=[held], opted_in=())
     assert kinds(given) == ([(Kind.RESERVATION_WITHOUT_POD, "reservation r1")] if is_found else [])
+
+
+def test_an_orphan_is_called_one() -> None:
+    orphan = reservation(orphan=Orphan(NOW, 30 * SECOND))
+    (found,) = findings(Facts([], [orphan], ()), LATER, needs_evidence=False)
+    assert found.message == "is orphaned and holds GPU-a0 of node node-a for pod ml/train-0, which is not there"
 
 
 def test_maps_that_keep_nothing_and_objects_that_nobody_can_read_are_found() -> None:

@@ -209,9 +209,8 @@ def without_pods(facts: Facts, now: datetime) -> Iterator[Finding]:
         if now < one.since + SETTLED:
             continue
         pod = f"pod {one.namespace}/{one.pod_name}" if one.pod_name else f"a pod of {one.namespace}"
-        message = (
-            f"is {one.phase.value} and holds {', '.join(one.uuids)} of node {one.node} for {pod}, which is not there"
-        )
+        state = one.phase.value if one.orphan is None else "orphaned"
+        message = f"is {state} and holds {', '.join(one.uuids)} of node {one.node} for {pod}, which is not there"
         yield Finding(Kind.RESERVATION_WITHOUT_POD, f"reservation {one.id}", message, one.namespace, one.node)
 
 
