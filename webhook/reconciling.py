@@ -6,8 +6,8 @@ from functools import partial
 import structlog
 from kubernetes.aio import client
 
-from webhook.api_objects import ApiNamespaces
-from webhook.api_paths import GPU_NODES_PATH, NAMESPACES_PATH, PODS_PATH, STATEFUL_SETS_PATH
+from webhook.api_objects import ApiNamespaces, ApiObjects
+from webhook.api_paths import GPU_NODES, GPU_NODES_PATH, NAMESPACES_PATH, PODS_PATH, STATEFUL_SETS_PATH
 from webhook.audit import Reading
 from webhook.audit_watch import AuditWatch
 from webhook.clock import utc_now
@@ -27,6 +27,7 @@ from webhook.maps import MappedSets, NamespaceNews, NodeNames
 from webhook.measures import ApiMeasures
 from webhook.namespaces import WatchedNamespaces
 from webhook.node_evidences import EvidenceView
+from webhook.offers import Offers
 from webhook.probes import Probes
 from webhook.process import passes, stop_signal, until
 from webhook.scheduler.api_pods import ApiAlarm
@@ -71,18 +72,20 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         skew=settings.clock_skew,
         max_age=settings.max_evidence_age,
     )
+    policy = policy_of(settings)
+    offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
     discovering = Discovering(
         settings,
         api,
         events,
         utc_now,
-        gpu_nodes=GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget),
+        gpu_nodes=Several(GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget), offers.view),
         also_nodes=[NodesListener(inventory)],
         also_evidences=[evidence],
         count_error=metrics.count_provider_error,
     )
     namespaces = WatchedNamespaces(ApiNamespaces(api))
-    rules, policy = rules_of(settings, namespaces), policy_of(settings)
+    rules = rules_of(settings, namespaces)
     continuous = Continuous(
         fleet,
         policy,
@@ -140,11 +143,12 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
             await watch.ready.wait()
         log.info("watching", reservations=len(ledger.reservations()))
         probes.begin()
-        parts = (reconciler, queue, discovering, waking, continuous, node_names)
+        parts = (reconciler, queue, discovering, waking, continuous, node_names, offers)
 
         async def lead() -> None:
             queue.begin()
             continuous.begin()
+            offers.begin()
             discovering.begin()
             await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
 
