@@ -10,6 +10,7 @@ from scripts.controlplane.cluster import ROOT, Cluster, StartError
 from scripts.node.build import CannotRunError, parts
 from scripts.node.files import RUNTIME
 from scripts.node.images import VARIABLES
+from scripts.node.machine import NoNumberError
 from scripts.node.real import NodeError, RealNode
 
 DIRECTORY = ROOT / ".node"
@@ -36,7 +37,7 @@ def main() -> int:
     args = whole.parse_args()
     try:
         return int(args.run(args))
-    except (BuildError, CannotRunError, StartError, NodeError) as exc:
+    except (BuildError, CannotRunError, StartError, NodeError, NoNumberError) as exc:
         print(exc, file=sys.stderr)
         return 1
 

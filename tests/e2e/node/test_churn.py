@@ -1,0 +1,199 @@
+"""No GPU is used by two containers at a time. Their own heartbeats are the judge, on a node that is treated badly."""
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import pytest
+from attrs import define, field, frozen
+
+from scripts.controlplane.cluster import Cluster
+from scripts.node.real import RealNode
+from tests.e2e.crew import Site
+from tests.e2e.figures import tell
+from tests.e2e.judge import PromiseBrokenError
+from tests.e2e.kube import NODES, PODS, ApiError, Kube, NotInTimeError, Raw, wait_until
+from tests.e2e.node.containers import is_ready, real_pod
+from tests.e2e.node.front import in_front
+from tests.e2e.node.heartbeats import Life, beating, lives_in, overlaps, volume_of
+
+CHURNED: Final = tuple(f"GPU-11111111-0000-4000-8000-{number:012}" for number in range(8))
+WORKERS: Final = 8
+ASKS_AGAIN_AFTER: Final = 0.3
+DOWN_FOR: Final = 2.0
+# Longer than kubelet is down, and than it takes to end containers when it is back.
+FLAGS: Final = ("--max-grace", "10s", "--orphan-margin", "20s")
+SEEN_WITHIN: Final = 10.0
+FREE_WITHIN: Final = 90.0
+
+
+@frozen
+class Way:
+    """How a pod lives and how it is deleted."""
+
+    name: str
+    grace: int = 1
+    deleted_with: int | None = None
+    """The grace period of the deletion; none leaves it to the pod, 0 is `kubectl delete --force`."""
+    beats: int | None = None
+    restart: str = "Never"
+
+
+WAYS: Final = (
+    Way("plain"),
+    Way("grace-0", grace=0),
+    Way("forced", grace=4, deleted_with=0),
+    Way("ends", beats=20),
+    Way("crashes", beats=10, restart="Always"),
+    Way("crashes-forced", beats=10, restart="Always", deleted_with=0),
+)
+
+
+@define(eq=False)
+class Churn:
+    """Pods that come and go on one node, and what happens to the node meanwhile."""
+
+    here: Site
+    cluster: Cluster
+    node: RealNode
+    beats: Path
+    rng: random.Random
+    created: Counter[str] = field(factory=Counter)
+    annotated: dict[str, str] = field(factory=dict)
+    refused: int = 0
+    _ways: "itertools.cycle[Way]" = field(factory=lambda: itertools.cycle(WAYS))
+    _numbers: "itertools.count[int]" = field(factory=itertools.count)
+    _is_over: bool = False
+
+    async def run(self, troubles: Sequence[str], pause: float) -> None:
+        """Pods come and go while the node has one trouble after the other, and a pause before and after each."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(WORKERS):
+                group.create_task(self._work())
+            for what in troubles:
+                await asyncio.sleep(pause)
+                await self.trouble(what)
+            await asyncio.sleep(pause)
+            self._is_over = True
+
+    async def trouble(self, what: str) -> None:
+        if what == "reboot":
+            since = datetime.now(UTC)  # noqa: TID251 - kubelet's heartbeats are by the machine's clock
+            await asyncio.to_thread(self.node.reboot)
+            await asyncio.to_thread(self.cluster.wait_for_node, self.node.name, since)
+        elif what == "kubelet":
+            await asyncio.to_thread(self.node.kill_kubelet)
+            await asyncio.sleep(DOWN_FOR)
+            await asyncio.to_thread(self.node.start_kubelet)
+        else:
+            await asyncio.to_thread(self.node.kill_containerd)
+            await asyncio.sleep(DOWN_FOR)
+            await asyncio.to_thread(self.node.start_containerd)
+
+    async def _work(self) -> None:
+        way = next(self._ways)
+        while not self._is_over:
+            name = f"{way.name}-{next(self._numbers)}"
+            if not await self._create(name, way):
+                await asyncio.sleep(ASKS_AGAIN_AFTER)
+                continue
+            await self._seen(name)
+            await asyncio.sleep(self.rng.uniform(0.2, 2))
+            await self.here.kube.delete(PODS, name, self.here.namespace, grace=way.deleted_with)
+            way = next(self._ways)
+
+    async def _create(self, name: str, way: Way) -> bool:
+        gpus = 1 if self.rng.random() < 0.7 else 2
+        beats = beating(name, gpus, beats=way.beats)
+        volumes = [volume_of(self.beats)]
+        content = real_pod(name, beats, grace=way.grace, restartPolicy=way.restart, volumes=volumes)
+        try:
+            made = await self.here.kube.create(PODS, content, self.here.namespace)
+        except ApiError:
+            self.refused += 1
+            return False
+        self.created[way.name] += 1
+        self.annotated[name] = made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
+        return True
+
+    async def _seen(self, name: str) -> None:
+        """Until it runs, or has run, or the node takes too long for that."""
+
+        async def found() -> Raw:
+            return await self.here.kube.get(PODS, name, self.here.namespace)
+
+        with suppress(NotInTimeError):
+            await wait_until(found, lambda pod: is_ready(pod) or pod["status"]["phase"] != "Pending", SEEN_WITHIN)
+
+    def judge(self, lives: Sequence[Life]) -> None:
+        """Raises what no second try makes good."""
+        wrongs = overlaps(lives)
+        wrongs += [f"{one.pod} had {one.gpu}" for one in lives if one.gpu not in self.annotated[one.pod]]
+        if wrongs:
+            raise PromiseBrokenError("\n".join(wrongs[:10]))
+
+
+# The judge.
+
+
+@pytest.mark.parametrize(
+    ("lives", "count"),
+    [
+        pytest.param([Life("a", 1, 2, "x"), Life("a", 2.01, 3, "y")], 0, id="one after the other"),
+        pytest.param([Life("a", 1, 3, "x"), Life("b", 2, 4, "y")], 0, id="different GPUs"),
+        pytest.param([Life("a", 1, 3, "x"), Life("a", 2, 4, "y")], 1, id="the second starts before the first ends"),
+        pytest.param([Life("a", 1, 9, "x"), Life("a", 2, 3, "y"), Life("a", 4, 5, "z")], 2, id="two within one"),
+        pytest.param([Life("a", 1, 2, "x"), Life("a", 1.5, 3, "x")], 1, id="two containers of one pod"),
+        pytest.param([Life("a", 1, 2, "x"), Life("a", 2, 3, "y")], 1, id="in the same hundredth of a second"),
+    ],
+)
+def test_overlaps_are_found(lives: list[Life], count: int) -> None:
+    assert len(overlaps(lives)) == count
+
+
+# The proof.
+
+
+@pytest.fixture
+async def churn(
+    request: pytest.FixtureRequest, real_cluster: Cluster, real_kube: Kube, tmp_path: Path
+) -> AsyncIterator[Churn]:
+    """On a node of its own: what happens to it happens to no other test."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    tell(request, seed=seed)
+    beats = tmp_path / "beats"
+    beats.mkdir()
+    node = await asyncio.to_thread(real_cluster.add_real_node, "churned", CHURNED)
+    try:
+        async with in_front(real_cluster, real_kube, tmp_path, [node], flags=FLAGS) as here:
+            yield Churn(here, real_cluster, node, beats, random.Random(seed))  # noqa: S311 - to be repeated
+    finally:
+        await asyncio.to_thread(node.remove)
+        await real_kube.delete(NODES, node.name)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "pause"),
+    [
+        pytest.param(1, 10, id="one-round"),
+        pytest.param(30, 15, marks=pytest.mark.long, id="thirty-rounds"),
+    ],
+)
+async def test_no_gpu_is_used_by_two_containers_at_a_time(
+    request: pytest.FixtureRequest, churn: Churn, rounds: int, pause: float
+) -> None:
+    await churn.run(rounds * ("kubelet", "containerd", "reboot"), pause)
+    await churn.here.free_all()
+    await wait_until(churn.here.held, lambda held: not held, FREE_WITHIN)
+    lives = lives_in(churn.beats)
+    tell(request, containers=len(lives), pods=dict(churn.created), refusals=churn.refused)
+    churn.judge(lives)
+    churn.here.judge.acquit()
+    assert {one.gpu for one in lives} == set(CHURNED)
+    assert churn.created.keys() == {way.name for way in WAYS}
