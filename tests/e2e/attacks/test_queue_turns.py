@@ -10,7 +10,7 @@ from attrs import define, field
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
 from tests.e2e.crew import OPT_IN
-from tests.e2e.kube import PODS, Kube, Raw, pod, wait_until
+from tests.e2e.kube import PODS, Kube, Raw, pod, pod_in_phase, wait_until
 from tests.e2e.test_queue import GATE, Line, gates, line
 
 MANY = 300
@@ -34,7 +34,8 @@ class Watcher:
     async def end_one(self) -> str:
         """The pod that has run the longest. The namespace of the one that follows it."""
         namespace, name = self.running.popleft()
-        await self.kube.delete(PODS, name, namespace, grace=0)
+        await pod_in_phase(self.kube, namespace, name, "Running")
+        await self.kube.delete(PODS, name, namespace)
         (following,) = await wait_until(self.opened_since)
         self.seen.add(following)
         self.running.append(following)
