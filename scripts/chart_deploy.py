@@ -28,7 +28,7 @@ EXPORTER: Final[Mapping[str, Any]] = {
     "serve": {"enabled": False},
     "reconcile": {"enabled": False},
     "webhooks": {"enabled": False},
-    "policies": {"protect": False, "strip": "false", "blind": "nobody"},
+    "policies": {"protect": False, "isolate": False, "strip": "false", "blind": "nobody"},
     "crds": {"install": False},
 }
 # Reservations are not exported where there are none.
@@ -60,7 +60,7 @@ EXTENDER: Final[Mapping[str, Any]] = {
     "serve": {"replicas": 1},
     "reconcile": {"enabled": False},
     "webhooks": {"enabled": False},
-    "policies": {"protect": False, "strip": "false", "blind": "nobody"},
+    "policies": {"protect": False, "isolate": False, "strip": "false", "blind": "nobody"},
     "crds": {"install": False},
     "extender": {"plainPort": 8000},
     # The map names its nodes itself.

@@ -242,6 +242,14 @@ WEBHOOKS: Final = [
         "A MutatingAdmissionPolicy that takes forged annotations off; auto: where Kubernetes is 1.36 or newer.",
     ),
     Value(
+        "policies.isolate",
+        True,
+        BOOL,
+        "ValidatingAdmissionPolicies that refuse pods of opted-in namespaces that could open devices by themselves: "
+        "privileged, SYS_ADMIN and its like, hostPID, hostPath where devices and sockets are. Namespaces labelled "
+        "gpuwarden.io/isolation=none are exempt.",
+    ),
+    Value(
         "policies.blind",
         "auto",
         one_of("auto", "policy", "webhook", "nobody"),

@@ -100,6 +100,11 @@ def test_the_files_hold_what_is_meant() -> None:
         ("MutatingAdmissionPolicy", "gpuwarden-blind-debugging"),
         ("MutatingAdmissionPolicyBinding", "gpuwarden-blind-debugging"),
         ("MutatingAdmissionPolicyBinding", "gpuwarden-blind-debugging-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-isolation"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-isolation-volumes"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation-volumes"),
     ]
 
 
@@ -291,6 +296,42 @@ def test_the_webhook_blinds_every_pod_where_no_policy_does() -> None:
     assert hooks("MutatingWebhookConfiguration", Installation(blinds=Blinds.NOBODY)) == hooks(
         "MutatingWebhookConfiguration", Installation()
     )
+
+
+def test_pods_are_isolated_in_the_namespaces_of_the_webhooks_but_for_exempt_ones() -> None:
+    exempt = {"key": "gpuwarden.io/isolation", "operator": "NotIn", "values": ["none"]}
+    for hook, bound in (
+        ("mutate.gpuwarden.io", "gpuwarden-isolation"),
+        ("mutate.alias.gpuwarden.io", "gpuwarden-isolation-alias"),
+    ):
+        selector = MUTATING[hook]["namespaceSelector"]
+        expected = {**selector, "matchExpressions": [*selector["matchExpressions"], exempt]}
+        assert binding(bound)["spec"]["matchResources"] == {"namespaceSelector": expected}
+
+
+def test_volumes_of_pods_and_of_the_cluster_are_kept_from_the_same_places() -> None:
+    found = [
+        one["expression"]
+        for name in ("gpuwarden-isolation", "gpuwarden-isolation-volumes")
+        for one in named(name)["spec"]["variables"]
+        if one["name"] == "places"
+    ]
+    assert found[0] == found[1]
+    places = set(re.findall(r"'([^']*)'", found[0]))
+    assert {"/dev", "/proc", "/sys", "/run", "/var/run", "/etc", "/usr", "/var/lib/kubelet"} < places
+
+
+# Lists came with Kubernetes 1.34, comprehensions of two variables with 1.32.
+NEWER = re.compile(r"\.(flatten|slice|sort|sortBy|distinct|first|last|transformList|transformMap|transformMapEntry)\(")
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [one for one in EVERY if not one["kind"].startswith("MutatingAdmission")],
+    ids=lambda one: one["metadata"]["name"],
+)
+def test_what_older_kubernetes_is_given_uses_no_newer_function(manifest: Manifest) -> None:
+    assert not [one for one in expressions(manifest) if NEWER.search(one)]
 
 
 # Our own accounts.

@@ -103,6 +103,7 @@ MATRIX: dict[str, Raw] = {
         "policies.protect": False,
         "policies.strip": "false",
         "policies.blind": "webhook",
+        "policies.isolate": False,
         "crds.install": False,
         "rbac.create": False,
     },

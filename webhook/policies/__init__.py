@@ -20,7 +20,7 @@ from webhook.core import keys
 Manifest = dict[str, Any]
 
 WEBHOOKS = ("mutating.yaml", "validating.yaml")
-POLICIES = ("protect.yaml", "own.yaml", "strip.yaml", "blind.yaml")
+POLICIES = ("protect.yaml", "own.yaml", "strip.yaml", "blind.yaml", "isolation.yaml")
 BLIND = "blind.yaml"
 RBAC = ("rbac.yaml",)
 CERTS = ("certs.yaml",)

@@ -99,8 +99,8 @@ class Place:
     tenant: Kube
     namespace: str
 
-    async def made(self, content: Raw) -> Raw:
-        return await self.tenant.create(PODS, content, self.namespace)
+    async def made(self, content: Raw, **options: str) -> Raw:
+        return await self.tenant.create(PODS, content, self.namespace, **options)
 
     async def debugged(self, name: str, *debuggers: Raw) -> Raw:
         change = {"spec": {"ephemeralContainers": list(debuggers)}}

@@ -1,0 +1,304 @@
+"""A tenant with the role `edit` in an opted-in namespace tries to reach GPUs past variables: by privileges, paths of
+the node, volumes. No server of ours runs here."""
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.attacks.test_gpu_variables import GUARDED, OLDER, Place, container, place_of
+from tests.e2e.kube import (
+    CLUSTER_ROLE_BINDINGS,
+    CLUSTER_ROLES,
+    NAMESPACES,
+    PODS,
+    VOLUMES,
+    ApiError,
+    Kube,
+    Raw,
+    gone,
+    pod,
+    wait_until,
+)
+from tests.e2e.test_policies import resource_of
+from webhook.policies import Installation, policies
+
+EXEMPT = {"gpuwarden.io/isolation": "none"}
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def kube(cluster: Cluster) -> AsyncIterator[Kube]:
+    async with AsyncExitStack() as stack:
+        kube = await stack.enter_async_context(Kube(cluster.kubeconfig))
+        for manifest in policies(Installation()):
+            await kube.create(resource_of(manifest), manifest)
+            stack.push_async_callback(kube.delete, resource_of(manifest), manifest["metadata"]["name"])
+        rules: list[Raw] = [
+            {"apiGroups": [""], "resources": ["persistentvolumes"], "verbs": ["*"]},
+        ]
+        await kube.create(CLUSTER_ROLES, {"metadata": {"name": "provisioner"}, "rules": rules})
+        stack.push_async_callback(kube.delete, CLUSTER_ROLES, "provisioner")
+        ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "provisioner"}
+        subjects = [{"kind": "User", "name": "provisioner"}]
+        bound = {"metadata": {"name": "provisioner"}, "roleRef": ref, "subjects": subjects}
+        await kube.create(CLUSTER_ROLE_BINDINGS, bound)
+        stack.push_async_callback(kube.delete, CLUSTER_ROLE_BINDINGS, "provisioner")
+        async with place_of(cluster, kube, GUARDED) as place, Kube(cluster.as_user("provisioner")) as provisioner:
+            await wait_until(lambda: acts(place, provisioner), seconds=20)
+        yield kube
+
+
+async def acts(place: Place, provisioner: Kube) -> bool:
+    """Each policy acts about a second after it is written."""
+    named = await place.made(pod("probe"), dryRun="All")
+    is_blinded = named["spec"]["containers"][0].get("env") is not None
+    is_isolated = await is_refused(place.made(with_host_path("/dev"), dryRun="All"))
+    return is_blinded and is_isolated and await is_refused(provisioner.create(VOLUMES, local_volume("/dev")))
+
+
+async def is_refused(what: Awaitable[Raw]) -> bool:
+    try:
+        await what
+    except ApiError as exc:
+        return exc.status == 403
+    return False
+
+
+async def refused(what: Awaitable[Raw], *words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        await what
+    assert caught.value.status == 403, caught.value.message
+    assert "denied request: " in caught.value.message, caught.value.message
+    for word in words:
+        assert word in caught.value.message
+
+
+@pytest_asyncio.fixture(loop_scope="module", params=[GUARDED, OLDER, GUARDED | OLDER], ids=["new", "older", "both"])
+async def any_place(request: pytest.FixtureRequest, cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+    async with place_of(cluster, kube, request.param) as place:
+        yield place
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def place(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
+    async with place_of(cluster, kube, GUARDED) as place:
+        yield place
+
+
+def of_container(members: Raw, group: str = "containers", **spec: Any) -> Raw:
+    made = pod("a", **spec)
+    made["spec"][group] = [*made["spec"].get(group, ()), container("hostile", **members)]
+    return made
+
+
+def with_host_path(path: str, *, read_only: bool = True, **source: Any) -> Raw:
+    mounts = [{"name": "host", "mountPath": "/host", "readOnly": read_only}]
+    volumes = [{"name": "host", "hostPath": {"path": path, **source}}]
+    return of_container({"volumeMounts": mounts}, volumes=volumes)
+
+
+def local_volume(path: str, kind: str = "local") -> Raw:
+    term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": ["node-0"]}]}
+    spec: Raw = {
+        "capacity": {"storage": "1Gi"},
+        "accessModes": ["ReadWriteOnce"],
+        "storageClassName": "local",
+        kind: {"path": path},
+    }
+    if kind == "local":
+        spec["nodeAffinity"] = {"required": {"nodeSelectorTerms": [term]}}
+    return {"metadata": {"name": "hostile"}, "spec": spec}
+
+
+def adding(*names: str) -> Raw:
+    return {"securityContext": {"capabilities": {"add": list(names)}}}
+
+
+STRONG: dict[str, Raw] = {
+    "privileged": {"securityContext": {"privileged": True}},
+    "SYS_ADMIN": adding("SYS_ADMIN"),
+    "SYS_ADMIN among others": adding("NET_ADMIN", "SYS_ADMIN"),
+    "in lower case": adding("sys_admin"),
+    "with its prefix": adding("CAP_SYS_ADMIN"),
+    "both": adding("cap_sys_admin"),
+    "ALL": adding("ALL"),
+    "all": adding("all"),
+    **{name: adding(name) for name in ("SYS_MODULE", "SYS_BOOT", "SYS_RAWIO", "BPF", "DAC_READ_SEARCH")},
+}
+
+
+@pytest.mark.parametrize("group", ["containers", "initContainers"])
+@pytest.mark.parametrize("members", STRONG.values(), ids=STRONG)
+async def test_container_that_could_open_devices_is_refused(place: Place, members: Raw, group: str) -> None:
+    await refused(place.made(of_container(members, group)), f"spec.{group}[hostile].securityContext")
+
+
+async def test_namespace_opts_in_by_either_label(any_place: Place) -> None:
+    for content in (of_container(STRONG["SYS_ADMIN"]), with_host_path("/dev/nvidia0"), pod("a", hostPID=True)):
+        await refused(any_place.made(content))
+
+
+@pytest.mark.parametrize("members", STRONG.values(), ids=STRONG)
+async def test_debug_container_that_could_open_devices_is_refused(place: Place, members: Raw) -> None:
+    await place.made(pod("a", schedulerName="nobody"))
+    await refused(place.debugged("a", container("hostile", **members)), "spec.ephemeralContainers[hostile]")
+
+
+async def test_pod_that_sees_the_processes_of_its_node_is_refused(place: Place) -> None:
+    await refused(place.made(pod("a", hostPID=True)), "spec.hostPID")
+
+
+PLACES = (
+    "/",
+    "//",
+    "/.",
+    "/dev",
+    "/dev/",
+    "//dev",
+    "/./dev",
+    "/dev/.",
+    "/dev/nvidia0",
+    "/dev/null",
+    "/proc",
+    "/proc/driver/nvidia",
+    "/sys",
+    "/sys/fs/cgroup",
+    "/run",
+    "/run/containerd/containerd.sock",
+    "/run/nvidia/driver",
+    "/var",
+    "/var/run",
+    "/var/run/nvidia-container-devices/all",
+    "/var/lib",
+    "/var/lib/kubelet",
+    "/var/lib/kubelet/device-plugins/kubelet.sock",
+    "/var/lib/containerd",
+    "/etc",
+    "/etc/cdi",
+    "/etc/kubernetes/manifests",
+    "/usr",
+    "/usr/lib/x86_64-linux-gnu",
+    "/home",
+    "/opt",
+)
+
+
+@pytest.mark.parametrize("path", PLACES)
+async def test_path_of_the_node_where_devices_and_sockets_are_is_refused(place: Place, path: str) -> None:
+    await refused(place.made(with_host_path(path)), "spec.volumes[host].hostPath")
+    # Whether or not a container mounts it: a debug container could.
+    await refused(place.made(pod("b", volumes=[{"name": "host", "hostPath": {"path": path}}])))
+
+
+@pytest.mark.parametrize("path", ["/data/../dev", "/dev/../dev"])
+async def test_path_that_goes_back_is_refused(place: Place, path: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        await place.made(with_host_path(path))
+    assert caught.value.status in (403, 422)
+
+
+@pytest.mark.parametrize("kind", ["Socket", "CharDevice", "BlockDevice"])
+async def test_socket_or_device_of_the_node_is_refused_wherever_it_is(place: Place, kind: str) -> None:
+    await refused(place.made(with_host_path("/data/x", type=kind)))
+
+
+async def test_path_of_the_node_that_could_be_made_a_link_is_refused(place: Place) -> None:
+    """The runtime follows links when it mounts: who may write a directory could link from there to `/run`."""
+    await refused(place.made(with_host_path("/data", read_only=False)), "not readOnly")
+    # A second container or a debug container may not write it either.
+    content = with_host_path("/data")
+    await place.made({**content, "spec": {**content["spec"], "schedulerName": "nobody"}})
+    writer = container("writer", volumeMounts=[{"name": "host", "mountPath": "/host"}])
+    await refused(place.debugged("a", writer), "spec.ephemeralContainers[writer]", "not readOnly")
+
+
+@pytest.mark.parametrize(
+    "path", ["/data", "/devices", "/mnt/datasets", "/var/lib/datasets", "/home/alice", "/opt/models"]
+)
+async def test_other_path_is_mounted_for_reading(place: Place, path: str) -> None:
+    await place.made(with_host_path(path), dryRun="All")
+
+
+async def test_harmless_pods_are_let_in(place: Place) -> None:
+    for members in (
+        adding("NET_ADMIN", "SYS_PTRACE", "MKNOD", "SYS_NICE", "IPC_LOCK"),
+        {"securityContext": {"privileged": False, "capabilities": {"drop": ["ALL"]}}},
+        {"volumeMounts": [{"name": "own", "mountPath": "/own"}]},
+    ):
+        await place.made(of_container(members, volumes=[{"name": "own", "emptyDir": {}}]), dryRun="All")
+
+
+# Volumes that no pod names by path.
+
+
+@pytest.mark.parametrize("kind", ["hostPath", "local"])
+@pytest.mark.parametrize("path", ["/", "/dev", "//dev/", "/var/run", "/var/lib/kubelet/pods"])
+async def test_volume_of_such_a_place_is_made_with_the_permission_only(
+    cluster: Cluster, kube: Kube, path: str, kind: str
+) -> None:
+    async with Kube(cluster.as_user("provisioner")) as provisioner:
+        await refused(provisioner.create(VOLUMES, local_volume(path, kind), dryRun="All"), "provisioner")
+    await kube.create(VOLUMES, local_volume(path, kind), dryRun="All")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/mnt/disks/a", "/opt/local-path-provisioner/pvc-1", "/var/lib/rancher/k3s/storage/pvc-1", "/var/openebs/local"],
+)
+async def test_provisioners_make_their_volumes(cluster: Cluster, kube: Kube, path: str) -> None:
+    async with Kube(cluster.as_user("provisioner")) as provisioner:
+        for kind in ("hostPath", "local"):
+            await provisioner.create(VOLUMES, local_volume(path, kind), dryRun="All")
+
+
+# What is exempt, and what was there before.
+
+
+async def test_administrators_exempt_a_namespace_and_tenants_do_not(cluster: Cluster, kube: Kube) -> None:
+    async with place_of(cluster, kube, GUARDED) as place:
+        with pytest.raises(ApiError) as caught:
+            await place.tenant.patch(NAMESPACES, place.namespace, {"metadata": {"labels": EXEMPT}})
+        assert caught.value.status == 403
+        await kube.patch(NAMESPACES, place.namespace, {"metadata": {"labels": EXEMPT}})
+        privileged = of_container(STRONG["privileged"])
+        await wait_until(lambda: is_let_in(place, privileged))
+        await place.made(pod("b", hostPID=True), dryRun="All")
+        await place.made(with_host_path("/dev", read_only=False), dryRun="All")
+
+
+async def is_let_in(place: Place, content: Raw) -> bool:
+    return not await is_refused(place.made(content, dryRun="All"))
+
+
+async def test_other_namespaces_are_left_alone(cluster: Cluster, kube: Kube) -> None:
+    async with place_of(cluster, kube, {}) as place:
+        await place.made(of_container(STRONG["privileged"]), dryRun="All")
+        await place.made(with_host_path("/dev", read_only=False), dryRun="All")
+
+
+async def test_pod_from_before_lives_and_ends_as_it_would(cluster: Cluster, kube: Kube) -> None:
+    async with place_of(cluster, kube, {}) as place:
+        before = with_host_path("/dev", read_only=False)
+        before["spec"] |= {"hostPID": True, "schedulerName": "nobody"}
+        before["spec"]["containers"][0] |= STRONG["privileged"]
+        await place.made(before)
+        await kube.patch(NAMESPACES, place.namespace, {"metadata": {"labels": GUARDED}})
+        await wait_until(lambda: is_refused(place.made(pod("b", hostPID=True), dryRun="All")))
+        held = {"metadata": {"labels": {"a": "b"}, "finalizers": ["example.test/hold"]}}
+        await kube.patch(PODS, "a", held, place.namespace)
+        ready = {"status": {"conditions": [{"type": "Mine", "status": "True"}]}}
+        await kube.patch(PODS, "a", ready, place.namespace, "status")
+        debugged = await place.debugged("a", container("harmless"))
+        mount = container("d", volumeMounts=[{"name": "host", "mountPath": "/host", "readOnly": True}])
+        await refused(
+            place.debugged("a", *debugged["spec"]["ephemeralContainers"], mount),
+            "spec.ephemeralContainers[d].volumeMounts",
+        )
+        await kube.delete(PODS, "a", place.namespace, grace=0)
+        await kube.patch(PODS, "a", {"metadata": {"finalizers": None}}, place.namespace)
+        await gone(kube, PODS, "a", place.namespace)
