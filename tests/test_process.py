@@ -1,6 +1,8 @@
 """What processes have in common."""
 
 import asyncio
+import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +40,24 @@ async def test_the_end_of_a_leadership_is_not_lost_in_the_news(turns: int) -> No
     done, _ = await asyncio.wait((task,), timeout=1)
     task.cancel()
     assert done
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc keeps memory in that way")
+def test_large_blocks_go_back_when_they_are_freed() -> None:
+    """In a process of its own: how a process gets memory cannot be taken back."""
+    script = """
+from pathlib import Path
+from webhook.process import hand_back_memory
+hand_back_memory()
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+blocks = [bytearray(b"x") * 1_600_000 for _ in range(40)]
+del blocks
+before = resident()
+blocks = [bytearray(b"x") * 1_600_000 for _ in range(40)]
+pinned = [bytearray(b"y") * 200_000 for _ in range(40)]
+del blocks
+print(resident() - before < 16_000_000)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"

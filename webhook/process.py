@@ -1,6 +1,7 @@
 """What processes have in common besides their work: they stop when told to, and no failed pass ends them."""
 
 import asyncio
+import ctypes
 import signal
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
@@ -9,6 +10,21 @@ from typing import Any, Protocol
 import structlog
 
 log = structlog.get_logger(__name__)
+
+
+# Of glibc's mallopt. From this size on a block has pages of its own, which go back to the system when it is freed.
+M_MMAP_THRESHOLD = -3
+LARGE_BLOCK = 2**17
+
+
+def hand_back_memory() -> None:
+    """Have large blocks go back when they are freed.
+
+    By default glibc raises the threshold to the size of the largest block that was freed. Then the memory of a flood of
+    bodies stays with the process.
+    """
+    with suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 class Stepping(Protocol):

@@ -18,7 +18,7 @@ from webhook.dev_certificates import make_dev_certificates
 from webhook.explanation import Explainer
 from webhook.listener import Listener
 from webhook.pods import PodFacts
-from webhook.process import stop_signal
+from webhook.process import hand_back_memory, stop_signal
 from webhook.scheduler.extender import Bindings, Extender
 from webhook.setting_kinds import is_loopback
 from webhook.settings import Settings
@@ -49,6 +49,7 @@ COLLECT_INTERVAL = 1.0
 
 async def serve(settings: Settings, *, hints: bool = False) -> None:
     """Serve until SIGTERM or SIGINT, then answer what is in flight."""
+    hand_back_memory()
     configure_logging(settings.log_level)
     stop = stop_signal()
     warn_if_open(settings)
