@@ -54,10 +54,13 @@ class Machine:
 def machine(directory: Path) -> Machine:
     """As it is now; of processes those that name the directory."""
     addresses = run(["ip", "-oneline", "address"]).stdout
+    # Not their children: those go while somebody looks.
+    roots = Path("/sys/fs/cgroup")
+    cgroups = [*roots.glob("gpuwarden-node-*"), *roots.glob("*/gpuwarden-node-*")]
     return Machine(
         processes=frozenset(pid for pid, _ in living() if str(directory) in command_of(pid)),
         mounts=frozenset(Path("/proc/self/mountinfo").read_text().splitlines()),
-        cgroups=frozenset(map(str, Path("/sys/fs/cgroup").glob("**/gpuwarden-node-*"))),
+        cgroups=frozenset(map(str, cgroups)),
         addresses=frozenset(re.findall(r"inet (10\.255\.255\.\d+)", addresses)),
         links=frozenset(path.name for path in Path("/sys/class/net").glob("veth*")),
         sysctls=tuple(Path("/proc/sys", name).read_text() for name in SYSCTLS),
