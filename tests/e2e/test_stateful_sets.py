@@ -62,6 +62,10 @@ NAMES = tuple(LOGICAL)
 LONG = 2 * PATIENCE
 READY, STOPS_AFTER = "kubelet.test/ready", "kubelet.test/stops-after"
 
+# A pod that is deleted by force, or whose node is gone, keeps its GPUs for its grace period and the margin.
+GRACE = 1
+ORPHANS = ("--max-grace", f"{GRACE}s", "--orphan-margin", "1s")
+
 Place = tuple[str, tuple[str, ...]]
 """A node, and GPUs of it."""
 
@@ -89,6 +93,7 @@ def mapped_set(name: str = SET, replicas: int = 3, text: str = MAP, asked: Mappi
         "metadata": {"labels": {"app": name}, "annotations": {"gpu-scheduling-map": text, **(asked or {})}},
         "spec": {
             "schedulerName": OURS,
+            "terminationGracePeriodSeconds": GRACE,
             "initContainers": [{"name": "warm", "image": "app:1"}],
             "containers": containers,
         },
@@ -285,7 +290,14 @@ async def company(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) ->
     async with (
         Kube(cluster.kubeconfig) as kube,
         site(
-            cluster, kube, directory, nodes=3, gpus=GPUS, name="sets", replicas=2, flags=challenging(directory)
+            cluster,
+            kube,
+            directory,
+            nodes=3,
+            gpus=GPUS,
+            name="sets",
+            replicas=2,
+            flags=(*challenging(directory), *ORPHANS),
         ) as here,
     ):
         assert here.nodes == NAMES
