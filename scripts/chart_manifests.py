@@ -13,7 +13,19 @@ import yaml
 from scripts.chart_dashboard import dashboard
 from scripts.chart_values import CHART, ROOT
 from webhook import crds
-from webhook.policies import DEBUGGING, Blinds, Installation, Manifest, certs, export, policies, rbac, score, webhooks
+from webhook.policies import (
+    DEBUGGING,
+    Blinds,
+    Installation,
+    Manifest,
+    certs,
+    export,
+    policies,
+    rbac,
+    score,
+    webhooks,
+    while_down,
+)
 
 GENERATED: Final = CHART / "templates/generated"
 HEAD: Final = "{{- /* Written by `make chart`. */ -}}\n"
@@ -24,6 +36,7 @@ SERVICE: Final = "xx-service"
 PORT: Final = 64999
 OPT_IN: Final = "xx-opt-in"
 HASH_ALIAS: Final = "xx-hash-alias"
+SCHEDULER: Final = "xx-scheduler"
 RESOURCE: Final = "xx-resource"
 GPU_NAMESPACE: Final = "xx-gpu-namespace"
 ACCOUNT: Final = "xx-account-{}"
@@ -47,6 +60,7 @@ SAID: Final[Mapping[str, str]] = {
     str(PORT): "{{ .Values.service.port }}",
     OPT_IN: "{{ .Values.webhooks.optInLabel }}",
     f", '{HASH_ALIAS}'": "{{ with .Values.settings.requiredHashAlias }}, '{{ . }}'{{ end }}",
+    f"'{SCHEDULER}'": '{{ include "gpuwarden.schedulers" . }}',
     RESOURCE: '{{ default "nvidia.com/gpu" .Values.settings.gpuResource }}',
     GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace }}',
     **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "bind", "export")},
@@ -65,6 +79,7 @@ RELEASE: Final = Installation(
     port=PORT,
     opt_in=OPT_IN,
     hash_aliases=(HASH_ALIAS,),
+    schedulers=(SCHEDULER,),
     resource=RESOURCE,
     gpu_namespace=GPU_NAMESPACE,
     reconciler=ACCOUNT.format("reconcile"),
@@ -145,7 +160,7 @@ def with_room(tree: Any) -> Any:
 
 
 def with_choices(hook: Manifest) -> Manifest:
-    """While nobody answers, Bindings are refused whatever is said, as the last door; and hints hold no pod up."""
+    """While nobody answers, Bindings of others than schedulers are refused whatever is said; hints hold no pod up."""
     is_last_door = hook["name"].startswith("validate-binding.")
     is_choice = hook["failurePolicy"] == "Fail" and not is_last_door
     return {**hook, "timeoutSeconds": PATIENCE, **({"failurePolicy": FAILURE_POLICY} if is_choice else {})}
@@ -159,7 +174,11 @@ def webhooks_template() -> str:
         }
         for one in webhooks(RELEASE)
     ]
-    return HEAD + when(".Values.webhooks.enabled", asked_about_all(template(found)))
+    stands_in = [labelled(with_room(one)) for one in while_down(RELEASE)]
+    is_kept = f"and .Values.webhooks.enabled {KEEPS}"
+    return (
+        HEAD + when(is_kept, template(stands_in)) + when(".Values.webhooks.enabled", asked_about_all(template(found)))
+    )
 
 
 def with_marks(hook: Manifest) -> Manifest:
@@ -224,7 +243,7 @@ SOMETIMES: Final[Mapping[tuple[str, str, str], str]] = {
         ("serve", resource, verb): KEEPS
         for resource, verb in (
             *(("gpunodes", "get"), ("gpunodes/status", "update"), ("nodeevidences", "list"), ("nodes", "get")),
-            *(("reservations", "manage"), ("namespaces", "get"), ("statefulsets", "list")),
+            *(("reservations", "manage"), ("namespaces", "get"), ("statefulsets", "list"), ("bindingends", "create")),
         )
     },
     ("serve", "nodeevidences", "get"): CHALLENGES,

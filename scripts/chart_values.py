@@ -211,7 +211,14 @@ WEBHOOKS: Final = [
         "Fail",
         one_of("Fail", "Ignore"),
         "What becomes of pods that ask for GPUs while no replica answers. With Ignore they are created as they came, "
-        "unproven and without a reservation; all Bindings of namespaces that have opted in are refused either way.",
+        "unproven and without a reservation; who is bound to a node does not depend on it.",
+    ),
+    Value(
+        "webhooks.moreSchedulers",
+        [],
+        {"type": "array", "items": {"type": "string", "pattern": "^[A-Za-z0-9@:._/-]+$"}},
+        "Users besides system:kube-scheduler and our own whose Bindings go on while no replica answers: schedulers "
+        "that keep a pod's node affinity, and nobody else.",
     ),
     Value(
         "webhooks.timeoutSeconds", 10, {"type": "integer", "minimum": 1, "maximum": 30}, "The API server's patience."

@@ -119,7 +119,7 @@ def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytes
     assert run("manifests", "webhooks", *flags) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    first = next(yaml.safe_load_all(out))["webhooks"][0]["clientConfig"]
+    first = next(one for one in yaml.safe_load_all(out) if "webhooks" in one)["webhooks"][0]["clientConfig"]
     assert first == {"url": "https://127.0.0.1:8443/mutate", "caBundle": "LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0tCg=="}
     assert run("manifests", "webhooks", "--required-hash-alias", "my.org/h") == 0
     renamed = capsys.readouterr().out

@@ -17,6 +17,7 @@ from webhook.export.labels import DOMAIN as SERIALS
 from webhook.policies import (
     POLICIES,
     WEBHOOKS,
+    WHILE_DOWN,
     Blinds,
     Installation,
     Manifest,
@@ -26,6 +27,7 @@ from webhook.policies import (
     policies,
     rbac,
     webhooks,
+    while_down,
 )
 from webhook.scheduler.binder_volumes import SELECTED_NODE
 
@@ -51,7 +53,7 @@ def all_of(*lists: list[Manifest]) -> list[Manifest]:
     return [one for some in lists for one in some]
 
 
-EVERY = all_of(manifests(*WEBHOOKS), manifests(*POLICIES))
+EVERY = all_of(manifests(*WEBHOOKS), manifests(*POLICIES), manifests(*WHILE_DOWN))
 EXPRESSIONS = [one for manifest in EVERY for one in expressions(manifest)]
 
 
@@ -105,6 +107,11 @@ def test_the_files_hold_what_is_meant() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation-alias"),
         ("ValidatingAdmissionPolicy", "gpuwarden-isolation-volumes"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation-volumes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-binding-ends"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-binding-ends"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-binding-ends-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-bindingends"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-bindingends"),
     ]
 
 
@@ -177,6 +184,8 @@ def test_every_door_is_there() -> None:
         ("validate-delete", "DELETE", "pods"),
         ("validate-binding", "CREATE", "pods/binding"),
         ("validate-binding", "CREATE", "bindings"),
+        ("review-binding", "CREATE", "pods/binding"),
+        ("review-binding", "CREATE", "bindings"),
     }
 
 
@@ -193,8 +202,8 @@ def test_deletes_and_bindings_are_reviewed_where_they_are_wanted() -> None:
 def test_a_hook_is_set_as_promised(name: str) -> None:
     hook = (MUTATING | VALIDATING)[name]
     assert hook["sideEffects"] == "NoneOnDryRun"
-    is_of_use_only = name.startswith(("validate-delete.", "hint.", "hint-job."))
-    assert hook["failurePolicy"] == ("Ignore" if is_of_use_only else "Fail")
+    is_passed_over = name.startswith(("validate-delete.", "hint.", "hint-job.", "review-binding."))
+    assert hook["failurePolicy"] == ("Ignore" if is_passed_over else "Fail")
     assert hook["timeoutSeconds"] == 10
     assert hook["matchPolicy"] == "Equivalent"
     assert hook.get("reinvocationPolicy") == ("IfNeeded" if name in MUTATING else None)
@@ -340,7 +349,8 @@ OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes", "gpuwarden-own-claims")
 
 
 def named(name: str, installation: Installation | None = None) -> Manifest:
-    found = policies(installation or Installation())
+    installation = installation or Installation()
+    found = all_of(policies(installation), while_down(installation))
     return next(one for one in found if one["metadata"]["name"] == name and one["kind"].endswith("Policy"))
 
 
@@ -527,7 +537,7 @@ def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
     writes = {"create", "update", "patch", "delete", "deletecollection"}
     may_write = {name for rule in rules if writes & set(rule["verbs"]) for name in rule["resources"]}
     ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
-    ours |= {"trustbundles", "trustbundles/status"}  # with --bundle-endpoint
+    ours |= {"bindingends", "trustbundles", "trustbundles/status"}  # with --bundle-endpoint
     by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
     by_bind = {"pods/binding", "pods/status", "persistentvolumeclaims"}
     assert may_write == ours | by_policy | by_bind | {
@@ -559,18 +569,19 @@ def test_who_binds_may_write_no_pod_and_sees_no_secret() -> None:
 
 def test_what_is_printed_is_what_is_applied() -> None:
     installation = Installation(namespace="wardens", ca_bundle=b"PEM")
-    every = all_of(crds(), rbac(installation), policies(installation), webhooks(installation))
+    called = all_of(while_down(installation), webhooks(installation))
+    every = all_of(crds(), rbac(installation), policies(installation), called)
     assert list(yaml.safe_load_all(as_yaml("all", installation))) == every
-    for what, found in (("crds", crds()), ("webhooks", webhooks(installation))):
+    for what, found in (("crds", crds()), ("webhooks", called)):
         assert list(yaml.safe_load_all(as_yaml(what, installation))) == found
 
 
 def test_a_server_outside_of_the_cluster_has_a_url() -> None:
     installation = Installation(url="https://127.0.0.1:8443/")
     for manifest in webhooks(installation):
-        path = "/mutate" if manifest["kind"].startswith("Mutating") else "/validate"
+        paths = ["/mutate", "/mutate-binding"] if manifest["kind"].startswith("Mutating") else ["/validate"]
         assert {json.dumps(hook["clientConfig"]) for hook in manifest["webhooks"]} == {
-            json.dumps({"url": f"https://127.0.0.1:8443{path}"})
+            json.dumps({"url": f"https://127.0.0.1:8443{path}"}) for path in paths
         }
 
 
@@ -579,6 +590,36 @@ def test_nothing_is_put_into_an_expression_that_is_not_a_name() -> None:
         Installation(hash_aliases=("x' || true || 'x",))
     with pytest.raises(ValueError, match="'': not the name"):
         Installation(opt_in="")
+
+
+def test_a_binding_is_reviewed_by_one_of_two_hooks_and_the_policy_goes_by_the_first() -> None:
+    named = Installation(namespace="wardens", binder="b", schedulers=("system:kube-scheduler", "system:second"))
+    users = "['system:kube-scheduler', 'system:second', 'system:serviceaccount:wardens:b']"
+    one, other = "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"
+    for twin in ("", ".alias"):
+        assert (
+            condition(hooks(one, named)[f"review-binding{twin}.gpuwarden.io"])
+            == f"request.userInfo.username in {users}"
+        )
+        others = condition(hooks(other, named)[f"validate-binding{twin}.gpuwarden.io"])
+        assert others == f"(request.userInfo.username in {users}) == false"
+    (decides, *_) = while_down(named)
+    assert decides["spec"]["matchConditions"][0]["expression"] == f"request.userInfo.username in {users}"
+    with pytest.raises(ValueError, match="not the name of a user"):
+        Installation(schedulers=("x' || true || 'x",))
+
+
+def test_without_a_scheduler_every_binding_has_its_last_look() -> None:
+    alone = Installation(schedulers=())
+    assert while_down(alone) == []
+    assert not [name for name in hooks("MutatingWebhookConfiguration", alone) if "binding" in name]
+    for name, hook in hooks("ValidatingWebhookConfiguration", alone).items():
+        if name.startswith("validate-binding."):
+            assert (hook["matchConditions"], hook["failurePolicy"]) == ([], "Fail")
+
+
+def test_the_mark_is_the_one_that_the_policy_looks_for() -> None:
+    assert f"'{keys.REVIEWED_FOR}'" in policy("gpuwarden-binding-ends")
 
 
 def test_what_is_filled_in_leaves_the_files_as_they_are() -> None:

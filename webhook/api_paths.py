@@ -2,6 +2,7 @@
 
 GPU_NODES = ("gpuwarden.io", "v1alpha1", "gpunodes")
 NODE_EVIDENCES = ("gpuwarden.io", "v1alpha1", "nodeevidences")
+BINDING_ENDS = ("gpuwarden.io", "v1alpha1", "bindingends")
 TRUST_BUNDLES = ("gpuwarden.io", "v1alpha1", "trustbundles")
 GPU_NODES_PATH = "/apis/" + "/".join(GPU_NODES)
 NODE_EVIDENCES_PATH = "/apis/" + "/".join(NODE_EVIDENCES)

@@ -7,9 +7,17 @@ import structlog
 from kubernetes.aio import client
 
 from webhook.api_objects import ApiNamespaces, ApiObjects
-from webhook.api_paths import GPU_NODES, GPU_NODES_PATH, NAMESPACES_PATH, PODS_PATH, STATEFUL_SETS_PATH
+from webhook.api_paths import (
+    BINDING_ENDS,
+    GPU_NODES,
+    GPU_NODES_PATH,
+    NAMESPACES_PATH,
+    PODS_PATH,
+    STATEFUL_SETS_PATH,
+)
 from webhook.audit import Reading
 from webhook.audit_watch import AuditWatch
+from webhook.binding_ends import BindingEnds
 from webhook.clock import utc_now
 from webhook.cluster import ApiGpuNodes, ApiPods, connected
 from webhook.clustered import Discovering
@@ -63,7 +71,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
     events = ApiEvents(api, utc_now, metrics.count_event)
     waiting = Waiting(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew)
     patience = Patience(settings.max_grace, settings.orphan_margin)
-    reconciler = Reconciler(ledger, pods, events, utc_now, waiting, patience)
+    reconciler = Reconciler(ledger, pods, events, utc_now, waiting, patience, is_closed=lambda uid: ends.is_closed(uid))
     inventory = ClusterInventory(fleet, utc_now, proven=lambda name: evidence.word_on(name))
     evidence = EvidenceView(
         {},
@@ -117,6 +125,16 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         is_current=lambda: all(watch.is_current for watch in watches),
         read_anew=partial(read_anew, api, ledger, waiting_pods),
     )
+    ends = BindingEnds(
+        ApiObjects(api, BINDING_ENDS),
+        fleet,
+        policy,
+        rules.claims,
+        ledger.carried,
+        settings.bind_deadline,
+        utc_now,
+        is_current=lambda: all(watch.is_current for watch in watches),
+    )
     audit = AuditWatch(
         Reading(rules.claims.rules, rules.dress),
         fleet,
@@ -133,7 +151,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
             api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods), audit.namespaces)
         ),
         Watch(api, STATEFUL_SETS_PATH, Several(sets, audit.sets)),
-        Watch(api, PODS_PATH, Several(reconciler, waking, continuous, waiting_pods, audit.pods)),
+        Watch(api, PODS_PATH, Several(reconciler, waking, continuous, waiting_pods, audit.pods, ends)),
     )
     async with asyncio.TaskGroup() as tasks:
         for watch in watches:
@@ -143,13 +161,14 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
             await watch.ready.wait()
         log.info("watching", reservations=len(ledger.reservations()))
         probes.begin()
-        parts = (reconciler, queue, discovering, waking, continuous, node_names, offers)
+        parts = (reconciler, queue, discovering, waking, continuous, node_names, offers, ends)
 
         async def lead() -> None:
             queue.begin()
             continuous.begin()
             offers.begin()
             discovering.begin()
+            ends.begin()
             await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
 
         await lead_again_and_again(settings, api, LEASE, lead, ledger.rest)

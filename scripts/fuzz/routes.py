@@ -34,6 +34,7 @@ class Target:
 
 TARGETS: Final = (
     Target("https", "/mutate?timeout=10s", "reviews"),
+    Target("https", "/mutate-binding?timeout=10s", "reviews"),
     Target("https", "/validate?timeout=10s", "reviews"),
     Target("https", "/explain", "pods"),
     Target("https", "/finalize", "finalize"),

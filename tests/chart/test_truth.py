@@ -16,7 +16,7 @@ from tests.chart.test_values import CHALLENGES
 from tests.test_alerts import SERIES
 from webhook import crds
 from webhook.core import keys
-from webhook.policies import Installation, certs, export, policies, rbac, score, webhooks
+from webhook.policies import Installation, certs, export, policies, rbac, score, webhooks, while_down
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = {**chart_values.written(), **chart_manifests.written()}
@@ -66,9 +66,26 @@ def test_webhooks_and_policies_are_those_of_gpuwarden_manifests(place: tuple[str
         binder=f"{release}-bind",
         exporter=f"{release}-export",
     )
-    expected = compared([*webhooks(installation), *policies(installation)])
+    expected = compared([*while_down(installation), *webhooks(installation), *policies(installation)])
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
     assert compared(mine) == expected
+
+
+def test_in_memory_no_binding_goes_on_without_us() -> None:
+    found = rendered(ALONE)
+    assert not [each for each in found if each["metadata"]["name"].startswith("gpuwarden-binding-ends")]
+    nobody = "request.userInfo.username in ['', "
+    configurations = of_kind(found, "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
+    hooks = [hook for each in configurations for hook in each["webhooks"] if "-binding." in hook["name"]]
+    assert len(hooks) == 4
+    assert all(nobody in hook["matchConditions"][0]["expression"] for hook in hooks)
+
+
+def test_schedulers_that_an_installer_names_are_added() -> None:
+    found = rendered({"webhooks.moreSchedulers": ["system:serviceaccount:a:b"]})
+    installation = Installation(schedulers=("system:kube-scheduler", "system:serviceaccount:a:b"))
+    mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
+    assert compared(mine) == compared([*while_down(installation), *webhooks(installation), *policies(installation)])
 
 
 def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too() -> None:
@@ -83,7 +100,7 @@ def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too
         opt_in="example.org/guarded", hash_aliases=("example.org/hash",), resource="example.org/gpu"
     )
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
-    assert compared(mine) == compared([*webhooks(installation), *policies(installation)])
+    assert compared(mine) == compared([*while_down(installation), *webhooks(installation), *policies(installation)])
     # The process reads the others beside it, so its reviews must come too.
     assert all(name in json.dumps(mine) for name in (*keys.REQUIRED_HASH.names, "example.org/hash"))
 

@@ -18,14 +18,35 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from tests.e2e.conftest import new_namespace
 from tests.e2e.hooks import is_reviewed
 from tests.e2e.judge import Judge, judging
-from tests.e2e.kube import MUTATING, NODES, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, Resource, pod, wait_until
+from tests.e2e.kube import (
+    MUTATING,
+    NODES,
+    PODS,
+    SERVICES,
+    VALIDATING,
+    ApiError,
+    Kube,
+    Raw,
+    Resource,
+    pod,
+    wait_until,
+)
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
-from webhook.policies import Installation, webhooks
+from webhook.policies import Installation, webhooks, while_down
 
 # The machine may be busy with other things.
 START_TIMEOUT = 60.0
+REGISTRATION = "apis/admissionregistration.k8s.io/v1"
+KINDS = {
+    "MutatingWebhookConfiguration": MUTATING,
+    "ValidatingWebhookConfiguration": VALIDATING,
+    "ValidatingAdmissionPolicy": Resource(REGISTRATION, "validatingadmissionpolicies", is_namespaced=False),
+    "ValidatingAdmissionPolicyBinding": Resource(
+        REGISTRATION, "validatingadmissionpolicybindings", is_namespaced=False
+    ),
+}
 OPT_IN = {"gpuwarden.io/enabled": "true"}
 
 
@@ -364,14 +385,13 @@ def external_service(port: int) -> Raw:
 
 @asynccontextmanager
 async def registered(kube: Kube, installation: Installation) -> AsyncIterator[None]:
-    kinds = {"MutatingWebhookConfiguration": MUTATING, "ValidatingWebhookConfiguration": VALIDATING}
-    for manifest in webhooks(installation):
-        await kube.create(kinds[manifest["kind"]], manifest)
-    try:
+    made = [*while_down(installation), *webhooks(installation)]
+    async with AsyncExitStack() as stack:
+        for manifest in made:
+            of = KINDS[manifest["kind"]]
+            await kube.create(of, manifest)
+            stack.push_async_callback(kube.delete, of, manifest["metadata"]["name"])
         yield
-    finally:
-        for of in kinds.values():
-            await kube.delete(of, "gpuwarden")
 
 
 async def removed(kube: Kube, nodes: Collection[str], kinds: Sequence[Resource] = (GPU_NODES, NODES)) -> None:

@@ -260,6 +260,7 @@ SPARE: dict[str, dict[Use, str]] = {
     },
     "gpuwarden-reconcile": {
         ("gpuwarden.io", "reservations", "manage"): POLICIES_ASK,
+        ("gpuwarden.io", "bindingends", "create"): "where no replica of serve has made it, as the one here has",
         ("gpuwarden.io", "gpunodes", "get"): READ_AGAIN,
         ("gpuwarden.io", "nodeevidences", "get"): READ_AGAIN,
         (

@@ -693,8 +693,8 @@ async def test_a_pod_that_was_served_runs_on(kube: Kube, without_us: str) -> Non
     assert (await kube.get(PODS, "served", without_us))["status"]["phase"] == "Succeeded"
 
 
-async def test_where_bindings_are_reviewed_nobody_is_put_on_a_node_meanwhile(kube: Kube) -> None:
-    """A Binding does not say what its pod asks for, so this is the price of the last look, in opted-in namespaces."""
+async def test_where_bindings_are_reviewed_nobody_but_a_scheduler_puts_pods_on_nodes_meanwhile(kube: Kube) -> None:
+    """A Binding does not say what its pod asks for. Schedulers: tests/e2e/attacks/test_bound_while_down.py."""
     label = {"example.test/unbound": "true"}
     async with new_namespace(kube, label) as namespace:
         await kube.create(PODS, pod("plain", schedulerName="nobody"), namespace)

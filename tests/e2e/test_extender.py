@@ -26,15 +26,14 @@ from scripts.controlplane.cluster import gpu_node as node_object
 from scripts.controlplane.components import SCHEDULERS
 from scripts.controlplane.credentials import SCHEDULER
 from tests.e2e.conftest import new_namespace
+from tests.e2e.crew import registered
 from tests.e2e.hooks import ENABLED, at_url, is_reviewed, reviewed
 from tests.e2e.kube import (
     EVENTS,
-    MUTATING,
     NAMESPACES,
     NODES,
     PATIENCE,
     PODS,
-    VALIDATING,
     ApiError,
     Kube,
     Raw,
@@ -45,12 +44,13 @@ from tests.e2e.kube import (
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, challenging, reconciling, serving
+from webhook.binding_ends import NAME
 from webhook.clock import utc_now
 from webhook.core.evidence import Evidence
 from webhook.evidence.jwt_svid import SOURCE
 from webhook.evidence.node_evidence import new_node_evidence, with_entries
 from webhook.listener import Listener
-from webhook.policies import Installation, webhooks
+from webhook.policies import Installation
 
 NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
 PRIORITIES = Resource("apis/scheduling.k8s.io/v1", "priorityclasses", is_namespaced=False)
@@ -60,6 +60,7 @@ HASH, OTHER_HASH = "sha256:ee11", "sha256:ee22"
 ASKING = {"attestation-hash.my-company.com/required-hash": HASH}
 SCHEDULER_NAME = "asking-scheduler"
 OURS = "gpuwarden"
+BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespaced=False)
 WITH_WEBHOOKS = ROOT / "examples/scheduler/scheduler-config.yaml"
 WITHOUT_WEBHOOKS = ROOT / "deploy/extender/scheduler/scheduler-config.yaml"
 SHIPPED = [*sorted((ROOT / "examples/scheduler").glob("*config.yaml")), WITHOUT_WEBHOOKS]
@@ -139,14 +140,20 @@ class Scene:
         await wait_until(condition, is_right)
         return await wait_until(said, is_right)
 
+    async def ends(self) -> dict[str, str]:
+        """Until when pods are bound on which node without us."""
+        nodes: dict[str, str] = (await self.kube.get(BINDING_ENDS, NAME))["spec"]["nodes"]
+        return nodes
+
     async def is_refused(self, name: str) -> None:
-        """Until its scheduler has said that the API server asked in vain who looks at Bindings."""
+        """Until its scheduler has said that the API server refuses to bind it."""
 
         async def said() -> str:
             return (self.directory / "scheduler.log").read_text()
 
         await wait_until(
-            said, lambda text: any(name in one and "failed calling webhook" in one for one in text.splitlines())
+            said,
+            lambda text: any(name in one and "the evidence of node ext-1 ended" in one for one in text.splitlines()),
         )
 
     @contextmanager
@@ -365,8 +372,10 @@ WITH_A_GPU: Raw = {
 }
 
 
-async def test_while_nobody_answers_other_pods_are_placed_and_a_dressed_one_is_not(scene: Scene) -> None:
-    """The scheduler goes on without us; the API server refuses the Binding that nobody has looked at."""
+async def test_while_nobody_answers_other_pods_are_placed_and_a_dressed_one_is_not_without_evidence(
+    scene: Scene,
+) -> None:
+    """The scheduler goes on without us; the API server goes by what the reconciler has written."""
     for name in NAMES:
         await scene.kube.create(GPU_NODES, gpu_node_object(name, f"GPU-{name}"))
     await scene.prove("ext-1", HASH)
@@ -375,19 +384,21 @@ async def test_while_nobody_answers_other_pods_are_placed_and_a_dressed_one_is_n
     async with AsyncExitStack() as stack:
         others = await stack.enter_async_context(new_namespace(scene.kube))
         ca = (scene.running.directory / "certs/dev/ca.crt").read_bytes()
-        for one in webhooks(Installation(OURS, url=scene.running.urls["https"], ca_bundle=ca)):
-            of = MUTATING if one["kind"].startswith("Mutating") else VALIDATING
-            await scene.kube.create(of, one)
-            stack.push_async_callback(scene.kube.delete, of, OURS)
+        installation = Installation(OURS, url=scene.running.urls["https"], ca_bundle=ca)
+        await stack.enter_async_context(registered(scene.kube, installation))
         await wait_until(lambda: is_reviewed(scene.kube, scene.namespace))
         made = await scene.create("dressed", ASKING, **WITH_A_GPU)
         assert made["metadata"]["annotations"]["gpuwarden.io/node"] == "ext-1"
         scene.running.process.kill()
+        await scene.prove("ext-1", None)
+        await wait_until(scene.ends, lambda nodes: nodes["ext-1"].startswith("1970"))
         with scene.scheduler(**shipped(WITH_WEBHOOKS)):
             await scene.kube.create(PODS, pod("plain", schedulerName=SCHEDULER_NAME), others)
             await placed(scene.kube, others, "plain")
             await scene.is_refused("dressed")
             assert await scene.node_of("dressed") is None
+            await scene.prove("ext-1", HASH)
+            await scene.is_on("dressed", "ext-1")
 
 
 async def test_without_webhooks_pods_that_ask_for_gpus_wait_for_us_and_no_others(scene: Scene) -> None:

@@ -34,13 +34,16 @@ from tests.e2e.kube import (
 )
 from webhook.crds import manifests as crds
 from webhook.evidence.node_evidence import new_node_evidence
-from webhook.policies import Installation, Manifest, policies, webhooks
+from webhook.policies import Installation, Manifest, policies, webhooks, while_down
 from webhook.scheduler.binder_volumes import SELECTED_NODE
 
 REGISTRATION = "apis/admissionregistration.k8s.io/v1"
 CRDS = Resource("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", is_namespaced=False)
 GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)
 NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
+BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespaced=False)
+ENDS: Raw = {"apiVersion": "gpuwarden.io/v1alpha1", "kind": "BindingEnds", "metadata": {"name": "gpuwarden"}}
+ENDS["spec"] = {"kept": "2026-01-01T00:00:00Z"}
 PLURALS = {
     "ValidatingAdmissionPolicy": "validatingadmissionpolicies",
     "ValidatingAdmissionPolicyBinding": "validatingadmissionpolicybindings",
@@ -71,7 +74,7 @@ MUCH = [
     {"apiGroups": [""], "resources": ["persistentvolumeclaims", "persistentvolumeclaims/status"], "verbs": ["*"]},
     {
         "apiGroups": ["gpuwarden.io"],
-        "resources": ["gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"],
+        "resources": ["gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status", "bindingends"],
         "verbs": ["*"],
     },
     {"apiGroups": ["admissionregistration.k8s.io", "apiextensions.k8s.io"], "resources": ["*"], "verbs": ["*"]},
@@ -80,6 +83,9 @@ MANAGE = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs":
 
 # The fixtures of this module live as long as it does, and so does the loop that their connections belong to.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+POLICIES = [*policies(Installation()), *while_down(Installation())]
 
 
 def resource_of(manifest: Manifest) -> Resource:
@@ -146,7 +152,10 @@ async def install(people: People, stack: AsyncExitStack) -> None:
         if await admin.find(CRDS, manifest["metadata"]["name"]) is None:
             await admin.create(CRDS, manifest)
     await wait_until(lambda: served(admin))
-    for manifest in policies(Installation()):
+    # Without it no scheduler binds a pod where it has opted in.
+    await admin.create(BINDING_ENDS, ENDS)
+    stack.push_async_callback(admin.delete, BINDING_ENDS, "gpuwarden")
+    for manifest in POLICIES:
         await admin.create(resource_of(manifest), manifest)
         stack.push_async_callback(admin.delete, resource_of(manifest), manifest["metadata"]["name"])
     # Webhooks that call nobody: they are for pods of a namespace that does not exist.
@@ -193,6 +202,7 @@ async def all_act(people: People, namespace: str) -> bool:
             await is_refused(people.user, GPU_NODES.path(None, "node-p", "status"), FORGED_STATUS),
             await is_refused(people.user, NODE_EVIDENCES.path(None, "node-p", "status"), FORGED_PROOF),
             await is_refused(people.user, MUTATING.path(None, "gpuwarden"), failing_open(0)),
+            await is_refused_at_all(people.user),
             await is_refused(people.reconciler, PODS.path(namespace, "probe"), forged("example.test/note")),
             await is_refused(people.exporter, NODES.path(None, "node-0"), forged("example.test/note")),
         ]
@@ -202,6 +212,14 @@ async def all_act(people: People, namespace: str) -> bool:
 async def is_refused(kube: Kube, path: str, change: Raw | Changes) -> bool:
     try:
         await kube.call("PATCH", path, change, {"dryRun": "All"})
+    except ApiError as exc:
+        return exc.status == 403
+    return False
+
+
+async def is_refused_at_all(user: Kube) -> bool:
+    try:
+        await user.create(BINDING_ENDS, ENDS, dryRun="All")
     except ApiError as exc:
         return exc.status == 403
     return False
@@ -247,7 +265,7 @@ async def annotations(people: People, namespace: str, name: str = "a") -> Mappin
 
 async def test_the_api_server_has_no_complaint(people: People) -> None:
     """Types are checked in the background; what does not fit is said in the status."""
-    names = {one["metadata"]["name"] for one in policies(Installation()) if one["kind"] == "ValidatingAdmissionPolicy"}
+    names = {one["metadata"]["name"] for one in POLICIES if one["kind"] == "ValidatingAdmissionPolicy"}
 
     async def statuses() -> dict[str, Raw]:
         found = await people.admin.list(Resource(REGISTRATION, "validatingadmissionpolicies", is_namespaced=False))
@@ -447,6 +465,17 @@ async def test_what_nodes_have_proven_is_written_by_gpuwarden(people: People) ->
     await people.user.replace(NODE_EVIDENCES, same)
 
 
+async def test_until_when_pods_are_bound_without_a_review_is_written_by_gpuwarden(people: People) -> None:
+    said = "Until when pods are bound without a review is written by gpuwarden only, not by pat."
+    await refused(people.user.create(BINDING_ENDS, {**ENDS, "metadata": {"name": "another"}}), said)
+    kept = {"spec": {"kept": "2026-01-01T00:00:00Z", "nodes": {}}}
+    await refused(people.user.patch(BINDING_ENDS, "gpuwarden", kept), said)
+    await refused(people.user.delete(BINDING_ENDS, "gpuwarden"), said)
+    await refused(people.user.call("DELETE", BINDING_ENDS.path(None)), said)
+    await people.warden.patch(BINDING_ENDS, "gpuwarden", kept)
+    await people.warden.call("DELETE", BINDING_ENDS.path(None, "gpuwarden"), query={"dryRun": "All"})
+
+
 async def test_the_garbage_collector_ends_a_delete_of_evidence(people: People, cluster: Cluster) -> None:
     """After a delete in the foreground it takes its finalizer off, and has no permission of ours."""
     new = new_node_evidence("node-q")
@@ -591,8 +620,9 @@ async def test_whoever_labels_nodes_for_us_writes_serials_and_gpus(people: Peopl
         (CRDS, "gpunodes.gpuwarden.io"),
         (CRDS, "nodeevidences.gpuwarden.io"),
         (CRDS, "trustbundles.gpuwarden.io"),
+        (CRDS, "bindingends.gpuwarden.io"),
     ],
-    ids=["mutating", "validating", "gpunodes", "nodeevidences", "trustbundles"],
+    ids=["mutating", "validating", "gpunodes", "nodeevidences", "trustbundles", "bindingends"],
 )
 async def test_the_installation_cannot_be_taken_away(people: People, of: Resource, name: str) -> None:
     said = f"{of.plural} {name} belongs to gpuwarden"

@@ -39,13 +39,16 @@ class Scene:
     def __init__(self) -> None:
         self.bench = ClusterBench()
         self.heard = Heard()
+        self.open: set[str] = set()  # pods that could be bound while no replica answers
         self.reconciler = self.another(self.bench.ledger)
         self.reconciler.replaced({})
 
     def another(self, ledger: ClusterLedger, afterwards: OnBindDeadline = OnBindDeadline.REMOVE) -> Reconciler:
         waiting = Waiting(BIND_DEADLINE, afterwards, CLOCK_SKEW)
-        patience = Patience(MAX_GRACE, MARGIN)
-        return Reconciler(ledger, self.bench.pods, self.heard, lambda: self.bench.now, waiting, patience)
+        patience, now = Patience(MAX_GRACE, MARGIN), lambda: self.bench.now
+        return Reconciler(
+            ledger, self.bench.pods, self.heard, now, waiting, patience, is_closed=lambda uid: uid not in self.open
+        )
 
     def show(self, raw: Raw) -> None:
         """The pod exists, and the watch says so."""
@@ -304,6 +307,17 @@ async def test_an_owned_pod_stays_where_nothing_is_to_be_removed(scene: Scene) -
     await keeping.step()
     assert scene.bench.held() == {}
     assert scene.bench.pods.removed == []
+
+
+async def test_nothing_is_given_up_while_the_pod_could_be_bound_without_a_review(scene: Scene) -> None:
+    await confirmed(scene)
+    scene.open.add(POD.uid)
+    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW
+    await scene.reconciler.step()
+    assert scene.phase is Phase.FINALIZED
+    scene.open.clear()
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
 
 
 async def test_a_pod_that_was_bound_at_last_keeps_its_devices_though_the_watch_is_behind(scene: Scene) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, POD_UID, REVIEW_UID, Raw, raw_container, raw_pod
 from tests.conftest import Build
-from tests.web.house import INVENTORY, House
+from tests.web.house import INVENTORY, House, patched
 from tests.web.replica import Shared, binding, sharing
 
 
@@ -291,3 +291,29 @@ async def test_a_hold_that_a_hand_dropped_carries_nobody_though_it_is_known_here
     await created(first, shared, gpu_pod())
     shared.change("node-b")
     assert refusal(await first.validate(binding("node-b"))) == (403, "NotReserved")
+
+
+# The door of schedulers.
+
+
+async def test_a_schedulers_binding_is_marked_for_its_node_when_it_is_reviewed(first: House, shared: Shared) -> None:
+    """For the policy that decides where no review was to be had."""
+    await created(first, shared, gpu_pod())
+    asked = binding("node-b")
+    final = patched(asked["request"]["object"], await first.ask("/mutate-binding", asked))
+    assert final["metadata"]["finalizers"] == ["gpuwarden.io/reviewed-for-node-b"]
+    assert refusal(await first.ask("/mutate-binding", binding("node-a"))) == (403, "NotReserved")
+
+
+async def test_a_mark_that_was_there_before_is_not_believed(first: House, shared: Shared) -> None:
+    await created(first, shared, gpu_pod())
+    asked = binding("node-b")
+    asked["request"]["object"]["metadata"]["finalizers"] = ["a", "gpuwarden.io/reviewed-for-node-a"]
+    final = patched(asked["request"]["object"], await first.ask("/mutate-binding", asked))
+    assert final["metadata"]["finalizers"] == ["a", "gpuwarden.io/reviewed-for-node-b"]
+    asked["request"]["object"]["metadata"]["finalizers"] = [7]
+    assert refusal(await first.ask("/mutate-binding", asked)) == (403, "InvalidPod")
+
+
+async def test_the_door_of_bindings_is_for_nothing_else(first: House) -> None:
+    assert refusal(await first.ask("/mutate-binding", builders.mutating_create(gpu_pod()))) == (403, "NotReviewed")

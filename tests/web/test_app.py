@@ -46,7 +46,7 @@ async def test_other_paths_and_methods_are_refused_in_json(house: House) -> None
 
 
 @pytest.mark.parametrize("stage", [Stage.STARTING, Stage.DRAINING])
-@pytest.mark.parametrize("path", ["/mutate", "/validate", "/finalize", "/explain"])
+@pytest.mark.parametrize("path", ["/mutate", "/mutate-binding", "/validate", "/finalize", "/explain"])
 async def test_starting_and_draining_are_said_so_that_the_api_server_tries_again(
     house: House, path: str, stage: Stage
 ) -> None:
@@ -61,7 +61,7 @@ async def test_starting_and_draining_are_said_so_that_the_api_server_tries_again
 
 @pytest.mark.defect("S4-15")
 @pytest.mark.defect("S3-16")
-@pytest.mark.parametrize("path", ["/mutate", "/validate"])
+@pytest.mark.parametrize("path", ["/mutate", "/mutate-binding", "/validate"])
 @pytest.mark.parametrize(
     "body",
     [
@@ -216,7 +216,7 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @pytest.mark.defect("X-5")
 @pytest.mark.parametrize("path", [one for one in paths(rich_review()) if len(one) > 1], ids=str)
-@pytest.mark.parametrize("door", ["/mutate", "/validate"])
+@pytest.mark.parametrize("door", ["/mutate", "/mutate-binding", "/validate"])
 async def test_null_anywhere_is_answered_properly(house: House, door: str, path: tuple[Any, ...]) -> None:
     raw_review = rich_review()
     target: Any = raw_review

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
+from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.pod import Metadata, Wire
 from webhook.core.reservation import PodIdentity
@@ -16,8 +17,12 @@ class TargetWire(Wire, frozen=True):
     name: str | None = None
 
 
+class BindingMetadata(Metadata, frozen=True):
+    finalizers: list[str] | None = None
+
+
 class BindingWire(Wire, frozen=True):
-    metadata: Metadata | None = None
+    metadata: BindingMetadata | None = None
     target: TargetWire | None = None
 
 
@@ -35,6 +40,13 @@ class Binding:
             wire = msgspec.convert(raw, BindingWire)
         except msgspec.ValidationError as exc:
             raise InvalidPodError(f"the Binding cannot be read: {exc}") from exc
-        meta, target = wire.metadata or Metadata(), wire.target or TargetWire()
+        meta, target = wire.metadata or BindingMetadata(), wire.target or TargetWire()
         pod = PodIdentity(namespace, meta.name or name, meta.uid or "")
         return cls(pod, target.name or "", meta.annotations or {})
+
+
+def marked(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The Binding with the word that it was reviewed, and for which node. It is parsed already."""
+    meta, node = raw.get("metadata") or {}, (raw.get("target") or {}).get("name") or ""
+    others = [one for one in meta.get("finalizers") or () if not one.startswith(keys.REVIEWED_FOR)]
+    return {**raw, "metadata": {**meta, "finalizers": [*others, keys.REVIEWED_FOR + node]}}

@@ -68,6 +68,8 @@ MAPS_LABEL: Final = f"{DOMAIN}/maps"
 # by which replicas find those that wait.
 QUEUE_GATE: Final = f"{DOMAIN}/queue"
 WAITING: Final = f"{DOMAIN}/waiting"
+# Begins the mark of a Binding that was reviewed; the node follows.
+REVIEWED_FOR: Final = f"{DOMAIN}/reviewed-for-"
 QUEUED_LABEL: Final = f"{DOMAIN}/queued"
 
 # On nodes whose evidence has ended under running pods, where that is asked for.

@@ -6,7 +6,7 @@ the API server is asked for it by name. It is asked too before a pod is removed,
 """
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any, Protocol
@@ -86,13 +86,16 @@ class Reconciler:
         clock: Clock,
         waiting: Waiting | None = None,
         patience: Patience | None = None,
+        is_closed: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        """`is_closed`: whether the pod of that uid can be bound no more, even where no review is asked."""
         self._ledger = ledger
         self._api = pods
         self._events = events
         self._clock = clock
         self._waiting = waiting or Waiting()
         self._orphanage = Orphanage(ledger, pods, events, clock, patience or Patience())
+        self._is_closed = is_closed
         self._pods: dict[str, Carrier] = {}
         self._histories = Histories()
         self._deleted: dict[str, Departure] = {}  # by uid, until their reservations are gone
@@ -254,7 +257,8 @@ class Reconciler:
             await self._remove_late(one, held)
             return
         self._tell_late(one, held)
-        if had_since(one, held) + self._waiting.after_the_last_binding <= self._clock():
+        is_late = had_since(one, held) + self._waiting.after_the_last_binding <= self._clock()
+        if is_late and self._is_closed(one.pod.uid):
             seen = await self._api.look(one.pod)
             if seen is not None and not seen.is_on_node:
                 await self._release(held, one.pod, "not bound in time")

@@ -22,6 +22,7 @@ Manifest = dict[str, Any]
 WEBHOOKS = ("mutating.yaml", "validating.yaml")
 POLICIES = ("protect.yaml", "own.yaml", "strip.yaml", "blind.yaml", "isolation.yaml")
 BLIND = "blind.yaml"
+WHILE_DOWN = ("binding.yaml",)
 RBAC = ("rbac.yaml",)
 CERTS = ("certs.yaml",)
 EXPORT = ("export.yaml",)
@@ -44,10 +45,13 @@ SERVICE = "gpuwarden"
 GPU_NAMESPACE = "gpu-operator"
 OPT_IN = keys.OPT_IN.name
 RESOURCE = "nvidia.com/gpu"
+SCHEDULER = "system:kube-scheduler"
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
 RECONCILER, BINDER, EXPORTER = "gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export"
 
 # Names of labels, annotations and resources; what else could stand in a quoted word of CEL has no place there.
+# A user's name, where it can stand in a quoted word of CEL.
+USER_NAME = re.compile(r"[A-Za-z0-9@:._/-]+")
 QUALIFIED_NAME = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 
 
@@ -82,6 +86,9 @@ class Installation:
     # Beside the names that always count.
     hash_aliases: tuple[str, ...] = ()
     resource: str = RESOURCE
+    # Users that bind pods where their node affinity leads: their Bindings go on while nobody answers. Without any, no
+    # pod is bound meanwhile in a namespace that has opted in.
+    schedulers: tuple[str, ...] = (SCHEDULER,)
     # A server that watches pods hears of their end by itself. A Binding is the last look before a pod is on its node.
     reviews_deletes: bool = False
     reviews_bindings: bool = True
@@ -93,6 +100,9 @@ class Installation:
         wrong = [name for name in self._given() if not QUALIFIED_NAME.fullmatch(name)]
         if wrong:
             raise ValueError(f"{', '.join(map(repr, wrong))}: not the name of a label, an annotation or a resource")
+        strange = [name for name in self.schedulers if not USER_NAME.fullmatch(name)]
+        if strange:
+            raise ValueError(f"{', '.join(map(repr, strange))}: not the name of a user")
 
     @names.default
     def _names(self) -> dict[str, str]:
@@ -102,6 +112,7 @@ class Installation:
             OPT_IN: self.opt_in,
             ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names): ", ".join(hashes),
             f"'{RESOURCE}'": f"'{self.resource}'",
+            f"'{SCHEDULER}'": ", ".join(f"'{name}'" for name in self.schedulers),
             # Whole names first: they begin with what is filled in after them.
             **{self._account(NAMESPACE, ours): self._account(self.namespace, own) for ours, own in self._accounts()},
             OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
@@ -126,13 +137,19 @@ def webhooks(installation: Installation) -> list[Manifest]:
     for manifest in found:
         manifest["webhooks"] = [
             {
-                **as_blinding(hook, installation),
+                **as_binding(as_blinding(hook, installation), installation),
                 "clientConfig": client_config(installation, hook["clientConfig"]["service"]["path"]),
             }
             for hook in manifest["webhooks"]
             if is_wanted(hook["name"], installation)
         ]
     return found
+
+
+def while_down(installation: Installation) -> list[Manifest]:
+    """What stands in for the review of schedulers' Bindings while no replica answers. It comes before the webhooks,
+    which let those Bindings go on without us."""
+    return [filled(one, installation) for one in manifests(*WHILE_DOWN)] if installation.schedulers else []
 
 
 def policies(installation: Installation) -> list[Manifest]:
@@ -166,7 +183,7 @@ PRINTED: Mapping[str, Callable[[Installation], list[Manifest]]] = {
     "crds": lambda installation: crds.manifests(),
     "rbac": rbac,
     "policies": policies,
-    "webhooks": webhooks,
+    "webhooks": lambda installation: [*while_down(installation), *webhooks(installation)],
 }
 # What not every cluster has a place for.
 BY_NAME_ONLY: Mapping[str, Callable[[Installation], list[Manifest]]] = {
@@ -195,6 +212,8 @@ def text(name: str) -> str:
 def is_wanted(name: str, installation: Installation) -> bool:
     if name.startswith("validate-delete."):
         return installation.reviews_deletes
+    if name.startswith("review-binding."):
+        return installation.reviews_bindings and bool(installation.schedulers)
     return installation.reviews_bindings or not name.startswith("validate-binding.")
 
 
@@ -203,6 +222,13 @@ def as_blinding(hook: Manifest, installation: Installation) -> Manifest:
     if installation.blinds is not Blinds.WEBHOOK or not hook["name"].startswith("mutate."):
         return hook
     return {**hook, "rules": [*hook["rules"], *filled([*DEBUGGING], installation)], "matchConditions": []}
+
+
+def as_binding(hook: Manifest, installation: Installation) -> Manifest:
+    """Where no scheduler has a hook of its own, the last look is at everybody's Bindings."""
+    if installation.schedulers or not hook["name"].startswith("validate-binding."):
+        return hook
+    return {**hook, "matchConditions": []}
 
 
 def client_config(installation: Installation, path: str) -> Manifest:

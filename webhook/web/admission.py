@@ -18,7 +18,7 @@ from webhook.binding_door import BindingDoor, named, no_reservation, recorded_re
 from webhook.budgets import Budgets
 from webhook.clock import Clock
 from webhook.core import check, keys, order
-from webhook.core.binding import Binding
+from webhook.core.binding import Binding, marked
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim, recorded_or_none
 from webhook.core.device import DeviceUuid
 from webhook.core.difference import difference
@@ -127,6 +127,9 @@ class Admission:
     async def mutate(self, request: Request) -> Response:
         return await self._answered(request, self._mutated)
 
+    async def mutate_binding(self, request: Request) -> Response:
+        return await self._answered(request, self._binding_mutated)
+
     async def validate(self, request: Request) -> Response:
         return await self._answered(request, self._validated)
 
@@ -188,7 +191,7 @@ class Admission:
     def _record(self, review: Review, verdict: Verdict, took: float) -> None:
         is_allowed = isinstance(verdict, Admit)
         self._metrics.observe_verdict(review.operation, "admit" if is_allowed else "deny", verdict.reason, took)
-        if verdict is NOT_ASKED:
+        if is_allowed and verdict.reason is Reason.NOT_ASKED:
             return
         log.info(
             "admission decided",
@@ -200,6 +203,18 @@ class Admission:
             reason=verdict.reason,
             took_ms=round(took * 1000, 3),
         )
+
+    # The doors of Bindings.
+
+    async def _binding_mutated(self, review: Review, answer_by: datetime) -> Verdict:
+        """One that a scheduler sends is marked, for the policy that stands in for us while nobody answers."""
+        if not review.is_of_bindings:
+            return Deny(Reason.NOT_REVIEWED, f"Bindings are reviewed here; this is {review.subject}")
+        verdict = await self._put_on_a_node(review)
+        if isinstance(verdict, Deny):
+            return verdict
+        raw = required_object(review)
+        return evolve(verdict, patch=list(difference(raw, marked(raw))))
 
     # The mutating door.
 

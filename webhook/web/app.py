@@ -42,6 +42,7 @@ def tls_app(
     return application(
         metrics,
         post("/mutate", admission.mutate, Guard.REVIEWER),
+        post("/mutate-binding", admission.mutate_binding, Guard.REVIEWER),
         post("/validate", admission.validate, Guard.REVIEWER),
         post("/finalize", finalize.finalize, Guard.CALLER),
         post("/explain", explain.explain, Guard.CALLER),

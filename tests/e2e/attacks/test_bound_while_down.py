@@ -1,0 +1,348 @@
+"""Which pods are put on which nodes while no replica of ours answers."""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.crew import Site, Worker, site
+from tests.e2e.figures import percentile, tell
+from tests.e2e.kube import (
+    EVENTS,
+    PODS,
+    ApiError,
+    Kube,
+    Raw,
+    Resource,
+    forced_away,
+    gone,
+    pod,
+    pod_in_phase,
+    wait_until,
+)
+from tests.e2e.test_continuous import stamp
+from tests.e2e.test_discovery import NODE_EVIDENCES
+from tests.running import challenging
+from webhook.binding_ends import NAME
+from webhook.clock import utc_now
+from webhook.evidence.node_evidence import new_node_evidence
+
+BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespaced=False)
+HASH = "sha256:d0d0"
+ASKING = {"gpuwarden.io/required-hash": HASH}
+GATE = "example.test/wait"
+# kube-scheduler tries a pod again after 1 to 10 s.
+TRIES = 15.0
+# From when a replica says that it is ready: how long a process takes to start is the machine's affair.
+RECOVERY = 5.0
+
+
+@frozen(eq=False)
+class Scene:
+    """Two nodes that have proven themselves, one replica, one reconciler."""
+
+    site: Site
+    kube: Kube
+    proven: tuple[str, str]
+
+    @property
+    def namespace(self) -> str:
+        return self.site.namespace
+
+    async def prove(self, node: str, lasts: timedelta = timedelta(hours=1), **said: Any) -> None:
+        """As a replica writes it down, which has an answer to its challenge."""
+        now = utc_now()
+        entry = {"hash": HASH, "banned": False, "conflict": False, "since": stamp(now), "until": stamp(now + lasts)}
+        made = await self.kube.get(NODE_EVIDENCES, node)
+        await self.kube.replace(
+            NODE_EVIDENCES, {**made, "status": {"sources": {"jwt-svid": entry | said}}}, None, "status"
+        )
+
+    async def ends(self) -> dict[str, str]:
+        """What is written for the time without us."""
+        found = await self.kube.find(BINDING_ENDS, NAME)
+        spec = (found or {}).get("spec") or {}
+        return {**spec.get("nodes", {}), **spec.get("pods", {})}
+
+    async def kept(self, *names: str) -> None:
+        """Wait until there is an end for each of them, in this installation's time."""
+        await wait_until(self.ends, lambda data: all(data.get(name, "1970") > "1971" for name in names))
+
+    async def held_back(self, name: str, node: str, gpus: int = 1) -> Raw:
+        """A pod that has its GPUs on that node, and waits behind somebody else's gate."""
+        content = pod(name, gpus, ASKING, schedulingGates=[{"name": GATE}])
+        content["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
+
+        async def made() -> Raw | str:
+            try:
+                return await self.kube.create(PODS, content, self.namespace)
+            except ApiError as exc:
+                return exc.message
+
+        found = await wait_until(made, lambda one: isinstance(one, dict))
+        assert isinstance(found, dict)
+        if gpus:
+            await self.kept(found["metadata"]["uid"])
+        return found
+
+    async def opened(self, name: str) -> None:
+        await self.kube.patch(PODS, name, [{"op": "remove", "path": "/spec/schedulingGates/0"}], self.namespace)
+
+    async def node_of(self, name: str) -> str | None:
+        node: str | None = (await self.kube.get(PODS, name, self.namespace))["spec"].get("nodeName")
+        return node
+
+    async def bound(self, name: str) -> str:
+        """Where; with what was said against it, if it takes too long."""
+
+        async def seen() -> str:
+            said = await self.said_of(name)
+            return await self.node_of(name) or f"unbound: {said}"
+
+        return await wait_until(seen, lambda found: not found.startswith("unbound"))
+
+    async def said_of(self, name: str) -> list[str]:
+        found = await self.kube.list(EVENTS, self.namespace, fieldSelector=f"involvedObject.name={name}")
+        return [one["message"] for one in found]
+
+    async def refused(self, name: str, words: str) -> None:
+        """The scheduler has tried, was told so, and the pod stays where it is, whatever is tried again."""
+        await wait_until(lambda: self.said_of(name), lambda said: any(words in one for one in said), TRIES)
+        await asyncio.sleep(2)
+        assert await self.node_of(name) is None
+
+
+@pytest.fixture
+async def scene(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Scene]:
+    async with scenery(cluster, kube, tmp_path) as found:
+        yield found
+
+
+@asynccontextmanager
+async def scenery(cluster: Cluster, kube: Kube, directory: Path, *flags: str) -> AsyncIterator[Scene]:
+    own = (*challenging(directory), *flags)
+    async with site(cluster, kube, directory, nodes=2, gpus=4, name="down", replicas=1, flags=own) as here:
+        first, second = here.nodes
+        found = Scene(here, kube, (first, second))
+        try:
+            for node in here.nodes:
+                await kube.create(NODE_EVIDENCES, new_node_evidence(node))
+                await found.prove(node)
+            await here.reconciler()
+            await found.kept(*here.nodes)
+            yield found
+        finally:
+            await here.stop()
+            for node in here.nodes:
+                await forced_away(kube, NODE_EVIDENCES, node)
+            await kube.delete(BINDING_ENDS, NAME)
+
+
+@contextmanager
+def frozen_process(worker: Worker) -> Iterator[None]:
+    """It keeps its connections and answers nothing."""
+    worker.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        worker.process.send_signal(signal.SIGCONT)
+
+
+async def test_plain_pods_are_bound_while_every_replica_is_down(scene: Scene, request: pytest.FixtureRequest) -> None:
+    await scene.site.stop()
+    took = []
+    for number in range(10):
+        began = time.monotonic()
+        await scene.kube.create(PODS, pod(f"plain-{number}"), scene.namespace)
+        await scene.bound(f"plain-{number}")
+        took.append(time.monotonic() - began)
+    tell(request, median_ms_create_to_bound=percentile(took, 0.5) * 1000, worst_ms=max(took) * 1000)
+    with pytest.raises(ApiError, match="failed calling webhook"):
+        await scene.kube.create(PODS, pod("asking", 1, ASKING), scene.namespace)
+
+
+async def test_a_pod_whose_evidence_ends_meanwhile_is_not_bound_and_one_whose_evidence_lasts_is(
+    scene: Scene, request: pytest.FixtureRequest
+) -> None:
+    ending, lasting = scene.proven
+    await scene.held_back("late", ending)
+    await scene.held_back("held-to-it", ending, gpus=0)
+    made = await scene.held_back("lasting", lasting)
+    await scene.prove(ending, timedelta(seconds=8))
+    await wait_until(scene.ends, lambda data: near(data[ending]))
+    await scene.site.stop()
+    await wait_until(scene.ends, lambda data: data[ending] <= stamp(utc_now()))
+    for name in ("late", "held-to-it", "lasting"):
+        await scene.opened(name)
+    assert await scene.bound("lasting") == made["metadata"]["annotations"]["gpuwarden.io/node"] == lasting
+    for name in ("late", "held-to-it"):
+        await scene.refused(name, f"the evidence of node {ending} ended")
+    # Back, first without that evidence, then with it.
+    began = time.monotonic()
+    await scene.site.replica()
+    ready = time.monotonic()
+    await scene.kube.create(PODS, pod("asking", 1, ASKING), scene.namespace)
+    back = time.monotonic() - ready
+    tell(request, seconds_to_start=ready - began, seconds_to_the_next_claim=back)
+    assert back < RECOVERY
+    await scene.bound("asking")
+    assert await scene.node_of("late") is None
+    await scene.prove(ending)
+    for name in ("late", "held-to-it"):
+        assert await scene.bound(name) == ending
+    assert len(await scene.site.held()) == 3
+
+
+def near(text: str) -> bool:
+    return datetime.fromisoformat(text) < utc_now() + timedelta(seconds=30)
+
+
+async def test_a_ban_from_before_holds(scene: Scene, request: pytest.FixtureRequest) -> None:
+    banned, _ = scene.proven
+    await scene.held_back("late", banned)
+    began = time.monotonic()
+    await scene.prove(banned, banned=True)
+    await wait_until(scene.ends, lambda data: data[banned].startswith("1970"))
+    tell(request, seconds_from_ban_to_list=time.monotonic() - began)
+    await scene.site.stop()
+    await scene.opened("late")
+    await scene.refused("late", f"the evidence of node {banned} ended")
+
+
+async def test_another_hash_than_the_pod_asked_for_is_no_evidence(scene: Scene) -> None:
+    changed, _ = scene.proven
+    uid = (await scene.held_back("late", changed))["metadata"]["uid"]
+    await scene.prove(changed, hash="sha256:0ther")
+    await wait_until(scene.ends, lambda data: data[uid].startswith("1970"))
+    await scene.site.stop()
+    await scene.opened("late")
+    await scene.refused("late", "the pod may not be bound without its review")
+
+
+async def test_overload_is_not_taken_for_down(scene: Scene) -> None:
+    """A replica that answers too late is passed over like one that is not there; what is refused stays refused."""
+    ending, lasting = scene.proven
+    await scene.held_back("late", ending)
+    await scene.held_back("lasting", lasting)
+    await scene.prove(ending, timedelta(seconds=1))
+    await wait_until(scene.ends, lambda data: data[ending] <= stamp(utc_now()))
+    with frozen_process(scene.site.replicas[0]):
+        for name in ("late", "lasting"):
+            await scene.opened(name)
+        assert await scene.bound("lasting") == lasting
+        await scene.refused("late", f"the evidence of node {ending} ended")
+
+
+async def test_nobody_but_a_scheduler_binds_meanwhile(scene: Scene) -> None:
+    """Whoever may bind could put a pod with GPUs on any node, so the review stays the only way for others."""
+    node, _ = scene.proven
+    await scene.held_back("claim", node)
+    await scene.kube.create(PODS, pod("plain", schedulerName="nobody"), scene.namespace)
+    await scene.site.stop()
+    await scene.opened("claim")
+    await scene.bound("claim")
+    target: Raw = {"apiVersion": "v1", "kind": "Binding", "target": {"kind": "Node", "name": node}}
+    for path in (PODS.path(scene.namespace, "plain", "binding"), f"/api/v1/namespaces/{scene.namespace}/bindings"):
+        for finalizers in ([], [f"gpuwarden.io/reviewed-for-{node}"]):
+            content = {**target, "metadata": {"name": "plain", "finalizers": finalizers}}
+            with pytest.raises(ApiError, match="failed calling webhook"):
+                await scene.kube.call("POST", path, content)
+    assert await scene.node_of("plain") is None
+
+
+async def test_a_pod_past_its_time_is_bound_no_more(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """Its GPUs may have been given to another when we went down."""
+    async with scenery(cluster, kube, tmp_path, "--bind-deadline", "5s", "--on-bind-deadline", "keep") as scene:
+        await scene.held_back("late", scene.proven[0])
+        await scene.site.stop()
+        await asyncio.sleep(6)
+        await scene.opened("late")
+        await scene.refused("late", "the pod may not be bound without its review")
+
+
+async def test_a_pod_that_was_bound_on_the_word_of_before_is_evicted_when_we_are_back(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A ban that nobody could tell the API server of is the window that is left."""
+    async with scenery(cluster, kube, tmp_path, "--on-evidence-lost", "evict") as scene:
+        banned, _ = scene.proven
+        await scene.held_back("meanwhile", banned)
+        await scene.site.stop()
+        await scene.prove(banned, banned=True)
+        await scene.opened("meanwhile")
+        assert await scene.bound("meanwhile") == banned
+        await scene.site.reconciler()
+        leading = time.monotonic()
+        await gone(kube, PODS, "meanwhile", scene.namespace)
+        tell(request, seconds_from_leading_to_gone=time.monotonic() - leading)
+        assert any("banned" in one for one in await scene.said_of("meanwhile"))
+
+
+async def test_nothing_is_bound_before_somebody_has_written_where_evidence_ends(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """The object is there, as each replica makes it: what is reviewed is bound."""
+    async with site(cluster, kube, tmp_path, nodes=1, gpus=1, name="down", replicas=1) as here:
+        await kube.create(PODS, pod("reviewed"), here.namespace)
+        await pod_in_phase(kube, here.namespace, "reviewed", "Running")
+        left = await kube.create(PODS, pod("left", schedulerName="nobody"), here.namespace)
+        await here.stop()
+        words = "has not written yet where evidence ends"
+        async with Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
+            await wait_until(lambda: is_refused(scheduler, left, words))
+        await kube.create(PODS, pod("plain"), here.namespace)
+        await Scene(here, kube, ("", "")).refused("plain", words)
+        await kube.delete(BINDING_ENDS, NAME)
+
+
+async def test_a_list_of_five_thousand_nodes_costs_a_binding_little(
+    scene: Scene, cluster: Cluster, request: pytest.FixtureRequest
+) -> None:
+    """Both where a replica has reviewed it and where none was there."""
+    left = await scene.kube.create(PODS, pod("left", schedulerName="nobody"), scene.namespace)
+    reconciler = scene.site.reconcilers[0]
+    await reconciler.kill()
+    seen = {}
+    async with Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
+        for entries in (2, 5_000):
+            await scene.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": long_list(entries)}})
+            seen[f"ms_reviewed_{entries}"] = await binding_takes(scheduler, left)
+        await scene.site.stop()
+        for entries in (2, 5_000):
+            await scene.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": long_list(entries)}})
+            seen[f"ms_unreviewed_{entries}"] = await binding_takes(scheduler, left)
+    tell(request, **seen)
+    assert max(seen.values()) < 1000
+
+
+def long_list(entries: int) -> dict[str, str]:
+    return {f"ip-10-0-{n // 256}-{n % 256}.example.internal": "2100-01-01T00:00:00Z" for n in range(entries)}
+
+
+async def binding_takes(scheduler: Kube, one: Raw, times: int = 100) -> float:
+    """The median of as many, in milliseconds; none of them is carried out."""
+    took = []
+    for _ in range(times):
+        began = time.monotonic()
+        assert not await is_refused(scheduler, one, "")
+        took.append(time.monotonic() - began)
+    return percentile(took, 0.5) * 1000
+
+
+async def is_refused(scheduler: Kube, one: Raw, words: str) -> bool:
+    """A policy acts about a second after it is written."""
+    meta = {key: one["metadata"][key] for key in ("name", "namespace", "uid")}
+    content = {"apiVersion": "v1", "kind": "Binding", "metadata": meta, "target": {"kind": "Node", "name": "node-0"}}
+    try:
+        await scheduler.call("POST", PODS.path(meta["namespace"], meta["name"], "binding"), content, {"dryRun": "All"})
+    except ApiError as exc:
+        return words in exc.message
+    return False
