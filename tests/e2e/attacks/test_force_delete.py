@@ -1,6 +1,6 @@
 """Release is not the end of use: a forced deletion removes a pod's object at once, while its containers run on.
 
-Nobody else may have their GPUs meanwhile.
+Nobody else may have their GPUs meanwhile. tests/e2e/node/test_force_delete.py sees it from inside the containers.
 """
 
 import asyncio

@@ -1,0 +1,189 @@
+"""On a real node: containers that ignore SIGTERM and show that they live, and never two of them on one GPU."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from scripts.node.real import RealNode
+from tests.e2e.crew import Site
+from tests.e2e.kube import PODS, ApiError, Kube, Raw
+from tests.e2e.node.containers import container, real_pod, runs
+from tests.e2e.node.front import in_front
+
+# A dead kubelet's node stays ready for less than 55 s, and none is dead for long here.
+MARGIN, CAP = 20, 40
+FLAGS = ("--orphan-margin", f"{MARGIN}s", "--max-grace", f"{CAP}s")
+GRACE = 30
+# Twenty times a second each container writes its name and the time into a file for each GPU that it sees.
+LIVES = """
+trap '' TERM
+uuids=$(/usr/bin/nvidia-smi -L | sed 's/.*UUID: //; s/)//')
+while :; do
+  read now rest < /proc/uptime
+  for uuid in $uuids; do echo $now {name} >> /beats/$uuid; done
+  usleep 50000
+done
+"""
+
+
+def living(name: str, beats: Path, *, grace: int = 1) -> Raw:
+    main = container(1, script=LIVES.replace("{name}", name), volumeMounts=[{"name": "beats", "mountPath": "/beats"}])
+    return real_pod(name, main, grace=grace, volumes=[{"name": "beats", "hostPath": {"path": str(beats)}}])
+
+
+@frozen
+class Life:
+    first: float
+    last: float
+
+
+def lives(beats: Path) -> dict[str, dict[str, Life]]:
+    """By GPU and by pod, in seconds since the machine was booted."""
+    found: dict[str, dict[str, Life]] = {}
+    for file in beats.iterdir():
+        for line in file.read_text().splitlines():
+            at, _, name = line.partition(" ")
+            before = found.setdefault(file.name, {}).get(name, Life(float(at), float(at)))
+            found[file.name][name] = Life(before.first, float(at))
+    return found
+
+
+def overlaps(found: Mapping[str, Mapping[str, Life]]) -> list[str]:
+    """Where one began before another had ended."""
+    return [
+        f"{uuid}: {one} and {other} at once for {found[uuid][one].last - found[uuid][other].first:.2f} s"
+        for uuid, pods in found.items()
+        for one in pods
+        for other in pods
+        if one != other and pods[one].first <= pods[other].first <= pods[one].last
+    ]
+
+
+Way = Callable[[Site, str], Coroutine[Any, Any, None]]
+
+
+async def delete(here: Site, name: str, grace: int | None = None) -> None:
+    with suppress(ApiError):
+        await here.kube.delete(PODS, name, here.namespace, grace=grace)
+
+
+async def forced(here: Site, name: str) -> None:
+    await delete(here, name, 0)
+
+
+async def with_grace_then_forced(here: Site, name: str) -> None:
+    await delete(here, name, GRACE)
+    await asyncio.sleep(3)
+    await delete(here, name, 0)
+
+
+async def with_grace_then_less_then_forced(here: Site, name: str) -> None:
+    await delete(here, name, GRACE)
+    await asyncio.sleep(2)
+    await delete(here, name, 5)
+    await asyncio.sleep(1)
+    await delete(here, name, 0)
+
+
+async def as_usual(here: Site, name: str) -> None:
+    await delete(here, name)
+
+
+WAYS: tuple[Way, ...] = (forced, with_grace_then_forced, with_grace_then_less_then_forced, as_usual)
+
+
+async def admitted_in_the_end(here: Site, content: Raw, seconds: float) -> float:
+    """A tenant who tries again and again; when it was let in."""
+    begun = time.monotonic()
+    while time.monotonic() - begun < seconds:
+        try:
+            await here.kube.create(PODS, content, here.namespace)
+        except ApiError as exc:
+            if exc.status >= 500:
+                raise
+            await asyncio.sleep(0.1)
+        else:
+            return time.monotonic() - begun
+    raise AssertionError(f"{content['metadata']['name']} was not admitted within {seconds} s")
+
+
+async def test_no_gpu_has_two_containers_however_pods_are_deleted(
+    real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
+) -> None:
+    beats = tmp_path / "beats"
+    beats.mkdir()
+    async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
+        old = [f"old-{number}" for number in range(len(WAYS))]
+        for name in old:
+            await here.kube.create(PODS, living(name, beats), here.namespace)
+        for name in old:
+            await runs(here.kube, here.namespace, name)
+        await asyncio.gather(*(way(here, name) for way, name in zip(WAYS, old, strict=True)))
+        took = []
+        for number in range(len(WAYS)):
+            name = f"next-{number}"
+            took.append(await admitted_in_the_end(here, living(name, beats), GRACE + MARGIN + 60))
+            await runs(here.kube, here.namespace, name)
+        await asyncio.sleep(2)
+        found = lives(beats)
+        assert {frozenset(name.partition("-")[0] for name in pods) for pods in found.values()} == {
+            frozenset({"old", "next"})
+        }
+        assert overlaps(found) == []
+        # What ended as a pod should is had again at once.
+        assert took[0] < MARGIN, took
+
+
+async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead(
+    real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
+) -> None:
+    """Killed, so that nobody stops the container of the pod that is deleted by force, and started again."""
+    beats = tmp_path / "beats"
+    beats.mkdir()
+    async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
+        for number in range(4):
+            await here.kube.create(PODS, living(f"old-{number}", beats), here.namespace)
+        for number in range(4):
+            await runs(here.kube, here.namespace, f"old-{number}")
+        await asyncio.to_thread(real_node.kill_kubelet)
+        for number in range(4):
+            await delete(here, f"old-{number}", 0)
+        trying = asyncio.create_task(admitted_in_the_end(here, living("next", beats), MARGIN + 120))
+        await asyncio.sleep(10)
+        assert not trying.done()
+        assert all(now() - one.last < 5 for pods in lives(beats).values() for one in pods.values())
+        await asyncio.to_thread(real_node.start_kubelet)
+        assert await trying >= MARGIN
+        await runs(here.kube, here.namespace, "next")
+        await asyncio.sleep(2)
+        found = lives(beats)
+        assert sum("next" in pods for pods in found.values()) == 1
+        assert overlaps(found) == []
+
+
+def now() -> float:
+    return float(Path("/proc/uptime").read_text().split()[0])
+
+
+async def test_a_deleted_pod_says_that_its_containers_have_ended_before_it_goes(
+    real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
+) -> None:
+    """What frees its GPU at once, and what kwok's stages play: a final phase, and no container that runs."""
+    async with in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here:
+        await here.kube.create(PODS, real_pod("old", container(1)), here.namespace)
+        made = await runs(here.kube, here.namespace, "old")
+        version = made["metadata"]["resourceVersion"]
+        await delete(here, "old")
+        async for event in here.kube.watch(PODS, here.namespace, resourceVersion=version):
+            if event["type"] == "DELETED":
+                break
+        status = event["object"]["status"]
+        assert status["phase"] in ("Succeeded", "Failed"), json.dumps(status)
+        assert [list(one["state"]) for one in status["containerStatuses"]] == [["terminated"]]
