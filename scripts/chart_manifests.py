@@ -47,6 +47,7 @@ LABELS: Final = "xx-labels"
 NOTES: Final = "xx-notes"
 FAILURE_POLICY: Final = "xx-failure-policy"
 PATIENCE: Final = 64998
+MAX_GRACE: Final = 64997
 ALL_ONLY, ALL_NOT, ALL_END = "xx-asked-about-all", "xx-asked-about-some", "xx-asked-end"
 
 
@@ -66,6 +67,7 @@ SAID: Final[Mapping[str, str]] = {
     **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "bind", "export")},
     FAILURE_POLICY: "{{ .Values.webhooks.failurePolicy }}",
     str(PATIENCE): "{{ .Values.webhooks.timeoutSeconds }}",
+    str(MAX_GRACE): '{{ include "gpuwarden.seconds" (default "3600s" .Values.settings.maxGrace) | float64 | int }}',
 }
 # Where they stand alone, for YAML makes a number of `123` and a truth of `on`.
 QUOTED: Final[Mapping[str, str]] = {
@@ -86,6 +88,7 @@ RELEASE: Final = Installation(
     binder=ACCOUNT.format("bind"),
     exporter=ACCOUNT.format("export"),
     ca_bundle=BUNDLE,
+    max_grace=MAX_GRACE,
 )
 INJECTION: Final = """\
   annotations:

@@ -94,6 +94,8 @@ def test_the_files_hold_what_is_meant() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-nodes"),
         ("ValidatingAdmissionPolicy", "gpuwarden-own-claims"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-claims"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-grace"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-grace"),
         ("MutatingAdmissionPolicy", "gpuwarden-strip"),
         ("MutatingAdmissionPolicyBinding", "gpuwarden-strip"),
         ("MutatingAdmissionPolicy", "gpuwarden-blind"),

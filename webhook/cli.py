@@ -7,6 +7,7 @@ server that could not start.
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -14,7 +15,7 @@ import webhook
 from webhook import settings
 from webhook.clock import utc_now
 from webhook.core.errors import GpuwardenError
-from webhook.setting_kinds import NAMESPACE, is_qualified, read_namespace, read_url
+from webhook.setting_kinds import NAMESPACE, is_qualified, read_interval, read_namespace, read_url
 from webhook.settings import Settings, SettingsError
 
 FAILED: Final = 1
@@ -201,6 +202,13 @@ def add_installation(parser: Parser) -> None:
         choices=("policy", "webhook", "nobody"),
         default="policy",
         help="who blinds pods that ask for nothing: policies (Kubernetes 1.36), or the webhook (default: policy)",
+    )
+    parser.add_argument(
+        "--max-grace",
+        type=read_interval,
+        default=timedelta(hours=1),
+        metavar="TIME",
+        help="as `serve` has it: how long a deletion may let containers of a pod with GPUs go on (default: 1h)",
     )
     parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="the CA of its certificate (PEM)")
 
@@ -407,6 +415,7 @@ def manifests(args: Namespace) -> int:
         ca_bundle=bundle,
         hash_aliases=() if alias is None else (alias,),
         blinds=Blinds(args.blind),
+        max_grace=int(args.max_grace.total_seconds()),
     )
     print(as_yaml(args.what, installation), end="")
     return 0

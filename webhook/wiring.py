@@ -183,6 +183,7 @@ def rules_of(settings: Settings, namespaces: Namespaces) -> Rules:
             settings.write_aliases,
             MapVisible(settings.map_visible),
             settings.runtime_class,
+            max_grace=settings.max_grace if settings.keeps_in_cluster else None,
         ),
         bind_deadline=settings.bind_deadline,
         queues=settings.queues,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ from webhook.core.check import (
     readable,
     still_held,
     still_proven,
+    takes_too_long,
     unchanged,
     waits_as_dressed,
 )
@@ -205,6 +207,27 @@ def test_a_forgery_is_refused_and_its_field_named(change: Change, field: str) ->
     assert any(cause.startswith(field) for cause in verdict.causes)
     assert field in verdict.message
     assert verdict.message.endswith(": not as reserved (r-1: GPU-1 on node-a)")
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_refused"),
+    [
+        ({}, False),
+        ({"terminationGracePeriodSeconds": 60}, False),
+        ({"terminationGracePeriodSeconds": 61}, True),
+        ({"terminationGracePeriodSeconds": 2**62}, True),
+        ({"terminationGracePeriodSeconds": -1}, False),
+        ({"containers": [{"livenessProbe": {"terminationGracePeriodSeconds": 61}}]}, True),
+        ({"initContainers": [{"startupProbe": {"terminationGracePeriodSeconds": 61}}]}, True),
+        ({"containers": [{"startupProbe": {}, "livenessProbe": None}]}, False),
+    ],
+)
+def test_a_pod_whose_containers_may_take_too_long_to_stop_is_refused(spec: Raw, *, is_refused: bool) -> None:
+    pod = Pod.parse({"spec": spec})
+    refused = takes_too_long(pod, DressRules(max_grace=timedelta(seconds=60)))
+    assert (refused is not None) == is_refused
+    assert refused is None or refused.reason is Reason.INVALID_POD
+    assert takes_too_long(pod, RULES) is None
 
 
 def test_a_claim_that_grew_is_refused() -> None:

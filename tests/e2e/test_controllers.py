@@ -203,8 +203,9 @@ async def test_an_evicted_pod_gives_back_its_gpu(here: Site, request: pytest.Fix
     tell(request, held_s=await nothing_held(here))
 
 
-async def test_a_terminating_pod_keeps_its_gpu_until_its_finalizer_lets_it_go(here: Site) -> None:
-    whole = pod("stays", gpus=4)
+async def test_a_terminating_pod_keeps_its_gpu_until_its_containers_have_ended(here: Site) -> None:
+    """Its finalizer keeps the object, and no GPU."""
+    whole = pod("stays", gpus=4, annotations={"kubelet.test/stops-after": "1h"})
     whole["metadata"]["finalizers"] = ["example.test/stays"]
     other = pod("other", gpus=4)
     await here.kube.create(PODS, whole, here.namespace)
@@ -219,10 +220,13 @@ async def test_a_terminating_pod_keeps_its_gpu_until_its_finalizer_lets_it_go(he
     with pytest.raises(ApiError) as refused:
         await here.kube.create(PODS, pod(None, gpus=1), here.namespace)
     assert (refused.value.status, refused.value.reason) == (429, "NoFreeDevice")
-    await here.kube.patch(PODS, "stays", {"metadata": {"finalizers": None}}, here.namespace)
-    await gone(here.kube, PODS, "stays", here.namespace)
+    ends = {"metadata": {"annotations": {"kubelet.test/stops-after": "0s"}}}
+    await here.kube.patch(PODS, "stays", ends, here.namespace)
+    await pod_in_phase(here.kube, here.namespace, "stays", "Failed")
     await wait_until(lambda: holders(here), lambda found: len(found) == 1)
     await wait_until(lambda: made(here, pod("next", gpus=4)))  # the replica hears of it a moment later
+    await here.kube.patch(PODS, "stays", {"metadata": {"finalizers": None}}, here.namespace)
+    await gone(here.kube, PODS, "stays", here.namespace)
 
 
 async def test_a_namespace_that_is_deleted_gives_back_what_its_pods_had_and_no_sooner(

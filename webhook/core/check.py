@@ -102,7 +102,20 @@ def refused_at_once(pod: Pod, claim: Claim, rules: DressRules) -> Deny | None:
             "the device plugin would hand out another GPU",
             hint=f"ask with {keys.GPU_COUNT.name} instead",
         )
-    return no_other_ways(pod, rules)
+    return takes_too_long(pod, rules) or no_other_ways(pod, rules)
+
+
+def takes_too_long(pod: Pod, rules: DressRules) -> Deny | None:
+    """GPUs of a pod that goes unseen are kept from others for as long as any pod may take to stop."""
+    most, asked = rules.max_grace, pod.body.longest_grace
+    if most is None or asked <= most.total_seconds():
+        return None
+    return Deny(
+        Reason.INVALID_POD,
+        f"spec.terminationGracePeriodSeconds: {asked} s, a probe's included; of a pod with GPUs it is at most "
+        f"{most.total_seconds():g} s",
+        hint="give the containers less time to stop, or have the administrator raise maxGrace",
+    )
 
 
 def is_serial(gpu: str) -> bool:

@@ -1,6 +1,7 @@
 """How a pod looks once GPUs are set aside for it. Dressing a dressed pod changes nothing: so forgeries show."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -48,6 +49,8 @@ class DressRules:
     writes_aliases: bool = True
     map_visible: MapVisible = MapVisible.UUID
     runtime_class: str | None = None
+    # How long the containers of a pod with GPUs may take to stop; None: as long as they like.
+    max_grace: timedelta | None = None
 
     @property
     def env_names(self) -> tuple[str, ...]:

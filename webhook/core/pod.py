@@ -10,6 +10,9 @@ import msgspec
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 
+# Kubernetes' own, where a pod names none.
+DEFAULT_GRACE = 30
+
 
 class Wire(msgspec.Struct, frozen=True, rename="camel", gc=False):
     """A part of a Kubernetes object: only the members we read, each of which may be null."""
@@ -31,12 +34,18 @@ class Resources(Wire, frozen=True):
     requests: dict[str, str | int | float | None] | None = None
 
 
+class Probe(Wire, frozen=True):
+    termination_grace_period_seconds: int | None = None
+
+
 class Container(Wire, frozen=True):
     name: str = ""
     env: list[EnvVar] | None = None
     env_from: list[dict[str, Any]] | None = None
     resources: Resources | None = None
     restart_policy: str | None = None
+    liveness_probe: Probe | None = None
+    startup_probe: Probe | None = None
 
     def asked(self, resource: str) -> int:
         """How many of an extended resource it asks for."""
@@ -126,6 +135,17 @@ class Spec(Wire, frozen=True):
     resource_claims: list[dict[str, Any]] | None = None
     scheduling_gates: list[SchedulingGate] | None = None
     priority_class_name: str | None = None
+    termination_grace_period_seconds: int | None = None
+
+    @property
+    def longest_grace(self) -> int:
+        """In seconds: how long a kubelet may take to stop a container. A probe may name a time of its own."""
+        own = self.termination_grace_period_seconds
+        containers = (*(self.containers or ()), *(self.init_containers or ()))
+        probes = [one for each in containers for one in (each.liveness_probe, each.startup_probe) if one is not None]
+        return max(
+            DEFAULT_GRACE if own is None else own, *(one.termination_grace_period_seconds or 0 for one in probes), 1
+        )
 
 
 class Pod(Wire, frozen=True):

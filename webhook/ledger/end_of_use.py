@@ -14,14 +14,12 @@ import msgspec
 from attrs import evolve, frozen
 
 from webhook.clock import is_of_our_days
-from webhook.core.pod import Wire
+from webhook.core.pod import Spec, Wire
 from webhook.core.reservation import Orphan
 from webhook.gpu_node import MOST_SECONDS
 
 Raw = dict[str, Any]
 TERMINAL = frozenset({"Succeeded", "Failed"})
-# Kubernetes' own, where a pod names none.
-DEFAULT_GRACE = 30
 # What a GPUNode has room for.
 MOST_OF_A_BOOT_ID = 128
 # The reason of the condition under which the pod garbage collector sets a pod Failed. It does not know what runs.
@@ -68,22 +66,6 @@ class StatusWire(Wire, frozen=True):
         return [one for found in lists for one in found or ()]
 
 
-class ProbeWire(Wire, frozen=True):
-    termination_grace_period_seconds: int | None = None
-
-
-class ContainerWire(Wire, frozen=True):
-    liveness_probe: ProbeWire | None = None
-    startup_probe: ProbeWire | None = None
-
-
-class SpecWire(Wire, frozen=True):
-    node_name: str | None = None
-    termination_grace_period_seconds: int | None = None
-    containers: list[ContainerWire] | None = None
-    init_containers: list[ContainerWire] | None = None
-
-
 class MetaWire(Wire, frozen=True):
     uid: str | None = None
     deletion_timestamp: str | None = None
@@ -92,7 +74,7 @@ class MetaWire(Wire, frozen=True):
 
 class PodWire(Wire, frozen=True):
     metadata: MetaWire | None = None
-    spec: SpecWire | None = None
+    spec: Spec | None = None
     status: StatusWire | None = None
 
 
@@ -141,25 +123,14 @@ def grace_in(raw: Raw) -> timedelta | None:
         wire = msgspec.convert(raw, PodWire)
     except msgspec.ValidationError:
         return None
-    meta, spec = wire.metadata or MetaWire(), wire.spec or SpecWire()
-    longest = max(longest_grace(spec), meta.deletion_grace_period_seconds or 0)
+    meta, spec = wire.metadata or MetaWire(), wire.spec or Spec()
+    longest = max(spec.longest_grace, meta.deletion_grace_period_seconds or 0)
     return timedelta(seconds=min(longest, MOST_SECONDS))
 
 
 def is_being_deleted(raw: Raw) -> bool:
     meta = raw.get("metadata")
     return isinstance(meta, dict) and meta.get("deletionTimestamp") is not None
-
-
-def longest_grace(spec: SpecWire) -> int:
-    probes = [
-        probe
-        for container in (*(spec.containers or ()), *(spec.init_containers or ()))
-        for probe in (container.liveness_probe, container.startup_probe)
-        if probe is not None
-    ]
-    own = spec.termination_grace_period_seconds
-    return max(DEFAULT_GRACE if own is None else own, *(one.termination_grace_period_seconds or 0 for one in probes), 1)
 
 
 # What a watch without gaps has shown of pods.

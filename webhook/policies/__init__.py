@@ -20,7 +20,7 @@ from webhook.core import keys
 Manifest = dict[str, Any]
 
 WEBHOOKS = ("mutating.yaml", "validating.yaml")
-POLICIES = ("protect.yaml", "own.yaml", "strip.yaml", "blind.yaml", "isolation.yaml")
+POLICIES = ("protect.yaml", "own.yaml", "grace.yaml", "strip.yaml", "blind.yaml", "isolation.yaml")
 BLIND = "blind.yaml"
 WHILE_DOWN = ("binding.yaml",)
 RBAC = ("rbac.yaml",)
@@ -46,6 +46,7 @@ GPU_NAMESPACE = "gpu-operator"
 OPT_IN = keys.OPT_IN.name
 RESOURCE = "nvidia.com/gpu"
 SCHEDULER = "system:kube-scheduler"
+MAX_GRACE = 3600
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
 RECONCILER, BINDER, EXPORTER = "gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export"
 
@@ -94,6 +95,8 @@ class Installation:
     reviews_bindings: bool = True
     # Who sees to it that containers without a claim are shown no GPU.
     blinds: Blinds = Blinds.POLICY
+    # In seconds: how long a deletion may let the containers of a pod with GPUs go on.
+    max_grace: int = MAX_GRACE
     names: Mapping[str, str] = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -117,6 +120,7 @@ class Installation:
             **{self._account(NAMESPACE, ours): self._account(self.namespace, own) for ours, own in self._accounts()},
             OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
             GPU_NAMESPACE: self.gpu_namespace,
+            f"int({MAX_GRACE})": f"int({self.max_grace})",
         }
 
     def _accounts(self) -> tuple[tuple[str, str], ...]:

@@ -433,7 +433,7 @@ class Admission:
             return self._created_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
             return self._created_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
-        refused = check.no_other_ways(pod, self._rules.dress)
+        refused = check.takes_too_long(pod, self._rules.dress) or check.no_other_ways(pod, self._rules.dress)
         if refused is not None:
             return refused
         if review.is_dry_run:

@@ -5,16 +5,22 @@ Nobody else may have their GPUs meanwhile. tests/e2e/node/test_force_delete.py s
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
 from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, gone, pod, wait_until
+from tests.e2e.test_policies import resource_of
+from webhook.policies import Installation, policies
 
-MARGIN, CAP = 4, 20
+# Pods that say nothing of it have 30 s.
+MARGIN, CAP = 4, 31
 FLAGS = ("--orphan-margin", f"{MARGIN}s", "--max-grace", f"{CAP}s")
 # What is free at once is had by then, on a busy machine too.
 SOON = 15.0
@@ -191,6 +197,69 @@ async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
         assert await until_had_by_another(here, other, rebooted, uuids[rebooted], seconds=60) < LOOK + SOON
         await is_ready(kube, back, "true")
         assert await until_had_by_another(here, other, back, uuids[back], seconds=60) >= 1 + MARGIN
+
+
+EVICTION: Raw = {"apiVersion": "policy/v1", "kind": "Eviction"}
+
+
+async def test_nobody_asks_for_a_longer_grace_period_than_gpus_are_kept_for(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """Or what went unseen would run longer than it is waited for."""
+    too_long = CAP + 1
+    async with (
+        site(cluster, kube, tmp_path, nodes=1, gpus=1, name="grace", replicas=1, flags=FLAGS) as here,
+        guarded(kube, CAP),
+    ):
+        await here.reconciler()
+        await here.offered()
+        (node,) = here.nodes
+        probe = {"livenessProbe": {"terminationGracePeriodSeconds": too_long, "tcpSocket": {"port": 80}}}
+        with_probe = victim(node, grace=1)
+        with_probe["spec"]["containers"][0] |= probe
+        for refused in (victim(node, grace=too_long), with_probe):
+            with pytest.raises(ApiError, match="terminationGracePeriodSeconds"):
+                await kube.create(PODS, refused, here.namespace)
+        await run_victim(here, node, grace=CAP)
+        name = f"old-{node}"
+        dry: Raw = {"gracePeriodSeconds": too_long, "dryRun": ["All"]}
+        await wait_until(lambda: is_refused(kube.call("DELETE", PODS.path(here.namespace, name), dry)))
+        assert await is_refused(kube.delete(PODS, name, here.namespace, grace=too_long))
+        options = {"metadata": {"name": name}, "deleteOptions": {"gracePeriodSeconds": too_long}}
+        assert await is_refused(kube.post(PODS, name, "eviction", {**EVICTION, **options}, here.namespace))
+        everything = kube.call("DELETE", PODS.path(here.namespace), {"gracePeriodSeconds": too_long})
+        assert await is_refused(everything)
+        assert "deletionTimestamp" not in (await kube.get(PODS, name, here.namespace))["metadata"]
+
+        # What asks for no more goes, and pods without GPUs as their owners like.
+        await kube.create(PODS, pod("plain"), here.namespace)
+        await kube.delete(PODS, "plain", here.namespace, grace=too_long)
+        options["deleteOptions"] = {"gracePeriodSeconds": CAP}
+        await kube.post(PODS, name, "eviction", {**EVICTION, **options}, here.namespace)
+        await kube.delete(PODS, name, here.namespace)
+        await delete(here, node, FORCED)
+
+
+@asynccontextmanager
+async def guarded(kube: Kube, longest: int) -> AsyncIterator[None]:
+    """By the policy on deletions alone."""
+    wanted = [one for one in policies(Installation(max_grace=longest)) if one["metadata"]["name"] == "gpuwarden-grace"]
+    assert len(wanted) == 2
+    for one in wanted:
+        await kube.create(resource_of(one), one)
+    try:
+        yield
+    finally:
+        for one in wanted:
+            await kube.delete(resource_of(one), one["metadata"]["name"])
+
+
+async def is_refused(request: Awaitable[Raw]) -> bool:
+    try:
+        await request
+    except ApiError as exc:
+        return "of a pod with GPUs it is at most" in exc.message
+    return False
 
 
 async def is_ready(kube: Kube, node: str, word: str) -> None:
