@@ -73,6 +73,7 @@ FORMS: Final[Mapping[Kind[Any], Schema]] = {
     kinds.TRUTH: BOOL,
     kinds.PORT: whole(0, 65535),
     kinds.COUNT: whole(0, 9_999_999),
+    kinds.PERCENT: whole(0, 100),
     kinds.DURATION: lasting(SHORT, A_WEEK),
     kinds.INTERVAL: {**lasting(SHORT, A_WEEK), "exclusiveMinimum": 0},
     kinds.LIFETIME: {**lasting(LONG, TEN_YEARS), "exclusiveMinimum": 0},

@@ -40,6 +40,7 @@ def known_series() -> dict[str, frozenset[str]]:
     metrics.observe_extender("filter", "passed", 0.001)
     metrics.count_provider_error("spire-server")
     metrics.show_certificate("tls", NOW)
+    metrics.show_review_callers("none")
     samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     return {sample.name: frozenset(sample.labels) for sample in samples}
 
@@ -119,6 +120,7 @@ WORDS: dict[tuple[str, str], set[str]] = {
     ("state", "gpuwarden_evidence_changes_total"): STATES,
     ("state", "gpuwarden_devices"): DEVICES,
     ("listener", "gpuwarden_certificate_not_after_seconds"): {"tls", "extender"},
+    ("proof", "gpuwarden_review_callers"): {"none", "token", "certificate"},
     ("outcome", "gpuwarden_evidence_proofs_total"): {"accepted", "replayed"},
     ("outcome", "gpuwarden_trust_bundle_looks_total"): {"renewed", "confirmed", "refused", "away"},
     ("reason", "gpuwarden_verdicts_total"): {reason.value for reason in Reason if reason not in EVENTS_ONLY},

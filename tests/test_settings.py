@@ -68,6 +68,7 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "review_token_audience": ("gpuwarden", "gpuwarden", "gpuwarden"),
     "review_callers": ("a:b, c", ["a:b", "c"], ("a:b", "c")),
     "pending_per_namespace": ("50", 50, 50),
+    "pending_share": ("25", 25, 25),
     "inventory": ("FILE", "FILE", "FILE"),
     "ledger": ("memory", "memory", "memory"),
     "lease_namespace": ("gpuwarden", "gpuwarden", "gpuwarden"),
@@ -699,20 +700,30 @@ def test_a_pod_is_told_where_the_api_server_is(host: str, port: str, url: str | 
 
 
 @pytest.mark.parametrize(
-    ("flags", "limit"),
+    ("flags", "limits"),
     [
-        ({}, 0),
-        ({"pending_per_namespace": "5"}, 5),
-        ({"kubeconfig": __file__}, 1000),
-        ({"kubeconfig": __file__, "pending_per_namespace": "5"}, 5),
-        ({"kubeconfig": __file__, "pending_per_namespace": "0"}, 0),
-        ({"kubeconfig": __file__, "client_ca": __file__}, 0),
-        ({"kubeconfig": __file__, "review_token_audience": "gpuwarden", "pending_per_namespace": "5"}, 0),
+        ({}, (0, 0)),
+        ({"pending_per_namespace": "5", "pending_share": "30"}, (5, 30)),
+        ({"kubeconfig": __file__}, (1000, 50)),
+        ({"kubeconfig": __file__, "pending_per_namespace": "5", "pending_share": "30"}, (5, 30)),
+        ({"kubeconfig": __file__, "pending_per_namespace": "0", "pending_share": "0"}, (0, 0)),
+        ({"kubeconfig": __file__, "client_ca": __file__}, (0, 0)),
+        ({"kubeconfig": __file__, "review_token_audience": "gpuwarden", "pending_per_namespace": "5"}, (0, 0)),
     ],
     ids=["embedded", "embedded and said", "a cluster", "said", "any number", "certificates", "tokens"],
 )
-def test_what_waits_is_limited_where_anybody_may_have_asked(flags: dict[str, str], limit: int) -> None:
-    assert settings.load(flags, {}).pending_limit == limit
+def test_what_waits_is_limited_where_anybody_may_have_asked(flags: dict[str, str], limits: tuple[int, int]) -> None:
+    found = settings.load(flags, {})
+    assert (found.pending_limit, found.pending_percent) == limits
+
+
+@pytest.mark.parametrize(
+    ("flags", "proof"),
+    [({}, "none"), ({"client_ca": __file__}, "certificate"), ({"review_token_audience": "gpuwarden"}, "token")],
+    ids=["nothing", "certificates", "tokens"],
+)
+def test_how_reviewers_prove_who_they_are_is_told(flags: dict[str, str], proof: str) -> None:
+    assert settings.load({"kubeconfig": __file__, **flags}, {}).proof_of_reviewers == proof
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_the_names_of_the_metrics_stay() -> None:
         "gpuwarden_certificate_not_after_seconds": "gauge",
         "gpuwarden_file_reloads_total": "counter",
         "gpuwarden_http_requests_total": "counter",
+        "gpuwarden_review_callers": "gauge",
         "gpuwarden_devices": "gauge",
         "gpuwarden_devices_available": "gauge",
         "gpuwarden_reservations": "gauge",

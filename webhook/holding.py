@@ -1,10 +1,8 @@
 """Decide and reserve, over and over while others are faster: the step that every door into the product shares."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Callable
+from datetime import datetime, timedelta
 
 from webhook.clock import Clock
 from webhook.core.claim import Claim
@@ -22,21 +20,20 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Placement, Reservation
 from webhook.core.verdict import Deny
 from webhook.ledger import Ledger
+from webhook.room import Limits, Room
 from webhook.telemetry import Metrics
 
 # So many tries one right after the other, for others are faster now and then. After that the ledger knows something
 # that the fleet has yet to hear, and there are pauses, longer and longer.
 AT_ONCE = 3
 PAUSE, LONGEST = 0.01, 0.25
+# What of a review's time is left for the decision and its write when it has waited for room.
+FOR_THE_WRITE = timedelta(seconds=1)
 
 
 class Holder:
-    """Finds a place for a claim and holds it.
-
-    Where anybody may post a review, at most `pending_limit` reservations of a namespace wait for their pods at once;
-    0 is no limit. Each replica counts what it knows of, and what it is about to add. Namespaces that nobody has heard
-    of are one, or whoever invents them would have a limit for each.
-    """
+    """Finds a place for a claim and holds it. Where anybody may post a review, `limits` say how many GPUs may be
+    held for pods that nobody has seen."""
 
     def __init__(
         self,
@@ -46,7 +43,7 @@ class Holder:
         clock: Clock,
         metrics: Metrics,
         *,
-        pending_limit: int = 0,
+        limits: Limits | None = None,
         is_known: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`is_known`: whether there is such a namespace, as far as was heard."""
@@ -55,11 +52,9 @@ class Holder:
         self.policy = policy
         self._clock = clock
         self._metrics = metrics
-        self._pending_limit = pending_limit
-        self._is_known = is_known
+        self._room = Room(ledger, fleet, clock, limits or Limits(), is_known)
         self.lines = Lines()
         """The claims that wait already, where somebody tells of them."""
-        self._entering = Counter[str]()
 
     def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
         """Where the claim could be served at this moment; nothing is held."""
@@ -93,34 +88,24 @@ class Holder:
             hint="ask for what a node has",
         )
 
-    async def hold(self, ask: Ask, claim: Claim, *, answer_by: datetime) -> Reservation | Deny:
-        """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding."""
+    async def hold(
+        self, ask: Ask, claim: Claim, *, answer_by: datetime, patience: timedelta | None = None
+    ) -> Reservation | Deny:
+        """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding. It waits for
+        room as long as `patience` says, or as the review allows."""
         await self.ledger.collect(self._clock())
-        if self._is_full(ask.namespace) and await self.ledger.find(ask.id) is None:
-            return full(ask.namespace, self._pending_limit)
-        with self._enters(ask.namespace):
+        if await self.ledger.find(ask.id) is not None:
             return await self._held(ask, claim, answer_by)
+        if self._room.why_not(ask.namespace, claim.count) is not None:
+            places = self.places(claim, most=1)
+            if isinstance(places, Deny):
+                return places  # no waiting for room heals that
+        async with self._room.entered(ask.namespace, claim.count, self._patience(answer_by, patience)) as refused:
+            return refused or await self._held(ask, claim, answer_by)
 
-    def _is_full(self, namespace: str) -> bool:
-        return 0 < self._pending_limit <= sum(map(self._taken_in, self._counted_with(namespace)))
-
-    def _taken_in(self, namespace: str) -> int:
-        return self.ledger.waiting_in(namespace) + self._entering.get(namespace, 0)
-
-    def _counted_with(self, namespace: str) -> Collection[str]:
-        if self._is_known(namespace):
-            return (namespace,)
-        return {one for one in {*self.ledger.namespaces_waiting(), *self._entering} if not self._is_known(one)}
-
-    @contextmanager
-    def _enters(self, namespace: str) -> Iterator[None]:
-        self._entering[namespace] += 1
-        try:
-            yield
-        finally:
-            self._entering[namespace] -= 1
-            if not self._entering[namespace]:
-                del self._entering[namespace]
+    def _patience(self, answer_by: datetime, most: timedelta | None = None) -> timedelta:
+        left = answer_by - self._clock() - FOR_THE_WRITE
+        return left if most is None else min(left, most)
 
     async def hold_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
         """Exactly what was promised under that id, if nobody has it since. Raises LedgerError."""
@@ -135,7 +120,9 @@ class Holder:
         )
         if any(self.fleet.is_quarantined(uuid) for uuid in lapsed.uuids):
             return lapsed_for_good(lapsed)
-        with self._enters(ask.namespace):
+        async with self._room.entered(ask.namespace, len(lapsed.slots), self._patience(answer_by)) as refused:
+            if refused is not None:
+                return refused
             try:
                 await self.ledger.reserve(ask, [Placement(lapsed.node, lapsed.slots)], answer_by=answer_by)
             except SlotsTakenError:
@@ -174,14 +161,6 @@ class Holder:
 NOT_WRITTEN = Deny(
     Reason.LEDGER_AWAY, "the reservation cannot be written down as it would have to be", hint="see gpuwarden's log"
 )
-
-
-def full(namespace: str, limit: int) -> Deny:
-    return Deny(
-        Reason.NAMESPACE_FULL,
-        f"in namespace {namespace!r} as many reservations wait for their pods as may at once: {limit}",
-        hint="try again when they have come or their time is over",
-    )
 
 
 def lapsed_for_good(lapsed: Reservation) -> Deny:

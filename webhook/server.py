@@ -126,6 +126,8 @@ class Server:
             count=partial(counts, parts),
         )
         explain = Explain(Explainer(parts, admission), health, gate)
+        if not settings.is_embedded:
+            metrics.show_review_callers(settings.proof_of_reviewers)
         host, tls = settings.host, self._certificates["tls"].context
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)
         self._tls = Listener(

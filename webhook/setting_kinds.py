@@ -213,6 +213,12 @@ def read_count(text: str) -> int:
     return int(text)
 
 
+def read_percent(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,3}", text) or int(text) > 100:
+        raise ValueError(f"{text!r} is no percentage")
+    return int(text)
+
+
 def read_word(text: str) -> str:
     if not WORD.fullmatch(text):
         raise ValueError(f"{text!r} is not one printable word")
@@ -375,6 +381,7 @@ LABEL_KEY: Final = Kind("a label key", read_label_key)
 NAMESPACE: Final = Kind("the name of a namespace", read_namespace)
 RESOURCE: Final = Kind("an extended resource, such as `nvidia.com/gpu`", read_resource)
 COUNT: Final = Kind("a whole number, 0 to 9999999", read_count)
+PERCENT: Final = Kind("a whole number, 0 to 100", read_percent)
 AUDIENCE: Final = Kind("one printable word", read_word)
 USERS: Final = Kind(
     "a comma list of user names, such as `system:serviceaccount:kube-system:apiserver-webhook`", read_users, list

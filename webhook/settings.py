@@ -47,6 +47,7 @@ from webhook.setting_kinds import (
     OBJECT_NAMES,
     ON_BIND_DEADLINE,
     ON_EVIDENCE_LOST,
+    PERCENT,
     PORT,
     REQUIRE_EVIDENCE,
     RESOURCE,
@@ -188,8 +189,16 @@ class Settings:
         default=1000,
         metadata=declared(
             COUNT,
-            "how many reservations of a namespace may wait for their pods at once; 0: any number, "
+            "how many GPUs of a namespace may be reserved at once for pods that do not exist yet; 0: any number, "
             "as where there is no cluster and nothing is set, and where callers of /mutate have to prove who they are",
+        ),
+    )
+    pending_share: int = field(
+        default=50,
+        metadata=declared(
+            PERCENT,
+            "how much of the fleet may be, in percent of its GPUs; each namespace may have a part of that. 0: any "
+            "number, as without a cluster, and where callers of /mutate have to prove who they are",
         ),
     )
 
@@ -535,12 +544,24 @@ class Settings:
         return self.client_ca is not None or self.review_token_audience is not None
 
     @property
+    def proof_of_reviewers(self) -> str:
+        if self.client_ca is not None:
+            return "certificate"
+        return "token" if self.review_token_audience is not None else "none"
+
+    @property
     def pending_limit(self) -> int:
         """How much of a namespace reviews may have waiting that anybody could have posted; 0 is no limit."""
         is_said = self.sources.get("pending_per_namespace", "default") != "default"
         if self.proves_reviewers or (self.is_embedded and not is_said):
             return 0
         return self.pending_per_namespace
+
+    @property
+    def pending_percent(self) -> int:
+        """The same, of the whole fleet."""
+        is_said = self.sources.get("pending_share", "default") != "default"
+        return 0 if self.proves_reviewers or (self.is_embedded and not is_said) else self.pending_share
 
     @property
     def inventory_file(self) -> Path | None:

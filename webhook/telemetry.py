@@ -288,6 +288,12 @@ class Metrics:
             ["listener"],
             registry=self.registry,
         )
+        review_callers = Gauge(
+            "gpuwarden_review_callers",
+            "1 for the way in which callers of /mutate and /validate prove who they are",
+            ["proof"],
+            registry=self.registry,
+        )
         extender = Histogram(
             "gpuwarden_extender_duration_seconds",
             "Time from a scheduler's question to its answer",
@@ -337,11 +343,16 @@ class Metrics:
         self._files = Bound[tuple[str, Outcome], Counter](lambda key: files.labels(*key))
         self._requests = Bound[tuple[str, int], Counter](lambda key: requests.labels(*key))
         self._not_after = Bound[str, Gauge](not_after.labels)
+        self._review_callers = Bound[str, Gauge](review_callers.labels)
         for reason in Reason:
             (events if reason in EVENTS_ONLY else verdicts).labels(reason)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(name, about, labels, registry=self.registry)
+
+    def show_review_callers(self, proof: str) -> None:
+        """Of a server in a cluster: `none`, `token` or `certificate`."""
+        self._review_callers[proof].set(1)
 
     def observe_verdict(self, operation: str, verdict: str, reason: str, seconds: float) -> None:
         known = operation if operation in OPERATIONS else OTHER_OPERATION

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from attrs import evolve, field, frozen
 
+from webhook import budgets
 from webhook.attestation import Attestation, attestation_of
 from webhook.clock import Clock
 from webhook.continuous import evidence_ages
@@ -33,6 +34,7 @@ from webhook.ledger.moves import Times
 from webhook.namespaces import ClaimReading, Namespaces, Undemanding
 from webhook.offer import offer_of
 from webhook.pods import PodSource, ReviewedPods
+from webhook.room import Limits
 from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs
 from webhook.scoring.client import ScorerClient
 from webhook.scoring.hints import Hinting
@@ -114,7 +116,9 @@ def assembled(
             policy,
             clock,
             metrics,
-            pending_limit=settings.pending_limit,
+            limits=Limits(
+                settings.pending_limit, settings.pending_percent, most_waiting=reviews_at_once(settings) // 2
+            ),
             is_known=lambda name: namespaces.known(name) is not None,
         ),
         feed=feed,
@@ -158,6 +162,10 @@ def policy_of(settings: Settings) -> EvidencePolicy:
 
 def times_of(settings: Settings) -> Times:
     return Times(settings.pending_deadline_in_effect, settings.clock_skew)
+
+
+def reviews_at_once(settings: Settings) -> int:
+    return settings.max_reviews or budgets.Limits().reviews
 
 
 def inventory_path(settings: Settings) -> Path:

@@ -68,6 +68,7 @@ NUMBERS: Raw = {
     "settings.certsCaLife": 31536000,
     "settings.certsSettle": 604800,
     "settings.pendingPerNamespace": 9999999,
+    "settings.pendingShare": 100,
     "settings.pendingDeadline": 604800,
     "settings.clockSkew": 0.25,
     "settings.tenantPriorities": {"a": 100},
@@ -142,7 +143,7 @@ SAMPLES: dict[str, tuple[Kind[Any], list[str], list[str]]] = {
 }
 # Of which everything is good, or which are numbers.
 OTHERS = {
-    *(kinds.TRUTH, kinds.PORT, kinds.COUNT, export_kinds.WORKERS, export_kinds.BURST, export_kinds.RATE),
+    *(kinds.TRUTH, kinds.PORT, kinds.COUNT, kinds.PERCENT, export_kinds.WORKERS, export_kinds.BURST, export_kinds.RATE),
     *(export_kinds.STORE_PORT, export_kinds.LENIENT_LOG_LEVEL, export_kinds.ROOT_CERTIFICATES, export_kinds.TEXT),
     export_kinds.MIGRATE,
 }

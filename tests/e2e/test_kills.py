@@ -14,6 +14,7 @@ from tests.e2e.crew import Site, Worker, site
 from tests.e2e.faults import Exchange, Proxy, Stop, is_reservation_write
 from tests.e2e.figures import tell
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.storm import Storm, mixed
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
@@ -22,6 +23,10 @@ LEAK_LIMIT = DEADLINE + SKEW + 10.0
 # Another reconciler is elected once the Lease of the dead one has run out (15 s), which it looks at every 2 s.
 SUCCESSION = 15 + 2 * 2
 MANY = 120.0
+# How long a hold lasts in a cluster if nothing is said.
+IN_A_CLUSTER = 15.0
+# Three processes begin at once; each alone is ready in 2 s on an idle machine.
+READY = 20.0
 
 Phases = list[tuple[str, bool]]
 
@@ -140,6 +145,43 @@ async def test_a_replica_killed_at_any_step_leaves_nothing_past_the_deadline(
         await wait_until(lambda: true(here.all_used))
         tell(request, rounds=rounds, longest_leak_s=leaks)
         here.judge.acquit()
+
+
+async def test_all_replicas_killed_amid_creations_leave_no_gpu_held_past_the_deadline(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """With the deadline that a cluster has if nothing is said."""
+    flags = ("--clock-skew", f"{SKEW}s")
+    shape: dict[str, Any] = {"nodes": 4, "gpus": 8, "flags": flags, "name": "kill", "replicas": 3}
+    async with site(cluster, kube, tmp_path, **shape) as here:
+        await here.reconciler()
+        await here.offered()
+        storm = Storm(here, clients=32)
+        creating = asyncio.create_task(storm.create(200, mixed))
+        reaping = asyncio.create_task(storm.reap(0.5))
+        await wait_until(lambda: true(lambda: len(storm.tally.made) >= 50), seconds=MANY)
+        await asyncio.gather(*(one.kill() for one in here.replicas))
+        died = time.monotonic()
+        promised = await unseen(here)
+        replicas = await asyncio.gather(here.replica(), here.replica(), here.replica())
+        await here.balancer.only(*replicas)
+        ready = time.monotonic() - died
+        tried = asyncio.create_task(until_made(here, pod(None, gpus=1), MANY))
+        await wait_until(lambda: unseen(here), lambda now: not promised & now, IN_A_CLUSTER + SKEW + 10.0)
+        gone_after = time.monotonic() - died
+        await tried
+        await creating
+        reaping.cancel()
+        await asyncio.gather(reaping, return_exceptions=True)
+        tell(request, held_for_nobody=len(promised), gone_after_s=gone_after, ready_s=ready, made=len(storm.tally.made))
+        assert len(storm.tally.made) == 200
+        assert ready < READY
+        here.judge.acquit()
+
+
+async def unseen(here: Site) -> frozenset[str]:
+    """Reservations for pods that nobody has seen."""
+    return frozenset(one["reservation"] for one in (await here.held()).values() if one["phase"] == "pending")
 
 
 @FEW

@@ -115,6 +115,36 @@ async def test_a_storm_of_pods_never_puts_two_on_one_gpu_and_uses_every_gpu(
         assert all(verdicts)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "pods"), [(50, 300), pytest.param(500, 4000, marks=pytest.mark.long)], ids=["300", "4000"]
+)
+async def test_a_job_of_many_pods_is_refused_nothing_by_the_limits(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, nodes: int, pods: int
+) -> None:
+    """Where anybody may post reviews, as in every other test here."""
+    shape: dict[str, Any] = {"nodes": nodes, "gpus": GPUS, "replicas": 2, "name": "job"}
+    async with site(cluster, kube, tmp_path, **shape) as here, asyncio.timeout(2 * PATIENCE + pods):
+        await here.reconciler()
+        await here.offered()
+        started = time.monotonic()
+        await kube.create(JOBS, job("large", pods=pods, gpus=1, annotations=SHORT_LIVED), here.namespace)
+        await wait_until(
+            lambda: kube.get(JOBS, "large", here.namespace),
+            lambda one: one["status"].get("succeeded") == pods,
+            seconds=PATIENCE + pods,
+        )
+        refused = {reason: await verdicts(here, reason) for reason in ("PendingFull", "NamespaceFull", "Admitted")}
+        tell(request, pods=pods, seconds=time.monotonic() - started, **refused)
+        assert (refused["PendingFull"], refused["NamespaceFull"]) == (0, 0)
+        here.judge.acquit()
+        await kube.delete(JOBS, "large", here.namespace)
+
+
+async def verdicts(here: Site, reason: str) -> int:
+    series = f'gpuwarden_verdicts_total{{reason="{reason}"}}'
+    return int(sum([await one.metric(series) for one in here.replicas]))
+
+
 AT_ONCE = pytest.mark.parametrize("pods", [16, 256, pytest.param(4000, marks=pytest.mark.long)])
 
 

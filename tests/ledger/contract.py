@@ -391,25 +391,34 @@ class LedgerContract:
     # What waits, by namespace.
 
     async def test_what_waits_is_counted_by_namespace_until_its_pod_exists(self, bench: Bench) -> None:
-        waiting = bench.ledger.waiting_in
+        waiting = bench.ledger.pending.gpus_in
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0", "GPU-a1"))
         await self.reserve(bench, ask(2), on("node-b", "GPU-b0"))
         await self.reserve(bench, ask(2), on("node-b", "GPU-b0"))
         await self.reserve(bench, ask(3, namespace="other"), on("node-a", "GPU-a2"))
-        assert (waiting("ml"), waiting("other"), waiting("third")) == (2, 1, 0)
+        assert (waiting("ml"), waiting("other"), waiting("third")) == (3, 1, 0)
+        assert dict(bench.ledger.pending.sizes) == {2: 1, 1: 2}
+        assert set(bench.ledger.pending.namespaces) == {"ml", "other"}
+        assert bench.ledger.unnamed.gpus_in("ml") == 3
         await bench.ledger.bind(ReservationId("r1"), pod(1))  # which anybody can ask for: it proves no pod
-        assert waiting("ml") == 2
+        assert bench.ledger.unnamed.gpus_in("ml") == 1
+        assert waiting("ml") == 3
         await bench.ledger.finalize(ReservationId("r1"), pod(1))
         await bench.ledger.release(ReservationId("r2"), pod(2))
         assert (waiting("ml"), waiting("other")) == (0, 1)
+        assert set(bench.ledger.pending.namespaces) == {"other"}
+
+    async def test_what_the_queue_reserves_is_no_reviews(self, bench: Bench) -> None:
+        await self.reserve(bench, Ask(ReservationId("pod-uid-1"), "ml", "d1"), on("node-a", "GPU-a0"))
+        assert bench.ledger.pending.gpus_in("ml") == 0
 
     async def test_what_is_given_up_waits_no_more(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE + CLOCK_SKEW
         await bench.ledger.collect(bench.now)
-        assert bench.ledger.waiting_in("ml") == 0
+        assert bench.ledger.pending.gpus_in("ml") == 0
         await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
-        assert bench.ledger.waiting_in("ml") == 1
+        assert bench.ledger.pending.gpus_in("ml") == 1
 
     # The fleet, which decides the next.
 

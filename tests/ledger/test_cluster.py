@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from tests import builders
 from tests.builders import Raw
-from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
+from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, SECOND, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
 from webhook.clock import LONG_AGO
 from webhook.core.claim import Claim, ClaimRecord
@@ -69,6 +69,7 @@ class Pods:
         self.raws: dict[str, Raw] = {}
         self.removed: list[PodIdentity] = []
         self.lists = 0
+        self.looks = 0
         self.is_away = False
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -81,6 +82,7 @@ class Pods:
         return [one for one in map(Carrier.of, self.raws.values()) if one is not None]
 
     async def look(self, pod: PodIdentity) -> Sight | None:
+        self.looks += 1
         await asyncio.sleep(0)
         await self.may_answer.wait()
         if self.is_away:
@@ -353,6 +355,45 @@ async def test_what_a_review_has_promised_to_a_pod_that_exists_is_kept_only_if_t
     assert bench.held()["GPU-a0/0"]["phase"] == ("finalized" if is_kept else "pending")
 
 
+async def test_a_pod_that_nobody_has_told_of_is_confirmed_before_the_deadline(bench: ClusterBench) -> None:
+    """While reviews wait for room and no reconciler is there."""
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(R1, pod(1))
+    exists(bench, CARRYING)
+    await bench.ledger.confirm_early(bench.now)
+    assert bench.held()["GPU-a0/0"]["phase"] == "pending"
+    bench.now += SECOND
+    await bench.ledger.confirm_early(bench.now)
+    assert bench.held()["GPU-a0/0"]["phase"] == "finalized"
+    assert bench.ledger.pending.gpus_in("ml") == 0
+
+
+async def test_a_pod_that_is_not_there_yet_keeps_its_hold_and_is_asked_for_three_times(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(R1, pod(1))
+    for _ in range(30):
+        bench.now += SECOND / 2
+        await bench.ledger.confirm_early(bench.now)
+    assert bench.pods.looks == 3
+    assert bench.held()["GPU-a0/0"]["phase"] == "pending"
+
+
+async def test_nobody_is_asked_early_about_what_has_no_pod(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    bench.now += 10 * SECOND
+    await bench.ledger.confirm_early(bench.now)
+    assert bench.pods.looks == 0
+
+
+async def test_an_api_server_that_is_away_costs_an_early_question_and_no_hold(bench: ClusterBench) -> None:
+    await bench.reserve(ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(R1, pod(1))
+    bench.pods.is_away = True
+    bench.now += SECOND
+    await bench.ledger.confirm_early(bench.now)
+    assert bench.held()["GPU-a0/0"]["phase"] == "pending"
+
+
 async def test_what_was_forged_for_a_pod_takes_nothing_from_it(bench: ClusterBench) -> None:
     """Whoever finds the one out cannot write the other down at that moment."""
     await bench.reserve(ask(2), on("node-a", "GPU-a1"))
@@ -440,7 +481,7 @@ async def test_an_id_that_stands_on_two_nodes_is_seen_twice_and_found_where_it_i
     found = [await ledger.find(R1, node=node) for node in ("node-a", "node-b", None)]
     assert [one and one.node for one in found] == ["node-a", "node-b", "node-a"]
     assert [len(ledger.of_device(DeviceUuid(uuid))) for uuid in ("GPU-a0", "GPU-b0")] == [1, 1]
-    assert ledger.waiting_in("ml") == 2
+    assert ledger.pending.gpus_in("ml") == 2
 
 
 async def test_where_it_is_looked_for_is_asked_though_it_is_known_elsewhere(bench: ClusterBench) -> None:
@@ -472,7 +513,7 @@ async def test_of_an_id_on_two_nodes_both_expire(bench: ClusterBench) -> None:
     bench.now += PENDING_DEADLINE + CLOCK_SKEW
     given_up = await ledger.collect(bench.now)
     assert sorted(one.node for one in given_up) == ["node-a", "node-b"]
-    assert ledger.waiting_in("ml") == 0
+    assert ledger.pending.gpus_in("ml") == 0
     for one in given_up:
         await ledger.expire(one)
     assert not ledger.reservations()

@@ -24,6 +24,7 @@ class Reason(StrEnum):
     NOT_IN_MAP = "NotInMap"
     AMBIGUOUS_NODE = "AmbiguousNode"
     NAMESPACE_FULL = "NamespaceFull"
+    PENDING_FULL = "PendingFull"
 
     NOT_RESERVED = "NotReserved"
     FORGED = "Forged"
@@ -67,6 +68,7 @@ STATUS_CODES: dict[Reason, int] = {
     Reason.NOT_IN_MAP: 403,
     Reason.AMBIGUOUS_NODE: 409,
     Reason.NAMESPACE_FULL: 429,
+    Reason.PENDING_FULL: 429,
     Reason.NOT_RESERVED: 403,
     Reason.FORGED: 403,
     Reason.GPU_WITHOUT_CLAIM: 403,
@@ -109,6 +111,7 @@ HEALED_BY_WAITING = frozenset(
         Reason.NOT_IN_MAP,
         Reason.AMBIGUOUS_NODE,
         Reason.NAMESPACE_FULL,
+        Reason.PENDING_FULL,
         Reason.LEDGER_AWAY,
     }
 )

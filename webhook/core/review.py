@@ -77,6 +77,8 @@ class Review:
     raw: dict[str, Any] | None
     raw_old: dict[str, Any] | None
     is_dry_run: bool
+    # Whether it takes so little memory that it may be kept for a while.
+    is_light: bool = True
 
     @classmethod
     def parse(cls, body: bytes) -> "Review":

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from webhook.core.device import DeviceUuid
 from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
+from webhook.ledger.pending import PendingGpus
 
 
 class Ledger(Protocol):
@@ -56,12 +57,17 @@ class Ledger(Protocol):
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
         """What was promised under an id, and went before a pod was named for it, as far as it was seen here."""
 
-    def waiting_in(self, namespace: str) -> int:
-        """How many reservations of a namespace wait for their pods, as far as it is known here; those given up do not
-        count."""
+    async def confirm_early(self, now: datetime) -> None:
+        """Ask whether pods exist by now that were named in reviews, and nobody has told of."""
 
-    def namespaces_waiting(self) -> Collection[str]:
-        """Where any do."""
+    @property
+    def pending(self) -> PendingGpus:
+        """What reviews have reserved for pods that nobody has seen, as far as it is known here; what is given up does
+        not count."""
+
+    @property
+    def unnamed(self) -> PendingGpus:
+        """Of these, what no review has named a pod for."""
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         """Who holds a device's slots, as far as it is known here."""

@@ -46,6 +46,7 @@ from webhook.ledger.moves import (
     may_give_way,
     promise_of,
 )
+from webhook.ledger.pending import PendingGpus
 from webhook.ledger.shelf import Shelf
 from webhook.ledger.store import GpuNodeStore, RefusedError, StaleError, StoreAwayError
 
@@ -57,6 +58,9 @@ PATIENCE = timedelta(seconds=10)
 PAUSE = 0.02
 # And the longest, where the store does not answer or says that it is asked too much.
 LONGEST_PAUSE = 0.5
+# How long after a pod was named it is asked whether it exists, while reviews wait for room; and of how many at once.
+EARLY = (timedelta(seconds=0.5), timedelta(seconds=2), timedelta(seconds=6))
+ASKED_AT_ONCE = 32
 
 
 class WitnessAwayError(GpuwardenError):
@@ -122,6 +126,7 @@ class ClusterLedger:
         self._store = store
         self._witness = witness
         self._in_vain: set[Promise] = set()  # no pod will come for these, until they are cleared away
+        self._asked: dict[Promise, int] = {}  # how often, while they are pending
         self._clock = clock
         self._times = times
         self._desks: dict[str, Desk] = {}
@@ -281,6 +286,29 @@ class ClusterLedger:
                 self._shelf.look_again(one, now + PATIENCE if one is past[0] else one.deadline or now)
         return given_up
 
+    async def confirm_early(self, now: datetime) -> None:
+        pending = self._shelf.pending_with_pod()
+        self._asked = {promise: self._asked.get(promise, 0) for promise in map(promise_of, pending)}
+        due = [one for one in pending if self._is_due(one, now)][:ASKED_AT_ONCE]
+        for one in due:
+            self._asked[promise_of(one)] += 1
+        await asyncio.gather(*(self._confirm_what_exists(one) for one in due))
+
+    def _is_due(self, one: Reservation, now: datetime) -> bool:
+        asked = self._asked[promise_of(one)]
+        if asked == len(EARLY) or one.deadline is None:
+            return False
+        return one.deadline - self._times.pending_deadline + EARLY[asked] <= now
+
+    async def _confirm_what_exists(self, one: Reservation) -> None:
+        """That there is no pod yet says nothing: it may be on its way until the deadline."""
+        pod = pod_of(one)
+        try:
+            if not self.why_not_its(one, await self._witness.look(pod)):
+                await self.confirm(one.id, pod, node=one.node)
+        except (WitnessAwayError, LedgerError) as exc:
+            log.info("not confirmed before its deadline", reservation=one.id, error=type(exc).__name__)
+
     async def _is_given_up(self, one: Reservation, now: datetime) -> bool:
         """A reservation that was promised to a pod ends only with proof that no such pod will use it."""
         if one.uid is not None:
@@ -323,11 +351,13 @@ class ClusterLedger:
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
         return self._shelf.lapsed(reservation_id, self._clock())
 
-    def waiting_in(self, namespace: str) -> int:
-        return self._shelf.waiting_in(namespace)
+    @property
+    def pending(self) -> PendingGpus:
+        return self._shelf.pending
 
-    def namespaces_waiting(self) -> Collection[str]:
-        return self._shelf.namespaces_waiting()
+    @property
+    def unnamed(self) -> PendingGpus:
+        return self._shelf.unnamed
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         return self._shelf.of_device(uuid)

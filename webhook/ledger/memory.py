@@ -10,6 +10,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
 from webhook.ledger.lapses import Lapses
 from webhook.ledger.moves import Everything, Expire, Move, Name, Release, Take, Times, same_ask
+from webhook.ledger.pending import PendingGpus
 from webhook.ledger.shelf import Shelf
 
 # Embedded, a uid is bound and its pod believed to exist in one step: a pending reservation has no pod.
@@ -79,6 +80,9 @@ class MemoryLedger:
     async def collect(self, now: datetime) -> Collection[Reservation]:
         return self._collect(now)
 
+    async def confirm_early(self, now: datetime) -> None:
+        """Nothing: a pod is believed to exist as soon as it is named."""
+
     def _collect(self, now: datetime) -> list[Reservation]:
         past = list(self._shelf.past_deadline(now - self._times.clock_skew))
         gone = [one for one in past if self._moved(one.node, Expire(one.id, EVERYTHING), now) is not None]
@@ -90,11 +94,13 @@ class MemoryLedger:
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
         return self._shelf.lapsed(reservation_id, self._clock())
 
-    def waiting_in(self, namespace: str) -> int:
-        return self._shelf.waiting_in(namespace)
+    @property
+    def pending(self) -> PendingGpus:
+        return self._shelf.pending
 
-    def namespaces_waiting(self) -> Collection[str]:
-        return self._shelf.namespaces_waiting()
+    @property
+    def unnamed(self) -> PendingGpus:
+        return self._shelf.unnamed
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         return self._shelf.of_device(uuid)

@@ -11,8 +11,10 @@ from attrs import evolve
 from webhook.clock import LONG_AGO
 from webhook.core.device import DeviceUuid
 from webhook.core.fleet import Fleet
+from webhook.core.lines import OWN_IDS
 from webhook.core.reservation import Ask, Phase, Placement, Reservation, ReservationId
 from webhook.ledger.moves import AgainError, Move, Times
+from webhook.ledger.pending import PendingGpus
 
 Held = Mapping[ReservationId, Reservation]
 Key = tuple[str, ReservationId]  # with the node: a writer that was behind may have used an id on two
@@ -43,7 +45,7 @@ class Shelf:
         self._by_uid: dict[str, list[Key]] = {}
         self._nodes: dict[str, Held] = {}
         self._deadlines: list[tuple[datetime, Key]] = []  # a heap; entries may be out of date
-        self._waiting: dict[str, set[Key]] = {}  # by namespace
+        self.pending, self.unnamed = PendingGpus(), PendingGpus()
         self._lapsed: dict[ReservationId, Reservation] = {}  # in the order in which they went
 
     def on(self, node: str) -> Held:
@@ -164,19 +166,19 @@ class Shelf:
                     self.look_again(one, one.deadline)
 
     def _count(self, one: Reservation, *, is_waiting: bool) -> None:
-        keys = self._waiting.setdefault(one.namespace, set())
-        if is_waiting:
-            keys.add(key_of(one))
+        """What the queue reserves is for pods that exist: no review has asked for it."""
+        if is_waiting and not one.id.startswith(OWN_IDS):
+            self.pending.put(key_of(one), one.namespace, len(one.slots))
+            if one.uid is None:
+                self.unnamed.put(key_of(one), one.namespace, len(one.slots))
         else:
-            keys.discard(key_of(one))
-        if not keys:
-            del self._waiting[one.namespace]
+            self.pending.drop(key_of(one))
+            self.unnamed.drop(key_of(one))
 
-    def waiting_in(self, namespace: str) -> int:
-        return len(self._waiting.get(namespace, ()))
-
-    def namespaces_waiting(self) -> Collection[str]:
-        return self._waiting.keys()
+    def pending_with_pod(self) -> Sequence[Reservation]:
+        """Those that a pod was named for, which nobody has seen."""
+        found = (self._all[node, ReservationId(one)] for node, one in self.pending)
+        return [one for one in found if one.uid is not None]
 
     def look_again(self, one: Reservation, at: datetime) -> None:
         """Its deadline has passed, and nothing was done about it."""

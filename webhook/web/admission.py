@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from webhook.binding_door import BindingDoor, named, no_reservation, recorded_reservation
-from webhook.budgets import Budgets
+from webhook.budgets import Budgets, weight
 from webhook.clock import Clock
 from webhook.core import check, keys, order
 from webhook.core.binding import Binding, marked
@@ -59,7 +59,7 @@ from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.pods import PodSource, PodsUnavailableError
 from webhook.scoring.hints import NOT_SCORED, Hinted, Hinting
 from webhook.telemetry import Metrics
-from webhook.web.body import RefusedBodyError, error, read_body
+from webhook.web.body import HELD, RefusedBodyError, error, read_body
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
@@ -70,6 +70,11 @@ MAX_TIMEOUT = timedelta(seconds=30)
 # Our answer has to travel back before the API server hangs up.
 MARGIN = timedelta(milliseconds=800)
 TIMEOUT = re.compile(rb"(?:^|&)timeout=(?:(\d{1,4})m)?(?:(\d{1,6}(?:\.\d{1,9})?)s)?(?:(\d{1,6})ms)?(?=&|$)")
+
+# A review of a pod takes about half of it once it is parsed.
+LIGHT = 128 * 1024
+# A pod that may wait behind the gate does not wait long for room.
+BEFORE_IT_IS_QUEUED = timedelta(seconds=1)
 
 # Every bad line of a placement map is named, as far as a person would read on.
 MOST_MISTAKES = 64
@@ -152,11 +157,15 @@ class Admission:
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         try:
-            review = Review.parse(await read_body(request))
+            body = await read_body(request)
+            review = evolve(Review.parse(body), is_light=weight(body) <= LIGHT)
         except RefusedBodyError as exc:
             return error(exc.code, str(exc))
         except MalformedReviewError as exc:
             return error(400, str(exc))
+        del body
+        if review.is_light:  # it may wait for long: the number of reviews at once bounds what these take
+            request.scope[HELD].end()
         with self._budgets.review(RESERVED_FOR_BINDINGS if review.is_of_bindings else 0) as has_place:
             if not has_place and not review.is_of_bindings:
                 return error(503, "as many reviews are judged as may be at once")
@@ -347,7 +356,9 @@ class Admission:
         if claim.count and not review.is_dry_run:
             name = pod.meta.name or review.name or None
             ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared, prefix_of(pod))
-            held = await self._holder.hold(ask, claim, answer_by=answer_by)
+            patience = BEFORE_IT_IS_QUEUED if self._rules.waits(claim) else None
+            patience = patience if review.is_light else timedelta(0)
+            held = await self._holder.hold(ask, claim, answer_by=answer_by, patience=patience)
             if isinstance(held, Deny):
                 return held
             return Outfit(claim, (held.node,), held.id, self._as_mapped(claim, held))

@@ -1,0 +1,122 @@
+"""Reviews that no API server has sent, and creations that end after our webhook: what they take from others."""
+
+import asyncio
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.attacks.forger import forging
+from tests.e2e.conftest import new_namespace
+from tests.e2e.crew import OPT_IN, Site, site
+from tests.e2e.figures import tell
+from tests.e2e.hooks import is_reviewed
+from tests.e2e.kube import PODS, RESOURCE_QUOTAS, ApiError, Kube, gone, pod, wait_until
+from tests.e2e.test_ledger import GPU_NODES
+
+ATTACK_SECONDS = 20.0
+# How many reviews or creations an attacker has under way.
+AT_ONCE = 8
+
+
+async def creations(kube: Kube, namespace: str, until: float, answers: Counter[str]) -> None:
+    """A tenant that needs one GPU for a moment, again and again."""
+    while time.monotonic() < until:
+        try:
+            made = await kube.create(PODS, pod(None, gpus=1), namespace)
+        except ApiError as exc:
+            answers[exc.reason] += 1
+            await asyncio.sleep(0.05)
+        else:
+            answers["created"] += 1
+            await kube.delete(PODS, made["metadata"]["name"], namespace)
+            await gone(kube, PODS, made["metadata"]["name"], namespace)
+
+
+async def free_gpus(here: Site) -> int:
+    found = [await here.kube.get(GPU_NODES, node) for node in here.nodes]
+    return sum(one.get("status", {}).get("free", 8) for one in found)
+
+
+@pytest.mark.parametrize("names_uids", [False, True], ids=["mutate", "mutate-and-validate"])
+async def test_forged_reviews_of_an_invented_namespace_refuse_no_creation_of_a_tenant(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, *, names_uids: bool
+) -> None:
+    async with (
+        site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=2, name="forged") as here,
+        forging(here) as thief,
+    ):
+        await here.reconciler()
+        await here.offered()
+        for _ in range(AT_ONCE):
+            await thief.mutate("made-up")
+        first = Counter(thief.answers)
+        left = await free_gpus(here)
+        until = time.monotonic() + ATTACK_SECONDS
+        tenant: Counter[str] = Counter()
+        floods = (thief.flood("made-up", until, names_uids=names_uids) for _ in range(AT_ONCE))
+        await asyncio.gather(creations(kube, here.namespace, until, tenant), *floods)
+        tell(request, first=dict(first), free=left, tenant=dict(tenant), forged=dict(thief.answers))
+        assert left >= len(here.gpus) // 2
+        assert set(tenant) == {"created"}
+        assert tenant["created"] >= 10
+        here.judge.acquit()
+
+
+async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_from_its_gpu(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Nothing tells these from the tenant's own. Its pods wait behind the gate, and what the reconciler reserves for
+    pods that exist no forged review can take."""
+    flags = ("--when-unavailable", "queue")
+    shape: dict[str, Any] = {"nodes": 1, "gpus": 8, "replicas": 2, "flags": flags, "name": "forged"}
+    async with site(cluster, kube, tmp_path, **shape) as here, forging(here) as thief:
+        await here.reconciler()
+        await here.offered()
+        until = time.monotonic() + ATTACK_SECONDS
+        tenant: Counter[str] = Counter()
+        floods = [asyncio.create_task(thief.flood(here.namespace, until)) for _ in range(AT_ONCE)]
+        await wait_until(lambda: free_gpus(here), lambda free: free < 8)
+        made = [await kube.create(PODS, pod(None, gpus=1), here.namespace) for _ in range(4)]
+        started = time.monotonic()
+        names = {one["metadata"]["name"] for one in made}
+        await wait_until(lambda: running(kube, here.namespace), lambda seen: names <= seen, seconds=ATTACK_SECONDS)
+        served = time.monotonic() - started
+        await asyncio.gather(*floods)
+        tell(request, tenant=dict(tenant), forged=dict(thief.answers), served_s=served)
+        here.judge.acquit()
+
+
+async def running(kube: Kube, namespace: str) -> set[str]:
+    found = await kube.list(PODS, namespace)
+    return {one["metadata"]["name"] for one in found if one.get("status", {}).get("phase") == "Running"}
+
+
+async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with (
+        site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=2, name="quota") as here,
+        new_namespace(kube, OPT_IN) as poor,
+    ):
+        await here.reconciler()
+        await here.offered()
+        quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+        await kube.create(RESOURCE_QUOTAS, quota, poor)
+        await wait_until(lambda: kube.get(RESOURCE_QUOTAS, "none", poor), lambda one: "hard" in one.get("status", {}))
+        await wait_until(lambda: is_reviewed(kube, poor))
+        until = time.monotonic() + ATTACK_SECONDS
+        attacker: Counter[str] = Counter()
+        tenant: Counter[str] = Counter()
+        attack = [asyncio.create_task(creations(kube, poor, until, attacker)) for _ in range(AT_ONCE)]
+        await wait_until(lambda: free_gpus(here), lambda free: free < 8)
+        await creations(kube, here.namespace, until, tenant)
+        await asyncio.gather(*attack)
+        tell(request, tenant=dict(tenant), attacker=dict(attacker))
+        assert not attacker["created"]
+        assert attacker["Forbidden"]
+        assert set(tenant) == {"created"}
+        assert tenant["created"] >= 10

@@ -1,0 +1,59 @@
+"""How many GPUs are held for pods that nobody has seen yet, for those who ask at every review."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+Key = tuple[str, str]
+NONE: Mapping[int, int] = {}
+
+
+class PendingGpus:
+    """Holds by namespace and by how many GPUs each has: counting does not look at each hold."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, tuple[str, int]] = {}
+        self._sizes = Counter[int]()
+        self._by_namespace: dict[str, Counter[int]] = {}
+
+    def put(self, key: Key, namespace: str, gpus: int) -> None:
+        if key not in self._known:
+            self._known[key] = namespace, gpus
+            self._sizes[gpus] += 1
+            self._by_namespace.setdefault(namespace, Counter())[gpus] += 1
+
+    def drop(self, key: Key) -> None:
+        if key not in self._known:
+            return
+        namespace, gpus = self._known.pop(key)
+        less(self._sizes, gpus)
+        less(self._by_namespace[namespace], gpus)
+        if not self._by_namespace[namespace]:
+            del self._by_namespace[namespace]
+
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """How many holds there are of each number of GPUs."""
+        return self._sizes
+
+    def sizes_in(self, namespace: str) -> Mapping[int, int]:
+        return self._by_namespace.get(namespace, NONE)
+
+    def gpus_in(self, namespace: str) -> int:
+        return total(self.sizes_in(namespace))
+
+    @property
+    def namespaces(self) -> Collection[str]:
+        return self._by_namespace.keys()
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._known)
+
+
+def less(counter: Counter[int], size: int) -> None:
+    counter[size] -= 1
+    if not counter[size]:
+        del counter[size]
+
+
+def total(sizes: Mapping[int, int]) -> int:
+    return sum(size * number for size, number in sizes.items())
