@@ -64,7 +64,8 @@ READY, STOPS_AFTER = "kubelet.test/ready", "kubelet.test/stops-after"
 
 # A pod that is deleted by force, or whose node is gone, keeps its GPUs for its grace period and the margin.
 GRACE = 1
-ORPHANS = ("--max-grace", f"{GRACE}s", "--orphan-margin", "1s")
+# Pods that say nothing of it have 30 s.
+ORPHANS = ("--max-grace", "30s", "--orphan-margin", "1s")
 
 Place = tuple[str, tuple[str, ...]]
 """A node, and GPUs of it."""

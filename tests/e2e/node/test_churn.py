@@ -28,7 +28,7 @@ WORKERS: Final = 8
 ASKS_AGAIN_AFTER: Final = 0.3
 DOWN_FOR: Final = 2.0
 # Longer than kubelet is down, and than it takes to end containers when it is back.
-FLAGS: Final = ("--max-grace", "10s", "--orphan-margin", "20s")
+FLAGS: Final = ("--max-grace", "30s", "--orphan-margin", "20s")
 SEEN_WITHIN: Final = 10.0
 FREE_WITHIN: Final = 90.0
 
