@@ -1,17 +1,20 @@
 """Replicas of the version before and of this one serve one cluster during an upgrade and a rollback."""
 
 import asyncio
+import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from scripts.controlplane.cluster import ROOT, Cluster
-from tests.e2e.crew import Site, Worker, site
+from tests.e2e.crew import KINDS, Site, Worker, site
 from tests.e2e.figures import tell
-from tests.e2e.kube import Kube, wait_until
+from tests.e2e.kube import ApiError, Kube, Raw, wait_until
 from tests.e2e.storm import Storm, mixed
+from webhook.policies import Installation, webhooks, while_down
 
 # The commit whose replicas may still serve while this version is rolled out.
 BEFORE = "b85fc47"
@@ -37,6 +40,46 @@ def old(tmp_path: Path) -> list[str]:
     return ["/usr/bin/env", f"PYTHONPATH={tree}", sys.executable, "-c", run]
 
 
+# Run by the version before.
+ITS_WEBHOOKS = """
+import json, sys
+from webhook.policies import Installation, webhooks
+namespace, port, bundle = sys.argv[1:]
+print(json.dumps(webhooks(Installation(namespace, port=int(port), ca_bundle=open(bundle, "rb").read()))))
+"""
+
+
+def manifests_before(here: Site, old: list[str]) -> list[Raw]:
+    *run, _ = old
+    command = [*run, ITS_WEBHOOKS, here.own_namespace, str(here.balancer.port), str(here.directory / "ca.crt")]
+    found: list[Raw] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return found
+
+
+def manifests_now(here: Site) -> list[Raw]:
+    bundle = (here.directory / "ca.crt").read_bytes()
+    installation = Installation(here.own_namespace, port=here.balancer.port, ca_bundle=bundle)
+    return [*while_down(installation), *webhooks(installation)]
+
+
+async def applied(kube: Kube, wanted: Iterable[Raw], gone: Iterable[Raw] = ()) -> None:
+    """As helm does: what is there is changed, and what the other version alone has goes."""
+    names = set()
+    for manifest in wanted:
+        of, name = KINDS[manifest["kind"]], manifest["metadata"]["name"]
+        names.add((manifest["kind"], name))
+        try:
+            there = await kube.get(of, name)
+        except ApiError:
+            await kube.create(of, manifest)
+        else:
+            meta = {**manifest["metadata"], "resourceVersion": there["metadata"]["resourceVersion"]}
+            await kube.replace(of, {**manifest, "metadata": meta})
+    for manifest in gone:
+        if (manifest["kind"], manifest["metadata"]["name"]) not in names:
+            await kube.delete(KINDS[manifest["kind"]], manifest["metadata"]["name"])
+
+
 async def ended(worker: Worker) -> None:
     """As in a rolling update: asked to stop, it serves what is under way."""
     worker.process.terminate()
@@ -55,6 +98,8 @@ async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservati
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, old: list[str]
 ) -> None:
     async with site(cluster, kube, tmp_path, nodes=NODES, gpus=GPUS, name="roll", flags=FLAGS) as here:
+        before, now = manifests_before(here, old), manifests_now(here)
+        await applied(kube, before, gone=now)
         first = await here.replica(program=old)
         second = await here.replica(program=old)
         leader = await here.reconciler(program=old)
@@ -63,6 +108,7 @@ async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservati
         reaping = asyncio.create_task(storm.reap(0.7))
         try:
             await storm.create(PODS_A_STAGE, mixed)
+            await applied(kube, now)
             first = await replaced(here, first, None)  # one of each version serves
             await storm.create(PODS_A_STAGE, mixed)
             await ended(leader)
@@ -70,6 +116,7 @@ async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservati
             await storm.create(PODS_A_STAGE, mixed)
             second = await replaced(here, second, None)  # upgraded
             await storm.create(PODS_A_STAGE, mixed)
+            await applied(kube, before, gone=now)
             first = await replaced(here, first, old)  # and back
             await ended(leader)
             leader = await here.reconciler(program=old)
@@ -81,6 +128,7 @@ async def test_an_upgrade_and_a_rollback_give_no_gpu_twice_and_lose_no_reservati
             await asyncio.gather(reaping, return_exceptions=True)
         here.judge.acquit()
         await wait_until(lambda: as_the_pods_say(here), seconds=PATIENCE)
+        await applied(kube, now)  # what the site takes away again
         tell(request, pods=len(here.judge.seen), refused=dict(storm.tally.why), unclear=storm.tally.unclear[:3])
         here.judge.acquit()
 
