@@ -189,7 +189,9 @@ async def test_a_reconciler_killed_as_it_confirms_leaves_the_pod_its_gpu(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest, rounds: int
 ) -> None:
     async def begin(here: Site, node: str) -> Raw:
-        return await until_made(here, on(node), MANY)
+        content = on(node)
+        content["spec"]["schedulerName"] = "nobody"  # the review of its Binding would confirm it first
+        return await until_made(here, content, MANY)
 
     async def is_right(here: Site, node: str, made: Raw) -> bool:
         held = list((await here.held_on(node)).values())
