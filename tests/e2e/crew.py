@@ -203,7 +203,8 @@ class Site:
         self, kubeconfig: Path | None = None, *, leads: bool = True, program: Sequence[str] = (GPUWARDEN,)
     ) -> Worker:
         # What goes unseen, while no watch works, is waited for for a moment: kwok runs no containers.
-        short = [] if "--max-grace" in self.flags else ["--max-grace", "1s", "--orphan-margin", "1s"]
+        is_told = "--max-grace" in self.flags or tuple(program) != (GPUWARDEN,)
+        short = [] if is_told else ["--max-grace", "1s", "--orphan-margin", "1s"]
         flags = ["--ui-port", "0", "--lease-namespace", self.own_namespace, "--log-level", "info", *short]
         worker = await self._started("reconcile", flags, kubeconfig, program=program)
         self.reconcilers.append(worker)

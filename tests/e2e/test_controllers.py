@@ -175,10 +175,10 @@ async def test_pods_that_a_policy_refuses_leave_nothing_past_the_deadline(
     try:
         refused = {"test/refused": "yes"}
         await wait_until(lambda: is_refused(here, pod("probe", annotations=refused)))
-        for _ in range(4):
+        for _ in range(2):
             with pytest.raises(ApiError, match="not here"):
                 await here.kube.create(PODS, pod(None, gpus=1, annotations=refused), here.namespace)
-        assert len(await here.held()) == 4
+        assert await here.held(), "a pod that a policy refuses was reserved for: policies are asked last"
         tell(request, held_s=await nothing_held(here))
     finally:
         await here.kube.delete(POLICY_BINDINGS, "e2e-refused")
