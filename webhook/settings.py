@@ -265,7 +265,7 @@ class Settings:
         default=timedelta(seconds=90),
         metadata=declared(
             INTERVAL,
-            "how long beyond its grace period the GPUs of a pod are kept from others that was not seen to end; less "
+            "how long beyond its grace period the GPUs of a pod that was not seen to end are kept from others; less "
             "than the control plane needs to notice a dead kubelet is not safe",
         ),
     )
