@@ -13,11 +13,11 @@ from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.errors import LedgerUnavailableError
 from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Ask, Orphan, PodIdentity, Reservation, ReservationId
 from webhook.core.verdict import Deny
 from webhook.holding import FOR_THE_WRITE, Holder
 from webhook.ledger.memory import MemoryLedger
-from webhook.ledger.moves import Times
+from webhook.ledger.moves import Abandon, Times
 from webhook.room import HINT, Limits
 from webhook.telemetry import Metrics
 
@@ -164,7 +164,8 @@ async def test_the_denial_says_what_to_do() -> None:
     await house.ask(1)
     assert await house.ask(2) == Deny(
         FULL,
-        "namespace 'ml' has as many GPUs reserved for pods that do not exist yet as it may: 1",
+        "namespace 'ml' has as many GPUs reserved for pods that do not exist yet, or are gone and may still run, as it "
+        "may: 1",
         hint=HINT,
     )
 
@@ -332,3 +333,22 @@ async def test_where_too_many_wait_the_last_of_the_longest_line_goes() -> None:
         one.cancel()
     done = await asyncio.gather(*flood, return_exceptions=True)
     assert Counter(reasons(*(one for one in done if isinstance(one, Deny)))) == {FULL: 21}
+
+
+async def test_gpus_of_pods_that_are_gone_and_may_still_run_count_for_the_limit_of_their_namespace() -> None:
+    house = House(limit=2)
+    for number in (1, 2):
+        await house.ask(number)
+        await house.pod_comes(number)
+    assert reasons(await house.ask(3)) == [None]
+    await house.pod_comes(3)
+    for number in (1, 2):
+        orphaned(house, number)
+    assert reasons(await house.ask(4), await house.ask(5, "other")) == [FULL, None]
+
+
+def orphaned(house: House, number: int) -> None:
+    """Its pod was deleted by force."""
+    (one,) = (one for one in house.ledger.reservations() if one.id == f"r{number}")
+    gone = Abandon(one.id, PodIdentity("ml", f"pod-{number}", f"u{number}"), one.since, Orphan(NOW, timedelta(hours=1)))
+    house.ledger._shelf.make(one.node, gone, NOW, Times(DEADLINE, SKEW))

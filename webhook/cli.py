@@ -136,6 +136,13 @@ def make_parser() -> Parser:
     one.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
     with_answer_settings(one, audit)
 
+    one = commands.add_parser(
+        "release", help="offer the GPUs of a pod again that is gone and does not run; for who may manage reservations"
+    )
+    one.add_argument("wanted", nargs="+", metavar="RESERVATION|GPU|NAMESPACE/POD", help="what is held, by any of these")
+    one.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")
+    with_settings(one, release)
+
     certs = commands.add_parser("certs", help="certificates").add_subparsers(metavar="COMMAND", required=True)
     one = certs.add_parser("dev", help="make a development CA and a certificate for localhost")
     one.add_argument("--dir", type=Path, default=Path("certs/dev"), help="where to (default: certs/dev)")
@@ -372,6 +379,15 @@ def audit(args: Namespace, chosen: Settings) -> int:
     ended = run(by_current_context(chosen), args.context, args.output)
     args.has_run = True
     return ended
+
+
+def release(args: Namespace, chosen: Settings) -> int:
+    from webhook.explain import by_current_context
+    from webhook.releasing import run
+    from webhook.telemetry import configure_logging
+
+    configure_logging(chosen.log_level)
+    return run(by_current_context(chosen), args.context, args.wanted)
 
 
 def crds(args: Namespace) -> int:

@@ -107,6 +107,7 @@ class Room:
         if not limit and not pool:
             return None
         used = sum(map(total, self._own_sizes(namespace, self._ledger.pending)))
+        used += self._ledger.orphaned.gpus_in(namespace)
         if limit and used and used + gpus > limit:
             return namespace_full(namespace, limit)
         return pool_full(pool) if pool and not self._fits(namespace, gpus, pool, share) else None
@@ -230,7 +231,8 @@ HINT = "try again in some seconds; where callers of /mutate prove who they are t
 def namespace_full(namespace: str, limit: int) -> Deny:
     return Deny(
         Reason.NAMESPACE_FULL,
-        f"namespace {namespace!r} has as many GPUs reserved for pods that do not exist yet as it may: {limit}",
+        f"namespace {namespace!r} has as many GPUs reserved for pods that do not exist yet, or are gone "
+        f"and may still run, as it may: {limit}",
         hint=HINT,
     )
 

@@ -189,8 +189,9 @@ class Settings:
         default=1000,
         metadata=declared(
             COUNT,
-            "how many GPUs of a namespace may be reserved at once for pods that do not exist yet; 0: any number, "
-            "as where there is no cluster and nothing is set, and where callers of /mutate have to prove who they are",
+            "how many GPUs of a namespace may be reserved at once for pods that do not exist yet, or are gone and may "
+            "still run; 0: any number, as where there is no cluster and nothing is set, and where callers of /mutate "
+            "have to prove who they are",
         ),
     )
     pending_share: int = field(

@@ -210,3 +210,15 @@ async def test_an_orphan_of_which_more_is_known_by_now_is_not_released_by_one_th
     await scene.bench.ledger.abandon(R1, POD, longer, node="node-a", since=stale.since)
     assert not await behind.ledger.release_orphan(stale)
     assert scene.bench.held()["GPU-a0/0"]["grace"] == 1200
+
+
+async def test_the_gpus_of_orphans_are_counted_by_namespace_until_they_are_released(scene: Scene) -> None:
+    ledger = scene.bench.replica.ledger
+    scene.bench.replica.watch.catch_up()
+    assert ledger.orphaned.gpus_in("ml") == 0
+    await gone_by_force(scene)
+    scene.bench.replica.watch.catch_up()
+    assert ledger.orphaned.gpus_in("ml") == 1
+    assert await after(scene, GRACE + MARGIN) == {}
+    scene.bench.replica.watch.catch_up()
+    assert ledger.orphaned.gpus_in("ml") == 0

@@ -69,6 +69,10 @@ class Ledger(Protocol):
     def unnamed(self) -> PendingGpus:
         """Of these, what no review has named a pod for."""
 
+    @property
+    def orphaned(self) -> PendingGpus:
+        """What pods had that are gone and were not seen to end, as far as it is known here."""
+
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         """Who holds a device's slots, as far as it is known here."""
 

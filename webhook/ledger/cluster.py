@@ -359,6 +359,10 @@ class ClusterLedger:
     def unnamed(self) -> PendingGpus:
         return self._shelf.unnamed
 
+    @property
+    def orphaned(self) -> PendingGpus:
+        return self._shelf.orphaned
+
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         return self._shelf.of_device(uuid)
 

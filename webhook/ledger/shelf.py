@@ -45,7 +45,7 @@ class Shelf:
         self._by_uid: dict[str, list[Key]] = {}
         self._nodes: dict[str, Held] = {}
         self._deadlines: list[tuple[datetime, Key]] = []  # a heap; entries may be out of date
-        self.pending, self.unnamed = PendingGpus(), PendingGpus()
+        self.pending, self.unnamed, self.orphaned = PendingGpus(), PendingGpus(), PendingGpus()
         self._lapsed: dict[ReservationId, Reservation] = {}  # in the order in which they went
 
     def on(self, node: str) -> Held:
@@ -92,6 +92,8 @@ class Shelf:
         if one.deadline is not None:
             self._remind(key, one.deadline)
         self._count(one, is_waiting=one.phase is Phase.PENDING)
+        if one.orphan is not None:
+            self.orphaned.put(key, one.namespace, len(one.slots))
         self._fleet.hold(one)
 
     def _remind(self, key: Key, at: datetime) -> None:
@@ -112,6 +114,7 @@ class Shelf:
         if one.uid is not None:
             strike(self._by_uid, one.uid, key)
         self._count(one, is_waiting=False)
+        self.orphaned.drop(key)
         self._fleet.free(one)
         if one.uid is None:
             self._remember(one)

@@ -1,0 +1,78 @@
+"""`gpuwarden release`: an operator ends what is held for a pod that is gone."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.attacks.test_force_delete import delete, run_victim
+from tests.e2e.crew import Site, site
+from tests.e2e.kube import EVENTS, PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.running import GPUWARDEN
+
+# Nothing ends by itself here.
+FLAGS = ("--orphan-margin", "1h", "--max-grace", "1h")
+
+
+@pytest.fixture
+async def here(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Site]:
+    async with site(cluster, kube, tmp_path, nodes=1, gpus=1, name="end", replicas=1, flags=FLAGS) as found:
+        await found.reconciler()
+        await found.offered()
+        yield found
+
+
+async def release(kubeconfig: Path, *wanted: str) -> tuple[int, str]:
+    """Exit status, and all that was said."""
+    process = await asyncio.create_subprocess_exec(
+        GPUWARDEN,
+        "release",
+        "--kubeconfig",
+        str(kubeconfig),
+        *wanted,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    said, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+async def orphans(here: Site, node: str) -> list[Raw]:
+    return [one for one in (await here.held_on(node)).values() if "orphanedAt" in one]
+
+
+async def test_an_operator_releases_the_gpu_of_a_pod_that_is_gone(here: Site, cluster: Cluster) -> None:
+    (node,) = here.nodes
+    uuid = await run_victim(here, node, grace=0)
+    name = f"{here.namespace}/old-{node}"
+    status, said = await release(here.kubeconfig, name)
+    assert (status, "is not gone: delete the pod" in said) == (1, True), said
+
+    await delete(here, node, 0)
+    await wait_until(lambda: orphans(here, node))
+    status, said = await release(cluster.as_user("release-nobody"), uuid)
+    assert (status, "cannot be listed" in said) == (1, True), said
+    assert await orphans(here, node)
+
+    status, said = await release(here.kubeconfig, uuid)
+    assert (status, f"of {name} with {uuid} on {node}" in said) == (0, True), said
+    assert await here.held_on(node) == {}
+    events = await here.kube.list(EVENTS, "default")
+    told = [
+        one["message"] for one in events if one["involvedObject"]["name"] == node and one["reason"] == "OrphanEnded"
+    ]
+    assert any("an operator has released it" in one for one in told), told
+    assert await wait_until(lambda: made(here))
+
+    status, said = await release(here.kubeconfig, "GPU-nobody-has")
+    assert (status, "nothing is held for GPU-nobody-has" in said) == (1, True), said
+
+
+async def made(here: Site) -> Raw | None:
+    try:
+        return await here.kube.create(PODS, pod("next", gpus=1), here.namespace)
+    except ApiError:
+        return None
