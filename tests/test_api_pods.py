@@ -138,7 +138,8 @@ async def test_a_pod_is_looked_at_whatever_it_carries(api_server: ApiServer, pod
     gated = {"schedulingGates": [{"name": "other"}, {"name": keys.QUEUE_GATE}]}
     api_server.says(200, {**POD, "spec": {**POD["spec"], **gated}})
     assert await pods.look(THE_POD) == Sight(None, is_gated=True, node="", has_ended=False)
-    api_server.says(200, {**POD, "spec": {**POD["spec"], "nodeName": "node-a"}, "status": {"phase": "Failed"}})
+    ended = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {}}}]}
+    api_server.says(200, {**POD, "spec": {**POD["spec"], "nodeName": "node-a"}, "status": ended})
     assert await pods.look(THE_POD) == Sight(None, is_gated=False, node="node-a", has_ended=True)
     api_server.says(200, builders.created(POD, uid="another"))
     assert await pods.look(THE_POD) is None

@@ -415,12 +415,13 @@ async def values_change_and_the_bundle_stays(kube: Kube, release: Release, names
 
 
 def newer(directory: Path) -> Path:
-    """A chart whose definitions have one version more."""
+    """A chart whose definition of GPUNodes has one version more."""
     chart = directory / "newer"
     shutil.copytree(CHART, chart)
     file = chart / "templates/generated/crds.yaml"
     text = file.read_text()
-    start, end = text.index("  - name: v1alpha1"), text.index("\n---\n", text.index("  - name: v1alpha1"))
+    start = text.index("  - name: v1alpha1", text.index("name: gpunodes.gpuwarden.io"))
+    end = text.index("\n---\n", start)
     version = text[start:end].replace("v1alpha1", "v1beta1").replace("storage: true", "storage: false")
     file.write_text(f"{text[:end]}\n{version}{text[end:]}")
     return chart

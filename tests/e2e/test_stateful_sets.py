@@ -503,7 +503,7 @@ async def test_an_ordinal_waits_for_its_node_that_is_gone_and_runs_there_again(
     if is_forced:
         await stage.delete(1, force=True)
     lost = await stage.waits(1, "NoSuitableNode", "gpu-node-name=node2", without=old, seconds=180)
-    await gone(stage.kube, GPU_NODES, "sets-1")
+    await gone(stage.kube, GPU_NODES, "sets-1", seconds=LONG)  # the pod's containers may run until --max-grace is over
     await asyncio.to_thread(stage.cluster.add_nodes, [raw_node("sets-1")])
     await stage.runs(0, 1, 2, without={old})
     assert (await stage.get(1))["metadata"]["uid"] == lost["metadata"]["uid"]
