@@ -22,7 +22,20 @@ DOCUMENTS = [
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 COMMANDS = [
-    *("serve", "reconcile", "bind", "attest", "export", "history", "score", "explain", "audit", "manifests", "crds"),
+    *(
+        "serve",
+        "reconcile",
+        "bind",
+        "attest",
+        "export",
+        "history",
+        "score",
+        "explain",
+        "audit",
+        "release",
+        "manifests",
+        "crds",
+    ),
     *("certs dev", "certs ensure", "certs keep", "config show", "config check", "config reference"),
 ]
 # Flags of kube-apiserver, kubectl, helm, cosign, gh, pytest, make and the benchmarks.

@@ -628,3 +628,12 @@ def test_what_is_filled_in_leaves_the_files_as_they_are() -> None:
     first = webhooks(Installation(namespace="wardens"))
     assert first != webhooks(Installation())
     assert webhooks(Installation()) == webhooks(Installation())
+
+
+def test_a_policy_whose_parameters_are_not_defined_refuses_nothing_of_the_control_planes_namespace() -> None:
+    ours = Installation("own")
+    found = [one for one in (*while_down(ours), *policies(ours)) if one["spec"].get("paramKind")]
+    assert found
+    for one in found:
+        (excluded,) = one["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+        assert (excluded["operator"], excluded["values"]) == ("NotIn", ["kube-system", "own"])

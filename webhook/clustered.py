@@ -11,7 +11,6 @@ from kubernetes.aio import client
 
 from webhook.api_objects import ApiNamespaces, ApiNodes, ApiObjects
 from webhook.api_paths import (
-    BINDING_ENDS,
     GPU_NODES,
     GPU_NODES_PATH,
     NAMESPACES_PATH,
@@ -24,7 +23,6 @@ from webhook.api_paths import (
     TRUST_BUNDLES,
 )
 from webhook.attestation import attestation_of
-from webhook.binding_ends import ensure_binding_ends
 from webhook.clock import Clock
 from webhook.cluster import ApiGpuNodes, ApiPods
 from webhook.core import keys
@@ -134,7 +132,6 @@ class ClusterFeed:
             Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets))),
             Watch(api, STATEFUL_SETS_PATH, sets),
         )
-        self._objects = ApiObjects(api, BINDING_ENDS)
         self._tasks: list[asyncio.Task[None]] = []
 
     def also(self, *watches: Watch) -> None:
@@ -143,7 +140,6 @@ class ClusterFeed:
 
     async def load(self) -> None:
         """The first lists; an API server that is away is waited for."""
-        await ensure_binding_ends(self._objects)
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
         for watch, task in zip(self._watches, self._tasks, strict=True):
             await first_list(watch, task)

@@ -172,7 +172,9 @@ class Room:
         longest = max(self._lines.values(), key=len)
         if len(longest) <= before + 1:
             return False
-        longest.pop().granted.set_result(None)
+        last = longest.pop()
+        if not last.granted.done():  # its time may have run out in this moment
+            last.granted.set_result(None)
         return True
 
     def _leaves(self, name: str, waiter: Waiter) -> None:

@@ -88,6 +88,8 @@ class Assembly:
     facts: PodFacts
     authority: Authority | None = None
     bindings: Bindings | None = None
+    # What is to be in the API server before anybody may be bound.
+    prepare: Callable[[], Awaitable[None]] | None = None
 
     def gate(self, settings: Settings) -> Gate:
         reviewers = Reviewers(
@@ -103,6 +105,7 @@ class Server:
     def __init__(self, settings: Settings, assembly: Assembly) -> None:
         self._settings = settings
         self._parts = parts = assembly.parts
+        self._prepare = assembly.prepare
         self._health = Health()
         self._certificates = certificates(settings)
         self._hinting: asyncio.Future[None] | None = None
@@ -171,6 +174,8 @@ class Server:
                 await listener.start()
                 undo.push_async_callback(listener.stop, 0.0)
             await self._load()
+            if self._prepare is not None:
+                await self._prepare()
             await self._parts.feed.first_answers()
             if self._parts.attestation is not None:
                 await self._parts.attestation.first_answers()
@@ -292,6 +297,9 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
         parts = embedded(settings, utc_now)
         yield Assembly(parts, parts.pods)
         return
+    from webhook.api_objects import ApiObjects
+    from webhook.api_paths import BINDING_ENDS
+    from webhook.binding_ends import ensure_binding_ends
     from webhook.cluster import ApiCallers, ApiPods, connected  # the client takes half a second to import
     from webhook.clustered import clustered
     from webhook.scheduler.api_pods import ApiBindings
@@ -303,8 +311,11 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
         else:
             log.warning("reservations are kept in memory, and reviews are believed: for development only")
             parts = embedded(settings, utc_now)
-        bindings = ApiBindings(api) if settings.keeps_in_cluster else None
-        yield Assembly(parts, pods, callers, bindings)
+        if not settings.keeps_in_cluster:
+            yield Assembly(parts, pods, callers)
+            return
+        prepare = partial(ensure_binding_ends, ApiObjects(api, BINDING_ENDS))
+        yield Assembly(parts, pods, callers, ApiBindings(api), prepare)
 
 
 async def every(interval: float, step: Callable[[], Awaitable[None]]) -> None:

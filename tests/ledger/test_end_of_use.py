@@ -8,7 +8,7 @@ import pytest
 from tests.builders import Raw
 from webhook.clock import LONG_AGO
 from webhook.core.reservation import Orphan
-from webhook.ledger.end_of_use import Histories, NodeSight, Patience, Use, Watched, grace_in, use_in
+from webhook.ledger.end_of_use import Grace, Histories, NodeSight, Patience, Use, Watched, grace_in, use_in
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 RUNNING: Raw = {"running": {}}
@@ -108,10 +108,12 @@ def test_a_grace_period_that_cannot_be_read_is_not_known() -> None:
     assert grace_in(on_node(grace="soon")) is None  # type: ignore[arg-type]
 
 
+MAX_GRACE = timedelta(hours=1)
+
 # What was seen of a pod from its first sight on.
 
 
-def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta | None]:
+def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]:
     """Of a pod that was seen like this, and went as the last version says."""
     histories = Histories()
     if is_listed:
@@ -119,7 +121,7 @@ def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta 
     for raw in versions[is_listed:-1]:
         histories.seen("u", raw)
     went = histories.departed("u", versions[-1], NOW)
-    return went.is_over, went.grace
+    return went.is_over, Patience(max_grace=MAX_GRACE).grace(went.grace)
 
 
 def test_of_a_pod_that_ended_nothing_is_waited_for() -> None:
@@ -135,8 +137,15 @@ def test_of_a_pod_that_was_listed_alive_everything_is_known() -> None:
 
 
 def test_of_a_pod_that_was_being_deleted_when_it_was_first_seen_the_grace_period_is_not_known() -> None:
-    assert departure(on_node(deleted=5), on_node(deleted=0), is_listed=True) == (False, None)
-    assert departure(on_node(deleted=5), on_node(deleted=0)) == (False, None)
+    assert departure(on_node(deleted=5), on_node(deleted=0), is_listed=True) == (False, MAX_GRACE)
+    assert departure(on_node(deleted=5), on_node(deleted=0)) == (False, MAX_GRACE)
+
+
+def test_a_pod_that_is_older_than_the_limit_keeps_its_longer_grace_period() -> None:
+    day = 24 * 3600
+    pod = on_node(grace=day, deleted=day)
+    assert departure(pod, on_node(grace=day, deleted=0), is_listed=True) == (False, seconds(day))
+    assert Patience(max_grace=MAX_GRACE).grace(Grace()) == MAX_GRACE
 
 
 def test_of_a_pod_that_was_never_seen_before_it_went_the_grace_period_is_that_of_its_spec() -> None:
@@ -161,7 +170,7 @@ def test_a_pod_that_the_kubelet_refused_after_a_restart_may_run(before: Raw) -> 
 
 
 def test_of_a_pod_that_was_refused_when_it_was_first_seen_nothing_is_known() -> None:
-    assert departure(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, None)
+    assert departure(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, MAX_GRACE)
 
 
 # How long an orphan is waited for.

@@ -1,5 +1,6 @@
 """The routes, the probes, and what comes in that is no review."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,6 +10,7 @@ from tests import builders
 from tests.builders import Raw, raw_container, raw_pod
 from tests.web.house import House
 from webhook.web.body import MAX_BODY
+from webhook.web.explain import MAX_MANIFEST
 from webhook.web.finalize import MAX_BODY as MAX_FINALIZE
 from webhook.web.health import Stage
 
@@ -137,7 +139,7 @@ async def test_what_is_no_review_is_400_in_json(house: House, path: str, body: b
 
 @pytest.mark.parametrize(
     ("path", "most"),
-    [("/mutate", MAX_BODY), ("/validate", MAX_BODY), ("/explain", MAX_BODY), ("/finalize", MAX_FINALIZE)],
+    [("/mutate", MAX_BODY), ("/validate", MAX_BODY), ("/explain", MAX_MANIFEST), ("/finalize", MAX_FINALIZE)],
 )
 async def test_a_body_beyond_the_limit_is_413(house: House, path: str, most: int) -> None:
     reply = await house.tls.post(path, content=b" " * (most + 1))
@@ -227,3 +229,15 @@ async def test_null_anywhere_is_answered_properly(house: House, door: str, path:
     assert reply.status_code in (200, 400)
     answer: Raw = reply.json()
     assert answer.get("error") or answer["response"]["allowed"] or answer["response"]["status"]["message"]
+
+
+async def test_reviews_are_answered_while_many_pods_are_explained(house: House) -> None:
+    template = {"metadata": {"labels": {"app": "a"}}, "spec": raw_pod(raw_container(gpus=1))["spec"]}
+    spec = {"replicas": 100, "serviceName": "a", "selector": {"matchLabels": {"app": "a"}}, "template": template}
+    many = {"kind": "StatefulSet", "metadata": {"name": "a", "namespace": "ml"}, "spec": spec}
+    explaining = asyncio.create_task(house.tls.post("/explain", json=many))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (await house.mutate(raw_pod(raw_container(gpus=1))))["allowed"]
+    assert not explaining.done()
+    assert (await explaining).json()["verdict"] == "admit"

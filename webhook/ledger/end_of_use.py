@@ -137,22 +137,32 @@ def is_being_deleted(raw: Raw) -> bool:
 
 
 @frozen
+class Grace:
+    """The longest grace period of a pod that was seen."""
+
+    longest: timedelta = timedelta(0)
+    # Whether none can have gone unseen: a pod may be deleted with a longer one before anybody looks.
+    is_all: bool = False
+
+    def and_of(self, raw: Raw) -> "Grace":
+        found = grace_in(raw)
+        return Grace(self.longest, is_all=False) if found is None else evolve(self, longest=max(self.longest, found))
+
+
+@frozen
 class History:
     """What is known of one pod from its first sight on."""
 
-    # None where it may have been deleted with a longer grace period before anybody looked.
-    grace: timedelta | None
+    grace: Grace
     has_started: bool
 
     @classmethod
     def begun(cls, raw: Raw) -> "History":
         is_late = is_being_deleted(raw) or use_in(raw) is Use.REJECTED
-        return cls(None if is_late else grace_in(raw), has_started(raw) or is_late)
+        return cls(Grace(is_all=not is_late).and_of(raw), has_started(raw) or is_late)
 
     def after(self, raw: Raw) -> "History":
-        grace = grace_in(raw)
-        longest = None if self.grace is None or grace is None else max(self.grace, grace)
-        return evolve(self, grace=longest, has_started=self.has_started or has_started(raw))
+        return History(self.grace.and_of(raw), self.has_started or has_started(raw))
 
     def is_over(self, raw: Raw) -> bool:
         """Whether this version of the pod, seen after all that came before, proves that its devices are not used."""
@@ -166,7 +176,7 @@ class Departure:
 
     at: datetime
     is_over: bool = False
-    grace: timedelta | None = None
+    grace: Grace = Grace()
 
 
 class Histories:
@@ -186,9 +196,9 @@ class Histories:
     def is_over(self, uid: str, raw: Raw) -> bool:
         return self._of(uid, raw).is_over(raw)
 
-    def grace(self, uid: str) -> timedelta | None:
+    def grace(self, uid: str) -> Grace:
         known = self._known.get(uid)
-        return None if known is None else known.grace
+        return Grace() if known is None else known.grace
 
     def departed(self, uid: str, raw: Raw, now: datetime) -> Departure:
         """`raw` is the object's last version."""
@@ -215,9 +225,10 @@ class Patience:
     # How long a dead kubelet may pass for a living one, and how long a new one takes to stop what it finds.
     margin: timedelta = timedelta(seconds=90)
 
-    def grace(self, seen: timedelta | None) -> timedelta:
-        """In whole seconds, as it is stored."""
-        return timedelta(seconds=ceil((self.max_grace if seen is None else seen).total_seconds()))
+    def grace(self, seen: Grace) -> timedelta:
+        """In whole seconds, as it is stored. A pod that is older than the limit may have more than that."""
+        longest = seen.longest if seen.is_all else max(self.max_grace, seen.longest)
+        return timedelta(seconds=ceil(longest.total_seconds()))
 
 
 @frozen
