@@ -118,29 +118,80 @@ def test_places_for_bindings_are_not_taken_by_others() -> None:
 class Peer:
     """A connection."""
 
-    is_idle: bool
-    use: tuple[bool, float]
+    waits_since: float | None
+    is_idle: bool = True
+    is_proven: bool = True
     is_dismissed: bool = False
 
     def dismiss(self) -> None:
         self.is_dismissed = True
 
 
+NOW = 10.0
+
+
+def idle(since: float) -> Peer:
+    return Peer(since)
+
+
+def silent(since: float) -> Peer:
+    """It has asked nothing since it came."""
+    return Peer(since, is_proven=False)
+
+
+def owing(since: float, *, is_proven: bool = False) -> Peer:
+    """It has sent a part of a request."""
+    return Peer(since, is_idle=False, is_proven=is_proven)
+
+
+def waiting() -> Peer:
+    """For our answer."""
+    return Peer(None, is_idle=False)
+
+
 @pytest.mark.parametrize(
     ("peers", "dismissed"),
     [
-        ([Peer(True, (True, 1.0)), Peer(True, (False, 9.0))], 1),
-        ([Peer(True, (True, 2.0)), Peer(True, (True, 1.0))], 1),
-        ([Peer(False, (True, 1.0)), Peer(True, (True, 2.0))], 1),
-        ([Peer(False, (True, 1.0)), Peer(False, (True, 2.0))], None),
+        ([idle(1), silent(9.9)], 1),
+        ([idle(2), idle(1)], 1),
+        ([waiting(), idle(2)], 1),
+        ([idle(1), owing(9.9)], 1),
+        ([silent(9), owing(8.9)], 1),
+        ([owing(8.9), silent(8.8)], 1),
+        ([idle(1), owing(8, is_proven=True)], 1),
+        ([owing(8.1, is_proven=True), idle(9)], 1),
+        ([owing(9.8, is_proven=True), owing(9.7, is_proven=True), waiting()], 1),
+        ([waiting(), waiting()], None),
     ],
-    ids=["who never asked", "who is idle for longest", "who is idle", "nobody"],
+    ids=[
+        "who never asked",
+        "who is idle for longest",
+        "who is idle",
+        "who has sent half a request rather than who is proven",
+        "who has sent half a request for longer than another is silent",
+        "who is silent for longer than another has sent half a request",
+        "who owes for two seconds rather than who is idle",
+        "who is idle rather than who is sending",
+        "who is sending for longest",
+        "nobody",
+    ],
 )
-def test_an_idle_connection_is_closed_for_a_new_one(peers: list[Peer], dismissed: int | None) -> None:
-    budgets = Budgets(LIMITS)
+def test_a_connection_that_waits_for_its_peer_is_closed_for_a_new_one(peers: list[Peer], dismissed: int | None) -> None:
+    budgets = Budgets(Limits(connections=len(peers)))
     budgets.connections = dict.fromkeys(peers)
-    assert budgets.has_room_for_connection() is (dismissed is not None)
+    assert budgets.has_room_for_connection(NOW) is (dismissed is not None)
     assert [peer.is_dismissed for peer in peers] == [number == dismissed for number in range(len(peers))]
+
+
+def test_the_last_places_are_for_probes() -> None:
+    budgets = Budgets(Limits(connections=8))
+    budgets.connections = dict.fromkeys(waiting() for _ in range(6))
+    assert not budgets.has_room_for_connection(NOW)
+    for _ in range(2):
+        assert budgets.has_room_for_connection(NOW, is_probe=True)
+        budgets.connections[waiting()] = None
+    assert not budgets.has_room_for_connection(NOW, is_probe=True)
+    assert [Limits(connections=number).reserve for number in (2, 64, 768)] == [0, 16, 16]
 
 
 SHAPES = {

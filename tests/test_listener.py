@@ -6,7 +6,7 @@ import socket
 import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from tests.h2_client import Answer, H2Client, LostError
+from webhook.budgets import Budgets, Limits
 from webhook.connection import Deadlines
 from webhook.listener import Listener
 
@@ -129,9 +130,23 @@ H1, H2 = partial(client_context, "http/1.1"), partial(client_context, "h2")
 
 
 @asynccontextmanager
-async def listening(app: App, *, tls: bool = True, deadlines: Deadlines = Deadlines()) -> AsyncIterator[Listener]:  # noqa: B008 - frozen
-    context = server_context() if tls else None
-    listener = Listener(app.asgi, host=HOST, port=0, ssl_context=context, deadlines=deadlines)
+async def listening(
+    app: App,
+    *,
+    tls: bool = True,
+    deadlines: Deadlines = Deadlines(),  # noqa: B008 - frozen
+    budgets: Budgets | None = None,
+    is_for_probes: bool = False,
+) -> AsyncIterator[Listener]:
+    listener = Listener(
+        app.asgi,
+        host=HOST,
+        port=0,
+        ssl_context=server_context() if tls else None,
+        deadlines=deadlines,
+        budgets=budgets,
+        is_for_probes=is_for_probes,
+    )
     await listener.start()
     try:
         yield listener
@@ -343,6 +358,72 @@ def test_a_big_body_is_answered_and_the_connection_lives_on(path: str, loop_fact
                 assert (statuses, (await slow).body, client.goaways) == ([expected] * 3, b"at last", 0)
 
     on_both_loops(story)(loop_factory)
+
+
+@on_both_loops
+async def test_a_peer_that_owes_a_body_makes_room_and_one_that_waits_for_its_answer_does_not() -> None:
+    app = App()
+    async with (
+        listening(app, budgets=Budgets(Limits(connections=3))) as listener,
+        connected(listener, H1()) as asking,
+        connected(listener, H1()) as owing,
+        connected(listener, H2()) as owing_on_http2,
+        AsyncExitStack() as later,
+    ):
+        asking[1].write(request("/slow", b"whole"))
+        await app.begun.acquire()
+        owing[1].write(request("/patient", b"x" * 100)[:-50])
+        await app.begun.acquire()
+        owing_on_http2[1].write(RawH2().request("POST", "/patient", is_whole=False))
+        await app.begun.acquire()
+        for stalled in (owing, owing_on_http2):
+            new = await later.enter_async_context(connected(listener, H1()))
+            assert (await ask(new, request("/echo", b"here")))[2] == b"here"
+            await wait_closed(stalled[0])
+        app.gate.set()
+        assert (await answer(asking[0]))[0] == 200
+        assert app.outcomes == ["ClientDisconnect", "ClientDisconnect", "answered"]
+
+
+@on_both_loops
+async def test_idle_peers_that_have_asked_outlive_those_that_send_half_a_request() -> None:
+    app = App()
+    async with (
+        listening(app, budgets=Budgets(Limits(connections=3))) as listener,
+        connected(listener, H1()) as kept,
+        AsyncExitStack() as stalled,
+    ):
+        assert (await ask(kept, request("/echo", b"once")))[2] == b"once"
+        peers = []
+        for _ in range(6):
+            reader, writer = await stalled.enter_async_context(connected(listener, H1()))
+            writer.write(request("/patient", b"x" * 100)[:-50])
+            await app.begun.acquire()
+            peers.append(reader)
+        for reader in peers[:4]:
+            await wait_closed(reader)
+        assert (await ask(kept, request("/echo", b"again")))[2] == b"again"
+
+
+@on_both_loops
+async def test_probes_are_answered_while_all_other_places_are_taken() -> None:
+    app, budgets = App(), Budgets(Limits(connections=4))
+    async with (
+        listening(app, budgets=budgets) as listener,
+        listening(app, budgets=budgets, tls=False, is_for_probes=True) as probed,
+        connected(listener, H2()) as one,
+        connected(listener, H2()) as two,
+        connected(listener, H2()) as three,
+    ):
+        for _, writer in (one, two, three):
+            writer.write(RawH2().request("GET", "/slow"))
+            await app.begun.acquire()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            async with connected(listener, H1()) as refused:
+                await ask(refused, request("/echo"))
+        async with connected(probed) as new:
+            assert (await ask(new, request("/echo", b"well")))[2] == b"well"
+        app.gate.set()
 
 
 @on_both_loops

@@ -17,7 +17,8 @@ from webhook.core.errors import GpuwardenError
 
 MIB: Final = 2**20
 SMALL: Final = 2**16  # bytes; reviews of pods without long annotations have less than a quarter of it
-STALLED_AFTER: Final = 2.0  # seconds after which a large body makes room for others
+STALLED_AFTER: Final = 2.0  # seconds after which a large body, or a connection that owes one, makes room for others
+RESERVE: Final = 16  # places for connections to the listener that probes ask
 PATIENCE: Final = 1.0  # seconds that a body which has been read waits for its turn
 # What a JSON value takes as a Python object, at most, by the character that it begins with; and each one's place in the
 # list or dict that it is in. Characters within texts count too: a text full of brackets is overestimated.
@@ -54,6 +55,11 @@ class Limits:
     memory: int = LARGEST_MEMORY  # bytes
     reviews: int = 512
     connections: int = 768
+
+    @property
+    def reserve(self) -> int:
+        """How many of the connections are for probes alone."""
+        return min(RESERVE, self.connections // 4)
 
     @classmethod
     def chosen(cls, memory_mib: int, reviews: int, connections: int, cgroup_limit: Path = CGROUP_LIMIT) -> "Limits":
@@ -127,14 +133,34 @@ class Connected(Protocol):
     """A connection, as far as it matters here."""
 
     @property
-    def is_idle(self) -> bool: ...
+    def is_idle(self) -> bool:
+        """No request of it has begun, or all are answered."""
 
     @property
-    def use(self) -> tuple[bool, float]:
-        """Whether it has asked anything, and since when it is idle."""
+    def is_proven(self) -> bool:
+        """A request has come whole over it."""
+
+    @property
+    def waits_since(self) -> float | None:
+        """Since when it is idle, or owes the rest of a request that has begun. None: it waits for us."""
 
     def dismiss(self) -> None:
-        """Close it: it is idle."""
+        """Close it, at once if it owes the rest of a request."""
+
+
+def turn_to_go(one: Connected, now: float) -> tuple[int, float] | None:
+    """The connection with the least is closed for a new one; None: it is not closed.
+
+    First go connections that have sent no whole request yet and those that owe the rest of one for long, so that who
+    stalls does not drive out who keeps a connection for later; then idle ones; at last those that are sending. A peer
+    that sends its request at once is never the one that has waited for longest.
+    """
+    since = one.waits_since
+    if since is None:
+        return None
+    if not one.is_proven or (not one.is_idle and now - since >= STALLED_AFTER):
+        return 0, since
+    return (1 if one.is_idle else 2), since
 
 
 class Budgets:
@@ -159,16 +185,18 @@ class Budgets:
         finally:
             body.end()
 
-    def has_room_for_connection(self) -> bool:
-        """Where all places are taken an idle connection is closed for a new one: first who never asked anything, then
-        who has been idle for longest. False if none is idle."""
-        if len(self.connections) < self.limits.connections:
+    def has_room_for_connection(self, now: float, *, is_probe: bool = False) -> bool:
+        """Where all places are taken a connection that waits for its peer is closed for a new one (`turn_to_go`). False
+        if none does. The last places are for probes."""
+        if len(self.connections) < self.limits.connections - (0 if is_probe else self.limits.reserve):
             return True
-        idle = min(filter(lambda one: one.is_idle, self.connections), key=lambda one: one.use, default=None)
-        if idle is not None:
-            idle.dismiss()
-            self.connections.pop(idle, None)
-        return idle is not None
+        turns = ((turn, one) for one in self.connections if (turn := turn_to_go(one, now)) is not None)
+        _, first = min(turns, key=lambda pair: pair[0], default=(None, None))
+        if first is None:
+            return False
+        first.dismiss()
+        self.connections.pop(first, None)
+        return True
 
     @contextmanager
     def review(self, reserve: int = 0) -> Iterator[bool]:

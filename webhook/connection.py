@@ -184,11 +184,18 @@ class _Requests(TaskGroup):
 
     async def spawn_app(self, app: AppWrapper, config: Config, scope: Scope, send: Send) -> Put:
         body = _Body(until=self._loop.time() + self._deadlines.body, is_complete=scope["type"] != "http")
-        self._connection.begin_request()
+        self._connection.begin_request(body)
         if self._connection.has_certificate:
             scope[CERTIFICATE] = True  # type: ignore[literal-required]  # ours, for the gate
         self.spawn(self._answer, app, scope, body, send)
-        return body.put
+
+        async def put(message: ASGIReceiveEvent) -> None:
+            await body.put(message)
+            if body.is_complete:
+                is_whole = message["type"] == "http.request" and not message["more_body"]
+                self._connection.end_body(body, is_whole=is_whole)
+
+        return put
 
     async def _answer(self, app: AppWrapper, scope: Scope, body: _Body, send: Send) -> None:
         try:
@@ -200,7 +207,7 @@ class _Requests(TaskGroup):
             await self._connection.end_stream(send, is_given_up=body.is_given_up)
         finally:
             body.close()
-            self._connection.end_request()
+            self._connection.end_request(body)
 
     async def _run(self, app: AppWrapper, scope: Scope, body: _Body, send: Send) -> None:
         is_http1 = scope["type"] == "http" and scope["http_version"] != "2"
@@ -264,7 +271,8 @@ class Connection:
         # Of the client CA: another would have ended the handshake.
         self.has_certificate = self._tls is not None and self._tls.getpeercert(binary_form=True) is not None
         self._running = 0
-        self._has_asked = self._reads_no_more = False
+        self._owed: dict[_Body, float] = {}  # since when, in the order of their beginning
+        self._is_proven = self._reads_no_more = False
         self._idle_since = self._loop.time()
         self._is_reading_headers = False
         self._is_closing = False
@@ -296,11 +304,20 @@ class Connection:
         return not (self._running or self._is_closing or self._is_parting)
 
     @property
-    def use(self) -> tuple[bool, float]:
-        return self._has_asked, self._idle_since
+    def is_proven(self) -> bool:
+        return self._is_proven
+
+    @property
+    def waits_since(self) -> float | None:
+        if self._is_closing or self._is_parting:
+            return None
+        return next(iter(self._owed.values()), None) if self._running else self._idle_since
 
     def dismiss(self) -> None:
-        self._hang_up()
+        if self._running:
+            self._writer.transport.abort()
+        else:
+            self._hang_up()
 
     def read_no_more(self) -> None:
         """HTTP/1.1: what is left of the body stays with the peer, until the connection is closed."""
@@ -311,16 +328,22 @@ class Connection:
         is_reviewer = self._tls is not None and self._tls.selected_alpn_protocol() != "h2"
         return self._deadlines.linger_http1 if is_reviewer else self._deadlines.linger
 
-    def begin_request(self) -> None:
+    def begin_request(self, body: _Body) -> None:
         self._running += 1
-        self._has_asked = True
+        if not body.is_complete:
+            self._owed[body] = self._loop.time()
         self._is_reading_headers = False
         self._stop_timer()
         if self._settings.is_draining:
             self._close_to_new_streams()
 
-    def end_request(self) -> None:
+    def end_body(self, body: _Body, *, is_whole: bool) -> None:
+        self._owed.pop(body, None)
+        self._is_proven = self._is_proven or is_whole
+
+    def end_request(self, body: _Body) -> None:
         self._running -= 1
+        self._owed.pop(body, None)
         self._idle_since = self._loop.time()
         if self._running or self._is_closing or self._is_parting:
             return

@@ -41,6 +41,7 @@ class Listener:
         ssl_context: ssl.SSLContext | None = None,
         deadlines: Deadlines = DEADLINES,
         budgets: Budgets | None = None,
+        is_for_probes: bool = False,
     ) -> None:
         self._app = ASGIWrapper(cast(ASGIFramework, app))  # Starlette's types and Hypercorn's differ in words only
         self._host = host
@@ -48,6 +49,7 @@ class Listener:
         self._deadlines = deadlines
         self._settings = HypercornSettings()
         self._budgets = budgets or Budgets()
+        self._is_for_probes = is_for_probes
         self._server: asyncio.Server
         self.port = port  # once it listens, the one it listens on
         self._open: dict[asyncio.Task[None], Connection] = {}
@@ -100,7 +102,8 @@ class Listener:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Its handshake took longer than the drain, or there are as many as there may be.
-        if self._is_stopped or not self._budgets.has_room_for_connection():
+        now = asyncio.get_running_loop().time()
+        if self._is_stopped or not self._budgets.has_room_for_connection(now, is_probe=self._is_for_probes):
             writer.transport.abort()
             self._count_closed()
             return

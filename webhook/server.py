@@ -145,6 +145,7 @@ class Server:
             host=host,
             port=settings.ui_port,
             budgets=budgets,
+            is_for_probes=True,
         )
         routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health, gate)
         self._extender = Listener(

@@ -139,8 +139,8 @@ class Settings:
         default=0,
         metadata=declared(
             COUNT,
-            "how many connections there are at once, over all listeners; 0: half of the files that the process may "
-            "open, at most 768",
+            "how many connections there are at once, over all listeners, the last 16 for the plain one; 0: half of the "
+            "files that the process may open, at most 768",
         ),
     )
 

@@ -37,6 +37,13 @@ async def stall_small(streams: Streams) -> None:
     await reader.read()
 
 
+async def stall_at_once(streams: Streams) -> None:
+    """One byte of a body: nothing that a limit in bytes would notice."""
+    reader, writer = streams
+    writer.write(head(100) + b"{")
+    await reader.read()
+
+
 def repeat(body: bytes) -> Callable[[Streams], Awaitable[None]]:
     async def repeated(streams: Streams) -> None:
         """The same large body as fast as the server takes it."""
@@ -53,6 +60,7 @@ def repeat(body: bytes) -> Callable[[Streams], Awaitable[None]]:
 ATTACKS: dict[str, Callable[[Streams], Awaitable[None]]] = {
     "unfinished": stall,
     "unfinished-small": stall_small,
+    "silent": stall_at_once,
     "large": repeat(review("large", 1_600_000)),
     "deep": repeat(b'{"request": {"object": {"x": [' + b",".join([DEEP] * 2000) + b"]}}}"),
 }

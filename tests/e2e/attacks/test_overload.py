@@ -9,10 +9,11 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.e2e.attacks.flood import head, review
@@ -89,3 +90,45 @@ async def test_a_flood_of_bodies_takes_little_memory_and_keeps_nobody_waiting(
     assert most < MOST_RSS, told
     assert sorted(took)[len(took) * 9 // 10] < AT_ONCE, told
     assert max(took) < 3 * AT_ONCE, told  # whatever else this machine does
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Running]:
+    """A server with few places."""
+    with serving(tmp_path, INVENTORY, ["--log-level", "error", "--max-connections", "64"]) as process:
+        yield process
+
+
+async def test_silent_peers_with_half_a_request_keep_nobody_out(small: Running) -> None:
+    """They come back whenever they are cut."""
+    reviews, probes = list[float](), list[float]()
+    async with small.client(limits=httpx.Limits(keepalive_expiry=None)) as reviewer:
+        assert (await reviewer.get("/healthz")).status_code == 200
+        with attacked(small, "silent", 80):
+            await asyncio.sleep(3)
+            for number in range(10):
+                reviews.append(await soon(asked(small, small.trust, f"honest-{number}")))
+                probes.append(await soon(probed(small)))
+                await asyncio.sleep(0.2)
+            kept_open = await reviewer.get("/healthz", extensions={"trace": refuse_to_connect})
+    assert kept_open.status_code == 200  # over the connection from before the attack
+    assert sorted(reviews)[8] < 3 * AT_ONCE, reviews
+    assert sorted(probes)[8] < 3 * AT_ONCE, probes
+
+
+async def soon(answered: Awaitable[tuple[float, int]]) -> float:
+    seconds, status = await asyncio.wait_for(answered, 10)
+    assert status == 200
+    return seconds
+
+
+async def probed(running: Running) -> tuple[float, int]:
+    """How long /healthz takes over a new connection to the plain listener, as the kubelet asks, and its status."""
+    started = time.monotonic()
+    async with httpx.AsyncClient(base_url=running.urls["http"]) as client:
+        answer = await client.get("/healthz")
+    return time.monotonic() - started, answer.status_code
+
+
+async def refuse_to_connect(event: str, info: object) -> None:
+    assert not event.startswith("connection.connect_tcp"), "its connection was closed"
