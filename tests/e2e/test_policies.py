@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -153,6 +153,8 @@ async def install(people: People, stack: AsyncExitStack) -> None:
             await admin.create(CRDS, manifest)
     await wait_until(lambda: served(admin))
     # Without it no scheduler binds a pod where it has opted in.
+    with suppress(ApiError):  # of a `serve` in another test
+        await admin.delete(BINDING_ENDS, "gpuwarden")
     await admin.create(BINDING_ENDS, ENDS)
     stack.push_async_callback(admin.delete, BINDING_ENDS, "gpuwarden")
     for manifest in POLICIES:
