@@ -122,6 +122,15 @@ async def people(cluster: Cluster) -> AsyncIterator[People]:
         found = People(admin, user, warden, boss, *own)
         await install(found, stack)
         yield found
+        await forged_pods_gone(admin)
+
+
+async def forged_pods_gone(admin: Kube) -> None:
+    """The judge of a later test would take their annotations for ours."""
+    for one in await admin.list(PODS):
+        if any(key.startswith("gpuwarden.io/") for key in one["metadata"].get("annotations", {})):
+            with suppress(ApiError):
+                await admin.delete(PODS, one["metadata"]["name"], one["metadata"]["namespace"], grace=0)
 
 
 OWN = ("gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export")
