@@ -17,7 +17,7 @@ from tests.e2e.node.containers import GPUS, NODE, RUNTIME_CLASS, RUNTIME_CLASSES
 from tests.e2e.node.front import in_front
 
 # `.ci/run` sets it: there a test that is skipped is a failure.
-REQUIRED = "GPUWARDEN_NODE_REQUIRED"
+REQUIRED = "E2E_NODE_REQUIRED"
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,7 @@ def node_parts() -> None:
         parts()
     except CannotRunError as exc:
         if os.environ.get(REQUIRED) == "1":  # noqa: TID251 - of the run, not a setting of ours
-            pytest.fail(f"{exc}; GPUWARDEN_ALLOW_NO_NODE=1 lets the run pass without", pytrace=False)
+            pytest.fail(f"{exc}; E2E_ALLOW_NO_NODE=1 lets the run pass without", pytrace=False)
         pytest.skip(str(exc))
     except BuildError as exc:
         pytest.exit(str(exc), returncode=TOOL_MISSING)
