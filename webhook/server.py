@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from attrs import frozen
@@ -34,9 +34,6 @@ from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health, Stage
 from webhook.wiring import Parts, counts, embedded
-
-if TYPE_CHECKING:
-    pass
 
 log = structlog.get_logger(__name__)
 

@@ -222,3 +222,17 @@ async def test_the_gpus_of_orphans_are_counted_by_namespace_until_they_are_relea
     assert await after(scene, GRACE + MARGIN) == {}
     scene.bench.replica.watch.catch_up()
     assert ledger.orphaned.gpus_in("ml") == 0
+
+
+async def test_an_orphan_that_an_older_replica_has_written_anew_is_not_counted_as_one(scene: Scene) -> None:
+    await gone_by_force(scene)
+    replica, store = scene.bench.replica, scene.bench.store
+    replica.watch.catch_up()
+    raw = store.objects["node-a"]
+    held = {
+        slot: {name: value for name, value in entry.items() if name not in ("orphanedAt", "grace", "bootID")}
+        for slot, entry in raw["status"]["held"].items()
+    }
+    store.apply({**raw, "status": {**raw["status"], "held": held}})
+    replica.watch.catch_up()
+    assert replica.ledger.orphaned.gpus_in("ml") == 0

@@ -94,6 +94,8 @@ class Shelf:
         self._count(one, is_waiting=one.phase is Phase.PENDING)
         if one.orphan is not None:
             self.orphaned.put(key, one.namespace, len(one.slots))
+        else:  # a replica of an older version has written it without that mark
+            self.orphaned.drop(key)
         self._fleet.hold(one)
 
     def _remind(self, key: Key, at: datetime) -> None:
