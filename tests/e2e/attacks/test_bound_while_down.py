@@ -115,7 +115,12 @@ class Scene:
 
     async def refused(self, name: str, words: str) -> None:
         """The scheduler has tried, was told so, and the pod stays where it is, whatever is tried again."""
-        await wait_until(lambda: self.said_of(name), lambda said: any(words in one for one in said), TRIES)
+
+        async def said() -> list[str]:
+            assert await self.node_of(name) is None
+            return await self.said_of(name)
+
+        await wait_until(said, lambda found: any(words in one for one in found), TRIES)
         await asyncio.sleep(2)
         assert await self.node_of(name) is None
 
