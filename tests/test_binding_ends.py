@@ -3,6 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.builders import (
@@ -19,7 +20,20 @@ from tests.builders import (
     term,
 )
 from tests.fake_objects import FakeObjects
-from webhook.binding_ends import LARGEST, LINGERS, NAME, ROUTINE, BindingEnds, ensure_binding_ends, moment_of
+from webhook.binding_ends import (
+    LARGEST,
+    LINGERS,
+    NAME,
+    NAMESPACE,
+    NODE,
+    POD,
+    ROUTINE,
+    BindingEnds,
+    ensure_binding_ends,
+    moment_of,
+    raw_of,
+    within_the_limit,
+)
 from webhook.clock import LONG_AGO
 from webhook.core.claim import ClaimRecord, ClaimRules
 from webhook.core.decide import EvidencePolicy
@@ -27,12 +41,17 @@ from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Phase, Reservation
 from webhook.ledger.carrier import Carrier
-from webhook.namespaces import ClaimReading
+from webhook.namespaces import ClaimReading, WatchedNamespaces
 
 A, B = "node-a", "node-b"
 HOUR, DEADLINE = timedelta(hours=1), timedelta(minutes=5)
 LATE = "1970-01-01T00:00:00Z"
 TICK = timedelta(seconds=1)
+
+
+class NoLookup:
+    async def get(self, name: str) -> Raw | None:
+        return None
 
 
 class Scene:
@@ -48,6 +67,7 @@ class Scene:
             self.fleet.put(node(name), NOW)
             self.proves(name, HOUR)
         self.policy = EvidencePolicy(is_always_required=needs_all)
+        self.namespaces = WatchedNamespaces(NoLookup())
         self.ends = self.another()
 
     def another(self) -> BindingEnds:
@@ -55,7 +75,7 @@ class Scene:
             self.objects,
             self.fleet,
             self.policy,
-            ClaimReading(ClaimRules()),
+            ClaimReading(ClaimRules(), self.namespaces),
             lambda one: self.held.get(one.reservation_id),
             DEADLINE,
             lambda: self.now,
@@ -99,7 +119,18 @@ class Scene:
     @property
     def written(self) -> dict[str, str]:
         spec = self.objects.objects.get(NAME, {}).get("spec", {})
-        return {**spec.get("nodes", {}), **spec.get("pods", {})}
+        return {**spec.get("nodes", {}), **spec.get("namespaces", {}), **spec.get("pods", {})}
+
+    def opts(self, namespace: str, answer: str) -> None:
+        labels = {"gpuwarden.io/enabled": answer}
+        self.ends.namespaces.changed({"metadata": {"name": namespace, "labels": labels}})
+
+    def crowd(self, namespace: str, pods: int) -> None:
+        """Pods with a claim that no review has seen."""
+        for number in range(pods):
+            raw = bare(f"{namespace}-{number:032}", {"gpuwarden.io/required-hash": HASH})
+            raw["metadata"]["namespace"] = namespace
+            self.ends.changed(raw)
 
     @property
     def is_kept(self) -> bool:
@@ -292,6 +323,70 @@ async def test_a_list_that_does_not_fit_closes_everything() -> None:
         scene.proves(f"{number:0200}", HOUR)
     await scene.after(ROUTINE)
     assert not scene.is_kept
+
+
+async def test_twenty_thousand_pods_of_a_tenant_close_its_own_namespace_and_no_other() -> None:
+    scene = Scene()
+    scene.crowd("crowd", 24_000)
+    scene.crowd("other", 500)
+    scene.holds(raw_pod("train", 1))
+    await scene.after()
+    assert scene.is_kept
+    written = scene.written
+    assert (written["crowd"], written["uid-train"], written[A]) == (LATE, at(DEADLINE), at(HOUR))
+    assert [uid for uid in written if uid.startswith("uid-crowd")] == []
+    assert len([uid for uid in written if uid.startswith("uid-other")]) == 500
+    assert scene.ends.is_closed(f"uid-crowd-{7:032}")
+    # They go: whoever comes next into that namespace is listed again.
+    for number in range(24_000):
+        scene.ends.deleted({"metadata": {"uid": f"uid-crowd-{number:032}"}})
+    scene.crowd("crowd", 1)
+    written = await scene.after(ROUTINE)
+    assert (written.get("crowd"), written[f"uid-crowd-{0:032}"]) == (None, LATE)
+
+
+async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
+    """Their Bindings are not judged."""
+    scene = Scene()
+    scene.opts("crowd", "false")
+    scene.crowd("crowd", 24_000)
+    assert await scene.after() == {A: at(HOUR), B: at(HOUR)}
+    assert scene.ends.is_closed(f"uid-crowd-{7:032}")
+    scene.opts("crowd", "true")
+    assert (await scene.after())["crowd"] == LATE
+
+
+@pytest.mark.parametrize(
+    ("sizes", "closed"),
+    [
+        ({"a": 10, "b": 10, "c": 10}, set()),
+        ({"a": 10, "b": 12, "c": 30}, {"c"}),
+        ({"a": 26, "b": 28, "c": 30}, {"b", "c"}),
+        ({"a": 60, "b": 60}, {"a", "b"}),
+    ],
+    ids=["all have room", "the largest", "none is above its share by much", "each alone is too large"],
+)
+def test_a_namespace_within_its_share_is_never_closed(
+    sizes: dict[str, int], closed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods = {name: {(POD, f"{name}-{n:034}"): NOW for n in range(size)} for name, size in sizes.items()}
+    monkeypatch.setattr("webhook.binding_ends.LARGEST", 3_000)
+    found = within_the_limit({(NODE, A): NOW}, pods)
+    assert {name for kind, name in found if kind == NAMESPACE} == closed
+    assert len(msgspec.json.encode(raw_of(found, NOW))) <= 3_000
+    assert sum(kind == POD for kind, _ in found) == sum(n for name, n in sizes.items() if name not in closed)
+
+
+async def test_a_pod_is_read_anew_when_its_namespace_demands_another_hash() -> None:
+    scene = Scene()
+    raw = raw_pod("held", 0, (HASH,), A)
+    raw["metadata"]["annotations"]["gpuwarden.io/required-hash"] = HASH
+    scene.ends.changed(raw)
+    assert "uid-held" not in await scene.after()
+    demand = {"gpuwarden.io/required-hash": OTHER_HASH}
+    scene.namespaces.view.changed({"metadata": {"name": "ml", "annotations": demand}})
+    assert (await scene.after())["uid-held"] == LATE
+    assert (await scene.after(ROUTINE))["uid-held"] == LATE
 
 
 async def test_an_empty_object_is_made_and_none_is_taken_away() -> None:

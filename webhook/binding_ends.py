@@ -2,11 +2,14 @@
 
 The policy sees a Binding and not its pod. So two kinds of moments are kept in one object: by node, when its evidence
 ends, which holds for every pod that is bound there; by pod, when its own time ends. A node without evidence is not in
-it, unless a pod with a claim may still be on its way there.
+it, unless a pod with a claim may still be on its way there. A namespace with more pods than there is room for is in it
+in place of its pods: it is closed, and others go on.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,8 +18,8 @@ from attrs import frozen
 
 from webhook.api_objects import Objects
 from webhook.clock import LONG_AGO, Clock
-from webhook.core import check
-from webhook.core.claim import Claim, believed, claim_of, recorded_or_none
+from webhook.core import check, keys
+from webhook.core.claim import Claim, ClaimRules, believed, claim_of, recorded_or_none
 from webhook.core.decide import EvidencePolicy
 from webhook.core.dress import nodes_pinned_to
 from webhook.core.errors import InvalidPodError, LedgerError
@@ -27,7 +30,9 @@ from webhook.core.reservation import Reservation
 from webhook.ledger.carrier import ENDED, Carrier, PodWire
 from webhook.ledger.reconcile import had_since
 from webhook.ledger.store import StaleError
+from webhook.maps import opted_in
 from webhook.namespaces import ClaimReading
+from webhook.view import View
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +40,7 @@ Raw = dict[str, Any]
 Ends = dict[tuple[str, str], datetime]
 
 NAME = "gpuwarden"
-NODE, POD = "node", "pod"
+NODE, NAMESPACE, POD = "node", "namespace", "pod"
 # It is looked this often whether something cannot wait, and what can is written this often.
 AT_ONCE, ROUTINE = timedelta(seconds=1), timedelta(seconds=10)
 # An end that is nearer than this cannot wait.
@@ -44,6 +49,8 @@ NEAR = timedelta(seconds=30)
 LINGERS = timedelta(minutes=1)
 # In JSON, where etcd takes 1.5 MiB.
 LARGEST = 1_400_000
+# Of one entry, beside its name: the moment, quotes, colon and comma.
+OF_AN_ENTRY = 26
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -51,6 +58,7 @@ class Kept(msgspec.Struct, frozen=True):
 
     kept: str = ""
     nodes: dict[str, str] = {}
+    namespaces: dict[str, str] = {}
     pods: dict[str, str] = {}
 
     @classmethod
@@ -61,8 +69,8 @@ class Kept(msgspec.Struct, frozen=True):
             return cls()
 
     def ends(self) -> Ends:
-        nodes = {(NODE, name): moment_of(text) for name, text in self.nodes.items()}
-        return nodes | {(POD, uid): moment_of(text) for uid, text in self.pods.items()}
+        parts = ((NODE, self.nodes), (NAMESPACE, self.namespaces), (POD, self.pods))
+        return {(kind, name): moment_of(text) for kind, texts in parts for name, text in texts.items()}
 
 
 @frozen
@@ -73,6 +81,7 @@ class Unbound:
     carrier: Carrier | None
     # None among them if its affinity leaves it open.
     nodes: frozenset[str | None]
+    recorded: Claim | None
 
     @classmethod
     def of(cls, raw: Raw) -> "Unbound | None":
@@ -84,14 +93,19 @@ class Unbound:
         has_ended = wire.status is not None and wire.status.phase in ENDED
         if pod.body.node_name or has_ended or pod.is_gated or not pod.meta.uid:
             return None
-        return cls(pod, Carrier.of(raw), frozenset(nodes_pinned_to(raw)) or frozenset({None}))
+        nodes = frozenset(nodes_pinned_to(raw)) or frozenset({None})
+        return cls(pod, Carrier.of(raw), nodes, recorded_or_none(pod))
+
+    @property
+    def namespace(self) -> str:
+        return self.pod.meta.namespace or ""
 
     def may_go_to(self, node: str) -> bool:
         return not self.nodes.isdisjoint({node, None})
 
 
 class BindingEnds:
-    """Hears of pods from a watch, goes by fleet and ledger, and writes in `step`."""
+    """Hears of pods and namespaces from watches, goes by fleet and ledger, and writes in `step`."""
 
     def __init__(
         self,
@@ -103,8 +117,11 @@ class BindingEnds:
         bind_deadline: timedelta,
         clock: Clock,
         is_current: Callable[[], bool],
+        opt_in: str = keys.OPT_IN.name,
     ) -> None:
         """`carried`: the reservation that a ledger knows of what a pod says it carries."""
+        # Whether the policy judges Bindings there.
+        self.namespaces: View[bool] = View(partial(opted_in, opt_in=opt_in))
         self._objects = objects
         self._fleet = fleet
         self._policy = policy
@@ -114,6 +131,7 @@ class BindingEnds:
         self._clock = clock
         self._is_current = is_current
         self._unbound: dict[str, Unbound] = {}
+        self._read_of: dict[str, tuple[ClaimRules, Claim | InvalidPodError | None]] = {}
         self._raw: Raw | None = None
         self._written: Ends | None = None  # None: to be read first
         self._is_kept = False
@@ -126,23 +144,28 @@ class BindingEnds:
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         found = ((uid_of(raw), Unbound.of(raw)) for raw in objects.values())
         self._unbound = {uid: one for uid, one in found if one is not None}
+        self._read_of.clear()
 
     def changed(self, raw: Raw) -> None:
         one = Unbound.of(raw)
-        if one is None:
-            self.deleted(raw)
-        else:
+        self.deleted(raw)
+        if one is not None:
             self._unbound[uid_of(raw)] = one
 
     def deleted(self, raw: Raw) -> None:
         self._unbound.pop(uid_of(raw), None)
+        self._read_of.pop(uid_of(raw), None)
 
     # What others ask.
 
     def is_closed(self, uid: str) -> bool:
         """Whether it is written that this pod may be bound no more, replica or no replica."""
-        end = None if self._written is None else self._written.get((POD, uid))
-        return self._is_kept and end is not None and end <= self._clock()
+        one = self._unbound.get(uid)
+        if one is not None and not self._is_judged(one):
+            return True
+        written, now = self._written or {}, self._clock()
+        places = ((POD, uid), (NAMESPACE, "" if one is None else one.namespace))
+        return self._is_kept and any(written[place] <= now for place in places if place in written)
 
     # What is written.
 
@@ -173,7 +196,8 @@ class BindingEnds:
     async def _settle(self, now: datetime) -> None:
         written = self._written or {}
         self._fleet.advance(now)
-        wanted = self._nodes(written, now) | self._pods()
+        judged = [one for one in self._unbound.values() if self._is_judged(one)]
+        wanted = within_the_limit(self._nodes(written, now, judged), self._pods(judged))
         is_due = now - self._wrote_at >= ROUTINE and (wanted != written or not self._is_kept)
         if is_due or any(self._is_urgent(written, wanted, now)):
             await self._write(wanted, now)
@@ -189,6 +213,7 @@ class BindingEnds:
     async def _write(self, wanted: Ends, now: datetime) -> None:
         self._wrote_at = now
         raw = raw_of(wanted, now)
+        self._tell_closed(wanted)
         if len(msgspec.json.encode(raw)) > LARGEST:
             log.error("too many ends of evidence: no pod is bound while no replica answers", entries=len(wanted))
             raw = raw_of({}, None)
@@ -198,12 +223,23 @@ class BindingEnds:
             self._raw = await self._objects.replace({**self._raw, "spec": raw["spec"]})
         self._written, self._is_kept = wanted, "kept" in raw["spec"]
 
-    def _nodes(self, written: Ends, now: datetime) -> Ends:
+    def _tell_closed(self, wanted: Ends) -> None:
+        closed = sorted(name for kind, name in wanted if kind == NAMESPACE)
+        if closed and any((NAMESPACE, name) not in (self._written or {}) for name in closed):
+            log.warning(
+                "too many pods with a claim: none of these is bound while no replica answers", namespaces=closed
+            )
+
+    def _is_judged(self, one: Unbound) -> bool:
+        """A namespace that nobody has told of may have come with its first pods."""
+        return self.namespaces.get(one.namespace) is not False
+
+    def _nodes(self, written: Ends, now: datetime, judged: Iterable[Unbound]) -> Ends:
         berths = self._fleet.berths
         fresh = {name for name, berth in berths.items() if berth.state is EvidenceState.FRESH}
         had = {name for kind, name in written if kind == NODE} | self._closed_at.keys() | self._were_fresh
         self._were_fresh = fresh
-        on_their_way = [one for one in self._unbound.values() if self._has_claim(one)]
+        on_their_way = [one for one in judged if self._has_claim(one)]
         closed = {name: self._closed_at.get(name, now) for name in had - fresh}
         self._closed_at = {
             name: since
@@ -214,23 +250,38 @@ class BindingEnds:
         ends = {name: one.until for name, one in said.items() if one is not None and one.until is not None}
         return {(NODE, name): whole(end) for name, end in (ends | dict.fromkeys(self._closed_at, LONG_AGO)).items()}
 
-    def _pods(self) -> Ends:
-        ends = {uid: self._end_of(one) for uid, one in self._unbound.items()}
-        return {(POD, uid): whole(end) for uid, end in ends.items() if end is not None}
+    def _pods(self, judged: Iterable[Unbound]) -> dict[str, Ends]:
+        """By namespace."""
+        found = defaultdict[str, Ends](dict)
+        for one in judged:
+            end = self._end_of(one)
+            if end is not None:
+                found[one.namespace][POD, one.pod.meta.uid or ""] = whole(end)
+        return found
 
     def _has_claim(self, one: Unbound) -> bool:
         try:
-            return recorded_or_none(one.pod) is not None or self._asked(one) is not None
+            return one.recorded is not None or self._asked(one) is not None
         except InvalidPodError:
             return True
 
     def _asked(self, one: Unbound) -> Claim | None:
-        """What it asks for itself. Raises InvalidPodError."""
-        return claim_of(one.pod, self._claims.known_within(one.pod.meta.namespace or ""))
+        """What it asks for itself, read once for as long as it is read alike. Raises InvalidPodError."""
+        rules, uid = self._claims.known_within(one.namespace), one.pod.meta.uid or ""
+        known = self._read_of.get(uid)
+        if known is None or known[0] != rules:
+            try:
+                known = rules, claim_of(one.pod, rules)
+            except InvalidPodError as exc:
+                known = rules, exc
+            self._read_of[uid] = known
+        if isinstance(known[1], InvalidPodError):
+            raise known[1].with_traceback(None)
+        return known[1]
 
     def _end_of(self, one: Unbound) -> datetime | None:
         """None for a pod that its node alone decides about: one without a claim, or held to proven nodes."""
-        recorded = recorded_or_none(one.pod)
+        recorded = one.recorded
         try:
             if recorded is not None and recorded.count:
                 return self._end_of_reserved(one, recorded)
@@ -262,9 +313,24 @@ def uid_of(raw: Raw) -> str:
     return str(raw["metadata"].get("uid"))
 
 
+def within_the_limit(nodes: Ends, pods: Mapping[str, Ends]) -> Ends:
+    """Pods that are not listed may be bound. So where there is no room for all of a namespace's, it is closed whole.
+    Those with the fewest come first: of N namespaces none is closed whose pods take an Nth of the room, or less."""
+    found = dict(nodes)
+    room = LARGEST - len(msgspec.json.encode(raw_of(nodes, LONG_AGO))) - sum(map(size_of, pods))
+    for namespace, ends in sorted(pods.items(), key=lambda one: (len(one[1]), one[0])):
+        room -= sum(size_of(uid) for _, uid in ends)
+        found |= ends if room >= 0 else {(NAMESPACE, namespace): LONG_AGO}
+    return found
+
+
+def size_of(name: str) -> int:
+    return len(name) + OF_AN_ENTRY
+
+
 def raw_of(ends: Ends, kept: datetime | None) -> Raw:
     """An object without `kept` is none that anybody keeps."""
-    spec: Raw = {} if kept is None else {"kept": stamp(kept), "nodes": {}, "pods": {}}
+    spec: Raw = {} if kept is None else {"kept": stamp(kept), "nodes": {}, "namespaces": {}, "pods": {}}
     for (kind, name), end in ends.items():
         spec[f"{kind}s"][name] = stamp(end)
     return {"apiVersion": "gpuwarden.io/v1alpha1", "kind": "BindingEnds", "metadata": {"name": NAME}, "spec": spec}

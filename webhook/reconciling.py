@@ -134,6 +134,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         settings.bind_deadline,
         utc_now,
         is_current=lambda: all(watch.is_current for watch in watches),
+        opt_in=settings.opt_in_label,
     )
     audit = AuditWatch(
         Reading(rules.claims.rules, rules.dress),
@@ -148,7 +149,9 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
     watches = (
         *discovering.watches,
         Watch(
-            api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods), audit.namespaces)
+            api,
+            NAMESPACES_PATH,
+            Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods), audit.namespaces, ends.namespaces),
         ),
         Watch(api, STATEFUL_SETS_PATH, Several(sets, audit.sets)),
         Watch(api, PODS_PATH, Several(reconciler, waking, continuous, waiting_pods, audit.pods, ends)),

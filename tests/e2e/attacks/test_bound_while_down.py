@@ -2,21 +2,24 @@
 
 import asyncio
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attrs import frozen
+from attrs import evolve, frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, Worker, site
+from tests.e2e.conftest import new_namespace
+from tests.e2e.crew import OPT_IN, Site, Worker, site
 from tests.e2e.figures import percentile, tell
 from tests.e2e.kube import (
     EVENTS,
+    NAMESPACES,
     PODS,
     ApiError,
     Kube,
@@ -30,7 +33,7 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_continuous import stamp
 from tests.e2e.test_discovery import NODE_EVIDENCES
-from tests.running import challenging
+from tests.running import GPUWARDEN, challenging
 from webhook.binding_ends import NAME
 from webhook.clock import utc_now
 from webhook.evidence.node_evidence import new_node_evidence
@@ -39,6 +42,14 @@ BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespac
 HASH = "sha256:d0d0"
 ASKING = {"gpuwarden.io/required-hash": HASH}
 GATE = "example.test/wait"
+# Its list has room for some forty pods: twenty thousand are the same, and take the test's machine minutes to make.
+WITH_A_SMALL_LIST = """
+import webhook.binding_ends
+from webhook.cli import main
+webhook.binding_ends.LARGEST = 3_000
+raise SystemExit(main())
+"""
+CROWD = 60
 # kube-scheduler tries a pod again after 1 to 10 s.
 TRIES = 15.0
 # From when a replica says that it is ready: how long a process takes to start is the machine's affair.
@@ -70,7 +81,7 @@ class Scene:
         """What is written for the time without us."""
         found = await self.kube.find(BINDING_ENDS, NAME)
         spec = (found or {}).get("spec") or {}
-        return {**spec.get("nodes", {}), **spec.get("pods", {})}
+        return {**spec.get("nodes", {}), **spec.get("namespaces", {}), **spec.get("pods", {})}
 
     async def kept(self, *names: str) -> None:
         """Wait until there is an end for each of them, in this installation's time."""
@@ -132,7 +143,9 @@ async def scene(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[S
 
 
 @asynccontextmanager
-async def scenery(cluster: Cluster, kube: Kube, directory: Path, *flags: str) -> AsyncIterator[Scene]:
+async def scenery(
+    cluster: Cluster, kube: Kube, directory: Path, *flags: str, program: Sequence[str] = (GPUWARDEN,)
+) -> AsyncIterator[Scene]:
     own = (*challenging(directory), *flags)
     async with site(cluster, kube, directory, nodes=2, gpus=4, name="down", replicas=1, flags=own) as here:
         first, second = here.nodes
@@ -141,7 +154,7 @@ async def scenery(cluster: Cluster, kube: Kube, directory: Path, *flags: str) ->
             for node in here.nodes:
                 await kube.create(NODE_EVIDENCES, new_node_evidence(node))
                 await found.prove(node)
-            await here.reconciler()
+            await here.reconciler(program=program)
             await found.kept(*here.nodes)
             yield found
         finally:
@@ -289,6 +302,40 @@ async def test_a_pod_that_was_bound_on_the_word_of_before_is_evicted_when_we_are
         await gone(kube, PODS, "meanwhile", scene.namespace)
         tell(request, seconds_from_leading_to_gone=time.monotonic() - leading)
         assert any("banned" in one for one in await scene.said_of("meanwhile"))
+
+
+async def test_a_crowd_of_pods_closes_its_own_namespace_and_no_other(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """More pods with a claim than the list has room for: of a namespace that has not opted in, then of one that has."""
+    program = (sys.executable, "-c", WITH_A_SMALL_LIST)
+    async with new_namespace(kube) as crowd, scenery(cluster, kube, tmp_path, program=program) as scene:
+        banned, lasting = scene.proven
+        await scene.held_back("late", banned)
+        await scene.held_back("lasting", lasting)
+        for number in range(CROWD):
+            await kube.create(PODS, asking(f"crowd-{number}"), crowd)
+        await scene.prove(banned, banned=True)
+        await wait_until(scene.ends, lambda data: data.get(banned, "").startswith("1970"))
+        assert crowd not in await scene.ends()
+        await kube.patch(NAMESPACES, crowd, {"metadata": {"labels": OPT_IN}})
+        await wait_until(scene.ends, lambda data: data.get(crowd, "").startswith("1970"))
+        await scene.site.stop()
+        await kube.create(PODS, pod("plain"), scene.namespace)
+        await scene.bound("plain")
+        for name in ("late", "lasting"):
+            await scene.opened(name)
+        assert await scene.bound("lasting") == lasting
+        await scene.refused("late", f"the evidence of node {banned} ended")
+        await kube.create(PODS, pod("plain"), crowd)
+        await evolve(scene, site=evolve(scene.site, namespace=crowd)).refused(
+            "plain", f"more pods with a claim wait in namespace {crowd}"
+        )
+
+
+def asking(name: str) -> Raw:
+    """Where nobody has opted in no review sees it."""
+    return pod(name, annotations=ASKING, schedulerName="nobody")
 
 
 async def test_nothing_is_bound_before_somebody_has_written_where_evidence_ends(
