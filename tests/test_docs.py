@@ -10,7 +10,8 @@ from webhook.core.reasons import EVENTS_ONLY, STATUS_CODES, Reason
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
-TEST_NAME = re.compile(r"::(test_\w+|Test\w+)")
+TEST = re.compile(r"(tests/[\w./-]*\w)?(?:::(test_\w+|Test\w+))?")
+ALL_TESTS = "\n".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
 
 
 def test_every_reason_has_its_heading() -> None:
@@ -24,10 +25,19 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         assert (document.parent / target).exists(), target
 
 
-def test_every_test_that_holds_a_promise_exists() -> None:
-    sources = "\n".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
-    for name in TEST_NAME.findall((ROOT / "ARCHITECTURE.md").read_text()):
-        assert re.search(rf"(def|class) {name}\b|^{name} =", sources, re.MULTILINE), name
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_test_that_is_named_exists(document: Path) -> None:
+    """In the file that stands before it, if one does."""
+    for path, name in TEST.findall(document.read_text()):
+        assert not path or (ROOT / path).exists(), path
+        sources = (ROOT / path).read_text() if path.endswith(".py") else ALL_TESTS
+        assert not name or re.search(rf"(def|class) {name}\b|^{name} =", sources, re.MULTILINE), f"{path}::{name}"
+
+
+def test_every_attack_is_in_the_threat_model() -> None:
+    page = (ROOT / "docs/threat-model.md").read_text()
+    for path in ROOT.glob("tests/e2e/attacks/test_*.py"):
+        assert f"`tests/e2e/attacks/{path.name}" in page, path.name
 
 
 def test_every_module_is_on_the_map() -> None:

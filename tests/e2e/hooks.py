@@ -1,9 +1,10 @@
 """Webhook configurations that bring a server of the test's own before the API server."""
 
 import base64
+import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import trustme
@@ -110,3 +111,40 @@ async def is_reviewed(kube: Kube, namespace: str) -> bool:
         else:
             return False
     return True
+
+
+def sees_all(one: Raw) -> list[Raw]:
+    env = one["spec"]["containers"][0]["env"]
+    number = next(k for k, entry in enumerate(env) if entry["name"] == "NVIDIA_VISIBLE_DEVICES")
+    return [{"op": "replace", "path": f"/spec/containers/0/env/{number}/value", "value": "all"}]
+
+
+@asynccontextmanager
+async def another_webhook(
+    kube: Kube, namespace: str, directory: Path, change: Callable[[Raw], list[Raw]], policy: str
+) -> AsyncIterator[list[str]]:
+    """The uids of the reviews that it was asked for; under `IfNeeded` it has the last word at the mutating door."""
+    asked: list[str] = []
+
+    async def answer(review: Raw) -> Raw:
+        asked.append(review["uid"])
+        patch = base64.b64encode(json.dumps(change(review["object"])).encode()).decode()
+        return {"patchType": "JSONPatch", "patch": patch}
+
+    selector = {"kubernetes.io/metadata.name": namespace}
+    name = f"zz-{namespace}"  # they are called in the order of their configurations' names
+    async with reviewer(directory, answer) as (client, ca):
+        one = hook("change.example.test", client, "/review", ca, selector, MUTATED)
+        await kube.create(MUTATING, {"metadata": {"name": name}, "webhooks": [{**one, "reinvocationPolicy": policy}]})
+        try:
+            await wait_until(lambda: is_asked(kube, namespace, asked))
+            asked.clear()
+            yield asked
+        finally:
+            await kube.delete(MUTATING, name)
+
+
+async def is_asked(kube: Kube, namespace: str, asked: list[str]) -> bool:
+    with suppress(ApiError):
+        await kube.create(PODS, pod("probe", gpus=1), namespace, dryRun="All")
+    return bool(asked)

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import subprocess
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from datetime import datetime, timedelta
@@ -31,7 +30,6 @@ from tests.e2e.kube import (
     Raw,
     Resource,
     forced_away,
-    gone,
     pod,
     wait_until,
 )
@@ -106,8 +104,8 @@ class Scene:
         return found
 
 
-@pytest.fixture
-async def account(cluster: Cluster, kube: Kube) -> AsyncIterator[Path]:
+@asynccontextmanager
+async def account_of(cluster: Cluster, kube: Kube) -> AsyncIterator[Path]:
     """A kubeconfig that may do what `serve` may, and nothing else."""
     async with new_namespace(kube) as namespace:
         manifests = [
@@ -128,8 +126,8 @@ async def came_up(cluster: Cluster, kube: Kube) -> None:
         await kube.create(GPU_NODES, gpu_node(NODE, "GPU-proof"))
 
 
-@pytest.fixture
-async def scene(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -> AsyncIterator[Scene]:
+@asynccontextmanager
+async def scene_of(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -> AsyncIterator[Scene]:
     await installed(kube)
     agent = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY, [evidence_id(NODE)])
     (tmp_path / "nonce.key").write_bytes(os.urandom(32))
@@ -158,6 +156,18 @@ async def away(kube: Kube, of: object) -> None:
         await forced_away(kube, of, NODE)  # type: ignore[arg-type]  # a Resource
 
 
+@pytest.fixture
+async def account(cluster: Cluster, kube: Kube) -> AsyncIterator[Path]:
+    async with account_of(cluster, kube) as found:
+        yield found
+
+
+@pytest.fixture
+async def scene(cluster: Cluster, kube: Kube, account: Path, tmp_path: Path) -> AsyncIterator[Scene]:
+    async with scene_of(cluster, kube, account, tmp_path) as found:
+        yield found
+
+
 async def test_a_proof_told_to_one_replica_counts_with_all(scene: Scene) -> None:
     first, second = scene.replicas
     assert not await scene.admits(first, HASH)
@@ -171,13 +181,6 @@ async def test_a_proof_told_to_one_replica_counts_with_all(scene: Scene) -> None
     await scene.all_admit(OTHER_HASH, admitted=True)
 
 
-@pytest.mark.defect("S0-2")
-async def test_a_token_is_taken_once_by_all_replicas_together(scene: Scene) -> None:
-    text = await scene.token(scene.replicas[0])
-    answers = await asyncio.gather(*(scene.posted(one, text) for one in scene.replicas * 10))
-    assert Counter(answers) == {200: 1, 409: 19}
-
-
 @asynccontextmanager
 async def another(scene: Scene, account: Path, directory: Path, *keys_from: str) -> AsyncIterator[Running]:
     """A replica that has just been started; its keys are from where the others' are, if nothing else is said."""
@@ -187,14 +190,6 @@ async def another(scene: Scene, account: Path, directory: Path, *keys_from: str)
     with ExitStack() as stack:
         place = Path(stack.enter_context(TemporaryDirectory(dir=directory)))
         yield await asyncio.to_thread(stack.enter_context, serving(place, None, flags))
-
-
-async def test_a_token_is_refused_after_a_restart_too(scene: Scene, account: Path, tmp_path: Path) -> None:
-    text = await scene.token(scene.replicas[0])
-    assert await scene.posted(scene.replicas[0], text) == 200
-    async with another(scene, account, tmp_path) as again:
-        assert await scene.posted(again, text) == 409
-        assert await scene.admits(again, HASH)
 
 
 async def test_a_replica_that_starts_while_the_keys_are_away_goes_by_what_is_written(
@@ -208,22 +203,6 @@ async def test_a_replica_that_starts_while_the_keys_are_away_goes_by_what_is_wri
         assert await scene.posted(again, await scene.token(again)) == 503
         await scene.agent.start()
         await scene.proves(again)
-
-
-async def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(scene: Scene) -> None:
-    first, _ = scene.replicas
-    await scene.proves(first)
-    await scene.all_admit(HASH, admitted=True)
-    in_hand = await scene.token(first)
-    await scene.kube.delete(NODES, NODE)
-    await gone(scene.kube, NODES, NODE)
-    assert await scene.posted(first, in_hand) == 403
-    await came_up(scene.cluster, scene.kube)
-    assert await scene.posted(first, in_hand) == 403
-    assert (await scene.entry())["hash"] == HASH  # what the old one proved is there, and counts for nothing
-    await scene.all_admit(HASH, admitted=False)
-    await scene.proves(first)
-    await scene.all_admit(HASH, admitted=True)
 
 
 async def test_a_node_attests_itself(scene: Scene) -> None:

@@ -1,9 +1,6 @@
 """Our server behind a real API server: what it patches is what runs, and what it says reaches the client."""
 
-import base64
-import json
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +9,11 @@ import pytest
 import trustme
 
 from tests.e2e.conftest import new_namespace
-from tests.e2e.hooks import ENABLED, MUTATED, at_service, at_url, hook, reviewed, reviewer
+from tests.e2e.hooks import ENABLED, another_webhook, at_service, at_url, reviewed, sees_all
 from tests.e2e.kube import (
     DEPLOYMENTS,
     EVENTS,
     JOBS,
-    MUTATING,
     PODS,
     SERVICES,
     ApiError,
@@ -156,16 +152,6 @@ async def test_a_dry_run_shows_the_patch_and_holds_nothing(kube: Kube, server: R
     assert await held(server) == set()
 
 
-async def test_a_promise_cannot_be_edited(kube: Kube, trained: str) -> None:
-    await kube.create(PODS, pod("a", gpus=1, annotations=HASH), trained)
-    stolen = {"metadata": {"annotations": {"gpuwarden.io/gpu-uuid": "GPU-2-0"}}}
-    for subresource in ("", "status"):
-        with pytest.raises(ApiError) as refused:
-            await kube.patch(PODS, "a", stolen, trained, subresource)
-        assert (refused.value.status, refused.value.reason) == (403, "Immutable")
-    await pod_in_phase(kube, trained, "a", "Running")
-
-
 async def test_a_pod_without_a_claim_is_shown_no_gpu_and_left_alone(kube: Kube, server: Running, trained: str) -> None:
     made = await kube.create(PODS, pod("a"), trained)
     assert made["metadata"].get("annotations", {}) == {}
@@ -206,52 +192,11 @@ async def test_it_is_reached_through_a_service(kube: Kube, enabled: str, tmp_pat
 # Another team's webhook, which comes after ours.
 
 
-def sees_all(one: Raw) -> list[Raw]:
-    env = one["spec"]["containers"][0]["env"]
-    number = next(k for k, entry in enumerate(env) if entry["name"] == "NVIDIA_VISIBLE_DEVICES")
-    return [{"op": "replace", "path": f"/spec/containers/0/env/{number}/value", "value": "all"}]
-
-
 def adds_a_sidecar(one: Raw) -> list[Raw]:
     if len(one["spec"]["containers"]) > 1:
         return []
     mesh = {"name": "mesh", "image": "example.test/mesh:1"}
     return [{"op": "add", "path": "/spec/containers/-", "value": mesh}]
-
-
-def presets_a_node(one: Raw) -> list[Raw]:
-    return [{"op": "add", "path": "/spec/nodeName", "value": "node-2"}]
-
-
-@asynccontextmanager
-async def another_webhook(
-    kube: Kube, namespace: str, directory: Path, change: Callable[[Raw], list[Raw]], policy: str
-) -> AsyncIterator[list[str]]:
-    """The uids of the reviews that it was asked for; under `IfNeeded` it has the last word at the mutating door."""
-    asked: list[str] = []
-
-    async def answer(review: Raw) -> Raw:
-        asked.append(review["uid"])
-        patch = base64.b64encode(json.dumps(change(review["object"])).encode()).decode()
-        return {"patchType": "JSONPatch", "patch": patch}
-
-    selector = {"kubernetes.io/metadata.name": namespace}
-    name = f"zz-{namespace}"  # they are called in the order of their configurations' names
-    async with reviewer(directory, answer) as (client, ca):
-        one = hook("change.example.test", client, "/review", ca, selector, MUTATED)
-        await kube.create(MUTATING, {"metadata": {"name": name}, "webhooks": [{**one, "reinvocationPolicy": policy}]})
-        try:
-            await wait_until(lambda: acts(kube, namespace, asked))
-            asked.clear()
-            yield asked
-        finally:
-            await kube.delete(MUTATING, name)
-
-
-async def acts(kube: Kube, namespace: str, asked: list[str]) -> bool:
-    with suppress(ApiError):
-        await kube.create(PODS, pod("probe", gpus=1, annotations=HASH), namespace, dryRun="All")
-    return bool(asked)
 
 
 @pytest.mark.parametrize("change", [sees_all, adds_a_sidecar])
@@ -266,18 +211,6 @@ async def test_what_another_webhook_does_after_us_is_put_right(
     assert seen == [gpus_of(made), *[["void"]] * (len(containers) - 1)]  # a sidecar is shown none
     assert await held(server) == set(gpus_of(made))  # the second round found what the first had reserved
     await pod_in_phase(kube, trained, "train", "Running")
-
-
-@pytest.mark.parametrize(("change", "field"), [(sees_all, "spec.containers[0].env"), (presets_a_node, "spec.nodeName")])
-async def test_whoever_has_the_last_word_at_the_mutating_door_does_not_have_it_at_ours(
-    kube: Kube, server: Running, trained: str, tmp_path: Path, change: Callable[[Raw], list[Raw]], field: str
-) -> None:
-    async with another_webhook(kube, trained, tmp_path, change, "IfNeeded"):
-        with pytest.raises(ApiError) as refused:
-            await kube.create(PODS, pod("train", gpus=1, annotations=HASH), trained)
-    assert refused.value.status == 403
-    assert field in refused.value.message
-    assert await kube.find(PODS, "train", trained) is None
 
 
 async def test_a_pod_that_names_its_node_runs_there_without_a_scheduler(

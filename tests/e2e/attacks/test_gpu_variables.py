@@ -10,9 +10,9 @@ from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
+from tests.e2e.doors import NOBODY, QUIET, registered, trusting
 from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, pod, wait_until
-from tests.e2e.test_doors import NOBODY, QUIET, registered, trusting
-from tests.e2e.test_policies import resource_of
+from tests.e2e.people import resource_of
 from tests.running import Running, serving
 from webhook.policies import Blinds, Installation, policies
 

@@ -23,7 +23,7 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
-from tests.e2e.test_policies import resource_of
+from tests.e2e.people import resource_of
 from webhook.policies import Installation, policies
 
 EXEMPT = {"gpuwarden.io/isolation": "none"}

@@ -2,22 +2,38 @@
 and proofs up."""
 
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 
 import pytest
 import pytest_asyncio
-from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.kube import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES, ApiError, Kube, Raw, Resource, gone, wait_until
-from tests.e2e.test_policies import CRDS, resource_of
-from webhook.crds import manifests as crds
-from webhook.policies import Installation, policies
+from tests.e2e.kube import (
+    MUTATING,
+    VALIDATING,
+    ApiError,
+    Changes,
+    Kube,
+    Raw,
+    Resource,
+    gone,
+)
+from tests.e2e.people import (
+    BINDING_ENDS,
+    CRDS,
+    ENDS,
+    FORGED_PROOF,
+    FORGED_STATUS,
+    GPU_NODES,
+    NODE_EVIDENCES,
+    TRUST_BUNDLES,
+    People,
+    failing_open,
+    installed_policies,
+    refused,
+)
+from webhook.evidence.node_evidence import new_node_evidence
 
-API = "apis/gpuwarden.io/v1alpha1"
-GPU_NODES = Resource(API, "gpunodes", is_namespaced=False)
-NODE_EVIDENCES = Resource(API, "nodeevidences", is_namespaced=False)
-TRUST_BUNDLES = Resource(API, "trustbundles", is_namespaced=False)
 OURS = {"GPUNode": GPU_NODES, "NodeEvidence": NODE_EVIDENCES, "TrustBundle": TRUST_BUNDLES}
 KINDS = {"GPUNode": {"devices": [{"uuid": "GPU-1"}]}, "NodeEvidence": {}, "TrustBundle": {"trustDomain": "a.test"}}
 CHANGED: dict[str, Raw] = {
@@ -31,125 +47,185 @@ NO_UUIDS = ("all", "none", "void", "0", "0,1", "GPU-1,GPU-2", "nvidia.com/gpu=al
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@frozen
-class Scene:
-    admin: Kube
-    # May do everything with our objects, and holds no `manage`.
-    controller: Kube
-    warden: Kube
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scene(cluster: Cluster) -> AsyncIterator[Scene]:
-    async with AsyncExitStack() as stack:
-        admin = await stack.enter_async_context(Kube(cluster.kubeconfig))
-        for manifest in crds():
-            if await admin.find(CRDS, manifest["metadata"]["name"]) is None:
-                await admin.create(CRDS, manifest)
-        everything: Raw = {"apiGroups": ["gpuwarden.io"], "resources": [], "verbs": ["*"]}
-        everything["resources"] = [f"{of.plural}{part}" for of in OURS.values() for part in ("", "/status")]
-        manage = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["manage"]}
-        for user, rules in (("another-controller", [everything]), ("a-warden", [everything, manage])):
-            ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": user}
-            await admin.create(CLUSTER_ROLES, {"metadata": {"name": user}, "rules": rules})
-            stack.push_async_callback(admin.delete, CLUSTER_ROLES, user)
-            bound = {"metadata": {"name": user}, "roleRef": ref, "subjects": [{"kind": "User", "name": user}]}
-            await admin.create(CLUSTER_ROLE_BINDINGS, bound)
-            stack.push_async_callback(admin.delete, CLUSTER_ROLE_BINDINGS, user)
-        for manifest in policies(Installation()):
-            await admin.create(resource_of(manifest), manifest)
-            stack.push_async_callback(admin.delete, resource_of(manifest), manifest["metadata"]["name"])
-        found = Scene(
-            admin,
-            await stack.enter_async_context(Kube(cluster.as_user("another-controller"))),
-            await stack.enter_async_context(Kube(cluster.as_user("a-warden"))),
-        )
-        await wait_until(lambda: acts(found), seconds=20)
+async def people(cluster: Cluster) -> AsyncIterator[People]:
+    async with installed_policies(cluster) as found:
         yield found
-
-
-async def acts(scene: Scene) -> bool:
-    """A policy acts about a second after it is written; deletes are guarded in every version."""
-    with suppress(ApiError):
-        await scene.admin.create(GPU_NODES, made("GPUNode", "node-acts"))
-    try:
-        await scene.controller.call("DELETE", GPU_NODES.path(None, "node-acts"), query={"dryRun": "All"})
-    except ApiError as exc:
-        return exc.status == 403 and "by gpuwarden only" in exc.message
-    return False
 
 
 def made(kind: str, name: str) -> Raw:
     return {"apiVersion": "gpuwarden.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": KINDS[kind]}
 
 
-async def refused(what: Awaitable[Raw]) -> None:
+async def kept_by_us(what: Awaitable[Raw]) -> None:
     with pytest.raises(ApiError) as caught:
         await what
     assert caught.value.status == 403
     assert "by gpuwarden only" in caught.value.message
-    assert "another-controller" in caught.value.message
+    assert "not by pat" in caught.value.message
 
 
 @pytest_asyncio.fixture(params=KINDS, loop_scope="module")
-async def there(request: pytest.FixtureRequest, scene: Scene) -> AsyncIterator[str]:
+async def there(request: pytest.FixtureRequest, people: People) -> AsyncIterator[str]:
     """One object of ours of each kind, named `victim`."""
     kind = str(request.param)
-    await scene.admin.create(OURS[kind], made(kind, "victim"))
+    await people.admin.create(OURS[kind], made(kind, "victim"))
     yield kind
     with suppress(ApiError):
-        await scene.admin.patch(OURS[kind], "victim", {"metadata": {"finalizers": None}})
-        await scene.admin.delete(OURS[kind], "victim")
-    await gone(scene.admin, OURS[kind], "victim")
+        await people.admin.patch(OURS[kind], "victim", {"metadata": {"finalizers": None}})
+        await people.admin.delete(OURS[kind], "victim")
+    await gone(people.admin, OURS[kind], "victim")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_others_create_none_of_our_objects(scene: Scene, kind: str) -> None:
-    await refused(scene.controller.create(OURS[kind], made(kind, "forged"), dryRun="All"))
-    await scene.warden.create(OURS[kind], made(kind, "forged"), dryRun="All")
+async def test_others_create_none_of_our_objects(people: People, kind: str) -> None:
+    await kept_by_us(people.user.create(OURS[kind], made(kind, "forged"), dryRun="All"))
+    await people.warden.create(OURS[kind], made(kind, "forged"), dryRun="All")
 
 
-async def test_others_change_nothing_that_our_objects_say(scene: Scene, there: str) -> None:
+async def test_others_change_nothing_that_our_objects_say(people: People, there: str) -> None:
     of = OURS[there]
-    await refused(scene.controller.patch(of, "victim", CHANGED[there]))
-    whole = await scene.admin.get(of, "victim")
+    await kept_by_us(people.user.patch(of, "victim", CHANGED[there]))
+    whole = await people.admin.get(of, "victim")
     if KINDS[there]:
-        await refused(scene.controller.replace(of, {key: one for key, one in whole.items() if key != "spec"}))
-    assert await scene.admin.get(of, "victim") == whole
+        await kept_by_us(people.user.replace(of, {key: one for key, one in whole.items() if key != "spec"}))
+    assert await people.admin.get(of, "victim") == whole
 
 
-async def test_others_delete_none_of_our_objects(scene: Scene, there: str) -> None:
+async def test_others_delete_none_of_our_objects(people: People, there: str) -> None:
     of = OURS[there]
-    await refused(scene.controller.delete(of, "victim"))
-    await refused(scene.controller.call("DELETE", of.path(None), query={"fieldSelector": "metadata.name=victim"}))
-    assert await scene.admin.find(of, "victim")
+    await kept_by_us(people.user.delete(of, "victim"))
+    await kept_by_us(people.user.call("DELETE", of.path(None), query={"fieldSelector": "metadata.name=victim"}))
+    assert await people.admin.find(of, "victim")
 
 
-async def test_objects_are_written_again_for_their_stored_version_by_anybody(scene: Scene, there: str) -> None:
-    same = await scene.admin.get(OURS[there], "victim")
-    await scene.controller.replace(OURS[there], same)
+async def test_objects_are_written_again_for_their_stored_version_by_anybody(people: People, there: str) -> None:
+    same = await people.admin.get(OURS[there], "victim")
+    await people.user.replace(OURS[there], same)
 
 
-async def test_garbage_collector_ends_a_delete_that_was_allowed(cluster: Cluster, scene: Scene, there: str) -> None:
+async def test_garbage_collector_ends_a_delete_that_was_allowed(cluster: Cluster, people: People, there: str) -> None:
     """It takes its finalizer off, and holds no permission of ours."""
     of = OURS[there]
-    await scene.warden.patch(of, "victim", {"metadata": {"finalizers": ["example.test/foreground"]}})
-    await scene.warden.delete(of, "victim")
+    await people.warden.patch(of, "victim", {"metadata": {"finalizers": ["example.test/foreground"]}})
+    await people.warden.delete(of, "victim")
     async with Kube(cluster.as_user("system:serviceaccount:kube-system:generic-garbage-collector")) as collector:
         await collector.patch(of, "victim", {"metadata": {"finalizers": None}})
-    await gone(scene.admin, of, "victim")
+    await gone(people.admin, of, "victim")
 
 
 @pytest.mark.parametrize("uuid", NO_UUIDS)
-async def test_not_even_we_store_a_device_that_is_no_uuid(scene: Scene, uuid: str) -> None:
+async def test_not_even_we_store_a_device_that_is_no_uuid(people: People, uuid: str) -> None:
     content = {**made("GPUNode", "forged"), "spec": {"devices": [{"uuid": uuid}]}}
     with pytest.raises(ApiError) as caught:
-        await scene.warden.create(GPU_NODES, content, dryRun="All")
+        await people.warden.create(GPU_NODES, content, dryRun="All")
     assert caught.value.status == 422
     assert "spec.devices[0].uuid" in caught.value.message
 
 
 @pytest.mark.parametrize("uuid", ["GPU-2d6f6a3e-5b0c-4f0e-9b1c-0f6f6f6f6f6f", "MIG-GPU-2d6f6a3e-5b0c/1/0", "GPU-0"])
-async def test_uuids_of_gpus_and_their_slices_are_stored(scene: Scene, uuid: str) -> None:
+async def test_uuids_of_gpus_and_their_slices_are_stored(people: People, uuid: str) -> None:
     content = {**made("GPUNode", "node-x"), "spec": {"devices": [{"uuid": uuid}]}}
-    await scene.warden.create(GPU_NODES, content, dryRun="All")
+    await people.warden.create(GPU_NODES, content, dryRun="All")
+
+
+# Reservations, evidence and the list for bindings, by their own policies.
+
+
+async def test_reservations_are_written_by_gpuwarden(people: People) -> None:
+    await refused(
+        people.user.patch(GPU_NODES, "node-p", FORGED_STATUS, subresource="status"),
+        "The reservations on node-p are written by gpuwarden only, not by pat.",
+    )
+    await people.warden.patch(GPU_NODES, "node-p", {"status": {"free": 1}}, subresource="status")
+    # What a node has is not a reservation.
+    await people.user.patch(GPU_NODES, "node-p", {"metadata": {"labels": {"a": "b"}}})
+
+
+async def test_reservations_are_not_deleted_with_their_node(people: People) -> None:
+    said = "The reservations on node-p are deleted by gpuwarden only, not by pat."
+    await refused(people.user.delete(GPU_NODES, "node-p"), said)
+    # A collection's delete names no object; each is asked about all the same.
+    await refused(
+        people.user.call("DELETE", GPU_NODES.path(None), query={"fieldSelector": "metadata.name=node-p"}), said
+    )
+    assert await people.admin.find(GPU_NODES, "node-p")
+    await people.warden.call("DELETE", GPU_NODES.path(None, "node-p"), query={"dryRun": "All"})
+
+
+async def test_what_nodes_have_proven_is_written_by_gpuwarden(people: People) -> None:
+    said = "What node-p has proven is written by gpuwarden only, not by pat."
+    await refused(people.user.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status"), said)
+    await refused(people.user.patch(NODE_EVIDENCES, "node-p", {"metadata": {"labels": {"a": "b"}}}), said)
+    new = new_node_evidence("node-q")
+    await refused(people.user.create(NODE_EVIDENCES, new), "What node-q has proven is written by gpuwarden only")
+    await refused(people.user.delete(NODE_EVIDENCES, "node-p"), "What node-p has proven is deleted", "pat")
+    await refused(people.user.call("DELETE", NODE_EVIDENCES.path(None)), "has proven is deleted", "pat")
+    await people.warden.create(NODE_EVIDENCES, new, dryRun="All")
+    await people.warden.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status")
+    # As for its stored version.
+    same = await people.admin.get(NODE_EVIDENCES, "node-p")
+    await people.user.replace(NODE_EVIDENCES, same)
+
+
+async def test_until_when_pods_are_bound_without_a_review_is_written_by_gpuwarden(people: People) -> None:
+    said = "Until when pods are bound without a review is written by gpuwarden only, not by pat."
+    await refused(people.user.create(BINDING_ENDS, {**ENDS, "metadata": {"name": "another"}}), said)
+    kept = {"spec": {"kept": "2026-01-01T00:00:00Z", "nodes": {}}}
+    await refused(people.user.patch(BINDING_ENDS, "gpuwarden", kept), said)
+    await refused(people.user.delete(BINDING_ENDS, "gpuwarden"), said)
+    await refused(people.user.call("DELETE", BINDING_ENDS.path(None)), said)
+    await people.warden.patch(BINDING_ENDS, "gpuwarden", kept)
+    await people.warden.call("DELETE", BINDING_ENDS.path(None, "gpuwarden"), query={"dryRun": "All"})
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (MUTATING, "gpuwarden"),
+        (VALIDATING, "gpuwarden"),
+        (CRDS, "gpunodes.gpuwarden.io"),
+        (CRDS, "nodeevidences.gpuwarden.io"),
+        (CRDS, "trustbundles.gpuwarden.io"),
+        (CRDS, "bindingends.gpuwarden.io"),
+    ],
+    ids=["mutating", "validating", "gpunodes", "nodeevidences", "trustbundles", "bindingends"],
+)
+async def test_the_installation_cannot_be_taken_away(people: People, of: Resource, name: str) -> None:
+    said = f"{of.plural} {name} belongs to gpuwarden"
+    await refused(people.user.delete(of, name), said, "pat does not have it")
+    if of is CRDS:
+        await refused(people.user.patch(of, name, {"metadata": {"labels": {"a": "b"}}}), said)
+    await people.warden.patch(of, name, {"metadata": {"labels": {"by": "warden"}}})
+
+
+async def test_deleting_all_of_them_is_no_way_round(people: People) -> None:
+    """The request has no name then; each object is asked about all the same."""
+    for of in (MUTATING, VALIDATING):
+        await refused(people.user.call("DELETE", of.path(None)), "belongs to gpuwarden")
+        assert await people.admin.find(of, "gpuwarden")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(failing_open(0), id="failing open"),
+        pytest.param([{"op": "remove", "path": "/webhooks/0/matchConditions"}], id="a member taken away"),
+        pytest.param([{"op": "remove", "path": "/webhooks/0"}], id="a hook taken away"),
+        pytest.param([{"op": "replace", "path": "/webhooks/0/name", "value": "x.gpuwarden.io"}], id="another name"),
+        pytest.param([{"op": "replace", "path": "/webhooks/0/rules/0/operations", "value": ["UPDATE"]}], id="rules"),
+        pytest.param(
+            [{"op": "replace", "path": "/webhooks/0/clientConfig/service/name", "value": "evil"}], id="service"
+        ),
+        pytest.param(
+            [
+                {"op": "remove", "path": "/webhooks/0/clientConfig/service"},
+                {"op": "add", "path": "/webhooks/0/clientConfig/url", "value": "https://evil.test/"},
+            ],
+            id="url",
+        ),
+    ],
+)
+async def test_a_webhook_cannot_be_turned_away(people: People, change: Changes) -> None:
+    for of in (MUTATING, VALIDATING):
+        await refused(people.user.patch(of, "gpuwarden", change), "belongs to gpuwarden")

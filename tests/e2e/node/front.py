@@ -11,8 +11,8 @@ from scripts.node.files import RUNTIME
 from scripts.node.real import RealNode
 from tests.e2e.crew import Site, removed, standing_on
 from tests.e2e.kube import NAMESPACES, PODS, Kube, pod, wait_until
+from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import GPU_NODES, installed
-from tests.e2e.test_policies import resource_of
 from webhook.policies import Installation, policies
 
 HASH: Final = "sha256:aa11"

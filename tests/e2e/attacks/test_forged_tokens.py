@@ -37,7 +37,7 @@ from webhook.evidence.jwt_bundle import parse_bundle
 from webhook.evidence.jwt_svid import BadTokenError, Examiner, Fault, Proof, check_signature
 from webhook.evidence.nonce import Nonces
 
-PROGRAM = Path(__file__).resolve().parent.parent / "go-spiffe"
+PROGRAM = Path(__file__).resolve().parents[2] / "go-spiffe"
 BUILD_LIMIT = 600.0
 SKEW = timedelta(seconds=5)
 NO_GO = "there is no Go here to build go-spiffe with"

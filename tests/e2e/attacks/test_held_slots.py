@@ -1,0 +1,89 @@
+"""Another controller writes into GPUNodes what is held. The API server refuses to give a held device away, whoever
+writes."""
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.kube import ApiError, Kube, forced_away
+from tests.e2e.people import GPU_NODES
+from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
+from tests.ledger.contract import ask, on, pod
+from webhook.cluster import connected
+from webhook.core.reservation import ReservationId
+from webhook.settings import Settings
+
+
+@pytest.fixture
+async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
+    await installed(kube)
+    for raw in (NODE_A, NODE_B):
+        await kube.create(GPU_NODES, copy.deepcopy(raw))
+    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+        yield ApiBench(api, kube)
+    for raw in (NODE_A, NODE_B):
+        await forced_away(kube, GPU_NODES, raw["metadata"]["name"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param([{"op": "remove", "path": "/status/held/GPU-a0~10"}], id="dropped"),
+        pytest.param([{"op": "remove", "path": "/status/held"}], id="all-dropped"),
+        pytest.param([{"op": "remove", "path": "/status"}], id="the-status-dropped"),
+        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/reservation", "value": "r9"}], id="anothers"),
+        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/namespace", "value": "x"}], id="namespace"),
+        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/digest", "value": "x"}], id="another-claim"),
+        pytest.param([{"op": "replace", "path": "/status/held/GPU-a0~10/uid", "value": "x"}], id="another-pod"),
+        pytest.param([{"op": "remove", "path": "/status/held/GPU-a0~10/uid"}], id="no-pod"),
+        pytest.param(
+            [
+                {"op": "remove", "path": "/status/held/GPU-a0~10"},
+                {
+                    "op": "add",
+                    "path": "/status/held/GPU-a0~10",
+                    "value": {"reservation": "r9", "phase": "pending", "namespace": "ml", "digest": "d1"},
+                },
+            ],
+            id="dropped-and-taken-in-one-write",
+        ),
+    ],
+)
+async def test_a_hand_that_goes_round_us_cannot_give_a_held_device_away(
+    bench: ApiBench, change: list[dict[str, Any]]
+) -> None:
+    await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0"))
+    await bench.ledger.bind(ReservationId("r1"), pod(1))
+    before = await bench.held()
+    with pytest.raises(ApiError) as refused:
+        await bench.kube.patch(GPU_NODES, "node-a", change, subresource="status")
+    assert refused.value.status == 422
+    assert await bench.held() == before
+
+
+async def test_of_blind_writers_to_one_slot_one_wins(bench: ApiBench) -> None:
+    async def write(number: int) -> int:
+        entry = {"reservation": f"blind-{number}", "phase": "pending", "namespace": "ml", "digest": "d"}
+        change = {"status": {"held": {"GPU-b0/0": entry}}}
+        try:
+            await bench.kube.patch(GPU_NODES, "node-b", change, subresource="status")
+        except ApiError as exc:
+            return exc.status
+        return 200
+
+    statuses = await asyncio.gather(*(write(number) for number in range(16)))
+    assert statuses.count(200) == 1
+    assert set(statuses) <= {200, 409, 422}
+    assert len(await bench.held("node-b")) == 1
+
+
+@pytest.mark.parametrize("slot", ["GPU-a0", "GPU-a0/", "GPU-a0/01", "GPU-a0/-1", "GPU-a0/\u0663", "GPU-a0/k"])
+async def test_what_names_no_slot_cannot_be_held(bench: ApiBench, slot: str) -> None:
+    entry = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
+    await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a1"))
+    with pytest.raises(ApiError, match="a slot is named by its device and a number"):
+        await bench.kube.patch(GPU_NODES, "node-a", {"status": {"held": {slot: entry}}}, subresource="status")

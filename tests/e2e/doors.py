@@ -1,0 +1,198 @@
+"""An API server that asks a server of ours, by the configurations that we ship."""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from attrs import frozen
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.conftest import new_namespace
+from tests.e2e.hooks import is_reviewed
+from tests.e2e.kube import (
+    CLUSTER_ROLE_BINDINGS,
+    CLUSTER_ROLES,
+    MUTATING,
+    NAMESPACES,
+    PODS,
+    VALIDATING,
+    ApiError,
+    Kube,
+    Raw,
+    pod,
+    wait_until,
+)
+from tests.running import Running
+from webhook.policies import Installation, webhooks
+
+PROVEN = "sha256:aa11"
+HASH = {"gpuwarden.io/required-hash": PROVEN}
+INVENTORY = {
+    "nodes": [{"name": "node-1", "evidence": {"hash": PROVEN}, "devices": [{"uuid": f"GPU-{n}"} for n in range(64)]}]
+}
+# Nobody reads the log while a test runs, and a pipe holds 64 KiB.
+QUIET = ("--log-level", "error")
+# The discard port, where nobody listens.
+NOBODY = "https://127.0.0.1:9"
+
+CANONICAL, ALIAS = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}
+VISIBLE = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]
+
+
+@asynccontextmanager
+async def registered(kube: Kube, installation: Installation, name: str = "gpuwarden") -> AsyncIterator[None]:
+    kinds = {"MutatingWebhookConfiguration": MUTATING, "ValidatingWebhookConfiguration": VALIDATING}
+    for manifest in webhooks(installation):
+        await kube.create(kinds[manifest["kind"]], {**manifest, "metadata": {"name": name}})
+    try:
+        yield
+    finally:
+        for of in kinds.values():
+            await kube.delete(of, name)
+
+
+@frozen
+class Doors:
+    """A server, and an API server that asks it."""
+
+    server: Running
+    kube: Kube
+    own_namespace: str
+
+    async def calls(self) -> dict[str, int]:
+        """How often each route was asked since the server started."""
+        async with httpx.AsyncClient(base_url=self.server.urls["http"], trust_env=False) as client:
+            text = (await client.get("/metrics")).raise_for_status().text
+        found = {"/mutate": 0, "/validate": 0}
+        for route, count in re.findall(r'gpuwarden_http_requests_total\{route="(/\w+)",status="\d+"\} ([\d.]+)', text):
+            if route in found:
+                found[route] += int(float(count))
+        return found
+
+
+class Counting:
+    """The calls of a block."""
+
+    def __init__(self, doors: Doors) -> None:
+        self._doors = doors
+        self.mutate = self.validate = -1
+
+    async def __aenter__(self) -> "Counting":
+        self._before = await self._doors.calls()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        after = await self._doors.calls()
+        self.mutate = after["/mutate"] - self._before["/mutate"]
+        self.validate = after["/validate"] - self._before["/validate"]
+
+    @property
+    def both(self) -> tuple[int, int]:
+        return self.mutate, self.validate
+
+
+def trusting(server: Running) -> bytes:
+    return (server.directory / "certs/dev/ca.crt").read_bytes()
+
+
+@asynccontextmanager
+async def opened(cluster: Cluster, server: Running) -> AsyncIterator[Doors]:
+    async with Kube(cluster.kubeconfig) as kube, new_namespace(kube, CANONICAL) as own, new_namespace(kube) as probes:
+        # Bindings have tests of their own: they are of every pod of an opted-in namespace, and would be counted here.
+        installation = Installation(
+            namespace=own,
+            url=server.urls["https"],
+            ca_bundle=trusting(server),
+            reviews_deletes=True,
+            reviews_bindings=False,
+        )
+        async with registered(kube, installation):
+            await kube.patch(NAMESPACES, probes, {"metadata": {"labels": CANONICAL}})
+            await wait_until(lambda: is_reviewed(kube, probes))
+            yield Doors(server, kube, own)
+
+
+def with_labels(one: Raw, labels: dict[str, str]) -> Raw:
+    return {**one, "metadata": {**one["metadata"], "labels": labels}}
+
+
+def container(name: str = "main", **members: Any) -> Raw:
+    return {"name": name, "image": "example.test/main:1", **members}
+
+
+def of_containers(*containers: Raw, **spec: Any) -> Raw:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "a"},
+        "spec": {"containers": list(containers), **spec},
+    }
+
+
+def noted(key: str, value: str) -> Raw:
+    return pod("a", annotations={key: value})
+
+
+def left_alone() -> Raw:
+    """A pod that nobody else writes: the API server asks again about a change if another came between."""
+    return pod("a", gpus=1, annotations=HASH, schedulerName="nobody")
+
+
+@asynccontextmanager
+async def granted(kube: Kube, name: str, rules: list[Raw], accounts: list[tuple[str, str]]) -> AsyncIterator[None]:
+    await kube.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": rules})
+    ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
+    subjects = [{"kind": "ServiceAccount", "namespace": ns, "name": account} for ns, account in accounts]
+    await kube.create(CLUSTER_ROLE_BINDINGS, {"metadata": {"name": name}, "roleRef": ref, "subjects": subjects})
+    try:
+        yield
+    finally:
+        await kube.delete(CLUSTER_ROLE_BINDINGS, name)
+        await kube.delete(CLUSTER_ROLES, name)
+
+
+async def is_said(kube: Kube, path: str, content: Raw, words: re.Pattern[str]) -> bool:
+    try:
+        await kube.call("POST", path, content, {"dryRun": "All"})
+    except ApiError as exc:
+        return words.search(exc.message) is not None
+    return False
+
+
+COPIED = {
+    f"copied {key}": noted(key, "x")
+    for key in (
+        "gpuwarden.io/claim",
+        "gpuwarden.io/gpu-uuid",
+        "gpuwarden.io/reservation-id",
+        "gpuwarden.io/node",
+        "fudo.org/gpu.uuid",
+        "fudo.org/gpu.reservation-id",
+        "fudo.org/gpu.node",
+    )
+}
+
+
+FORGED = {key: "forged" for one in COPIED.values() for key in one["metadata"]["annotations"]}
+
+
+@asynccontextmanager
+async def nobody_answers(kube: Kube) -> AsyncIterator[str]:
+    """A namespace with one pod of each kind, made before; now every call leads nowhere."""
+    label = {"example.test/down": "true"}
+    async with new_namespace(kube, label) as namespace:
+        outputs = {"gpuwarden.io/claim": "{}", "gpuwarden.io/reservation-id": "r1", "gpuwarden.io/gpu-uuid": "GPU-0"}
+        gate = [{"name": "example.test/wait"}]
+        await kube.create(PODS, pod("plain"), namespace)
+        await kube.create(PODS, pod("served", annotations=HASH | outputs, schedulingGates=gate), namespace)
+        await kube.create(PODS, of_containers(container(env=VISIBLE)), namespace)
+        await kube.create(PODS, pod("asking", gpus=1), namespace)
+        installation = Installation(
+            opt_in="example.test/down", url=NOBODY, reviews_deletes=True, reviews_bindings=False
+        )
+        async with registered(kube, installation, "down"):
+            refused = re.compile(r'failed calling webhook "mutate\.gpuwarden\.io"')
+            await wait_until(lambda: is_said(kube, PODS.path(namespace), pod("probe", gpus=1), refused))
+            yield namespace
