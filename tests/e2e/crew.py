@@ -31,10 +31,11 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
+from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
-from webhook.policies import Installation, webhooks, while_down
+from webhook.policies import Installation, policies, webhooks, while_down
 
 # The machine may be busy with other things.
 START_TIMEOUT = 60.0
@@ -353,6 +354,22 @@ async def standing_on(
             await here.reviewed()
         stack.push_async_callback(here.free_all)
         yield here
+
+
+@asynccontextmanager
+async def guarded(here: Site) -> AsyncIterator[None]:
+    """With the policies that need no server, from when they act: about a second after they are written."""
+    async with AsyncExitStack() as stack:
+        for manifest in policies(Installation()):
+            await here.kube.create(resource_of(manifest), manifest)
+            stack.push_async_callback(here.kube.delete, resource_of(manifest), manifest["metadata"]["name"])
+        await wait_until(lambda: is_blinded(here))
+        yield
+
+
+async def is_blinded(here: Site) -> bool:
+    made = await here.kube.create(PODS, pod("probe"), here.namespace, dryRun="All")
+    return "NVIDIA_VISIBLE_DEVICES" in {env["name"] for env in made["spec"]["containers"][0].get("env", ())}
 
 
 # Run by every Python that finds it, before anything of ours is imported: a clock cannot be set for one process alone.

@@ -14,9 +14,11 @@ import pytest
 from attrs import evolve, frozen
 
 from scripts.controlplane.cluster import Cluster
+from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen, tenant_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, Worker, site
+from tests.e2e.crew import OPT_IN, Site, Worker, guarded, site
 from tests.e2e.figures import percentile, tell
+from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import (
     EVENTS,
     NAMESPACES,
@@ -185,6 +187,25 @@ async def test_plain_pods_are_bound_while_every_replica_is_down(scene: Scene, re
     tell(request, median_ms_create_to_bound=percentile(took, 0.5) * 1000, worst_ms=max(took) * 1000)
     with pytest.raises(ApiError, match="failed calling webhook"):
         await scene.kube.create(PODS, pod("asking", 1, ASKING), scene.namespace)
+
+
+async def test_a_plain_pod_with_a_sidecar_is_made_blinded_and_bound_while_nothing_of_us_runs(
+    scene: Scene, cluster: Cluster
+) -> None:
+    """With all that an installation has put into the API server."""
+    async with guarded(scene.site), tenant_of(cluster, scene.kube, OPT_IN) as (tenant, namespace):
+        await wait_until(lambda: is_reviewed(scene.kube, namespace))
+        await scene.site.stop()
+        for number, members in enumerate(HOSTILE.values()):
+            content = hostile_pod(members, name=f"plain-{number}")
+            reply = await tenant.http.post(PODS.path(namespace), json=content)
+            assert reply.status_code == 201, reply.text
+            assert seen(reply.json()) == dict.fromkeys(("init", "side", "a", "b"), "void")
+            made = await pod_in_phase(scene.kube, namespace, f"plain-{number}", "Running")
+            assert made["spec"]["nodeName"]
+            assert set(seen(made).values()) == {"void"}
+        with pytest.raises(ApiError, match="failed calling webhook"):
+            await tenant.create(PODS, pod("asking", 1), namespace)
 
 
 async def test_a_pod_whose_evidence_ends_meanwhile_is_not_bound_and_one_whose_evidence_lasts_is(

@@ -9,11 +9,9 @@ from typing import Final
 from scripts.controlplane.cluster import Cluster
 from scripts.node.files import RUNTIME
 from scripts.node.real import RealNode
-from tests.e2e.crew import Site, removed, standing_on
-from tests.e2e.kube import NAMESPACES, PODS, Kube, pod, wait_until
-from tests.e2e.people import resource_of
+from tests.e2e.crew import Site, guarded, removed, standing_on
+from tests.e2e.kube import NAMESPACES, PODS, Kube, wait_until
 from tests.e2e.test_ledger import GPU_NODES, installed
-from webhook.policies import Installation, policies
 
 HASH: Final = "sha256:aa11"
 
@@ -34,27 +32,18 @@ async def in_front(
     devices = {node.name: node.gpus for node in nodes}
     async with AsyncExitStack() as stack:
         await installed(kube)
-        for manifest in policies(Installation()):
-            await kube.create(resource_of(manifest), manifest)
-            stack.push_async_callback(kube.delete, resource_of(manifest), manifest["metadata"]["name"])
         stack.push_async_callback(removed, kube, tuple(devices), (GPU_NODES,))
         own = ("--runtime-class", RUNTIME, *evidence, *flags)
         standing = standing_on(cluster, kube, directory, devices, replicas=replicas, flags=own)
         here = await stack.enter_async_context(standing)
+        await stack.enter_async_context(guarded(here))
         # Heartbeats are written to files of the machine.
         exempt = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
         await kube.patch(NAMESPACES, here.namespace, exempt)
         stack.push_async_callback(emptied, here)
         await here.reconciler()
         await here.offered()
-        await wait_until(lambda: is_blinded(here))
         yield here
-
-
-async def is_blinded(here: Site) -> bool:
-    """A policy acts about a second after it is written."""
-    made = await here.kube.create(PODS, pod("probe"), here.namespace, dryRun="All")
-    return "NVIDIA_VISIBLE_DEVICES" in {env["name"] for env in made["spec"]["containers"][0].get("env", ())}
 
 
 async def emptied(here: Site) -> None:
