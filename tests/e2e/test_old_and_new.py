@@ -13,6 +13,7 @@ from scripts.controlplane.cluster import ROOT, Cluster
 from tests.e2e.crew import KINDS, Site, Worker, site
 from tests.e2e.figures import tell
 from tests.e2e.kube import ApiError, Kube, Raw, wait_until
+from tests.e2e.lacking import lacks
 from tests.e2e.storm import Storm, mixed
 from webhook.policies import Installation, webhooks, while_down
 
@@ -34,7 +35,7 @@ def old(tmp_path: Path) -> list[str]:
     archive = ["git", "archive", BEFORE, "webhook"]
     packed = subprocess.run(archive, cwd=ROOT, capture_output=True, check=False)
     if packed.returncode != 0:
-        pytest.skip(f"the history of this clone does not reach back to {BEFORE}")
+        lacks("HISTORY", f"the history of this clone does not reach back to {BEFORE}")
     subprocess.run(["tar", "-x", "-C", str(tree)], input=packed.stdout, check=True)  # noqa: S607
     run = "import sys; from webhook.cli import main; sys.exit(main())"
     return ["/usr/bin/env", f"PYTHONPATH={tree}", sys.executable, "-c", run]

@@ -1,6 +1,5 @@
 """One cluster with one real node for all of these tests, and gpuwarden in front of it for each that asks."""
 
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,11 +12,9 @@ from scripts.node.real import RealNode
 from tests.e2e.conftest import TOOL_MISSING, new_namespace
 from tests.e2e.crew import Site
 from tests.e2e.kube import Kube
+from tests.e2e.lacking import lacks
 from tests.e2e.node.containers import GPUS, NODE, RUNTIME_CLASS, RUNTIME_CLASSES
 from tests.e2e.node.front import in_front
-
-# `.ci/run` sets it: there a test that is skipped is a failure.
-REQUIRED = "E2E_NODE_REQUIRED"
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +23,7 @@ def node_parts() -> None:
     try:
         parts()
     except CannotRunError as exc:
-        if os.environ.get(REQUIRED) == "1":  # noqa: TID251 - of the run, not a setting of ours
-            pytest.fail(f"{exc}; E2E_ALLOW_NO_NODE=1 lets the run pass without", pytrace=False)
-        pytest.skip(str(exc))
+        lacks("NODE", str(exc))
     except BuildError as exc:
         pytest.exit(str(exc), returncode=TOOL_MISSING)
 
