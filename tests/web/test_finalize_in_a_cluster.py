@@ -142,3 +142,14 @@ async def test_what_is_known_here_costs_no_look(first: House, shared: Shared) ->
     assert (await finalize(first, TOLD))[0] == 200
     with shared.store.away():
         assert (await finalize(first, {**TOLD, "name": "another"}))[0] == 409
+
+
+async def test_a_review_of_a_deletion_frees_nothing(first: House, shared: Shared) -> None:
+    """The grace period begins then, and the deletion may be refused yet."""
+    final = builders.created(await first.dress(raw_pod(raw_container(gpus=2)), REVIEW_UID))
+    shared.has(final)
+    await finalize(first, TOLD)
+    before = dict(shared.held)
+    assert (await first.validate(builders.delete(final)))["allowed"]
+    assert shared.held == before
+    assert len(before) == 2
