@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
+from attrs import frozen
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
@@ -37,6 +38,15 @@ class ApiRefusesError(GpuwardenError):
 
 class SaidWire(msgspec.Struct, frozen=True):
     message: str = ""
+
+
+@frozen
+class Reply:
+    """What the API server has answered, with its `Warning` headers."""
+
+    status: int
+    content: bytes
+    warnings: tuple[str, ...] = ()
 
 
 class Limit:
@@ -72,19 +82,36 @@ async def answered(
 
     By paths: the client's methods for pods and nodes load a module for every kind of object there is, 24 MiB of them.
     """
+    reply = await exchanged(api, method, path, names, body, seconds=seconds, kind=kind)
+    return reply.status, reply.content
+
+
+async def exchanged(
+    api: client.ApiClient,
+    method: str,
+    path: str,
+    names: Mapping[str, str],
+    body: object = None,
+    *,
+    seconds: float,
+    kind: str = JSON,
+    query: Mapping[str, str] | None = None,
+) -> Reply:
+    """The same with the warnings."""
     if not all(map(is_object_name, names.values())):
-        return 404, b""
+        return Reply(404, b"")
     request = await api.param_serialize(  # which reads the token from its file
         method=method,
         resource_path=path,
         path_params=dict(names),
+        query_params=list((query or {}).items()),
         header_params={"Accept": JSON, **({"Content-Type": kind} if body is not None else {})},
         body=body,
         auth_settings=["BearerToken"],
     )
     answer = await api.call_api(*request, _request_timeout=seconds)
     async with answer.response as response:
-        return response.status, await response.read()
+        return Reply(response.status, await response.read(), tuple(response.headers.getall("Warning", ())))
 
 
 class Calls:

@@ -179,7 +179,7 @@ def add_question(parser: Parser) -> None:
 def add_explained(parser: Parser) -> None:
     parser.add_argument("words", nargs="*", metavar="FILE", help="manifests, - for stdin; or: pod NAMESPACE/NAME")
     parser.add_argument("-f", "--filename", action="append", default=[], metavar="FILE", help="a manifest, as FILE")
-    parser.add_argument("-n", "--namespace", help="of pods that name none (default: default)")
+    parser.add_argument("-n", "--namespace", help="of pods that name none (default: the context's)")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="form of the answer")
     parser.add_argument("--show", choices=("pod", "patch"), help="the pod as it would be stored, or the patch")
     parser.add_argument("--context", metavar="NAME", help="of the kubeconfig (default: its current one)")

@@ -5,6 +5,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -82,6 +83,15 @@ async def use_kubeconfig(configuration: client.Configuration, path: Path, contex
     except (config.ConfigException, yaml.YAMLError, AttributeError, LookupError, OSError, TypeError, ValueError) as exc:
         said = plain(" ".join(str(exc).split()) or repr(exc))
         raise BadKubeconfigError(f"{path} is no kubeconfig that can be used: {said}") from exc
+
+
+def namespace_of_context(path: Path, context: str | None) -> str | None:
+    """Where kubectl would create what names no namespace."""
+    listed: Callable[[str], tuple[list[dict[str, Any]], dict[str, Any]]] = config.list_kube_config_contexts
+    contexts, current = listed(str(path))
+    found = current if context is None else next((one for one in contexts if one["name"] == context), None)
+    said = (found or {}).get("context", {}).get("namespace")
+    return said if isinstance(said, str) else None
 
 
 async def use_service_account(configuration: client.Configuration, host: str | None, mounted: Path) -> None:

@@ -1,33 +1,27 @@
-"""Who answers `gpuwarden explain`: a running server, this process on what a cluster shows, or on an inventory file."""
+"""Who answers `gpuwarden explain`: a running server, a cluster's API server, or this process on an inventory file."""
 
-import asyncio
 import ssl
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import httpx
 import msgspec
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from webhook.clock import utc_now
 from webhook.core.errors import GpuwardenError
-from webhook.explanation import CannotExplainError, Explainer
+from webhook.explanation import DEFAULT_NAMESPACE, CannotExplainError, Explainer
 from webhook.settings import Settings
 from webhook.tls import trusting
 from webhook.web.admission import Admission
 from webhook.web.health import Health, Stage
 from webhook.wiring import Parts, embedded
 
-if TYPE_CHECKING:
-    from webhook.clustered import ClusterFeed
-
 Json = dict[str, Any]
 # The API server gives a webhook 10 seconds; a scorer may use most of them.
 SERVER_TIMEOUT: Final = httpx.Timeout(30.0)
-# For the first lists of a cluster of some thousand nodes.
-LISTS_TIMEOUT: Final = 20.0
 MOST_SAID: Final = 300
 
 
@@ -132,34 +126,13 @@ async def file_source(settings: Settings) -> AsyncIterator[Source]:
 
 @asynccontextmanager
 async def cluster_source(settings: Settings, context: str | None) -> AsyncIterator[Source]:
-    """The decision made here, on what the API server shows."""
-    from webhook.cluster import ApiPods, connected
-    from webhook.clustered import ClusterFeed, clustered
+    """The API server, with the caller's own rights."""
+    from webhook.cluster import connected, namespace_of_context
+    from webhook.explain_dry_run import DryRuns
 
     async with await connected(settings, context=context) as api:
-        parts = clustered(evolve(settings, inventory=None), utc_now, api, ApiPods(api))
-        if not isinstance(parts.feed, ClusterFeed):
-            raise TypeError("a cluster's parts are fed by watches")
-        await first_lists(parts.feed)
-        keeping = asyncio.create_task(parts.feed.run(1.0))
-        try:
-            async with explaining(
-                f"cluster {api.configuration.host}, decided by the settings given here", parts
-            ) as one:
-                yield one
-        finally:
-            keeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await keeping
-
-
-async def first_lists(feed: "ClusterFeed") -> None:
-    try:
-        async with asyncio.timeout(LISTS_TIMEOUT):
-            await feed.load()
-    except TimeoutError as exc:
-        missing = ", ".join(feed.waits_for)
-        raise CannotSayError(f"the API server did not list {missing}; that needs the rights to list and watch") from exc
+        own = None if settings.kubeconfig is None else namespace_of_context(settings.kubeconfig, context)
+        yield DryRuns(api, own or DEFAULT_NAMESPACE, utc_now)
 
 
 @asynccontextmanager

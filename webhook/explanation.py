@@ -52,7 +52,7 @@ class Explainer:
         namespace = namespace_of(raw) or DEFAULT_NAMESPACE
         held = self._held(raw, namespace)
         if held is not None:
-            return result(Admit(), f"the pod has {', '.join(held.uuids)} of node {held.node} ({held.phase.value})")
+            return result(Admit(), sentence_of(held))
         done = await self._rehearsing.rehearsed(raw, namespace)
         if isinstance(done.verdict, Deny) and STATUS_CODES[done.verdict.reason] == UNAVAILABLE:
             raise CannotExplainError(done.verdict.message)
@@ -97,6 +97,10 @@ class Explainer:
             evidence = self._parts.fleet.berths[fit.name].evidence
             told["hash"] = evidence.hash if evidence else ""
         return told
+
+
+def sentence_of(held: Reservation) -> str:
+    return f"the pod has {', '.join(held.uuids)} of node {held.node} ({held.phase.value})"
 
 
 def result(

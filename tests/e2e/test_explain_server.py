@@ -15,11 +15,14 @@ from scripts.controlplane.cluster import Cluster
 from tests import builders
 from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
 from tests.e2e.crew import Site, site
-from tests.e2e.kube import PODS, ApiError, Kube, pod, wait_until
+from tests.e2e.kube import PODS, RESOURCE_QUOTAS, SERVICE_ACCOUNTS, ApiError, Kube, pod, wait_until
+from tests.e2e.test_ledger import GPU_NODES
 from tests.generated_pods import generated_pods
-from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
+from tests.running import GPUWARDEN
 
 GENERATED = 40
+# Verdict and reason.
+Found = tuple[str, str]
 
 
 @frozen
@@ -76,16 +79,24 @@ class Desk:
         return "admit", response.get("auditAnnotations", {}).get("reason", "NotAsked")
 
 
+UNUSUAL = ("--require-evidence", "asked", "--injection", "cuda")
+
+
 @pytest.fixture
-async def desk(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Desk]:
+async def desk(request: pytest.FixtureRequest, cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[Desk]:
     proven = json.dumps({"expl-0": HASH, "expl-1": OTHER_HASH})
-    flags = ("--node-hash-map", proven)
+    flags = ("--node-hash-map", proven, *getattr(request, "param", ()))
     async with site(cluster, kube, tmp_path, nodes=2, gpus=2, name="expl", flags=flags) as here:
         (tmp_path / "token").write_text(cluster.admin_token)
         await here.replica(serves=True)
         directory = tmp_path / "desk"
         directory.mkdir()
         yield Desk(here, directory, tmp_path / "ca.crt", tmp_path / "token")
+
+
+def labelled(label: str, *uuids: str) -> Raw:
+    """A change of a GPUNode: these are its devices."""
+    return {"spec": {"devices": [{"uuid": uuid, "labels": [label]} for uuid in uuids]}}
 
 
 def manifest(directory: Path, *pods: Raw) -> str:
@@ -110,31 +121,118 @@ async def test_explain_denies_what_the_server_denies_whatever_an_inventory_file_
     assert (await desk.explain(file)).status == 0, "the file alone says otherwise"
 
 
-async def test_of_generated_pods_explain_and_a_dry_run_agree(desk: Desk) -> None:
-    namespace = desk.here.namespace
+def generated(namespace: str) -> list[Raw]:
     pods = [raw for raw in generated_pods(GENERATED * 2, seed=40) if isinstance(raw["spec"]["containers"], list)]
-    pods = [{**raw, "metadata": {**raw["metadata"], "namespace": namespace}} for raw in pods][:GENERATED]
+    return [{**raw, "metadata": {**raw["metadata"], "namespace": namespace}} for raw in pods][:GENERATED]
+
+
+async def verdicts(desk: Desk, pods: list[Raw]) -> list[tuple[str, str]]:
+    """Of the server, for dry runs."""
     trust = ssl.create_default_context(cafile=str(desk.ca))
-    text = yaml.safe_dump_all(pods)
     async with httpx.AsyncClient(base_url=desk.url, verify=trust, trust_env=False) as client:
-        expected = [await desk.dry_run(client, raw) for raw in pods]
-    by_server = await desk.explain("-", "-o", "json", *desk.to_server, stdin=text)
-    settings = [*WITHOUT_EVIDENCE, *desk.here.flags]
-    by_cluster = await desk.explain("-", "-o", "json", "--kubeconfig", str(desk.here.kubeconfig), *settings, stdin=text)
-    for said in (by_server, by_cluster):
-        found = [(one["verdict"], one["reason"]) for one in said.answers]
-        assert len(found) == GENERATED
-        # What only the validating webhook refuses `/mutate` lets through, and the creation ends there.
-        is_refused_later = [one == ("deny", "GpuWithoutClaim") or one == ("deny", "Forged") for one in found]
-        apart = [
-            (raw, one, want)
-            for raw, one, want, later in zip(pods, found, expected, is_refused_later, strict=True)
-            if one != want and not (later and want[0] == "admit")
-        ]
-        assert not apart, apart[:2]
-        assert said.status == 1
+        return [await desk.dry_run(client, raw) for raw in pods]
+
+
+def apart(pods: list[Raw], said: Said, expected: list[tuple[str, str]]) -> list[tuple[Raw, Found, Found]]:
+    """Where the command says something else than `/mutate`."""
+    found = [(one["verdict"], one["reason"]) for one in said.answers]
+    assert len(found) == len(pods)
+    # What only the validating webhook refuses `/mutate` lets through, and the creation ends there.
+    is_refused_later = [one == ("deny", "GpuWithoutClaim") or one == ("deny", "Forged") for one in found]
+    return [
+        (raw, one, want)
+        for raw, one, want, later in zip(pods, found, expected, is_refused_later, strict=True)
+        if one != want and not (later and want[0] == "admit")
+    ]
+
+
+async def test_of_generated_pods_explain_and_a_dry_run_agree(desk: Desk) -> None:
+    pods = generated(desk.here.namespace)
+    expected = await verdicts(desk, pods)
+    said = await desk.explain("-", "-o", "json", *desk.to_server, stdin=yaml.safe_dump_all(pods))
+    assert not (found := apart(pods, said, expected)), found[:2]
+    assert said.status == 1
     assert len(set(expected)) >= 6, "the pods are of many kinds"
     assert await desk.here.held() == {}
+
+
+@pytest.mark.parametrize("desk", [UNUSUAL], indirect=True, ids=["a server with unusual settings"])
+async def test_of_generated_pods_a_kubeconfig_alone_leads_to_what_the_server_says(desk: Desk) -> None:
+    """The command is given no setting of the server. What the API server itself takes for no pod it refuses first."""
+    await desk.here.reviewed()
+    pods = generated(desk.here.namespace)
+    expected = await verdicts(desk, pods)
+    env = {"KUBECONFIG": str(desk.here.kubeconfig)}
+    text = yaml.safe_dump_all(pods)
+    for flags in (["--kubeconfig", str(desk.here.kubeconfig)], []):
+        said = await desk.explain("-", "-o", "json", *flags, stdin=text, env=env)
+        found = apart(pods, said, expected)
+        by_api_server = [one for _, one, _ in found if one in (("deny", "BadRequest"), ("deny", "Invalid"))]
+        assert len(by_api_server) == len(found) < GENERATED // 4, [one for one in found if one[1] not in by_api_server]
+        assert said.status == 1
+        assert {"admit", "deny"} == {one["verdict"] for one in said.answers}
+    assert len(set(expected)) >= 5, expected
+    assert await desk.here.held() == {}
+
+
+async def test_a_kubeconfig_leads_to_hints_and_warnings_and_the_pod(desk: Desk, kube: Kube) -> None:
+    here = desk.here
+    await here.reconciler()
+    await here.reviewed()
+    by = ["-n", here.namespace, "--kubeconfig", str(here.kubeconfig)]
+    await kube.patch(GPU_NODES, "expl-0", labelled("model=h100", "GPU-expl-0-0", "GPU-expl-0-1"))
+    raw = pod("train", gpus=1)
+    raw["metadata"]["labels"] = {"gpuwarden.io/gpu.modle": "h100"}
+    said = await desk.explain("-", *by, stdin=json.dumps(raw))
+    assert (said.status, "hint: no GPU has the label modle=h100: did you mean model=h100?" in said.out) == (1, True), (
+        said
+    )
+    raw = pod("train", gpus=1, annotations={"gpuwarden.io/required-hash": HASH.upper()})
+    said = await desk.explain("-", *by, stdin=json.dumps(raw))
+    assert (said.status, "NoProvenNode" in said.out) == (1, True), said
+    assert f"no node has proven {HASH.upper()}: did you mean {HASH}?" in said.out
+    raw = pod("train", gpus=2, annotations={"gpuwarden.io/required-hash": HASH}, nothing="like this")
+    said = await desk.explain("-", *by, stdin=json.dumps(raw))
+    assert (said.status, "2 GPUs on a node attested as" in said.out, "unknown field" in said.out) == (0, True, True), (
+        said
+    )
+    shown = await desk.explain("-", *by, "--show", "pod", stdin=json.dumps(raw))
+    made = yaml.safe_load(shown.out)
+    assert made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] == "GPU-expl-0-0,GPU-expl-0-1"
+    assert made["spec"]["serviceAccountName"] == "default", "what other admission plugins make of it"
+    patch = json.loads((await desk.explain("-", *by, "--show", "patch", stdin=json.dumps(raw))).out)
+    assert {one["op"] for one in patch} >= {"add"}
+    assert await here.held() == {}
+
+
+async def test_what_is_not_told_to_a_caller_is_no_verdict(desk: Desk, kube: Kube) -> None:
+    """Without the right to create pods, without the namespace, and while our webhooks do not answer."""
+    here = desk.here
+    await here.reviewed()
+    await kube.create(SERVICE_ACCOUNTS, {"metadata": {"name": "guest"}}, here.namespace)
+    token = await kube.post(SERVICE_ACCOUNTS, "guest", "token", {"spec": {}}, here.namespace)
+    content = json.loads(here.kubeconfig.read_text())
+    content["users"][0]["user"] = {"token": token["status"]["token"]}
+    content["contexts"][0]["context"]["namespace"] = here.namespace
+    (desk.directory / "guest").write_text(json.dumps(content))
+    file = manifest(desk.directory, pod("train", gpus=1))
+    forbidden = await desk.explain(file, "--kubeconfig", "guest")
+    assert (forbidden.status, f'in the namespace "{here.namespace}"' in forbidden.out) == (2, True), forbidden
+    nowhere = await desk.explain(file, "-n", "not-there", "--kubeconfig", str(here.kubeconfig))
+    assert (nowhere.status, "not-there" in nowhere.out) == (2, True), nowhere
+    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+    await kube.create(RESOURCE_QUOTAS, quota, here.namespace)
+    by = ["-n", here.namespace, "--kubeconfig", str(here.kubeconfig)]
+
+    async def full() -> Said:
+        return await desk.explain(file, *by)
+
+    said = await wait_until(full, lambda said: said.status == 1)
+    assert "exceeded quota" in said.out, said
+    await kube.delete(RESOURCE_QUOTAS, "none", here.namespace)
+    await here.balancer.only()
+    down = await desk.explain(file, *by)
+    assert (down.status, "failed calling webhook" in down.out) == (2, True), down
 
 
 async def test_what_only_the_second_webhook_refuses_is_refused_by_the_api_server_too(desk: Desk, kube: Kube) -> None:

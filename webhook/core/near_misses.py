@@ -3,10 +3,10 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
+from typing import Protocol
 
 from webhook.core import keys
 from webhook.core.claim import Claim
-from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 
 # A comparison takes up to half a millisecond, and reviews wait meanwhile: only so many names are compared, of so many
@@ -21,12 +21,22 @@ CUTOFF = 0.75
 OWN_KEYS = tuple(sorted(keys.INPUT_NAMES | {keys.OPT_IN.name}))
 
 
-def near_misses(pod: Pod, claim: Claim | None, fleet: Fleet) -> Iterator[str]:
+class Known(Protocol):
+    """What there is to be asked for: a fleet, or what somebody has listed."""
+
+    @property
+    def proven_hashes(self) -> Mapping[str, int]: ...
+
+    @property
+    def device_labels(self) -> Collection[str]: ...
+
+
+def near_misses(pod: Pod, claim: Claim | None, known: Known) -> Iterator[str]:
     """Sentences for a person, each about one thing in the pod that matches nothing."""
     yield from near_keys([*pod.annotations, *pod.labels])
     if claim is not None:
-        yield from near_hashes(claim.record.hashes, fleet.proven_hashes)
-        yield from near_labels(claim.record.requirements, fleet.device_labels)
+        yield from near_hashes(claim.record.hashes, known.proven_hashes)
+        yield from near_labels(claim.record.requirements, known.device_labels)
 
 
 def near_hashes(asked: Collection[str], proven: Mapping[str, int]) -> Iterator[str]:
