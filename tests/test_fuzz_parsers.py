@@ -1,6 +1,10 @@
 """The kept inputs of `make fuzz`: each is read, or refused in a way that its parser names."""
 
+import re
+import sys
+from pathlib import Path
 from random import Random
+from types import FrameType
 
 import pytest
 
@@ -30,3 +34,56 @@ def test_a_parser_that_raises_what_it_does_not_name_is_a_finding() -> None:
     wrong = tried(Parser("broken", broken, "hashes"), b"x", keeps=False)
     assert len(wrong) == 1
     assert wrong[0].startswith("broken: KeyError")
+
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a module does that reads text or objects of others.
+READS = re.compile(
+    r"msgspec\.convert\(|msgspec\.json\.decode\(|Decoder\(|object_in\(|[^_]decoded\(|yaml\.safe_load|"
+    r"load_(?:der|pem)_x509|fields_of\(|ElementTree|expat|json\.loads\("
+)
+# Those that no parser of `make fuzz` reaches, and why.
+ELSEWHERE = {
+    **dict.fromkeys(("webhook/web/explain.py", "webhook/web/evidence.py", "webhook/scoring/scorer.py"), "a route"),
+    **dict.fromkeys(("webhook/crds.py", "webhook/policies/__init__.py", "webhook/issuing.py"), "a file of its own"),
+    **dict.fromkeys(("webhook/tls.py", "webhook/setting_kinds.py"), "what the operator has written"),
+    "webhook/export/outbox.py": "a file of its own: tests/export/test_outbox.py damages it",
+    "webhook/watch.py": "around objects: tests/test_watch_faults.py",
+    "webhook/evidence/workload_api.py": "around SVIDs: tests/evidence/test_workload_api.py",
+    "webhook/evidence/bundle_endpoint.py": "around bundles: tests/evidence/test_bundle_endpoint.py",
+    "webhook/attest.py": "the server that a node was given: tests/test_attest.py",
+    "webhook/self_certs.py": "around Secrets: tests/test_self_certs.py",
+    "webhook/scheduler/binder_volumes.py": "an object that the binder has just written",
+    "webhook/explain_sources.py": "the server that a person has named: tests/test_explain.py",
+    "webhook/explain_dry_run.py": "the API server that a person has named: tests/e2e/test_explain_server.py",
+}
+
+
+def reading_modules() -> set[str]:
+    found = (ROOT / "webhook").rglob("*.py")
+    return {str(one.relative_to(ROOT)) for one in found if READS.search(one.read_text())}
+
+
+def reached() -> set[str]:
+    """The modules that are entered while the seeds are read."""
+    files: set[str] = set()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    for parser in PARSERS:
+        for content in seeds(parser.seeds):
+            sys.setprofile(profile)
+            try:
+                tried(parser, content, keeps=False)
+            finally:
+                sys.setprofile(None)
+    return {str(Path(one).relative_to(ROOT)) for one in files if one.startswith(str(ROOT / "webhook"))}
+
+
+def test_every_module_that_reads_what_others_write_is_fuzzed() -> None:
+    modules, entered = reading_modules(), reached()
+    assert modules - entered - ELSEWHERE.keys() == set(), "give it a Parser, or say here who else tries it"
+    assert ELSEWHERE.keys() - modules == set(), "reads nothing any more"
+    assert ELSEWHERE.keys() & entered == set(), "is fuzzed by now"

@@ -14,7 +14,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
 from webhook.ledger.store import Raw, RefusedError, StoreAwayError
 from webhook.namespaces import NamespacesUnavailableError
-from webhook.objects import object_in
+from webhook.objects import decoded, object_in
 
 # Enough to see which field it is about.
 MAX_SAID = 400
@@ -185,8 +185,9 @@ async def explained() -> AsyncIterator[None]:
 
 def said_in(exc: ApiException) -> str:
     try:
-        said = msgspec.json.decode(exc.body or b"", type=Said)
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError):
+        text: bytes | str = exc.body or b""
+        said: Said = decoded(text if isinstance(text, bytes) else text.encode(), Said)
+    except (msgspec.DecodeError, AttributeError):
         return str(exc.reason)
     return said.message[:MAX_SAID]
 

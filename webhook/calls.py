@@ -12,6 +12,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
+from webhook.objects import decoded, object_in
 
 Raw = dict[str, Any]
 REQUEST_TIMEOUT: Final = 10.0
@@ -139,13 +140,13 @@ class Calls:
         if not 200 <= status < 300:
             raise ApiAwayError(f"the API server answered {status}")
         try:
-            return msgspec.json.decode(content, type=Raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            return object_in(content)
+        except msgspec.DecodeError as exc:
             raise ApiAwayError("the API server's answer cannot be read") from exc
 
 
 def said_in(content: bytes) -> str:
     try:
-        return ": " + msgspec.json.decode(content, type=SaidWire).message[:400]
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ": " + str(decoded(content, SaidWire).message)[:400]
+    except msgspec.DecodeError:
         return ""

@@ -40,6 +40,9 @@ REQUEST_TIMEOUT = 5.0
 # Where kubectl looks too.
 DEFAULT_KUBECONFIG = Path(kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
 
+# What the client library raises at an answer that is not what was asked for.
+UNREADABLE = (ValueError, TypeError, AttributeError, RecursionError)
+
 Load = Callable[..., Awaitable[None]]
 RefreshKey = Callable[[client.Configuration], Awaitable[None]]
 
@@ -243,7 +246,7 @@ class ApiCallers:
         review = client.V1SubjectAccessReview(spec=spec)
         try:
             answer = await self._permissions.create_subject_access_review(review, _request_timeout=REQUEST_TIMEOUT)
-        except LOST as exc:
+        except (*LOST, *UNREADABLE) as exc:
             raise CallersUnavailableError("the API server cannot be asked") from exc
         return bool(answer.status and answer.status.allowed)
 
@@ -254,7 +257,7 @@ class ApiCallers:
         review = client.V1TokenReview(spec=client.V1TokenReviewSpec(token=token, audiences=audiences))
         try:
             answer = await self._reviews.create_token_review(review, _request_timeout=REQUEST_TIMEOUT)
-        except LOST as exc:
+        except (*LOST, *UNREADABLE) as exc:
             raise CallersUnavailableError("the API server cannot be asked") from exc
         status = answer.status
         if not (status and status.authenticated):

@@ -22,6 +22,7 @@ from webhook.calls import JSON, JSON_PATCH, LOST, MERGE_PATCH, answered
 from webhook.clock import utc_now
 from webhook.cluster import REQUEST_TIMEOUT, connected
 from webhook.core.errors import GpuwardenError
+from webhook.objects import object_in
 from webhook.probes import Probes
 from webhook.process import rest, stop_signal, until
 from webhook.rotation import (
@@ -311,8 +312,8 @@ class ApiPlace:
         if status == CONFLICT:
             raise OvertakenError
         try:
-            raw = msgspec.json.decode(said, type=Raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raw = object_in(said)
+        except msgspec.DecodeError as exc:
             raise CertificatesError(f"the API server answered {status}, and no object") from exc
         if status >= 400:
             raise CertificatesError(f"the API server answered {status}: {raw.get('message', '')}")

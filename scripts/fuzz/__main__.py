@@ -7,8 +7,10 @@ The seed is printed. What is found is kept in the corpus, and tried first ever a
 
 import argparse
 import asyncio
+import socket
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random, SystemRandom
 from tempfile import TemporaryDirectory
@@ -16,11 +18,12 @@ from tempfile import TemporaryDirectory
 from scripts.fuzz.corpus import keep, seeds
 from scripts.fuzz.mutations import mutated
 from scripts.fuzz.parsers import PARSERS, Parser
-from scripts.fuzz.routes import fuzz
+from scripts.fuzz.routes import fuzz, told_of
 from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.tokens import TRUST_DOMAIN, SigningKey
-from tests.running import serving
+from tests.running import GPUWARDEN, serving, started
 from tests.web.house import INVENTORY
+from webhook.telemetry import configure_logging
 
 # No text that fits into a request or an object takes longer to read.
 SLOWEST = 2.0
@@ -32,6 +35,7 @@ def main() -> int:
     asked.add_argument("--seed", type=int, default=SystemRandom().randrange(2**32))
     options = asked.parse_args()
     print(f"seed {options.seed}")
+    configure_logging("error")  # parsers say what they leave out
     wrong = parsers(options.seconds / 3, Random(options.seed))
     wrong += asyncio.run(routes(options.seconds * 2 / 3, options.seed))
     print(f"{len(wrong)} findings")
@@ -78,17 +82,26 @@ async def routes(seconds: float, seed: int) -> list[str]:
         trusted = ["--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{agent.path}"]
         flags = ["--evidence", "jwt-svid", "--log-level", "warn", *trusted]
         try:
-            starting = serving(directory, INVENTORY, flags)
-            running = await asyncio.to_thread(starting.__enter__)
-            try:
-                found = await fuzz(running, seconds, seed)
-            finally:
-                await asyncio.to_thread(starting.__exit__, None, None, None)
+            with ExitStack() as stack:
+                port = free_port()
+                flags += ["--extender-plain-address", f"127.0.0.1:{port}"]
+                running = await asyncio.to_thread(stack.enter_context, serving(directory, INVENTORY, flags))
+                scorer = [GPUWARDEN, "score", "--inventory", "inventory.json", "--ui-port", "0", "--log-level", "warn"]
+                scoring = await asyncio.to_thread(stack.enter_context, started(scorer, directory))
+                others = {"plain-extender": f"http://127.0.0.1:{port}", "scorer": scoring.urls["http"]}
+                found = await fuzz(running, {**running.urls, **others}, seconds, seed)
+                found.wrong += told_of(scoring)
         finally:
             await agent.stop()
     statuses = ", ".join(f"{count} x {status}" for status, count in sorted(found.by_status.items()))
     print(f"routes: {found.sent} requests, the slowest {found.slowest:.2f} s: {statuses}", *found.wrong, sep="\n")
     return found.wrong
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def mutated(seed: bytes, random: Random) -> bytes:
     text = seed
     try:
         value = json.loads(seed)
-    except ValueError:
+    except (ValueError, RecursionError):
         return damaged(text, random)
     try:
         for _ in range(random.choice((0, 1, 1, 2, 3, 8))):

@@ -1,5 +1,6 @@
 """The parsers of what others write, each with an input to start from and the errors that it may raise."""
 
+import ssl
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -7,17 +8,30 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
+from scripts.fuzz import parsers_of_answers as answers
+from scripts.fuzz import parsers_of_objects as objects
+from scripts.fuzz.parsers_of_objects import stored
+from webhook import audit, binding_ends, continuous, discovery
+from webhook.calls import said_in
 from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, quantity, review
+from webhook.core.dress import DressRules
 from webhook.core.errors import GpuwardenError
 from webhook.evidence import jwt_bundle, jwt_svid, node_evidence, spire_messages
 from webhook.evidence.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence.nonce import Nonces
+from webhook.export import nodes as export_nodes
+from webhook.export import reader, uses
 from webhook.gpu_node import GpuNode
 from webhook.inventory import gpu_nodes, node_annotations, node_gpus, nvidia_smi
 from webhook.inventory.file import Reading
 from webhook.ledger.carrier import Carrier, Sight
-from webhook.objects import object_in
-from webhook.scheduler import binder_wire
+from webhook.ledger.end_of_use import NodeSight
+from webhook.manifest_pods import pods_of
+from webhook.objects import decoded, object_in
+from webhook.scheduler import api_pods, binder_wire, waking
+from webhook.scoring.scorer import QuestionWire
+from webhook.web.callers import CallersUnavailableError
+from webhook.web.evidence import Answer
 from webhook.web.finalize import Told
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
@@ -85,4 +99,34 @@ PARSERS = (
     Parser("JWT-SVID", text(lambda one: EXAMINER.examined(one, NOW)), "tokens"),
     Parser("bundle of keys", jwt_bundle.parse_bundle, "bundles"),
     Parser("agents of SPIRE", agents_of, "messages"),
+    Parser("pod at its end", stored(objects.end_of_pod), "pods", UNREADABLE),
+    Parser("pod of the list of ends", stored(binding_ends.Unbound.of), "pods", UNREADABLE),
+    Parser("BindingEnds", stored(objects.kept_ends), "ends", UNREADABLE),
+    Parser("StatefulSet with a map", stored(objects.mapped_set), "sets", UNREADABLE),
+    Parser("Namespace", stored(objects.namespace), "namespaces", UNREADABLE),
+    Parser("node whose kubelet lives", stored(NodeSight.of), "nodes", UNREADABLE),
+    Parser("node with readings", stored(discovery.said_by), "nodes", UNREADABLE),
+    Parser("node of the exporter", stored(export_nodes.trimmed_node), "nodes", UNREADABLE),
+    Parser("pod of the exporter", stored(reader.pod_seen), "pods", UNREADABLE),
+    Parser("GPUNode of the exporter", stored(uses.Held.parse), "gpunodes", UNREADABLE),
+    Parser("resident pod", stored(lambda one: continuous.Resident.of(one, RULES)), "pods", UNREADABLE),
+    Parser("pod that waits for a scheduler", stored(waking.waits_for_us), "pods", UNREADABLE),
+    Parser("refusal of a Binding", lambda content: api_pods.said_in(409, content), "refusals"),
+    Parser("refusal of a request", said_in, "refusals"),
+    Parser("refusal of an object", answers.refused_object, "refusals"),
+    Parser("TrustBundle", stored(objects.trust_bundle), "trustbundles", UNREADABLE),
+    Parser("TokenReview", answers.token_review, "tokenreviews", (CallersUnavailableError,)),
+    Parser("SubjectAccessReview", answers.access_review, "accessreviews", (CallersUnavailableError,)),
+    Parser("frames of exec", answers.exec_frames, "frames"),
+    Parser("X.509-SVID", answers.x509_svid, "svids"),
+    Parser("peer's certificate", answers.peer, "ders", (ssl.SSLCertVerificationError,)),
+    Parser("answer of the Workload API", answers.jwt_answer, "svids"),
+    Parser("pod that is audited", stored(audit.Reading(RULES, DressRules()).pod), "pods", UNREADABLE),
+    Parser("pod as the binder sees it", stored(objects.seen_by_binder), "pods", UNREADABLE),
+    Parser("node as the binder sees it", stored(objects.seen_by_binder), "nodes", UNREADABLE),
+    Parser("bundle of certificates", answers.certificate_bundle, "certificates"),
+    Parser("answer of a scorer", answers.scorers_answer, "scores", (*UNREADABLE, RecursionError, UnicodeDecodeError)),
+    Parser("question to a scorer", lambda one: decoded(one, QuestionWire), "questions", UNREADABLE),
+    Parser("answer to a challenge", lambda one: decoded(one, Answer), "answers", UNREADABLE),
+    Parser("manifest", text(pods_of), "manifests"),
 )

@@ -8,10 +8,12 @@ from random import Random
 from typing import Final
 
 import httpx
-from attrs import define, field, frozen
+from attrs import define, field
 
 from scripts.fuzz.corpus import keep, seeds
 from scripts.fuzz.mutations import ASCII, mutated
+from scripts.fuzz.targets import Target, targets
+from scripts.fuzz.wire import Wire, spoken
 from tests.running import Running
 
 # No request takes longer, whatever it holds: the API server waits ten seconds for a review.
@@ -23,32 +25,7 @@ CLIENTS: Final = 4
 METHODS: Final = ("GET", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH")
 
 
-@frozen
-class Target:
-    """A route, and the group of the corpus that is sent there; routes without one take no body."""
-
-    listener: str
-    path: str
-    group: str | None = None
-
-
-TARGETS: Final = (
-    Target("https", "/mutate?timeout=10s", "reviews"),
-    Target("https", "/mutate-binding?timeout=10s", "reviews"),
-    Target("https", "/validate?timeout=10s", "reviews"),
-    Target("https", "/explain", "pods"),
-    Target("https", "/finalize", "finalize"),
-    Target("https", "/evidence", "answers"),
-    Target("https", "/evidence/challenge?node=node-a"),
-    Target("https", "/devices"),
-    Target("http", "/"),
-    Target("http", "/devices"),
-    Target("http", "/finalize", "finalize"),
-    Target("extender", "/filter", "extender"),
-    Target("extender", "/prioritize", "extender"),
-    Target("extender", "/preempt", "extender"),
-    Target("extender", "/bind", "extender"),
-)
+TARGETS: Final = targets()
 
 
 @define
@@ -61,37 +38,48 @@ class Findings:
     wrong: list[str] = field(factory=list)
 
 
+TLS_LISTENERS: Final = ("https", "extender")
+
+
 def rss_mib(running: Running) -> int:
     status = Path(f"/proc/{running.process.pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) // 1024
 
 
-async def fuzz(running: Running, seconds: float, seed: int) -> Findings:
-    """All targets from several connections, for so long."""
+async def fuzz(running: Running, urls: Mapping[str, str], seconds: float, seed: int) -> Findings:
+    """All targets from several connections, for so long; `urls` are those of all listeners, of other processes too."""
     found = Findings()
     until = time.monotonic() + seconds
     clients = {
         name: httpx.AsyncClient(base_url=url, verify=running.trust, timeout=DEADLINE + 5, trust_env=False, http2=False)
-        for name, url in running.urls.items()
+        for name, url in urls.items()
     }
     first: list[int] = []
     try:
         async with asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
                 group.create_task(hammer(running, clients, found, until, Random(seed + number), first))
+            for name in TLS_LISTENERS:
+                wire = Wire(name, urls[name], running.trust)
+                group.create_task(speak(wire, found, until, Random(f"{seed} {name}")))
     finally:
         for client in clients.values():
             await client.aclose()
     if first and (grown := rss_mib(running) - first[0]) > GROWTH_MIB:
         found.wrong.append(f"the process has grown by {grown} MiB")
+    found.wrong += told_of(running)
+    return found
+
+
+def told_of(running: Running) -> list[str]:
+    """What the log of a process tells of errors, and whether it still runs."""
+    wrong = []
     log = running.log.read_text(errors="replace")
     if "Traceback" in log or '"level":"error"' in log.replace(" ", ""):
-        found.wrong.append(
-            f"the log tells of an error: {next(line for line in log.splitlines() if 'rror' in line)[:500]}"
-        )
+        wrong.append(f"the log tells of an error: {next(line for line in log.splitlines() if 'rror' in line)[:500]}")
     if running.process.poll() is not None:
-        found.wrong.append(f"the process has ended with {running.process.returncode}")
-    return found
+        wrong.append(f"the process has ended with {running.process.returncode}")
+    return wrong
 
 
 async def hammer(
@@ -112,6 +100,20 @@ async def hammer(
         await send(clients[target.listener], target, body, found, random)
         if found.sent == WARM_UP:
             first.append(rss_mib(running))
+
+
+async def speak(wire: Wire, found: Findings, until: float, random: Random) -> None:
+    """HTTP/2 as kube-scheduler and the API server speak it, and both protocols with damaged bytes."""
+    here = [one for one in TARGETS if one.listener == wire.listener]
+    while time.monotonic() < until and len(found.wrong) < 5:
+        target = random.choice(here)
+        body = mutated(random.choice(seeds(target.group)), random) if target.group else b""
+        said = await spoken(wire, target, body, random)
+        found.sent += 1
+        if said.status is not None:
+            found.by_status[said.status] = found.by_status.get(said.status, 0) + 1
+        if said.problem:
+            found.wrong.append(f"{said.how} {target.path}: {said.problem}; kept as {kept(target, body)}")
 
 
 async def send(client: httpx.AsyncClient, target: Target, body: bytes, found: Findings, random: Random) -> None:

@@ -13,6 +13,7 @@ from kubernetes.aio.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOU
 
 from webhook.calls import Limit
 from webhook.core.errors import GpuwardenError
+from webhook.objects import decoded
 
 # Of what a command says beside its answer, enough to see what is wrong.
 MAX_COMPLAINT: Final = 2000
@@ -61,8 +62,8 @@ class Answer:
             self.stderr += content[: MAX_COMPLAINT - len(self.stderr)]
         elif channel == ERROR_CHANNEL and content:
             try:
-                self.status = msgspec.json.decode(content, type=StatusWire)
-            except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+                self.status = decoded(content, StatusWire)
+            except msgspec.DecodeError as exc:
                 raise ExecError("unavailable", "its end cannot be read") from exc
 
     def content(self) -> bytes:

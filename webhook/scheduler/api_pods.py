@@ -7,6 +7,7 @@ from kubernetes.aio import client
 from webhook.calls import LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
+from webhook.objects import decoded
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
 from webhook.scheduler.waking import AlarmAwayError, NotWokenError
 
@@ -101,7 +102,7 @@ def names_of(pod: PodIdentity) -> dict[str, str]:
 
 def said_in(status: int, body: bytes) -> str:
     try:
-        said = msgspec.json.decode(body, type=StatusWire).message
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        said: str = decoded(body, StatusWire).message
+    except msgspec.DecodeError:
         said = ""
     return said[:MAX_SAID] or f"the API server answered {status}"

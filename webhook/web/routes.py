@@ -38,7 +38,7 @@ def application(
         exception_handlers={HTTPException: refused, Exception: broken},
     )
     app.router.redirect_slashes = False  # another path is another route, of which there is none
-    return Counted(Budgeted(app, budgets or Budgets()), metrics, frozenset(route.path for route in routes))
+    return Counted(Budgeted(app, budgets or Budgets()), metrics, routes)
 
 
 def behind(gate: Gate, route: Declared) -> Endpoint:
@@ -66,10 +66,11 @@ class Budgeted:
 class Counted:
     """Counts answers by route and status; paths that are no routes are one."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, declared: tuple[Declared, ...]) -> None:
+        self.declared = declared
         self._app = app
         self._metrics = metrics
-        self._routes = routes
+        self._routes = frozenset(route.path for route in declared)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,0 +1,118 @@
+"""Readers of what servers answer to our own questions: the API server, a scorer, a kubelet's stream, SPIRE."""
+
+import asyncio
+from functools import cache
+from typing import Any
+
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook import api_objects, cluster
+from webhook.evidence import spiffe_tls
+from webhook.evidence.jwt_workload_api import JwtSvid, bundle_in
+from webhook.evidence.x509_svid import X509Svid
+from webhook.export.pod_exec import Answer
+from webhook.rotation import certificates_in
+from webhook.scoring.client import DECODER
+from webhook.web.callers import Caller, list_pods
+
+HEADERS = {"content-type": "application/json"}
+
+
+class Reply:
+    """An answer on its way through the client library."""
+
+    status = 201
+    reason = "Created"
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self.headers = HEADERS
+        self.data: bytes | None = None
+
+    async def read(self) -> bytes:
+        self.data = self._content
+        return self.data
+
+    def getheaders(self) -> dict[str, str]:
+        return HEADERS
+
+    def getheader(self, name: str, default: str | None = None) -> str | None:
+        return HEADERS.get(name.lower(), default)
+
+
+class Answering(client.ApiClient):
+    """The client library with all that it does to an answer, and no connection."""
+
+    content = b""
+
+    async def call_api(self, *request: Any, **options: Any) -> Any:
+        return Reply(self.content)
+
+
+@cache
+def runner() -> tuple[asyncio.Runner, Answering]:
+    """One for all: a client reads the system's CAs when it is made."""
+    found = asyncio.Runner()
+
+    async def made() -> Answering:
+        return Answering(client.Configuration())
+
+    return found, found.run(made())
+
+
+def callers(content: bytes) -> tuple[asyncio.Runner, cluster.ApiCallers]:
+    found, api = runner()
+    api.content = content
+    return found, cluster.ApiCallers(api)
+
+
+def token_review(content: bytes) -> object:
+    running, asked = callers(content)
+    return running.run(asked.caller_of("token")), running.run(asked.caller_of("token", "gpuwarden"))
+
+
+def access_review(content: bytes) -> object:
+    running, asked = callers(content)
+    found = running.run(asked.may(Caller("somebody"), list_pods("ml")))
+    if type(found) is not bool:
+        raise TypeError(f"{found!r} is neither yes nor no")
+    return found
+
+
+def exec_frames(content: bytes) -> object:
+    """Each with its length in two bytes before it; the stream leaves out empty ones."""
+    answer = Answer(limit=4096)
+    while len(content) > 2:
+        size = int.from_bytes(content[:2])
+        frame, content = content[2 : 2 + size], content[2 + size :]
+        if frame:
+            answer.take(frame)
+    return answer.content()
+
+
+def x509_svid(content: bytes) -> object:
+    return X509Svid.parse(content)
+
+
+def peer(content: bytes) -> None:
+    spiffe_tls.require(content, "spiffe://example.org/spire/server")
+
+
+def jwt_answer(content: bytes) -> object:
+    """Each entry of an answer of the Workload API."""
+    return JwtSvid.parse(content), bundle_in(content)
+
+
+def scorers_answer(content: bytes) -> object:
+    return DECODER.decode(content).advice()
+
+
+def refused_object(content: bytes) -> object:
+    exc = ApiException(status=409, reason="Conflict")
+    vars(exc)["body"] = content  # as the client library leaves it
+    return api_objects.said_in(exc)
+
+
+def certificate_bundle(content: bytes) -> object:
+    return certificates_in(content)

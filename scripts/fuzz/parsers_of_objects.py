@@ -1,0 +1,95 @@
+"""Readers of objects that the API server has checked: a name, labels and annotations are what its schema makes of them.
+
+All else in an object may be anything that somebody could have stored.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from webhook import binding_ends, maps, namespaces, node_proofs
+from webhook.core import keys
+from webhook.core.fleet import Fleet
+from webhook.evidence.jwt_bundle import BadBundleError, JwtBundle, check_succession
+from webhook.ledger import end_of_use
+from webhook.objects import object_in
+from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, World
+
+Raw = dict[str, Any]
+NAMES = ("name", "namespace", "uid", "creationTimestamp", "resourceVersion")
+WORDS = ("labels", "annotations")
+PARTS = ("spec", "status")
+
+
+def stored(read: Callable[[Raw], object]) -> Callable[[bytes], object]:
+    """The reader, behind what the schema of any object makes of its metadata."""
+    return lambda text: read(as_stored(object_in(text)))
+
+
+def as_stored(raw: Raw) -> Raw:
+    found = raw.get("metadata")
+    meta = dict(found) if isinstance(found, dict) else {}
+    for name in NAMES:
+        meta[name] = told if isinstance(told := meta.get(name), str) and told else "one"
+    for name in WORDS:
+        words = meta.pop(name, None)
+        if isinstance(words, dict):
+            meta[name] = {key: value for key, value in words.items() if isinstance(value, str)}
+    kept = {key: value for key, value in raw.items() if key not in PARTS or isinstance(value, dict)}
+    return {**kept, "metadata": meta}
+
+
+def end_of_pod(raw: Raw) -> object:
+    history = end_of_use.History.begun(raw).after(raw)
+    histories = end_of_use.Histories()
+    histories.seen("uid", raw)
+    return history.is_over(raw), end_of_use.has_ended(raw), histories.is_over("uid", raw), histories.grace("uid")
+
+
+def seen_by_binder(raw: Raw) -> object:
+    world = World(["gpu-scheduler"])
+    for kind in (NodesOfWorld(world), PodsOfWorld(world)):
+        kind.changed(raw)
+        kind.deleted(raw)
+    return world.changes
+
+
+def kept_ends(raw: Raw) -> object:
+    return binding_ends.Kept.of(raw).ends()
+
+
+def mapped_set(raw: Raw) -> object:
+    """By all that is done with a set whose namespace may keep GPUs."""
+    sets, name = maps.MappedSets(Fleet()), raw["metadata"]["namespace"]
+    labels = {keys.OPT_IN.name: "true", keys.MAPS_LABEL: "true"}
+    maps.NamespaceNews(sets).changed({"metadata": {"name": name, "labels": labels}})
+    raw = with_schema(raw)
+    sets.changed(raw)
+    sets.refresh()
+    sets.changed({**raw, "spec": {}})
+    sets.deleted(raw)
+    return maps.not_kept([raw], [raw])
+
+
+def with_schema(raw: Raw) -> Raw:
+    """The API server knows the kind, and takes no template or ordinals of another form."""
+    spec = dict(found) if isinstance(found := raw.get("spec"), dict) else {}
+    spec["template"] = as_stored(template if isinstance(template := spec.get("template"), dict) else {})
+    if not isinstance(spec.get("ordinals"), dict):
+        spec["ordinals"] = None
+    return {**raw, "spec": spec}
+
+
+def namespace(raw: Raw) -> object:
+    return namespaces.bond_of(raw), maps.may_keep(raw, keys.OPT_IN.name)
+
+
+def trust_bundle(raw: Raw) -> object:
+    """The CRD's schema has checked the status."""
+    status = raw.get("status")
+    is_whole = isinstance(status, dict) and type(status.get("sequence")) is int and isinstance(status.get("keys"), str)
+    mark = node_proofs.mark_in(raw if is_whole else {})
+    try:
+        check_succession(mark, JwtBundle({}, frozenset(), 1))
+    except BadBundleError:
+        return None
+    return mark

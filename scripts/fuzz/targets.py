@@ -1,0 +1,79 @@
+"""What is fuzzed of each listener: every route that `webhook/web/app.py` declares."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from attrs import frozen
+
+from webhook.web import app
+from webhook.web.routes import Counted
+
+# Which listener of the processes that are started serves which application.
+LISTENERS: Final = {
+    "tls_app": "https",
+    "plain_app": "http",
+    "extender_app": "extender",
+    "plain_extender_app": "plain-extender",
+    "scorer_app": "scorer",
+    "probes_app": "scorer",
+}
+# What is sent to a route that takes a body.
+GROUPS: Final = {
+    "/mutate": "reviews",
+    "/mutate-binding": "reviews",
+    "/validate": "reviews",
+    "/explain": "pods",
+    "/finalize": "finalize",
+    "/evidence": "answers",
+    "/filter": "extender",
+    "/prioritize": "extender",
+    "/preempt": "extender",
+    "/bind": "extender",
+    "/v1/score": "questions",
+}
+QUERIES: Final = {
+    "/mutate": "?timeout=10s",
+    "/mutate-binding": "?timeout=10s",
+    "/validate": "?timeout=10s",
+    "/evidence/challenge": "?node=node-a",
+}
+
+
+@frozen
+class Target:
+    """A route, and the group of the corpus that is sent there; routes without one take no body."""
+
+    listener: str
+    path: str
+    group: str | None = None
+
+
+class Unused:
+    """Stands where a part is named whose routes are only listed."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def never(request: object) -> None:
+            raise NotImplementedError(name)
+
+        return never
+
+
+def applications() -> dict[str, Callable[..., object]]:
+    return {name: one for name, one in inspect.getmembers(app, inspect.isfunction) if name.endswith("_app")}
+
+
+def targets() -> tuple[Target, ...]:
+    return tuple(target for name, make in applications().items() for target in targets_of(name, make))
+
+
+def targets_of(name: str, make: Callable[..., object]) -> Iterator[Target]:
+    """All that it may declare: what it takes by default is left out, but for the routes of proofs."""
+    named = inspect.signature(make).parameters.values()
+    parts = {one.name: Unused() for one in named if one.default is one.empty or one.name == "evidence"}
+    made = make(**parts)
+    if not isinstance(made, Counted):
+        raise TypeError(f"{name} declares no routes")
+    for route in made.declared:
+        group = GROUPS[route.path] if route.method == "POST" else None
+        yield Target(LISTENERS[name], route.path + QUERIES.get(route.path, ""), group)
