@@ -1,6 +1,7 @@
 """What an explanation says is what the webhooks would say, of any pod."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from tests.conftest import Build
 from tests.generated_pods import generated_pods
 from tests.web.house import House, patched
 from webhook.core.near_misses import MOST_KEYS, near_keys
+from webhook.core.reservation import Orphan, PodIdentity
+from webhook.ledger.memory import MemoryLedger
+from webhook.ledger.moves import Abandon, Times
 
 
 async def explained(house: House, raw: Raw) -> Raw:
@@ -50,6 +54,22 @@ async def test_of_generated_pods_verdict_and_reason_are_those_of_a_dry_run(
         found.add(answer["reason"])
     assert len(found) >= 7, "the pods are of many kinds"
     assert house.held == []
+
+
+async def test_a_namespace_with_too_many_orphans_is_told_so_as_its_next_pod_will_be(build: Build) -> None:
+    house = await build(orphans_per_namespace=1)
+    await house.mutate(raw_pod(raw_container(gpus=1)))
+    (held,) = house.parts.ledger.reservations()
+    pod = PodIdentity(held.namespace, "train-0", "uid-0")
+    await house.parts.ledger.finalize(held.id, pod)
+    orphan = Orphan(builders.NOW, timedelta(hours=1))
+    abandon = Abandon(held.id, pod, held.since, orphan)
+    assert isinstance(house.parts.ledger, MemoryLedger)
+    house.parts.ledger._shelf.make(held.node, abandon, builders.NOW, Times(timedelta(0), timedelta(0)))
+    answer = await explained(house, raw_pod(raw_container(gpus=1)))
+    assert (answer["verdict"], answer["reason"]) == ("deny", "NamespaceFull")
+    assert answer["message"].startswith("namespace 'ml' has 1 GPU held by pods that are gone and may still run")
+    assert await creation(house, raw_pod(raw_container(gpus=1))) == ("deny", "NamespaceFull")
 
 
 async def test_nothing_is_counted_as_a_review(house: House) -> None:

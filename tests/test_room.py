@@ -41,7 +41,9 @@ class SlowLedger(MemoryLedger):
 class House:
     """A holder over nodes of eight GPUs."""
 
-    def __init__(self, *, limit: int = 0, percent: int = 0, nodes: int = 1, most_waiting: int = 1000) -> None:
+    def __init__(
+        self, *, limit: int = 0, percent: int = 0, nodes: int = 1, orphans: int = 0, most_waiting: int = 1000
+    ) -> None:
         self.now = NOW
         fleet = Fleet()
         for n in range(nodes):
@@ -54,7 +56,7 @@ class House:
             EvidencePolicy(is_always_required=False),
             lambda: self.now,
             Metrics(),
-            limits=Limits(limit, percent, most_waiting),
+            limits=Limits(limit, percent, orphans, most_waiting),
             is_known=lambda name: name in self.known,
         )
 
@@ -164,8 +166,7 @@ async def test_the_denial_says_what_to_do() -> None:
     await house.ask(1)
     assert await house.ask(2) == Deny(
         FULL,
-        "namespace 'ml' has as many GPUs reserved for pods that do not exist yet, or are gone and may still run, as it "
-        "may: 1",
+        "namespace 'ml' has as many GPUs reserved for pods that do not exist yet as it may: 1",
         hint=HINT,
     )
 
@@ -335,16 +336,37 @@ async def test_where_too_many_wait_the_last_of_the_longest_line_goes() -> None:
     assert Counter(reasons(*(one for one in done if isinstance(one, Deny)))) == {FULL: 21}
 
 
-async def test_gpus_of_pods_that_are_gone_and_may_still_run_count_for_the_limit_of_their_namespace() -> None:
-    house = House(limit=2)
-    for number in (1, 2):
+@pytest.mark.parametrize("limit", [0, 100], ids=["callers prove who they are", "they do not"])
+async def test_a_namespace_with_as_many_gpus_of_pods_that_are_gone_as_it_may_have_gets_no_more(limit: int) -> None:
+    house = House(limit=limit, orphans=3, nodes=2)
+    for number in range(4):
         await house.ask(number)
         await house.pod_comes(number)
-    assert reasons(await house.ask(3)) == [None]
-    await house.pod_comes(3)
+    assert reasons(await house.ask(4)) == [None]
     for number in (1, 2):
         orphaned(house, number)
-    assert reasons(await house.ask(4), await house.ask(5, "other")) == [FULL, None]
+    assert reasons(await house.ask(5, gpus=2), await house.ask(6), await house.ask(7, "other")) == [FULL, None, None]
+    orphaned(house, 3)
+    full = await house.ask(8, patience=SOON)
+    assert isinstance(full, Deny)
+    assert full.sentence == (
+        "namespace 'ml' has 3 GPUs held by pods that are gone and may still run: with 1 more it would be above 3; "
+        "wait until they are free; who manages reservations may release them (gpuwarden release)"
+    )
+
+
+async def test_who_leaves_no_orphans_may_have_any_number_of_pods() -> None:
+    house = House(orphans=3, nodes=10)
+    assert reasons(*[await house.ask(number) for number in range(80)]) == [None] * 80
+    assert reasons(await House(orphans=3).ask(1, gpus=8)) == [None]
+
+
+async def test_a_claim_without_gpus_is_no_matter_of_orphans() -> None:
+    house = House(orphans=1)
+    await house.ask(1)
+    await house.pod_comes(1)
+    orphaned(house, 1)
+    assert reasons(await house.ask(2, gpus=0)) == [None]
 
 
 def orphaned(house: House, number: int) -> None:

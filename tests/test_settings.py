@@ -78,6 +78,7 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "on_bind_deadline": ("keep", "keep", "keep"),
     "max_grace": ("10m", "10m", timedelta(minutes=10)),
     "orphan_margin": ("2m", "2m", timedelta(minutes=2)),
+    "orphans_per_namespace": ("50", 50, 50),
     "evidence": ("static", ["static"], ("static",)),
     "require_evidence": ("all", "all", "all"),
     "when_unavailable": ("queue", "queue", "queue"),

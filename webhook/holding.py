@@ -96,12 +96,17 @@ class Holder:
         await self.ledger.collect(self._clock())
         if await self.ledger.find(ask.id) is not None:
             return await self._held(ask, claim, answer_by)
-        if self._room.why_not(ask.namespace, claim.count) is not None:
+        refused = self.too_many_orphans(ask.namespace, claim.count)
+        if refused is not None or self._room.why_not(ask.namespace, claim.count) is not None:
             places = self.places(claim, most=1)
             if isinstance(places, Deny):
                 return places  # no waiting for room heals that
         async with self._room.entered(ask.namespace, claim.count, self._patience(answer_by, patience)) as refused:
             return refused or await self._held(ask, claim, answer_by)
+
+    def too_many_orphans(self, namespace: str, gpus: int) -> Deny | None:
+        """Whether its pods that are gone have as many as its pods may have so. A dry run is told as well."""
+        return self._room.too_many_orphans(namespace, gpus)
 
     def _patience(self, answer_by: datetime, most: timedelta | None = None) -> timedelta:
         left = answer_by - self._clock() - FOR_THE_WRITE

@@ -124,6 +124,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         bind_deadline=settings.bind_deadline,
         is_current=lambda: all(watch.is_current for watch in watches),
         read_anew=partial(read_anew, api, ledger, waiting_pods),
+        orphans_per_namespace=settings.orphans_per_namespace,
     )
     ends = BindingEnds(
         ApiObjects(api, BINDING_ENDS),

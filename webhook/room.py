@@ -1,4 +1,5 @@
-"""How many GPUs may be pending at once on the word of reviews that anybody could have posted, and who comes next.
+"""How many GPUs may be pending at once on the word of reviews that anybody could have posted, and who comes next. And
+how many may be held by pods that are gone, whoever asks.
 
 A hold counts from before it is written until its pod is seen, or it is given up. What does not fit waits in a line of
 its namespace; the lines take turns. A part of the pool is kept for namespaces that have no hold. Of holds that no pod
@@ -24,7 +25,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.verdict import Deny
 from webhook.ledger import Ledger
-from webhook.ledger.pending import PendingGpus, total
+from webhook.ledger.pending import PendingGpus, too_many_orphans, total
 
 Token = tuple[str, str]
 
@@ -49,6 +50,8 @@ class Limits:
 
     gpus_per_namespace: int = 0
     percent_of_fleet: int = 0
+    # Of pods that are gone and may still run: whoever asks.
+    orphans_per_namespace: int = 0
     # Each keeps its review in memory, and one of the places for reviews that are judged at once.
     most_waiting: int = 256
 
@@ -89,6 +92,10 @@ class Room:
     @asynccontextmanager
     async def entered(self, namespace: str, gpus: int, patience: timedelta) -> AsyncIterator[Deny | None]:
         """Room for a hold as long as the block lasts; after it the ledger knows of the hold. Or why there is none."""
+        refused = self.too_many_orphans(namespace, gpus)
+        if refused is not None:  # waiting here does not end them
+            yield refused
+            return
         refused = self.why_not(namespace, gpus, share=AT_ONCE)
         if refused is None and not self._lines:
             token: Token | None = self._enter(namespace, gpus)
@@ -107,10 +114,12 @@ class Room:
         if not limit and not pool:
             return None
         used = sum(map(total, self._own_sizes(namespace, self._ledger.pending)))
-        used += self._ledger.orphaned.gpus_in(namespace)
         if limit and used and used + gpus > limit:
             return namespace_full(namespace, limit)
         return pool_full(pool) if pool and not self._fits(namespace, gpus, pool, share) else None
+
+    def too_many_orphans(self, namespace: str, gpus: int) -> Deny | None:
+        return too_many_orphans(self._ledger.orphaned, namespace, gpus, self._limits.orphans_per_namespace)
 
     @property
     def _pool(self) -> int:
@@ -233,8 +242,7 @@ HINT = "try again in some seconds; where callers of /mutate prove who they are t
 def namespace_full(namespace: str, limit: int) -> Deny:
     return Deny(
         Reason.NAMESPACE_FULL,
-        f"namespace {namespace!r} has as many GPUs reserved for pods that do not exist yet, or are gone "
-        f"and may still run, as it may: {limit}",
+        f"namespace {namespace!r} has as many GPUs reserved for pods that do not exist yet as it may: {limit}",
         hint=HINT,
     )
 

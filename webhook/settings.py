@@ -189,9 +189,8 @@ class Settings:
         default=1000,
         metadata=declared(
             COUNT,
-            "how many GPUs of a namespace may be reserved at once for pods that do not exist yet, or are gone and may "
-            "still run; 0: any number, as where there is no cluster and nothing is set, and where callers of /mutate "
-            "have to prove who they are",
+            "how many GPUs of a namespace may be reserved at once for pods that do not exist yet; 0: any number, as "
+            "where there is no cluster and nothing is set, and where callers of /mutate have to prove who they are",
         ),
     )
     pending_share: int = field(
@@ -268,6 +267,14 @@ class Settings:
             INTERVAL,
             "how long beyond its grace period the GPUs of a pod that was not seen to end are kept from others; less "
             "than the control plane needs to notice a dead kubelet is not safe",
+        ),
+    )
+    orphans_per_namespace: int = field(
+        default=1000,
+        metadata=declared(
+            COUNT,
+            "how many GPUs of a namespace may be held by pods that are gone and may still run, before it is given no "
+            "more; 0: any number",
         ),
     )
     evidence: tuple[str, ...] = field(

@@ -117,7 +117,10 @@ def assembled(
             clock,
             metrics,
             limits=Limits(
-                settings.pending_limit, settings.pending_percent, most_waiting=reviews_at_once(settings) // 2
+                settings.pending_limit,
+                settings.pending_percent,
+                settings.orphans_per_namespace,
+                most_waiting=reviews_at_once(settings) // 2,
             ),
             is_known=lambda name: namespaces.known(name) is not None,
         ),

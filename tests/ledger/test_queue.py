@@ -26,10 +26,10 @@ from webhook.core.lines import Waiter
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Ask, Orphan, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
-from webhook.ledger.moves import Times
+from webhook.ledger.moves import Abandon, Times
 from webhook.ledger.queue import Queue, Round
 from webhook.ledger.queue_gates import GateError
 from webhook.namespaces import ClaimReading, WatchedNamespaces
@@ -38,6 +38,7 @@ from webhook.waiting_pods import Demands, WaitingPods, is_waiting
 GATE = "gpuwarden.io/queue"
 GPU = "gpuwarden.io/gpu-uuid"
 RULES = DressRules()
+HOUR = timedelta(hours=1)
 BIND_DEADLINE = timedelta(minutes=5)
 LATER = NOW + timedelta(days=1)
 ON_GPU_0 = Placement("node-a", (builders.slot("GPU-0"),))
@@ -125,6 +126,7 @@ class Scene:
         self.yard, self.heard = Yard(), Heard()
         self.policy = EvidencePolicy(always)
         self.namespaces = WatchedNamespaces(NobodyToAsk())
+        self.orphans = 0
         self.queue = self.another()
 
     def another(self) -> Queue:
@@ -147,6 +149,7 @@ class Scene:
             is_current=lambda: self.is_current,
             read_anew=self.read_anew,
             timer=lambda: next(self.time),
+            orphans_per_namespace=self.orphans,
         )
 
     async def read_anew(self) -> bool:
@@ -237,6 +240,26 @@ async def test_turns_go_round_by_namespace(scene: Scene) -> None:
         await scene.queue.step()
         turns += scene.opened().keys() - before
     assert turns == ["many-0", "late-0", "many-1", "late-1", "many-2", "many-3"]
+
+
+async def test_a_namespace_with_too_many_orphans_is_passed_over_until_they_end(scene: Scene) -> None:
+    scene.orphans = 1
+    scene.queue = scene.another()
+    scene.come("gone")
+    await scene.queue.step()
+    (one,) = scene.ledger.reservations()
+    pod = PodIdentity("ml", "gone", "uid-gone")
+    scene.ledger._shelf.make(
+        one.node, Abandon(one.id, pod, one.since, Orphan(NOW, HOUR)), NOW, Times(HOUR, timedelta(seconds=5))
+    )
+    scene.come("next")
+    scene.come("other", seconds=1, namespace="cv")
+    await scene.queue.step()
+    assert scene.opened().keys() == {"gone", "other"}
+    await scene.end("gone")
+    scene.now += HOUR
+    await scene.queue.step()
+    assert scene.opened().keys() == {"other", "next"}
 
 
 async def test_another_leader_has_counted_the_turns_that_it_has_seen_taken(scene: Scene) -> None:

@@ -1,7 +1,10 @@
-"""How many GPUs are held for pods that nobody has seen yet, for those who ask at every review."""
+"""How many GPUs are held for pods that nobody has seen yet, or that are gone, for those who ask at every review."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+
+from webhook.core.reasons import Reason
+from webhook.core.verdict import Deny
 
 Key = tuple[str, str]
 NONE: Mapping[int, int] = {}
@@ -47,6 +50,19 @@ class PendingGpus:
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self._known)
+
+
+def too_many_orphans(orphaned: PendingGpus, namespace: str, gpus: int, limit: int) -> Deny | None:
+    """For callers that prove who they are too. A claim of any size fits where no pod is gone."""
+    held = orphaned.gpus_in(namespace) if limit and gpus else 0
+    if not held or held + gpus <= limit:
+        return None
+    return Deny(
+        Reason.NAMESPACE_FULL,
+        f"namespace {namespace!r} has {held} GPU{'' if held == 1 else 's'} held by pods that are gone and may still "
+        f"run: with {gpus} more it would be above {limit}",
+        hint="wait until they are free; who manages reservations may release them (gpuwarden release)",
+    )
 
 
 def less(counter: Counter[int], size: int) -> None:

@@ -36,6 +36,7 @@ from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reserva
 from webhook.core.verdict import Deny
 from webhook.events import Events, Subject
 from webhook.ledger import Ledger
+from webhook.ledger.pending import too_many_orphans
 from webhook.ledger.queue_gates import Action, Doorkeeper, Gates, some_at_once
 from webhook.ledger.queue_holdings import Holdings
 from webhook.ledger.queue_telling import Telling
@@ -116,6 +117,7 @@ class Queue:
         is_current: Callable[[], bool] = lambda: True,
         read_anew: Callable[[], Awaitable[bool]] = nothing_to_read,
         timer: Callable[[], float] = time.monotonic,
+        orphans_per_namespace: int = 0,
     ) -> None:
         """`read_anew` has pods and reservations as they are at that moment, and says whether it could."""
         self._pods = pods
@@ -130,6 +132,7 @@ class Queue:
         self._is_current = is_current
         self._read_anew = read_anew
         self._timer = timer
+        self._orphans_per_namespace = orphans_per_namespace
         self._is_up_to_date = False
         self._holdings = Holdings(pods, ledger, fleet, policy, gates, clock)
         self._doorkeeper = Doorkeeper(pods, gates, rules, events, clock)
@@ -314,6 +317,9 @@ class Queue:
         if self._doorkeeper.is_to_wait(waiter.pod.uid):
             return Turn.PASSED_OVER
         held = held or self._holdings.adopted(waiter)
+        if held is None and self._has_too_many_orphans(waiter):
+            self._doorkeeper.try_later(waiter.pod.uid)
+            return Turn.PASSED_OVER
         places = placed(waiter.claim, self._fleet, self._policy, ahead) if held is None else ()
         if isinstance(places, Deny):
             return places
@@ -335,6 +341,10 @@ class Queue:
         now.served.add(waiter.pod.uid)
         now.opening.append(partial(self._doorkeeper.open, waiter, outfit))
         return Turn.SERVED
+
+    def _has_too_many_orphans(self, waiter: Waiter) -> bool:
+        namespace, gpus = waiter.pod.namespace, waiter.claim.count
+        return too_many_orphans(self._ledger.orphaned, namespace, gpus, self._orphans_per_namespace) is not None
 
     async def _is_misfit(self, waiter: Waiter) -> bool:
         """Once more, by what its namespace demands at this moment: before anything is held for it."""

@@ -365,6 +365,9 @@ class Admission:
         places = self._holder.places(claim, most=1)
         if isinstance(places, Deny):
             return places
+        refused = self._holder.too_many_orphans(review.namespace, claim.count)
+        if refused is not None:
+            return refused
         if not claim.count:
             return Outfit(claim, tuple(sorted(place.node for place in places)))
         first = places[0]

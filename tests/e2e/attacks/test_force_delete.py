@@ -133,6 +133,35 @@ async def test_the_gpu_of_a_pod_deleted_by_force_is_nobodys_until_its_containers
             assert least <= seconds <= least + LOOK + SOON, text
 
 
+async def test_who_deletes_by_force_again_and_again_is_given_no_more_and_others_are(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """Nothing else is limited, as where callers prove who they are."""
+    unlimited = ("--pending-per-namespace", "0", "--pending-share", "0")
+    flags = (*FLAGS, *unlimited, "--orphans-per-namespace", "2")
+    async with (
+        site(cluster, kube, tmp_path, nodes=4, gpus=1, name="again", replicas=1, flags=flags) as here,
+        new_namespace(kube, OPT_IN) as other,
+    ):
+        await here.reconciler()
+        await here.offered()
+        first, second, third, _ = here.nodes
+        for node in (first, second):
+            await run_victim(here, node, grace=20)
+            await forced(here, node)
+
+        async def asked() -> str:
+            try:
+                await kube.create(PODS, pod("more", 1), here.namespace, dryRun="All")
+            except ApiError as exc:
+                return exc.message
+            return "created"
+
+        await wait_until(asked, lambda said: "held by pods that are gone and may still run" in said)
+        await kube.create(PODS, pod("another", 1, nodeSelector={"kubernetes.io/hostname": third}), other)
+        await wait_until(asked, lambda said: said == "created", 20 + MARGIN + LOOK + SOON)
+
+
 async def test_a_pod_that_never_was_on_a_node_frees_its_gpu_as_it_goes(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
