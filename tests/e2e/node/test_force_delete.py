@@ -3,24 +3,27 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
+from scripts.controlplane.components import CONTROLLERS
 from scripts.node.real import RealNode
 from tests.e2e.crew import Site
-from tests.e2e.kube import PODS, ApiError, Kube, Raw
-from tests.e2e.node.containers import container, real_pod, runs
+from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, wait_until
+from tests.e2e.node.containers import container, is_ready, real_pod, runs
 from tests.e2e.node.front import in_front
 
 # A dead kubelet's node stays ready for less than 55 s, and none is dead for long here.
 MARGIN, CAP = 20, 40
 FLAGS = ("--orphan-margin", f"{MARGIN}s", "--max-grace", f"{CAP}s")
 GRACE = 30
+# Of a kubelet; grace and margin of its pods are over long before.
+DEAD_FOR = 65.0
 # Twenty times a second each container writes its name and the time into a file for each GPU that it sees.
 LIVES = """
 trap '' TERM
@@ -166,6 +169,52 @@ async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead(
         found = lives(beats)
         assert sum("next" in pods for pods in found.values()) == 1
         assert overlaps(found) == []
+
+
+async def test_no_gpu_has_two_containers_while_the_kubelet_is_dead_for_longer_than_grace_and_margin(
+    real_cluster: Cluster, real_kube: Kube, real_node: RealNode, tmp_path: Path
+) -> None:
+    """The node is known to be not ready before the margin is over, and nothing of it runs out until it is back."""
+    beats = tmp_path / "beats"
+    beats.mkdir()
+    async with (
+        noticing(real_cluster),
+        in_front(real_cluster, real_kube, tmp_path, [real_node], flags=FLAGS) as here,
+    ):
+        for number in range(4):
+            await here.kube.create(PODS, living(f"old-{number}", beats), here.namespace)
+        for number in range(4):
+            await runs(here.kube, here.namespace, f"old-{number}")
+        await asyncio.to_thread(real_node.kill_kubelet)
+        died = time.monotonic()
+        for number in range(4):
+            await delete(here, f"old-{number}", 0)
+        trying = asyncio.create_task(admitted_in_the_end(here, living("next", beats), DEAD_FOR + MARGIN + 120))
+        await wait_until(lambda: here.kube.get(NODES, real_node.name), lambda node: not is_ready(node), MARGIN)
+        await asyncio.sleep(DEAD_FOR - (time.monotonic() - died))
+        assert not trying.done()
+        assert all(now() - one.last < 5 for pods in lives(beats).values() for one in pods.values())
+        await asyncio.to_thread(real_node.start_kubelet)
+        assert await trying >= DEAD_FOR + MARGIN
+        await runs(here.kube, here.namespace, "next")
+        await asyncio.sleep(2)
+        found = lives(beats)
+        assert sum("next" in pods for pods in found.values()) == 1
+        assert overlaps(found) == []
+
+
+@asynccontextmanager
+async def noticing(cluster: Cluster) -> AsyncIterator[None]:
+    """A controller manager that takes a kubelet for dead sooner than the margin is over."""
+    await asyncio.to_thread(cluster.restart, CONTROLLERS, *monitoring(period=1, grace=15))
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(cluster.restart, CONTROLLERS, *monitoring(period=5, grace=50))
+
+
+def monitoring(*, period: int, grace: int) -> list[str]:
+    return [f"--node-monitor-period={period}s", f"--node-monitor-grace-period={grace}s"]
 
 
 def now() -> float:
