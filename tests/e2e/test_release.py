@@ -1,15 +1,16 @@
 """`gpuwarden release`: an operator ends what is held for a pod that is gone."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_force_delete import delete, run_victim
-from tests.e2e.crew import Site, site
-from tests.e2e.kube import EVENTS, PODS, ApiError, Kube, Raw, pod, wait_until
+from tests.e2e.crew import Site, guarded, site
+from tests.e2e.kube import CLUSTER_ROLE_BINDINGS, CLUSTER_ROLES, EVENTS, PODS, ApiError, Kube, Raw, pod, wait_until
 from tests.running import GPUWARDEN
 
 # Nothing ends by itself here.
@@ -69,6 +70,43 @@ async def test_an_operator_releases_the_gpu_of_a_pod_that_is_gone(here: Site, cl
 
     status, said = await release(here.kubeconfig, "GPU-nobody-has")
     assert (status, "nothing is held for GPU-nobody-has" in said) == (1, True), said
+
+
+WRITES_STATUS = [
+    {"apiGroups": ["gpuwarden.io"], "resources": ["gpunodes", "gpunodes/status"], "verbs": ["get", "list", "update"]},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+]
+MANAGES = {"apiGroups": ["gpuwarden.io"], "resources": ["reservations"], "verbs": ["manage"]}
+
+
+async def test_who_may_write_the_status_and_not_manage_releases_nothing(here: Site, cluster: Cluster) -> None:
+    """The two differ by that permission alone, and with every policy in place."""
+    (node,) = here.nodes
+    uuid = await run_victim(here, node, grace=0)
+    await delete(here, node, 0)
+    await wait_until(lambda: orphans(here, node))
+    rights = {"release-writes": WRITES_STATUS, "release-manages": [*WRITES_STATUS, MANAGES]}
+    async with guarded(here), granted(here.kube, rights):
+        status, said = await release(cluster.as_user("release-writes"), uuid)
+        assert (status, "may you manage reservations.gpuwarden.io?" in said) == (1, True), said
+        assert await orphans(here, node)
+        status, said = await release(cluster.as_user("release-manages"), uuid)
+        assert (status, f"with {uuid} on {node}" in said) == (0, True), said
+        assert await here.held_on(node) == {}
+
+
+@asynccontextmanager
+async def granted(kube: Kube, rights: Mapping[str, Sequence[Raw]]) -> AsyncIterator[None]:
+    """By name of a user, in the whole cluster."""
+    async with AsyncExitStack() as stack:
+        for name, rules in rights.items():
+            ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
+            bound = {"metadata": {"name": name}, "roleRef": ref, "subjects": [{"kind": "User", "name": name}]}
+            await kube.create(CLUSTER_ROLES, {"metadata": {"name": name}, "rules": list(rules)})
+            stack.push_async_callback(kube.delete, CLUSTER_ROLES, name)
+            await kube.create(CLUSTER_ROLE_BINDINGS, bound)
+            stack.push_async_callback(kube.delete, CLUSTER_ROLE_BINDINGS, name)
+        yield
 
 
 async def made(here: Site) -> Raw | None:
