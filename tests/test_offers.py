@@ -1,10 +1,11 @@
 """`kubectl get gpunodes` says whether a pod could be given what is free."""
 
-from tests.builders import HASH, NOW, SECOND, Raw
+from tests.builders import HASH, NOW, SECOND, Raw, reservation
 from tests.fake_objects import FakeObjects
-from webhook.core.device import Device, DeviceUuid, Node
+from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_map import Keeper, SetId
 from webhook.offers import AT_A_TIME, Offers
 
 
@@ -47,6 +48,24 @@ async def test_the_offer_follows_node_and_evidence_and_is_written_once() -> None
     scene.node("a", is_ready=False)
     assert (await scene.steps(3)).status()["offer"] == "not-ready"
     assert scene.writes == 5
+
+
+async def test_what_maps_keep_is_offered_to_others_no_more() -> None:
+    scene = Scene("a")
+    keeper = Keeper("2026-01-01", SetId("set", "ml"))
+    scene.fleet.put(Node("a", {}, (Device(DeviceUuid("GPU-0")), Device(DeviceUuid("GPU-1")))), NOW)
+    scene.fleet.prove("a", Evidence("a", HASH, "static", until=NOW + SECOND), NOW)
+    scene.fleet.set_aside({"a": {"GPU-0": keeper}}, {"a"})
+    assert (await scene.steps(2)).status()["offer"] == "available", "the other one can be had"
+    held = reservation(Slot(DeviceUuid("GPU-1"), 0), node="a")
+    scene.fleet.hold(held)
+    assert (await scene.steps(2)).status()["offer"] == "kept"
+    scene.fleet.free(held)
+    assert (await scene.steps(2)).status()["offer"] == "available"
+    scene.fleet.set_aside({"a": {"GPU-0": keeper, "GPU-1": keeper}}, {"a"})
+    assert (await scene.steps(2)).status()["offer"] == "kept"
+    scene.now += SECOND
+    assert (await scene.steps(2)).status()["offer"] == "stale"
 
 
 async def test_an_api_server_that_drops_the_word_is_told_it_once() -> None:

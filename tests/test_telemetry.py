@@ -257,6 +257,7 @@ def test_the_fleet_is_counted_when_somebody_looks() -> None:
         'gpuwarden_devices{state="cordoned"}': 8,
         'gpuwarden_devices{state="stale"}': 4,
         'gpuwarden_devices{state="unproven"}': 5,
+        'gpuwarden_devices{state="kept"}': 0,
         'gpuwarden_devices_available{evidence="fresh"}': 6,
         'gpuwarden_devices_available{evidence="stale"}': 0,
         'gpuwarden_devices_available{evidence="absent"}': 1,

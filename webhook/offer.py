@@ -1,13 +1,13 @@
 """How many devices a pod could be given now, and what keeps the others from being given, in numbers.
 
-The fleet knows its nodes by cells, so only what is held or quarantined is looked at one by one.
+The fleet knows its nodes by cells, so only what is held, quarantined or kept by a map is looked at one by one.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 
 from webhook.core.cells import Berth
-from webhook.core.device_state import DeviceState, state_of_free
+from webhook.core.device_state import DeviceState, or_kept, state_of_free
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 
@@ -30,6 +30,10 @@ def offer_of(fleet: Fleet, *, needs_evidence: bool) -> Offer:
             found[state, evidence] += sum(fleet.size_of(shape) * len(names) for shape, names in row.shapes.items())
     for berth in homes_of_others(fleet):
         found[state_on(berth, needs_evidence=needs_evidence), berth.state] -= 1
+    for berth in homes_of_kept(fleet):
+        state = state_on(berth, needs_evidence=needs_evidence)
+        found[state, berth.state] -= 1
+        found[or_kept(state, is_set_aside=True), berth.state] += 1
     return found
 
 
@@ -39,8 +43,22 @@ def homes_of_others(fleet: Fleet) -> Iterator[Berth]:
         yield from (fleet.berths[name] for name in fleet.places_of(uuid) if name in fleet.berths)
 
 
+def homes_of_kept(fleet: Fleet) -> Iterator[Berth]:
+    """The node of each device that a map keeps and nobody holds."""
+    for uuid in fleet.set_aside_devices - fleet.held_devices - fleet.quarantined_devices:
+        yield from (fleet.berths[name] for name in fleet.places_of(uuid))
+
+
+def word_of(fleet: Fleet, berth: Berth, *, needs_evidence: bool) -> DeviceState:
+    """Of all devices on that node that nobody holds: kept only if each of them is."""
+    state = state_on(berth, needs_evidence=needs_evidence)
+    kept, held = fleet.set_aside_devices, fleet.held_devices
+    free = [device.uuid in kept for device in berth.node.devices if device.uuid not in held] if kept else []
+    return or_kept(state, is_set_aside=bool(free) and all(free))
+
+
 def state_on(berth: Berth, *, needs_evidence: bool) -> DeviceState:
-    """Of a device on that node that nobody holds."""
+    """Of a device on that node that nobody holds and no map keeps."""
     return state_of_free(
         is_ready=berth.node.is_ready,
         is_cordoned=berth.node.is_cordoned,

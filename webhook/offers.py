@@ -8,7 +8,7 @@ from webhook.api_objects import Objects
 from webhook.clock import Clock
 from webhook.core.fleet import Fleet
 from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
-from webhook.offer import state_on
+from webhook.offer import word_of
 from webhook.view import View
 
 log = structlog.get_logger(__name__)
@@ -52,7 +52,7 @@ class Offers:
         berth, shown = self._fleet.berths.get(name), self.view.get(name)
         if berth is None or shown is None:
             return ""
-        word = state_on(berth, needs_evidence=self._needs_evidence).value
+        word = word_of(self._fleet, berth, needs_evidence=self._needs_evidence).value
         return "" if word in (shown, self._written.get(name)) else word
 
     async def _write(self, name: str, word: str) -> None:

@@ -48,6 +48,7 @@ def test_the_states_keep_their_words() -> None:
         "cordoned",
         "stale",
         "unproven",
+        "kept",
         "pending",
         "assigned",
         "expired",

@@ -15,6 +15,7 @@ from tests.web.test_devices import everything
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
+from webhook.core.gpu_map import Keeper, SetId
 from webhook.core.reservation import Phase, Reservation, ReservationId
 from webhook.feed import Outdated
 from webhook.ledger.memory import MemoryLedger
@@ -24,6 +25,7 @@ from webhook.web.devices import Devices, sightings, take_snapshot
 from webhook.web.health import Stage
 
 BROWSER = {"accept": "text/html"}
+KEEPER = Keeper("2026-01-01", SetId("set", "ml"))
 BARE: Raw = {"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-a0"}]}]}
 
 
@@ -90,6 +92,19 @@ async def test_a_device_of_a_node_that_is_not_ready_or_cordoned_is_not_available
     assert (state, "node-ready" in device, "cordoned" in device) == ("available", False, False)
 
 
+async def test_a_device_that_a_map_keeps_is_not_available(build: Build) -> None:
+    house = await build(BARE)
+    house.parts.fleet.set_aside({"node-a": {"GPU-a0": KEEPER}}, {"node-a"})
+    assert (await told(house))[0] == "kept"
+    assert metric(house, "gpuwarden_devices", state="available") == 0
+    assert metric(house, "gpuwarden_devices_available", evidence="absent") == 0
+    node_in(house, is_cordoned=True)
+    assert (await told(house))[0] == "cordoned"
+    node_in(house)
+    house.parts.fleet.set_aside({}, {"node-a"})
+    assert (await told(house))[0] == "available"
+
+
 async def test_a_device_that_is_held_stays_held_whatever_becomes_of_its_node(build: Build) -> None:
     house = await build(BARE)
     await house.create(raw_pod(raw_container(gpus=1)))
@@ -141,6 +156,9 @@ def some_fleet(chance: Random) -> Fleet:
         if chance.random() < 0.7:
             until = NOW + chance.choice((-1, 60)) * SECOND
             fleet.prove(name, Evidence(name, HASH, "static", until=until, is_banned=chance.random() < 0.2), NOW)
+    named = {f"GPU-{one}": KEEPER for one in range(30) if chance.random() < 0.3}
+    mapped = {f"node-{number}": named for number in range(4)}
+    fleet.set_aside(mapped, mapped.keys())
     return fleet
 
 

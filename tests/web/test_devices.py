@@ -27,7 +27,7 @@ NOON = datetime(2026, 11, 18, 12, tzinfo=UTC)
 PATIENCE = timedelta(seconds=90)
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
-STATES = "available, not-ready, cordoned, stale, unproven, pending, assigned, expired, orphaned, quarantined"
+STATES = "available, not-ready, cordoned, stale, unproven, kept, pending, assigned, expired, orphaned, quarantined"
 
 GPU = [DeviceUuid(f"GPU-00000000-0000-4000-8000-{n:012}") for n in range(10)]
 COMPUTE = "fudo.org/gpu.compute"
@@ -619,10 +619,10 @@ async def test_a_filter_leaves_what_fits(busy: House, query: str, expected: list
 
 async def test_the_summary_counts_every_state_and_links_to_it(busy: House) -> None:
     page = await busy.page("/?node=gpu-b&state=orphaned")
-    assert {words: page.link(words) for words in (" ".join(text.split()) for text, _ in page.links[2:13])} == {
+    assert {words: page.link(words) for words in (" ".join(text.split()) for text, _ in page.links[2:14])} == {
         "3 devices": "?node=gpu-b",
         "0 available": "?state=available&node=gpu-b",
-        **{f"0 {state}": f"?state={state}&node=gpu-b" for state in STATES.split(", ")[1:5]},
+        **{f"0 {state}": f"?state={state}&node=gpu-b" for state in STATES.split(", ")[1:6]},
         "0 pending": "?state=pending&node=gpu-b",
         "0 assigned": "?state=assigned&node=gpu-b",
         "1 expired": "?state=expired&node=gpu-b",

@@ -9,13 +9,14 @@ from webhook.core.reservation import Phase, Reservation
 
 
 class DeviceState(StrEnum):
-    """The only words for it. The four after `available` are of devices that nobody holds and no pod could be given."""
+    """The only words for it. The five after `available` are of devices that nobody holds and no pod could be given."""
 
     AVAILABLE = "available"
     NOT_READY = "not-ready"  # its node is
     CORDONED = "cordoned"  # its node is
     STALE = "stale"  # the evidence of its node is, where every claim needs a proven node
     UNPROVEN = "unproven"  # its node has no evidence, is banned, or its evidence is in conflict; as above
+    KEPT = "kept"  # by a placement map, for the pods of its StatefulSet
     PENDING = "pending"
     ASSIGNED = "assigned"
     EXPIRED = "expired"  # pending past its deadline, not collected yet
@@ -32,6 +33,11 @@ def state_of_free(*, is_ready: bool, is_cordoned: bool, evidence: EvidenceState,
     if not needs_evidence or evidence is EvidenceState.FRESH:
         return DeviceState.AVAILABLE
     return DeviceState.STALE if evidence is EvidenceState.STALE else DeviceState.UNPROVEN
+
+
+def or_kept(if_free: DeviceState, *, is_set_aside: bool) -> DeviceState:
+    """The state of a device that nobody holds, where `if_free` is that of others on its node."""
+    return DeviceState.KEPT if is_set_aside and if_free is DeviceState.AVAILABLE else if_free
 
 
 def device_state(

@@ -349,6 +349,11 @@ class Fleet:
         keeper = self._set_aside.get(device.uuid)
         return keeper is not None and keeper.set != of_set
 
+    @property
+    def set_aside_devices(self) -> KeysView[DeviceUuid]:
+        """Those that a placement map keeps."""
+        return self._set_aside.keys()
+
     def may_be_offered(self, device: Device) -> bool:
         """Whether it is offered once nobody holds it."""
         return device.uuid not in self._set_aside and not self.is_quarantined(device.uuid)

@@ -26,7 +26,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from webhook.clock import Clock
 from webhook.core.device import Device, DeviceUuid, Node
-from webhook.core.device_state import DeviceState, device_state, reservation_state, state_of_free
+from webhook.core.device_state import DeviceState, device_state, or_kept, reservation_state, state_of_free
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
@@ -92,6 +92,7 @@ class Snapshot:
     holders: Holders
     vanished: Sequence[DeviceUuid]  # held, and not in the inventory
     if_free: Mapping[str, DeviceState]  # by node, where a device that nobody holds is not available
+    kept: Collection[DeviceUuid]  # by placement maps
     lapses: LapsesByDevice
 
 
@@ -135,6 +136,7 @@ async def take_snapshot(
     berths = [fleet.berths[name] for name in sorted(fleet.berths)]
     nodes = [berth.node for berth in berths]
     evidence = [berth.evidence for berth in berths]
+    kept = frozenset(fleet.set_aside_devices)
     reservations = tuple(ledger.reservations())  # before the first await, so of the same moment
     homes, rivals = await find_homes(nodes)
     named = await told({one.namespace for one in (*reservations, *(lapse.reservation for lapse in lapses))})
@@ -142,7 +144,7 @@ async def take_snapshot(
     vanished = [uuid async for piece in unhurried(holders.first) for uuid in piece if uuid not in homes]
     if_free = await find_kept_back(nodes, evidence, now, needs_evidence=needs_evidence)
     told_of = by_device(one for one in lapses if one.reservation.namespace in named)
-    return Snapshot(nodes, rivals, holders, vanished, if_free, told_of)
+    return Snapshot(nodes, rivals, holders, vanished, if_free, kept, told_of)
 
 
 async def find_kept_back(
@@ -199,7 +201,8 @@ def sightings(snapshot: Snapshot, now: datetime) -> Iterator[Sighting]:
             if nodes[0] == node.name:
                 holders = snapshot.holders.of(device.uuid)
                 is_quarantined = len(nodes) > 1 or not device.is_healthy
-                state = device_state(holders, now, is_quarantined=is_quarantined, if_free=if_free)
+                own = or_kept(if_free, is_set_aside=device.uuid in snapshot.kept)
+                state = device_state(holders, now, is_quarantined=is_quarantined, if_free=own)
                 yield Sighting(device, nodes, holders, state)
     for uuid in snapshot.vanished:
         holders = snapshot.holders.of(uuid)
