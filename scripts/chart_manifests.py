@@ -178,10 +178,7 @@ def webhooks_template() -> str:
         for one in webhooks(RELEASE)
     ]
     stands_in = [labelled(with_room(one)) for one in while_down(RELEASE)]
-    is_kept = f"and .Values.webhooks.enabled {KEEPS}"
-    return (
-        HEAD + when(is_kept, template(stands_in)) + when(".Values.webhooks.enabled", asked_about_all(template(found)))
-    )
+    return HEAD + when(".Values.webhooks.enabled", template(stands_in) + asked_about_all(template(found)))
 
 
 def with_marks(hook: Manifest) -> Manifest:

@@ -71,8 +71,11 @@
   {{- if not $values.inventory }}
     {{- fail "\n\nsettings.ledger is memory, where nobody reads the nodes' annotations: name nodes and devices by inventory; inventory.nodes=[] if settings.nodeHashMap is all there is." }}
   {{- end }}
+  {{- if $values.webhooks.enabled }}
+    {{- fail "\n\nsettings.ledger is memory, which is empty after a restart and forgets a pod when its deletion is requested: GPUs are given to other pods while containers still use them: set webhooks.enabled=false, or leave the ledger in the cluster." }}
+  {{- end }}
 {{- else if and $values.serve.enabled (not $values.reconcile.enabled) }}
-  {{- fail "\n\nreconcile.enabled is false: nobody would confirm and release reservations, and every GPU would be lost for a while with each pod. Leave it on, or set settings.ledger=memory." }}
+  {{- fail "\n\nreconcile.enabled is false: nobody would confirm and release reservations, and every GPU would be lost for a while with each pod. Leave it on, or set settings.ledger=memory and webhooks.enabled=false." }}
 {{- end }}
 {{- if and (eq (default "uuid" $settings.mapVisible) "index") (ne (default "nvidia" $settings.injection) "cuda") }}
   {{- fail "\n\nsettings.mapVisible is index, and a container that is shown some of its node's GPUs counts them from 0: set settings.injection=cuda, or leave mapVisible at uuid." }}

@@ -192,11 +192,7 @@ becomes JSON: printed, a number of seven digits would have an exponent. */ -}}
 {{ toYaml (splitList "," (nospace $said)) }}
 {{- end }}
 
-{{- /* Whose Bindings go on while no replica answers. In memory nobody keeps where evidence ends: it is nobody's. */ -}}
+{{- /* Whose Bindings go on while no replica answers. */ -}}
 {{- define "gpuwarden.schedulers" -}}
-{{- if eq (default "cluster" .Values.settings.ledger) "memory" -}}
-''
-{{- else -}}
 'system:kube-scheduler'{{ range .Values.webhooks.moreSchedulers }}, '{{ . }}'{{ end }}
-{{- end -}}
 {{- end }}

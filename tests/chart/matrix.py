@@ -74,6 +74,7 @@ MATRIX: dict[str, Raw] = {
         "settings.ledger": "memory",
         "serve.replicas": 1,
         "reconcile.enabled": False,
+        "webhooks.enabled": False,
         "inventory": {"nodes": []},
     },
     "inventory": {"inventory": {"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-1"}]}]}},

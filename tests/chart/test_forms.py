@@ -46,7 +46,12 @@ def loaded(values: Raw, tmp_path: Path) -> dict[str, Settings | export_settings.
 
 
 # What a ledger in memory needs, which is the default outside of a cluster.
-ALONE: Raw = {"serve.replicas": 1, "reconcile.enabled": False, "inventory": {"nodes": []}}
+ALONE: Raw = {
+    "serve.replicas": 1,
+    "reconcile.enabled": False,
+    "webhooks.enabled": False,
+    "inventory": {"nodes": []},
+}
 ALL: Raw = {"bind.enabled": True, "score.enabled": True, "export.enabled": True, "export.settings.clusterName": "prod"}
 
 

@@ -57,6 +57,10 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {"settings.ledger": "memory", "serve.replicas": 1, "reconcile.enabled": False},
         "name nodes and devices by inventory",
     ),
+    "memory-and-webhooks": (
+        {"settings.ledger": "memory", "serve.replicas": 1, "reconcile.enabled": False, "inventory": {"nodes": []}},
+        "GPUs are given to other pods while containers still use them: set webhooks.enabled=false",
+    ),
     "no-reconciler": ({"reconcile.enabled": False}, "nobody would confirm and release reservations"),
     "spire-without-an-address": (without(SPIRE, "settings.spireServer"), "set settings.spireServer and"),
     "spire-without-an-svid": (without(SPIRE, "settings.spireWorkloadApi"), "set settings.spireWorkloadApi"),

@@ -71,16 +71,6 @@ def test_webhooks_and_policies_are_those_of_gpuwarden_manifests(place: tuple[str
     assert compared(mine) == expected
 
 
-def test_in_memory_no_binding_goes_on_without_us() -> None:
-    found = rendered(ALONE)
-    assert not [each for each in found if each["metadata"]["name"].startswith("gpuwarden-binding-ends")]
-    nobody = "request.userInfo.username in ['', "
-    configurations = of_kind(found, "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
-    hooks = [hook for each in configurations for hook in each["webhooks"] if "-binding." in hook["name"]]
-    assert len(hooks) == 4
-    assert all(nobody in hook["matchConditions"][0]["expression"] for hook in hooks)
-
-
 def test_schedulers_that_an_installer_names_are_added() -> None:
     found = rendered({"webhooks.moreSchedulers": ["system:serviceaccount:a:b"]})
     installation = Installation(schedulers=("system:kube-scheduler", "system:serviceaccount:a:b"))
@@ -172,6 +162,7 @@ ALONE: Raw = {
     "settings.ledger": "memory",
     "serve.replicas": 1,
     "reconcile.enabled": False,
+    "webhooks.enabled": False,
     "inventory": {"nodes": []},
 }
 
