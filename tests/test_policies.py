@@ -96,6 +96,8 @@ def test_the_files_hold_what_is_meant() -> None:
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-claims"),
         ("ValidatingAdmissionPolicy", "gpuwarden-grace"),
         ("ValidatingAdmissionPolicyBinding", "gpuwarden-grace"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-grace-of-evictions"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-grace-of-evictions"),
         ("MutatingAdmissionPolicy", "gpuwarden-strip"),
         ("MutatingAdmissionPolicyBinding", "gpuwarden-strip"),
         ("MutatingAdmissionPolicy", "gpuwarden-blind"),

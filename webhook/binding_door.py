@@ -22,7 +22,12 @@ class Name(Protocol):
     """How a ledger is told whose a reservation is."""
 
     async def __call__(
-        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
     ) -> Reservation: ...
 
 
@@ -107,11 +112,11 @@ async def recorded_reservation(ledger: Ledger, pod: Pod, *, is_fresh: bool = Fal
     return await ledger.find(reservation_id, node=node, is_fresh=is_fresh) if reservation_id else None
 
 
-async def named(name: Name, held: Reservation, pod: PodIdentity) -> Deny | None:
-    """Tell the ledger whose a reservation is."""
+async def named(name: Name, held: Reservation, pod: PodIdentity, grace: timedelta | None = None) -> Deny | None:
+    """Tell the ledger whose a reservation is, and what the pod's grace period is, if it is on no node yet."""
     reservation_id = held.id
     try:
-        await name(reservation_id, pod, node=held.node)
+        await name(reservation_id, pod, node=held.node, grace=grace)
     except UnknownReservationError:
         return no_reservation(reservation_id)
     except ReservationExpiredError:

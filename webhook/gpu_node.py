@@ -54,9 +54,10 @@ class HeldWire(msgspec.Struct, frozen=True, omit_defaults=True):
     deadline: Moment | None = None
     shared: bool = False
     prefix: str | None = None
+    # A replica of before leaves it out of what it writes; then it is not known.
+    grace: Annotated[int, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 0
     # Of an orphan, beside a phase that a replica which knows nothing of orphans reads as well.
     orphaned_at: Moment | None = msgspec.field(name="orphanedAt", default=None)
-    grace: Annotated[int, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 0
     boot_id: str = msgspec.field(name="bootID", default="")
 
 
@@ -190,6 +191,7 @@ def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservat
         uid=entry.uid,
         is_shared=entry.shared,
         name_prefix=entry.prefix,
+        grace=timedelta(seconds=entry.grace) if entry.grace else None,
         orphan=orphan(entry),
     )
 
@@ -231,7 +233,7 @@ def raw_entry(one: Reservation) -> Raw:
         shared=one.is_shared,
         prefix=one.name_prefix,
         orphaned_at=None if one.orphan is None else one.orphan.at,
-        grace=0 if one.orphan is None else ceil(one.orphan.grace.total_seconds()),
+        grace=ceil((one.orphan.grace if one.orphan else one.grace or timedelta()).total_seconds()),
         boot_id="" if one.orphan is None else one.orphan.boot_id,
     )
     raw: Raw = msgspec.to_builtins(wire)

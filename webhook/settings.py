@@ -257,8 +257,8 @@ class Settings:
         default=timedelta(hours=1),
         metadata=declared(
             INTERVAL,
-            "how long the containers of a pod with GPUs may take to stop; the GPUs of one that went unseen are kept "
-            "from others for as long",
+            "how long the containers of a pod with GPUs may take to stop; those of one that went unseen and has no "
+            "grace period stored are waited for as long",
         ),
     )
     orphan_margin: timedelta = field(

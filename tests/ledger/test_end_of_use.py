@@ -148,6 +148,13 @@ def test_a_pod_that_is_older_than_the_limit_keeps_its_longer_grace_period() -> N
     assert Patience(max_grace=MAX_GRACE).grace(Grace()) == MAX_GRACE
 
 
+def test_what_is_stored_is_the_longest_that_can_have_gone_unseen() -> None:
+    patience = Patience(max_grace=MAX_GRACE)
+    assert patience.grace(Grace(), stored=seconds(5)) == seconds(5)
+    assert patience.grace(Grace(seconds(7)), stored=seconds(5)) == seconds(7)
+    assert patience.grace(Grace(seconds(3), is_all=True), stored=seconds(5)) == seconds(5)
+
+
 def test_of_a_pod_that_was_never_seen_before_it_went_the_grace_period_is_that_of_its_spec() -> None:
     assert departure(on_node(grace=7)) == (False, seconds(7))
 

@@ -1,8 +1,10 @@
 """Moves on the reservations of one node, with no store around them."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
+from attrs import evolve
 
 from tests import builders
 from webhook.core.errors import ReservationExpiredError
@@ -18,3 +20,27 @@ def test_no_pod_gets_a_reservation_that_is_being_released(*, is_proven: bool) ->
     move = Name(leaving.id, builders.identity(), exists=True, is_proven=is_proven)
     with pytest.raises(ReservationExpiredError):
         move.apply({leaving.id: leaving}, {leaving.id: leaving}, builders.NOW, TIMES)
+
+
+SHORT, LONG = timedelta(seconds=5), timedelta(seconds=600)
+
+
+@pytest.mark.parametrize(
+    ("before", "said", "after"),
+    [
+        pytest.param({"uid": None}, SHORT, SHORT, id="of a pod that is new"),
+        pytest.param({"uid": None}, None, None, id="not said"),
+        pytest.param({"grace": SHORT}, LONG, LONG, id="longer"),
+        pytest.param({"grace": LONG}, SHORT, LONG, id="shorter"),
+        pytest.param({"grace": LONG}, None, LONG, id="not said again"),
+        pytest.param({}, LONG, None, id="of a pod that may exist, where none is known"),
+    ],
+)
+def test_a_grace_period_is_stored_with_the_pod_and_never_shortened(
+    before: dict[str, Any], said: timedelta | None, after: timedelta | None
+) -> None:
+    pod = builders.identity()
+    one = evolve(builders.reservation(), **{"uid": pod.uid, "grace": None, **before})
+    held = {one.id: one}
+    Name(one.id, pod, exists=False, grace=said).apply(held, held, builders.NOW, TIMES)
+    assert held[one.id].grace == after

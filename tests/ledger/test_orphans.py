@@ -101,6 +101,79 @@ async def test_a_pod_that_went_unseen_is_waited_for_as_long_as_any_pod_may_take(
     assert await after(scene, timedelta(seconds=1), other) == {}
 
 
+@pytest.fixture
+async def stored() -> Scene:
+    """A pod runs, whose grace period `/validate` has stored."""
+    scene = Scene()
+    await scene.reserve()
+    await scene.bench.ledger.bind(R1, POD, grace=GRACE)
+    scene.show(running())
+    await scene.reconciler.step()
+    assert scene.bench.held()["GPU-a0/0"]["grace"] == 600
+    return scene
+
+
+async def test_of_a_pod_that_went_unseen_the_grace_period_is_stored(stored: Scene) -> None:
+    stored.bench.pods.uids.clear()
+    other = stored.another(stored.bench.another().ledger)
+    other.replaced({})
+    assert await after(stored, timedelta(0), other)
+    assert await after(stored, GRACE + MARGIN - timedelta(seconds=1), other)
+    assert await after(stored, timedelta(seconds=1), other) == {}
+
+
+async def test_of_a_pod_that_went_between_two_lists_too(stored: Scene) -> None:
+    stored.bench.pods.uids.clear()
+    stored.reconciler.replaced({})
+    assert await after(stored, timedelta(0))
+    assert await after(stored, GRACE + MARGIN - timedelta(seconds=1))
+    assert await after(stored, timedelta(seconds=1)) == {}
+
+
+async def test_a_pod_that_was_being_deleted_when_the_watch_began_has_no_more_than_is_stored(stored: Scene) -> None:
+    stored.reconciler.replaced({"ml/pod-1": running(deleted=5)})
+    await gone_by_force(stored)
+    assert await after(stored, GRACE + MARGIN - timedelta(seconds=1))
+    assert await after(stored, timedelta(seconds=1)) == {}
+
+
+async def test_a_deletion_with_more_than_is_stored_is_stored_in_its_place(stored: Scene) -> None:
+    """Where no policy keeps it from that."""
+    writes = stored.bench.store.writes
+    stored.show(running(deleted=600))
+    await stored.reconciler.step()
+    assert stored.bench.store.writes == writes
+    stored.show(running(deleted=1000))
+    for _ in range(2):
+        await stored.reconciler.step()
+    assert stored.bench.store.writes == writes + 1
+    assert stored.bench.held()["GPU-a0/0"]["grace"] == 1000
+    stored.bench.pods.uids.clear()
+    other = stored.another(stored.bench.another().ledger)
+    other.replaced({})
+    assert await after(stored, timedelta(0), other)
+    assert await after(stored, timedelta(seconds=1000) + MARGIN - timedelta(seconds=1), other)
+    assert await after(stored, timedelta(seconds=1), other) == {}
+
+
+async def test_what_is_seen_of_a_pod_that_exists_is_not_stored_where_nothing_was(scene: Scene) -> None:
+    """A deletion may have asked for more before."""
+    await scene.bench.ledger.bind(R1, POD, grace=GRACE)
+    scene.show(running(deleted=1000))
+    await scene.reconciler.step()
+    assert "grace" not in scene.bench.held()["GPU-a0/0"]
+
+
+async def test_what_an_older_replica_has_left_out_is_not_known(stored: Scene) -> None:
+    rewritten_by_an_older_replica(stored)
+    stored.bench.pods.uids.clear()
+    other = stored.another(stored.bench.another().ledger)
+    other.replaced({})
+    assert await after(stored, timedelta(0), other)
+    assert await after(stored, MAX_GRACE + MARGIN - timedelta(seconds=1), other)
+    assert await after(stored, timedelta(seconds=1), other) == {}
+
+
 async def test_a_pod_that_was_being_deleted_when_the_watch_began_may_have_been_given_longer_before(
     scene: Scene,
 ) -> None:
@@ -226,13 +299,18 @@ async def test_the_gpus_of_orphans_are_counted_by_namespace_until_they_are_relea
 
 async def test_an_orphan_that_an_older_replica_has_written_anew_is_not_counted_as_one(scene: Scene) -> None:
     await gone_by_force(scene)
-    replica, store = scene.bench.replica, scene.bench.store
+    replica = scene.bench.replica
     replica.watch.catch_up()
+    rewritten_by_an_older_replica(scene)
+    replica.watch.catch_up()
+    assert replica.ledger.orphaned.gpus_in("ml") == 0
+
+
+def rewritten_by_an_older_replica(scene: Scene) -> None:
+    store = scene.bench.store
     raw = store.objects["node-a"]
     held = {
         slot: {name: value for name, value in entry.items() if name not in ("orphanedAt", "grace", "bootID")}
         for slot, entry in raw["status"]["held"].items()
     }
     store.apply({**raw, "status": {**raw["status"], "held": held}})
-    replica.watch.catch_up()
-    assert replica.ledger.orphaned.gpus_in("ml") == 0

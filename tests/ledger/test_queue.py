@@ -318,6 +318,7 @@ async def test_an_opened_pod_is_as_its_reservation_says(scene: Scene) -> None:
     raw = scene.yard.pods["a"]
     (held,) = scene.ledger.reservations()
     assert (held.phase, held.id) == (Phase.FINALIZED, "pod-uid-a")
+    assert held.grace == timedelta(seconds=30)
     pod = Pod.parse(raw)
     claim, identity = recorded_claim(pod), check.identity_of(pod)
     assert claim is not None

@@ -52,8 +52,8 @@ WHICH = st.integers(0, PROCESSES - 1)
 NAMES = st.sampled_from(["one", "two", "three"])
 NAMESPACES = st.sampled_from(["ml", "dl"])
 ENDED = ("Succeeded", "Failed")
-# In seconds: of a pod by itself, of deletions that ask for something else, and the most that any may ask for.
-GRACE, GRACES, MAX_GRACE = 30, st.sampled_from([0, 5, 30, 200]), 200
+# In seconds: of pods by themselves, of deletions that ask for something else, and the most that any may ask for.
+OWN, GRACES, MAX_GRACE = st.sampled_from([5, 30]), st.sampled_from([0, 5, 30, 200]), 200
 # How long a kubelet may be dead before its node says so, and how long nobody has the devices beyond a grace period.
 UNNOTICED, MARGIN = timedelta(seconds=50), timedelta(seconds=60)
 BEFORE_IT_IS_GONE = st.sampled_from([200, 5, "crash", "start over", "kubelet dies", "collected", "unheard"])
@@ -83,11 +83,12 @@ class ApiServer:
         assert raw is not None
         self.put({**raw, **{name: {**raw[name], **part} for name, part in parts.items()}})
 
-    def delete(self, uid: str, grace: int = GRACE) -> None:
+    def delete(self, uid: str, grace: int | None = None) -> None:
         """What runs is stopped first."""
         raw = self.of_uid(uid)
         if raw is None:
             return
+        grace = own_grace(raw) if grace is None else grace
         if grace and raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED:
             asked = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": grace}
             self.change(uid, metadata=asked)
@@ -204,6 +205,7 @@ class Creation:
     reservation_id: ReservationId
     is_owned: bool
     is_preset: bool
+    grace: int
     is_validated: bool = False
 
     def raw(self, created: datetime) -> Raw:
@@ -223,7 +225,7 @@ class Creation:
             "ownerReferences": owners,
         }
         spec: Raw = {"nodeName": self.placement.node} if self.is_preset else {}
-        spec["terminationGracePeriodSeconds"] = GRACE
+        spec["terminationGracePeriodSeconds"] = self.grace
         return {"metadata": meta, "spec": spec, "status": {"phase": "Pending"}}
 
 
@@ -242,7 +244,7 @@ class Containers:
 
     node: str
     gpus: list[str]
-    grace: int = GRACE
+    grace: int
     # The kubelet is to stop them; while it lives it kills them then.
     is_told: bool = False
     ends: datetime | None = None
@@ -251,6 +253,10 @@ class Containers:
 def gpus_of(raw: Raw) -> list[str]:
     carried = raw["metadata"]["annotations"].get("gpuwarden.io/gpu-uuid")
     return [] if carried is None else str(carried).split(",")
+
+
+def own_grace(raw: Raw) -> int:
+    return int(raw["spec"].get("terminationGracePeriodSeconds", 30))
 
 
 class World(RuleBasedStateMachine):
@@ -307,9 +313,17 @@ class World(RuleBasedStateMachine):
         namespace=NAMESPACES,
         is_owned=st.booleans(),
         is_preset=st.booleans(),
+        grace=OWN,
     )
     def mutate(
-        self, which: int, places: list[Placement], name: str, namespace: str, is_owned: bool, is_preset: bool
+        self,
+        which: int,
+        places: list[Placement],
+        name: str,
+        namespace: str,
+        is_owned: bool,
+        is_preset: bool,
+        grace: int,
     ) -> Any:
         self.number += 1
         one, ledger = self.processes[which], self.processes[which].ledger
@@ -320,18 +334,20 @@ class World(RuleBasedStateMachine):
         if held is None:
             return multiple()
         pod = PodIdentity(namespace, name, f"uid-{self.number}")
-        return Creation(pod, self.now, Placement(held.node, held.slots), held.id, is_owned, is_preset)
+        return Creation(pod, self.now, Placement(held.node, held.slots), held.id, is_owned, is_preset, grace)
 
-    @rule(one=creations, which=WHICH, is_heard=st.booleans())
-    def validate(self, one: Creation, which: int, is_heard: bool) -> None:
-        self.bind(one, which, is_heard=is_heard)
+    @rule(one=creations, which=WHICH, is_heard=st.booleans(), is_older=st.booleans())
+    def validate(self, one: Creation, which: int, is_heard: bool, is_older: bool) -> None:
+        self.bind(one, which, is_heard=is_heard, is_older=is_older)
 
-    def bind(self, one: Creation, which: int, *, is_heard: bool) -> None:
+    def bind(self, one: Creation, which: int, *, is_heard: bool, is_older: bool = False) -> None:
+        """A replica of before stores no grace period."""
         ledger = self.processes[which].ledger
         found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
         if found is None or found.phase is Phase.RELEASING or found.slots != one.placement.slots:
             return
-        bound = self.run(ledger.bind(one.reservation_id, one.pod, node=found.node))
+        grace = None if is_older else timedelta(seconds=one.grace)
+        bound = self.run(ledger.bind(one.reservation_id, one.pod, node=found.node, grace=grace))
         one.is_validated = one.is_validated or (bound is not None and is_heard)
 
     @rule(one=consumes(creations))
@@ -353,7 +369,7 @@ class World(RuleBasedStateMachine):
     # What the kubelets do. They start what they are given, and may take all of its grace period to stop it.
 
     def start(self, raw: Raw) -> None:
-        self.containers[raw["metadata"]["uid"]] = Containers(raw["spec"]["nodeName"], gpus_of(raw))
+        self.containers[raw["metadata"]["uid"]] = Containers(raw["spec"]["nodeName"], gpus_of(raw), own_grace(raw))
 
     def is_alive(self, node: str) -> bool:
         return node not in self.dead_since
@@ -405,15 +421,30 @@ class World(RuleBasedStateMachine):
                 self.api.nodes[node] = NodeSight(self.api.nodes[node].boot_id)
 
     @rule(
-        which=WHICH, places=PLACES, name=NAMES, is_owned=st.booleans(), is_preset=st.booleans(), is_bound=st.booleans()
+        which=WHICH,
+        places=PLACES,
+        name=NAMES,
+        is_owned=st.booleans(),
+        is_preset=st.booleans(),
+        is_bound=st.booleans(),
+        grace=OWN,
+        is_older=st.booleans(),
     )
     def come_to_be(
-        self, which: int, places: list[Placement], name: str, is_owned: bool, is_preset: bool, is_bound: bool
+        self,
+        which: int,
+        places: list[Placement],
+        name: str,
+        is_owned: bool,
+        is_preset: bool,
+        is_bound: bool,
+        grace: int,
+        is_older: bool,
     ) -> None:
         """As it goes nearly always."""
-        one = self.mutate(which, places, name, "ml", is_owned, is_preset)
+        one = self.mutate(which, places, name, "ml", is_owned, is_preset, grace)
         if isinstance(one, Creation):
-            self.bind(one, which, is_heard=True)
+            self.bind(one, which, is_heard=True, is_older=is_older)
             self.store_pod(one)
             raw = self.api.of_uid(one.pod.uid)
             if raw is not None and is_bound:
@@ -437,7 +468,7 @@ class World(RuleBasedStateMachine):
             meta = data.draw(st.sampled_from(self.pods()))["metadata"]
         else:
             meta = self.run_a_pod_without_gpus(places[0].node)["metadata"]
-        forged = self.mutate(which, places, meta["name"], meta["namespace"], False, False)
+        forged = self.mutate(which, places, meta["name"], meta["namespace"], False, False, 5)
         if isinstance(forged, Creation):
             forged.pod = PodIdentity(meta["namespace"], meta["name"], meta["uid"])
             self.bind(forged, which, is_heard=False)
@@ -498,22 +529,59 @@ class World(RuleBasedStateMachine):
         if there:
             uid = data.draw(st.sampled_from(there))["metadata"]["uid"]
             self.api.change(uid, status={"phase": "Failed", "conditions": [{"reason": "DeletionByPodGC"}]})
-            self.api.delete(uid, 0)
-            self.tell_kubelet(uid, 0)
+            self.delete_with(uid, 0)
+
+    def delete_with(self, uid: str, grace: int) -> None:
+        """The policies let no deletion ask for more than is stored; where nothing is, for no more than the limit."""
+        entries = [
+            entry
+            for raw in self.store.objects.values()
+            for entry in (raw["status"].get("held") or {}).values()
+            if entry.get("uid") == uid
+        ]
+        grace = min(grace, *(entry.get("grace") or MAX_GRACE for entry in entries), MAX_GRACE)
+        self.api.delete(uid, grace)
+        self.tell_kubelet(uid, grace)
+
+    @rule(node=st.sampled_from(sorted(DEVICES)))
+    def let_an_older_replica_write(self, node: str) -> None:
+        """It leaves out what it does not know."""
+        raw = self.store.objects.get(node)
+        if raw is not None and raw["status"].get("held"):
+            held = {
+                slot: {name: value for name, value in entry.items() if name not in ("orphanedAt", "grace", "bootID")}
+                for slot, entry in raw["status"]["held"].items()
+            }
+            self.store.apply({**raw, "status": {**raw["status"], "held": held}})
 
     @rule(data=st.data(), grace=GRACES)
     def delete_one(self, data: st.DataObject, grace: int) -> None:
         """As its owner may ask; 0 is by force."""
         if self.api.pods:
-            uid = data.draw(st.sampled_from(self.pods()))["metadata"]["uid"]
-            self.api.delete(uid, grace)
-            self.tell_kubelet(uid, grace)
+            self.delete_with(data.draw(st.sampled_from(self.pods()))["metadata"]["uid"], grace)
 
-    @rule(which=WHICH, place=PLACES, moves=st.lists(BEFORE_IT_IS_GONE, max_size=4), seconds=SHORT)
-    def succeed(self, which: int, place: list[Placement], moves: list[str | int], seconds: int) -> None:
+    @rule(
+        which=WHICH,
+        place=PLACES,
+        moves=st.lists(BEFORE_IT_IS_GONE, max_size=4),
+        seconds=SHORT,
+        grace=OWN,
+        is_older=st.booleans(),
+        is_watched=st.booleans(),
+    )
+    def succeed(
+        self,
+        which: int,
+        place: list[Placement],
+        moves: list[str | int],
+        seconds: int,
+        grace: int,
+        is_older: bool,
+        is_watched: bool,
+    ) -> None:
         """One pod runs, is deleted by force at last, and another wants its devices: what chance alone seldom makes."""
         before = set(self.containers)
-        self.come_to_be(which, place[:1], "one", True, False, True)
+        self.come_to_be(which, place[:1], "one", True, False, True, grace, is_older)
         uids = list(self.containers.keys() - before)
         node = place[0].node
         self.reconcile(which, None, None)
@@ -521,22 +589,24 @@ class World(RuleBasedStateMachine):
             self.go_on_with(uid, "Running", is_crash="crash" in moves)
             for move in [*moves, 0]:
                 if isinstance(move, int):
-                    self.api.delete(uid, move)
-                    self.tell_kubelet(uid, move)
+                    self.delete_with(uid, move)
                 elif move == "start over":
                     self.processes[which] = Process(self, which)
                 elif move == "kubelet dies":
                     self.kill_a_kubelet(node)
                 elif move == "collected" and self.api.of_uid(uid) is not None:
                     self.api.change(uid, status={"phase": "Failed", "conditions": [{"reason": "DeletionByPodGC"}]})
-                if move != "unheard":
+                if is_watched and move != "unheard":
                     self.reconcile(which, None, None)
+        if not is_watched:
+            self.processes[which] = Process(self, which)
+            self.reconcile(which, None, None)
         self.wait(seconds)
         self.reconcile(which, None, None)
         if "kubelet dies" in moves:
             self.start_a_kubelet(node, is_reboot=False)
             self.reconcile(which, None, None)
-        self.come_to_be(which, place[:1], "two", True, False, True)
+        self.come_to_be(which, place[:1], "two", True, False, True, grace, is_older)
 
     @rule(data=st.data(), is_all=st.booleans())
     def delete(self, data: st.DataObject, is_all: bool) -> None:
@@ -547,8 +617,7 @@ class World(RuleBasedStateMachine):
                 if raw["metadata"]["uid"] == meta["uid"] or (
                     is_all and raw["metadata"]["namespace"] == meta["namespace"]
                 ):
-                    self.api.delete(raw["metadata"]["uid"])
-                    self.tell_kubelet(raw["metadata"]["uid"], GRACE)
+                    self.delete_with(raw["metadata"]["uid"], own_grace(raw))
 
     @rule()
     def stop_what_is_terminating(self) -> None:

@@ -208,3 +208,15 @@ async def test_a_prefix_that_no_name_can_begin_with_is_refused(replica: Open, sh
     answer = await house.mutate(wanted(None, generate_name="\x1b[2J"), "r1")
     assert refusal(answer) == (403, "InvalidPod")
     assert slots(shared) == {}
+
+
+async def test_the_pods_grace_period_is_stored_before_the_pod_exists(replica: Open, shared: Shared) -> None:
+    house = await replica()
+    probed = builders.raw_container(gpus=1, livenessProbe={"terminationGracePeriodSeconds": 70})
+    affinity = builders.required_affinity(builders.on_node("node-b"))
+    await dressed_and_validated(house, builders.raw_pod(probed, affinity=affinity, terminationGracePeriodSeconds=40))
+    assert [entry["grace"] for entry in shared.held.values()] == [70]
+
+
+async def dressed_and_validated(house: House, raw: Raw) -> None:
+    assert (await house.validate(await dressed(house, raw)))["allowed"]

@@ -107,6 +107,8 @@ class Reservation:
     # Whether it lets others have the other shares of its devices.
     is_shared: bool = False
     name_prefix: str | None = None
+    # No deletion of its pod can have had a longer grace period; None if that is not known.
+    grace: timedelta | None = None
     orphan: Orphan | None = None
 
     @property
@@ -122,9 +124,16 @@ class Reservation:
     def of_pod(self, pod: PodIdentity) -> "Reservation":
         return evolve(self, uid=pod.uid, pod_name=pod.name or self.pod_name)
 
+    def with_grace(self, grace: timedelta | None) -> "Reservation":
+        """Of a pod that may exist, a grace period is made longer. Where none is known, a longer one may have gone
+        unseen."""
+        if grace is None or (self.uid is not None and self.grace is None):
+            return self
+        return evolve(self, grace=max(grace, self.grace or grace))
+
     def orphaned(self, orphan: Orphan) -> "Reservation":
         known = orphan if self.orphan is None else self.orphan.and_also(orphan)
-        return evolve(self.after(Event.POD_EXISTS), orphan=known)
+        return evolve(self.after(Event.POD_EXISTS), orphan=known, grace=known.grace)
 
     def is_past_deadline(self, now: datetime) -> bool:
         return self.deadline is not None and self.deadline <= now

@@ -1,7 +1,7 @@
 """Where reservations live. One protocol, one contract suite, and implementations that pass it."""
 
 from collections.abc import Collection, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Protocol
 
 from webhook.core.device import DeviceUuid
@@ -29,18 +29,38 @@ class Ledger(Protocol):
     ) -> Reservation | None:
         """The reservation, of whatever phase; `node` says where to look if it is not known there, or to be sure."""
 
-    async def bind(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
-        """The pod's uid has become known; its reservation is that uid's from now on, and waits anew."""
+    async def bind(
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
+    ) -> Reservation:
+        """The pod's uid has become known; its reservation is that uid's from now on, and waits anew. Its grace period
+        is stored if it is said before the pod is on a node; later, only a longer one is."""
 
     async def finalize(
-        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
     ) -> Reservation:
         """The pod exists. Idempotent for the same pod.
 
         Raises UnknownReservationError, ReservationConflictError or ReservationExpiredError; so does `bind`.
         """
 
-    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
+    async def confirm(
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
+    ) -> Reservation:
         """The pod exists, and it is the API server that says so: no deadline matters any more."""
 
     async def release(

@@ -204,16 +204,35 @@ class ClusterLedger:
             known = self._shelf.find(reservation_id, node)
         return known
 
-    async def bind(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=False), node)
+    async def bind(
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
+    ) -> Reservation:
+        return await self._named(Name(reservation_id, pod, exists=False, grace=grace), node)
 
     async def finalize(
-        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
     ) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=True), node)
+        return await self._named(Name(reservation_id, pod, exists=True, grace=grace), node)
 
-    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=True, is_proven=True), node)
+    async def confirm(
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
+    ) -> Reservation:
+        return await self._named(Name(reservation_id, pod, exists=True, is_proven=True, grace=grace), node)
 
     async def _named(self, move: Name, node: str | None) -> Reservation:
         known = self._shelf.find(move.reservation_id, node)

@@ -117,7 +117,7 @@ def has_started(raw: Raw) -> bool:
     return any(one.has_started for one in status.containers())
 
 
-def grace_in(raw: Raw) -> timedelta | None:
+def grace_in(raw: Mapping[str, Any]) -> timedelta | None:
     """The longest grace period that the object names; None if it cannot be read. A probe may have one of its own."""
     try:
         wire = msgspec.convert(raw, PodWire)
@@ -225,9 +225,11 @@ class Patience:
     # How long a dead kubelet may pass for a living one, and how long a new one takes to stop what it finds.
     margin: timedelta = timedelta(seconds=90)
 
-    def grace(self, seen: Grace) -> timedelta:
-        """In whole seconds, as it is stored. A pod that is older than the limit may have more than that."""
-        longest = seen.longest if seen.is_all else max(self.max_grace, seen.longest)
+    def grace(self, seen: Grace, stored: timedelta | None = None) -> timedelta:
+        """In whole seconds, as it is stored. What went unseen is no longer than `stored`, or else than the limit,
+        which a pod that is older than the limit may exceed."""
+        unseen = timedelta(0) if seen.is_all else self.max_grace
+        longest = max(seen.longest, unseen if stored is None else stored)
         return timedelta(seconds=ceil(longest.total_seconds()))
 
 

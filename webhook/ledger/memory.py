@@ -1,7 +1,7 @@
 """Reservations in this process's memory: for the embedded default, tests and `explain`. They end with the process."""
 
 from collections.abc import Collection, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from webhook.clock import Clock
 from webhook.core.device import DeviceUuid
@@ -51,16 +51,35 @@ class MemoryLedger:
     ) -> Reservation | None:
         return self._shelf.find(reservation_id)
 
-    async def bind(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=False), node)
+    async def bind(
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
+    ) -> Reservation:
+        return self._named(Name(reservation_id, pod, exists=False, grace=grace), node)
 
     async def finalize(
-        self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
     ) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=True), node)
+        return self._named(Name(reservation_id, pod, exists=True, grace=grace), node)
 
-    async def confirm(self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=True, is_proven=True), node)
+    async def confirm(
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
+    ) -> Reservation:
+        return self._named(Name(reservation_id, pod, exists=True, is_proven=True, grace=grace), node)
 
     def _named(self, move: Name, node: str | None) -> Reservation:
         known = self._shelf.find(move.reservation_id, node)

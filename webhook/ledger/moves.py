@@ -126,12 +126,15 @@ def is_stored_as_releasing(one: Reservation, stored: Stored) -> bool:
 
 @frozen
 class Name:
-    """The pod's uid has become known; with `exists`, somebody says that the pod exists; with `is_proven`, it does."""
+    """The pod's uid has become known; with `exists`, somebody says that the pod exists; with `is_proven`, it does.
+
+    `grace` is the pod's own, said by who has the pod before it can be on a node; or one that a deletion asked for."""
 
     reservation_id: ReservationId
     pod: PodIdentity
     exists: bool
     is_proven: bool = False
+    grace: timedelta | None = None
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
         known = held.get(self.reservation_id)
@@ -149,7 +152,7 @@ class Name:
         if known.phase is Phase.PENDING and known.uid is None:
             known = evolve(known, deadline=now + times.pending_deadline)
         event = Event.POD_EXISTS if self.exists else Event.POD_NAMED
-        named = held[known.id] = known.of_pod(self.pod).after(event)
+        named = held[known.id] = known.with_grace(self.grace).of_pod(self.pod).after(event)
         return named
 
 

@@ -41,7 +41,7 @@ class Orphanage:
 
     async def take_in(self, held: Reservation, pod: PodIdentity, departure: Departure) -> None:
         """The pod went without proof of its end. Told again of the same departure, it does nothing."""
-        orphan = Orphan(departure.at, self._patience.grace(departure.grace))
+        orphan = Orphan(departure.at, self._patience.grace(departure.grace, held.grace))
         if held.orphan is not None and held.orphan.and_also(orphan) == held.orphan:
             return
         watched = await self._look(held.node)

@@ -36,6 +36,7 @@ from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reserva
 from webhook.core.verdict import Deny
 from webhook.events import Events, Subject
 from webhook.ledger import Ledger
+from webhook.ledger.end_of_use import grace_in
 from webhook.ledger.pending import too_many_orphans
 from webhook.ledger.queue_gates import Action, Doorkeeper, Gates, some_at_once
 from webhook.ledger.queue_holdings import Holdings
@@ -370,7 +371,9 @@ class Queue:
         if isinstance(known, Deny):
             return known
         if known.phase is not Phase.FINALIZED or known.uid != pod.uid:
-            known = await self._ledger.confirm(known.id, pod, node=known.node)
+            raw = self._pods.raws.get(pod.uid)
+            grace = None if raw is None else grace_in(raw)
+            known = await self._ledger.confirm(known.id, pod, node=known.node, grace=grace)
         berth = self._fleet.berths.get(known.node)
         uuids = order.as_mapped(claim, known.uuids, () if berth is None else berth.node.devices)
         return Outfit(claim, (known.node,), known.id, uuids, has_waited=True)

@@ -218,6 +218,8 @@ class Reconciler:
             return False
         if one.is_final:
             return held.orphan is not None
+        if self._longer_grace(one, held) is not None:
+            return False
         return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one, held)
 
     async def _meet(self, one: Carrier) -> None:
@@ -242,8 +244,16 @@ class Reconciler:
         if held.phase is Phase.PENDING or held.uid is None:
             await self._ledger.confirm(held.id, one.pod, node=held.node)
             log.info("reservation confirmed", reservation=held.id, pod=f"{one.pod.namespace}/{one.pod.name}")
+        longer = self._longer_grace(one, held)
+        if longer is not None:
+            await self._ledger.confirm(held.id, one.pod, node=held.node, grace=longer)
         if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one, held):
             await self._give_up(one, held)
+
+    def _longer_grace(self, one: Carrier, held: Reservation) -> timedelta | None:
+        """A deletion has asked for more than is stored, where no policy keeps it from that."""
+        longest = self._histories.grace(one.pod.uid).longest
+        return longest if held.grace is not None and longest > held.grace else None
 
     # A pod that waits too long.
 

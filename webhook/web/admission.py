@@ -55,6 +55,7 @@ from webhook.core.review import Operation, Review, answer
 from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict, plain
 from webhook.holding import Holder
 from webhook.ledger import Ledger
+from webhook.ledger.end_of_use import grace_in
 from webhook.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.pods import PodSource, PodsUnavailableError
 from webhook.scoring.hints import NOT_SCORED, Hinted, Hinting
@@ -505,7 +506,7 @@ class Admission:
             return refused
         if identity.uid:
             name = self._ledger.finalize if self._pods.believes_reviews else self._ledger.bind
-            refused = await named(name, known, identity)
+            refused = await named(name, known, identity, grace_in(raw))
             if refused is None:
                 self._pods.created(identity)
         return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})

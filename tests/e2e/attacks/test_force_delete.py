@@ -27,6 +27,8 @@ SOON = 15.0
 # Between two looks at a node.
 LOOK = 10.0
 FORCED = 0
+# The grace period of pods that go while no reconciler watches, and how long the next one waits for the Lease.
+UNSEEN, ELECTION = 12, 20.0
 HEARS = {"kubelet.test/stops-after": "1s"}
 
 Attack = Callable[[Site, str], Coroutine[Any, Any, None]]
@@ -40,7 +42,11 @@ def victim(node: str, *, grace: int, **more: Any) -> Raw:
 
 async def run_victim(here: Site, node: str, *, grace: int) -> str:
     """It runs, and its reservation is its own; the GPU that it has."""
-    made = await here.kube.create(PODS, victim(node, grace=grace), here.namespace)
+    return await run_this(here, node, victim(node, grace=grace))
+
+
+async def run_this(here: Site, node: str, content: Raw) -> str:
+    made = await here.kube.create(PODS, content, here.namespace)
 
     async def is_running() -> bool:
         found = await here.kube.get(PODS, f"old-{node}", here.namespace)
@@ -178,30 +184,33 @@ async def test_a_pod_that_never_was_on_a_node_frees_its_gpu_as_it_goes(
         assert await until_had_by_another(here, other, node, uuid, seconds=60) < SOON
 
 
-async def test_what_nobody_saw_costs_the_longest_grace_period_that_a_pod_may_have(
+async def test_what_nobody_saw_costs_the_grace_period_that_is_stored_with_the_reservation(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
     """The reconciler is away as one pod is deleted by force, and starts anew between two deletions of the other."""
+    flags = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "1h")
     async with (
-        site(cluster, kube, tmp_path, nodes=2, gpus=1, name="unseen", replicas=1, flags=FLAGS) as here,
+        site(cluster, kube, tmp_path, nodes=2, gpus=1, name="unseen", replicas=1, flags=flags) as here,
         new_namespace(kube, OPT_IN) as other,
     ):
         first = await here.reconciler()
         await here.offered()
         unseen, between = here.nodes
-        uuids = [await run_victim(here, node, grace=2) for node in here.nodes]
-        await delete(here, between, 2)
+        uuids = [await run_victim(here, node, grace=UNSEEN) for node in here.nodes]
+        assert {one["grace"] for node in here.nodes for one in (await here.held_on(node)).values()} == {UNSEEN}
+        await delete(here, between, UNSEEN)
         await first.kill()
         await delete(here, unseen, FORCED)
         await here.reconciler()
         await delete(here, between, FORCED)
+        least = UNSEEN + MARGIN
         took = await asyncio.gather(
             *(
-                until_had_by_another(here, other, node, uuid, seconds=CAP + MARGIN + LOOK + 2 * SOON)
+                until_had_by_another(here, other, node, uuid, seconds=ELECTION + least + LOOK + SOON)
                 for node, uuid in zip(here.nodes, uuids, strict=True)
             )
         )
-        assert min(took) >= CAP + MARGIN, took
+        assert min(took) >= least, took
 
 
 async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
@@ -262,18 +271,54 @@ async def test_nobody_asks_for_a_longer_grace_period_than_gpus_are_kept_for(
 
         # What asks for no more goes, and pods without GPUs as their owners like.
         await kube.create(PODS, pod("plain"), here.namespace)
-        await kube.delete(PODS, "plain", here.namespace, grace=too_long)
+        evicted = {"metadata": {"name": "plain"}, "deleteOptions": {"gracePeriodSeconds": too_long}}
+        await kube.post(PODS, "plain", "eviction", {**EVICTION, **evicted}, here.namespace)
         options["deleteOptions"] = {"gracePeriodSeconds": CAP}
         await kube.post(PODS, name, "eviction", {**EVICTION, **options}, here.namespace)
         await kube.delete(PODS, name, here.namespace)
         await delete(here, node, FORCED)
 
 
+async def test_no_deletion_takes_longer_than_the_pod_itself_says(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """Or what is stored with its reservation would be too little, where nobody saw the deletion."""
+    own, of_a_probe = 5, 9
+    async with (
+        site(cluster, kube, tmp_path, nodes=2, gpus=1, name="own-grace", replicas=1, flags=FLAGS) as here,
+        guarded(kube, CAP),
+    ):
+        await here.reconciler()
+        await here.offered()
+        deleted, evicted = here.nodes
+        probe = {"startupProbe": {"terminationGracePeriodSeconds": of_a_probe, "tcpSocket": {"port": 80}}}
+        for node in here.nodes:
+            one = victim(node, grace=own)
+            one["spec"]["containers"][0] |= probe
+            await run_this(here, node, one)
+
+        def deletion(node: str, grace: int) -> Coroutine[Any, Any, Raw]:
+            return kube.delete(PODS, f"old-{node}", here.namespace, grace=grace)
+
+        def eviction(node: str, grace: int) -> Coroutine[Any, Any, Raw]:
+            name = f"old-{node}"
+            options = {"metadata": {"name": name}, "deleteOptions": {"gracePeriodSeconds": grace}}
+            return kube.post(PODS, name, "eviction", {**EVICTION, **options}, here.namespace)
+
+        dry: Raw = {"gracePeriodSeconds": of_a_probe + 1, "dryRun": ["All"]}
+        await wait_until(lambda: is_refused(kube.call("DELETE", PODS.path(here.namespace, f"old-{deleted}"), dry)))
+        for asks, node in ((deletion, deleted), (eviction, evicted)):
+            assert await is_refused(asks(node, of_a_probe + 1))
+            assert "deletionTimestamp" not in (await kube.get(PODS, f"old-{node}", here.namespace))["metadata"]
+            await asks(node, of_a_probe)
+            assert "deletionTimestamp" in (await kube.get(PODS, f"old-{node}", here.namespace))["metadata"]
+            await delete(here, node, FORCED)
+
+
 @asynccontextmanager
 async def guarded(kube: Kube, longest: int) -> AsyncIterator[None]:
-    """By the policy on deletions alone."""
-    wanted = [one for one in policies(Installation(max_grace=longest)) if one["metadata"]["name"] == "gpuwarden-grace"]
-    assert len(wanted) == 2
+    """By the policies on deletions and evictions alone."""
+    every = policies(Installation(max_grace=longest))
+    wanted = [one for one in every if one["metadata"]["name"].startswith("gpuwarden-grace")]
+    assert len(wanted) == 4
     for one in wanted:
         await kube.create(resource_of(one), one)
     try:
@@ -287,7 +332,7 @@ async def is_refused(request: Awaitable[Raw]) -> bool:
     try:
         await request
     except ApiError as exc:
-        return "of a pod with GPUs it is at most" in exc.message
+        return "of this pod with GPUs it is at most" in exc.message
     return False
 
 
