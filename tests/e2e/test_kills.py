@@ -1,8 +1,10 @@
 """SIGKILL at an exact step: what was begun is ended by others, in time, and nobody gets a GPU that is in use."""
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,15 @@ import pytest
 from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
-from tests.e2e.crew import Site, Worker, site
+from tests.e2e.attacks.test_bound_while_down import Scene, near, scenery
+from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen
+from tests.e2e.crew import Site, Worker, ended, guarded, site
 from tests.e2e.faults import Exchange, Proxy, Stop, is_reservation_write
 from tests.e2e.figures import tell
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.storm import Storm, mixed
+from tests.e2e.test_continuous import stamp
+from webhook.clock import utc_now
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")
@@ -25,8 +31,10 @@ SUCCESSION = 15 + 2 * 2
 MANY = 120.0
 # How long a hold lasts in a cluster if nothing is said.
 IN_A_CLUSTER = 15.0
-# Three processes begin at once; each alone is ready in 2 s on an idle machine.
-READY = 20.0
+# From the start of three processes at once to the first claim that one of them admits.
+RECOVERY = 5.0
+# Long enough for the list of ends to have it before the replicas are killed.
+ENDS_AFTER = timedelta(seconds=10)
 
 Phases = list[tuple[str, bool]]
 
@@ -150,33 +158,91 @@ async def test_a_replica_killed_at_any_step_leaves_nothing_past_the_deadline(
 async def test_all_replicas_killed_amid_creations_leave_no_gpu_held_past_the_deadline(
     cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """With the deadline that a cluster has if nothing is said."""
+    """With the deadline that a cluster has if nothing is said, and every policy; evidence of a node ends meanwhile."""
     flags = ("--clock-skew", f"{SKEW}s")
-    shape: dict[str, Any] = {"nodes": 4, "gpus": 8, "flags": flags, "name": "kill", "replicas": 3}
-    async with site(cluster, kube, tmp_path, **shape) as here:
-        await here.reconciler()
+    async with (
+        scenery(cluster, kube, tmp_path, *flags, nodes=4, gpus=8, replicas=3) as scene,
+        guarded(scene.site),
+    ):
+        here, (ending, lasting) = scene.site, scene.proven
         await here.offered()
+        await scene.held_back("late", ending)
+        await scene.held_back("lasting", lasting)
         storm = Storm(here, clients=32)
-        creating = asyncio.create_task(storm.create(200, mixed))
+        creating = asyncio.create_task(storm.create(200, everything))
         reaping = asyncio.create_task(storm.reap(0.5))
+        await scene.prove(ending, ENDS_AFTER)
+        await wait_until(scene.ends, lambda data: near(data[ending]))
         await wait_until(lambda: true(lambda: len(storm.tally.made) >= 50), seconds=MANY)
         await asyncio.gather(*(one.kill() for one in here.replicas))
         died = time.monotonic()
+        made_before = len(storm.tally.made)
+        assert not creating.done()
+        await here.balancer.only()
+        await ended([reaping])
         promised = await unseen(here)
-        replicas = await asyncio.gather(here.replica(), here.replica(), here.replica())
-        await here.balancer.only(*replicas)
-        ready = time.monotonic() - died
-        tried = asyncio.create_task(until_made(here, pod(None, gpus=1), MANY))
-        await wait_until(lambda: unseen(here), lambda now: not promised & now, IN_A_CLUSTER + SKEW + 10.0)
-        gone_after = time.monotonic() - died
-        await tried
+        releasing = asyncio.create_task(released(here, promised))
+        await asyncio.gather(*(goes_its_way(scene, name, lasting) for name in HOSTILE))
+        with pytest.raises(ApiError, match="failed calling webhook"):
+            await kube.create(PODS, pod("asking", gpus=1), here.namespace)
+        await wait_until(scene.ends, lambda data: data[ending] <= stamp(utc_now()))
+        for name in ("late", "lasting"):
+            await scene.opened(name)
+        assert await scene.bound("lasting") == lasting
+        await scene.refused("late", f"the evidence of node {ending} ended")
+        reaping = asyncio.create_task(storm.reap(0.5))
+        # Whoever still tries has a claim.
+        stuck = len(storm.tally.made)
+        began = time.monotonic()
+        starting = asyncio.gather(*(here.replica() for _ in range(3)))
+        await wait_until(lambda: true(lambda: len(storm.tally.made) > stuck), seconds=RECOVERY)
+        recovery = time.monotonic() - began
+        await starting
+        gone_after = await releasing - died
         await creating
-        reaping.cancel()
-        await asyncio.gather(reaping, return_exceptions=True)
-        tell(request, held_for_nobody=len(promised), gone_after_s=gone_after, ready_s=ready, made=len(storm.tally.made))
+        await ended([reaping])
+        left = [one for one in await kube.list(PODS, here.namespace) if not asks(one)]
+        tell(
+            request,
+            made_before=made_before,
+            held_for_nobody=len(promised),
+            gone_after_s=gone_after,
+            recovery_s=recovery,
+            without_a_claim=len(left),
+        )
         assert len(storm.tally.made) == 200
-        assert ready < READY
+        assert len(left) > len(HOSTILE)
+        assert {shown for one in left for shown in seen(one).values()} == {"void"}
+        await asyncio.gather(*(scene.bound(one["metadata"]["name"]) for one in left))
         here.judge.acquit()
+
+
+async def released(here: Site, promised: frozenset[str]) -> float:
+    """When none of them was held any more."""
+    await wait_until(lambda: unseen(here), lambda now: not promised & now, IN_A_CLUSTER + SKEW + 10.0)
+    return time.monotonic()
+
+
+def everything(chance: random.Random) -> Raw:
+    """Half of them claims; plain pods, and pods that would have all GPUs of their node shown to them."""
+    kind = chance.random()
+    if kind < 1 / 2:
+        return mixed(chance)
+    content = pod(None) if kind < 3 / 4 else hostile_pod(chance.choice(list(HOSTILE.values())))
+    return {**content, "metadata": {"generateName": "plain-"}}
+
+
+def asks(one: Raw) -> bool:
+    return "gpuwarden.io/gpu-uuid" in one["metadata"].get("annotations", {})
+
+
+async def goes_its_way(scene: Scene, kind: str, node: str) -> None:
+    """While nobody answers: the pod is made, sees nothing, and is bound."""
+    content = hostile_pod(HOSTILE[kind], name=f"hostile-{list(HOSTILE).index(kind)}")
+    content["spec"]["nodeSelector"] = {"kubernetes.io/hostname": node}
+    made = await scene.kube.create(PODS, content, scene.namespace)
+    assert set(seen(made).values()) == {"void"}, kind
+    assert await scene.bound(made["metadata"]["name"]) == node
 
 
 async def unseen(here: Site) -> frozenset[str]:

@@ -60,7 +60,7 @@ RECOVERY = 5.0
 
 @frozen(eq=False)
 class Scene:
-    """Two nodes that have proven themselves, one replica, one reconciler."""
+    """Nodes that have proven themselves, of which tests name two; replicas, and one reconciler."""
 
     site: Site
     kube: Kube
@@ -146,11 +146,18 @@ async def scene(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator[S
 
 @asynccontextmanager
 async def scenery(
-    cluster: Cluster, kube: Kube, directory: Path, *flags: str, program: Sequence[str] = (GPUWARDEN,)
+    cluster: Cluster,
+    kube: Kube,
+    directory: Path,
+    *flags: str,
+    nodes: int = 2,
+    gpus: int = 4,
+    replicas: int = 1,
+    program: Sequence[str] = (GPUWARDEN,),
 ) -> AsyncIterator[Scene]:
-    own = (*challenging(directory), *flags)
-    async with site(cluster, kube, directory, nodes=2, gpus=4, name="down", replicas=1, flags=own) as here:
-        first, second = here.nodes
+    shape: dict[str, Any] = {"nodes": nodes, "gpus": gpus, "replicas": replicas, "name": "down"}
+    async with site(cluster, kube, directory, **shape, flags=(*challenging(directory), *flags)) as here:
+        first, second, *_ = here.nodes
         found = Scene(here, kube, (first, second))
         try:
             for node in here.nodes:
