@@ -13,6 +13,7 @@ import yaml
 from scripts.chart_dashboard import dashboard
 from scripts.chart_values import CHART, ROOT
 from webhook import crds
+from webhook.core.host_paths import PLACES, WRITABLE
 from webhook.policies import (
     DEBUGGING,
     Blinds,
@@ -29,6 +30,7 @@ from webhook.policies import (
 
 GENERATED: Final = CHART / "templates/generated"
 HEAD: Final = "{{- /* Written by `make chart`. */ -}}\n"
+HEAD_OF_FILE: Final = "# Written by `make chart`.\n"
 
 # What stands in the manifests for what only the release knows, and the template that says it.
 NAMESPACE: Final = "xx-namespace"
@@ -48,6 +50,7 @@ NOTES: Final = "xx-notes"
 FAILURE_POLICY: Final = "xx-failure-policy"
 PATIENCE: Final = 64998
 MAX_GRACE: Final = 64997
+HOST_PATH: Final = "/xx-host-path"
 ALL_ONLY, ALL_NOT, ALL_END = "xx-asked-about-all", "xx-asked-about-some", "xx-asked-end"
 
 
@@ -62,6 +65,7 @@ SAID: Final[Mapping[str, str]] = {
     OPT_IN: "{{ .Values.webhooks.optInLabel }}",
     f", '{HASH_ALIAS}'": "{{ with .Values.settings.requiredHashAlias }}, '{{ . }}'{{ end }}",
     f"'{SCHEDULER}'": '{{ include "gpuwarden.schedulers" . }}',
+    f"'{HOST_PATH}'": "{{ range $i, $path := .Values.policies.hostPaths }}{{ if $i }}, {{ end }}'{{ $path }}'{{ end }}",
     RESOURCE: '{{ default "nvidia.com/gpu" .Values.settings.gpuResource }}',
     GPU_NAMESPACE: '{{ default "gpu-operator" .Values.export.settings.namespace }}',
     **{ACCOUNT.format(component): account_name(component) for component in ("reconcile", "bind", "export")},
@@ -89,6 +93,7 @@ RELEASE: Final = Installation(
     exporter=ACCOUNT.format("export"),
     ca_bundle=BUNDLE,
     max_grace=MAX_GRACE,
+    host_paths=(HOST_PATH,),
 )
 INJECTION: Final = """\
   annotations:
@@ -348,6 +353,11 @@ def alerts() -> str:
     return (ROOT / "examples/alerts/gpuwarden.rules.yaml").read_text()
 
 
+def host_paths() -> str:
+    """What no entry of `policies.hostPaths` may be, contain or lie in."""
+    return HEAD_OF_FILE + yaml.safe_dump({"places": [*PLACES], "writable": [*WRITABLE]}, sort_keys=False)
+
+
 def written() -> dict[Path, str]:
     return {
         GENERATED / "crds.yaml": crds_template(),
@@ -355,5 +365,6 @@ def written() -> dict[Path, str]:
         GENERATED / "policies.yaml": policies_template(),
         GENERATED / "rbac.yaml": rbac_template(),
         CHART / "files/alerts.yaml": alerts(),
+        CHART / "files/hostpaths.yaml": host_paths(),
         CHART / "files/dashboard.json": json.dumps(dashboard(), indent=1) + "\n",
     }

@@ -14,6 +14,7 @@ from attrs import field, frozen
 
 from scripts.chart_forms import BOOL, Schema, form_of, one_of
 from webhook import settings
+from webhook.core.host_paths import HOST_PATH
 from webhook.export import settings as export_settings
 from webhook.setting_kinds import FILE
 from webhook.setting_table import Setting, in_words, plain
@@ -253,8 +254,15 @@ WEBHOOKS: Final = [
         True,
         BOOL,
         "ValidatingAdmissionPolicies that refuse pods of opted-in namespaces that could open devices by themselves: "
-        "privileged, SYS_ADMIN and its like, hostPID, hostPath where devices and sockets are. Namespaces labelled "
+        "privileged, SYS_ADMIN and its like, hostPID, any hostPath that hostPaths does not allow. Namespaces labelled "
         "gpuwarden.io/isolation=none are exempt.",
+    ),
+    Value(
+        "policies.hostPaths",
+        [],
+        {"type": "array", "items": {"type": "string", "pattern": f"^{HOST_PATH}$"}},
+        "Directories of nodes that pods of opted-in namespaces may mount by hostPath, with all that is in them, "
+        "read-only. Name none that a tenant can write to in another way: a link in it leads anywhere.",
     ),
     Value(
         "policies.blind",

@@ -124,6 +124,8 @@ def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytes
     assert run("manifests", "webhooks", "--required-hash-alias", "my.org/h") == 0
     renamed = capsys.readouterr().out
     assert renamed.count("'my.org/h'") == renamed.count(f"'{keys.REQUIRED_HASH.aliases[0]}'") > 0
+    assert run("manifests", "policies", "--host-paths", "/data, /mnt/datasets") == 0
+    assert "expression: dyn(['/data', '/mnt/datasets'])\n" in capsys.readouterr().out
     assert run("manifests", "rbac") == 0
     assert "namespace: gpuwarden\n" in capsys.readouterr().out
 
@@ -132,7 +134,7 @@ def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytes
     bundle = tmp_path / "ca.crt"
     bundle.write_text("no certificate")
     flags = ["--namespace", "A.b", "--service", "", "--url", "http://h", "--ca-bundle", str(bundle)]
-    flags += ["--required-hash-alias", "'x' || true"]
+    flags += ["--required-hash-alias", "'x' || true", "--host-paths", "/data,/var/lib/kubelet/pods,data"]
     assert run("manifests", *flags) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -142,6 +144,8 @@ def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytes
         "--url: 'http://h'",
         f"no certificate in {bundle}",
         "--required-hash-alias: ",
+        "--host-paths: '/var/lib/kubelet/pods': devices, sockets, programs or keys of the node are in /var/lib/kubelet",
+        "--host-paths: 'data': not an absolute path",
     ):
         assert name in err
 

@@ -12,6 +12,7 @@ import yaml
 
 from webhook.core import keys
 from webhook.core.check import GPU_RESOURCES
+from webhook.core.host_paths import PLACES, STORAGE, WRITABLE
 from webhook.crds import manifests as crds
 from webhook.export.labels import DOMAIN as SERIALS
 from webhook.policies import (
@@ -322,16 +323,28 @@ def test_pods_are_isolated_in_the_namespaces_of_the_webhooks_but_for_exempt_ones
         assert binding(bound)["spec"]["matchResources"] == {"namespaceSelector": expected}
 
 
-def test_volumes_of_pods_and_of_the_cluster_are_kept_from_the_same_places() -> None:
-    found = [
-        one["expression"]
-        for name in ("gpuwarden-isolation", "gpuwarden-isolation-volumes")
-        for one in named(name)["spec"]["variables"]
-        if one["name"] == "places"
-    ]
-    assert found[0] == found[1]
-    places = set(re.findall(r"'([^']*)'", found[0]))
-    assert {"/dev", "/proc", "/sys", "/run", "/var/run", "/etc", "/usr", "/var/lib/kubelet"} < places
+@pytest.mark.parametrize(("name", "listed"), [("places", PLACES), ("storage", STORAGE)])
+def test_volumes_of_the_cluster_are_kept_from_what_is_listed(name: str, listed: tuple[str, ...]) -> None:
+    variables = named("gpuwarden-isolation-volumes")["spec"]["variables"]
+    (found,) = [one["expression"] for one in variables if one["name"] == name]
+    assert tuple(re.findall(r"'([^']*)'", found)) == listed
+
+
+def allowed(*host_paths: str) -> str:
+    variables = named("gpuwarden-isolation", Installation(host_paths=host_paths))["spec"]["variables"]
+    (found,) = [str(one["expression"]) for one in variables if one["name"] == "allowed"]
+    return found
+
+
+def test_pods_mount_what_an_installer_allows_and_else_nothing() -> None:
+    assert allowed() == "dyn([])"
+    assert allowed("/data", "/mnt/.a-b_c@1+2=3~4") == "dyn(['/data', '/mnt/.a-b_c@1+2=3~4'])"
+
+
+@pytest.mark.parametrize("path", [*PLACES, *WRITABLE, "/", "data", "/data/", "/data/../dev", "/a'b"])
+def test_pods_are_let_into_no_dangerous_place_of_a_node(path: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(path))):
+        Installation(host_paths=("/data", path))
 
 
 # Lists came with Kubernetes 1.34, comprehensions of two variables with 1.32.

@@ -217,6 +217,12 @@ def add_installation(parser: Parser) -> None:
         metavar="TIME",
         help="as `serve` has it: how long a deletion may let containers of a pod with GPUs go on (default: 1h)",
     )
+    parser.add_argument(
+        "--host-paths",
+        default="",
+        metavar="PATHS",
+        help="directories of nodes, separated by commas: pods of opted-in namespaces may mount them read-only",
+    )
     parser.add_argument("--ca-bundle", type=Path, metavar="FILE", help="the CA of its certificate (PEM)")
 
 
@@ -398,6 +404,7 @@ def crds(args: Namespace) -> int:
 
 
 def manifests(args: Namespace) -> int:
+    from webhook.core.host_paths import mistake_in
     from webhook.policies import Blinds, Installation, as_yaml
 
     mistakes = []
@@ -412,6 +419,10 @@ def manifests(args: Namespace) -> int:
         mistakes.append(f"flag --required-hash-alias: {alias!r} is not an annotation key")
     if args.url is not None and not is_https(args.url):
         mistakes.append(f"flag --url: {args.url!r} is not a URL with https")
+    host_paths = tuple(path.strip() for path in args.host_paths.split(",")) if args.host_paths else ()
+    for path in host_paths:
+        if (mistake := mistake_in(path)) is not None:
+            mistakes.append(f"flag --host-paths: {path!r}: {mistake}")
     bundle = b""
     if args.ca_bundle is not None:
         try:
@@ -432,6 +443,7 @@ def manifests(args: Namespace) -> int:
         hash_aliases=() if alias is None else (alias,),
         blinds=Blinds(args.blind),
         max_grace=int(args.max_grace.total_seconds()),
+        host_paths=host_paths,
     )
     print(as_yaml(args.what, installation), end="")
     return 0

@@ -61,6 +61,14 @@
 {{- if and (has $values.policies.blind (list "policy" "webhook")) (eq (default "nvidia" $settings.injection) "cuda") }}
   {{- fail (printf "\n\npolicies.blind is %s, and settings.injection is cuda, which shows every container all GPUs: set policies.blind=nobody." $values.policies.blind) }}
 {{- end }}
+{{- $paths := .Files.Get "files/hostpaths.yaml" | fromYaml }}
+{{- range $path := $values.policies.hostPaths }}
+  {{- range $place := concat $paths.places $paths.writable }}
+    {{- if or (hasPrefix (printf "%s/" $place) (printf "%s/" $path)) (hasPrefix (printf "%s/" $path) (printf "%s/" $place)) }}
+      {{- fail (printf "\n\npolicies.hostPaths names %s, and %s: name a directory of its own." $path (ternary (printf "pods may make links in %s, which lead anywhere" $place) (printf "devices, sockets, programs or keys of the node are in %s" $place) (has $place $paths.writable))) }}
+    {{- end }}
+  {{- end }}
+{{- end }}
 {{- if eq (default "cluster" $settings.ledger) "memory" }}
   {{- if gt (int $values.serve.replicas) 1 }}
     {{- fail "\n\nsettings.ledger is memory, which each replica has for itself: set serve.replicas=1, or leave the ledger in the cluster." }}

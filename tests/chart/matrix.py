@@ -99,6 +99,7 @@ MATRIX: dict[str, Raw] = {
         "service.type": "LoadBalancer",
         "service.annotations": {"example.org/internal": "true"},
         "podDisruptionBudget.maxUnavailable": "50%",
+        "policies.hostPaths": ["/data", "/mnt/datasets"],
     },
     "older-pods": {
         "policies.protect": False,

@@ -256,6 +256,16 @@ def test_an_older_kubernetes_has_no_policy_that_blinds_and_the_webhook_may() -> 
         assert [rule["resources"] for rule in hooks[name]["rules"]] == [["pods"], ["pods/ephemeralcontainers"]]
 
 
+@pytest.mark.parametrize("path", ["/var", "/var/lib/kubelet/pods", "/opt", "/var/openebs/local"])
+def test_no_dangerous_place_of_a_node_is_opened_to_pods(path: str) -> None:
+    assert f"policies.hostPaths names {path}, and " in refusal({"policies.hostPaths": ["/data", path]})
+
+
+@pytest.mark.parametrize("path", ["/", "data", "/data/", "//data", "/data/../dev", "/./data", "/a'b", ""])
+def test_path_that_is_not_absolute_and_clean_is_refused(path: str) -> None:
+    assert "hostPaths" in refusal({"policies.hostPaths": [path]})
+
+
 @pytest.mark.parametrize("blind", ["policy", "webhook"])
 def test_in_cuda_mode_nobody_is_blinded(blind: str) -> None:
     said = refusal({"settings.injection": "cuda", "policies.blind": blind})

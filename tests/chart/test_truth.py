@@ -78,6 +78,13 @@ def test_schedulers_that_an_installer_names_are_added() -> None:
     assert compared(mine) == compared([*while_down(installation), *webhooks(installation), *policies(installation)])
 
 
+def test_paths_that_an_installer_allows_are_those_of_the_manifests() -> None:
+    found = rendered({"policies.hostPaths": ["/data", "/mnt/datasets"]})
+    expected = [one for one in policies(Installation(host_paths=("/data", "/mnt/datasets"))) if "isolation" in str(one)]
+    mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
+    assert compared(expected).items() <= compared(mine).items()
+
+
 def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too() -> None:
     found = rendered(
         {

@@ -74,6 +74,7 @@ GIVEN: dict[str, Raw] = {
 CHOSEN: Raw = {
     "image.digest": "sha256:" + "a" * 64,
     "tls.mode": "certManager",
+    "policies.hostPaths": ["/data"],
     "policies.strip": "false",
     "policies.blind": "webhook",
     "priorityClasses.classes": {"mine": 7},

@@ -16,6 +16,7 @@ from attrs import field, frozen
 
 from webhook import crds
 from webhook.core import keys
+from webhook.core.host_paths import mistake_in
 
 Manifest = dict[str, Any]
 
@@ -47,6 +48,7 @@ OPT_IN = keys.OPT_IN.name
 RESOURCE = "nvidia.com/gpu"
 SCHEDULER = "system:kube-scheduler"
 MAX_GRACE = 3600
+HOST_PATHS = "dyn([])"
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
 RECONCILER, BINDER, EXPORTER = "gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export"
 
@@ -97,6 +99,8 @@ class Installation:
     blinds: Blinds = Blinds.POLICY
     # In seconds: how long a deletion may let the containers of a pod with GPUs go on.
     max_grace: int = MAX_GRACE
+    # Directories of nodes that pods of opted-in namespaces may mount for reading.
+    host_paths: tuple[str, ...] = ()
     names: Mapping[str, str] = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -106,6 +110,9 @@ class Installation:
         strange = [name for name in self.schedulers if not USER_NAME.fullmatch(name)]
         if strange:
             raise ValueError(f"{', '.join(map(repr, strange))}: not the name of a user")
+        mistakes = [f"{path!r}: {mistake}" for path in self.host_paths if (mistake := mistake_in(path)) is not None]
+        if mistakes:
+            raise ValueError("; ".join(mistakes))
 
     @names.default
     def _names(self) -> dict[str, str]:
@@ -121,6 +128,7 @@ class Installation:
             OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
             GPU_NAMESPACE: self.gpu_namespace,
             f"int({MAX_GRACE})": f"int({self.max_grace})",
+            HOST_PATHS: f"dyn([{', '.join(map(repr, self.host_paths))}])",
         }
 
     def _accounts(self) -> tuple[tuple[str, str], ...]:

@@ -1,0 +1,96 @@
+"""A tenant makes a link in a volume of its own and mounts the link by hostPath. The runtime would follow it."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from scripts.controlplane.cluster import Cluster
+from tests.e2e.attacks.test_gpu_variables import GUARDED, Place, place_of
+from tests.e2e.kube import CLAIMS, NAMESPACES, PODS, VOLUMES, ApiError, Kube, Raw, gone, wait_until
+from tests.e2e.node.containers import SLEEP, container, real_pod, run_in, runs
+from tests.e2e.people import resource_of
+from webhook.policies import Installation, policies
+
+VOLUME = "links"
+EXEMPT = {"metadata": {"labels": {"gpuwarden.io/isolation": "none"}}}
+
+
+@pytest.fixture
+async def isolated(real_cluster: Cluster, real_kube: Kube) -> AsyncIterator[Place]:
+    async with AsyncExitStack() as stack:
+        for manifest in policies(Installation()):
+            name = manifest["metadata"]["name"]
+            if name.startswith("gpuwarden-isolation"):
+                await real_kube.create(resource_of(manifest), manifest)
+                stack.push_async_callback(real_kube.delete, resource_of(manifest), name)
+        place = await stack.enter_async_context(place_of(real_cluster, real_kube, GUARDED))
+        await wait_until(lambda: is_refused(place, real_pod("probe", hostPID=True)))
+        yield place
+
+
+async def is_refused(place: Place, content: Raw) -> bool:
+    try:
+        await place.made(content, dryRun="All")
+    except ApiError as exc:
+        return exc.status == 403 and "denied request: " in exc.message
+    return False
+
+
+@pytest.fixture
+async def volume(real_kube: Kube, isolated: Place, tmp_path: Path) -> AsyncIterator[Path]:
+    """A directory of the node, as a provisioner gives one to the tenant's claim."""
+    path = tmp_path / "volume"
+    path.mkdir()
+    common: Raw = {"accessModes": ["ReadWriteOnce"], "storageClassName": VOLUME}
+    size = {"storage": "1Mi"}
+    spec = {**common, "capacity": size, "hostPath": {"path": str(path)}}
+    await real_kube.create(VOLUMES, {"metadata": {"name": VOLUME}, "spec": spec})
+    claim = {"metadata": {"name": VOLUME}, "spec": {**common, "resources": {"requests": size}}}
+    await isolated.tenant.create(CLAIMS, claim, isolated.namespace)
+    yield path
+    await real_kube.call("DELETE", PODS.path(isolated.namespace), query={"gracePeriodSeconds": "0"})
+    await real_kube.delete(CLAIMS, VOLUME, isolated.namespace)
+    await gone(real_kube, CLAIMS, VOLUME, isolated.namespace)
+    await real_kube.delete(VOLUMES, VOLUME)
+    await gone(real_kube, VOLUMES, VOLUME)
+
+
+def mounting(name: str, script: str, source: Raw, *, read_only: bool) -> Raw:
+    mount = {"name": "mounted", "mountPath": "/mounted", "readOnly": read_only}
+    one = container(script=script, volumeMounts=[mount])
+    return real_pod(name, one, volumes=[{"name": "mounted", **source}], restartPolicy="Never")
+
+
+async def test_link_in_a_volume_leads_nowhere(
+    real_cluster: Cluster, real_kube: Kube, isolated: Place, volume: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "key").write_text("of the node")
+    script = f"ln -s {kept} /mounted/link; {SLEEP}"
+    claimed = {"persistentVolumeClaim": {"claimName": VOLUME}}
+    await isolated.made(mounting("writer", script, claimed, read_only=False))
+    await runs(real_kube, isolated.namespace, "writer")
+    await wait_until(lambda: is_link(volume / "link"))
+
+    linked = {"hostPath": {"path": str(volume / "link")}}
+    reader = mounting("reader", SLEEP, linked, read_only=True)
+    with pytest.raises(ApiError, match=r"spec\.volumes\[mounted\]\.hostPath: not in a directory that an administrator"):
+        await isolated.made(reader)
+
+    # What the policy is needed for.
+    await real_kube.patch(NAMESPACES, isolated.namespace, EXEMPT)
+    await wait_until(lambda: is_let_in(isolated, reader))
+    await isolated.made(reader)
+    await runs(real_kube, isolated.namespace, "reader")
+    assert await run_in(real_cluster, isolated.namespace, "reader", "cat /mounted/key") == "of the node"
+
+
+async def is_link(path: Path) -> bool:
+    return path.is_symlink()
+
+
+async def is_let_in(place: Place, content: Raw) -> bool:
+    return not await is_refused(place, content)
