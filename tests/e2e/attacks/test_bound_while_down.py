@@ -247,6 +247,37 @@ async def test_a_pod_whose_evidence_ends_meanwhile_is_not_bound_and_one_whose_ev
     assert len(await scene.site.held()) == 3
 
 
+async def test_plain_pods_wait_once_the_evidence_of_every_node_has_ended(scene: Scene) -> None:
+    """A policy that let them pass would let the pods with a claim pass that are on no list."""
+    await scene.site.reconcilers[0].kill()
+    node = scene.proven[0]
+    content = pod(
+        "unlisted", 1, ASKING, schedulingGates=[{"name": GATE}], nodeSelector={"kubernetes.io/hostname": node}
+    )
+    made = await scene.kube.create(PODS, content, scene.namespace)
+    assert made["metadata"]["annotations"]["gpuwarden.io/node"] == node
+    await scene.held_back("unlisted-without-gpus", node, gpus=0)
+    unlisted = ("unlisted", "unlisted-without-gpus")
+    uids = {(await scene.kube.get(PODS, name, scene.namespace))["metadata"]["uid"] for name in unlisted}
+    # As it reads when the evidence has lasted for as long as it can.
+    over = stamp(utc_now() - timedelta(minutes=2))
+    await scene.kube.patch(BINDING_ENDS, NAME, {"spec": {"nodes": dict.fromkeys(scene.proven, over)}})
+    assert not uids & (await scene.ends()).keys()
+    await scene.site.stop()
+    for name in unlisted:
+        await scene.opened(name)
+    attested = {"key": "kubernetes.io/hostname", "operator": "In", "values": list(scene.proven)}
+    held = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [attested]}]}}
+    await scene.kube.create(PODS, pod("plain", affinity={"nodeAffinity": held}), scene.namespace)
+    for name in (*unlisted, "plain"):
+        await scene.refused(name, "the evidence of node")
+    # A node that has never had evidence is open.
+    await scene.kube.create(PODS, pod("elsewhere"), scene.namespace)
+    assert await scene.bound("elsewhere") not in scene.proven
+    await scene.site.replica()
+    await scene.bound("plain")
+
+
 def near(text: str) -> bool:
     return datetime.fromisoformat(text) < utc_now() + timedelta(seconds=30)
 
