@@ -254,8 +254,8 @@ WEBHOOKS: Final = [
         True,
         BOOL,
         "ValidatingAdmissionPolicies that refuse pods of opted-in namespaces that could open devices by themselves: "
-        "privileged, SYS_ADMIN and its like, hostPID, any hostPath that hostPaths does not allow. Namespaces labelled "
-        "gpuwarden.io/isolation=none are exempt.",
+        "privileged, SYS_ADMIN and its like, hostPID, any hostPath that hostPaths does not allow, annotations by "
+        "which runtimes inject devices. Namespaces labelled gpuwarden.io/isolation=none are exempt.",
     ),
     Value(
         "policies.hostPaths",

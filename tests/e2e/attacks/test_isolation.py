@@ -273,6 +273,73 @@ async def test_harmless_pods_are_let_in(place: Place) -> None:
         await place.made(of_container(members, volumes=[{"name": "own", "emptyDir": {}}]), dryRun="All")
 
 
+# Annotations by which runtimes and their plugins inject devices and paths of the node.
+
+INJECTING = (
+    "devices.nri.io",
+    "devices.nri.io/pod",
+    "devices.nri.io/container.hostile",
+    "mounts.nri.io",
+    "mounts.nri.io/container.hostile",
+    "cdi-devices.nri.io",
+    "cdi-devices.nri.io/pod",
+    "cdi-devices.nri.io/container.hostile",
+    "cdi.nri.io/container.hostile",
+    "devices.noderesource.dev",
+    "devices.noderesource.dev/pod",
+    "devices.noderesource.dev/container.hostile",
+    "mounts.noderesource.dev/container.hostile",
+    "cdi-devices.noderesource.dev",
+    "cdi-devices.noderesource.dev/container.hostile",
+    "devices.gke.io/container.hostile",
+    "io.kubernetes.cri-o.Devices",
+    "devices.crio.io",
+    "org.systemd.property.DeviceAllow",
+    "org.systemd.property.DevicePolicy",
+)
+
+
+def annotated(name: str, value: str = "- nvidia.com/gpu=all") -> Raw:
+    made = pod("a", schedulerName="nobody")
+    made["metadata"]["annotations"] = {name: value}
+    return made
+
+
+@pytest.mark.parametrize("name", INJECTING)
+async def test_annotation_that_injects_devices_is_refused(place: Place, name: str) -> None:
+    await refused(place.made(annotated(name)), f"metadata.annotations[{name}]")
+    await place.made(pod("a", schedulerName="nobody"))
+    later = {"metadata": {"annotations": {name: "- nvidia.com/gpu=all"}}}
+    await refused(place.tenant.patch(PODS, "a", later, place.namespace), f"metadata.annotations[{name}]")
+    await refused(place.kube.patch(PODS, "a", later, place.namespace, "status"), f"metadata.annotations[{name}]")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "example.test/devices.nri.io",
+        "netdevices.nri.io/pod",
+        "devices.nri.iox",
+        "cpu-quota.crio.io",
+        "org.systemd.property.CollectMode",
+    ],
+)
+async def test_other_annotations_of_runtimes_are_let_in(place: Place, name: str) -> None:
+    await place.made(annotated(name), dryRun="All")
+
+
+async def test_annotation_from_before_stays_and_is_not_changed(cluster: Cluster, kube: Kube) -> None:
+    name = "devices.nri.io/pod"
+    async with place_of(cluster, kube, {}) as place:
+        await place.made(annotated(name))
+        await kube.patch(NAMESPACES, place.namespace, {"metadata": {"labels": GUARDED}})
+        await wait_until(lambda: is_refused(place.made(annotated(name), dryRun="All")))
+        await place.tenant.patch(PODS, "a", {"metadata": {"labels": {"a": "b"}}}, place.namespace)
+        changed = {"metadata": {"annotations": {name: "- path: /dev/nvidia1"}}}
+        await refused(place.tenant.patch(PODS, "a", changed, place.namespace), name)
+        await place.tenant.patch(PODS, "a", {"metadata": {"annotations": {name: None}}}, place.namespace)
+
+
 # Volumes that no pod names by path.
 
 
@@ -317,6 +384,7 @@ async def test_administrators_exempt_a_namespace_and_tenants_do_not(cluster: Clu
         await wait_until(lambda: is_let_in(place, privileged))
         await place.made(pod("b", hostPID=True), dryRun="All")
         await place.made(with_host_path("/dev", read_only=False), dryRun="All")
+        await place.made(annotated("devices.nri.io/pod"), dryRun="All")
 
 
 async def is_let_in(place: Place, content: Raw) -> bool:
