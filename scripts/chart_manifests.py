@@ -207,11 +207,10 @@ def asked_about_all(text: str) -> str:
 def policies_template() -> str:
     found = [labelled(with_room(one)) for one in policies(RELEASE)]
     isolate = [one for one in found if one["metadata"]["name"].startswith("gpuwarden-isolation")]
-    protect = [one for one in found if one["kind"].startswith("Validating") and one not in isolate]
-    mutating = [one for one in found if one["kind"].startswith("Mutating")]
-    assert len(protect) + len(isolate) + len(mutating) == len(found)  # noqa: S101 - a third kind would be lost
-    blind = [one for one in mutating if one["metadata"]["name"].startswith("gpuwarden-blind")]
-    strip = [one for one in mutating if one not in blind]
+    blind = [one for one in found if one["metadata"]["name"].startswith("gpuwarden-blind")]
+    strip = [one for one in found if one["kind"].startswith("Mutating") and one not in blind]
+    protect = [one for one in found if one not in (*isolate, *blind, *strip)]
+    assert all(one["kind"].startswith("Validating") for one in protect)  # noqa: S101 - a third kind would be lost
     strips = when('include "gpuwarden.strips" .', template(strip))
     blinds = when('eq (include "gpuwarden.blinds" .) "policy"', template(blind))
     isolates = when(".Values.policies.isolate", template(isolate))

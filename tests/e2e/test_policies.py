@@ -26,6 +26,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.e2e.people import (
+    BLINDED,
     CANONICAL,
     FORGED_STATUS,
     GATE,
@@ -148,7 +149,7 @@ async def test_where_nobody_asked_the_older_names_are_anothers(people: People) -
 
 async def test_a_copied_manifest_keeps_its_request(people: People, enabled: str) -> None:
     notes = {"gpuwarden.io/claim": '{"gpus":1}', "gpuwarden.io/gpu-uuid": "GPU-0"}
-    await people.user.create(PODS, pod("a", annotations=notes), enabled)
+    await people.user.create(PODS, pod("a", annotations=notes, containers=[BLINDED]), enabled)
     assert await annotations(people, enabled) == {"gpuwarden.io/claim": '{"gpus":1}'}
 
 

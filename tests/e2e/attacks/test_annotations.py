@@ -15,6 +15,7 @@ from tests.e2e.kube import (
 )
 from tests.e2e.people import (
     ALIAS,
+    BLINDED,
     CANONICAL,
     GATE,
     OUTPUTS,
@@ -104,7 +105,7 @@ async def test_taking_the_label_off_the_namespace_unlocks_nothing(people: People
 async def test_a_forgery_at_creation_vanishes(people: People, labels: dict[str, str]) -> None:
     notes = {**dict.fromkeys(STRIPPED, "forged"), "gpuwarden.io/required-hash": "sha256:a", "example.test/a.b": "x"}
     async with new_namespace(people.admin, labels) as namespace:
-        await people.user.create(PODS, pod("a", annotations=notes), namespace)
+        await people.user.create(PODS, pod("a", annotations=notes, containers=[BLINDED]), namespace)
         kept = {"gpuwarden.io/required-hash": "sha256:a", "example.test/a.b": "x"}
         assert await annotations(people, namespace) == kept
         await people.user.create(PODS, pod("b"), namespace)

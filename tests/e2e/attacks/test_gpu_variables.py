@@ -1,7 +1,8 @@
 """A tenant with the role `edit` in an opted-in namespace tries to see GPUs by variables that NVIDIA's runtime reads."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from attrs import frozen
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.conftest import new_namespace
 from tests.e2e.doors import NOBODY, QUIET, registered, trusting
+from tests.e2e.hooks import another_webhook
 from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.people import resource_of
 from tests.running import Running, serving
@@ -256,7 +258,65 @@ async def test_invalid_pod_is_told_so_by_the_api_server(alone: Place) -> None:
         assert refused.value.status == 422, refused.value.message
 
 
+# Another webhook of the cluster adds containers that say nothing.
+
+
+def injecting(one: Raw) -> list[Raw]:
+    """A sidecar, once."""
+    return [] if has(one, "first") else [added("first")]
+
+
+def injecting_again(one: Raw) -> list[Raw]:
+    """Another when the pod comes back: then no policy runs any more."""
+    return [added("second" if has(one, "first") else "first")]
+
+
+def has(one: Raw, name: str) -> bool:
+    return any(found["name"] == name for found in one["spec"]["containers"])
+
+
+def added(name: str) -> Raw:
+    return {"op": "add", "path": "/spec/containers/-", "value": container(name)}
+
+
+@pytest.mark.parametrize("policy", ["Never", "IfNeeded"])
+async def test_container_that_another_webhook_adds_is_blinded(alone: Place, tmp_path: Path, policy: str) -> None:
+    async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting, policy):
+        made = await alone.made(hostile_pod(HOSTILE["envFrom"]))
+    assert seen(made) == dict.fromkeys(("init", "side", "a", "b", "first"), "void")
+
+
+async def test_container_that_is_added_after_all_policies_is_refused(alone: Place, tmp_path: Path) -> None:
+    async with another_webhook(alone.kube, alone.namespace, tmp_path, injecting_again, "IfNeeded") as asked:
+        with pytest.raises(ApiError) as refused:
+            await alone.made(hostile_pod(HOSTILE["envFrom"]))
+        assert len(asked) == 2
+    assert "gpuwarden-blinded" in refused.value.message
+    assert "second" in refused.value.message
+
+
 # A server runs.
+
+
+@pytest.mark.parametrize("change", [injecting, injecting_again], ids=["once", "when it comes back"])
+@pytest.mark.parametrize(
+    "content",
+    [pod("a", gpus=1, schedulerName="nobody"), pod("a", annotations={"gpuwarden.io/gpu-count": "0"})],
+    ids=["a claim", "a count of none"],
+)
+async def test_container_that_another_webhook_adds_to_a_pod_that_asks_sees_no_gpu(
+    served: Place, tmp_path: Path, content: Raw, change: Callable[[Raw], list[Raw]]
+) -> None:
+    async with another_webhook(served.kube, served.namespace, tmp_path, change, "IfNeeded"):
+        try:
+            made = await served.made(content)
+        except ApiError as exc:
+            refusal: str | None = exc.reason
+        else:
+            refusal = None
+            added = {name: shown for name, shown in seen(made).items() if name != "main"}
+            assert set(added.values()) == {"void"}
+    assert refusal == ("Forbidden" if change is injecting_again else None)
 
 
 def beside_a_gpu(members: Raw) -> Raw:
