@@ -24,6 +24,7 @@ CHART: Final = ROOT / "chart"
 
 # Forms of values.
 TEXT: Final[Schema] = {"type": "string"}
+PATH_OR_EMPTY: Final[Schema] = {"type": "string", "pattern": "^(/.+)?$"}
 NAME: Final[Schema] = {"type": "string", "pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
 COUNTED: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": 100}
 MAYBE_COUNTED: Final[Schema] = {**COUNTED, "type": ["integer", "null"]}
@@ -111,6 +112,7 @@ OWN_SETTINGS: Final = frozenset(
         *("config", "host", "port", "ui_port", "extender_port", "drain_timeout", "tls_cert", "tls_key", "client_ca"),
         *("extender_client_ca", "kubeconfig", "kubernetes_url", "access_token", "ca_certificate", "in_cluster"),
         *("inventory", "lease_namespace", "bundle_endpoint_ca", "nonce_key", "server", "server_ca", "node"),
+        *("runtime_socket", "pod_resources_socket", "pod_uid"),
         "scorer_ca",
         *("certs_namespace", "certs_service", "certs_secret", "certs_configurations", "certs_dir"),
         *("extender_plain_address", "extender_plain_anywhere", "opt_in_label"),
@@ -318,6 +320,19 @@ ATTEST: Final = [
         resources=asking("10m", "64Mi", "128Mi"),
         # A node with a taint has to prove itself too, and above all one that bears ours for lack of evidence.
         tolerations=[{"operator": "Exists"}],
+    ),
+    Value(
+        "attest.runtimeSocket",
+        "",
+        PATH_OR_EMPTY,
+        "The container runtime's socket on the nodes, such as /run/containerd/containerd.sock: then it runs as root, "
+        "and tells which orphaned pods have ended. Empty: off.",
+    ),
+    Value(
+        "attest.podResourcesDirectory",
+        "/var/lib/kubelet/pod-resources",
+        TEXT,
+        "Directory of the kubelet's PodResources socket on the nodes, for the same.",
     ),
     Value(
         "spire.socketDirectory", "/run/spire/agent-sockets", TEXT, "Directory of the SPIRE agent's socket on the nodes."

@@ -5,26 +5,30 @@ import json
 import signal
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import trustme
+from structlog.testing import capture_logs
 
 from tests import builders
 from tests.builders import HASH, raw_container, raw_pod
 from tests.evidence.doubles import until
 from tests.evidence.jwt_doubles import EndpointDouble, JwtWorkloadApiDouble, endpoint, http
 from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, evidence_id
+from tests.node_double import OWN, NodeDouble
 from tests.running import GPUWARDEN, Running, refusing, serving
 from tests.web.house import INVENTORY
-from webhook.attest import FIRST_PAUSE, Attester, NotAttestedError, jittered
+from webhook.attest import FIRST_PAUSE, Attester, EndReporter, NotAttestedError, jittered
+from webhook.end_reports import mark_of
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.nonce import PREFIX
+from webhook.node_pods import NodePods
 
 KEY = SigningKey.make()
 NONCE = PREFIX + "A" * 76
@@ -234,3 +238,124 @@ async def test_after_a_proof_it_comes_back_at_half_of_it(agent: JwtWorkloadApiDo
 
 def test_many_nodes_do_not_come_back_at_once() -> None:
     assert len({jittered(timedelta(minutes=20)) for _ in range(100)}) == 100
+
+
+# Ends of orphaned pods.
+
+
+class Told:
+    """A server that challenges, and keeps what it is told."""
+
+    def __init__(self, *uids: str) -> None:
+        self.orphans = [mark_of(uid) for uid in uids]
+        self.posted: list[dict[str, object]] = []
+        self.on_challenge: Callable[[], object] = lambda: None
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next((int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l")), 0)
+            content = await reader.readexactly(length)
+            if head.startswith(b"POST"):
+                self.posted.append(json.loads(content))
+            else:
+                self.on_challenge()
+            said = PROVEN if head.startswith(b"POST") else {"nonce": NONCE, "orphans": self.orphans}
+            writer.write(http(json.dumps(said).encode()))
+            await writer.drain()
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[NodeDouble]:
+    double = NodeDouble(tmp_path)
+    await double.start()
+    yield double
+    await double.stop()
+
+
+@asynccontextmanager
+async def reporting(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble, server: Told
+) -> AsyncIterator[Callable[[], Awaitable[list[object]]]]:
+    """Another round, five seconds after the last: what the server was told in it."""
+    listener = await asyncio.start_server(server.answer, "127.0.0.1", 0, ssl=context(ca))
+    double = EndpointDouble(b"", port=listener.sockets[0].getsockname()[1])
+    now = 0.0
+    pods = NodePods(node.runtime, node.kubelet, OWN)
+    reporter = EndReporter(attester(agent, double, ca), pods, lambda: now)
+
+    async def another_round() -> list[object]:
+        nonlocal now
+        now += 5
+        server.posted.clear()
+        await reporter.step()
+        return [one.get("ended") for one in server.posted]
+
+    try:
+        yield another_round
+    finally:
+        listener.close()
+        await listener.wait_closed()
+
+
+async def test_the_end_of_an_orphan_is_told_with_a_proof(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    server = Told("uid-old", "uid-other")
+    node.run("uid-old")
+    node.run("uid-finished")
+    async with reporting(agent, ca, node, server) as another_round:
+        assert await another_round() == []
+        node.delete("uid-old")
+        assert await another_round() == []
+        assert agent.audiences == [], "nothing has ended, so the server is asked nothing"
+        for uid in ("uid-old", "uid-finished"):
+            node.delete(uid)
+            node.clear(uid)
+        assert await another_round() == []
+        assert await another_round() == [["uid-old"]]
+        assert agent.audiences == [NONCE]
+        server.orphans = []
+        assert await another_round() == []
+
+
+async def test_what_lives_again_at_the_last_look_is_not_told(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    server = Told("uid-old")
+    node.end("uid-old")
+    async with reporting(agent, ca, node, server) as another_round:
+        await another_round()
+        server.on_challenge = lambda: node.run("uid-old")
+        assert await another_round() == []
+        assert agent.audiences == []
+
+
+async def test_a_node_that_cannot_be_asked_is_no_reason_to_stop(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    node.refused.add("ListContainers")
+    async with endpoint(context(ca), asking()) as server:
+        reporter = EndReporter(attester(agent, server, ca), NodePods(node.runtime, node.kubelet, OWN))
+        rounds = 0
+
+        async def sleep(_: float) -> None:
+            nonlocal rounds
+            rounds += 1
+            if rounds == 2:
+                node.refused.clear()
+            if rounds == 3:
+                raise asyncio.CancelledError
+
+        with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
+            await reporter.run(sleep)
+    assert [one["event"] for one in logs] == ["ends of pods not reported", "ends of pods reported again"]
+
+
+def test_the_socket_of_a_runtime_needs_the_pod_that_has_to_be_found_there(tmp_path: Path) -> None:
+    own = ["--server", "https://a", "--node", "node-a", "--spire-trust-domain", TRUST_DOMAIN]
+    sockets = ["--spire-workload-api", "unix:/a", "--runtime-socket", "unix:/b"]
+    done = refusing(tmp_path, "attest", *own, *sockets)
+    assert (done.returncode, "set --pod-uid as well" in done.stderr) == (1, True), done.stderr

@@ -1,11 +1,16 @@
-"""`gpuwarden attest`, on every node: answers the server's challenges, and comes back when half of a proof is over."""
+"""`gpuwarden attest`, on every node: answers the server's challenges, and comes back when half of a proof is over.
+
+With the sockets of kubelet and container runtime it also tells the server which of the node's orphans have ended.
+"""
 
 import asyncio
 import random
 import signal
 import ssl
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 from typing import Annotated, Final, TypeVar
 
@@ -15,10 +20,13 @@ import structlog
 from attrs import asdict, frozen
 
 from webhook.core.errors import GpuwardenError
+from webhook.end_reports import MOST, mark_of
 from webhook.evidence.evidence_id import EvidenceId
 from webhook.evidence.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.nonce import is_ours
 from webhook.inventory.local_gpus import local_gpus
+from webhook.node_pods import NodePods
+from webhook.pod_ends import APART, PodEnds
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
 from webhook.tls import trusting
@@ -44,6 +52,8 @@ class Challenge(msgspec.Struct, frozen=True):
     """What the server asks."""
 
     nonce: str
+    # Marks of the node's orphans. A server that knows nothing of them asks about none.
+    orphans: list[str] = []
 
 
 class Proven(msgspec.Struct, frozen=True):
@@ -71,18 +81,37 @@ class Attester:
 
     async def attest(self) -> Proven:
         """Prove the node once. Raises NotAttestedError, or what the Workload API raises."""
-        async with httpx.AsyncClient(verify=self.trust(), timeout=TIMEOUT, trust_env=False) as client:
-            nonce = await self._challenge(client)
-            token = await self._token(nonce)
-            answer = await self._asked(client.build_request("POST", self._url(""), json={"token": token}), client)
-        return decoded(answer, Proven)
+        async with self._client() as client:
+            return await self._answer(await self._challenge(client), client)
 
-    async def _challenge(self, client: httpx.AsyncClient) -> str:
+    async def report(self, ended: Collection[str], look_again: Callable[[], Awaitable[Collection[str]]]) -> list[str]:
+        """Tell the server which of the pods that it asks about have ended. The answer is newer than the question, so it
+        takes another look. The uids that were told. Raises what `attest` and `look_again` raise."""
+        async with self._client() as client:
+            challenge = await self._challenge(client)
+            asked = set(challenge.orphans)
+            if not any(mark_of(uid) in asked for uid in ended):
+                return []
+            told = [uid for uid in await look_again() if mark_of(uid) in asked][:MOST]
+            if told:
+                await self._answer(challenge, client, ended=told)
+            return told
+
+    async def _answer(self, challenge: Challenge, client: httpx.AsyncClient, **more: object) -> Proven:
+        content = {"token": await self._token(challenge.nonce), **more}
+        return decoded(await self._asked(client.build_request("POST", self._url(""), json=content), client), Proven)
+
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
+        async with httpx.AsyncClient(verify=self.trust(), timeout=TIMEOUT, trust_env=False) as client:
+            yield client
+
+    async def _challenge(self, client: httpx.AsyncClient) -> Challenge:
         request = client.build_request("GET", self._url("/challenge"), params={"node": self.node})
-        nonce = decoded(await self._asked(request, client), Challenge).nonce
-        if not is_ours(nonce):
+        challenge = decoded(await self._asked(request, client), Challenge)
+        if not is_ours(challenge.nonce):
             raise NotAttestedError("the server asked for a token that would be good elsewhere")
-        return nonce
+        return challenge
 
     async def _token(self, nonce: str) -> str:
         """Of the one identity that names this node: an agent may know us under others too."""
@@ -130,6 +159,41 @@ class Attester:
                 await sleep(jittered(proven.half_life))
 
 
+class EndReporter:
+    """Looks at the node's pods again and again, and tells the server of orphans that have ended."""
+
+    def __init__(self, attester: Attester, pods: NodePods, clock: Callable[[], float] = time.monotonic) -> None:
+        self._attester = attester
+        self._pods = pods
+        self._ends = PodEnds()
+        self._clock = clock
+
+    async def run(self, sleep: Sleep = asyncio.sleep) -> None:
+        """For ever. A problem is logged when it comes, and when it changes."""
+        known = ""
+        while True:
+            try:
+                await self.step()
+            except GpuwardenError as exc:
+                if str(exc) != known:
+                    log.warning("ends of pods not reported", node=self._attester.node, problem=str(exc))
+                known = str(exc)
+            else:
+                if known:
+                    log.info("ends of pods reported again", node=self._attester.node)
+                known = ""
+            await sleep(APART.total_seconds() * random.uniform(1.0, 1.2))  # noqa: S311 - to keep out of step
+
+    async def step(self) -> None:
+        """One round. The server is asked only where something has ended."""
+        ended = await self._look()
+        if ended and (told := await self._attester.report(ended, self._look)):
+            log.info("orphaned pods reported as ended", node=self._attester.node, pods=told)
+
+    async def _look(self) -> Collection[str]:
+        return self._ends.see(await self._pods.look(), self._clock())
+
+
 def jittered(pause: timedelta) -> float:
     """Somewhat less: many nodes that started together come back one by one."""
     return pause.total_seconds() * random.uniform(0.8, 1.0)  # noqa: S311 - to keep out of step
@@ -167,6 +231,15 @@ def attester(settings: Settings) -> Attester:
     )
 
 
+def end_reporter(settings: Settings, attester: Attester) -> EndReporter | None:
+    """None where the container runtime is not to be asked. Raises GpuwardenError."""
+    if settings.runtime_socket is None:
+        return None
+    if settings.pod_uid is None:
+        raise GpuwardenError("set --pod-uid as well: --runtime-socket has to be that of the node that this runs on")
+    return EndReporter(attester, NodePods(settings.runtime_socket, settings.pod_resources_socket, settings.pod_uid))
+
+
 def print_gpus() -> None:
     """The GPUs of this machine on stdout. Raises GpuwardenError."""
     for one in local_gpus().gpus:
@@ -188,15 +261,19 @@ async def attest(settings: Settings, *, once: bool = False) -> None:
     """Until SIGTERM or SIGINT, or once."""
     configure_logging(settings.log_level)
     one = attester(settings)
+    reporter = end_reporter(settings, one)
     if once:
         proven = await one.attest()
         log.info("node proven", node=one.node, hash=proven.hash, until=proven.until)
         return
     running = asyncio.ensure_future(one.run())
-    telling = asyncio.ensure_future(tell_gpus(one.node))
+    beside = [asyncio.ensure_future(tell_gpus(one.node))]
+    if reporter is not None:
+        beside.append(asyncio.ensure_future(reporter.run()))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, running.cancel)
     await asyncio.wait([running])
-    telling.cancel()
+    for task in beside:
+        task.cancel()
     if not running.cancelled():
         running.result()

@@ -1,7 +1,7 @@
 """Challenges nodes and takes their answers: from a token to evidence that is kept."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -11,6 +11,7 @@ from attrs import frozen
 from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
+from webhook.end_reports import EndReports
 from webhook.evidence.bundle_endpoint import BundleEndpoint, FileRoots, Roots, SpiffeTrust, WebTrust, WorkloadRoots
 from webhook.evidence.evidence_id import EvidenceId, trust_domain_of
 from webhook.evidence.jwt_svid import SOURCE, BadTokenError, Examiner, check_signature
@@ -40,13 +41,19 @@ class Attestation:
     key_file: KeyFile | None = None
     # Elsewhere they are written down, and good whether or not the next one can be checked.
     ends_with_process: bool = True
+    # None where nothing is orphaned: in one process alone.
+    reports: EndReports | None = None
 
     def challenge(self, node: str) -> Nonce:
         return self.nonces.issue(node, self.clock())
 
-    async def take(self, token: str) -> Evidence:
-        """Evidence that is kept now. Raises BadTokenError, ReplayedProofError, UnknownNodeError or
-        EvidenceUnavailableError, each counted."""
+    def orphans(self, node: str) -> Sequence[str]:
+        """What the challenge of a node asks about its orphans: the marks of their pods."""
+        return [] if self.reports is None else self.reports.marks(node, self.clock())
+
+    async def take(self, token: str, ended: Collection[str] = ()) -> Evidence:
+        """Evidence that is kept now. The node may also name pods that have `ended` there. Raises BadTokenError,
+        ReplayedProofError, UnknownNodeError or EvidenceUnavailableError, each counted."""
         try:
             proof = self.examiner.examined(token, self.clock())
             check_signature(proof, await self.bundle.key(proof.token.key_id))
@@ -64,6 +71,8 @@ class Attestation:
             self.metrics.count_proof(outcome_of(exc))
             raise
         self.metrics.count_proof("accepted")
+        if self.reports is not None and ended:
+            await self.reports.take(evidence.node, ended, proof.challenged)
         return evidence
 
     async def load(self) -> None:
@@ -102,7 +111,12 @@ def outcome_of(exc: GpuwardenError) -> str:
 
 
 def attestation_of(
-    settings: Settings, book: ProofBook, clock: Clock, metrics: Metrics, marks: Marks | None = None
+    settings: Settings,
+    book: ProofBook,
+    clock: Clock,
+    metrics: Metrics,
+    marks: Marks | None = None,
+    reports: EndReports | None = None,
 ) -> Attestation | None:
     """None where nodes are not challenged.
 
@@ -127,6 +141,7 @@ def attestation_of(
         metrics=metrics,
         key_file=key_file,
         ends_with_process=not settings.keeps_in_cluster,
+        reports=reports,
     )
 
 

@@ -29,6 +29,7 @@ from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
 from webhook.discovery import Discovery, WrittenInventory
+from webhook.end_reports import EndReports
 from webhook.events import Events
 from webhook.evidence.nonce import LIFE as CHALLENGE_LIFE
 from webhook.evidence.static import StaticEvidence, written_by_hand
@@ -83,7 +84,8 @@ def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: Api
     waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.holder.lines)
     feed.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
     proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiBirths(api), settings.clock_skew)
-    attestation = attestation_of(settings, proofs, clock, metrics, marks_of(settings, api))
+    reports = EndReports(ledger, settings.clock_skew)
+    attestation = attestation_of(settings, proofs, clock, metrics, marks_of(settings, api), reports)
     return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
 
 

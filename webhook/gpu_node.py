@@ -59,6 +59,7 @@ class HeldWire(msgspec.Struct, frozen=True, omit_defaults=True):
     # Of an orphan, beside a phase that a replica which knows nothing of orphans reads as well.
     orphaned_at: Moment | None = msgspec.field(name="orphanedAt", default=None)
     boot_id: str = msgspec.field(name="bootID", default="")
+    unused_at: Moment | None = msgspec.field(name="unusedAt", default=None)
 
 
 class SpecWire(msgspec.Struct, frozen=True):
@@ -200,7 +201,8 @@ def orphan(entry: HeldWire) -> Orphan | None:
     """Only what a pod has had can be one."""
     if entry.orphaned_at is None or entry.phase is not Phase.FINALIZED:
         return None
-    return Orphan(moment(entry.orphaned_at), timedelta(seconds=entry.grace), entry.boot_id)
+    unused_at = None if entry.unused_at is None else moment(entry.unused_at)
+    return Orphan(moment(entry.orphaned_at), timedelta(seconds=entry.grace), entry.boot_id, unused_at)
 
 
 def moment(said: datetime | None) -> datetime:
@@ -235,6 +237,7 @@ def raw_entry(one: Reservation) -> Raw:
         orphaned_at=None if one.orphan is None else one.orphan.at,
         grace=ceil((one.orphan.grace if one.orphan else one.grace or timedelta()).total_seconds()),
         boot_id="" if one.orphan is None else one.orphan.boot_id,
+        unused_at=None if one.orphan is None else one.orphan.unused_at,
     )
     raw: Raw = msgspec.to_builtins(wire)
     return raw

@@ -461,6 +461,22 @@ class Settings:
         default=None, metadata=declared(FILE, "its CAs (PEM); not set: the system's. For `attest` and `explain`")
     )
     node: str | None = field(default=None, metadata=declared(NODE, "the node that this is, for `attest`"))
+    runtime_socket: str | None = field(
+        default=None,
+        metadata=declared(
+            SOCKET,
+            "the node's container runtime (CRI), such as `unix:/run/containerd/containerd.sock`: with it `attest` "
+            "tells which orphaned pods have ended",
+        ),
+    )
+    pod_resources_socket: str = field(
+        default="unix:/var/lib/kubelet/pod-resources/kubelet.sock",
+        metadata=declared(SOCKET, "and its kubelet's PodResources API, which is asked as well"),
+    )
+    pod_uid: str | None = field(
+        default=None,
+        metadata=declared(AUDIENCE, "and the uid of the pod that `attest` runs in, which both have to know"),
+    )
 
     certs_namespace: str = field(
         default="gpuwarden",

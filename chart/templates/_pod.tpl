@@ -1,6 +1,7 @@
 {{- /*
 The Pod of a component. Takes a dict: root, component, args, mounts (names of what is mounted, below), and where there is
-such a thing: port (that it has the plain listener, and probes), ports (more of them), preStop, env, annotations.
+such a thing: port (that it has the plain listener, and probes), ports (more of them), preStop, env, annotations, may
+(what its container may do besides).
 */ -}}
 {{- define "gpuwarden.podTemplate" -}}
 {{- $root := .root -}}{{- $values := $root.Values -}}{{- $own := index $values .component -}}{{- $mounts := default list .mounts -}}
@@ -74,7 +75,7 @@ spec:
         preStop:
           sleep: {seconds: {{ . }}}
       {{- end }}
-      {{- with $values.securityContext }}
+      {{- with mergeOverwrite (dict) $values.securityContext (default dict .may) }}
       securityContext:
         {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -104,6 +105,10 @@ spec:
         {{- end }}
         {{- if has "spire" $mounts }}
         - {name: spire, mountPath: {{ $values.spire.mountPath }}, readOnly: true}
+        {{- end }}
+        {{- if has "runtime" $mounts }}
+        - {name: runtime, mountPath: /run/gpuwarden/runtime, readOnly: true}
+        - {name: kubelet, mountPath: /run/gpuwarden/kubelet, readOnly: true}
         {{- end }}
         {{- with $own.volumeMounts }}
         {{- toYaml . | nindent 8 }}
@@ -148,6 +153,13 @@ spec:
       {{- else }}
       hostPath: {path: {{ $values.spire.socketDirectory }}, type: Directory}
       {{- end }}
+    {{- end }}
+    {{- if has "runtime" $mounts }}
+    # Directories: a runtime or a kubelet that starts anew makes its socket anew.
+    - name: runtime
+      hostPath: {path: {{ dir $own.runtimeSocket }}, type: Directory}
+    - name: kubelet
+      hostPath: {path: {{ $own.podResourcesDirectory }}, type: Directory}
     {{- end }}
     {{- with $own.volumes }}
     {{- toYaml . | nindent 4 }}

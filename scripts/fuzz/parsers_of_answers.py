@@ -7,7 +7,7 @@ from typing import Any
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
-from webhook import api_objects, cluster
+from webhook import api_objects, cluster, node_pods
 from webhook.evidence import spiffe_tls
 from webhook.evidence.jwt_workload_api import JwtSvid, bundle_in
 from webhook.evidence.x509_svid import X509Svid
@@ -102,6 +102,18 @@ def peer(content: bytes) -> None:
 def jwt_answer(content: bytes) -> object:
     """Each entry of an answer of the Workload API."""
     return JwtSvid.parse(content), bundle_in(content)
+
+
+def pods_of_a_kubelet(content: bytes) -> object:
+    return node_pods.wanted_in(content)
+
+
+def sandboxes_of_a_runtime(content: bytes) -> object:
+    return node_pods.remains_in(content, b"")
+
+
+def containers_of_a_runtime(content: bytes) -> object:
+    return node_pods.remains_in(b"", content)
 
 
 def scorers_answer(content: bytes) -> object:

@@ -24,6 +24,12 @@ MATRIX: dict[str, Raw] = {
         "settings.spireWorkloadApi": "unix:/spiffe-workload-api/agent.sock",
     },
     "challenges": {**CHALLENGES, **NONCE, "attest.enabled": True},
+    "challenges-and-ends": {
+        **CHALLENGES,
+        **NONCE,
+        "attest.enabled": True,
+        "attest.runtimeSocket": "/run/containerd/containerd.sock",
+    },
     "challenges-by-csi": {**CHALLENGES, **NONCE, "attest.enabled": True, "spire.csiDriver": "csi.spiffe.io"},
     "both-providers": {
         **CHALLENGES,

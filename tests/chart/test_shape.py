@@ -236,6 +236,29 @@ def test_a_node_is_not_told_the_key_of_the_challenges() -> None:
     assert [item["key"] for item in ca["secret"]["items"]] == ["ca.crt"]
 
 
+def test_attest_has_the_sockets_of_runtime_and_kubelet_where_they_are_asked_for_and_nobody_else_has() -> None:
+    off = dict(pods(rendered(EVERYTHING)))
+    asked = {"attest.runtimeSocket": "/run/k3s/containerd/containerd.sock"}
+    found = dict(pods(rendered({**EVERYTHING, **asked})))
+    assert {name: pod for name, pod in found.items() if name != "attest"} == {
+        name: pod for name, pod in off.items() if name != "attest"
+    }
+    spec = found["attest"]["spec"]
+    (container,) = spec["containers"]
+    assert "--runtime-socket=unix:/run/gpuwarden/runtime/containerd.sock" in container["args"]
+    assert [one for one in spec["volumes"] if one["name"] in ("runtime", "kubelet")] == [
+        {"name": "runtime", "hostPath": {"path": "/run/k3s/containerd", "type": "Directory"}},
+        {"name": "kubelet", "hostPath": {"path": "/var/lib/kubelet/pod-resources", "type": "Directory"}},
+    ]
+    assert all(one["readOnly"] for one in container["volumeMounts"] if one["name"] in ("runtime", "kubelet"))
+    uid = {"name": "GPUWARDEN_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    assert uid in container["env"]
+    root = {"runAsNonRoot": False, "runAsUser": 0, "runAsGroup": 0}
+    before = off["attest"]["spec"]["containers"][0]["securityContext"]
+    assert container["securityContext"] == {**before, **root}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
 # What gpuwarden itself makes of it.
 
 
@@ -285,7 +308,7 @@ def test_gpuwarden_takes_the_settings_that_are_rendered(name: str, etc: Path) ->
         words = COMMANDS.get(component, [component])
         assert args[: len(words)] == words
         flags = dict(each.removeprefix("--").split("=", 1) for each in args[len(words) :])
-        environ = {"GPUWARDEN_NODE": "node-a"} if component == "attest" else {}
+        environ = {"GPUWARDEN_NODE": "node-a", "GPUWARDEN_POD_UID": "uid-1"} if component == "attest" else {}
         try:
             chosen = load({name.replace("-", "_"): value for name, value in flags.items()}, environ)
         except SettingsError as exc:

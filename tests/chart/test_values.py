@@ -36,6 +36,11 @@ CHALLENGES = {
 EXISTING = {"tls.mode": "existingSecret", "tls.existingSecret": "ours", "tls.caBundle": PEM}
 GIVEN: dict[str, Raw] = {
     "attest.": {"attest.enabled": True, **CHALLENGES},
+    "attest.podResourcesDirectory": {
+        "attest.enabled": True,
+        **CHALLENGES,
+        "attest.runtimeSocket": "/run/crio/crio.sock",
+    },
     "attest.enabled": CHALLENGES,
     "spire.": {"attest.enabled": True, **CHALLENGES},
     "spire.mountPath": {**CHALLENGES, "settings.spireWorkloadApi": "unix:/x/y/agent.sock", "spire.mountPath": "/x"},
@@ -72,6 +77,7 @@ GIVEN: dict[str, Raw] = {
 }
 # Where what is not the default is a matter of taste.
 CHOSEN: Raw = {
+    "attest.runtimeSocket": "/run/crio/crio.sock",
     "image.digest": "sha256:" + "a" * 64,
     "tls.mode": "certManager",
     "policies.hostPaths": ["/data"],

@@ -22,8 +22,9 @@ TRUST_DOMAIN = "example.org"
 SERVER_ID = f"spiffe://{TRUST_DOMAIN}/spire/server"
 VERIFIER = f"spiffe://{TRUST_DOMAIN}/gpuwarden"
 
+Table = dict[str, tuple[tuple[int, str, str], ...]]
 # Number, name, type; a capital letter begins a message, `*` says repeated.
-TABLE = {
+TABLE: Table = {
     "SPIFFEID": ((1, "trust_domain", "string"), (2, "path", "string")),
     "Selector": ((1, "type", "string"), (2, "value", "string")),
     "Agent": (
@@ -54,7 +55,7 @@ TABLE = {
 }
 
 
-def built() -> dict[str, Any]:
+def built(table: Table) -> dict[str, Any]:
     """Classes of Google's protobuf for all messages of the table."""
     descriptors: Any = import_module("google.protobuf.descriptor_pb2")
     pools: Any = import_module("google.protobuf.descriptor_pool")
@@ -62,7 +63,7 @@ def built() -> dict[str, Any]:
     form = descriptors.FieldDescriptorProto
     scalars = {"string": form.TYPE_STRING, "int64": form.TYPE_INT64, "int32": form.TYPE_INT32, "bool": form.TYPE_BOOL}
     file = descriptors.FileDescriptorProto(name="spire.proto", package="double", syntax="proto3")
-    for message, fields in TABLE.items():
+    for message, fields in table.items():
         made = file.message_type.add(name=message)
         for number, name, kind in fields:
             one = made.field.add(name=name, number=number)
@@ -73,10 +74,10 @@ def built() -> dict[str, Any]:
                 one.type_name = f".double.{bare}"
     pool = pools.DescriptorPool()
     pool.Add(file)
-    return {name: factory.GetMessageClass(pool.FindMessageTypeByName(f"double.{name}")) for name in TABLE}
+    return {name: factory.GetMessageClass(pool.FindMessageTypeByName(f"double.{name}")) for name in table}
 
 
-MESSAGES = built()
+MESSAGES = built(TABLE)
 MASKED = [name for _, name, _ in TABLE["AgentMask"]]
 
 

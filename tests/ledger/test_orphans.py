@@ -1,18 +1,19 @@
 """Reservations whose pods are gone and may still run: nobody has their devices until the containers must have ended."""
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 
 from tests.builders import Raw
-from tests.ledger.contract import PENDING_DEADLINE, on
+from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.test_cluster import ended
 from tests.ledger.test_reconcile import MARGIN, MAX_GRACE, ON_NODE, POD, R1, RECORD, Scene, raw_pod
 from webhook.core.device_state import DeviceState, reservation_state
-from webhook.core.errors import SlotsTakenError
+from webhook.core.errors import LedgerUnavailableError, SlotsTakenError
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Phase, PodIdentity, ReservationId
+from webhook.core.reservation import Ask, Orphan, Phase, PodIdentity, Reservation, ReservationId
+from webhook.end_reports import EndReports, mark_of
 from webhook.gpu_node import GpuNode
 from webhook.ledger.end_of_use import NodeSight
 from webhook.ledger.orphanage import PAUSE
@@ -314,3 +315,95 @@ def rewritten_by_an_older_replica(scene: Scene) -> None:
         for slot, entry in raw["status"]["held"].items()
     }
     store.apply({**raw, "status": {**raw["status"], "held": held}})
+
+
+# What its node says.
+
+
+def reports(scene: Scene) -> EndReports:
+    """Of a replica that a node comes to."""
+    scene.bench.replica.watch.catch_up()
+    return EndReports(scene.bench.replica.ledger, CLOCK_SKEW)
+
+
+UID = POD.uid
+EARLY = 2 * CLOCK_SKEW
+
+
+async def test_an_orphan_is_released_at_once_when_its_node_says_that_nothing_uses_it(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.now += EARLY + timedelta(seconds=1)
+    assert reports(scene).marks("node-a", scene.bench.now) == [mark_of(UID)]
+    await reports(scene).take("node-a", [UID], scene.bench.now)
+    assert scene.bench.held()["GPU-a0/0"]["unusedAt"]
+    assert reports(scene).marks("node-a", scene.bench.now) == []
+    assert await after(scene, timedelta(0)) == {}
+    assert scene.heard.told[-1] == ("node-a", Reason.ORPHAN_ENDED)
+    assert "its node says that nothing uses it" in scene.heard.messages[-1]
+
+
+async def test_the_word_of_a_node_frees_nothing_of_another_node(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.now += EARLY + timedelta(seconds=1)
+    assert reports(scene).marks("node-b", scene.bench.now) == []
+    await reports(scene).take("node-b", [UID], scene.bench.now)
+    assert await after(scene, PAUSE)
+
+
+async def test_the_word_of_a_node_frees_only_the_pods_that_it_names(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.now += EARLY + timedelta(seconds=1)
+    await reports(scene).take("node-a", ["another", mark_of(UID), ""], scene.bench.now)
+    assert await after(scene, PAUSE)
+
+
+async def test_the_word_of_a_node_about_a_pod_that_is_no_orphan_changes_nothing(scene: Scene) -> None:
+    before = scene.bench.held()
+    await reports(scene).take("node-a", [UID], scene.bench.now + timedelta(days=1))
+    assert await after(scene, PAUSE) == before
+
+
+async def test_a_question_that_may_be_older_than_the_orphan_is_not_asked_and_its_answer_does_not_count(
+    scene: Scene,
+) -> None:
+    await gone_by_force(scene)
+    asked = scene.bench.now + EARLY
+    assert reports(scene).marks("node-a", asked) == []
+    await reports(scene).take("node-a", [UID], asked)
+    (held,) = scene.bench.replica.ledger.orphans_on("node-a")
+    assert not await scene.bench.replica.ledger.mark_unused(held, asked)
+    assert await after(scene, PAUSE)
+
+
+async def test_a_node_has_to_say_it_again_when_the_pod_is_orphaned_anew(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.now += EARLY + timedelta(seconds=1)
+    await reports(scene).take("node-a", [UID], scene.bench.now)
+    (held,) = scene.bench.replica.ledger.reservations()
+    later = Orphan(scene.bench.now + timedelta(seconds=1), GRACE)
+    await scene.bench.ledger.abandon(R1, POD, later, node="node-a", since=held.since)
+    assert await after(scene, PAUSE)
+    scene.bench.now += EARLY
+    assert reports(scene).marks("node-a", scene.bench.now) == [mark_of(UID)]
+
+
+class Away:
+    """A ledger whose store is away."""
+
+    def __init__(self, held: Reservation) -> None:
+        self.held = held
+
+    def orphans_on(self, node: str) -> list[Reservation]:
+        return [self.held]
+
+    async def mark_unused(self, one: Reservation, asked_at: datetime) -> bool:
+        raise LedgerUnavailableError("away")
+
+
+async def test_what_cannot_be_written_down_is_asked_again(scene: Scene) -> None:
+    await gone_by_force(scene)
+    scene.bench.now += EARLY + timedelta(seconds=1)
+    (held,) = scene.bench.ledger.orphans_on("node-a")
+    asking = EndReports(Away(held), CLOCK_SKEW)
+    await asking.take("node-a", [UID], scene.bench.now)
+    assert asking.marks("node-a", scene.bench.now) == [mark_of(UID)]

@@ -32,6 +32,7 @@ from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import LedgerError
 from webhook.core.pod import Pod
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.end_reports import EndReports, mark_of
 from webhook.gpu_node import FINALIZER
 from webhook.holding import Holder
 from webhook.ledger.carrier import Carrier, Sight
@@ -627,6 +628,19 @@ class World(RuleBasedStateMachine):
                 self.containers.pop(uid, None)
                 self.api.change(uid, status={"phase": "Failed", "containerStatuses": [{"state": {"terminated": {}}}]})
                 self.api.take_away(uid)
+
+    @rule(which=WHICH, node=st.sampled_from(sorted(DEVICES)), of_nodes=HEARD)
+    def ask_a_node_about_its_orphans(self, which: int, node: str, of_nodes: int | None) -> None:
+        """A kubelet that is dead, or still wants the pod, gives no answer."""
+        one = self.processes[which]
+        one.hear_of_nodes(of_nodes)
+        wanted = {raw["metadata"]["uid"] for raw in self.pods()}
+        reports = EndReports(one.ledger, CLOCK_SKEW)
+        marks = reports.marks(node, one.clock())
+        known = [held.uid for held in one.ledger.orphans_on(node) if held.uid and mark_of(held.uid) in marks]
+        ended = [uid for uid in known if uid not in self.containers and uid not in wanted]
+        if self.is_alive(node) and ended:
+            self.run(reports.take(node, ended, one.clock()))
 
     # Those who act.
 

@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import trustme
+from attrs import evolve
 from structlog.testing import capture_logs
 
 from tests import builders
@@ -18,6 +19,9 @@ from tests.evidence.jwt_doubles import JwtWorkloadApiDouble, endpoint, http
 from tests.evidence.test_bundle_endpoint import web_context
 from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, seconds, token
 from tests.web.house import INVENTORY, House
+from webhook.core.device import DeviceUuid, Slot
+from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
+from webhook.end_reports import MOST, EndReports, mark_of
 from webhook.evidence.jwt_svid import Fault
 
 KEY, FOREIGN = SigningKey.make("key-1"), SigningKey.make("key-1")
@@ -341,3 +345,73 @@ async def test_a_server_that_starts_or_drains_challenges_nobody(tmp_path: Path) 
     assert (await site.house.tls.get("/evidence/challenge?node=node-a")).status_code == 503
     assert (await site.house.tls.post("/evidence", json={"token": ""})).status_code == 503
     await site.house.close()
+
+
+# Orphans.
+
+
+class Orphanage:
+    """One orphan of node-a."""
+
+    def __init__(self, at: datetime) -> None:
+        self.orphan = Orphan(at, timedelta(hours=1))
+        self.marked: list[tuple[str, datetime]] = []
+
+    def orphans_on(self, node: str) -> list[Reservation]:
+        if node != "node-a":
+            return []
+        slots = (Slot(DeviceUuid("GPU-1"), 0),)
+        held = Reservation(ReservationId("r1"), "ml", "d", node, slots, NOW, None, Phase.FINALIZED, "old", "uid-1")
+        return [evolve(held, orphan=self.orphan)]
+
+    async def mark_unused(self, one: Reservation, asked_at: datetime) -> bool:
+        self.marked.append((one.id, asked_at))
+        return True
+
+
+@pytest.fixture
+def orphanage(site: Site) -> Orphanage:
+    found = Orphanage(site.house.now - timedelta(minutes=1))
+    attestation = site.house.parts.attestation
+    assert attestation is not None
+    object.__setattr__(attestation, "reports", EndReports(found, timedelta(seconds=5)))
+    return found
+
+
+async def test_a_challenge_asks_about_the_nodes_orphans_and_names_none(site: Site, orphanage: Orphanage) -> None:
+    reply = await site.house.tls.get("/evidence/challenge?node=node-a")
+    assert reply.json()["orphans"] == [mark_of("uid-1")]
+    assert "uid-1" not in reply.text
+    assert "orphans" not in (await site.house.tls.get("/evidence/challenge?node=node-b")).json()
+
+
+async def test_what_a_proven_node_says_of_its_orphans_is_kept_as_of_the_challenge(
+    site: Site, orphanage: Orphanage
+) -> None:
+    asked, text = site.house.now, await site.token()
+    site.house.now += timedelta(seconds=7)
+    reply = await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-0", "uid-1"]})
+    assert reply.status_code == 200, reply.text
+    assert orphanage.marked == [("r1", asked)]
+
+
+async def test_nobody_speaks_of_another_nodes_orphans(site: Site, orphanage: Orphanage) -> None:
+    text = await site.token("node-b", sub=evidence_id("node-b", OTHER_HASH))
+    assert (await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})).status_code == 200
+    assert orphanage.marked == []
+
+
+async def test_without_a_proof_nothing_is_believed_of_orphans(site: Site, orphanage: Orphanage) -> None:
+    used = await site.token()
+    assert (await site.post(used)).status_code == 200
+    foreign = token(FOREIGN, await site.nonce(), site.house.now, sub=evidence_id("node-a"))
+    for text in (used, foreign, "a.b.c"):
+        reply = await site.house.tls.post("/evidence", json={"token": text, "ended": ["uid-1"]})
+        assert reply.status_code in (400, 403, 409)
+    assert orphanage.marked == []
+
+
+@pytest.mark.parametrize("ended", ["uid-1", [1], [None], ["u" * 65], ["uid-1"] * (MOST + 1)])
+async def test_what_is_no_list_of_uids_is_refused_whole(site: Site, orphanage: Orphanage, ended: Any) -> None:
+    reply = await site.house.tls.post("/evidence", json={"token": await site.token(), "ended": ended})
+    assert (reply.status_code, orphanage.marked) == (400, [])

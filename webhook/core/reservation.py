@@ -83,10 +83,18 @@ class Orphan:
     grace: timedelta
     # The boot of its node at that time; empty if it was not known.
     boot_id: str = ""
+    # When its node was asked about the pod, where it answered that nothing of the pod is left.
+    unused_at: datetime | None = None
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether its node has said so since the pod went."""
+        return self.unused_at is not None and self.unused_at > self.at
 
     def and_also(self, other: "Orphan") -> "Orphan":
         """The same orphan, told of twice."""
-        return Orphan(max(self.at, other.at), max(self.grace, other.grace), self.boot_id or other.boot_id)
+        boot_id, unused_at = self.boot_id or other.boot_id, self.unused_at or other.unused_at
+        return Orphan(max(self.at, other.at), max(self.grace, other.grace), boot_id, unused_at)
 
 
 @frozen

@@ -37,6 +37,7 @@ from webhook.ledger.moves import (
     Expire,
     Held,
     Look,
+    MarkUnused,
     Move,
     Name,
     Promise,
@@ -258,6 +259,17 @@ class ClusterLedger:
     ) -> Reservation | None:
         """The pod is gone and may still run: its devices stay held. None if they are not its any more."""
         return await self._moved(node, Abandon(reservation_id, pod, since, orphan))
+
+    def orphans_on(self, node: str) -> Collection[Reservation]:
+        """As far as they are known here."""
+        held = self._shelf.on(node).values()
+        return [one for one in held if one.orphan is not None and one.phase is Phase.FINALIZED]
+
+    async def mark_unused(self, one: Reservation, asked_at: datetime) -> bool:
+        """The orphan's node, asked at that time, says that nothing of the pod is left. False if it was asked too early:
+        before the pod went, as far as clocks can tell."""
+        move = MarkUnused(one.id, one.uid or "", one.since, asked_at)
+        return await self._moved(one.node, move) is not None
 
     def given_up(self, now: datetime) -> Collection[Reservation]:
         """What nobody came for and `collect` has given up: all of it, however often it could not be cleared away."""

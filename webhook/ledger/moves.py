@@ -245,6 +245,28 @@ class Abandon:
 
 
 @frozen
+class MarkUnused:
+    """Its node was asked about an orphan's pod, and answers that nothing of the pod is left there."""
+
+    reservation_id: ReservationId
+    uid: str
+    since: datetime
+    asked_at: datetime
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
+        known = held.get(self.reservation_id)
+        if known is None or (known.since, known.uid) != (self.since, self.uid) or known.phase is not Phase.FINALIZED:
+            return None
+        # Two clocks have measured: whoever saw the pod go, and whoever asked its node.
+        if known.orphan is None or self.asked_at <= known.orphan.at + 2 * times.clock_skew:
+            return None
+        if known.orphan.is_unused:
+            return known
+        marked = held[known.id] = evolve(known, orphan=evolve(known.orphan, unused_at=self.asked_at))
+        return marked
+
+
+@frozen
 class Expire:
     """A pending reservation is past its deadline, by a clock skew more than its holder thinks."""
 

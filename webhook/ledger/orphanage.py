@@ -52,8 +52,9 @@ class Orphanage:
             return
         log.warning("reservation orphaned", reservation=held.id, node=held.node, grace=taken.orphan.grace)
         until = watched.end_of(taken.orphan, self._patience)
-        when = "once its kubelet is back" if until is None else f"not before {until:%Y-%m-%dT%H:%M:%SZ}"
+        when = "once its kubelet is back" if until is None else f"at {until:%Y-%m-%dT%H:%M:%SZ} or later"
         text = f"{gpus_of(held)}: pod {pod.namespace}/{pod.name} is gone and its containers may still run; free {when}"
+        text += ", or as soon as `attest` on the node says that nothing of the pod is left"
         self._events.tell(Subject.of_node(held.node), Reason.GPU_ORPHANED, text)
 
     def by_node(self) -> Mapping[str, Sequence[Reservation]]:
@@ -69,8 +70,12 @@ class Orphanage:
 
     async def look(self, node: str, orphans: Sequence[Reservation]) -> None:
         """Release those that have ended."""
+        unused = [one for one in orphans if one.orphan is not None and one.orphan.is_unused]
+        for one in unused:
+            await self._release(one, "its node says that nothing uses it")
+        orphans = [one for one in orphans if one not in unused]
         now = self._clock()
-        if self._next_look.get(node, now) > now:
+        if not orphans or self._next_look.get(node, now) > now:
             return
         self._next_look[node] = now + PAUSE
         watched = await self._look(node)

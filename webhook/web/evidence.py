@@ -3,7 +3,7 @@
 Open to everybody: the token is the credential. What costs something comes behind what only we can have made.
 """
 
-from typing import Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import structlog
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from webhook.attestation import Attestation
 from webhook.core.evidence import Evidence
 from webhook.core.names import is_object_name
+from webhook.end_reports import MOST
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_svid import MAX_TOKEN, BadTokenError, Fault
 from webhook.evidence.proofs import ReplayedProofError, UnknownNodeError
@@ -22,8 +23,8 @@ from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
 
-# A token, and the JSON around it.
-MAX_BODY: Final = MAX_TOKEN + 1024
+# A token, the uids of pods that have ended, and the JSON around them.
+MAX_BODY: Final = MAX_TOKEN + MOST * 128 + 1024
 STATUS: Final = {Fault.FORM: 400, Fault.SIZE: 413}
 
 
@@ -31,6 +32,8 @@ class Answer(msgspec.Struct, frozen=True):
     """What a node posts."""
 
     token: str
+    # The uids of orphaned pods of which the node has nothing left.
+    ended: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MOST)] = []
 
 
 class EvidenceRoutes:
@@ -48,14 +51,17 @@ class EvidenceRoutes:
             return error(503, f"the server is {self._health.stage}")
         nonce = self._attestation.challenge(node)
         expires = nonce.expires.isoformat().replace("+00:00", "Z")
-        return JSONResponse({"nonce": nonce.text, "expires": expires}, headers={"Cache-Control": "no-store"})
+        content: dict[str, Any] = {"nonce": nonce.text, "expires": expires}
+        if orphans := self._attestation.orphans(node):
+            content["orphans"] = orphans
+        return JSONResponse(content, headers={"Cache-Control": "no-store"})
 
     async def answer(self, request: Request) -> Response:
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         try:
             answer = msgspec.json.decode(await read_body(request, MAX_BODY), type=Answer)
-            evidence = await self._attestation.take(answer.token)
+            evidence = await self._attestation.take(answer.token, answer.ended)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return error(400, 'the body has to be {"token": "…"}')
         except RefusedBodyError as exc:

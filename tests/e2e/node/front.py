@@ -1,8 +1,8 @@
 """gpuwarden in front of real nodes, with all that an installation puts into the API server."""
 
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +25,10 @@ async def in_front(
     *,
     replicas: int = 1,
     flags: Iterable[str] = (),
+    attesting: Callable[[Site], AbstractAsyncContextManager[None]] | None = None,
 ) -> AsyncIterator[Site]:
-    """CRDs, policies, webhooks, replicas, a reconciler. Every node is proven; pods get the runtime class `nvidia`."""
+    """CRDs, policies, webhooks, replicas, a reconciler. Every node is proven; pods get the runtime class `nvidia`.
+    `attesting` runs beside it, where `flags` ask for evidence that is not static."""
     proven = json.dumps({node.name: HASH for node in nodes})
     evidence = ("--evidence", "static", "--require-evidence", "all", "--node-hash-map", proven)
     devices = {node.name: node.gpus for node in nodes}
@@ -42,6 +44,8 @@ async def in_front(
         await kube.patch(NAMESPACES, here.namespace, exempt)
         stack.push_async_callback(emptied, here)
         await here.reconciler()
+        if attesting is not None:
+            await stack.enter_async_context(attesting(here))
         await here.offered()
         yield here
 

@@ -1,0 +1,162 @@
+"""On a real node with `attest`: an orphan's GPU is offered again when the node says that nothing of its pod is left.
+
+Heartbeats of the containers are the judge.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from scripts.controlplane.cluster import Cluster
+from scripts.node.real import RealNode
+from tests.e2e.crew import Site
+from tests.e2e.figures import tell
+from tests.e2e.kube import EVENTS, PODS, Kube, Raw, wait_until
+from tests.e2e.node.containers import NODE, container, real_pod, runs
+from tests.e2e.node.front import HASH, in_front
+from tests.e2e.node.test_force_delete import admitted_in_the_end, delete, lives, now, overlaps
+from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
+from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, evidence_id
+from tests.running import GPUWARDEN
+
+GRACE, MARGIN = 40, 90
+FLAGS: Final = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "150s")
+# A look at the node every 5 to 6 s; two of them; an orphan that is 10 s old; the reconciler.
+SOON: Final = 25.0
+KEY: Final = SigningKey.make()
+# Twenty lines a second for each GPU that it sees. SIGTERM ends it after three seconds, or never; a file at once.
+BEATS: Final = """
+left=
+trap '{on_term}' TERM
+uuids=$(/usr/bin/nvidia-smi -L | sed 's/.*UUID: //; s/)//')
+while [ "$left" != 0 ] && [ ! -e /beats/stop/{name} ] && [ ! -e /beats/stop/all ]; do
+  read now rest < /proc/uptime
+  for uuid in $uuids; do echo $now {name} >> /beats/gpus/$uuid; done
+  if [ -n "$left" ]; then left=$((left - 1)); fi
+  usleep 50000
+done
+"""
+
+
+def beating(name: str, beats: Path, *, ends: bool = False) -> Raw:
+    script = BEATS.replace("{name}", name).replace("{on_term}", "left=60" if ends else "")
+    main = container(1, script=script, volumeMounts=[{"name": "beats", "mountPath": "/beats"}])
+    return real_pod(name, main, grace=GRACE, volumes=[{"name": "beats", "hostPath": {"path": str(beats)}}])
+
+
+@pytest.fixture
+def beats(tmp_path: Path) -> Path:
+    """A file of beats for each GPU, and a file for each container that is to stop."""
+    for name in ("gpus", "stop"):
+        (tmp_path / "beats" / name).mkdir(parents=True)
+    return tmp_path / "beats"
+
+
+@pytest.fixture
+async def here(
+    real_cluster: Cluster, real_kube: Kube, real_node: RealNode, plain_namespace: str, tmp_path: Path, beats: Path
+) -> AsyncIterator[Site]:
+    """gpuwarden in front of a node that proves itself. A pod stands for the one of the DaemonSet."""
+    await real_kube.create(PODS, real_pod("attest"), plain_namespace)
+    uid = (await runs(real_kube, plain_namespace, "attest"))["metadata"]["uid"]
+    agent = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY, [evidence_id(NODE, HASH)])
+    await agent.start()
+    spire = ("--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{agent.path}")
+    (tmp_path / "nonce.key").write_bytes(os.urandom(32))
+    flags = ("--evidence", "jwt-svid", "--nonce-key", str(tmp_path / "nonce.key"), *spire, *FLAGS)
+
+    @asynccontextmanager
+    async def attesting(site: Site) -> AsyncIterator[None]:
+        server = ["--server", f"https://127.0.0.1:{site.balancer.port}", "--server-ca", str(site.directory / "ca.crt")]
+        sockets = ["--runtime-socket", "unix:/run/containerd/containerd.sock", "--pod-uid", uid]
+        command = [GPUWARDEN, "attest", *server, "--node", NODE, *spire, *sockets]
+        real_node.processes.spawn("attest", real_node.inside(*command))
+        try:
+            yield
+        finally:
+            real_node.kill("attest")
+
+    try:
+        async with in_front(
+            real_cluster, real_kube, tmp_path, [real_node], flags=flags, attesting=attesting
+        ) as standing:
+            yield standing
+            (beats / "stop" / "all").touch()
+    finally:
+        await agent.stop()
+
+
+async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_not_before(
+    here: Site, beats: Path, request: pytest.FixtureRequest
+) -> None:
+    for name in ("quick", "slow", "stays-0", "stays-1"):
+        await here.kube.create(PODS, beating(name, beats, ends=name == "quick"), here.namespace)
+    for name in ("quick", "slow", "stays-0", "stays-1"):
+        await runs(here.kube, here.namespace, name)
+    begun = time.monotonic()
+    for grace in (GRACE, 0):  # a deletion by force alone leaves a container two seconds
+        for name in ("quick", "slow"):
+            await delete(here, name, grace)
+        await asyncio.sleep(1)
+    first = await admitted_in_the_end(here, beating("next-0", beats), GRACE + MARGIN)
+    assert first < SOON, "by time alone after more than two minutes"
+    await runs(here.kube, here.namespace, "next-0")
+    await admitted_in_the_end(here, beating("next-1", beats), GRACE + MARGIN)
+    second = time.monotonic() - begun
+    await runs(here.kube, here.namespace, "next-1")
+    await asyncio.sleep(1)
+    tell(request, ended_after_3_s_and_offered_after=first, ended_after_40_s_and_offered_after=second)
+    assert GRACE - 2 < second < GRACE + SOON
+    found = lives(beats / "gpus")
+    assert overlaps(found) == []
+    assert sorted(tuple(pods) for pods in found.values()) == [
+        ("quick", "next-0"),
+        ("slow", "next-1"),
+        ("stays-0",),
+        ("stays-1",),
+    ]
+    told = await wait_until(lambda: whys(here.kube), lambda found: len(found) >= 2)
+    assert all("its node says that nothing uses it" in why for why in told), told
+
+
+async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_container_runs(
+    here: Site, beats: Path, real_node: RealNode, request: pytest.FixtureRequest
+) -> None:
+    """A kubelet that has not heard of the deletion would start the container that ends here again."""
+    old = [f"old-{number}" for number in range(4)]
+    for name in old:
+        await here.kube.create(PODS, beating(name, beats), here.namespace)
+    for name in old:
+        await runs(here.kube, here.namespace, name)
+    await asyncio.to_thread(real_node.kill_kubelet)
+    for name in old:
+        await delete(here, name, 0)
+    trying = asyncio.create_task(admitted_in_the_end(here, beating("next", beats), GRACE + 2 * MARGIN))
+    (beats / "stop" / "old-0").touch()
+    await asyncio.sleep(2 * SOON)
+    assert not trying.done()
+    alive = {name for pods in lives(beats / "gpus").values() for name, one in pods.items() if now() - one.last < 5}
+    assert alive == {"old-1", "old-2", "old-3"}
+    began = time.monotonic()
+    await asyncio.to_thread(real_node.start_kubelet)
+    await trying
+    took = time.monotonic() - began
+    tell(request, offered_after_the_kubelet_is_back_and=took)
+    assert took < GRACE, "by time alone after more than two minutes"
+    await runs(here.kube, here.namespace, "next")
+    await asyncio.sleep(1)
+    found = lives(beats / "gpus")
+    assert sum("next" in pods for pods in found.values()) == 1
+    assert overlaps(found) == []
+
+
+async def whys(kube: Kube) -> list[str]:
+    """Why orphans of the node have ended."""
+    found = await kube.list(EVENTS, "default", fieldSelector=f"involvedObject.name={NODE},reason=OrphanEnded")
+    return [one["message"] for one in found]

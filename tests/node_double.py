@@ -1,0 +1,177 @@
+"""A node's container runtime and kubelet over real sockets, with messages of Google's making."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+from grpclib.const import Cardinality, Handler, Status
+from grpclib.exceptions import GRPCError
+from grpclib.server import Server, Stream
+
+from tests.evidence.doubles import Table, built
+
+# Of runtime.v1 and of the kubelet's PodResources v1. On the wire a map is a list of entries, an enumeration a number.
+TABLE: Table = {
+    "Empty": (),
+    "Label": ((1, "key", "string"), (2, "value", "string")),
+    "PodSandboxMetadata": ((1, "name", "string"), (2, "uid", "string"), (3, "namespace", "string")),
+    "PodSandbox": (
+        (1, "id", "string"),
+        (2, "metadata", "PodSandboxMetadata"),
+        (3, "state", "int32"),
+        (4, "created_at", "int64"),
+        (5, "labels", "*Label"),
+        (7, "runtime_handler", "string"),
+    ),
+    "ListPodSandboxResponse": ((1, "items", "*PodSandbox"),),
+    "ContainerMetadata": ((1, "name", "string"),),
+    "Container": (
+        (1, "id", "string"),
+        (2, "pod_sandbox_id", "string"),
+        (3, "metadata", "ContainerMetadata"),
+        (5, "image_ref", "string"),
+        (6, "state", "int32"),
+        (7, "created_at", "int64"),
+        (8, "labels", "*Label"),
+    ),
+    "ListContainersResponse": ((1, "containers", "*Container"),),
+    "ContainerResources": ((1, "name", "string"),),
+    "PodResources": ((1, "name", "string"), (2, "namespace", "string"), (3, "containers", "*ContainerResources")),
+    "ListPodResourcesResponse": ((1, "pod_resources", "*PodResources"),),
+}
+MESSAGES = built(TABLE)
+READY, NOT_READY = 0, 1
+CREATED, RUNNING, EXITED, UNKNOWN = range(4)
+OWN = "uid-own"
+ANSWERS = {
+    "ListPodSandbox": "ListPodSandboxResponse",
+    "ListContainers": "ListContainersResponse",
+    "List": "ListPodResourcesResponse",
+}
+
+
+def label(key: str, value: str) -> Any:
+    return MESSAGES["Label"](key=f"io.kubernetes.pod.{key}", value=value)
+
+
+@define(eq=False)
+class NodeDouble:
+    """What runs is set by hand: states of sandboxes and of containers by the uid of their pod, and the names that the
+    kubelet wants. Uid `uid-x` is pod `x`. The pod that asks runs, unless a test says otherwise."""
+
+    directory: Path
+    sandboxes: dict[str, list[int]] = field(factory=lambda: {OWN: [READY]})
+    containers: dict[str, list[int]] = field(factory=lambda: {OWN: [RUNNING]})
+    wanted: set[str] = field(factory=lambda: {"own"})
+    # Names of calls that fail.
+    refused: set[str] = field(factory=set)
+    calls: list[str] = field(factory=list)
+    _servers: list[Server] = field(factory=list)
+
+    @property
+    def runtime(self) -> str:
+        return f"unix:{self.directory / 'runtime.sock'}"
+
+    @property
+    def kubelet(self) -> str:
+        return f"unix:{self.directory / 'kubelet.sock'}"
+
+    def run(self, uid: str) -> None:
+        self.sandboxes[uid], self.containers[uid] = [READY], [RUNNING]
+        self.wanted.add(uid.removeprefix("uid-"))
+
+    def delete(self, uid: str) -> None:
+        """The kubelet hears of it; the containers run on."""
+        self.wanted.discard(uid.removeprefix("uid-"))
+
+    def end(self, uid: str) -> None:
+        self.sandboxes[uid], self.containers[uid] = [NOT_READY], [EXITED]
+
+    def clear(self, uid: str) -> None:
+        """The kubelet has tidied up."""
+        self.sandboxes.pop(uid, None)
+        self.containers.pop(uid, None)
+
+    async def start(self) -> None:
+        for socket, calls in (
+            (self.runtime, {"ListPodSandbox": self._list_sandboxes, "ListContainers": self._list_containers}),
+            (self.kubelet, {"List": self._list_pods}),
+        ):
+            service = "/v1.PodResourcesLister/" if socket == self.kubelet else "/runtime.v1.RuntimeService/"
+            server = Server([Service({service + name: call for name, call in calls.items()})])
+            with suppress(FileNotFoundError):
+                Path(socket.removeprefix("unix:")).unlink()
+            await server.start(path=socket.removeprefix("unix:"))
+            self._servers.append(server)
+
+    async def stop(self) -> None:
+        for server in self._servers:
+            server.close()
+            await server.wait_closed()
+        self._servers.clear()
+
+    async def kill_kubelet(self) -> None:
+        server = self._servers.pop()
+        server.close()
+        await server.wait_closed()
+
+    async def _list_sandboxes(self, stream: "Stream[Any, Any]") -> None:
+        await self._received(stream, "ListPodSandbox")
+        items = [
+            MESSAGES["PodSandbox"](
+                id=f"sandbox-{uid}-{number}",
+                metadata=MESSAGES["PodSandboxMetadata"](name=uid.removeprefix("uid-"), uid=uid, namespace="ml"),
+                state=state,
+                created_at=1,
+                labels=[label("uid", uid)],
+                runtime_handler="nvidia",
+            )
+            for uid, states in self.sandboxes.items()
+            for number, state in enumerate(states)
+        ]
+        await stream.send_message(MESSAGES["ListPodSandboxResponse"](items=items))
+
+    async def _list_containers(self, stream: "Stream[Any, Any]") -> None:
+        await self._received(stream, "ListContainers")
+        found = [
+            MESSAGES["Container"](
+                id=f"container-{uid}-{number}",
+                pod_sandbox_id=f"sandbox-{uid}-0",
+                metadata=MESSAGES["ContainerMetadata"](name="main"),
+                image_ref="image",
+                state=state,
+                created_at=1,
+                labels=[label("uid", uid), label("namespace", "ml"), label("name", uid.removeprefix("uid-"))],
+            )
+            for uid, states in self.containers.items()
+            for number, state in enumerate(states)
+        ]
+        by_hand = MESSAGES["Container"](id="of nobody", state=RUNNING)
+        await stream.send_message(MESSAGES["ListContainersResponse"](containers=[*found, by_hand]))
+
+    async def _list_pods(self, stream: "Stream[Any, Any]") -> None:
+        await self._received(stream, "List")
+        main = [MESSAGES["ContainerResources"](name="main")]
+        pods = [MESSAGES["PodResources"](name=name, namespace="ml", containers=main) for name in sorted(self.wanted)]
+        await stream.send_message(MESSAGES["ListPodResourcesResponse"](pod_resources=pods))
+
+    async def _received(self, stream: "Stream[Any, Any]", call: str) -> None:
+        await stream.recv_message()
+        self.calls.append(call)
+        if call in self.refused:
+            raise GRPCError(Status.UNAVAILABLE, "the server is not ready")
+
+
+@define
+class Service:
+    """Calls of one socket; every one is asked about everything."""
+
+    calls: dict[str, Any]
+
+    def __mapping__(self) -> dict[str, Handler]:
+        empty = MESSAGES["Empty"]
+        return {
+            name: Handler(call, Cardinality.UNARY_UNARY, empty, MESSAGES[ANSWERS[name.rpartition("/")[2]]])
+            for name, call in self.calls.items()
+        }
