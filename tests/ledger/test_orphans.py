@@ -259,6 +259,59 @@ async def test_a_pod_that_came_ran_and_went_between_two_passes_is_an_orphan() ->
     assert await after(scene, GRACE + MARGIN) == {}
 
 
+async def went_unseen() -> tuple[Scene, Reconciler]:
+    """A pod was bound without a review, ran and was deleted by force while no reconciler watched. Another one comes."""
+    scene = Scene()
+    await scene.reserve()
+    await scene.bench.ledger.bind(R1, POD, grace=GRACE)
+    scene.bench.now += timedelta(seconds=3)
+    other = scene.another(scene.bench.another().ledger)
+    other.replaced({})
+    return scene, other
+
+
+async def test_a_pod_that_may_have_run_before_anybody_watched_is_an_orphan() -> None:
+    scene, other = await went_unseen()
+    assert "orphanedAt" not in (await after(scene, PENDING_DEADLINE, other))["GPU-a0/0"]
+    assert "orphanedAt" in (await after(scene, CLOCK_SKEW, other))["GPU-a0/0"]
+    assert await is_taken(scene)
+    assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
+    assert await after(scene, timedelta(seconds=1), other) == {}
+
+
+async def test_no_replica_gives_up_what_was_promised_to_a_pod_that_may_have_run() -> None:
+    scene, _ = await went_unseen()
+    scene.bench.now += 10 * PENDING_DEADLINE
+    assert await scene.bench.ledger.collect(scene.bench.now) == []
+    assert await is_taken(scene)
+
+
+@pytest.mark.parametrize("seconds", [0, 9, 10])
+async def test_a_creation_that_came_to_nothing_ends_with_its_hold_if_the_watch_would_have_told_of_it(
+    seconds: int,
+) -> None:
+    """By whatever clocks."""
+    scene = Scene()
+    scene.bench.now += timedelta(seconds=seconds)
+    await scene.reserve()
+    await scene.bench.ledger.bind(R1, POD, grace=GRACE)
+    left = await after(scene, PENDING_DEADLINE + CLOCK_SKEW)
+    assert (left == {}) is (seconds == 10)
+
+
+async def test_a_creation_that_took_so_long_that_its_pod_was_taken_for_gone_keeps_its_devices() -> None:
+    scene, other = await went_unseen()
+    assert "orphanedAt" in (await after(scene, PENDING_DEADLINE + CLOCK_SKEW, other))["GPU-a0/0"]
+    scene.show(running())
+    other.changed(running())
+    assert await after(scene, 10 * GRACE, other)
+    scene.bench.pods.uids.clear()
+    other.deleted(running(deleted=0))
+    assert await after(scene, timedelta(0), other)
+    assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
+    assert await after(scene, timedelta(seconds=1), other) == {}
+
+
 async def test_a_pods_end_is_remembered_until_its_reservation_is_heard_of(scene: Scene) -> None:
     behind = scene.bench.another()
     other = scene.another(behind.ledger)

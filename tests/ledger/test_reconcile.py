@@ -182,7 +182,7 @@ async def test_what_never_came_expires_and_leaves_the_store(scene: Scene) -> Non
     assert scene.bench.held() == {}
 
 
-async def test_after_a_long_absence_what_exists_is_confirmed_and_what_does_not_is_freed(scene: Scene) -> None:
+async def test_after_a_long_absence_what_exists_is_confirmed_and_what_does_not_is_an_orphan(scene: Scene) -> None:
     await scene.reserve()
     await scene.bench.ledger.bind(R1, POD)
     second = PodIdentity("ml", "pod-2", "uid-2")
@@ -193,6 +193,12 @@ async def test_after_a_long_absence_what_exists_is_confirmed_and_what_does_not_i
     scene.bench.now += timedelta(hours=5)
     returned = scene.another(scene.bench.another().ledger)
     returned.replaced({"ml/pod-1": running})
+    await returned.step()
+    assert {slot: "orphanedAt" in entry for slot, entry in scene.bench.held().items()} == {
+        "GPU-a0/0": False,
+        "GPU-a1/0": True,
+    }
+    scene.bench.now += PATIENT
     await returned.step()
     assert {slot: entry["phase"] for slot, entry in scene.bench.held().items()} == {"GPU-a0/0": "finalized"}
 
@@ -579,6 +585,7 @@ async def test_an_expiry_that_fails_is_tried_again(scene: Scene) -> None:
 
 
 async def test_what_was_proven_to_be_of_no_pod_is_cleared_away_though_the_store_refused_once(scene: Scene) -> None:
+    scene.bench.now += 2 * CLOCK_SKEW  # the watch is older than the reservation, by any clock
     await scene.reserve()
     await scene.bench.ledger.bind(R1, POD)
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW

@@ -8,7 +8,7 @@ what is really there: a move that was made already is found made.
 import asyncio
 import random
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Protocol
 
@@ -303,13 +303,17 @@ class ClusterLedger:
         if desk is not None and desk.raw is not None and desk.node is not None and not is_kept_rightly(desk.node):
             self.learn(await self._store.put(with_finalizer(desk.raw, is_kept=not desk.node.is_leaving)))
 
-    async def collect(self, now: datetime) -> Collection[Reservation]:
-        """Offer what is past its deadline; whoever takes it clears it away in the store."""
+    async def collect(
+        self, now: datetime, *, never_came: Callable[[Reservation], bool] = lambda _: False
+    ) -> Collection[Reservation]:
+        """Offer what is past its deadline; whoever takes it clears it away in the store. `never_came`: whether it is
+        certain that no pod was stored for it, where there is none at this moment. Only who watches pods can say that.
+        """
         past = deque(self._shelf.past_deadline(now - self._times.clock_skew))
         given_up = []
         try:
             while past:
-                if past[0].phase is Phase.PENDING and await self._is_given_up(past[0], now):
+                if past[0].phase is Phase.PENDING and await self._is_given_up(past[0], now, never_came):
                     given_up.append(past[0])
                 past.popleft()
         finally:
@@ -340,13 +344,17 @@ class ClusterLedger:
         except (WitnessAwayError, LedgerError) as exc:
             log.info("not confirmed before its deadline", reservation=one.id, error=type(exc).__name__)
 
-    async def _is_given_up(self, one: Reservation, now: datetime) -> bool:
-        """A reservation that was promised to a pod ends only with proof that no such pod will use it."""
+    async def _is_given_up(self, one: Reservation, now: datetime, never_came: Callable[[Reservation], bool]) -> bool:
+        """A reservation that was promised to a pod ends only with proof that no such pod will use it, nor has."""
         if one.uid is not None:
             pod = pod_of(one)
             try:
-                if not self.why_not_its(one, await self._witness.look(pod)):
+                seen = await self._witness.look(pod)
+                if not self.why_not_its(one, seen):
                     await self.confirm(one.id, pod, node=one.node)
+                    return False
+                if seen is None and not never_came(one):
+                    self._shelf.look_again(one, now + PATIENCE)
                     return False
             except (WitnessAwayError, LedgerError) as exc:
                 log.warning("expired reservation left as it is", reservation=one.id, exc_info=exc)

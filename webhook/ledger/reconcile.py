@@ -102,7 +102,7 @@ class Reconciler:
         self._enough = MANY  # of them, until it is looked which are needed still
         self._look_again: dict[str, datetime] = {}  # pods without their reservation, by uid
         self._ask_again: dict[Place, datetime] = {}  # reservations whose pods exist and are not as the watch has said
-        self._has_listed = False
+        self._listed_at: datetime | None = None
         self.news = asyncio.Event()
         """Set when a pod has come, changed or gone since the last pass."""
 
@@ -115,7 +115,7 @@ class Reconciler:
         self._pods = {one.pod.uid: self._with_history(one, raw) for one, raw in found}
         self._look_again = {uid: at for uid, at in self._look_again.items() if uid in self._pods}
         self._ask_again.clear()
-        self._has_listed = True
+        self._listed_at = self._clock()
         self.news.set()
 
     def changed(self, raw: Raw) -> None:
@@ -169,7 +169,7 @@ class Reconciler:
 
     async def step(self) -> None:
         """One pass. What cannot be done now is left for the next one."""
-        if not self._has_listed:
+        if self._listed_at is None:
             return
         self.news.clear()
         await self._all(self._attempt(self._ledger.settle(name), node=name) for name in self._ledger.unsettled())
@@ -184,10 +184,10 @@ class Reconciler:
             if held.phase is Phase.RELEASING or not self._is_carried(held)
         )
         await self._all(
-            self._attempt(self._orphanage.look(node, orphans), node=node)
+            self._attempt(self._orphanage.look(node, [one for one in orphans if not self._lives(one)]), node=node)
             for node, orphans in self._orphanage.by_node().items()
         )
-        await self._ledger.collect(self._clock())
+        await self._ledger.collect(self._clock(), never_came=self._never_came)
         given_up = self._ledger.given_up(self._clock())
         await self._all(self._attempt(self._expire(one), reservation=one.id) for one in given_up)
         self._ask_again = {place: at for place, at in self._ask_again.items() if at > self._clock()}
@@ -332,6 +332,22 @@ class Reconciler:
         one = None if held.uid is None else self._pods.get(held.uid)
         return one is not None and one.carries(held)
 
+    def _lives(self, held: Reservation) -> bool:
+        """A pod that was created so late that it had been taken for gone."""
+        one = None if held.uid is None else self._pods.get(held.uid)
+        return one is not None and one.carries(held) and not one.is_final
+
+    def _never_came(self, held: Reservation) -> bool:
+        """Whether the watch would have told of its pod: it has told of all that have come since the reservation was
+        made, by whatever clock."""
+        is_told = self._listed_at is not None and self._listed_at + 2 * self._waiting.clock_skew <= held.since
+        return is_told and held.uid not in self._pods and held.uid not in self._deleted
+
+    def _may_have_gone_unseen(self, held: Reservation) -> bool:
+        """A pod may be on its node though its reservation is only promised: where its Binding was not reviewed, or
+        none was needed. It has had its time to be stored."""
+        return held.is_past_deadline(self._clock() - self._waiting.clock_skew) and not self._never_came(held)
+
     async def _part(self, held: Reservation) -> None:
         """A reservation that no pod among those seen carries: freed only if that is certain."""
         if held.phase is Phase.RELEASING:
@@ -342,8 +358,8 @@ class Reconciler:
             await self._part_departed(held, self._deleted[held.uid])
         elif held.orphan is not None:
             return
-        elif held.phase is Phase.FINALIZED or held.uid in self._pods:  # else it is only promised, and will expire
-            await self._part_named(held)
+        elif held.phase is Phase.FINALIZED or held.uid in self._pods or self._may_have_gone_unseen(held):
+            await self._part_named(held)  # else it is only promised, and will expire
 
     async def _part_departed(self, held: Reservation, departure: Departure) -> None:
         if departure.is_over:

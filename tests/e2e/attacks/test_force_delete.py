@@ -29,6 +29,8 @@ LOOK = 10.0
 FORCED = 0
 # The grace period of pods that go while no reconciler watches, and how long the next one waits for the Lease.
 UNSEEN, ELECTION = 12, 20.0
+# Until a reservation is looked at whose pod nobody has seen.
+HOLD = 20.0
 HEARS = {"kubelet.test/stops-after": "1s"}
 
 Attack = Callable[[Site, str], Coroutine[Any, Any, None]]
@@ -211,6 +213,30 @@ async def test_what_nobody_saw_costs_the_grace_period_that_is_stored_with_the_re
             )
         )
         assert min(took) >= least, took
+
+
+async def test_a_pod_that_nobody_watched_is_no_pod_that_never_was(cluster: Cluster, kube: Kube, tmp_path: Path) -> None:
+    """It names its node itself, so that no Binding is reviewed, and comes and goes while no reconciler runs."""
+    async with (
+        site(cluster, kube, tmp_path, nodes=1, gpus=1, name="unwatched", replicas=1, flags=FLAGS) as here,
+        new_namespace(kube, OPT_IN) as other,
+    ):
+        first = await here.reconciler()
+        await here.offered()
+        (node,) = here.nodes
+        await first.kill()
+        made = await kube.create(PODS, victim(node, grace=CAP, nodeName=node), here.namespace)
+        uuid = str(made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"])
+
+        async def is_running() -> bool:
+            return bool((await kube.get(PODS, f"old-{node}", here.namespace))["status"]["phase"] == "Running")
+
+        await wait_until(is_running, seconds=60)
+        await delete(here, node, FORCED)
+        gone_at = time.monotonic()
+        await here.reconciler()
+        await until_had_by_another(here, other, node, uuid, seconds=HOLD + ELECTION + CAP + MARGIN + LOOK + SOON)
+        assert time.monotonic() - gone_at >= CAP + MARGIN
 
 
 async def test_while_the_kubelet_is_down_nothing_of_its_node_is_offered_again(
