@@ -115,7 +115,7 @@ OWN_SETTINGS: Final = frozenset(
         *("runtime_socket", "pod_resources_socket", "pod_uid"),
         "scorer_ca",
         *("certs_namespace", "certs_service", "certs_secret", "certs_configurations", "certs_dir"),
-        *("extender_plain_address", "extender_plain_anywhere", "opt_in_label"),
+        *("extender_plain_address", "extender_plain_anywhere", "opt_in_label", "host_paths"),
     )
 )
 OWN_EXPORT_SETTINGS: Final = frozenset(

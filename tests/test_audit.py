@@ -97,6 +97,16 @@ def test_a_container_that_its_image_shows_all_gpus_is_found() -> None:
     assert kinds(facts(raw)) == [(Kind.CONTAINER_NOT_BLINDED, "pod ml/train-0")]
 
 
+def test_a_pod_that_could_open_devices_is_found_in_isolated_namespaces() -> None:
+    raw = raw_pod()
+    raw = {**raw, "spec": {**raw["spec"], "hostPID": True}}
+    (found,) = findings(facts(raw, isolated={NAMESPACE}), LATER, needs_evidence=False)
+    assert (found.kind, found.object) == (Kind.POD_NOT_ISOLATED, "pod ml/train-0")
+    assert found.message == "could reach GPUs that are not its own: spec.hostPID"
+    assert kinds(facts(raw)) == []
+    assert kinds(facts({**raw, "status": {"phase": "Succeeded"}}, isolated={NAMESPACE})) == []
+
+
 async def test_a_pod_that_waits_behind_our_gate_is_right(house: House) -> None:
     raw = raw_pod(raw_container(gpus=1), annotations={keys.CLAIM.name: json.dumps({"gpus": 1})})
     gated = {**raw, "spec": {**raw["spec"], "schedulingGates": [{"name": keys.QUEUE_GATE}]}}
@@ -233,7 +243,9 @@ def test_how_it_is_told() -> None:
 
 async def test_the_gauge_counts_what_the_audit_finds_and_follows_the_cluster(house: House) -> None:
     parts = house.parts
-    watch = AuditWatch(READING, parts.fleet, parts.ledger, lambda: LATER, keys.OPT_IN.name, needs_evidence=False)
+    watch = AuditWatch(
+        READING, parts.fleet, parts.ledger, lambda: LATER, keys.OPT_IN.name, "gpuwarden", needs_evidence=False
+    )
     metrics = Metrics()
     metrics.watch_audit(watch.counts)
 
@@ -259,6 +271,13 @@ async def test_the_gauge_counts_what_the_audit_finds_and_follows_the_cluster(hou
     watch.pods.changed(at(bare, 5))
     watch.pods.deleted(at(bare, 6))
     assert counted() == {}
+    strong = {**raw_pod(name="strong"), "spec": {**raw_pod()["spec"], "hostPID": True}}
+    watch.pods.changed(at(strong, 6))
+    assert counted() == {"PodNotIsolated": 1}
+    exempt = {**namespace["metadata"], "labels": {**namespace["metadata"]["labels"], keys.ISOLATION_LABEL: "none"}}
+    watch.namespaces.changed(at({"metadata": exempt}, 6))
+    assert counted() == {}
+    watch.pods.deleted(at(strong, 6))
     mapped = {
         "metadata": {"name": "train", "namespace": NAMESPACE},
         "spec": {"template": {"metadata": {"annotations": {"gpuwarden.io/gpu-map": "0=node-a:0"}}}},

@@ -13,6 +13,7 @@ import yaml
 from webhook.core import keys
 from webhook.core.check import GPU_RESOURCES
 from webhook.core.host_paths import PLACES, STORAGE, WRITABLE
+from webhook.core.isolation import EXEMPT, INJECTING, STRONG
 from webhook.crds import manifests as crds
 from webhook.export.labels import DOMAIN as SERIALS
 from webhook.policies import (
@@ -324,6 +325,7 @@ def test_the_webhook_blinds_every_pod_where_no_policy_does() -> None:
 
 
 def test_pods_are_isolated_in_the_namespaces_of_the_webhooks_but_for_exempt_ones() -> None:
+    assert (keys.ISOLATION_LABEL, EXEMPT) == ("gpuwarden.io/isolation", "none"), "which the audit goes by"
     exempt = {"key": "gpuwarden.io/isolation", "operator": "NotIn", "values": ["none"]}
     for hook, bound in (
         ("mutate.gpuwarden.io", "gpuwarden-isolation"),
@@ -356,6 +358,13 @@ def test_pods_mount_what_an_installer_allows_and_else_nothing() -> None:
 def test_pods_are_let_into_no_dangerous_place_of_a_node(path: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(path))):
         Installation(host_paths=("/data", path))
+
+
+@pytest.mark.parametrize(("name", "listed"), [("strong", STRONG), ("injecting", INJECTING)])
+def test_the_audit_knows_what_the_policy_lists(name: str, listed: tuple[str, ...]) -> None:
+    variables = named("gpuwarden-isolation")["spec"]["variables"]
+    (found,) = [one["expression"] for one in variables if one["name"] == name]
+    assert tuple(re.findall(r"'([^']*)'", found)) == listed
 
 
 # Lists came with Kubernetes 1.34, comprehensions of two variables with 1.32.

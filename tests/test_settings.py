@@ -125,6 +125,7 @@ EXAMPLES: dict[str, tuple[str, object, object]] = {
     "runtime_class": ("nvidia", "nvidia", "nvidia"),
     "gpu_resource": ("amd.com/gpu", "amd.com/gpu", "amd.com/gpu"),
     "opt_in_label": ("acme.io/gpu", "acme.io/gpu", "acme.io/gpu"),
+    "host_paths": ("/data, /mnt/a", ["/data", "/mnt/a"], ("/data", "/mnt/a")),
     "write_aliases": ("false", False, False),
     "required_hash_alias": ("example.com/hash", "example.com/hash", "example.com/hash"),
     "scorer": ("http://scorer:8080/a", "http://scorer:8080/a", "http://scorer:8080/a"),
@@ -300,6 +301,12 @@ WRONG = [
     ("log_level", "INFO", "'INFO' is none of the words; allowed: trace, debug, info, warn, error, fatal, report"),
     ("injection", "cdi", "'cdi' is none of the words; allowed: nvidia, cuda"),
     ("require_evidence", "none", "'none' is none of the words; allowed: asked, all"),
+    (
+        "host_paths",
+        "/data,/var/run",
+        "'/var/run': devices, sockets, programs or keys of the node are in /var/run; "
+        "allowed: a comma list of absolute paths of nodes, where neither devices, sockets, programs nor keys are",
+    ),
     ("write_aliases", "yes", "'yes' is neither true nor false; allowed: true, false"),
     ("lease_namespace", "a.b", "'a.b' is not the name of a namespace; allowed: the name of a namespace"),
     (
@@ -856,3 +863,20 @@ def test_the_lease_is_in_a_pods_own_namespace(
 def test_where_no_namespace_is_mounted_it_is_the_default_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "SERVICE_ACCOUNT", tmp_path)
     assert settings.load({"in_cluster": "true"}, {}).lease_namespace == "default"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, "gpuwarden"),
+        ({"in_cluster": "true"}, "default"),
+        ({"lease_namespace": "wardens"}, "wardens"),
+        ({"in_cluster": "true", "lease_namespace": "wardens"}, "wardens"),
+    ],
+    ids=["outside", "in-a-pod", "outside-and-named", "in-a-pod-and-named"],
+)
+def test_own_namespace_is_that_of_the_leases_where_it_is_known(
+    flags: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "SERVICE_ACCOUNT", tmp_path)
+    assert settings.load(flags, {}).own_namespace == expected

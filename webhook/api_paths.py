@@ -9,5 +9,6 @@ NODE_EVIDENCES_PATH = "/apis/" + "/".join(NODE_EVIDENCES)
 NODES_PATH = "/api/v1/nodes"
 NAMESPACES_PATH = "/api/v1/namespaces"
 PODS_PATH = "/api/v1/pods"
+VOLUMES_PATH = "/api/v1/persistentvolumes"
 STATEFUL_SETS_PATH = "/apis/apps/v1/statefulsets"
 PRIORITY_CLASSES_PATH = "/apis/scheduling.k8s.io/v1/priorityclasses"

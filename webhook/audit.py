@@ -17,6 +17,7 @@ from webhook.core.device import DeviceUuid
 from webhook.core.dress import DressRules
 from webhook.core.errors import InvalidPodError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
+from webhook.core.isolation import ClaimName, refusals
 from webhook.core.pod import Pod
 from webhook.core.reservation import Phase, Reservation
 from webhook.ledger.carrier import ENDED, Carrier, PodWire
@@ -34,6 +35,7 @@ class Kind(StrEnum):
     UNKNOWN_RESERVATION = "UnknownReservation"
     GPU_WITHOUT_RESERVATION = "GpuWithoutReservation"
     CONTAINER_NOT_BLINDED = "ContainerNotBlinded"
+    POD_NOT_ISOLATED = "PodNotIsolated"
     NODE_WITHOUT_EVIDENCE = "NodeWithoutEvidence"
     RESERVATION_WITHOUT_POD = "ReservationWithoutPod"
     MAP_WITHOUT_LABEL = "MapWithoutLabel"
@@ -65,6 +67,8 @@ class AuditedPod:
     asks: str = ""
     # The containers that `CUDA_VERSION` shows all GPUs.
     unblinded: tuple[str, ...] = ()
+    # What would let it open devices of its node by itself, in the words of the policy.
+    exposed: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
@@ -77,11 +81,16 @@ class Reading:
 
     claims: ClaimRules
     dress: DressRules
+    # Directories of nodes that administrators let pods mount.
+    host_paths: Collection[str] = ()
+    # Paths of the node behind claims whose PersistentVolumes no tenant could make.
+    volumes: Mapping[ClaimName, str] = field(factory=dict)
 
     def pod(self, raw: Raw) -> AuditedPod | None:
         """None if it has ended, or there is nothing to be said of it whatever else is known."""
         try:
             wire, pod = msgspec.convert(raw, PodWire), Pod.parse(raw)
+            exposed = refusals(raw, self.host_paths, self.volumes)
         except (msgspec.ValidationError, InvalidPodError):
             return None
         if wire.status is not None and wire.status.phase in ENDED:
@@ -96,8 +105,9 @@ class Reading:
             hashes=recorded.record.hashes if recorded else (),
             asks=self._asks(pod, recorded, carrier),
             unblinded=tuple(path for path, container in pod.containers() if wants_all(container)),
+            exposed=tuple(exposed[:MOST_FIELDS]),
         )
-        return found if carrier or recorded or found.asks or found.unblinded else None
+        return found if carrier or recorded or found.asks or found.unblinded or exposed else None
 
     def _asks(self, pod: Pod, recorded: Claim | None, carrier: Carrier | None) -> str:
         """What was read before is served, waits, or asks for no GPU."""
@@ -120,6 +130,8 @@ class Facts:
     pods: Collection[AuditedPod]
     held: Collection[Reservation]
     opted_in: Collection[str]
+    # Of these, the namespaces that administrators have not exempted from the policy on isolation.
+    isolated: Collection[str] = ()
     # Of pods that carry one of these nothing is said: it has come or gone meanwhile.
     unsettled: Collection[str] = ()
     evidence: Mapping[str, Evidence | None] = field(factory=dict)
@@ -134,6 +146,7 @@ def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Findi
         *twice(facts),
         *unknown(facts),
         *unreserved(facts),
+        *not_isolated(facts),
         *unproven(facts, now, needs_evidence=needs_evidence),
         *without_pods(facts, now),
         *unkept(facts),
@@ -179,6 +192,13 @@ def unreserved(facts: Facts) -> Iterator[Finding]:
             fields = ", ".join(f"{path}.env[{keys.CUDA_VERSION}]" for path in pod.unblinded[:MOST_FIELDS])
             message = f"{fields} shows it all GPUs of its node; a pod that is created today is blinded"
             yield Finding(Kind.CONTAINER_NOT_BLINDED, pod.title, message, pod.namespace, pod.node)
+
+
+def not_isolated(facts: Facts) -> Iterator[Finding]:
+    for pod in facts.pods:
+        if pod.exposed and pod.namespace in facts.isolated:
+            message = f"could reach GPUs that are not its own: {'; '.join(pod.exposed)}"
+            yield Finding(Kind.POD_NOT_ISOLATED, pod.title, message, pod.namespace, pod.node)
 
 
 def unproven(facts: Facts, now: datetime, *, needs_evidence: bool) -> Iterator[Finding]:

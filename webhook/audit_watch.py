@@ -5,9 +5,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from attrs import frozen
+
 from webhook.audit import AuditedPod, Facts, Kind, Reading, findings
 from webhook.clock import Clock
 from webhook.core.fleet import Fleet
+from webhook.core.isolation import is_isolated
 from webhook.ledger import Ledger
 from webhook.maps import map_of, may_keep, opted_in
 from webhook.view import View
@@ -64,16 +67,32 @@ def name_of(raw: Raw) -> tuple[str, str]:
     return raw["metadata"].get("namespace") or "", raw["metadata"]["name"]
 
 
+@frozen
+class Asked:
+    """What matters of a namespace: whether its pods are looked at, isolated, and whether its maps keep GPUs."""
+
+    is_ours: bool = False
+    isolates: bool = False
+    keeps: bool = False
+
+
 class AuditWatch:
     """`pods`, `sets` and `namespaces` are listeners for the process's own watches."""
 
     def __init__(
-        self, reading: Reading, fleet: Fleet, ledger: Ledger, clock: Clock, opt_in: str, *, needs_evidence: bool
+        self,
+        reading: Reading,
+        fleet: Fleet,
+        ledger: Ledger,
+        clock: Clock,
+        opt_in: str,
+        own_namespace: str,
+        *,
+        needs_evidence: bool,
     ) -> None:
         self.pods = Pods(reading.pod)
         self.sets = MappedNames()
-        # Whether its pods are looked at, and whether its maps keep GPUs.
-        self.namespaces: View[tuple[bool, bool]] = View(partial(asked, opt_in=opt_in))
+        self.namespaces: View[Asked] = View(partial(asked, opt_in=opt_in, own_namespace=own_namespace))
         self._fleet = fleet
         self._ledger = ledger
         self._clock = clock
@@ -85,16 +104,18 @@ class AuditWatch:
         return {kind.value: found[kind] for kind in Kind}
 
     def _facts(self) -> Facts:
-        namespaces = {name: self.namespaces.get(name) or (False, False) for name in self.namespaces.names()}
-        unkept = {name for name, (is_ours, keeps) in namespaces.items() if is_ours and not keeps}
+        namespaces = {name: self.namespaces.get(name) or Asked() for name in self.namespaces.names()}
+        unkept = {name for name, one in namespaces.items() if one.is_ours and not one.keeps}
         return Facts(
             pods=self.pods.kept.values(),
             held=self._ledger.reservations(),
-            opted_in={name for name, (is_ours, _) in namespaces.items() if is_ours},
+            opted_in={name for name, one in namespaces.items() if one.is_ours},
+            isolated={name for name, one in namespaces.items() if one.isolates},
             evidence={name: berth.evidence for name, berth in self._fleet.berths.items()},
             unkept_maps=[one for one in self.sets.names if one[0] in unkept],
         )
 
 
-def asked(raw: Raw, opt_in: str) -> tuple[bool, bool]:
-    return opted_in(raw, opt_in), may_keep(raw, opt_in)
+def asked(raw: Raw, opt_in: str, own_namespace: str) -> Asked:
+    is_ours = opted_in(raw, opt_in)
+    return Asked(is_ours, is_ours and is_isolated(raw, own_namespace), may_keep(raw, opt_in))

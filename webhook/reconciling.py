@@ -138,11 +138,12 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         opt_in=settings.opt_in_label,
     )
     audit = AuditWatch(
-        Reading(rules.claims.rules, rules.dress),
+        Reading(rules.claims.rules, rules.dress, settings.host_paths),
         fleet,
         ledger,
         utc_now,
         settings.opt_in_label,
+        settings.own_namespace,
         needs_evidence=policy.is_always_required,
     )
     metrics.watch_audit(audit.counts)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from attrs import frozen
 
 from webhook.core.hashes import hashes_in
+from webhook.core.host_paths import mistake_in
 from webhook.core.names import is_object_name
 from webhook.evidence.evidence_id import TRUST_DOMAIN, check_template, trust_domain_of
 from webhook.evidence.naming import naming_of
@@ -185,6 +186,14 @@ def read_names(text: str) -> tuple[str, ...]:
 
 def read_hosts(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(read_host(part.strip()) for part in text.split(",")))
+
+
+def read_host_paths(text: str) -> tuple[str, ...]:
+    paths = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for path in paths:
+        if (mistake := mistake_in(path)) is not None:
+            raise ValueError(f"{path!r}: {mistake}")
+    return paths
 
 
 def read_directory(text: str) -> Path:
@@ -427,4 +436,9 @@ LIFETIME: Final = Kind("`90s`, `5m`, `2160h`, or a number of seconds; not 0, at 
 NAME: Final = Kind("the name of an object", read_name)
 OBJECT_NAMES: Final = Kind("a comma list of names of objects", read_names, list)
 HOSTS: Final = Kind("a comma list of addresses and DNS names", read_hosts, list)
+HOST_PATHS: Final = Kind(
+    "a comma list of absolute paths of nodes, where neither devices, sockets, programs nor keys are",
+    read_host_paths,
+    list,
+)
 DIRECTORY: Final = Kind("a directory, made if it is not there", read_directory)

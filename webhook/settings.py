@@ -31,6 +31,7 @@ from webhook.setting_kinds import (
     HASH_NAMING,
     HASHES,
     HOST,
+    HOST_PATHS,
     HOSTS,
     HTTPS_URL,
     INJECTION,
@@ -408,6 +409,14 @@ class Settings:
     gpu_resource: str = field(
         default="nvidia.com/gpu", metadata=declared(RESOURCE, "the resource by which containers ask for GPUs")
     )
+    host_paths: tuple[str, ...] = field(
+        default=(),
+        metadata=declared(
+            HOST_PATHS,
+            "directories of nodes that pods of opted-in namespaces may mount read-only, as the policies have them; for "
+            "`audit` and `reconcile`",
+        ),
+    )
     write_aliases: bool = field(
         default=True, metadata=declared(TRUTH, "write the older systems' annotations beside ours")
     )
@@ -586,6 +595,12 @@ class Settings:
         """The same, of the whole fleet."""
         is_said = self.sources.get("pending_share", "default") != "default"
         return 0 if self.proves_reviewers or (self.is_embedded and not is_said) else self.pending_share
+
+    @property
+    def own_namespace(self) -> str:
+        """Where gpuwarden is installed: with its Leases where these are named, else with its Service."""
+        is_said = self.sources.get("lease_namespace", "default") != "default"
+        return self.lease_namespace if is_said or self.in_cluster else self.certs_namespace
 
     @property
     def inventory_file(self) -> Path | None:

@@ -83,6 +83,8 @@ def test_paths_that_an_installer_allows_are_those_of_the_manifests() -> None:
     expected = [one for one in policies(Installation(host_paths=("/data", "/mnt/datasets"))) if "isolation" in str(one)]
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
     assert compared(expected).items() <= compared(mine).items()
+    content = yaml.safe_load(one(found, "ConfigMap", "gpuwarden-settings")["data"]["settings.yaml"])
+    assert content["hostPaths"] == ["/data", "/mnt/datasets"], "an audit knows them too"
 
 
 def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too() -> None:

@@ -120,7 +120,8 @@ async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
             },
             nodeName="audit-0",
         )
-        for one in (pod("resource", gpus=1), cheat, image, forged, pod("plain")):
+        strong = pod("strong", hostPID=True)
+        for one in (pod("resource", gpus=1), cheat, image, forged, strong, pod("plain")):
             await kube.create(PODS, one, namespace)
         mapped = stateful_set("mapped", 0, annotations={"gpu-scheduling-map": "0=audit-0:0"})
         await kube.create(STATEFUL_SETS, mapped, namespace)
@@ -130,12 +131,14 @@ async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
 
         await kube.patch(NAMESPACES, namespace, {"metadata": {"labels": dict(OPT_IN)}})
         versions = await here.versions()
-        status, found, _ = await auditor.audit("--require-evidence", "asked")
+        status, found, said = await auditor.audit("--require-evidence", "asked")
         assert status == 1
+        assert said.count("pods judged without their PersistentVolumes") == 1, "nobody has let the auditor list them"
         assert ours(found, namespace) >= {
             ("GpuWithoutReservation", f"pod {namespace}/resource"),
             ("GpuWithoutReservation", f"pod {namespace}/variable"),
             ("ContainerNotBlinded", f"pod {namespace}/image"),
+            ("PodNotIsolated", f"pod {namespace}/strong"),
             ("UnknownReservation", f"pod {namespace}/forged"),
             ("MapWithoutLabel", f"statefulset {namespace}/mapped"),
         }
@@ -150,6 +153,7 @@ async def test_an_audit_finds_what_went_round_the_webhooks_and_changes_nothing(
         with reconciling(tmp_path / "reconcile", flags) as running:
             await wait_until(lambda: gauge(running, "GpuWithoutReservation"), lambda number: number >= 2)
             assert await gauge(running, "MapWithoutLabel") >= 1
+            assert await gauge(running, "PodNotIsolated") >= 1
 
 
 async def test_a_reservation_whose_pod_is_gone_is_found(auditor: Auditor, kube: Kube) -> None:

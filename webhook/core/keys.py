@@ -63,6 +63,8 @@ WOKEN_AT: Final = f"{DOMAIN}/woken-at"
 
 # On a namespace, set by its administrators: its StatefulSets' maps keep GPUs from others.
 MAPS_LABEL: Final = f"{DOMAIN}/maps"
+# And `none` there: its pods may reach devices of their nodes.
+ISOLATION_LABEL: Final = f"{DOMAIN}/isolation"
 
 # A pod that waits for its GPUs: the scheduling gate that holds it, what it waits for (nobody goes by it), and the label
 # by which replicas find those that wait.

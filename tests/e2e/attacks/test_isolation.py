@@ -1,16 +1,21 @@
 """A tenant with the role `edit` in an opted-in namespace tries to reach GPUs past variables: by privileges, paths of
-the node, volumes. No server of ours runs here."""
+the node, volumes. No server of ours runs here. What `gpuwarden audit` says of each pod is what the policy says."""
 
-from collections.abc import AsyncIterator, Awaitable
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from attrs import frozen
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_gpu_variables import GUARDED, OLDER, Place, container, place_of
 from tests.e2e.kube import (
+    CLAIMS,
     CLUSTER_ROLE_BINDINGS,
     CLUSTER_ROLES,
     NAMESPACES,
@@ -19,15 +24,30 @@ from tests.e2e.kube import (
     ApiError,
     Kube,
     Raw,
+    forced_away,
     gone,
     pod,
     wait_until,
 )
 from tests.e2e.people import resource_of
-from webhook.policies import Installation, policies
+from tests.e2e.test_ledger import installed
+from tests.running import GPUWARDEN
+from webhook.audit import Facts, Kind, Reading, findings
+from webhook.clock import utc_now
+from webhook.core import keys
+from webhook.core.claim import ClaimRules
+from webhook.core.dress import DressRules, Injection
+from webhook.core.isolation import is_isolated
+from webhook.maps import opted_in
+from webhook.policies import NAMESPACE, Installation, policies
 
 EXEMPT = {"gpuwarden.io/isolation": "none"}
 ALLOWED = ("/data", "/mnt/datasets")
+
+
+def reading(*host_paths: str) -> Reading:
+    return Reading(ClaimRules(), DressRules(Injection.NVIDIA, "nvidia.com/gpu"), host_paths)
+
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -70,6 +90,50 @@ async def is_refused(what: Awaitable[Raw]) -> bool:
     return False
 
 
+@frozen
+class JudgedPlace(Place):
+    """Where each pod is judged by the policy and by the audit, and they agree."""
+
+    reading: Reading
+
+    async def made(self, content: Raw, **options: str) -> Raw:
+        return await self._judged(super().made(content, **options), content)
+
+    async def debugged(self, name: str, *debuggers: Raw) -> Raw:
+        stored = await self.kube.get(PODS, name, self.namespace)
+        wanted = {**stored, "spec": {**stored["spec"], "ephemeralContainers": list(debuggers)}}
+        return await self._judged(super().debugged(name, *debuggers), wanted)
+
+    async def _judged(self, request: Awaitable[Raw], content: Raw) -> Raw:
+        refusal = None
+        try:
+            stored = await request
+        except ApiError as exc:
+            refusal = exc
+        if refusal is None:
+            assert await self._found_in(stored) == ()
+            return stored
+        # What the API server finds invalid no policy is asked about.
+        if refusal.status == 403:
+            found = await self._found_in(content)
+            assert found, refusal.message
+            assert found[0] in refusal.message
+        raise refusal
+
+    async def _found_in(self, content: Raw) -> tuple[str, ...]:
+        namespace = await self.kube.get(NAMESPACES, self.namespace)
+        pod = self.reading.pod({**content, "metadata": {**content["metadata"], "namespace": self.namespace}})
+        ours = {self.namespace} if opted_in(namespace, keys.OPT_IN.name) else set()
+        isolated = ours if is_isolated(namespace, NAMESPACE) else set()
+        facts = Facts([pod] if pod else [], (), ours, isolated)
+        found = [one for one in findings(facts, utc_now(), needs_evidence=False) if one.kind is Kind.POD_NOT_ISOLATED]
+        return pod.exposed if pod and found else ()
+
+
+def judged(place: Place, host_paths: tuple[str, ...] = ALLOWED) -> Place:
+    return JudgedPlace(place.kube, place.tenant, place.namespace, reading(*host_paths))
+
+
 async def refused(what: Awaitable[Raw], *words: str) -> None:
     with pytest.raises(ApiError) as caught:
         await what
@@ -82,13 +146,13 @@ async def refused(what: Awaitable[Raw], *words: str) -> None:
 @pytest_asyncio.fixture(loop_scope="module", params=[GUARDED, OLDER, GUARDED | OLDER], ids=["new", "older", "both"])
 async def any_place(request: pytest.FixtureRequest, cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
     async with place_of(cluster, kube, request.param) as place:
-        yield place
+        yield judged(place)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def place(cluster: Cluster, kube: Kube) -> AsyncIterator[Place]:
     async with place_of(cluster, kube, GUARDED) as place:
-        yield place
+        yield judged(place)
 
 
 def of_container(members: Raw, group: str = "containers", **spec: Any) -> Raw:
@@ -204,7 +268,10 @@ PLACES = (
 WRITABLE = ("/opt/local-path-provisioner/pvc-1/link", "/var/lib/rancher/k3s/storage/pvc-1/link", "/var/openebs/a/link")
 
 
-@pytest.mark.parametrize("path", [*PLACES, *WRITABLE, "/devices", "/mnt", "/mnt/datasets2", "/data2", "//data"])
+OUTSIDE = (*PLACES, *WRITABLE, "/devices", "/mnt", "/mnt/datasets2", "/data2", "//data")
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
 async def test_path_of_the_node_that_no_administrator_allows_is_refused(place: Place, path: str) -> None:
     await refused(place.made(with_host_path(path)), "spec.volumes[host].hostPath")
     # Whether or not a container mounts it: a debug container could.
@@ -222,7 +289,10 @@ async def test_path_that_goes_back_is_refused(cluster: Cluster, kube: Kube, plac
             await tried
 
 
-@pytest.mark.parametrize("kind", ["Socket", "CharDevice", "BlockDevice"])
+DEVICE_TYPES = ("Socket", "CharDevice", "BlockDevice")
+
+
+@pytest.mark.parametrize("kind", DEVICE_TYPES)
 async def test_socket_or_device_of_the_node_is_refused_wherever_it_is(place: Place, kind: str) -> None:
     await refused(place.made(with_host_path("/data/x", type=kind)))
 
@@ -237,16 +307,20 @@ async def test_allowed_path_of_the_node_is_not_written(place: Place) -> None:
     await refused(place.debugged("a", writer), "spec.ephemeralContainers[writer]", "not readOnly")
 
 
-@pytest.mark.parametrize("path", ["/data", "/data/", "/data//a", "/data/./a", "/mnt/datasets", "/mnt/datasets/a"])
+INSIDE = ("/data", "/data/", "/data//a", "/data/./a", "/mnt/datasets", "/mnt/datasets/a")
+
+
+@pytest.mark.parametrize("path", INSIDE)
 async def test_allowed_path_of_the_node_is_mounted_for_reading(place: Place, path: str) -> None:
     await place.made(with_host_path(path), dryRun="All")
 
 
-async def test_no_path_of_the_node_is_allowed_unless_an_administrator_says_so(kube: Kube, place: Place) -> None:
-    async with replaced(kube, Installation()):
-        await wait_until(lambda: is_refused(place.made(with_host_path("/data"), dryRun="All")))
-        await refused(place.made(with_host_path("/mnt/datasets")), "spec.volumes[host].hostPath")
-    await wait_until(lambda: is_let_in(place, with_host_path("/data")))
+async def test_no_path_of_the_node_is_allowed_unless_an_administrator_says_so(cluster: Cluster, kube: Kube) -> None:
+    async with place_of(cluster, kube, GUARDED) as place:
+        async with replaced(kube, Installation()):
+            await wait_until(lambda: is_refused(place.made(with_host_path("/data"), dryRun="All")))
+            await refused(judged(place, ()).made(with_host_path("/mnt/datasets")), "spec.volumes[host].hostPath")
+        await wait_until(lambda: is_let_in(place, with_host_path("/data")))
 
 
 @asynccontextmanager
@@ -264,12 +338,15 @@ async def replaced(kube: Kube, installation: Installation) -> AsyncIterator[None
         await write(Installation(host_paths=ALLOWED))
 
 
+HARMLESS: tuple[Raw, ...] = (
+    adding("NET_ADMIN", "SYS_PTRACE", "MKNOD", "SYS_NICE", "IPC_LOCK"),
+    {"securityContext": {"privileged": False, "capabilities": {"drop": ["ALL"]}}},
+    {"volumeMounts": [{"name": "own", "mountPath": "/own"}]},
+)
+
+
 async def test_harmless_pods_are_let_in(place: Place) -> None:
-    for members in (
-        adding("NET_ADMIN", "SYS_PTRACE", "MKNOD", "SYS_NICE", "IPC_LOCK"),
-        {"securityContext": {"privileged": False, "capabilities": {"drop": ["ALL"]}}},
-        {"volumeMounts": [{"name": "own", "mountPath": "/own"}]},
-    ):
+    for members in HARMLESS:
         await place.made(of_container(members, volumes=[{"name": "own", "emptyDir": {}}]), dryRun="All")
 
 
@@ -314,16 +391,16 @@ async def test_annotation_that_injects_devices_is_refused(place: Place, name: st
     await refused(place.kube.patch(PODS, "a", later, place.namespace, "status"), f"metadata.annotations[{name}]")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "example.test/devices.nri.io",
-        "netdevices.nri.io/pod",
-        "devices.nri.iox",
-        "cpu-quota.crio.io",
-        "org.systemd.property.CollectMode",
-    ],
+OTHER_ANNOTATIONS = (
+    "example.test/devices.nri.io",
+    "netdevices.nri.io/pod",
+    "devices.nri.iox",
+    "cpu-quota.crio.io",
+    "org.systemd.property.CollectMode",
 )
+
+
+@pytest.mark.parametrize("name", OTHER_ANNOTATIONS)
 async def test_other_annotations_of_runtimes_are_let_in(place: Place, name: str) -> None:
     await place.made(annotated(name), dryRun="All")
 
@@ -343,6 +420,17 @@ async def test_annotation_from_before_stays_and_is_not_changed(cluster: Cluster,
 # Volumes that no pod names by path.
 
 
+PROVISIONED = (
+    "/mnt/disks/a",
+    "/opt/local-path-provisioner/pvc-1",
+    "/var/lib/rancher/k3s/storage/pvc-1",
+    "/var/local-path-provisioner/pvc-1",
+    "/var/openebs/local",
+    "/var/snap/microk8s/common/default-storage/pvc-1",
+    "/tmp/hostpath-provisioner/pvc-1",  # noqa: S108 - of nodes
+)
+
+
 @pytest.mark.parametrize("kind", ["hostPath", "local"])
 @pytest.mark.parametrize("path", [*PLACES, "/var/lib/kubelet/pods"])
 async def test_volume_of_such_a_place_is_made_with_the_permission_only(
@@ -353,18 +441,7 @@ async def test_volume_of_such_a_place_is_made_with_the_permission_only(
     await kube.create(VOLUMES, local_volume(path, kind), dryRun="All")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/mnt/disks/a",
-        "/opt/local-path-provisioner/pvc-1",
-        "/var/lib/rancher/k3s/storage/pvc-1",
-        "/var/local-path-provisioner/pvc-1",
-        "/var/openebs/local",
-        "/var/snap/microk8s/common/default-storage/pvc-1",
-        "/tmp/hostpath-provisioner/pvc-1",  # noqa: S108 - of nodes
-    ],
-)
+@pytest.mark.parametrize("path", PROVISIONED)
 async def test_provisioners_make_their_volumes(cluster: Cluster, kube: Kube, path: str) -> None:
     async with Kube(cluster.as_user("provisioner")) as provisioner:
         for kind in ("hostPath", "local"):
@@ -382,9 +459,9 @@ async def test_administrators_exempt_a_namespace_and_tenants_do_not(cluster: Clu
         await kube.patch(NAMESPACES, place.namespace, {"metadata": {"labels": EXEMPT}})
         privileged = of_container(STRONG["privileged"])
         await wait_until(lambda: is_let_in(place, privileged))
-        await place.made(pod("b", hostPID=True), dryRun="All")
-        await place.made(with_host_path("/dev", read_only=False), dryRun="All")
-        await place.made(annotated("devices.nri.io/pod"), dryRun="All")
+        exposed = (pod("b", hostPID=True), with_host_path("/dev", read_only=False), annotated("devices.nri.io/pod"))
+        for content in (privileged, *exposed):
+            await judged(place).made(content, dryRun="All")
 
 
 async def is_let_in(place: Place, content: Raw) -> bool:
@@ -393,8 +470,8 @@ async def is_let_in(place: Place, content: Raw) -> bool:
 
 async def test_other_namespaces_are_left_alone(cluster: Cluster, kube: Kube) -> None:
     async with place_of(cluster, kube, {}) as place:
-        await place.made(of_container(STRONG["privileged"]), dryRun="All")
-        await place.made(with_host_path("/dev", read_only=False), dryRun="All")
+        for content in (of_container(STRONG["privileged"]), with_host_path("/dev", read_only=False)):
+            await judged(place).made(content, dryRun="All")
 
 
 async def test_pod_from_before_lives_and_ends_as_it_would(cluster: Cluster, kube: Kube) -> None:
@@ -418,3 +495,87 @@ async def test_pod_from_before_lives_and_ends_as_it_would(cluster: Cluster, kube
         await kube.delete(PODS, "a", place.namespace, grace=0)
         await kube.patch(PODS, "a", {"metadata": {"finalizers": None}}, place.namespace)
         await gone(kube, PODS, "a", place.namespace)
+
+
+# The audit of what is stored.
+
+
+def tried() -> Iterator[Raw]:
+    """The pods of this module that the API server can store."""
+    for members in STRONG.values():
+        yield from (of_container(members, group) for group in ("containers", "initContainers"))
+    yield pod("a", hostPID=True)
+    for path in OUTSIDE:
+        yield with_host_path(path)
+        yield pod("a", volumes=[{"name": "host", "hostPath": {"path": path}}])
+    yield from (with_host_path("/data/x", type=kind) for kind in DEVICE_TYPES)
+    yield with_host_path("/data", read_only=False)
+    yield from (with_host_path(path) for path in INSIDE)
+    yield from (annotated(name) for name in (*INJECTING, *OTHER_ANNOTATIONS))
+    for members in HARMLESS:
+        yield of_container(members, volumes=[{"name": "own", "emptyDir": {}}])
+
+
+# Some of the places, for each volume waits until it is bound.
+VOLUME_PLACES = ("/", "/dev", "//dev/", "/var/run", "/var/lib/rancher/k3s/server", "/var/lib/kubelet/pods")
+
+
+def stored_as(name: str, content: Raw) -> Raw:
+    meta = {**content["metadata"], "name": name}
+    return {**content, "metadata": meta, "spec": {**content["spec"], "schedulerName": "nobody"}}
+
+
+async def bound_volume(kube: Kube, stack: AsyncExitStack, namespace: str, name: str, volume: Raw) -> None:
+    """With its claim, both of the pod's name."""
+    reference = {"namespace": namespace, "name": name}
+    meta, spec = {"name": f"{namespace}-{name}"}, {**volume["spec"], "claimRef": reference}
+    await kube.create(VOLUMES, {"metadata": meta, "spec": spec})
+    stack.push_async_callback(forced_away, kube, VOLUMES, meta["name"])
+    asked = {"storageClassName": "local", "volumeName": meta["name"], "accessModes": ["ReadWriteOnce"]}
+    claim = {"metadata": {"name": name}, "spec": {**asked, "resources": {"requests": {"storage": "1Gi"}}}}
+    await kube.create(CLAIMS, claim, namespace)
+    await wait_until(lambda: kube.get(VOLUMES, meta["name"]), lambda one: one["status"].get("phase") == "Bound")
+
+
+async def not_isolated(cluster: Cluster, *namespaces: str) -> set[str]:
+    """The pods that `gpuwarden audit` finds there."""
+    command = [GPUWARDEN, "audit", "-o", "json", "--kubeconfig", str(cluster.kubeconfig)]
+    command += ["--host-paths", ",".join(ALLOWED)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    found = [one for one in json.loads(out)["findings"] if one["kind"] == "PodNotIsolated"]
+    assert process.returncode == (1 if found else 0)
+    return {one["object"].rpartition("/")[2] for one in found if one["namespace"] in namespaces}
+
+
+async def test_audit_finds_the_stored_pods_that_the_policies_would_refuse(cluster: Cluster, kube: Kube) -> None:
+    await installed(kube)
+    async with (
+        place_of(cluster, kube, {}) as before,
+        place_of(cluster, kube, GUARDED) as place,
+        place_of(cluster, kube, GUARDED | EXEMPT) as exempt,
+        Kube(cluster.as_user("provisioner")) as provisioner,
+        AsyncExitStack() as stack,
+    ):
+        expected, numbers = set(), count()
+        for content in tried():
+            name = f"p{next(numbers)}"
+            await before.made(stored_as(name, content))
+            if await is_refused(place.made(stored_as(name, content), dryRun="All")):
+                expected.add(name)
+        await before.made(stored_as("debugged", pod("a")))
+        await before.debugged("debugged", container("hostile", **STRONG["SYS_ADMIN"]))
+        expected.add("debugged")
+        for path in (*VOLUME_PLACES, *PROVISIONED):
+            for kind in ("hostPath", "local"):
+                name, volume = f"v{next(numbers)}", local_volume(path, kind)
+                await bound_volume(kube, stack, before.namespace, name, volume)
+                source = {"name": "data", "persistentVolumeClaim": {"claimName": name}}
+                await before.made(stored_as(name, pod("a", volumes=[source])))
+                if await is_refused(provisioner.create(VOLUMES, volume, dryRun="All")):
+                    expected.add(name)
+        await exempt.made(stored_as("exempt", of_container(STRONG["privileged"])))
+        assert await not_isolated(cluster, before.namespace, exempt.namespace) == set()
+        await kube.patch(NAMESPACES, before.namespace, {"metadata": {"labels": GUARDED}})
+        assert await not_isolated(cluster, before.namespace, exempt.namespace) == expected
+    assert len(expected) > 2 * len(OUTSIDE) + len(STRONG) + len(VOLUME_PLACES)
