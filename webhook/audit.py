@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from webhook.core import keys
 from webhook.core.blind import wants_all
-from webhook.core.check import markers
+from webhook.core.check import markers, takes_too_long
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import DressRules
@@ -36,6 +36,7 @@ class Kind(StrEnum):
     GPU_WITHOUT_RESERVATION = "GpuWithoutReservation"
     CONTAINER_NOT_BLINDED = "ContainerNotBlinded"
     POD_NOT_ISOLATED = "PodNotIsolated"
+    GRACE_TOO_LONG = "GraceTooLong"
     NODE_WITHOUT_EVIDENCE = "NodeWithoutEvidence"
     RESERVATION_WITHOUT_POD = "ReservationWithoutPod"
     MAP_WITHOUT_LABEL = "MapWithoutLabel"
@@ -69,6 +70,8 @@ class AuditedPod:
     unblinded: tuple[str, ...] = ()
     # What would let it open devices of its node by itself, in the words of the policy.
     exposed: tuple[str, ...] = ()
+    # Of a pod with GPUs: that its containers may take longer to stop than any may.
+    slow: str = ""
 
     @property
     def title(self) -> str:
@@ -106,8 +109,14 @@ class Reading:
             asks=self._asks(pod, recorded, carrier),
             unblinded=tuple(path for path, container in pod.containers() if wants_all(container)),
             exposed=tuple(exposed[:MOST_FIELDS]),
+            slow=self._slow(pod, recorded, carrier),
         )
         return found if carrier or recorded or found.asks or found.unblinded or exposed else None
+
+    def _slow(self, pod: Pod, recorded: Claim | None, carrier: Carrier | None) -> str:
+        has_gpus = carrier is not None or (recorded is not None and recorded.count)
+        refused = takes_too_long(pod, self.dress) if has_gpus else None
+        return refused.message if refused else ""
 
     def _asks(self, pod: Pod, recorded: Claim | None, carrier: Carrier | None) -> str:
         """What was read before is served, waits, or asks for no GPU."""
@@ -147,6 +156,7 @@ def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Findi
         *unknown(facts),
         *unreserved(facts),
         *not_isolated(facts),
+        *(Finding(Kind.GRACE_TOO_LONG, one.title, one.slow, one.namespace, one.node) for one in facts.pods if one.slow),
         *unproven(facts, now, needs_evidence=needs_evidence),
         *without_pods(facts, now),
         *unkept(facts),
