@@ -5,6 +5,7 @@ Needs no control plane: `serve` is a process, the attackers are another on loopb
 
 import asyncio
 import json
+import os
 import ssl
 import subprocess
 import sys
@@ -17,12 +18,17 @@ import httpx
 import pytest
 
 from tests.e2e.attacks.flood import head, review
+from tests.e2e.figures import tell
 from tests.running import Running, serving
 
 INVENTORY = {"nodes": [{"name": "node-0", "devices": [{"uuid": f"GPU-{k}"} for k in range(64)]}]}
 SECONDS = 8.0
 MOST_RSS = 300  # MiB; the unfixed server took 1,175
 AT_ONCE = 1.0  # seconds for a small honest review; the unfixed server took 13.8
+# The share of the machine that other programs may take while it counts as quiet.
+QUIET = 0.1
+# What the last answer may take while others use the machine.
+AT_LAST = 3 * AT_ONCE
 
 
 @pytest.fixture
@@ -32,12 +38,13 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 
 @contextmanager
-def attacked(running: Running, attack: str, number: int) -> Iterator[None]:
+def attacked(running: Running, attack: str, number: int) -> Iterator[int]:
+    """The pid of the attackers."""
     command = [sys.executable, "-m", "tests.e2e.attacks.flood", str(running.port)]
     ca = str(running.directory / "certs/dev/ca.crt")
     with subprocess.Popen([*command, ca, attack, str(number)], stderr=subprocess.DEVNULL) as process:
         try:
-            yield
+            yield process.pid
         finally:
             process.kill()
 
@@ -46,6 +53,38 @@ def rss(running: Running) -> int:
     """MiB that the process has in memory."""
     status = Path(f"/proc/{running.process.pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) // 1024
+
+
+class Neighbours:
+    """How much of the machine programs take that this test has not started."""
+
+    def __init__(self, *own: int) -> None:
+        self._own = own
+        self._began = self._taken(), self._used()
+
+    @property
+    def share(self) -> float:
+        (idle, total), used = self._taken(), self._used()
+        (first_idle, first_total), first_used = self._began
+        spent = total - first_total
+        return max(0.0, (spent - (idle - first_idle) - (used - first_used)) / spent) if spent else 0.0
+
+    def _taken(self) -> tuple[int, int]:
+        """Idle time, and all time of all processors; what a hypervisor takes is not idle."""
+        times = [int(one) for one in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return times[3] + times[4], sum(times)
+
+    def _used(self) -> int:
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self._own]
+        return sum(int(one[11]) + int(one[12]) for one in stats)
+
+
+async def kept(client: httpx.AsyncClient, uid: str) -> float:
+    """How long a small review takes over a connection that is there, as the API server sends it."""
+    started = time.monotonic()
+    answer = await client.post("/mutate", content=review(uid), extensions={"trace": refuse_to_connect})
+    assert answer.status_code == 200
+    return time.monotonic() - started
 
 
 async def asked(running: Running, trust: ssl.SSLContext, uid: str) -> tuple[float, int]:
@@ -73,23 +112,33 @@ async def asked(running: Running, trust: ssl.SSLContext, uid: str) -> tuple[floa
     ],
 )
 async def test_a_flood_of_bodies_takes_little_memory_and_keeps_nobody_waiting(
-    running: Running, attack: str, number: int, lasts: float
+    running: Running, attack: str, number: int, lasts: float, request: pytest.FixtureRequest
 ) -> None:
-    most, took, statuses = 0, list[float](), set[int]()
+    most, took, over_kept, statuses = 0, list[float](), list[float](), set[int]()
     ends = time.monotonic() + lasts
-    with attacked(running, attack, number):
-        await asyncio.sleep(1.5)
-        while time.monotonic() < ends or len(took) < 5:
-            seconds, status = await asyncio.wait_for(asked(running, running.trust, f"honest-{len(took)}"), 60)
-            took.append(seconds)
-            statuses.add(status)
-            most = max(most, rss(running))
-            await asyncio.sleep(0.1)
-    told = json.dumps({"RSS MiB": most, "reviews": len(took), "slowest": round(max(took), 2), "all": sorted(statuses)})
+    async with running.client(limits=httpx.Limits(keepalive_expiry=None), timeout=60) as reviewer:
+        assert (await reviewer.get("/healthz")).status_code == 200
+        with attacked(running, attack, number) as attackers:
+            await asyncio.sleep(1.5)
+            neighbours = Neighbours(running.process.pid, attackers, os.getpid())
+            while time.monotonic() < ends or len(took) < 5:
+                seconds, status = await asyncio.wait_for(asked(running, running.trust, f"honest-{len(took)}"), 60)
+                took.append(seconds)
+                statuses.add(status)
+                over_kept.append(await kept(reviewer, f"kept-{len(took)}"))
+                most = max(most, rss(running))
+                await asyncio.sleep(0.1)
+            others = neighbours.share
+    slowest = {"slowest": round(max(took), 2), "slowest over a kept connection": round(max(over_kept), 2)}
+    figures = {"RSS_MiB": most, "reviews": len(took), **slowest, "machine_used_by_others": round(others, 2)}
+    tell(request, **figures)
+    told = json.dumps({**figures, "statuses": sorted(statuses)})
     assert statuses == {200}, told
     assert most < MOST_RSS, told
     assert sorted(took)[len(took) * 9 // 10] < AT_ONCE, told
-    assert max(took) < 3 * AT_ONCE, told  # whatever else this machine does
+    limit = AT_ONCE if others < QUIET else AT_LAST
+    assert max(over_kept) < limit, told
+    assert max(took) < limit, told  # most of it is the handshake, behind those of the attackers
 
 
 @pytest.fixture
