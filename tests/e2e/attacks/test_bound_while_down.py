@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -16,7 +17,7 @@ from attrs import evolve, frozen
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.attacks.test_gpu_variables import HOSTILE, hostile_pod, seen, tenant_of
 from tests.e2e.conftest import new_namespace
-from tests.e2e.crew import OPT_IN, Site, Worker, guarded, site
+from tests.e2e.crew import OPT_IN, Site, Worker, ended, guarded, site
 from tests.e2e.figures import percentile, tell
 from tests.e2e.hooks import is_reviewed
 from tests.e2e.kube import (
@@ -280,6 +281,67 @@ async def test_plain_pods_wait_once_the_evidence_of_every_node_has_ended(scene: 
 
 def near(text: str) -> bool:
     return datetime.fromisoformat(text) < utc_now() + timedelta(seconds=30)
+
+
+@contextmanager
+def flooded(here: Site, attack: str, number: int) -> Iterator[None]:
+    """Attackers of the pod network, in a process of their own."""
+    port, ca = str(here.replicas[0].port), str(here.directory / "ca.crt")
+    command = [sys.executable, "-m", "tests.e2e.attacks.flood", port, ca, attack, str(number)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+async def starved(worker: Worker) -> None:
+    """It has the processor for a moment now and then, as on a machine with far too much to do."""
+    while True:
+        with frozen_process(worker):
+            await asyncio.sleep(12)
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.parametrize(
+    ("attack", "is_starved"), [("deep", False), ("unfinished-small", False), ("deep", True)], ids=str
+)
+async def test_no_flood_lets_a_pod_onto_a_node_whose_evidence_has_ended(
+    scene: Scene, attack: str, request: pytest.FixtureRequest, *, is_starved: bool
+) -> None:
+    """Under a flood alone Bindings are still reviewed. Where a review fails all the same it is passed over, and the
+    policy judges that Binding."""
+    ending, lasting = scene.proven
+    late = [f"late-{number}" for number in range(4)]
+    for name in late:
+        await scene.held_back(name, ending)
+    await scene.held_back("lasting", lasting)
+    await scene.prove(ending, timedelta(seconds=8))
+    await wait_until(scene.ends, lambda data: data[ending] <= stamp(utc_now()))
+    with flooded(scene.site, attack, 200):
+        await asyncio.sleep(2)
+        starving = asyncio.create_task(starved(scene.site.replicas[0])) if is_starved else None
+        await asyncio.sleep(0.1)
+        for name in late:
+            await scene.opened(name)
+        for name in late:
+            await wait_until(lambda name=name: refusals(scene, name))  # type: ignore[misc]  # bound now, not later
+        await asyncio.sleep(TRIES)
+        assert [await scene.node_of(name) for name in late] == [None] * len(late)
+        said = [one for name in late for one in await refusals(scene, name)]
+        if starving is not None:
+            await ended([starving])
+    by_policy = sum(f"the evidence of node {ending} ended" in one for one in said)
+    tell(request, refusals=len(said), by_policy=by_policy)
+    assert (by_policy > 0) == is_starved
+    await scene.opened("lasting")
+    assert await scene.bound("lasting") == lasting
+    assert [await scene.node_of(name) for name in late] == [None] * len(late)
+
+
+async def refusals(scene: Scene, name: str) -> list[str]:
+    """What the scheduler was told when it bound the pod."""
+    return [one for one in await scene.said_of(name) if "denied" in one or "evidence" in one]
 
 
 async def test_a_ban_from_before_holds(scene: Scene, request: pytest.FixtureRequest) -> None:
