@@ -20,6 +20,8 @@ from tests.e2e.test_ledger import GPU_NODES
 ATTACK_SECONDS = 20.0
 # How many reviews or creations an attacker has under way.
 AT_ONCE = 8
+# How long a review may hold GPUs in a cluster.
+HOLD_SECONDS = 15.0
 
 
 async def creations(kube: Kube, namespace: str, until: float, answers: Counter[str]) -> None:
@@ -87,6 +89,44 @@ async def test_forged_reviews_of_the_tenants_own_namespace_keep_no_queued_pod_fr
         served = time.monotonic() - started
         await asyncio.gather(*floods)
         tell(request, tenant=dict(tenant), forged=dict(thief.answers), served_s=served)
+        here.judge.acquit()
+
+
+async def test_forged_reviews_of_a_tenants_own_namespace_cost_no_other_one_and_end_with_the_flood(
+    cluster: Cluster, kube: Kube, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """With the defaults of a cluster, callers unverified, nothing queued: the tenant named by the forged reviews is
+    refused GPUs, for as long as they come and one hold longer. Other tenants are refused nothing."""
+    async with (
+        site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=2, name="forged") as here,
+        new_namespace(kube, OPT_IN) as other,
+        forging(here) as thief,
+    ):
+        await here.reconciler()
+        await here.offered()
+        await wait_until(lambda: is_reviewed(kube, other))
+        until = time.monotonic() + ATTACK_SECONDS
+        named: Counter[str] = Counter()
+        neighbour: Counter[str] = Counter()
+        floods = [asyncio.create_task(thief.flood(here.namespace, until)) for _ in range(AT_ONCE)]
+        await wait_until(lambda: free_gpus(here), lambda free: free < 8)
+        left = await free_gpus(here)
+        await asyncio.gather(
+            creations(kube, here.namespace, until, named), creations(kube, other, until, neighbour), *floods
+        )
+        ended = time.monotonic()
+        after: Counter[str] = Counter()
+        while not after["created"]:
+            await creations(kube, here.namespace, time.monotonic() + 0.1, after)
+        recovered = time.monotonic() - ended
+        await wait_until(lambda: free_gpus(here), lambda free: free == 8)
+        figures = {"named": dict(named), "neighbour": dict(neighbour), "forged": dict(thief.answers)}
+        tell(request, **figures, recovered_s=recovered, all_free_s=time.monotonic() - ended)
+        assert left >= len(here.gpus) // 2
+        assert set(neighbour) == {"created"}
+        assert neighbour["created"] >= 5
+        # A hold that the last forged review made, the ledger's next look, and the creation that finds the GPU.
+        assert recovered < HOLD_SECONDS + 5
         here.judge.acquit()
 
 

@@ -135,10 +135,8 @@ async def test_a_flood_of_bodies_takes_little_memory_and_keeps_nobody_waiting(
     told = json.dumps({**figures, "statuses": sorted(statuses)})
     assert statuses == {200}, told
     assert most < MOST_RSS, told
-    assert sorted(took)[len(took) * 9 // 10] < AT_ONCE, told
-    limit = AT_ONCE if others < QUIET else AT_LAST
-    assert max(over_kept) < limit, told
-    assert max(took) < limit, told  # most of it is the handshake, behind those of the attackers
+    assert max(over_kept) < AT_ONCE, told
+    assert max(took) < (AT_ONCE if others < QUIET else AT_LAST), told  # the handshake, behind those of the attackers
 
 
 @pytest.fixture
