@@ -351,9 +351,27 @@ async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
     scene.opts("crowd", "false")
     scene.crowd("crowd", 24_000)
     assert await scene.after() == {A: at(HOUR), B: at(HOUR)}
-    assert scene.ends.is_closed(f"uid-crowd-{7:032}")
+    assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
     scene.opts("crowd", "true")
     assert (await scene.after())["crowd"] == LATE
+
+
+async def test_a_pod_whose_namespace_opts_out_can_be_bound_whatever_was_written_of_it() -> None:
+    """Its Binding is judged no more. So its GPUs stay its own until the namespace opts in again, or the pod is gone."""
+    scene = Scene()
+    scene.opts("ml", "true")
+    scene.holds(raw_pod("train", 1))
+    await scene.after()
+    await scene.after(DEADLINE)
+    assert scene.ends.is_closed("uid-train")
+    scene.opts("ml", "false")
+    assert not scene.ends.is_closed("uid-train")
+    assert "uid-train" not in await scene.after(ROUTINE)
+    assert not scene.ends.is_closed("uid-train")
+    scene.opts("ml", "true")
+    assert not scene.ends.is_closed("uid-train")
+    assert (await scene.after(ROUTINE))["uid-train"] == at(DEADLINE)
+    assert scene.ends.is_closed("uid-train")
 
 
 @pytest.mark.parametrize(

@@ -159,10 +159,11 @@ class BindingEnds:
     # What others ask.
 
     def is_closed(self, uid: str) -> bool:
-        """Whether it is written that this pod may be bound no more, replica or no replica."""
+        """Whether it is written that this pod may be bound no more, replica or no replica. Where Bindings are not
+        judged, because the namespace has opted out since, it may be bound at any time."""
         one = self._unbound.get(uid)
         if one is not None and not self._is_judged(one):
-            return True
+            return False
         written, now = self._written or {}, self._clock()
         places = ((POD, uid), (NAMESPACE, "" if one is None else one.namespace))
         return self._is_kept and any(written[place] <= now for place in places if place in written)

@@ -326,6 +326,23 @@ async def test_nothing_is_given_up_while_the_pod_could_be_bound_without_a_review
     assert scene.bench.held() == {}
 
 
+async def test_a_pod_that_could_be_bound_for_ever_holds_its_devices_until_it_is_gone_and_no_longer(
+    scene: Scene,
+) -> None:
+    """As where its namespace has opted out since: no review, no policy."""
+    await confirmed(scene)
+    scene.open.add(POD.uid)
+    for _ in range(3):
+        scene.bench.now += timedelta(days=1)
+        await scene.reconciler.step()
+    assert scene.phase is Phase.FINALIZED
+    assert scene.bench.pods.removed == []
+    scene.bench.pods.uids.discard(POD.uid)
+    scene.reconciler.deleted(raw_pod())
+    await scene.reconciler.step()
+    assert scene.bench.held() == {}
+
+
 async def test_a_pod_that_was_bound_at_last_keeps_its_devices_though_the_watch_is_behind(scene: Scene) -> None:
     await confirmed(scene)
     scene.bench.pods.raws[POD.uid] = {**raw_pod(), "spec": ON_NODE}

@@ -285,7 +285,8 @@ class Reconciler:
         await self._api.remove(one.pod, seen.version)  # the watch will tell, and then its devices are free
 
     def _tell_late(self, one: Carrier, held: Reservation) -> None:
-        text = f"not on node {held.node} within {self._waiting.bind_deadline}: {','.join(held.uuids)} can be had again"
+        when = "once it is gone" if self._is_removed(one) else "once it can be bound no more"
+        text = f"not on node {held.node} within {self._waiting.bind_deadline}: {','.join(held.uuids)} can be had {when}"
         self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
 
     def _is_removed(self, one: Carrier) -> bool:
