@@ -18,6 +18,7 @@ class FakeObjects:
         self.is_away = False
         self.refused: set[str] = set()
         self.overtaken = 0  # how many writes somebody else will be faster than
+        self.pruned: set[str] = set()  # members of a spec that the definition does not have
         self._events: list[tuple[str, Raw]] = []
         self._version = 0
 
@@ -100,6 +101,8 @@ class FakeObjects:
     def _keep(self, raw: Raw) -> Raw:
         self._version += 1
         kept = copy.deepcopy(raw)
+        for member in self.pruned:
+            kept.get("spec", {}).pop(member, None)
         kept["metadata"].setdefault("uid", f"uid-{self._version}")
         kept["metadata"]["resourceVersion"] = str(self._version)
         self.objects[kept["metadata"]["name"]] = kept

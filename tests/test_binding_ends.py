@@ -1,10 +1,12 @@
 """Until when pods may be bound without a review: which nodes and pods are in the list, and when it is written."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
 from tests.builders import (
     HASH,
@@ -47,6 +49,22 @@ A, B = "node-a", "node-b"
 HOUR, DEADLINE = timedelta(hours=1), timedelta(minutes=5)
 LATE = "1970-01-01T00:00:00Z"
 TICK = timedelta(seconds=1)
+
+
+class Recorded:
+    """Every version of an object that was stored."""
+
+    def __init__(self) -> None:
+        self.seen: list[Raw] = []
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self.seen.extend(objects.values())
+
+    def changed(self, raw: Raw) -> None:
+        self.seen.append(raw)
+
+    def deleted(self, raw: Raw) -> None:
+        pass
 
 
 class NoLookup:
@@ -220,9 +238,10 @@ async def test_a_longer_end_is_written_in_its_turn_and_a_near_one_at_once() -> N
 async def test_nothing_is_written_while_nothing_changes_or_a_watch_is_interrupted() -> None:
     scene = Scene()
     await scene.after()
+    assert scene.objects.done == [f"create {NAME}", f"replace {NAME}"]
     for _ in range(30):
         await scene.after()
-    assert scene.objects.done == [f"create {NAME}"]
+    assert len(scene.objects.done) == 2
     scene.is_current = False
     scene.says(A, None)
     assert (await scene.after())[A] == at(HOUR)
@@ -343,6 +362,44 @@ async def test_twenty_thousand_pods_of_a_tenant_close_its_own_namespace_and_no_o
     scene.crowd("crowd", 1)
     written = await scene.after(ROUTINE)
     assert (written.get("crowd"), written[f"uid-crowd-{0:032}"]) == (None, LATE)
+
+
+@pytest.mark.parametrize("is_crowded_first", [True, False], ids=["from the beginning", "later"])
+async def test_a_list_that_is_not_stored_whole_is_withdrawn_and_told_once(is_crowded_first: bool) -> None:
+    """The definition of the version before: what it does not have, the API server leaves out without a word."""
+    scene = Scene()
+    scene.objects.pruned = {"namespaces"}
+    await ensure_binding_ends(scene.objects)
+    if not is_crowded_first:
+        assert (await scene.after())[A] == at(HOUR)
+    with structlog.testing.capture_logs() as logs:
+        scene.crowd("crowd", 24_000)
+        await scene.after(ROUTINE)
+        assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
+        before, kept = len(scene.objects.done), [scene.is_kept]
+        for _ in range(2 * int(ROUTINE / TICK)):
+            await scene.after()
+            kept.append(scene.is_kept)
+        assert not any(kept)
+        assert len(scene.objects.done) - before == 2, "tried again in its turn"
+    assert [one["parts"] for one in logs if one["log_level"] == "error"] == [["namespaces"]]
+    scene.objects.pruned.clear()
+    assert (await scene.after(ROUTINE))["crowd"] == LATE
+    assert scene.is_kept
+    assert scene.ends.is_closed(f"uid-crowd-{7:032}")
+
+
+async def test_a_list_that_was_withdrawn_is_never_kept_before_it_is_stored_whole() -> None:
+    scene = Scene()
+    scene.objects.pruned = {"namespaces"}
+    scene.crowd("crowd", 24_000)
+    scene.objects.listener = listener = Recorded()
+    for _ in range(30):
+        await scene.after()
+        scene.objects.tell()
+    kept = ["kept" in raw["spec"] for raw in listener.seen]
+    assert kept
+    assert not any(kept)
 
 
 async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:

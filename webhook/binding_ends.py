@@ -135,6 +135,7 @@ class BindingEnds:
         self._raw: Raw | None = None
         self._written: Ends | None = None  # None: to be read first
         self._is_kept = False
+        self._is_told = False  # that the list is not stored whole
         self._looked_at = self._wrote_at = LONG_AGO
         self._were_fresh: set[str] = set()
         self._closed_at: dict[str, datetime] = {}  # nodes that had evidence, since when they have none
@@ -212,17 +213,38 @@ class BindingEnds:
         return key not in written and key[0] == NODE
 
     async def _write(self, wanted: Ends, now: datetime) -> None:
+        """A list that is not kept so far is stored without `kept` first: nothing may go by one that is cut."""
         self._wrote_at = now
         raw = raw_of(wanted, now)
-        self._tell_closed(wanted)
+        unkept = {**raw, "spec": {part: said for part, said in raw["spec"].items() if part != "kept"}}
         if len(msgspec.json.encode(raw)) > LARGEST:
             log.error("too many ends of evidence: no pod is bound while no replica answers", entries=len(wanted))
-            raw = raw_of({}, None)
+            await self._stores(raw_of({}, None))
+            is_kept = False
+        else:
+            is_kept = (self._is_kept or await self._stores(unkept)) and await self._stores(raw)
+            if is_kept:
+                self._tell_closed(wanted)
+            elif Kept.of(self._raw).kept:
+                await self._stores(unkept)
+        self._written, self._is_kept = wanted, is_kept
+
+    async def _stores(self, raw: Raw) -> bool:
+        """Whether it is stored as it was sent: what its definition does not have, the API server leaves out."""
         if self._raw is None:
             self._raw = await self._objects.create(raw)
         else:
             self._raw = await self._objects.replace({**self._raw, "spec": raw["spec"]})
-        self._written, self._is_kept = wanted, "kept" in raw["spec"]
+        sent, stored = Kept.of(raw), Kept.of(self._raw)
+        if sent != stored and not self._is_told:
+            parts = [part for part in Kept.__struct_fields__ if getattr(sent, part) != getattr(stored, part)]
+            log.error(
+                "ends of evidence are not stored whole, so no pod is bound while no replica answers: "
+                "apply the CRDs of this version",
+                parts=parts,
+            )
+        self._is_told = sent != stored
+        return sent == stored
 
     def _tell_closed(self, wanted: Ends) -> None:
         closed = sorted(name for kind, name in wanted if kind == NAMESPACE)

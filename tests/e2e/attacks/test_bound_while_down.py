@@ -34,6 +34,7 @@ from tests.e2e.kube import (
     pod_in_phase,
     wait_until,
 )
+from tests.e2e.people import CRDS
 from tests.e2e.test_continuous import stamp
 from tests.e2e.test_discovery import NODE_EVIDENCES
 from tests.running import GPUWARDEN, challenging
@@ -452,6 +453,47 @@ async def test_a_crowd_of_pods_closes_its_own_namespace_and_no_other(
         await evolve(scene, site=evolve(scene.site, namespace=crowd)).refused(
             "plain", f"more pods with a claim wait in namespace {crowd}"
         )
+
+
+async def test_a_crowd_is_not_bound_where_the_definition_is_that_of_a_version_without_closed_namespaces(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """The API server leaves out what it does not know, and answers 200."""
+    program = (sys.executable, "-c", WITH_A_SMALL_LIST)
+    async with new_namespace(kube) as crowd, scenery(cluster, kube, tmp_path, program=program) as scene:
+        for number in range(CROWD):
+            await kube.create(PODS, asking(f"crowd-{number}"), crowd)
+        one = await kube.get(PODS, "crowd-0", crowd)
+        async with without_closed_namespaces(kube), Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
+            await kube.patch(NAMESPACES, crowd, {"metadata": {"labels": OPT_IN}})
+            await wait_until(lambda: kube.get(BINDING_ENDS, NAME), lambda found: "kept" not in found["spec"])
+            await scene.site.stop()
+            assert await is_refused(scheduler, one, "has not written yet where evidence ends")
+
+
+@asynccontextmanager
+async def without_closed_namespaces(kube: Kube) -> AsyncIterator[None]:
+    name = "bindingends.gpuwarden.io"
+    place = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/namespaces"
+    versions = (await kube.get(CRDS, name))["spec"]["versions"]
+    known = versions[0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["namespaces"]
+    probe = {
+        "apiVersion": "gpuwarden.io/v1alpha1",
+        "kind": "BindingEnds",
+        "metadata": {"name": "probe"},
+        "spec": {"namespaces": {"probe": "1970-01-01T00:00:00Z"}},
+    }
+
+    async def is_stored() -> bool:
+        return "namespaces" in (await kube.create(BINDING_ENDS, probe, dryRun="All"))["spec"]
+
+    await kube.patch(CRDS, name, [{"op": "remove", "path": place}])
+    try:
+        await wait_until(is_stored, lambda stored: not stored)
+        yield
+    finally:
+        await kube.patch(CRDS, name, [{"op": "add", "path": place, "value": known}])
+        await wait_until(is_stored)
 
 
 def asking(name: str) -> Raw:
