@@ -165,6 +165,56 @@ async def test_what_is_seen_of_a_pod_that_exists_is_not_stored_where_nothing_was
     assert "grace" not in scene.bench.held()["GPU-a0/0"]
 
 
+# A pod from before the limit was lowered.
+OLD = timedelta(hours=2)
+
+
+def of_old(*, deleted: int | None = None) -> Raw:
+    raw = running(deleted=deleted)
+    return {**raw, "spec": {**raw["spec"], "terminationGracePeriodSeconds": 7200}}
+
+
+@pytest.fixture
+async def old() -> Scene:
+    """A pod runs whose grace period is longer than the limit. Nothing is stored."""
+    scene = Scene()
+    await scene.run_a_pod()
+    scene.reconciler.replaced({"ml/pod-1": of_old(deleted=7200)})
+    scene.bench.pods.raws[POD.uid] = of_old(deleted=7200)
+    await scene.reconciler.step()
+    return scene
+
+
+async def test_a_living_pod_with_more_than_the_limit_is_waited_for_as_long_as_it_says(old: Scene) -> None:
+    old.bench.pods.uids.clear()
+    old.reconciler.deleted(of_old(deleted=0))
+    assert await after(old, timedelta(0))
+    assert await after(old, OLD + MARGIN - timedelta(seconds=1))
+    assert await after(old, timedelta(seconds=1)) == {}
+
+
+async def test_more_than_the_limit_is_stored_for_who_does_not_see_the_pod_go(old: Scene) -> None:
+    """Its deletion may ask for all of it."""
+    writes = old.bench.store.writes
+    await old.reconciler.step()
+    assert old.bench.store.writes == writes
+    old.bench.pods.uids.clear()
+    other = old.another(old.bench.another().ledger)
+    other.replaced({})
+    assert await after(old, timedelta(0), other)
+    assert await after(old, OLD + MARGIN - timedelta(seconds=1), other)
+    assert await after(old, timedelta(seconds=1), other) == {}
+
+
+async def test_more_than_the_limit_is_waited_for_on_a_node_that_is_gone(old: Scene) -> None:
+    old.bench.pods.uids.clear()
+    old.reconciler.deleted(of_old(deleted=0))
+    old.bench.pods.nodes["node-a"] = None
+    assert await after(old, timedelta(0))
+    assert await after(old, OLD + MARGIN - timedelta(seconds=1))
+    assert await after(old, PAUSE) == {}
+
+
 async def test_what_an_older_replica_has_left_out_is_not_known(stored: Scene) -> None:
     rewritten_by_an_older_replica(stored)
     stored.bench.pods.uids.clear()

@@ -132,10 +132,10 @@ class Reservation:
     def of_pod(self, pod: PodIdentity) -> "Reservation":
         return evolve(self, uid=pod.uid, pod_name=pod.name or self.pod_name)
 
-    def with_grace(self, grace: timedelta | None) -> "Reservation":
+    def with_grace(self, grace: timedelta | None, *, is_longest: bool = False) -> "Reservation":
         """Of a pod that may exist, a grace period is made longer. Where none is known, a longer one may have gone
-        unseen."""
-        if grace is None or (self.uid is not None and self.grace is None):
+        unseen, unless it is said that this one `is_longest`."""
+        if grace is None or (self.uid is not None and self.grace is None and not is_longest):
             return self
         return evolve(self, grace=max(grace, self.grace or grace))
 

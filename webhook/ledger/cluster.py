@@ -235,6 +235,10 @@ class ClusterLedger:
     ) -> Reservation:
         return await self._named(Name(reservation_id, pod, exists=True, is_proven=True, grace=grace), node)
 
+    async def lengthen(self, one: Reservation, pod: PodIdentity, grace: timedelta) -> Reservation:
+        """The pod exists, and may be given a longer grace period than is waited for; the reconciler's part."""
+        return await self._named(Name(one.id, pod, exists=True, is_proven=True, grace=grace, is_longest=True), one.node)
+
     async def _named(self, move: Name, node: str | None) -> Reservation:
         known = self._shelf.find(move.reservation_id, node)
         named = None if known is None else await self._moved(known.node, move)

@@ -295,7 +295,7 @@ class Watched:
     def end_of(self, orphan: Orphan, patience: Patience) -> datetime | None:
         """When the orphan's devices may be offered again, by what is known now; None if that cannot be said."""
         if self.gone_since is not None:
-            return max(self.gone_since, orphan.at) + patience.max_grace + patience.margin
+            return max(self.gone_since, orphan.at) + max(patience.max_grace, orphan.grace) + patience.margin
         if self._is_new_boot(orphan):
             return orphan.at
         if self.ready_since is None:

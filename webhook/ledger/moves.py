@@ -128,13 +128,15 @@ def is_stored_as_releasing(one: Reservation, stored: Stored) -> bool:
 class Name:
     """The pod's uid has become known; with `exists`, somebody says that the pod exists; with `is_proven`, it does.
 
-    `grace` is the pod's own, said by who has the pod before it can be on a node; or one that a deletion asked for."""
+    `grace` is the pod's own, said by who has the pod before it can be on a node; or one that a deletion asked for; or,
+    if it `is_longest`, one that is longer than what is waited for where none is stored."""
 
     reservation_id: ReservationId
     pod: PodIdentity
     exists: bool
     is_proven: bool = False
     grace: timedelta | None = None
+    is_longest: bool = False
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
         known = held.get(self.reservation_id)
@@ -152,7 +154,7 @@ class Name:
         if known.phase is Phase.PENDING and known.uid is None:
             known = evolve(known, deadline=now + times.pending_deadline)
         event = Event.POD_EXISTS if self.exists else Event.POD_NAMED
-        named = held[known.id] = known.with_grace(self.grace).of_pod(self.pod).after(event)
+        named = held[known.id] = known.with_grace(self.grace, is_longest=self.is_longest).of_pod(self.pod).after(event)
         return named
 
 

@@ -94,7 +94,8 @@ class Reconciler:
         self._events = events
         self._clock = clock
         self._waiting = waiting or Waiting()
-        self._orphanage = Orphanage(ledger, pods, events, clock, patience or Patience())
+        self._patience = patience or Patience()
+        self._orphanage = Orphanage(ledger, pods, events, clock, self._patience)
         self._is_closed = is_closed
         self._pods: dict[str, Carrier] = {}
         self._histories = Histories()
@@ -246,14 +247,15 @@ class Reconciler:
             log.info("reservation confirmed", reservation=held.id, pod=f"{one.pod.namespace}/{one.pod.name}")
         longer = self._longer_grace(one, held)
         if longer is not None:
-            await self._ledger.confirm(held.id, one.pod, node=held.node, grace=longer)
+            await self._ledger.lengthen(held, one.pod, longer)
         if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one, held):
             await self._give_up(one, held)
 
     def _longer_grace(self, one: Carrier, held: Reservation) -> timedelta | None:
-        """A deletion has asked for more than is stored, where no policy keeps it from that."""
+        """A deletion has asked for more than is stored, where no policy keeps it from that. Or nothing is stored, and
+        the pod is from before the limit: its deletion may go unseen."""
         longest = self._histories.grace(one.pod.uid).longest
-        return longest if held.grace is not None and longest > held.grace else None
+        return longest if longest > (held.grace or self._patience.max_grace) else None
 
     # A pod that waits too long.
 

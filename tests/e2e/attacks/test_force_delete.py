@@ -339,6 +339,42 @@ async def test_no_deletion_takes_longer_than_the_pod_itself_says(cluster: Cluste
             await delete(here, node, FORCED)
 
 
+async def test_a_pod_from_before_the_limit_was_lowered_can_be_deleted_and_evicted(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """A deletion that names no grace period asks for the pod's own."""
+    own = 7200
+    flags = ("--orphan-margin", f"{MARGIN}s", "--max-grace", "3h")
+    async with (
+        site(cluster, kube, tmp_path, nodes=2, gpus=1, name="old-grace", replicas=1, flags=flags) as here,
+        guarded(kube, CAP),
+    ):
+        await here.reconciler()
+        await here.offered()
+        deleted, evicted = here.nodes
+        for node in here.nodes:
+            await run_victim(here, node, grace=own)
+            await kube.patch(PODS, f"old-{node}", {"metadata": {"annotations": HEARS}}, here.namespace)
+        dry: Raw = {"gracePeriodSeconds": own + 1, "dryRun": ["All"]}
+        await wait_until(lambda: is_refused(kube.call("DELETE", PODS.path(here.namespace, f"old-{deleted}"), dry)))
+        await delete(here, deleted)
+        name = f"old-{evicted}"
+
+        def eviction(grace: int) -> Coroutine[Any, Any, Raw]:
+            options = {"metadata": {"name": name}, "deleteOptions": {"gracePeriodSeconds": grace}}
+            return kube.post(PODS, name, "eviction", {**EVICTION, **options}, here.namespace)
+
+        assert await is_refused(eviction(own + 1))
+        await eviction(own)
+        for node in here.nodes:
+            await gone(kube, PODS, f"old-{node}", here.namespace)
+
+        async def is_free() -> bool:
+            return not any([await here.held_on(node) for node in here.nodes])
+
+        await wait_until(is_free, seconds=60)
+
+
 @asynccontextmanager
 async def guarded(kube: Kube, longest: int) -> AsyncIterator[None]:
     """By the policies on deletions and evictions alone."""
