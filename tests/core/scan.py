@@ -41,6 +41,8 @@ class World:
     nodes: dict[str, Node] = field(factory=dict)
     evidence: dict[str, Evidence] = field(factory=dict)
     reservations: list[Reservation] = field(factory=list)
+    # By node as maps have it, the GPUs that they keep, as they call them.
+    mapped: dict[str, set[str]] = field(factory=dict)
 
     def held(self) -> list[Slot]:
         return [slot for one in self.reservations for slot in one.slots]
@@ -51,7 +53,17 @@ class World:
     def is_available(self, device: Device) -> bool:
         holders = [one for one in self.reservations if device.uuid in one.uuids]
         is_taken = len(holders) >= device.shares or any(not one.is_shared for one in holders)
-        return device.is_healthy and len(self.homes(device.uuid)) == 1 and not is_taken
+        return device.is_healthy and len(self.homes(device.uuid)) == 1 and not is_taken and not self.is_kept(device)
+
+    def is_kept(self, device: Device) -> bool:
+        """By a map that means the node by its name, or by its label while no node has that name."""
+        for node in self.nodes.values():
+            label = node.labels.get("gpu-node-name")
+            called = {node.name} if label in self.nodes else {node.name, label}
+            kept = {gpu for name in called for gpu in self.mapped.get(name or "", ())}
+            if any(one.uuid == device.uuid and kept & {one.uuid, str(one.index)} for one in node.devices):
+                return True
+        return False
 
     # One node's answer.
 

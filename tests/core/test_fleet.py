@@ -29,10 +29,13 @@ from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, MAX_PROVEN_NODES, Evi
 from webhook.core.device import Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import MAX_CLASS_VALUES, Fleet
+from webhook.core.gpu_map import Keeper, SetId
 from webhook.core.nodes_asked import Expression, NodesAsked, NodeTerm
 from webhook.core.pod import Toleration
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
+
+KEEPER = Keeper("2026-01-01", SetId("uid-of-a-set", "ml"))
 
 # A small world, so that everything meets everything: six nodes, eight UUIDs that may turn up on any of them.
 NAMES = tuple(f"node-{letter}" for letter in string.ascii_lowercase[:6])
@@ -367,6 +370,67 @@ FleetOfManyLabelValues.TestCase.settings = settings(
 TestFleetOfManyLabelValues = FleetOfManyLabelValues.TestCase
 
 
+# Few enough that a GPU of a map is soon claimed by a second node, and dropped by either.
+FEW_NAMES, FEW_UUIDS = NAMES[:3], UUIDS[:3]
+
+
+@st.composite
+def claimants(draw: st.DrawFn) -> Node:
+    """A UUID may stand twice on one."""
+    uuids = draw(st.lists(st.sampled_from(FEW_UUIDS), max_size=3))
+    label = draw(st.sampled_from((None, "rack-1", *FEW_NAMES)))
+    devices = tuple(Device(DeviceUuid(uuid), index=index) for index, uuid in enumerate(uuids))
+    return Node(draw(st.sampled_from(FEW_NAMES)), {} if label is None else {"gpu-node-name": label}, devices)
+
+
+class FleetOfMaps(RuleBasedStateMachine):
+    """What maps keep, while UUIDs are disputed and are not any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet()
+        self.world = World(NOW)
+
+    @rule(one=claimants())
+    def put(self, one: Node) -> None:
+        self.fleet.put(one, NOW)
+        self.world.nodes[one.name] = one
+
+    @rule(name=st.sampled_from(FEW_NAMES))
+    def remove(self, name: str) -> None:
+        self.fleet.remove(name)
+        self.world.nodes.pop(name, None)
+
+    @rule(name=st.sampled_from(("rack-1", *FEW_NAMES)), gpus=st.sets(st.sampled_from((*FEW_UUIDS, "0", "1"))))
+    def map(self, name: str, gpus: set[str]) -> None:
+        """What was kept there before is kept no more."""
+        self.world.mapped[name] = gpus
+        mapped = {name: dict.fromkeys(gpus, KEEPER) for name, gpus in self.world.mapped.items()}
+        self.fleet.set_aside(mapped, {name})
+
+    @invariant()
+    def what_a_map_means_is_kept_and_nothing_else(self) -> None:
+        alone = [d for one in self.world.nodes.values() for d in one.devices if len(self.fleet.places_of(d.uuid)) == 1]
+        kept = {one.uuid for one in alone if self.world.is_kept(one)}
+        disputed = {uuid for uuid in map(DeviceUuid, FEW_UUIDS) if len(self.fleet.places_of(uuid)) > 1}
+        assert self.fleet.set_aside_devices - disputed == kept
+
+    @invariant()
+    def others_are_offered(self) -> None:
+        found = decide(ANY, self.fleet, LAX)
+        placed = set() if isinstance(found, Deny) else {place.node for place in found}
+        each = {
+            name
+            for name, one in self.world.nodes.items()
+            if any(len(self.fleet.places_of(d.uuid)) == 1 and self.world.is_available(d) for d in one.devices)
+        }
+        assert placed == each
+
+
+FleetOfMaps.TestCase.settings = settings(max_examples=200, stateful_step_count=20, deadline=None)
+TestFleetOfMaps = FleetOfMaps.TestCase
+
+
 # Literal cases.
 
 ANY = Claim(ClaimRecord(gpus=1))
@@ -515,6 +579,33 @@ def test_the_same_gpu_on_two_nodes_is_given_to_nobody_until_one_is_gone() -> Non
     assert not isinstance(found, Deny)
     assert [place.node for place in found] == ["node-b"]
     assert not there.is_quarantined(DeviceUuid("GPU-1"))
+
+
+@pytest.mark.parametrize("is_removed", [True, False], ids=["removed", "changed"])
+@pytest.mark.parametrize("claimant", ["node-b", "node-0"])
+def test_a_kept_gpu_is_kept_again_when_the_second_node_that_claims_it_drops_it(
+    claimant: str, *, is_removed: bool
+) -> None:
+    there = fleet(node("node-a", device("GPU-1"), device("GPU-2")))
+    there.set_aside({"node-a": {"GPU-1": KEEPER}, claimant: {"GPU-2": KEEPER}}, {"node-a"})
+    there.put(node(claimant, device("GPU-1"), device("GPU-2")), NOW)
+    if is_removed:
+        there.remove(claimant)
+    else:
+        there.put(node(claimant), NOW)
+    assert there.set_aside_devices == {"GPU-1"}
+    found = decide(ANY, there, LAX)
+    assert not isinstance(found, Deny)
+    assert [one.uuid for place in found for one in place.slots] == ["GPU-2"]
+
+
+def test_a_gpu_that_stood_twice_on_a_node_and_went_to_another_is_not_kept_there() -> None:
+    twice = (device("GPU-1", index=0), device("GPU-1", index=1))
+    there = fleet(node("node-a", *twice), node("node-b"))
+    there.set_aside({"node-a": {"GPU-1": KEEPER}}, {"node-a"})
+    there.put(node("node-a"), NOW)
+    there.put(node("node-b", device("GPU-1")), NOW)
+    assert there.set_aside_devices == set()
 
 
 def test_what_is_held_stays_held_while_its_node_is_away() -> None:

@@ -100,8 +100,8 @@ class Fleet:
         if known is not None:
             if known.node == node:
                 return
-            self._forget(known.node)
             self._forget_set_aside(known.node)
+            self._forget(known.node)
         evidence = known.evidence if known else None
         self.changes += 1
         self._remember(node)
@@ -174,10 +174,11 @@ class Fleet:
             self._homes.pop(uuid, None)
             return
         claimants.remove(name)
-        self._homes[uuid] = claimants[0]
+        home = self._homes[uuid] = claimants[0]
         if len(claimants) == 1:
             del self._disputed[uuid]
-            self._place_again(self._homes[uuid])
+            if home != name:  # a second claimant has taken off what the home's maps had set aside
+                self._mark_again(self.berths[home])
 
     # What is learnt of evidence.
 
