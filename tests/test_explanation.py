@@ -68,7 +68,7 @@ async def test_a_namespace_with_too_many_orphans_is_told_so_as_its_next_pod_will
     house.parts.ledger._shelf.make(held.node, abandon, builders.NOW, Times(timedelta(0), timedelta(0)))
     answer = await explained(house, raw_pod(raw_container(gpus=1)))
     assert (answer["verdict"], answer["reason"]) == ("deny", "NamespaceFull")
-    assert answer["message"].startswith("namespace 'ml' has 1 GPU held by pods that are gone and may still run")
+    assert answer["message"].startswith("namespace 'ml' has 1 GPU held by pods that are not there and may still run")
     assert await creation(house, raw_pod(raw_container(gpus=1))) == ("deny", "NamespaceFull")
 
 

@@ -350,7 +350,7 @@ async def test_a_namespace_with_as_many_gpus_of_pods_that_are_gone_as_it_may_hav
     full = await house.ask(8, patience=SOON)
     assert isinstance(full, Deny)
     assert full.sentence == (
-        "namespace 'ml' has 3 GPUs held by pods that are gone and may still run: with 1 more it would be above 3; "
+        "namespace 'ml' has 3 GPUs held by pods that are not there and may still run: with 1 more it would be above 3; "
         "wait until they are free; who manages reservations may release them (gpuwarden release)"
     )
 

@@ -50,7 +50,7 @@ class Limits:
 
     gpus_per_namespace: int = 0
     percent_of_fleet: int = 0
-    # Of pods that are gone and may still run: whoever asks.
+    # Of pods that are not there and may still run: whoever asks.
     orphans_per_namespace: int = 0
     # Each keeps its review in memory, and one of the places for reviews that are judged at once.
     most_waiting: int = 256

@@ -274,8 +274,8 @@ class Settings:
         default=1000,
         metadata=declared(
             COUNT,
-            "how many GPUs of a namespace may be held by pods that are gone and may still run, before it is given no "
-            "more; 0: any number",
+            "how many GPUs of a namespace may be held by pods that are not there and may still run, before it is given "
+            "no more; 0: any number",
         ),
     )
     evidence: tuple[str, ...] = field(

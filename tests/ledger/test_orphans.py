@@ -15,9 +15,11 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Orphan, Phase, PodIdentity, Reservation, ReservationId
 from webhook.end_reports import EndReports, mark_of
 from webhook.gpu_node import GpuNode
+from webhook.ledger.cluster import PATIENCE as AGAIN
 from webhook.ledger.end_of_use import NodeSight
 from webhook.ledger.orphanage import PAUSE
 from webhook.ledger.reconcile import Reconciler
+from webhook.room import Limits, Room
 
 GRACE = timedelta(seconds=600)
 
@@ -334,6 +336,54 @@ async def test_no_replica_gives_up_what_was_promised_to_a_pod_that_may_have_run(
     scene.bench.now += 10 * PENDING_DEADLINE
     assert await scene.bench.ledger.collect(scene.bench.now) == []
     assert await is_taken(scene)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_what_was_promised_to_a_pod_that_may_have_run_counts_as_orphaned_from_its_deadline_on(
+    *, is_away: bool
+) -> None:
+    """Else creations that a quota refuses pile up while no reconciler runs, whoever posts the reviews."""
+    scene, other = await went_unseen()
+    ledger = scene.bench.ledger
+    room = Room(ledger, scene.bench.fleet, lambda: scene.bench.now, Limits(orphans_per_namespace=1))
+    scene.bench.pods.is_away = is_away
+    scene.bench.now += PENDING_DEADLINE
+    await ledger.collect(scene.bench.now)
+    assert room.too_many_orphans("ml", 1) is None
+    scene.bench.now += CLOCK_SKEW
+    for _ in range(2):
+        await ledger.collect(scene.bench.now)
+        assert ledger.orphaned.gpus_in("ml") == 1
+    assert room.too_many_orphans("ml", 1) is not None
+    assert room.too_many_orphans("other", 1) is None
+    scene.bench.pods.is_away = False
+    assert "orphanedAt" in (await after(scene, timedelta(0), other))["GPU-a0/0"]
+    scene.bench.replica.watch.catch_up()
+    assert ledger.orphaned.gpus_in("ml") == 1
+    assert await after(scene, GRACE + MARGIN, other) == {}
+    scene.bench.replica.watch.catch_up()
+    assert ledger.orphaned.gpus_in("ml") == 0
+
+
+async def test_what_was_promised_counts_no_more_when_its_pod_is_seen_or_has_never_come() -> None:
+    scene, _ = await went_unseen()
+    ledger = scene.bench.ledger
+    scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    await ledger.collect(scene.bench.now)
+    assert ledger.orphaned.gpus_in("ml") == 1
+    scene.show(running())
+    scene.bench.now += AGAIN + CLOCK_SKEW
+    await ledger.collect(scene.bench.now)
+    assert ledger.orphaned.gpus_in("ml") == 0
+
+    scene, _ = await went_unseen()
+    ledger = scene.bench.ledger
+    scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
+    await ledger.collect(scene.bench.now)
+    assert ledger.orphaned.gpus_in("ml") == 1
+    scene.bench.now += AGAIN + CLOCK_SKEW
+    await ledger.collect(scene.bench.now, never_came=lambda _: True)
+    assert ledger.orphaned.gpus_in("ml") == 0
 
 
 @pytest.mark.parametrize("seconds", [0, 9, 10])

@@ -91,7 +91,8 @@ class Ledger(Protocol):
 
     @property
     def orphaned(self) -> PendingGpus:
-        """What pods had that are gone and were not seen to end, as far as it is known here."""
+        """What pods had that are gone and were not seen to end, as far as it is known here; and what was promised to
+        pods that are not there past its deadline, and may have run."""
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         """Who holds a device's slots, as far as it is known here."""

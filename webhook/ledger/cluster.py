@@ -358,11 +358,11 @@ class ClusterLedger:
                     await self.confirm(one.id, pod, node=one.node)
                     return False
                 if seen is None and not never_came(one):
-                    self._shelf.look_again(one, now + PATIENCE)
+                    self._shelf.keep(one, now + PATIENCE)
                     return False
             except (WitnessAwayError, LedgerError) as exc:
                 log.warning("expired reservation left as it is", reservation=one.id, exc_info=exc)
-                self._shelf.look_again(one, now + PATIENCE)
+                self._shelf.keep(one, now + PATIENCE)
                 return False
             self._in_vain = {promise for promise in self._in_vain if self._stands(promise)} | {promise_of(one)}
         self._shelf.offer(one)

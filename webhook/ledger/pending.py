@@ -53,14 +53,15 @@ class PendingGpus:
 
 
 def too_many_orphans(orphaned: PendingGpus, namespace: str, gpus: int, limit: int) -> Deny | None:
-    """For callers that prove who they are too. A claim of any size fits where no pod is gone."""
+    """For callers that prove who they are too. A claim of any size fits where no pod is gone, nor promised GPUs that it
+    has not come for."""
     held = orphaned.gpus_in(namespace) if limit and gpus else 0
     if not held or held + gpus <= limit:
         return None
     return Deny(
         Reason.NAMESPACE_FULL,
-        f"namespace {namespace!r} has {held} GPU{'' if held == 1 else 's'} held by pods that are gone and may still "
-        f"run: with {gpus} more it would be above {limit}",
+        f"namespace {namespace!r} has {held} GPU{'' if held == 1 else 's'} held by pods that are not there and may "
+        f"still run: with {gpus} more it would be above {limit}",
         hint="wait until they are free; who manages reservations may release them (gpuwarden release)",
     )
 

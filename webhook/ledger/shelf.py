@@ -135,6 +135,7 @@ class Shelf:
     def offer(self, one: Reservation) -> None:
         """Let decisions have its devices, though it still stands."""
         self._count(one, is_waiting=False)
+        self.orphaned.drop(key_of(one))
         self._fleet.free(one)
 
     @contextmanager
@@ -188,6 +189,14 @@ class Shelf:
     def look_again(self, one: Reservation, at: datetime) -> None:
         """Its deadline has passed, and nothing was done about it."""
         self._remind(key_of(one), at)
+
+    def keep(self, one: Reservation, until: datetime) -> None:
+        """Its deadline has passed, and its pod may have run: it counts as an orphan, which it may become."""
+        key = key_of(one)
+        known = self._all.get(key)
+        if known is not None and known.phase is Phase.PENDING:  # it may have been confirmed meanwhile
+            self.orphaned.put(key, known.namespace, len(known.slots))
+        self.look_again(one, until)
 
     def past_deadline(self, now: datetime) -> Iterator[Reservation]:
         """Each reservation once, as its deadline passes."""

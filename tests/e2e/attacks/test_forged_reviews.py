@@ -160,3 +160,36 @@ async def test_creations_that_a_quota_refuses_keep_gpus_from_nobody_else(
         assert attacker["Forbidden"]
         assert set(tenant) == {"created"}
         assert tenant["created"] >= 10
+
+
+async def test_what_a_quota_refuses_while_no_reconciler_runs_counts_for_the_limit_on_orphans(
+    cluster: Cluster, kube: Kube, tmp_path: Path
+) -> None:
+    """Nothing else is limited, as where callers prove who they are."""
+    unlimited = ("--pending-per-namespace", "0", "--pending-share", "0", "--orphans-per-namespace", "2")
+    async with (
+        site(cluster, kube, tmp_path, nodes=1, gpus=8, replicas=1, name="piled", flags=unlimited) as here,
+        new_namespace(kube, OPT_IN) as poor,
+    ):
+        reconciler = await here.reconciler()
+        await here.offered()
+        quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
+        await kube.create(RESOURCE_QUOTAS, quota, poor)
+        await wait_until(lambda: kube.get(RESOURCE_QUOTAS, "none", poor), lambda one: "hard" in one.get("status", {}))
+        await wait_until(lambda: is_reviewed(kube, poor))
+        await reconciler.kill()
+
+        async def asked() -> str:
+            try:
+                await kube.create(PODS, pod("more", 1), poor, dryRun="All")
+            except ApiError as exc:
+                return exc.message
+            return "created"
+
+        for _ in range(2):
+            with pytest.raises(ApiError, match="exceeded quota"):
+                await kube.create(PODS, pod(None, gpus=1), poor)
+        assert "exceeded quota" in await asked()
+        await wait_until(asked, lambda said: "held by pods that are not there and may still run" in said, 60)
+        assert await free_gpus(here) == 6
+        await kube.create(PODS, pod("another", 1), here.namespace)
