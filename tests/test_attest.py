@@ -29,6 +29,7 @@ from webhook.evidence.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.nonce import PREFIX
 from webhook.node_pods import NodePods
+from webhook.pod_ends import LONGEST_SYNC
 
 KEY = SigningKey.make()
 NONCE = PREFIX + "A" * 76
@@ -249,6 +250,7 @@ class Told:
     def __init__(self, *uids: str) -> None:
         self.orphans = [mark_of(uid) for uid in uids]
         self.posted: list[dict[str, object]] = []
+        self.asked = 0
         self.on_challenge: Callable[[], object] = lambda: None
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,6 +261,7 @@ class Told:
             if head.startswith(b"POST"):
                 self.posted.append(json.loads(content))
             else:
+                self.asked += 1
                 self.on_challenge()
             said = PROVEN if head.startswith(b"POST") else {"nonce": NONCE, "orphans": self.orphans}
             writer.write(http(json.dumps(said).encode()))
@@ -278,17 +281,17 @@ async def node(tmp_path: Path) -> AsyncIterator[NodeDouble]:
 @asynccontextmanager
 async def reporting(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble, server: Told
-) -> AsyncIterator[Callable[[], Awaitable[list[object]]]]:
-    """Another round, five seconds after the last: what the server was told in it."""
+) -> AsyncIterator[Callable[..., Awaitable[list[object]]]]:
+    """Another round, so many seconds after the last: what the server was told in it."""
     listener = await asyncio.start_server(server.answer, "127.0.0.1", 0, ssl=context(ca))
     double = EndpointDouble(b"", port=listener.sockets[0].getsockname()[1])
     now = 0.0
     pods = NodePods(node.runtime, node.kubelet, OWN)
     reporter = EndReporter(attester(agent, double, ca), pods, lambda: now)
 
-    async def another_round() -> list[object]:
+    async def another_round(after: float = 5) -> list[object]:
         nonlocal now
-        now += 5
+        now += after
         server.posted.clear()
         await reporter.step()
         return [one.get("ended") for one in server.posted]
@@ -308,11 +311,12 @@ async def test_the_end_of_an_orphan_is_told_with_a_proof(
     node.run("uid-finished")
     async with reporting(agent, ca, node, server) as another_round:
         assert await another_round() == []
-        node.delete("uid-old")
-        assert await another_round() == []
-        assert agent.audiences == [], "nothing has ended, so the server is asked nothing"
         for uid in ("uid-old", "uid-finished"):
             node.delete(uid)
+        for _ in range(2):
+            assert await another_round() == []
+        assert agent.audiences == [], "nothing has ended, so the server is asked nothing"
+        for uid in ("uid-old", "uid-finished"):
             node.clear(uid)
         assert await another_round() == []
         assert await another_round() == [["uid-old"]]
@@ -325,12 +329,33 @@ async def test_what_lives_again_at_the_last_look_is_not_told(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
     server = Told("uid-old")
-    node.end("uid-old")
+    node.run("uid-old")
+    node.delete("uid-old")
     async with reporting(agent, ca, node, server) as another_round:
+        for _ in range(2):
+            await another_round()
+        node.end("uid-old")
         await another_round()
         server.on_challenge = lambda: node.run("uid-old")
         assert await another_round() == []
+        assert server.asked == 1
         assert agent.audiences == []
+
+
+async def test_the_server_is_asked_less_often_than_the_node(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    server = Told()
+    node.run("uid-old")
+    node.delete("uid-old")
+    async with reporting(agent, ca, node, server) as another_round:
+        for _ in range(2):
+            await another_round()
+        node.clear("uid-old")
+        await another_round()
+        for _ in range(10):
+            await another_round(2)
+    assert server.asked == 3
 
 
 async def test_a_node_that_cannot_be_asked_is_no_reason_to_stop(
@@ -352,6 +377,26 @@ async def test_a_node_that_cannot_be_asked_is_no_reason_to_stop(
         with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
             await reporter.run(sleep)
     assert [one["event"] for one in logs] == ["ends of pods not reported", "ends of pods reported again"]
+
+
+async def test_a_server_that_is_away_is_not_logged_as_back_between_two_questions(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    node.end("uid-old")
+    now = 0.0
+    async with endpoint(context(ca), b"{}") as server:
+        pods = NodePods(node.runtime, node.kubelet, OWN)
+        reporter = EndReporter(attester(agent, server, ca), pods, lambda: now)
+
+        async def sleep(_: float) -> None:
+            nonlocal now
+            now += 2 if now else LONGEST_SYNC.total_seconds()
+            if now > LONGEST_SYNC.total_seconds() + 20:
+                raise asyncio.CancelledError
+
+        with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
+            await reporter.run(sleep)
+    assert [one["event"] for one in logs] == ["ends of pods not reported"]
 
 
 def test_the_socket_of_a_runtime_needs_the_pod_that_has_to_be_found_there(tmp_path: Path) -> None:

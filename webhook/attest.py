@@ -26,7 +26,7 @@ from webhook.evidence.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.nonce import is_ours
 from webhook.inventory.local_gpus import local_gpus
 from webhook.node_pods import NodePods
-from webhook.pod_ends import APART, PodEnds
+from webhook.pod_ends import PodEnds
 from webhook.settings import Settings
 from webhook.telemetry import configure_logging
 from webhook.tls import trusting
@@ -38,6 +38,10 @@ FIRST_PAUSE, LONGEST_PAUSE = timedelta(seconds=1), timedelta(seconds=60)
 # An answer of ours has some hundred bytes.
 MAX_ANSWER: Final = 64 * 1024
 MAX_SAID: Final = 300
+# Of two looks at the node's pods. A sandbox that is ready only for a short time has to be seen.
+LOOKS_APART: Final = timedelta(seconds=2)
+# Of two questions to the server about orphans.
+ASKS_APART: Final = timedelta(seconds=5)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Sleep = Callable[[float], Awaitable[object]]
@@ -167,31 +171,41 @@ class EndReporter:
         self._pods = pods
         self._ends = PodEnds()
         self._clock = clock
+        self._asked_at: float | None = None
 
     async def run(self, sleep: Sleep = asyncio.sleep) -> None:
         """For ever. A problem is logged when it comes, and when it changes."""
         known = ""
         while True:
             try:
-                await self.step()
+                is_whole = await self.step()
             except GpuwardenError as exc:
                 if str(exc) != known:
                     log.warning("ends of pods not reported", node=self._attester.node, problem=str(exc))
                 known = str(exc)
             else:
-                if known:
+                if known and is_whole:
                     log.info("ends of pods reported again", node=self._attester.node)
-                known = ""
-            await sleep(APART.total_seconds() * random.uniform(1.0, 1.2))  # noqa: S311 - to keep out of step
+                known = "" if is_whole else known
+            await sleep(LOOKS_APART.total_seconds() * random.uniform(1.0, 1.2))  # noqa: S311 - to keep out of step
 
-    async def step(self) -> None:
-        """One round. The server is asked only where something has ended."""
+    async def step(self) -> bool:
+        """One round: whether it is whole. The server is asked only where something has ended, and less often than the
+        node: until then the round is not whole."""
         ended = await self._look()
-        if ended and (told := await self._attester.report(ended, self._look)):
+        if not ended:
+            return True
+        now = self._clock()
+        if self._asked_at is not None and now - self._asked_at < ASKS_APART.total_seconds():
+            return False
+        self._asked_at = now
+        if told := await self._attester.report(ended, self._look):
             log.info("orphaned pods reported as ended", node=self._attester.node, pods=told)
+        return True
 
     async def _look(self) -> Collection[str]:
-        return self._ends.see(await self._pods.look(), self._clock())
+        began = self._clock()
+        return self._ends.see(await self._pods.look(), began, self._clock())
 
 
 def jittered(pause: timedelta) -> float:

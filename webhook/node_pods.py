@@ -20,6 +20,7 @@ LIST_PODS: Final = "/v1.PodResourcesLister/List"
 # Labels that the kubelet gives to the containers of pods.
 UID, NAMESPACE, NAME = "io.kubernetes.pod.uid", "io.kubernetes.pod.namespace", "io.kubernetes.pod.name"
 # The only states in which nothing runs and nothing can be started. A state that is left out is 0: ready, or created.
+READY: Final = 0
 NOT_READY: Final = 1
 EXITED: Final = 2
 # Both answer in milliseconds.
@@ -40,20 +41,17 @@ class Remains:
     uid: str
     pod: PodName
     is_alive: bool
+    ready_sandboxes: int = 0
 
 
 @frozen
 class Look:
     """Of pods by uid, what the runtime has of them; and by name, which pods the kubelet wants to run. A kubelet that
-    has heard of a pod's deletion does not name the pod any more, though its containers may run."""
+    has heard that a pod's object is gone does not name the pod any more. Its containers may run, and a sync that it has
+    begun may start them."""
 
     remains: Mapping[str, Remains]
     wanted: Collection[PodName]
-
-    def is_left(self, uid: str, pod: PodName) -> bool:
-        """Whether a container of the pod runs, or could be started."""
-        found = self.remains.get(uid)
-        return pod in self.wanted or (found is not None and found.is_alive)
 
 
 @frozen
@@ -66,7 +64,7 @@ class NodePods:
     own: str
 
     async def look(self) -> Look:
-        """The kubelet is asked first: of a pod that it does not name it starts nothing after that. Raises
+        """The kubelet is asked first: of a pod that it does not name it begins no sync after that. Raises
         NodeUnknownError."""
         try:
             wanted = await self._wanted()
@@ -109,8 +107,9 @@ def remains_in(sandboxes: bytes, containers: bytes) -> dict[str, Remains]:
     """Of the runtime's two answers."""
     found: dict[str, Remains] = {}
     for one in (*each(sandboxes, of_sandbox), *each(containers, of_container)):
-        known = found.get(one.uid, one)
-        found[one.uid] = Remains(one.uid, known.pod, known.is_alive or one.is_alive)
+        known = found.get(one.uid, Remains(one.uid, one.pod, is_alive=False))
+        ready = known.ready_sandboxes + one.ready_sandboxes
+        found[one.uid] = Remains(one.uid, known.pod, known.is_alive or one.is_alive, ready)
     return found
 
 
@@ -130,7 +129,8 @@ def of_sandbox(message: bytes) -> Remains:
     found = dict(fields_of(message))
     meta = dict(fields_of(as_bytes(found.get(2, b""))))
     pod = as_text(meta.get(3, b"")), as_text(meta.get(1, b""))
-    return Remains(as_text(meta.get(2, b"")), pod, is_alive=as_int64(found.get(3, 0)) != NOT_READY)
+    state = as_int64(found.get(3, 0))
+    return Remains(as_text(meta.get(2, b"")), pod, is_alive=state != NOT_READY, ready_sandboxes=int(state == READY))
 
 
 def of_container(message: bytes) -> Remains | None:

@@ -6,11 +6,14 @@ from typing import Final
 
 from attrs import define, field
 
-from webhook.node_pods import Look, PodName
+from webhook.node_pods import Look, PodName, Remains
 
-# Two looks that find nothing of a pod are so far apart: what its kubelet had begun to start as it heard of the deletion
-# is there in the second one.
+# Two looks that agree are so far apart. By what the kubelet has read from the runtime it decides on a new sandbox. It
+# reads every second, and waits for that as a sync begins, so of the last sync it is older than the second look.
 APART: Final = timedelta(seconds=5)
+# A deletion does not stop a sync that makes a new sandbox, and the runtime lists no sandbox before it is ready.
+# Limits of the kubelet: 2 min to stop the old sandbox, 45 s for each DRA driver, 4 min to run the new one.
+LONGEST_SYNC: Final = timedelta(minutes=10)
 # So long the end of a pod is remembered: its deletion, and then its orphan, may be heard of later.
 KEPT: Final = timedelta(hours=1)
 # And the ends of so many pods at most, the latest ones.
@@ -18,29 +21,57 @@ MOST: Final = 4096
 
 
 @define(eq=False)
+class SeenPod:
+    """What looks have shown of one pod. Times are in seconds on any clock."""
+
+    name: PodName
+    # The kubelet has not named it in any look since.
+    unnamed_since: float | None = None
+    # And the runtime has had nothing alive of it in any look since.
+    gone_since: float | None = None
+    # While unnamed it had a ready sandbox: no new one can follow.
+    has_last_sandbox: bool = False
+
+    def see(self, found: Remains | None, *, is_named: bool, began: float, now: float) -> None:
+        if is_named:
+            self.unnamed_since, self.gone_since, self.has_last_sandbox = None, None, False
+            return
+        if self.unnamed_since is None:
+            self.unnamed_since = now
+        if found is None or not found.is_alive:
+            self.gone_since = now if self.gone_since is None else self.gone_since
+            return
+        self.gone_since = None
+        # The kubelet replaces ready sandboxes too if there are two.
+        if found.ready_sandboxes == 1 and began - self.unnamed_since >= APART.total_seconds():
+            self.has_last_sandbox = True
+
+    def has_ended(self, began: float) -> bool:
+        patience = APART if self.has_last_sandbox else LONGEST_SYNC
+        return self.gone_since is not None and began - self.gone_since >= patience.total_seconds()
+
+
+@define(eq=False)
 class PodEnds:
     """Only pods that this has seen here can end here: a kubelet that has not heard of a pod yet has nothing of it
     either."""
 
-    _pods: dict[str, PodName] = field(factory=dict)
-    # By uid, when nothing of them was first found in looks that have found nothing since; in seconds on any clock.
-    _gone_since: dict[str, float] = field(factory=dict)
+    # By uid.
+    _pods: dict[str, SeenPod] = field(factory=dict)
 
-    def see(self, look: Look, now: float) -> Collection[str]:
-        """The pods that have ended: of each, two looks so far apart, this one among them, have found nothing."""
-        self._pods.update((uid, one.pod) for uid, one in look.remains.items())
+    def see(self, look: Look, began: float, now: float) -> Collection[str]:
+        """The pods that have ended, by this look and those before. What a look shows may be as old as its beginning."""
+        for uid, one in look.remains.items():
+            self._pods.setdefault(uid, SeenPod(one.pod))
         for uid, pod in self._pods.items():
-            if look.is_left(uid, pod):
-                self._gone_since.pop(uid, None)
-            else:
-                self._gone_since.setdefault(uid, now)
+            pod.see(look.remains.get(uid), is_named=pod.name in look.wanted, began=began, now=now)
         self._forget(look, now)
-        return [uid for uid, since in self._gone_since.items() if now - since >= APART.total_seconds()]
+        return [uid for uid, pod in self._pods.items() if pod.has_ended(began)]
 
     def _forget(self, look: Look, now: float) -> None:
         """What the runtime still has something of is not forgotten: it would be seen again, and end again."""
-        old = [uid for uid, since in self._gone_since.items() if now - since >= KEPT.total_seconds()]
-        extra = list(self._gone_since)[: max(0, len(self._gone_since) - MOST)]
+        gone = {uid: pod.gone_since for uid, pod in self._pods.items() if pod.gone_since is not None}
+        old = [uid for uid, since in gone.items() if now - since >= KEPT.total_seconds()]
+        extra = sorted(gone, key=gone.__getitem__)[: max(0, len(gone) - MOST)]
         for uid in {*old, *extra} - look.remains.keys():
-            self._gone_since.pop(uid, None)
-            self._pods.pop(uid, None)
+            del self._pods[uid]
