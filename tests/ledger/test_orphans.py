@@ -412,6 +412,36 @@ async def test_a_creation_that_took_so_long_that_its_pod_was_taken_for_gone_keep
     assert await after(scene, timedelta(seconds=1), other) == {}
 
 
+LOST: Raw = {"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]}
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen alive in a pass", "between two passes"])
+async def test_a_pod_that_was_taken_for_gone_and_fails_later_is_waited_for_from_then_on(*, is_seen: bool) -> None:
+    scene, other = await went_unseen()
+    assert "orphanedAt" in (await after(scene, PENDING_DEADLINE + CLOCK_SKEW, other))["GPU-a0/0"]
+    scene.show(running())
+    other.changed(running())
+    if is_seen:
+        assert "orphanedAt" not in (await after(scene, timedelta(0), other))["GPU-a0/0"]
+    scene.bench.now += 10 * GRACE
+    scene.show(running(status=LOST))
+    other.changed(running(status=LOST))
+    writes = scene.bench.store.writes
+    for _ in range(3):
+        assert await after(scene, timedelta(0), other)
+    assert scene.bench.store.writes == writes + 1
+    assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
+    assert await after(scene, PAUSE, other) == {}
+
+
+async def test_one_that_is_behind_takes_no_orphan_for_a_living_pod(scene: Scene) -> None:
+    behind = scene.another(scene.bench.another().ledger)
+    behind.replaced({"ml/pod-1": running()})
+    await gone_by_force(scene)
+    behind._ledger.learn(scene.bench.store.objects["node-a"])
+    assert "orphanedAt" in (await after(scene, timedelta(0), behind))["GPU-a0/0"]
+
+
 async def test_a_pods_end_is_remembered_until_its_reservation_is_heard_of(scene: Scene) -> None:
     behind = scene.bench.another()
     other = scene.another(behind.ledger)

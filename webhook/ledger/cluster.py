@@ -44,6 +44,7 @@ from webhook.ledger.moves import (
     Release,
     Take,
     Times,
+    Unmark,
     may_give_way,
     promise_of,
 )
@@ -268,6 +269,12 @@ class ClusterLedger:
         """As far as they are known here."""
         held = self._shelf.on(node).values()
         return [one for one in held if one.orphan is not None and one.phase is Phase.FINALIZED]
+
+    async def unmark(self, one: Reservation) -> bool:
+        """The orphan's pod is there and alive. One of which more has become known since stays an orphan."""
+        if one.orphan is None:
+            return False
+        return await self._moved(one.node, Unmark(one.id, one.uid or "", one.since, one.orphan)) is not None
 
     async def mark_unused(self, one: Reservation, asked_at: datetime) -> bool:
         """The orphan's node, asked at that time, says that nothing of the pod is left. False if it was asked too early:

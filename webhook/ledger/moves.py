@@ -247,6 +247,25 @@ class Abandon:
 
 
 @frozen
+class Unmark:
+    """An orphan's pod is there and alive: it had been taken for gone."""
+
+    reservation_id: ReservationId
+    uid: str
+    since: datetime
+    orphan: Orphan
+
+    def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
+        known = held.get(self.reservation_id)
+        if known is None or (known.since, known.uid) != (self.since, self.uid) or known.phase is not Phase.FINALIZED:
+            return None
+        if known.orphan != self.orphan:
+            return None
+        unmarked = held[known.id] = evolve(known, orphan=None)
+        return unmarked
+
+
+@frozen
 class MarkUnused:
     """Its node was asked about an orphan's pod, and answers that nothing of the pod is left there."""
 

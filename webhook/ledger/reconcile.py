@@ -100,6 +100,7 @@ class Reconciler:
         self._pods: dict[str, Carrier] = {}
         self._histories = Histories()
         self._deleted: dict[str, Departure] = {}  # by uid, until their reservations are gone
+        self._failed: dict[str, datetime] = {}  # by uid, when pods that had been seen alive became final
         self._enough = MANY  # of them, until it is looked which are needed still
         self._look_again: dict[str, datetime] = {}  # pods without their reservation, by uid
         self._ask_again: dict[Place, datetime] = {}  # reservations whose pods exist and are not as the watch has said
@@ -113,7 +114,10 @@ class Reconciler:
         """A whole list. Who is not in it is asked for by name before anything is freed."""
         found = [(one, raw) for raw in objects.values() if (one := Carrier.of(raw)) is not None]
         self._histories.listed({one.pod.uid: raw for one, raw in found})
-        self._pods = {one.pod.uid: self._with_history(one, raw) for one, raw in found}
+        before, self._pods = self._pods, {one.pod.uid: self._with_history(one, raw) for one, raw in found}
+        self._failed = {uid: at for uid, at in self._failed.items() if uid in self._pods}
+        for one in self._pods.values():
+            self._note_failure(before.get(one.pod.uid), one)
         self._look_again = {uid: at for uid, at in self._look_again.items() if uid in self._pods}
         self._ask_again.clear()
         self._listed_at = self._clock()
@@ -129,8 +133,13 @@ class Reconciler:
             self._look_again[one.pod.uid] = self._clock()  # before it starts
         self._histories.seen(one.pod.uid, raw)
         one = self._pods[one.pod.uid] = self._with_history(one, raw)
+        self._note_failure(before, one)
         if not self._is_at_rest(one):
             self.news.set()
+
+    def _note_failure(self, before: Carrier | None, one: Carrier) -> None:
+        if one.is_final and before is not None and not before.is_final:
+            self._failed[one.pod.uid] = self._clock()
 
     def deleted(self, raw: Raw) -> None:
         """Whatever it carried when it went. Its reservation may be heard of later than its end."""
@@ -157,6 +166,7 @@ class Reconciler:
     def _forget(self, raw: Raw) -> None:
         uid = str(raw["metadata"].get("uid"))
         self._look_again.pop(uid, None)
+        self._failed.pop(uid, None)
         self._histories.forget(uid)
         if self._pods.pop(uid, None) is not None:
             self.news.set()
@@ -218,7 +228,9 @@ class Reconciler:
         if held is None or held.phase is not Phase.FINALIZED or held.uid != one.pod.uid or one.has_ended:
             return False
         if one.is_final:
-            return held.orphan is not None
+            return held.orphan is not None and not self._is_out_of_date(one, held)
+        if held.orphan is not None:
+            return False
         if self._longer_grace(one, held) is not None:
             return False
         return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one, held)
@@ -242,6 +254,9 @@ class Reconciler:
             departure = Departure(self._clock(), grace=self._histories.grace(one.pod.uid))
             await self._orphanage.take_in(held, one.pod, departure)
             return
+        if held.orphan is not None:
+            await self._unmark(one, held)
+            return
         if held.phase is Phase.PENDING or held.uid is None:
             await self._ledger.confirm(held.id, one.pod, node=held.node)
             log.info("reservation confirmed", reservation=held.id, pod=f"{one.pod.namespace}/{one.pod.name}")
@@ -250,6 +265,24 @@ class Reconciler:
             await self._ledger.lengthen(held, one.pod, longer)
         if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one, held):
             await self._give_up(one, held)
+
+    def _is_out_of_date(self, one: Carrier, held: Reservation) -> bool:
+        """Its pod was created so late that it had been taken for gone, and has been alive since it was marked."""
+        if held.orphan is None:
+            return False
+        return not one.is_final or held.orphan.at < self._failed.get(one.pod.uid, held.orphan.at)
+
+    async def _unmark(self, one: Carrier, held: Reservation) -> None:
+        """The clock of an orphan must not run while its pod is alive. The watch may be far behind: the pod is asked
+        for."""
+        place, now = (held.node, held.id), self._clock()
+        if self._ask_again.get(place, now) > now:
+            return
+        seen = await self._api.look(one.pod)
+        if seen is None or seen.carrier is None or not seen.carrier.carries(held) or seen.carrier.is_final:
+            self._ask_again[place] = now + PATIENCE
+        elif await self._ledger.unmark(held):
+            log.info("an orphan's pod is alive", reservation=held.id, node=held.node)
 
     def _longer_grace(self, one: Carrier, held: Reservation) -> timedelta | None:
         """A deletion has asked for more than is stored, where no policy keeps it from that. Or nothing is stored, and
@@ -336,9 +369,9 @@ class Reconciler:
         return one is not None and one.carries(held)
 
     def _lives(self, held: Reservation) -> bool:
-        """A pod that was created so late that it had been taken for gone."""
+        """Its mark says nothing of when its pod went."""
         one = None if held.uid is None else self._pods.get(held.uid)
-        return one is not None and one.carries(held) and not one.is_final
+        return one is not None and one.carries(held) and self._is_out_of_date(one, held)
 
     def _never_came(self, held: Reservation) -> bool:
         """Whether the watch would have told of its pod: it has told of all that have come since the reservation was
