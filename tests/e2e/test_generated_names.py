@@ -57,7 +57,7 @@ async def test_a_pod_whose_name_was_taken_is_refused_and_whoever_makes_it_makes_
         await here.reconciler()
         async with names_taken(here, tmp_path, 1) as made_up:
             with pytest.raises(ApiError) as refused:
-                await kube.create(PODS, pod(gpus=1), here.namespace)
+                await kube.create(PODS, pod(gpus=1, terminationGracePeriodSeconds=1), here.namespace)
             assert (refused.value.status, refused.value.reason) == (409, "ReservationConflict")
             assert "create the pod again if its generated name was taken" in refused.value.message
             assert len(set(made_up)) == 2

@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,7 +12,7 @@ from kubernetes.aio import client
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import Kube, Resource, forced_away, wait_until
-from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, ask, on, pod
+from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, Bench, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import gpu_node
 from tests.ledger.test_cluster import Pods
 from webhook.cluster import ApiGpuNodes, connected
@@ -86,6 +86,10 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
 
 class TestClusterLedgerOnTheApiServer(LedgerContract):
     """All of the contract."""
+
+    async def given_up(self, bench: Bench) -> Collection[Reservation]:
+        assert isinstance(bench.ledger, ClusterLedger)
+        return await bench.ledger.collect(bench.now, never_came=lambda _: True)
 
 
 async def test_replicas_that_see_nothing_of_each_other_never_hold_the_same_device(bench: ApiBench) -> None:
