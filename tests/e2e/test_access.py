@@ -319,14 +319,15 @@ async def test_each_account_may_do_what_it_does_and_no_more(
 ) -> None:
     account = str(cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
     lease = ["--lease-namespace", OURS, "--kubeconfig", account, "--log-level", "warn"]
-    soon = ["--bind-deadline", "2s", "--node-hash-map", json.dumps({NODE_NAMES[0]: "aa11"})]
+    soon = ["--bind-deadline", "2s", "--orphan-margin", "1s", "--node-hash-map", json.dumps({NODE_NAMES[0]: "aa11"})]
     (tmp_path / "reconcile").mkdir()
     both = (*TOKEN, "--client-ca", str(identity.ca_file))
     with ExitStack() as stack:
         running = stack.enter_context(served(cluster, tmp_path / "serve", *both))
         await wait_until(lambda: is_dressed(kube, namespace))
         # Before there is a reconciler, it is `serve` that looks which pods are on the node of a new GPUNode.
-        await kube.create(PODS, pod("first", gpus=1), namespace)
+        # It may go before the reconciler has seen it, and keeps its GPU for its grace period then.
+        await kube.create(PODS, pod("first", gpus=1, terminationGracePeriodSeconds=1), namespace)
         other = stack.enter_context(reconciling(tmp_path / "reconcile", [*lease, *soon]))
         await kube.delete(PODS, "first", namespace)
         await pods_come_run_and_go(kube, namespace, running, cluster)
