@@ -77,7 +77,9 @@ class Scene:
         return found
 
     def asking(self, node: str, name: str = "probe", annotations: Mapping[str, str] | None = None) -> Raw:
-        return pod(name, 1, annotations, nodeSelector={"kubernetes.io/hostname": node})
+        where = {"kubernetes.io/hostname": node}
+        # No container runs here: a pod that goes with its node needs no longer.
+        return pod(name, 1, annotations, nodeSelector=where, terminationGracePeriodSeconds=1)
 
     async def has_gpu(self, node: str, name: str, *, labels: Mapping[str, str] | None = None) -> str:
         """Create the pod as soon as it can have a GPU there; which."""
