@@ -27,6 +27,8 @@ async def isolated(real_cluster: Cluster, real_kube: Kube) -> AsyncIterator[Plac
                 stack.push_async_callback(real_kube.delete, resource_of(manifest), name)
         place = await stack.enter_async_context(place_of(real_cluster, real_kube, GUARDED))
         await wait_until(lambda: is_refused(place, real_pod("probe", hostPID=True)))
+        # Policies of a test before act for a moment after they are deleted.
+        await wait_until(lambda: is_refused(place, real_pod("probe")), lambda refused: not refused)
         yield place
 
 

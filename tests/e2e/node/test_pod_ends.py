@@ -123,7 +123,7 @@ async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_n
         ("stays-0",),
         ("stays-1",),
     ]
-    told = await wait_until(lambda: whys(here.kube), lambda found: len(found) >= 2)
+    told = await wait_until(lambda: whys(here), lambda found: len(found) >= 2)
     assert all("its node says that nothing uses it" in why for why in told), told
 
 
@@ -151,7 +151,7 @@ async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_con
     await trying
     took = time.monotonic() - began
     tell(request, offered_after_the_kubelet_is_back_and=took)
-    assert took < GRACE + MARGIN
+    assert took < GRACE + MARGIN + SOON
     await runs(here.kube, here.namespace, "next")
     await asyncio.sleep(1)
     found = lives(beats / "gpus")
@@ -159,7 +159,7 @@ async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_con
     assert overlaps(found) == []
 
 
-async def whys(kube: Kube) -> list[str]:
-    """Why orphans of the node have ended."""
-    found = await kube.list(EVENTS, "default", fieldSelector=f"involvedObject.name={NODE},reason=OrphanEnded")
-    return [one["message"] for one in found]
+async def whys(here: Site) -> list[str]:
+    """Why orphans of this test's pods have ended."""
+    found = await here.kube.list(EVENTS, "default", fieldSelector=f"involvedObject.name={NODE},reason=OrphanEnded")
+    return [one["message"] for one in found if f" of pod {here.namespace}/" in one["message"]]
