@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What a module does that reads text or objects of others.
 READS = re.compile(
     r"msgspec\.convert\(|msgspec\.json\.decode\(|Decoder\(|object_in\(|[^_]decoded\(|yaml\.safe_load|"
-    r"load_(?:der|pem)_x509|fields_of\(|ElementTree|expat|json\.loads\("
+    r"load_(?:der|pem)_x509|certificates?_in\(|fields_of\(|ElementTree|expat|json\.loads\("
 )
 # Those that no parser of `make fuzz` reaches, and why.
 ELSEWHERE = {

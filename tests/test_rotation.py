@@ -10,6 +10,7 @@ from cryptography.exceptions import InvalidSignature
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from webhook.certificates import certificates_in
 from webhook.issuing import BACKDATED, Pair, new_ca, new_leaf
 from webhook.rotation import (
     BadStateError,
@@ -19,7 +20,6 @@ from webhook.rotation import (
     Publish,
     Rules,
     State,
-    certificates_in,
     data_of,
     next_step,
     state_in,

@@ -11,6 +11,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from webhook.certificates import certificates_in
+
 BACKDATED = timedelta(hours=1)  # for a browser or container whose clock is behind
 
 Span = tuple[datetime, datetime]
@@ -41,7 +43,7 @@ class Pair:
 def pair_in(cert_pem: bytes, key_pem: bytes) -> Pair | None:
     """The pair, or None if something else is there."""
     try:
-        cert = x509.load_pem_x509_certificate(cert_pem)
+        cert = certificates_in(cert_pem)[0]
         key = serialization.load_pem_private_key(key_pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         return None

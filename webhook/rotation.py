@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
+from webhook.certificates import certificates_in
 from webhook.core.errors import GpuwardenError
 from webhook.issuing import BACKDATED, Pair, new_ca, new_leaf, pair_in, serves
 
@@ -107,7 +108,7 @@ def next_step(state: State | None, published: Sequence[bytes], rules: Rules, now
 def begun(published: Sequence[bytes], rules: Rules, now: datetime) -> State:
     """CAs of somebody else stay trusted as long as a leaf of theirs might last, and ours is announced beside them."""
     ca = new_ca("admission CA", (now - BACKDATED, now + rules.ca_life))
-    found = {cert for bundle in published for cert in certificates_in(bundle) if cert.not_valid_after_utc > now}
+    found = {cert for bundle in published for cert in readable_certificates(bundle) if cert.not_valid_after_utc > now}
     if found:
         until = now + rules.leaf_life
         leaving = tuple(Leaving(cert, min(until, cert.not_valid_after_utc)) for cert in found)
@@ -171,9 +172,9 @@ def longest(names: Iterable[str]) -> str:
     return max((name for name in names if len(name) <= 64), key=len, default="gpuwarden")
 
 
-def certificates_in(pem: bytes) -> list[x509.Certificate]:
+def readable_certificates(pem: bytes) -> list[x509.Certificate]:
     try:
-        return x509.load_pem_x509_certificates(pem)
+        return certificates_in(pem)
     except ValueError:
         return []
 
@@ -216,7 +217,7 @@ def state_in(data: Mapping[str, bytes]) -> State | None:
         return None
     try:
         rest = msgspec.json.decode(data[REST], type=Rest)
-        leaving = tuple(Leaving(x509.load_pem_x509_certificate(one.cert.encode()), one.until) for one in rest.leaving)
+        leaving = tuple(Leaving(certificates_in(one.cert.encode())[0], one.until) for one in rest.leaving)
     except (msgspec.DecodeError, ValueError) as exc:
         raise BadStateError(f"{REST} is not what was written there") from exc
     coming = pair_at(data, f"{COMING}.crt", f"{COMING}.key")

@@ -19,6 +19,7 @@ from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 
+from webhook.certificates import certificates_in
 from webhook.core.errors import GpuwardenError
 
 CLOCK_SKEW = timedelta(minutes=5)  # an issuer's clock may be this far ahead of ours
@@ -192,7 +193,7 @@ class CertificateSource:
 
     def _checked_leaf(self, files: _Files) -> x509.Certificate:
         try:
-            leaf = x509.load_pem_x509_certificates(files.cert)[0]
+            leaf = certificates_in(files.cert)[0]
         except ValueError as error:
             raise BadCertificateError(f"{self._cert} holds no certificate in PEM") from error
         try:

@@ -12,7 +12,7 @@ from webhook.evidence import spiffe_tls
 from webhook.evidence.jwt_workload_api import JwtSvid, bundle_in
 from webhook.evidence.x509_svid import X509Svid
 from webhook.export.pod_exec import Answer
-from webhook.rotation import certificates_in
+from webhook.rotation import readable_certificates
 from webhook.scoring.client import DECODER
 from webhook.web.callers import Caller, list_pods
 
@@ -127,4 +127,4 @@ def refused_object(content: bytes) -> object:
 
 
 def certificate_bundle(content: bytes) -> object:
-    return certificates_in(content)
+    return readable_certificates(content)

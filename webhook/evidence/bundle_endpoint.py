@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import httpx
-from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from webhook.certificates import certificate_in, certificates_in
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt_bundle import MAX_DOCUMENT, BadBundleError, JwtBundle, parse_bundle
 from webhook.evidence.jwt_workload_api import JwtWorkloadApi
@@ -140,7 +140,7 @@ class SpiffeTrust:
 
     def learn(self, bundle: JwtBundle) -> None:
         try:
-            roots = [x509.load_der_x509_certificate(der).public_bytes(Encoding.DER) for der in bundle.x509_roots]
+            roots = [certificate_in(der).public_bytes(Encoding.DER) for der in bundle.x509_roots]
         except ValueError:
             return
         self._roots = roots or self._roots
@@ -148,6 +148,6 @@ class SpiffeTrust:
 
 def roots_in(file: Path) -> list[bytes]:
     try:
-        return [one.public_bytes(Encoding.DER) for one in x509.load_pem_x509_certificates(file.read_bytes())]
+        return [one.public_bytes(Encoding.DER) for one in certificates_in(file.read_bytes())]
     except (ValueError, OSError) as exc:
         raise BadRootsError(f"{file} holds no CA certificate in PEM") from exc

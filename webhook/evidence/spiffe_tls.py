@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cryptography import x509
-
+from webhook.certificates import certificate_in
 from webhook.evidence.x509_svid import X509Svid, uri_sans
 
 
@@ -53,7 +52,7 @@ def expect(context: ssl.SSLContext, peer: str) -> None:
 def require(certificate: bytes | None, peer: str) -> None:
     """The certificate's one URI is `peer`. Its chain has been verified before."""
     try:
-        found = [] if certificate is None else uri_sans(x509.load_der_x509_certificate(certificate))
+        found = [] if certificate is None else uri_sans(certificate_in(certificate))
     except ValueError as exc:
         raise ssl.SSLCertVerificationError("the peer's certificate cannot be read") from exc
     if found != [peer]:

@@ -9,6 +9,7 @@ from datetime import datetime
 from attrs import field, frozen
 from cryptography import x509
 
+from webhook.certificates import certificate_in
 from webhook.evidence.protobuf import MalformedMessageError, as_bytes, as_text, fields_of
 
 SEQUENCE = 0x30
@@ -49,7 +50,7 @@ class X509Svid:
 
 def certificate_of(der: bytes) -> x509.Certificate:
     try:
-        return x509.load_der_x509_certificate(der)
+        return certificate_in(der)
     except ValueError as exc:
         raise MalformedMessageError("not a certificate") from exc
 
