@@ -30,8 +30,11 @@ run: $(VENV)/run.stamp ## start the server on the embedded default, no cluster n
 demo: $(VENV)/dev.stamp ## one pod's whole story in the terminal
 	@$(BIN)/python -m scripts.demo
 
+# Processes beside each other. Tests wait more than they compute: more of them than cores make sense.
+TEST_PROCESSES ?= 4
+
 test: $(VENV)/dev.stamp ## the tests (Python only)
-	$(BIN)/python -m pytest tests --ignore=tests/e2e $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests --ignore=tests/e2e -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 check: $(VENV)/dev.stamp ## format, lint, types, import rules
 	$(BIN)/ruff format --check .
@@ -70,8 +73,11 @@ parts: $(VENV)/dev.stamp ## what the tests on a real control plane run: built on
 	@$(BIN)/python -m scripts.postgres
 	@$(BIN)/python -m scripts.node build
 
+# Each process has a control plane of its own, and runs whole files: their tests share what they set up.
+E2E_PROCESSES ?= 3
+
 e2e: parts ## the tests on a real control plane (needs Go)
-	$(BIN)/python -m pytest tests/e2e $(ONCE_MORE) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/e2e -n $(E2E_PROCESSES) --dist loadfile $(ONCE_MORE) $(PYTEST_ARGS)
 
 chaos: parts promtool ## the proofs in their long form, for hours (needs Go)
 	$(BIN)/python -m pytest tests/test_alerts.py

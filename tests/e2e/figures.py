@@ -1,19 +1,31 @@
-"""What a proof measured, on the terminal, whatever pytest captures."""
+"""What the tests measured, printed below the results."""
 
 from collections.abc import Sequence
+from typing import Final
 
 import pytest
 
+FIGURES: Final = "figures"
+
 
 def tell(request: pytest.FixtureRequest, **figures: object) -> None:
-    plugins = request.config.pluginmanager
-    reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
-    if reporter is None or capture is None:
-        return
     words = ", ".join(f"{name.replace('_', ' ')} {shown(value)}" for name, value in figures.items())
-    with capture.global_and_fixture_disabled():
-        reporter.ensure_newline()
-        reporter.write_line(f"  {request.node.name}: {words}")
+    request.node.user_properties.append((FIGURES, words))  # comes with the test's report from another process, too
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [one for several in terminalreporter.stats.values() for one in several]
+    found = [
+        (one.location[2], words)
+        for one in reports
+        if isinstance(one, pytest.TestReport) and one.when == "call"
+        for name, words in one.user_properties
+        if name == FIGURES
+    ]
+    if found:
+        terminalreporter.section("figures")
+    for test, words in found:
+        terminalreporter.write_line(f"{test}: {words}")
 
 
 def shown(value: object) -> str:
