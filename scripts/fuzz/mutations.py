@@ -13,6 +13,8 @@ ODD: tuple[Any, ...] = (
     [{}], {"": ""}, [None], {"a": None},
 )  # fmt: skip
 DEEPEST = 3_000
+# The bytes of an input. Most routes read no larger body, and the API server stores no larger object.
+LARGEST = 3 * 2**20
 LONGEST = 200_000
 ASCII = bytes(range(32, 127))
 
@@ -30,7 +32,7 @@ def mutated(seed: bytes, random: Random) -> bytes:
         text = json.dumps(value).encode()
     except RecursionError:  # nested deeper than json writes
         text = b'{"a":' * DEEPEST
-    return damaged(text, random) if random.random() < 0.15 else text
+    return (damaged(text, random) if random.random() < 0.15 else text)[:LARGEST]
 
 
 def changed(value: Any, random: Random) -> Any:
@@ -47,7 +49,8 @@ def changed(value: Any, random: Random) -> Any:
         case 2:
             holder[key] = nested(random)
         case 3:
-            holder[key] = [copy.deepcopy(holder[key]) for _ in range(random.choice((0, 2, 5, 200)))]
+            most = LARGEST // len(json.dumps(holder[key]))
+            holder[key] = [copy.deepcopy(holder[key]) for _ in range(min(most, random.choice((0, 2, 5, 200))))]
         case 4 if isinstance(holder, dict):
             holder[str(random.choice(ODD))[:300]] = holder[key]
         case _:

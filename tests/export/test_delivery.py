@@ -304,6 +304,7 @@ class TestTheEnd:
         running = asyncio.create_task(delivery.run())
         await delivery.take(batch("0"))
         await frozen.is_asked.wait()
+        await until(lambda: list(well.stored) == ["0"])
         assert await delivery.drain(timedelta(milliseconds=10)) == 1
         await asyncio.wait([running])
         frozen.thaw()
