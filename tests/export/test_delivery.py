@@ -398,7 +398,7 @@ async def test_uses_that_a_store_has_no_place_for_hold_up_no_readings() -> None:
         await delivery.take(batch("both", uses=(use(1),)))
         await until(lambda: list(store.stored) == ["0", "both"])
         assert store.stored["both"] == batch("both")
-        assert delivery.states["store"].waiting.batches == 2
+        await until(lambda: delivery.states["store"].waiting.batches == 2)
         with pytest.raises(ExportError, match=r"^store: not stored: permission denied$"):
             await check([store], delivery.states)
         store.has_uses = True
