@@ -9,7 +9,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.keys import POD_INDEX_LABEL
 
 Json = dict[str, Any]
-PLURALS = {"List", "PodList"}
+PLURALS = ("List", "PodList")
 # More pods of one StatefulSet tell nobody anything new.
 MOST_ORDINALS = 100
 
@@ -33,8 +33,10 @@ def pods_of(text: str) -> list[Json]:
         raise UnreadableManifestError(f"not YAML: {exc}") from exc
     except RecursionError as exc:
         raise UnreadableManifestError("nested too deeply") from exc
+    except ValueError as exc:  # a date that is none
+        raise UnreadableManifestError(f"not YAML: {exc}") from exc
     for document in documents:
-        for item in (document.get("items") or []) if is_list(document) else [document]:
+        for item in items_of(document):
             pods += pods_made_by(item)
     return pods
 
@@ -90,8 +92,12 @@ def name_of(raw: Json) -> str:
     return str(meta.get("name") or meta.get("generateName") or "")
 
 
-def is_list(document: Any) -> bool:
-    return isinstance(document, dict) and document.get("kind") in PLURALS
+def items_of(document: Any) -> list[Any]:
+    """The objects of a list, or the one object."""
+    if not isinstance(document, dict) or document.get("kind") not in PLURALS:
+        return [document]
+    items = document.get("items")
+    return items if isinstance(items, list) else []
 
 
 def template_of(item: Any) -> Json | None:
