@@ -122,6 +122,7 @@ class Peer:
     is_idle: bool = True
     is_proven: bool = True
     is_dismissed: bool = False
+    began: float = 0.0
 
     def dismiss(self) -> None:
         self.is_dismissed = True
@@ -149,6 +150,11 @@ def waiting() -> Peer:
     return Peer(None, is_idle=False)
 
 
+def asking(since: float) -> Peer:
+    """For our first answer, or to be read."""
+    return Peer(None, is_idle=False, is_proven=False, began=since)
+
+
 @pytest.mark.parametrize(
     ("peers", "dismissed"),
     [
@@ -162,6 +168,9 @@ def waiting() -> Peer:
         ([owing(8.1, is_proven=True), idle(9)], 1),
         ([owing(9.8, is_proven=True), owing(9.7, is_proven=True), waiting()], 1),
         ([waiting(), waiting()], None),
+        ([idle(1), asking(9.5)], None),
+        ([idle(1), asking(8.5)], 0),
+        ([silent(9), asking(9.5)], 0),
     ],
     ids=[
         "who never asked",
@@ -174,6 +183,9 @@ def waiting() -> Peer:
         "who is idle rather than who is sending",
         "who is sending for longest",
         "nobody",
+        "nobody while a new one may still turn out to be silent",
+        "who is idle once the new one has been read",
+        "who never asked rather than who has just asked",
     ],
 )
 def test_a_connection_that_waits_for_its_peer_is_closed_for_a_new_one(peers: list[Peer], dismissed: int | None) -> None:

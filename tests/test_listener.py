@@ -17,7 +17,7 @@ import uvloop
 from attrs import define, field
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.settings import SettingCodes
+from h2.settings import SettingCodes, Settings
 from hyperframe.frame import Frame, GoAwayFrame, HeadersFrame, RstStreamFrame
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -762,6 +762,55 @@ async def test_a_peer_whose_client_reset_its_last_request_is_idle() -> None:
             await asked
         app.gate.set()
         assert await seconds(listener.stop(20)) < 2
+
+
+@on_both_loops
+async def test_a_peer_that_leaves_before_its_answer_leaves_no_connection() -> None:
+    app = App()
+    budgets = Budgets()
+    async with listening(app, budgets=budgets) as listener:
+        for protocol, content in ((H1(), request("/slow")), (H2(), half_a_request())):
+            async with connected(listener, protocol) as (_, writer):
+                writer.write(content)
+                await app.begun.acquire()
+                writer.transport.abort()
+        app.gate.set()
+        await until(lambda: not budgets.connections and not listener.connections)
+
+
+@on_both_loops
+async def test_a_peer_that_takes_no_answer_makes_room_for_others() -> None:
+    windowless = H2Connection(H2Configuration(client_side=True))
+    windowless.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    windowless.initiate_connection()
+    words = {":method": "GET", ":path": "/big/10", ":scheme": "https", ":authority": HOST}
+    windowless.send_headers(1, list(words.items()), end_stream=True)
+    budgets = Budgets(Limits(connections=1))
+    async with listening(App(), budgets=budgets) as listener, connected(listener, H2()) as (reader, writer):
+        writer.write(windowless.data_to_send())
+        await until(lambda: any(one.waits_since is not None and not one.is_idle for one in budgets.connections))
+        async with connected(listener, H1()) as streams:
+            assert (await ask(streams, request("/echo", b"here")))[2] == b"here"
+        await wait_closed(reader)
+
+
+def half_a_request() -> bytes:
+    """The body is announced, and does not come."""
+    connection = H2Connection(H2Configuration(client_side=True))
+    connection.initiate_connection()
+    words = {":method": "POST", ":path": "/patient", ":scheme": "https", ":authority": HOST, "content-length": "10"}
+    connection.send_headers(1, list(words.items()))
+    return connection.data_to_send()
+
+
+@on_both_loops
+async def test_a_connection_that_has_not_begun_is_closed_for_another() -> None:
+    """All that come in one turn of the loop are accepted before any of them is read."""
+    limits = Limits(connections=4)
+    async with listening(App(), tls=False, budgets=Budgets(limits)) as listener, AsyncExitStack() as stack:
+        await asyncio.gather(*(stack.enter_async_context(connected(listener)) for _ in range(12)))
+        streams = await stack.enter_async_context(connected(listener))
+        assert (await ask(streams, request("/echo", b"still here")))[0] == 200
 
 
 @on_both_loops

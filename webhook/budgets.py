@@ -18,6 +18,7 @@ from webhook.core.errors import GpuwardenError
 MIB: Final = 2**20
 SMALL: Final = 2**16  # bytes; reviews of pods without long annotations have less than a quarter of it
 STALLED_AFTER: Final = 2.0  # seconds after which a large body, or a connection that owes one, makes room for others
+NEW: Final = 1.0  # seconds in which a request that was sent at once is read
 RESERVE: Final = 16  # places for connections to the listener that probes ask
 PATIENCE: Final = 1.0  # seconds that a body which has been read waits for its turn
 # What a JSON value takes as a Python object, at most, by the character that it begins with; and each one's place in the
@@ -138,11 +139,16 @@ class Connected(Protocol):
 
     @property
     def is_proven(self) -> bool:
-        """A request has come whole over it."""
+        """A whole request has come over it, and the peer has taken the answer."""
+
+    @property
+    def began(self) -> float:
+        """When it was accepted."""
 
     @property
     def waits_since(self) -> float | None:
-        """Since when it is idle, or owes the rest of a request that has begun. None: it waits for us."""
+        """Since when it is idle, owes the rest of a request that has begun, or does not take an answer. None: it waits
+        for us."""
 
     def dismiss(self) -> None:
         """Close it, at once if it owes the rest of a request."""
@@ -191,9 +197,11 @@ class Budgets:
         if len(self.connections) < self.limits.connections - (0 if is_probe else self.limits.reserve):
             return True
         turns = ((turn, one) for one in self.connections if (turn := turn_to_go(one, now)) is not None)
-        _, first = min(turns, key=lambda pair: pair[0], default=(None, None))
-        if first is None:
+        turn, first = min(turns, key=lambda pair: pair[0], default=(None, None))
+        if turn is None or first is None:
             return False
+        if turn[0] > 0 and any(not one.is_proven and now - one.began < NEW for one in self.connections):
+            return False  # one of those is to go, once its request has been looked at
         first.dismiss()
         self.connections.pop(first, None)
         return True

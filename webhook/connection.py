@@ -5,10 +5,11 @@
 
 import asyncio
 import logging
+import math
 import ssl
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import h11
 import structlog
@@ -110,7 +111,7 @@ class _Body:
         self._room = asyncio.Event()
         self._until = until
         self.is_complete = is_complete  # or will never be: the peer has gone, or was too slow
-        self.is_lost = False
+        self.is_whole = self.is_lost = False
         self.is_given_up = False  # by us: the peer may still send
 
     async def put(self, message: ASGIReceiveEvent) -> None:
@@ -118,7 +119,8 @@ class _Body:
         if message["type"] == "http.request":
             self._count(len(message["body"]))
             self._behind += len(message["body"])
-            self.is_complete = self.is_complete or not message["more_body"]
+            self.is_whole = self.is_whole or not message["more_body"]
+            self.is_complete = self.is_complete or self.is_whole
         elif message["type"] == "http.disconnect":
             self.is_complete = self.is_lost = True
         while self._behind > BODY_BEHIND and not self.is_complete:
@@ -192,8 +194,7 @@ class _Requests(TaskGroup):
         async def put(message: ASGIReceiveEvent) -> None:
             await body.put(message)
             if body.is_complete:
-                is_whole = message["type"] == "http.request" and not message["more_body"]
-                self._connection.end_body(body, is_whole=is_whole)
+                self._connection.end_body(body)
 
         return put
 
@@ -204,6 +205,7 @@ class _Requests(TaskGroup):
                 await body.discard()
             await send(None)  # Hypercorn answers 500 if the app has not answered
             body.close()
+            self._connection.end_answer(body)
             await self._connection.end_stream(send, is_given_up=body.is_given_up)
         finally:
             body.close()
@@ -233,7 +235,8 @@ class _Requests(TaskGroup):
                 await body.discard()
             while held:
                 await send(held.pop())
-            await send(message)
+            with self._connection.sending(body):
+                await send(message)
 
         try:
             await app(scope, body.get, send_after_body, _no_threads, _no_threads)
@@ -245,6 +248,10 @@ class _Requests(TaskGroup):
 def _no_threads(*_: object) -> None:
     """What Hypercorn offers to WSGI apps; ours is none."""
     raise NotImplementedError
+
+
+def first_of(waiting: dict[_Body, float]) -> float | None:
+    return next(iter(waiting.values()), None)
 
 
 class Connection:
@@ -266,14 +273,16 @@ class Connection:
         self._tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
         self._loop = asyncio.get_running_loop()
         self._protocol: ProtocolWrapper
+        self._has_begun = False
         self._timer: asyncio.TimerHandle | None = None
         self._outbox = bytearray()
         # Of the client CA: another would have ended the handshake.
         self.has_certificate = self._tls is not None and self._tls.getpeercert(binary_form=True) is not None
         self._running = 0
         self._owed: dict[_Body, float] = {}  # since when, in the order of their beginning
+        self._untaken: dict[_Body, float] = {}  # answers that the peer has not taken yet
         self._is_proven = self._reads_no_more = False
-        self._idle_since = self._loop.time()
+        self.began = self._idle_since = self._loop.time()
         self._is_reading_headers = False
         self._is_closing = False
         self._is_parting = False
@@ -283,6 +292,7 @@ class Connection:
         try:
             async with _Requests(self, self._deadlines) as requests:
                 self._protocol = self._speak(requests)
+                self._has_begun = True
                 await self._protocol.initiate()
                 self._wait(self._linger if self._settings.is_draining else self._deadlines.keep_alive)
                 await self._read()
@@ -309,9 +319,14 @@ class Connection:
 
     @property
     def waits_since(self) -> float | None:
-        if self._is_closing or self._is_parting:
+        if not self._has_begun or self._is_closing or self._is_parting:
             return None
-        return next(iter(self._owed.values()), None) if self._running else self._idle_since
+        since = min(map(first_of, (self._owed, self._untaken)), key=lambda one: one or math.inf)
+        if self._running and since is None:
+            return None
+        if not self._is_proven:  # what it sends bit by bit makes it no younger
+            return self.began
+        return since if self._running else self._idle_since
 
     def dismiss(self) -> None:
         if self._running:
@@ -337,9 +352,21 @@ class Connection:
         if self._settings.is_draining:
             self._close_to_new_streams()
 
-    def end_body(self, body: _Body, *, is_whole: bool) -> None:
+    def end_body(self, body: _Body) -> None:
         self._owed.pop(body, None)
-        self._is_proven = self._is_proven or is_whole
+
+    @contextmanager
+    def sending(self, body: _Body) -> Iterator[None]:
+        """Over HTTP/2 a part of an answer is sent when the peer has granted a window for it."""
+        self._untaken[body] = self._loop.time()
+        try:
+            yield
+        finally:
+            del self._untaken[body]
+
+    def end_answer(self, body: _Body) -> None:
+        """The peer has sent a whole request and taken its answer."""
+        self._is_proven = self._is_proven or body.is_whole
 
     def end_request(self, body: _Body) -> None:
         self._running -= 1
@@ -395,6 +422,10 @@ class Connection:
                     await self._protocol.handle(RawData(data))
                     self._watch_headers()
         await self._protocol.handle(Closed())
+        if isinstance(self._protocol.protocol, H2Protocol):
+            # An answer that comes from now on would wait for ever for Hypercorn's sending task, which has ended.
+            for buffer in self._protocol.protocol.stream_buffers.values():
+                await buffer.close()
 
     def _watch_headers(self) -> None:
         if self._running or self._is_reading_headers or self._is_closing or self._settings.is_draining:

@@ -76,7 +76,7 @@ def told_of(running: Running) -> list[str]:
     wrong = []
     log = running.log.read_text(errors="replace")
     if "Traceback" in log or '"level":"error"' in log.replace(" ", ""):
-        wrong.append(f"the log tells of an error: {next(line for line in log.splitlines() if 'rror' in line)[:500]}")
+        wrong.append(f"the log has an error: {next(line for line in log.splitlines() if 'rror' in line)[:5000]}")
     if running.process.poll() is not None:
         wrong.append(f"the process has ended with {running.process.returncode}")
     return wrong

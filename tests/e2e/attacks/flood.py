@@ -9,6 +9,10 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.settings import SettingCodes, Settings
+
 from tests import builders
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -44,6 +48,19 @@ async def stall_at_once(streams: Streams) -> None:
     await reader.read()
 
 
+async def grant_nothing(streams: Streams) -> None:
+    """A whole request over HTTP/2, and no window for its answer."""
+    reader, writer = streams
+    connection = H2Connection(H2Configuration(client_side=True))
+    connection.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    connection.initiate_connection()
+    words = {":method": "GET", ":path": "/healthz", ":scheme": "https", ":authority": "localhost"}
+    connection.send_headers(1, list(words.items()), end_stream=True)
+    writer.write(connection.data_to_send())
+    while await reader.read(4096):
+        pass
+
+
 def repeat(body: bytes) -> Callable[[Streams], Awaitable[None]]:
     async def repeated(streams: Streams) -> None:
         """The same large body as fast as the server takes it."""
@@ -61,6 +78,7 @@ ATTACKS: dict[str, Callable[[Streams], Awaitable[None]]] = {
     "unfinished": stall,
     "unfinished-small": stall_small,
     "silent": stall_at_once,
+    "windowless": grant_nothing,
     "large": repeat(review("large", 1_600_000)),
     "deep": repeat(b'{"request": {"object": {"x": [' + b",".join([DEEP] * 2000) + b"]}}}"),
 }
@@ -79,6 +97,8 @@ async def again_and_again(port: int, trust: ssl.SSLContext, attack: Callable[[St
 
 async def main(port: str, ca: str, attack: str, number: str) -> None:
     trust = ssl.create_default_context(cafile=ca)
+    if attack == "windowless":
+        trust.set_alpn_protocols(["h2"])
     await asyncio.gather(*(again_and_again(int(port), trust, ATTACKS[attack]) for _ in range(int(number))))
 
 

@@ -146,12 +146,13 @@ def small(tmp_path: Path) -> Iterator[Running]:
         yield process
 
 
-async def test_silent_peers_with_half_a_request_keep_nobody_out(small: Running) -> None:
-    """They come back whenever they are cut."""
+@pytest.mark.parametrize("attack", ["silent", "windowless"])
+async def test_silent_peers_with_half_a_request_keep_nobody_out(small: Running, attack: str) -> None:
+    """Those that take no answer neither. They come back whenever they are cut."""
     reviews, probes = list[float](), list[float]()
     async with small.client(limits=httpx.Limits(keepalive_expiry=None)) as reviewer:
         assert (await reviewer.get("/healthz")).status_code == 200
-        with attacked(small, "silent", 80):
+        with attacked(small, attack, 80):
             await asyncio.sleep(3)
             for number in range(10):
                 reviews.append(await soon(asked(small, small.trust, f"honest-{number}")))
