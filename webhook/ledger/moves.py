@@ -256,10 +256,8 @@ class Unmark:
     orphan: Orphan
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
-        known = held.get(self.reservation_id)
-        if known is None or (known.since, known.uid) != (self.since, self.uid) or known.phase is not Phase.FINALIZED:
-            return None
-        if known.orphan != self.orphan:
+        known = bound_to(held, self.reservation_id, self.uid, self.since)
+        if known is None or known.orphan != self.orphan:
             return None
         unmarked = held[known.id] = evolve(known, orphan=None)
         return unmarked
@@ -275,11 +273,9 @@ class MarkUnused:
     asked_at: datetime
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
-        known = held.get(self.reservation_id)
-        if known is None or (known.since, known.uid) != (self.since, self.uid) or known.phase is not Phase.FINALIZED:
-            return None
+        known = bound_to(held, self.reservation_id, self.uid, self.since)
         # Two clocks have measured: whoever saw the pod go, and whoever asked its node.
-        if known.orphan is None or self.asked_at <= known.orphan.at + 2 * times.clock_skew:
+        if known is None or known.orphan is None or self.asked_at <= known.orphan.at + 2 * times.clock_skew:
             return None
         if known.orphan.is_unused:
             return known
@@ -299,6 +295,14 @@ class Expire:
         if known is None or not may_give_way(known, now, times, self.in_vain):
             return None
         return drop(known, stored, held, Event.DEADLINE_PASSED)
+
+
+def bound_to(held: Held, reservation_id: ReservationId, uid: str, since: datetime) -> Reservation | None:
+    """The reservation of that time whose pod has that uid; another under the same id is none."""
+    known = held.get(reservation_id)
+    if known is None or (known.since, known.uid) != (since, uid) or known.phase is not Phase.FINALIZED:
+        return None
+    return known
 
 
 def drop(known: Reservation, stored: Stored, held: Held, event: Event) -> Reservation:
