@@ -197,10 +197,11 @@ class Budgets:
         if len(self.connections) < self.limits.connections - (0 if is_probe else self.limits.reserve):
             return True
         turns = ((turn, one) for one in self.connections if (turn := turn_to_go(one, now)) is not None)
-        turn, first = min(turns, key=lambda pair: pair[0], default=(None, None))
-        if turn is None or first is None:
+        found = min(turns, key=lambda pair: pair[0], default=None)
+        if found is None:
             return False
-        if turn[0] > 0 and any(not one.is_proven and now - one.began < NEW for one in self.connections):
+        (rank, _), first = found
+        if rank > 0 and any(not one.is_proven and now - one.began < NEW for one in self.connections):
             return False  # one of those is to go, once its request has been looked at
         first.dismiss()
         self.connections.pop(first, None)

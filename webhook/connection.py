@@ -5,7 +5,6 @@
 
 import asyncio
 import logging
-import math
 import ssl
 import sys
 from collections.abc import Awaitable, Callable, Iterator
@@ -250,10 +249,6 @@ def _no_threads(*_: object) -> None:
     raise NotImplementedError
 
 
-def first_of(waiting: dict[_Body, float]) -> float | None:
-    return next(iter(waiting.values()), None)
-
-
 class Connection:
     """One peer: bytes in, bytes out, and the one timer that says when it has been quiet or slow for too long.
 
@@ -321,7 +316,7 @@ class Connection:
     def waits_since(self) -> float | None:
         if not self._has_begun or self._is_closing or self._is_parting:
             return None
-        since = min(map(first_of, (self._owed, self._untaken)), key=lambda one: one or math.inf)
+        since = min((next(iter(one.values())) for one in (self._owed, self._untaken) if one), default=None)
         if self._running and since is None:
             return None
         if not self._is_proven:  # what it sends bit by bit makes it no younger
