@@ -29,12 +29,10 @@ def pods_of(text: str) -> list[Json]:
     pods: list[Json] = []
     try:
         documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError) as exc:  # a date that is none is a ValueError
         raise UnreadableManifestError(f"not YAML: {exc}") from exc
     except RecursionError as exc:
         raise UnreadableManifestError("nested too deeply") from exc
-    except ValueError as exc:  # a date that is none
-        raise UnreadableManifestError(f"not YAML: {exc}") from exc
     for document in documents:
         for item in items_of(document):
             pods += pods_made_by(item)
