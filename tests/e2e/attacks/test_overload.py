@@ -147,8 +147,8 @@ def small(tmp_path: Path) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("attack", ["silent", "windowless"])
-async def test_silent_peers_with_half_a_request_keep_nobody_out(small: Running, attack: str) -> None:
-    """Those that take no answer neither. They come back whenever they are cut."""
+async def test_peers_that_send_half_a_request_or_take_no_answer_keep_nobody_out(small: Running, attack: str) -> None:
+    """They come back whenever their connection is closed."""
     reviews, probes = list[float](), list[float]()
     async with small.client(limits=httpx.Limits(keepalive_expiry=None)) as reviewer:
         assert (await reviewer.get("/healthz")).status_code == 200
