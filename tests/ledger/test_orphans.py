@@ -64,6 +64,13 @@ async def after(scene: Scene, time: timedelta, reconciler: Reconciler | None = N
     return scene.bench.held()
 
 
+async def assert_free_after(scene: Scene, time: timedelta, reconciler: Reconciler | None = None) -> None:
+    """At that time, and not a second earlier."""
+    assert await after(scene, timedelta(0), reconciler)
+    assert await after(scene, time - timedelta(seconds=1), reconciler)
+    assert await after(scene, timedelta(seconds=1), reconciler) == {}
+
+
 async def test_a_pod_deleted_by_force_keeps_its_devices_for_its_grace_period_and_the_margin(scene: Scene) -> None:
     await gone_by_force(scene)
     assert scene.phase is Phase.FINALIZED  # which a replica that knows nothing of orphans reads as well
@@ -99,9 +106,7 @@ async def test_a_pod_that_went_unseen_is_waited_for_as_long_as_any_pod_may_take(
     scene.bench.pods.uids.clear()
     other = scene.another(scene.bench.another().ledger)
     other.replaced({})
-    assert await after(scene, timedelta(0), other)
-    assert await after(scene, MAX_GRACE + MARGIN - timedelta(seconds=1), other)
-    assert await after(scene, timedelta(seconds=1), other) == {}
+    await assert_free_after(scene, MAX_GRACE + MARGIN, other)
 
 
 @pytest.fixture
@@ -120,17 +125,13 @@ async def test_of_a_pod_that_went_unseen_the_grace_period_is_stored(stored: Scen
     stored.bench.pods.uids.clear()
     other = stored.another(stored.bench.another().ledger)
     other.replaced({})
-    assert await after(stored, timedelta(0), other)
-    assert await after(stored, GRACE + MARGIN - timedelta(seconds=1), other)
-    assert await after(stored, timedelta(seconds=1), other) == {}
+    await assert_free_after(stored, GRACE + MARGIN, other)
 
 
 async def test_of_a_pod_that_went_between_two_lists_too(stored: Scene) -> None:
     stored.bench.pods.uids.clear()
     stored.reconciler.replaced({})
-    assert await after(stored, timedelta(0))
-    assert await after(stored, GRACE + MARGIN - timedelta(seconds=1))
-    assert await after(stored, timedelta(seconds=1)) == {}
+    await assert_free_after(stored, GRACE + MARGIN)
 
 
 async def test_a_pod_that_was_being_deleted_when_the_watch_began_has_no_more_than_is_stored(stored: Scene) -> None:
@@ -154,9 +155,7 @@ async def test_a_deletion_with_more_than_is_stored_is_stored_in_its_place(stored
     stored.bench.pods.uids.clear()
     other = stored.another(stored.bench.another().ledger)
     other.replaced({})
-    assert await after(stored, timedelta(0), other)
-    assert await after(stored, timedelta(seconds=1000) + MARGIN - timedelta(seconds=1), other)
-    assert await after(stored, timedelta(seconds=1), other) == {}
+    await assert_free_after(stored, timedelta(seconds=1000) + MARGIN, other)
 
 
 async def test_what_is_seen_of_a_pod_that_exists_is_not_stored_where_nothing_was(scene: Scene) -> None:
@@ -190,9 +189,7 @@ async def old() -> Scene:
 async def test_a_living_pod_with_more_than_the_limit_is_waited_for_as_long_as_it_says(old: Scene) -> None:
     old.bench.pods.uids.clear()
     old.reconciler.deleted(of_old(deleted=0))
-    assert await after(old, timedelta(0))
-    assert await after(old, OLD + MARGIN - timedelta(seconds=1))
-    assert await after(old, timedelta(seconds=1)) == {}
+    await assert_free_after(old, OLD + MARGIN)
 
 
 async def test_more_than_the_limit_is_stored_for_who_does_not_see_the_pod_go(old: Scene) -> None:
@@ -203,9 +200,7 @@ async def test_more_than_the_limit_is_stored_for_who_does_not_see_the_pod_go(old
     old.bench.pods.uids.clear()
     other = old.another(old.bench.another().ledger)
     other.replaced({})
-    assert await after(old, timedelta(0), other)
-    assert await after(old, OLD + MARGIN - timedelta(seconds=1), other)
-    assert await after(old, timedelta(seconds=1), other) == {}
+    await assert_free_after(old, OLD + MARGIN, other)
 
 
 async def test_more_than_the_limit_is_waited_for_on_a_node_that_is_gone(old: Scene) -> None:
@@ -222,9 +217,7 @@ async def test_what_an_older_replica_has_left_out_is_not_known(stored: Scene) ->
     stored.bench.pods.uids.clear()
     other = stored.another(stored.bench.another().ledger)
     other.replaced({})
-    assert await after(stored, timedelta(0), other)
-    assert await after(stored, MAX_GRACE + MARGIN - timedelta(seconds=1), other)
-    assert await after(stored, timedelta(seconds=1), other) == {}
+    await assert_free_after(stored, MAX_GRACE + MARGIN, other)
 
 
 async def test_a_pod_that_was_being_deleted_when_the_watch_began_may_have_been_given_longer_before(
@@ -407,9 +400,7 @@ async def test_a_creation_that_took_so_long_that_its_pod_was_taken_for_gone_keep
     assert await after(scene, 10 * GRACE, other)
     scene.bench.pods.uids.clear()
     other.deleted(running(deleted=0))
-    assert await after(scene, timedelta(0), other)
-    assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
-    assert await after(scene, timedelta(seconds=1), other) == {}
+    await assert_free_after(scene, GRACE + MARGIN, other)
 
 
 LOST: Raw = {"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]}
