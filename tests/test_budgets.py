@@ -183,9 +183,9 @@ def asking(since: float) -> Peer:
         "who is idle rather than who is sending",
         "who is sending for longest",
         "nobody",
-        "nobody while a new one may still turn out to be silent",
-        "who is idle once the new one has been read",
-        "who never asked rather than who has just asked",
+        "none while a connection is new and its request not read",
+        "an idle one when that connection is new no more",
+        "a silent one before one that has just asked",
     ],
 )
 def test_a_connection_that_waits_for_its_peer_is_closed_for_a_new_one(peers: list[Peer], dismissed: int | None) -> None:

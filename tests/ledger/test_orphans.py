@@ -335,7 +335,7 @@ async def test_no_replica_gives_up_what_was_promised_to_a_pod_that_may_have_run(
 async def test_what_was_promised_to_a_pod_that_may_have_run_counts_as_orphaned_from_its_deadline_on(
     *, is_away: bool
 ) -> None:
-    """Else creations that a quota refuses pile up while no reconciler runs, whoever posts the reviews."""
+    """Otherwise a tenant could hold any number of GPUs by creations that a quota refuses, while no reconciler runs."""
     scene, other = await went_unseen()
     ledger = scene.bench.ledger
     room = Room(ledger, scene.bench.fleet, lambda: scene.bench.now, Limits(orphans_per_namespace=1))

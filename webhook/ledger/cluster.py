@@ -256,7 +256,7 @@ class ClusterLedger:
         return await self._moved(known.node, Release(known.id, pod, since or known.since)) is not None
 
     async def release_orphan(self, one: Reservation) -> bool:
-        """Its pod must have ended by now. One of which more has become known since stays."""
+        """Its pod must have ended by now. An orphan that has changed since it was read stays."""
         return await self._moved(one.node, Release(one.id, pod_of(one), one.since, one.orphan)) is not None
 
     async def abandon(
@@ -271,7 +271,7 @@ class ClusterLedger:
         return [one for one in held if one.orphan is not None and one.phase is Phase.FINALIZED]
 
     async def unmark(self, one: Reservation) -> bool:
-        """The orphan's pod is there and alive. One of which more has become known since stays an orphan."""
+        """The orphan's pod exists and is alive. An orphan that has changed since it was read stays one."""
         if one.orphan is None:
             return False
         return await self._moved(one.node, Unmark(one.id, one.uid or "", one.since, one.orphan)) is not None
