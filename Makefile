@@ -80,7 +80,7 @@ e2e: parts ## the tests on a real control plane (needs Go)
 	$(BIN)/python -m pytest tests/e2e -n $(E2E_PROCESSES) --dist loadfile $(ONCE_MORE) $(PYTEST_ARGS)
 
 chaos: parts promtool ## the proofs in their long form, for hours (needs Go)
-	$(BIN)/python -m pytest tests/test_alerts.py
+	$(BIN)/python -m pytest tests/project/test_alerts.py
 	$(BIN)/python -m pytest tests/e2e -m long $(PYTEST_ARGS)
 
 # For an hour: make fuzz FUZZ_SECONDS=3600. A seed that is printed gives the same inputs again: FUZZ_ARGS="--seed N".

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from webhook.core.review import answer
 from webhook.core.verdict import Admit
-from webhook.listener import Listener
+from webhook.runtime.http.listener import Listener
 
 PATCH = [{"op": "add", "path": "/metadata/annotations/bench.example~1seen", "value": "true"}]
 ANSWER = answer("00000000-0000-4000-8000-000000000000", Admit(PATCH))

@@ -28,7 +28,16 @@ from bench.servers import GPUWARDEN, BenchError
 from scripts.controlplane.build import BuildError
 from scripts.controlplane.cluster import Cluster
 from scripts.controlplane.components import API_SERVER
-from webhook.policies import BLIND, Installation, Manifest, filled, manifests, policies, webhooks, while_down
+from webhook.kube.install.policies import (
+    BLIND,
+    Installation,
+    Manifest,
+    filled,
+    manifests,
+    policies,
+    webhooks,
+    while_down,
+)
 
 Raw = dict[str, Any]
 

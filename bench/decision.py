@@ -22,17 +22,17 @@ from starlette.requests import Request
 from bench.figures import Target, percentile, typical
 from bench.pods import RARE, WAYS, Asker, Way, create_review, stream
 from bench.servers import write_inventory
-from webhook import settings
-from webhook.clock import utc_now
+from webhook.admission.holding import Holder
+from webhook.assembly.parts import embedded
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, ReservationId
-from webhook.holding import Holder
-from webhook.telemetry import configure_logging
+from webhook.runtime import settings
+from webhook.runtime.clock import utc_now
+from webhook.runtime.telemetry import configure_logging
 from webhook.web.admission import Admission
 from webhook.web.health import Health, Stage
-from webhook.wiring import embedded
 
 Raw = dict[str, Any]
 T = TypeVar("T")

@@ -28,12 +28,12 @@ from bench.figures import Target
 from bench.run import RESULTS, SLACK
 from scripts.postgres import Postgres, PostgresMissingError
 from tests.export.test_fleet import Fleet, serving
-from webhook.clock import utc_now
 from webhook.export.delivery import Delivery
 from webhook.export.outbox import opener
 from webhook.export.postgres import PostgresExporter
 from webhook.export.records import Batch, Reading
 from webhook.export.targets import PostgresTarget
+from webhook.runtime.clock import utc_now
 
 Raw = dict[str, Any]
 

@@ -16,16 +16,16 @@ from attrs import frozen
 from starlette.requests import Request
 
 from bench.figures import Target, percentile, typical
-from webhook.clock import utc_now
+from webhook.assembly.parts import Parts, embedded
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.reservation import Reservation, ReservationId
+from webhook.runtime.clock import utc_now
+from webhook.runtime.settings import Settings
+from webhook.runtime.telemetry import configure_logging
 from webhook.scheduler.extender import Extender
-from webhook.settings import Settings
-from webhook.telemetry import configure_logging
 from webhook.web.extender import ExtenderRoutes
 from webhook.web.health import Health, Stage
-from webhook.wiring import Parts, embedded
 
 Raw = dict[str, Any]
 

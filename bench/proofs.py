@@ -17,11 +17,11 @@ from attrs import frozen
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from bench.figures import Target, percentile, typical
-from webhook.clock import utc_now
-from webhook.evidence.evidence_id import DEFAULT_TEMPLATE, EvidenceId
-from webhook.evidence.jwt_bundle import parse_bundle
-from webhook.evidence.jwt_svid import BadTokenError, Examiner, check_signature
-from webhook.evidence.nonce import PREFIX, Nonces, one_process_only
+from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
+from webhook.evidence.jwt.jwt_bundle import parse_bundle
+from webhook.evidence.jwt.jwt_svid import BadTokenError, Examiner, check_signature
+from webhook.evidence.jwt.nonce import PREFIX, Nonces, one_process_only
+from webhook.runtime.clock import utc_now
 
 Raw = dict[str, Any]
 

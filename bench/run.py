@@ -15,7 +15,7 @@ from attrs import frozen
 from bench import bind, decision, extender, idle, machine, memory, proofs, smi, spire, throughput
 from bench.figures import Target
 from bench.servers import BenchError
-from webhook.clock import utc_now
+from webhook.runtime.clock import utc_now
 
 Raw = dict[str, Any]
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from webhook import setting_kinds as kinds
 from webhook.export import kinds as export_kinds
-from webhook.setting_kinds import Kind
+from webhook.runtime import setting_kinds as kinds
+from webhook.runtime.setting_kinds import Kind
 
 Schema = dict[str, Any]
 

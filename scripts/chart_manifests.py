@@ -12,9 +12,9 @@ import yaml
 
 from scripts.chart_dashboard import dashboard
 from scripts.chart_values import CHART, ROOT
-from webhook import crds
 from webhook.core.host_paths import PLACES, WRITABLE
-from webhook.policies import (
+from webhook.kube.install import crds
+from webhook.kube.install.policies import (
     DEBUGGING,
     Blinds,
     Installation,

@@ -13,11 +13,11 @@ import yaml
 from attrs import field, frozen
 
 from scripts.chart_forms import BOOL, Schema, form_of, one_of
-from webhook import settings
 from webhook.core.host_paths import HOST_PATH
 from webhook.export import settings as export_settings
-from webhook.setting_kinds import FILE
-from webhook.setting_table import Setting, in_words, plain
+from webhook.runtime import settings
+from webhook.runtime.setting_kinds import FILE
+from webhook.runtime.setting_table import Setting, in_words, plain
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 CHART: Final = ROOT / "chart"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.builders import Raw
 from tests.web.house import INVENTORY, House
-from webhook.pods import PodFacts
+from webhook.ledger.pods import PodFacts
 
 Build = Callable[..., Awaitable[House]]
 

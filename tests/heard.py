@@ -1,7 +1,7 @@
 """Events that nobody posts: a test looks at what was told."""
 
 from webhook.core.reasons import Reason
-from webhook.events import Subject
+from webhook.kube.events import Subject
 
 
 class Heard:

@@ -14,16 +14,16 @@ from starlette.routing import Route
 
 from tests import builders
 from tests.builders import Raw
-from webhook.cluster import ApiGpuNodes, ApiPods
 from webhook.core import keys
 from webhook.core.errors import LedgerError
 from webhook.core.pod import Pod
 from webhook.core.reservation import ReservationId
+from webhook.kube.cluster import ApiGpuNodes, ApiPods
 from webhook.ledger.carrier import Sight
 from webhook.ledger.cluster import WitnessAwayError
+from webhook.ledger.pods import PodsUnavailableError
 from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
-from webhook.listener import Listener
-from webhook.pods import PodsUnavailableError
+from webhook.runtime.http.listener import Listener
 
 POD = builders.created(builders.raw_pod())
 DRESSED = builders.created(

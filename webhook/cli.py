@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import webhook
-from webhook import settings
-from webhook.clock import utc_now
 from webhook.core.errors import GpuwardenError
-from webhook.setting_kinds import NAMESPACE, is_qualified, read_interval, read_namespace, read_url
-from webhook.settings import Settings, SettingsError
+from webhook.runtime import settings
+from webhook.runtime.clock import utc_now
+from webhook.runtime.setting_kinds import NAMESPACE, is_qualified, read_interval, read_namespace, read_url
+from webhook.runtime.settings import Settings, SettingsError
 
 FAILED: Final = 1
 # Lines of usage above a mistake: more would hide it.
@@ -272,7 +272,7 @@ def serve(args: Namespace, chosen: Settings) -> int:
 
     import uvloop
 
-    from webhook.server import serve as serve_all
+    from webhook.commands.serve import serve as serve_all
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_all(chosen, hints=args.hints))
@@ -286,7 +286,7 @@ def reconcile(args: Namespace, chosen: Settings) -> int:
 
     if chosen.is_embedded:
         raise GpuwardenError("there is nothing to reconcile without a cluster: name one by --kubeconfig")
-    from webhook.reconciling import reconcile as reconcile_all
+    from webhook.commands.reconcile import reconcile as reconcile_all
 
     asyncio.run(reconcile_all(chosen))
     return 0
@@ -299,7 +299,7 @@ def bind(args: Namespace, chosen: Settings) -> int:
 
     if chosen.is_embedded:
         raise GpuwardenError("there are no pods to bind without a cluster: name one by --kubeconfig")
-    from webhook.scheduling import schedule
+    from webhook.commands.bind import schedule
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(schedule(chosen))
@@ -309,8 +309,8 @@ def bind(args: Namespace, chosen: Settings) -> int:
 def attest(args: Namespace, chosen: Settings) -> int:
     import asyncio
 
-    from webhook.attest import attest as attest_node
-    from webhook.attest import print_gpus
+    from webhook.node.attest import attest as attest_node
+    from webhook.node.attest import print_gpus
 
     if args.gpus:
         print_gpus()
@@ -322,9 +322,9 @@ def attest(args: Namespace, chosen: Settings) -> int:
 def export(args: Namespace) -> int:
     import asyncio
 
+    from webhook.commands.export import export as export_all
+    from webhook.commands.export import read_file
     from webhook.export import settings as export_settings
-    from webhook.exporting import export as export_all
-    from webhook.exporting import read_file
 
     if args.smi_file is None:
         also = [f"flag --{name}: only with --smi-file" for name in ("node", "machine") if getattr(args, name)]
@@ -355,15 +355,15 @@ def history(args: Namespace) -> int:
 def score(args: Namespace, chosen: Settings) -> int:
     import asyncio
 
-    from webhook.scoring.scorer import score as score_pods
+    from webhook.commands.score import score as score_pods
 
     asyncio.run(score_pods(chosen))
     return 0
 
 
 def explain(args: Namespace, chosen: Settings) -> int:
-    from webhook.explain import Asked, run
-    from webhook.telemetry import configure_logging
+    from webhook.commands.explain import Asked, run
+    from webhook.runtime.telemetry import configure_logging
 
     named = ("output", "show", "namespace", "context", "token_file", "cert", "key")
     asked = Asked.of(args.words, args.filename, **{name: getattr(args, name) for name in named})
@@ -376,9 +376,9 @@ def explain(args: Namespace, chosen: Settings) -> int:
 
 
 def audit(args: Namespace, chosen: Settings) -> int:
-    from webhook.auditing import run
-    from webhook.explain import by_current_context
-    from webhook.telemetry import configure_logging
+    from webhook.commands.audit import run
+    from webhook.commands.explain import by_current_context
+    from webhook.runtime.telemetry import configure_logging
 
     configure_logging(chosen.log_level)
     complain(args.parser.prog, chosen.notes)
@@ -388,16 +388,16 @@ def audit(args: Namespace, chosen: Settings) -> int:
 
 
 def release(args: Namespace, chosen: Settings) -> int:
-    from webhook.explain import by_current_context
-    from webhook.releasing import run
-    from webhook.telemetry import configure_logging
+    from webhook.commands.explain import by_current_context
+    from webhook.commands.release import run
+    from webhook.runtime.telemetry import configure_logging
 
     configure_logging(chosen.log_level)
     return run(by_current_context(chosen), args.context, args.wanted)
 
 
 def crds(args: Namespace) -> int:
-    from webhook.crds import as_yaml
+    from webhook.kube.install.crds import as_yaml
 
     print(as_yaml(), end="")
     return 0
@@ -405,7 +405,7 @@ def crds(args: Namespace) -> int:
 
 def manifests(args: Namespace) -> int:
     from webhook.core.host_paths import mistake_in
-    from webhook.policies import Blinds, Installation, as_yaml
+    from webhook.kube.install.policies import Blinds, Installation, as_yaml
 
     mistakes = []
     named = (("namespace", args.namespace), ("service", args.service), ("gpu-namespace", args.gpu_namespace))
@@ -458,7 +458,7 @@ def is_https(text: str) -> bool:
 
 
 def certs_dev(args: Namespace) -> int:
-    from webhook.dev_certificates import make_dev_certificates
+    from webhook.runtime.tls.dev_certificates import make_dev_certificates
 
     made = make_dev_certificates(args.dir, now=utc_now())
     for path in (made.ca_cert, made.cert, made.key):
@@ -470,7 +470,7 @@ def certs_ensure(_args: Namespace, chosen: Settings) -> int:
     import asyncio
 
     needs_cluster(chosen)
-    from webhook.self_certs import ensure
+    from webhook.commands.certs import ensure
 
     asyncio.run(ensure(chosen))
     return 0
@@ -480,7 +480,7 @@ def certs_keep(_args: Namespace, chosen: Settings) -> int:
     import asyncio
 
     needs_cluster(chosen)
-    from webhook.self_certs import keep
+    from webhook.commands.certs import keep
 
     asyncio.run(keep(chosen))
     return 0

@@ -19,11 +19,11 @@ from scripts.fuzz.corpus import keep, seeds
 from scripts.fuzz.mutations import mutated
 from scripts.fuzz.parsers import PARSERS, Parser
 from scripts.fuzz.routes import fuzz, told_of
-from tests.evidence.jwt_doubles import JwtWorkloadApiDouble
-from tests.evidence.tokens import TRUST_DOMAIN, SigningKey
+from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
+from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey
 from tests.running import GPUWARDEN, serving, started
 from tests.web.house import INVENTORY
-from webhook.telemetry import configure_logging
+from webhook.runtime.telemetry import configure_logging
 
 # No text that fits into a request or an object takes longer to read.
 SLOWEST = 2.0

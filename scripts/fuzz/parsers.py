@@ -11,25 +11,28 @@ from attrs import frozen
 from scripts.fuzz import parsers_of_answers as answers
 from scripts.fuzz import parsers_of_objects as objects
 from scripts.fuzz.parsers_of_objects import stored
-from webhook import audit, binding_ends, continuous, discovery
-from webhook.calls import said_in
+from webhook.admission import audit, binding_ends
+from webhook.admission import evidence_loss as continuous
+from webhook.admission.manifest_pods import pods_of
+from webhook.commands.score import QuestionWire
 from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, quantity, review
 from webhook.core.dress import DressRules
 from webhook.core.errors import GpuwardenError
-from webhook.evidence import jwt_bundle, jwt_svid, node_evidence, spire_messages
-from webhook.evidence.evidence_id import DEFAULT_TEMPLATE, EvidenceId
-from webhook.evidence.nonce import Nonces
+from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
+from webhook.evidence import node_evidence
+from webhook.evidence.jwt import jwt_bundle, jwt_svid
+from webhook.evidence.jwt.nonce import Nonces
+from webhook.evidence.spire import spire_messages
 from webhook.export import nodes as export_nodes
 from webhook.export import reader, uses
-from webhook.gpu_node import GpuNode
-from webhook.inventory import gpu_nodes, node_annotations, node_gpus, nvidia_smi
+from webhook.inventory import discovery, gpu_nodes, node_annotations, node_gpus, nvidia_smi
 from webhook.inventory.file import Reading
+from webhook.kube.calls import said_in
+from webhook.kube.gpu_node import GpuNode
+from webhook.kube.objects import decoded, object_in
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.end_of_use import NodeSight
-from webhook.manifest_pods import pods_of
-from webhook.objects import decoded, object_in
 from webhook.scheduler import api_pods, binder_wire, waking
-from webhook.scoring.scorer import QuestionWire
 from webhook.web.callers import CallersUnavailableError
 from webhook.web.evidence import Answer
 from webhook.web.finalize import Told

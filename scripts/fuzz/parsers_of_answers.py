@@ -7,12 +7,13 @@ from typing import Any
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
-from webhook import api_objects, cluster, node_pods
-from webhook.evidence import spiffe_tls
-from webhook.evidence.jwt_workload_api import JwtSvid, bundle_in
-from webhook.evidence.x509_svid import X509Svid
-from webhook.export.pod_exec import Answer
-from webhook.rotation import readable_certificates
+from webhook.evidence.jwt.jwt_workload_api import JwtSvid, bundle_in
+from webhook.evidence.spire import spiffe_tls
+from webhook.evidence.spire.x509_svid import X509Svid
+from webhook.kube import api_objects, cluster
+from webhook.kube.pod_exec import Answer
+from webhook.node import node_pods
+from webhook.runtime.tls.rotation import readable_certificates
 from webhook.scoring.client import DECODER
 from webhook.web.callers import Caller, list_pods
 

@@ -6,12 +6,13 @@ All else in an object may be anything that somebody could have stored.
 from collections.abc import Callable
 from typing import Any
 
-from webhook import binding_ends, maps, namespaces, node_proofs
+from webhook.admission import binding_ends, maps, namespaces
 from webhook.core import keys
 from webhook.core.fleet import Fleet
-from webhook.evidence.jwt_bundle import BadBundleError, JwtBundle, check_succession
+from webhook.evidence.jwt import cluster_proofs as node_proofs
+from webhook.evidence.jwt.jwt_bundle import BadBundleError, JwtBundle, check_succession
+from webhook.kube.objects import object_in
 from webhook.ledger import end_of_use
-from webhook.objects import object_in
 from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, World
 
 Raw = dict[str, Any]

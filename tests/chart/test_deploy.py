@@ -9,7 +9,7 @@ from scripts.chart_deploy import DEPLOY, written
 from tests.chart.rendering import Raw, of_kind
 from webhook.core import keys
 from webhook.export import settings as export_settings
-from webhook.settings import load
+from webhook.runtime.settings import load
 
 EXPORTERS = ("stdout", "http", "postgres", "s3", "prod")
 DIRECTORIES = ("extender", *(f"exporter/{name}" for name in EXPORTERS))

@@ -11,11 +11,11 @@ from scripts.chart_forms import FORMS, Schema, form_of
 from scripts.chart_values import Value, values
 from tests.chart.rendering import Raw, helm_template, one, pods, refusal, rendered
 from tests.chart.test_values import PEM
-from webhook import setting_kinds as kinds
 from webhook.export import kinds as export_kinds
 from webhook.export import settings as export_settings
-from webhook.setting_kinds import Kind
-from webhook.settings import SETTINGS, Settings, load
+from webhook.runtime import setting_kinds as kinds
+from webhook.runtime.setting_kinds import Kind
+from webhook.runtime.settings import SETTINGS, Settings, load
 
 SAID = [one for one in values() if one.is_setting and one.shown]
 

@@ -8,7 +8,7 @@ import pytest
 from tests.chart.rendering import APIS, CERT_MANAGER, OPERATOR, Raw, refusal, rendered
 from tests.chart.test_values import CHALLENGES, EXISTING, PEM
 from webhook.export.settings import ExportReader
-from webhook.settings import SettingsReader
+from webhook.runtime.settings import SettingsReader
 
 SPIRE = {
     "settings.evidence": "spire-server",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_alerts import RULES
+from tests.project.test_alerts import RULES
 from webhook.core.reasons import Reason
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"

@@ -13,8 +13,8 @@ from scripts.chart_values import CHART
 from tests.chart.rendering import HELM, Raw, of_kind, one, pods, rendered, settings_of
 from tests.chart.test_values import CHALLENGES, EXISTING, PEM
 from webhook.export import settings as export_settings
-from webhook.setting_table import SettingsError
-from webhook.settings import load
+from webhook.runtime.setting_table import SettingsError
+from webhook.runtime.settings import load
 
 EVERYTHING: Raw = {
     **CHALLENGES,

@@ -13,10 +13,10 @@ from scripts import chart_manifests, chart_values
 from scripts.chart_values import CHART
 from tests.chart.rendering import Raw, identity, of_kind, one, rendered
 from tests.chart.test_values import CHALLENGES
-from tests.test_alerts import SERIES
-from webhook import crds
+from tests.project.test_alerts import SERIES
 from webhook.core import keys
-from webhook.policies import Installation, certs, export, policies, rbac, score, webhooks, while_down
+from webhook.kube.install import crds
+from webhook.kube.install.policies import Installation, certs, export, policies, rbac, score, webhooks, while_down
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = {**chart_values.written(), **chart_manifests.written()}

@@ -35,7 +35,7 @@ from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, WITHOUT_EVIDENCE
-from webhook.policies import Installation, policies, webhooks, while_down
+from webhook.kube.install.policies import Installation, policies, webhooks, while_down
 
 # The machine may be busy with other things.
 START_TIMEOUT = 60.0
@@ -378,9 +378,9 @@ async def is_blinded(here: Site) -> bool:
 # Run by every Python that finds it, before anything of ours is imported: a clock cannot be set for one process alone.
 SKEWED_CLOCK = """
 from datetime import timedelta
-import webhook.clock
-true_now = webhook.clock.utc_now
-webhook.clock.utc_now = lambda: true_now() + timedelta(seconds={seconds})
+import webhook.runtime.clock
+true_now = webhook.runtime.clock.utc_now
+webhook.runtime.clock.utc_now = lambda: true_now() + timedelta(seconds={seconds})
 """
 
 

@@ -25,7 +25,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.running import Running
-from webhook.policies import Installation, webhooks
+from webhook.kube.install.policies import Installation, webhooks
 
 PROVEN = "sha256:aa11"
 HASH = {"gpuwarden.io/required-hash": PROVEN}

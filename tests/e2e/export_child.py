@@ -13,12 +13,12 @@ from typing import Any
 import structlog
 
 from tests.export.records import batch, later, use
-from webhook.clock import utc_now
 from webhook.export.delivery import Delivery, Pauses
 from webhook.export.outbox import opener
 from webhook.export.postgres import PostgresExporter
 from webhook.export.records import Batch
 from webhook.export.targets import PostgresTarget
+from webhook.runtime.clock import utc_now
 
 GPUS = 4
 

@@ -12,7 +12,7 @@ from scripts.controlplane.cluster import gpu_node
 from tests.e2e.charted import Process, Release, free_port
 from tests.e2e.crew import Balancer, Way, Worker, ended, way_to
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw
-from webhook.clock import utc_now
+from webhook.runtime.clock import utc_now
 
 LOOK_EVERY = 0.5
 HEARTBEAT = 10.0

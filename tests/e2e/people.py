@@ -24,9 +24,9 @@ from tests.e2e.kube import (
     pod,
     wait_until,
 )
-from webhook.crds import manifests as crds
 from webhook.evidence.node_evidence import new_node_evidence
-from webhook.policies import Installation, Manifest, policies, webhooks, while_down
+from webhook.kube.install.crds import manifests as crds
+from webhook.kube.install.policies import Installation, Manifest, policies, webhooks, while_down
 
 REGISTRATION = "apis/admissionregistration.k8s.io/v1"
 CRDS = Resource("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", is_namespaced=False)

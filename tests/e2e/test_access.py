@@ -33,13 +33,13 @@ from tests.e2e.kube import (
 )
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, reconciling, serving
-from webhook import calls
-from webhook.cluster import connected
+from webhook.admission.evictions import ApiMeasures
 from webhook.core.reservation import PodIdentity
-from webhook.measures import ApiMeasures
-from webhook.policies import Installation, rbac
+from webhook.kube import calls
+from webhook.kube.cluster import connected
+from webhook.kube.install.policies import Installation, rbac
+from webhook.runtime.settings import Settings
 from webhook.scheduler.binder_volumes import CLAIM_PATH, CLASS_PATH, VOLUME_PATH
-from webhook.settings import Settings
 
 NODE_NAMES, GPUS = ("node-0", "node-1"), 2
 GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)

@@ -39,13 +39,13 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, Running, reconciling
-from webhook.cluster import connected
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
+from webhook.kube.cluster import connected
+from webhook.runtime.settings import Settings
 from webhook.scheduler.api_pods import ApiBindings
 from webhook.scheduler.binder_volumes import SELECTED_NODE
 from webhook.scheduler.extender import BindingRefusedError
-from webhook.settings import Settings
 
 LEASES = Resource("apis/coordination.k8s.io/v1", "leases")
 OURS = "gpu-scheduler"

@@ -28,8 +28,8 @@ from tests.e2e.hooks import ENABLED, is_reviewed
 from tests.e2e.kube import MUTATING, PODS, SERVICES, VALIDATING, ApiError, Kube, Raw, Resource, pod, wait_until
 from tests.e2e.test_access import apply
 from tests.running import GPUWARDEN, Running, ready_line, serving
-from webhook.policies import Installation, webhooks
-from webhook.self_certs import swap_in
+from webhook.commands.certs import swap_in
+from webhook.kube.install.policies import Installation, webhooks
 
 OURS = "gpuwarden"
 SECRETS = Resource("api/v1", "secrets")

@@ -29,8 +29,8 @@ from tests.e2e.figures import tell
 from tests.e2e.hooks import ENABLED
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, Resource, gone, pod, wait_until
 from tests.e2e.test_access import AUDITED, requests
-from webhook.clock import utc_now
-from webhook.issuing import BACKDATED, Pair, new_ca, new_leaf
+from webhook.runtime.clock import utc_now
+from webhook.runtime.tls.issuing import BACKDATED, Pair, new_ca, new_leaf
 
 OURS = "gpuwarden"
 NODE_NAMES, GPUS = ("node-0", "node-1"), 2

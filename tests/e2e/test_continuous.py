@@ -33,8 +33,8 @@ from tests.e2e.kube import (
 from tests.e2e.test_discovery import ANNOTATION, NODE_EVIDENCES, reconciling, said
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.running import WITHOUT_EVIDENCE, challenging, serving
-from webhook.clock import utc_now
 from webhook.evidence.node_evidence import new_node_evidence
+from webhook.runtime.clock import utc_now
 
 BUDGETS = Resource("apis/policy/v1", "poddisruptionbudgets")
 NODE, HASH = "cont-a", "sha256:c0c0"

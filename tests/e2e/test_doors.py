@@ -40,7 +40,7 @@ from tests.e2e.kube import (
     wait_until,
 )
 from tests.running import Running, serving
-from webhook.policies import Installation
+from webhook.kube.install.policies import Installation
 
 # Nobody reads the log while a test runs, and a pipe holds 64 KiB.
 # The discard port, where nobody listens.

@@ -36,7 +36,7 @@ from tests.e2e.test_access import requests
 from tests.e2e.test_export_stores import postgres  # noqa: F401 - the fixture
 from tests.export.smi import dead, document, gb200_tray, h100_host
 from tests.running import GPUWARDEN, reconciling
-from webhook.policies import Installation, export
+from webhook.kube.install.policies import Installation, export
 
 PLUGINS = "gpu-operator"
 OURS = "gpuwarden"

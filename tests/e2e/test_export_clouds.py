@@ -21,10 +21,10 @@ from scripts.cloudstores import azurite, fake_gcs_server, running
 from scripts.controlplane.build import BuildError
 from scripts.controlplane.components import free_ports
 from tests.export.records import batch, use
-from webhook.clock import utc_now
 from webhook.export import ExportError
 from webhook.export.s3 import ObjectExporter
 from webhook.export.targets import ObjectTarget
+from webhook.runtime.clock import utc_now
 
 BUCKET = "gpuids"
 # Of its development account, which everybody knows.

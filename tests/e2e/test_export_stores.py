@@ -33,7 +33,6 @@ from tests.export.killed import HELD, gpu_node
 from tests.export.killed import Cluster as KnownCluster
 from tests.export.records import NOW, batch, later, reading, use
 from tests.running import GPUWARDEN
-from webhook.clock import utc_now
 from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, Pauses, check
 from webhook.export.history import PastUse, Question, answer
@@ -44,6 +43,7 @@ from webhook.export.s3 import ObjectExporter
 from webhook.export.tables import Tables
 from webhook.export.targets import ObjectTarget, PostgresTarget
 from webhook.export.uses import OpenUses, Uses
+from webhook.runtime.clock import utc_now
 
 # A space, a quote and a backslash: each breaks a connection string that is pasted together.
 PASSWORD = "a b'c\\"

@@ -44,13 +44,13 @@ from tests.e2e.kube import (
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, challenging, reconciling, serving
-from webhook.binding_ends import NAME
-from webhook.clock import utc_now
+from webhook.admission.binding_ends import NAME
 from webhook.core.evidence import Evidence
-from webhook.evidence.jwt_svid import SOURCE
+from webhook.evidence.jwt.jwt_svid import SOURCE
 from webhook.evidence.node_evidence import new_node_evidence, with_entries
-from webhook.listener import Listener
-from webhook.policies import Installation
+from webhook.kube.install.policies import Installation
+from webhook.runtime.clock import utc_now
+from webhook.runtime.http.listener import Listener
 
 NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
 PRIORITIES = Resource("apis/scheduling.k8s.io/v1", "priorityclasses", is_namespaced=False)

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from scripts.controlplane.cluster import ROOT
+from tests.project.test_dockerfile import instructions
 from tests.running import started
-from tests.test_dockerfile import instructions
 
 NOBODY = 65532
 INVENTORY = "nodes: [{name: node-0, devices: [{uuid: GPU-0}]}]\n"

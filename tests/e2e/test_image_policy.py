@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.controlplane.cluster import ROOT
-from tests.test_image_policy import DIGEST, OTHERS, OURS, POLICY, REPOSITORY
+from tests.project.test_image_policy import DIGEST, OTHERS, OURS, POLICY, REPOSITORY
 
 Raw = dict[str, Any]
 PROGRAM = ROOT / "tests" / "policy-controller"

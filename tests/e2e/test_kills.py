@@ -20,7 +20,7 @@ from tests.e2e.figures import tell
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.storm import Storm, mixed
 from tests.e2e.test_continuous import stamp
-from webhook.clock import utc_now
+from webhook.runtime.clock import utc_now
 
 DEADLINE, SKEW = 4, 1
 FLAGS = ("--pending-deadline", f"{DEADLINE}s", "--clock-skew", f"{SKEW}s")

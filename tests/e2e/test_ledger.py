@@ -15,16 +15,16 @@ from tests.e2e.kube import Kube, Resource, forced_away, wait_until
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, Bench, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import gpu_node
 from tests.ledger.test_cluster import Pods
-from webhook.cluster import ApiGpuNodes, connected
 from webhook.core.device import DeviceUuid, Node, Slot
 from webhook.core.errors import SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, Reservation, ReservationId
-from webhook.crds import manifests
-from webhook.gpu_node import GpuNode, with_held
+from webhook.kube.cluster import ApiGpuNodes, connected
+from webhook.kube.gpu_node import GpuNode, with_held
+from webhook.kube.install.crds import manifests
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.moves import Times
-from webhook.settings import Settings
+from webhook.runtime.settings import Settings
 
 CRDS = Resource("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", is_namespaced=False)
 GPU_NODES = Resource("apis/gpuwarden.io/v1alpha1", "gpunodes", is_namespaced=False)

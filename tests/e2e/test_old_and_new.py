@@ -15,7 +15,7 @@ from tests.e2e.figures import tell
 from tests.e2e.kube import ApiError, Kube, Raw, wait_until
 from tests.e2e.lacking import lacks
 from tests.e2e.storm import Storm, mixed
-from webhook.policies import Installation, webhooks, while_down
+from webhook.kube.install.policies import Installation, webhooks, while_down
 
 # The commit whose replicas may still serve while this version is rolled out.
 BEFORE = "b85fc47"
@@ -44,7 +44,7 @@ def old(tmp_path: Path) -> list[str]:
 # Run by the version before.
 ITS_WEBHOOKS = """
 import json, sys
-from webhook.policies import Installation, webhooks
+from webhook.kube.install.policies import Installation, webhooks
 namespace, port, bundle = sys.argv[1:]
 print(json.dumps(webhooks(Installation(namespace, port=int(port), ca_bundle=open(bundle, "rb").read()))))
 """

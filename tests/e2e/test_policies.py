@@ -46,7 +46,7 @@ from tests.e2e.people import (
     refused,
 )
 from webhook.evidence.node_evidence import new_node_evidence
-from webhook.policies import Installation, webhooks
+from webhook.kube.install.policies import Installation, webhooks
 
 OLDER = OUTPUTS[4:]
 

@@ -35,13 +35,13 @@ from tests.e2e.kube import (
 )
 from tests.e2e.test_discovery import NODE_EVIDENCES
 from tests.e2e.test_ledger import GPU_NODES, installed
-from tests.evidence.jwt_doubles import JwtWorkloadApiDouble, endpoint, http
-from tests.evidence.test_bundle_endpoint import web_context
-from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, token
+from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble, endpoint, http
+from tests.evidence.jwt.test_bundle_endpoint import web_context
+from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, token
 from tests.ledger.fake_store import gpu_node
 from tests.running import GPUWARDEN, Running, serving
-from webhook.clock import utc_now
-from webhook.policies import Installation, rbac
+from webhook.kube.install.policies import Installation, rbac
+from webhook.runtime.clock import utc_now
 
 TRUST_BUNDLES = Resource("apis/gpuwarden.io/v1alpha1", "trustbundles", is_namespaced=False)
 NODE = "proof-a"

@@ -193,7 +193,7 @@ async def test_a_pod_waits_for_evidence(cluster: Cluster, kube: Kube, tmp_path: 
 async def test_a_reconciler_that_ends_between_the_steps_leaves_nothing_double(
     cluster: Cluster, kube: Kube, tmp_path: Path
 ) -> None:
-    """Where exactly it ends is left to chance here; every step is taken in tests/ledger/test_queue.py."""
+    """Where exactly it ends is left to chance here; every step is taken in tests/admission/queue/test_queue.py."""
     async with line(cluster, kube, tmp_path, gpus=1, acts=False) as queue:
         here = queue.here
         await queue.run("first")

@@ -12,18 +12,18 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, Resource, forced_away, gone, pod_in_phase, wait_until
 from tests.e2e.test_ledger import GPU_NODES, NODE_A, ApiBench, bench  # noqa: F401 - the fixture
 from tests.ledger.contract import on
-from webhook.api_paths import GPU_NODES_PATH, PODS_PATH
-from webhook.clock import utc_now
-from webhook.cluster import ApiPods, connected
 from webhook.core.claim import ClaimRecord
 from webhook.core.errors import SlotsTakenError
 from webhook.core.reservation import Ask, ReservationId
-from webhook.events import ApiEvents
 from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener
+from webhook.kube.api_paths import GPU_NODES_PATH, PODS_PATH
+from webhook.kube.cluster import ApiPods, connected
+from webhook.kube.events import ApiEvents
+from webhook.kube.watch import Watch
 from webhook.ledger.reconcile import PATIENCE as LOST_AFTER
 from webhook.ledger.reconcile import Reconciler, Waiting
-from webhook.settings import Settings
-from webhook.watch import Watch
+from webhook.runtime.clock import utc_now
+from webhook.runtime.settings import Settings
 
 RECORD = ClaimRecord(gpus=1)
 

@@ -19,9 +19,9 @@ from tests.evidence.certificates import Authority
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent
 from tests.ledger.fake_store import gpu_node
 from tests.running import Running, reconciling, serving
-from webhook.clock import utc_now
+from webhook.commands.reconcile import LEASE
 from webhook.evidence.node_evidence import new_node_evidence
-from webhook.reconciling import LEASE
+from webhook.runtime.clock import utc_now
 
 NODE_EVIDENCES = Resource("apis/gpuwarden.io/v1alpha1", "nodeevidences", is_namespaced=False)
 NODE = "spire-a"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import Raw
-from webhook.evidence.spire_messages import LIST_AGENTS
+from webhook.evidence.spire.spire_messages import LIST_AGENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples/spire"

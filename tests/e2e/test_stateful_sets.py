@@ -43,11 +43,11 @@ from tests.e2e.test_ledger import GPU_NODES
 from tests.e2e.test_maps import KEEPS
 from tests.e2e.test_queue import gates, told
 from tests.running import Running, challenging
-from webhook.clock import utc_now
 from webhook.core import keys
 from webhook.core.evidence import Evidence
-from webhook.evidence.jwt_svid import SOURCE
+from webhook.evidence.jwt.jwt_svid import SOURCE
 from webhook.evidence.node_evidence import new_node_evidence, with_entries
+from webhook.runtime.clock import utc_now
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,9 +7,9 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import CONFIG_MAPS, NAMESPACES, PODS, SERVICE_ACCOUNTS, Kube, Raw, pod, pod_in_phase, wait_until
-from webhook.cluster import connected
-from webhook.settings import Settings
-from webhook.watch import Watch, key_of
+from webhook.kube.cluster import connected
+from webhook.kube.watch import Watch, key_of
+from webhook.runtime.settings import Settings
 
 
 class View:

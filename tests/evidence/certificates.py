@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from webhook.clock import utc_now
+from webhook.runtime.clock import utc_now
 
 HOUR = timedelta(hours=1)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.evidence.doubles import MESSAGES, agent
 from webhook.evidence.protobuf import MalformedMessageError, as_int64, as_text, fields_of, int_field, text_field, varint
-from webhook.evidence.spire_messages import Agent, Page, Selector, list_agents_request
+from webhook.evidence.spire.spire_messages import Agent, Page, Selector, list_agents_request
 
 RECORDED = Path(__file__).resolve().parents[3] / "shared" / "contracts" / "fixtures" / "spire-wire"
 recorded = pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded wire of a real server is not beside us")

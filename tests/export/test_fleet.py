@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from tests.export.smi import document, h100_host
-from webhook.clock import utc_now
 from webhook.export.reading import annotation, node_gpus
 from webhook.inventory.nvidia_smi import parse
+from webhook.runtime.clock import utc_now
 
 Raw = dict[str, Any]
 NODES, GPUS = 1000, 8

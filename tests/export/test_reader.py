@@ -11,15 +11,15 @@ import pytest
 from attrs import define, evolve, field
 
 from tests.export.smi import Card, dead, document, gb200_tray, h100_host
-from webhook.calls import ApiAwayError, ApiRefusesError
 from webhook.export.delivery import State
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import NodeSeen
 from webhook.export.outbox import Waiting
-from webhook.export.pod_exec import ExecError
 from webhook.export.reader import LEAST_BETWEEN, LONG, Plan, Reader, Told
 from webhook.export.records import Batch, Reading
 from webhook.inventory.nvidia_smi import Smi, parse
+from webhook.kube.calls import ApiAwayError, ApiRefusesError
+from webhook.kube.pod_exec import ExecError
 
 Raw = dict[str, Any]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from webhook.policies import Installation, as_yaml, export
+from webhook.kube.install.policies import Installation, as_yaml, export
 
 
 @pytest.mark.defect("S2-20")

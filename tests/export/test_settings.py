@@ -10,8 +10,8 @@ import pytest
 from tests.running import refusing
 from webhook.export import settings
 from webhook.export.settings import HISTORY, ONE_READING, TABLE, ExportSettings
-from webhook.setting_table import SettingsError
-from webhook.settings import load as load_others
+from webhook.runtime.setting_table import SettingsError
+from webhook.runtime.settings import load as load_others
 
 ROOT = Path(__file__).parents[2]
 NEEDED = {"CLUSTER_NAME": "prod"}

@@ -5,8 +5,8 @@ import itertools
 
 from attrs import define
 
-from webhook.calls import Limit
 from webhook.export.turns import LONGEST_PAUSE, Turns, pause_after
+from webhook.kube.calls import Limit
 
 
 @define

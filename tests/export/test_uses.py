@@ -16,7 +16,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
 from webhook.export.uses import Called, Held, Noted, OpenUses, PodWords, Uses, trimmed_gpu_node
-from webhook.gpu_node import GpuNode
+from webhook.kube.gpu_node import GpuNode
 
 Raw = dict[str, Any]
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

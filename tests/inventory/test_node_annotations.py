@@ -136,7 +136,7 @@ def test_as_much_as_the_api_server_takes_and_no_more() -> None:
 
 
 def test_the_bounds_are_those_of_the_object_that_is_written() -> None:
-    crd = yaml.safe_load(Path("webhook/manifests/gpunodes.yaml").read_text())
+    crd = yaml.safe_load(Path("webhook/kube/install/manifests/gpunodes.yaml").read_text())
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["devices"]
     uuid, labels = schema["items"]["properties"]["uuid"], schema["items"]["properties"]["labels"]
     assert schema["maxItems"] == MAX_DEVICES

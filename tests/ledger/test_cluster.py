@@ -13,7 +13,7 @@ from tests import builders
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, SECOND, Bench, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
-from webhook.clock import LONG_AGO
+from webhook.admission.holding import Holder
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy
 from webhook.core.device import DeviceUuid, Node
@@ -28,14 +28,14 @@ from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.core.verdict import Deny
-from webhook.gpu_node import GpuNode, UnreadableGpuNodeError
-from webhook.holding import Holder
+from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import PATIENCE, ClusterLedger, Witness, WitnessAwayError
 from webhook.ledger.end_of_use import NodeSight
 from webhook.ledger.moves import Times
 from webhook.ledger.store import RefusedError, StoreAwayError
-from webhook.telemetry import Metrics
+from webhook.runtime.clock import LONG_AGO
+from webhook.runtime.telemetry import Metrics
 
 R1 = ReservationId("r1")
 NODE_A = gpu_node("node-a", "GPU-a0", "GPU-a1", "GPU-a2", "GPU-a3", "GPU-s", shares={"GPU-s": 4})

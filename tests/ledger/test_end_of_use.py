@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.builders import Raw
-from webhook.clock import LONG_AGO
 from webhook.core.reservation import Orphan
 from webhook.ledger.end_of_use import Grace, Histories, NodeSight, Patience, Use, Watched, grace_in, use_in
+from webhook.runtime.clock import LONG_AGO
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 RUNNING: Raw = {"running": {}}

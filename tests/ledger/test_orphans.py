@@ -9,17 +9,17 @@ from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.test_cluster import ended
 from tests.ledger.test_reconcile import MARGIN, MAX_GRACE, ON_NODE, POD, R1, RECORD, Scene, raw_pod
+from webhook.admission.room import Limits, Room
 from webhook.core.device_state import DeviceState, reservation_state
 from webhook.core.errors import LedgerUnavailableError, SlotsTakenError
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Orphan, Phase, PodIdentity, Reservation, ReservationId
-from webhook.end_reports import EndReports, mark_of
-from webhook.gpu_node import GpuNode
+from webhook.evidence.jwt.end_reports import EndReports, mark_of
+from webhook.kube.gpu_node import GpuNode
 from webhook.ledger.cluster import PATIENCE as AGAIN
 from webhook.ledger.end_of_use import NodeSight
 from webhook.ledger.orphanage import PAUSE
 from webhook.ledger.reconcile import Reconciler
-from webhook.room import Limits, Room
 
 GRACE = timedelta(seconds=600)
 

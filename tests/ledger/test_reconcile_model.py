@@ -24,25 +24,25 @@ from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Replica
 from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, alike, record_of
-from webhook.binding_door import BindingDoor
-from webhook.clock import LONG_AGO
+from webhook.admission.binding_door import BindingDoor
+from webhook.admission.holding import Holder
+from webhook.admission.namespaces import ClaimReading, Undemanding
 from webhook.core.binding import Binding
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import LedgerError
 from webhook.core.pod import Pod
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
-from webhook.end_reports import EndReports, mark_of
-from webhook.gpu_node import FINALIZER
-from webhook.holding import Holder
+from webhook.evidence.jwt.end_reports import EndReports, mark_of
+from webhook.kube.gpu_node import FINALIZER
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.end_of_use import NodeSight, Patience
 from webhook.ledger.orphanage import PAUSE as LOOK
+from webhook.ledger.pods import PodsUnavailableError
 from webhook.ledger.reconcile import PATIENCE, OnBindDeadline, Reconciler, Waiting
-from webhook.namespaces import ClaimReading, Undemanding
-from webhook.pods import PodsUnavailableError
-from webhook.telemetry import Metrics
+from webhook.runtime.clock import LONG_AGO
+from webhook.runtime.telemetry import Metrics
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from tests.scheduler.api_server import ApiServer
-from webhook.listener import Listener
+from webhook.runtime.http.listener import Listener
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.conftest import Build
 from tests.heard import Heard
 from tests.web.house import House
 from tests.web.replica import Shared, sharing
-from webhook.binding_door import BindingDoor
+from webhook.admission.binding_door import BindingDoor
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.nodes_asked import Expression, NodeTerm

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests import builders
+from tests.admission.test_namespaces import Api, namespace
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, device, node, raw_container, raw_pod, reservation, slot
-from tests.test_namespaces import Api, namespace
+from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import PodIdentity
-from webhook.namespaces import ClaimReading, WatchedNamespaces
 from webhook.scheduler.waking import MAX_FAILURES, AlarmAwayError, NotWokenError, Waking
 
 OURS = "0/3 nodes are available: 2 attestation hash differs from the required one, 1 Insufficient cpu."

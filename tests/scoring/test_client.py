@@ -14,10 +14,10 @@ import trustme
 
 from tests.scoring.doubles import BAD, Double, good, scoring
 from webhook.core.hints import Advice, Features
+from webhook.runtime.telemetry import Metrics
+from webhook.runtime.tls.certificate_source import BadRootsError
 from webhook.scoring import Question, ScorerUnavailableError
 from webhook.scoring.client import FAILURES, FRESH_SECONDS, REST_SECONDS, ScorerClient
-from webhook.telemetry import Metrics
-from webhook.tls import BadRootsError
 
 QUESTION = Question(Features("train-bert", "team-a", 40.0, 16), ("A100-40GB", "A100-80GB"), ("train-llama",))
 

@@ -8,9 +8,9 @@ import pytest
 from tests.builders import NOW
 from webhook.core.fleet import Fleet
 from webhook.core.hints import Advice
+from webhook.runtime.telemetry import Metrics
 from webhook.scoring import Question
 from webhook.scoring.hints import Hinting
-from webhook.telemetry import Metrics
 
 
 class Silent:

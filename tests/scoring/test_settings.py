@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from webhook.clock import utc_now
+from webhook.assembly.parts import bucket_of, embedded, hinting_of
 from webhook.core.hints import DEFAULT_BUCKETS
-from webhook.settings import SettingsError, as_yaml, load
-from webhook.wiring import bucket_of, embedded, hinting_of
+from webhook.runtime.clock import utc_now
+from webhook.runtime.settings import SettingsError, as_yaml, load
 
 
 @pytest.mark.defect("S3-12")

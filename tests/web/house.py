@@ -12,12 +12,13 @@ import jsonpatch
 
 from tests import builders
 from tests.builders import NOW, Raw
-from webhook.budgets import Budgets
-from webhook.clock import Clock
-from webhook.explanation import Explainer
-from webhook.feed import Feed
-from webhook.pods import PodFacts
-from webhook.settings import Settings
+from webhook.admission.explanation import Explainer
+from webhook.admission.fleet_updater import Feed
+from webhook.assembly.parts import Parts, embedded
+from webhook.ledger.pods import PodFacts
+from webhook.runtime.clock import Clock
+from webhook.runtime.http.budgets import Budgets
+from webhook.runtime.settings import Settings
 from webhook.web.admission import Admission
 from webhook.web.app import plain_app, tls_app
 from webhook.web.devices import Devices
@@ -25,7 +26,6 @@ from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health, Stage
-from webhook.wiring import Parts, embedded
 
 H100 = ["model=h100", "fudo.org/gpu.memory-80g"]
 INVENTORY: Raw = {

@@ -6,20 +6,20 @@ from tests import builders
 from tests.builders import Raw
 from tests.ledger.fake_store import FakeStore, gpu_node
 from tests.web.house import INVENTORY, Assemble
-from webhook.clock import Clock
+from webhook.admission.fleet_updater import Feed
+from webhook.admission.namespaces import Undemanding
+from webhook.assembly.parts import Parts, assembled, inventory_path, times_of
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.evidence.static import StaticEvidence
-from webhook.feed import Feed
 from webhook.inventory.file import InventoryFile
 from webhook.ledger.carrier import Carrier, Sight, carries_other
 from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
-from webhook.namespaces import Undemanding
-from webhook.pods import PodsUnavailableError
-from webhook.settings import Settings
-from webhook.telemetry import Metrics
-from webhook.wiring import Parts, assembled, inventory_path, times_of
+from webhook.ledger.pods import PodsUnavailableError
+from webhook.runtime.clock import Clock
+from webhook.runtime.settings import Settings
+from webhook.runtime.telemetry import Metrics
 
 
 class Shared:

@@ -12,15 +12,15 @@ from tests.builders import HASH, NOW, SECOND, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
 from tests.web.test_devices import everything
+from webhook.admission.fleet_updater import Outdated
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import Keeper, SetId
+from webhook.core.offer import offer_of
 from webhook.core.reservation import Phase, Reservation, ReservationId
-from webhook.feed import Outdated
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
-from webhook.offer import offer_of
 from webhook.web.devices import Devices, sightings, take_snapshot
 from webhook.web.health import Stage
 

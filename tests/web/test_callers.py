@@ -11,8 +11,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.builders import NOW
-from webhook.telemetry import Metrics
-from webhook.tls import CERTIFICATE
+from webhook.runtime.telemetry import Metrics
+from webhook.runtime.tls.certificate_source import CERTIFICATE
 from webhook.web.callers import (
     MAX_RIGHTS,
     MAX_TOKEN,

@@ -18,7 +18,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Event, Placement, PodIdentity, Reservation, ReservationId
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
-from webhook.telemetry import Metrics
+from webhook.runtime.telemetry import Metrics
 from webhook.web.callers import Guard
 from webhook.web.devices import Devices, prefers_html, sightings, take_snapshot
 from webhook.web.routes import application, get

@@ -14,15 +14,15 @@ from structlog.testing import capture_logs
 
 from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, raw_container, raw_pod
-from tests.evidence.bad_tokens import BAD, Bad, World
-from tests.evidence.jwt_doubles import JwtWorkloadApiDouble, endpoint, http
-from tests.evidence.test_bundle_endpoint import web_context
-from tests.evidence.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, seconds, token
+from tests.evidence.jwt.bad_tokens import BAD, Bad, World
+from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble, endpoint, http
+from tests.evidence.jwt.test_bundle_endpoint import web_context
+from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, document, evidence_id, seconds, token
 from tests.web.house import INVENTORY, House
 from webhook.core.device import DeviceUuid, Slot
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
-from webhook.end_reports import MOST, EndReports, mark_of
-from webhook.evidence.jwt_svid import Fault
+from webhook.evidence.jwt.end_reports import MOST, EndReports, mark_of
+from webhook.evidence.jwt.jwt_svid import Fault
 
 KEY, FOREIGN = SigningKey.make("key-1"), SigningKey.make("key-1")
 

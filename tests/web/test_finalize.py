@@ -9,7 +9,7 @@ from tests.builders import POD_UID, REVIEW_UID, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
 from webhook.core.reservation import Phase, PodIdentity, Reservation
-from webhook.pods import PodsUnavailableError
+from webhook.ledger.pods import PodsUnavailableError
 from webhook.web.health import Stage
 
 TOLD = {

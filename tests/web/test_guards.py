@@ -8,7 +8,7 @@ from starlette.types import ASGIApp
 
 from tests.web.house import House
 from tests.web.test_callers import ApiServer
-from webhook.explanation import Explainer
+from webhook.admission.explanation import Explainer
 from webhook.scheduler.extender import Extender
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, tls_app

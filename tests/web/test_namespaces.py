@@ -9,21 +9,21 @@ import pytest
 from attrs import evolve
 
 from tests import builders
+from tests.admission.test_namespaces import KEY, Api, namespace
 from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.scheduler.bindings import FakeBindings
-from tests.test_namespaces import KEY, Api, namespace
 from tests.web.house import INVENTORY, Assemble, House, patched
 from tests.web.replica import Shared, binding, sharing
 from tests.web.test_admission import pinned_nodes, refusal
 from tests.web.test_extender import by_name, of_house
-from webhook.clock import Clock
+from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
+from webhook.assembly.parts import Parts, embedded
 from webhook.core.extender_wire import ExtenderArgs, Offer
 from webhook.core.pod import Pod
-from webhook.namespaces import ClaimReading, WatchedNamespaces
+from webhook.runtime.clock import Clock
+from webhook.runtime.settings import Settings
 from webhook.scheduler.extender import NAMESPACE_AWAY, Extender
-from webhook.settings import Settings
-from webhook.wiring import Parts, embedded
 
 THIRD = "sha256:cc33"
 

@@ -22,10 +22,10 @@ from tests.running import serving
 from tests.scoring.doubles import BAD, GOOD, Double, good, scoring
 from tests.web.house import House, patched
 from tests.web.test_admission import pinned_nodes, refusal
-from webhook.clock import Clock
+from webhook.assembly.parts import Parts, embedded
+from webhook.runtime.clock import Clock
+from webhook.runtime.settings import Settings
 from webhook.scoring.candidates import WatchedPriorityClasses
-from webhook.settings import Settings
-from webhook.wiring import Parts, embedded
 
 CLASS = "gpu.nvidia.com/class"
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import msgspec
 from attrs import evolve, frozen
 
-from webhook.clock import is_of_our_days
 from webhook.core import keys
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, combined
+from webhook.runtime.clock import is_of_our_days
 
 Raw = dict[str, Any]
 API_VERSION = "gpuwarden.io/v1alpha1"

@@ -12,10 +12,10 @@ from typing import Final, Protocol, runtime_checkable
 import structlog
 from attrs import evolve, field, frozen
 
-from webhook.clock import Clock
 from webhook.export import Exporter, ExportError
 from webhook.export.outbox import Entry, Outbox, Waiting
 from webhook.export.records import Batch, Use
+from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 

@@ -11,11 +11,11 @@ import httpx
 import msgspec
 import structlog
 
-from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
 from webhook.export.targets import HttpTarget, is_read_on_the_way, newest
+from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 

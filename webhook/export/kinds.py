@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, TypeVar
 
-from webhook.setting_kinds import Kind, read_namespace, read_port, read_url
+from webhook.runtime.setting_kinds import Kind, read_namespace, read_port, read_url
 
 T = TypeVar("T")
 

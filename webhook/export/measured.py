@@ -8,9 +8,9 @@ from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from webhook.clock import Clock
 from webhook.export.delivery import State
-from webhook.telemetry import Metrics
+from webhook.runtime.clock import Clock
+from webhook.runtime.telemetry import Metrics
 
 # What a reading can fail by.
 REASONS: Final = (

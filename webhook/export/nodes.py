@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final
 import msgspec
 from attrs import frozen
 
-from webhook.calls import ApiAwayError, ApiRefusesError, Calls
 from webhook.core import keys
 from webhook.export.labels import label_patch
+from webhook.kube.calls import ApiAwayError, ApiRefusesError, Calls
 
 Raw = dict[str, Any]
 # S2's: so many tries, with these pauses between them, within the time that a pod has.

@@ -11,13 +11,10 @@ import msgspec
 import structlog
 from attrs import field, frozen
 
-from webhook.calls import ApiAwayError, ApiRefusesError
-from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.labels import wanted_labels
 from webhook.export.nodes import NodeSeen
-from webhook.export.pod_exec import ExecError
 from webhook.export.reading import (
     NothingToReadError,
     Source,
@@ -33,6 +30,9 @@ from webhook.export.records import Batch
 from webhook.export.turns import Turns, pause_after
 from webhook.inventory.node_gpus import NodeGpus
 from webhook.inventory.nvidia_smi import MAX_SIZE, Smi, UnreadableSmiError, parse
+from webhook.kube.calls import ApiAwayError, ApiRefusesError
+from webhook.kube.pod_exec import ExecError
+from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 

@@ -38,8 +38,8 @@ from webhook.export.kinds import (
     WORKERS,
 )
 from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_here, secret_in
-from webhook.setting_kinds import FILE, HOST, NAMESPACE, TRUTH
-from webhook.setting_table import (
+from webhook.runtime.setting_kinds import FILE, HOST, NAMESPACE, TRUTH
+from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
     Reader,
     SettingsError,
@@ -50,7 +50,7 @@ from webhook.setting_table import (
     row,
     settings_of,
 )
-from webhook.settings import Settings, api_server_of_pod
+from webhook.runtime.settings import Settings, api_server_of_pod
 
 MOUNTED: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 

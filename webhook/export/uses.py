@@ -17,15 +17,15 @@ import msgspec
 import structlog
 from attrs import evolve, frozen
 
-from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
 from webhook.core.reservation import Reservation
 from webhook.export import ExportError
 from webhook.export.files import Flush, write_whole
 from webhook.export.records import Batch, Use
-from webhook.gpu_node import GpuNode
-from webhook.view import View
+from webhook.kube.gpu_node import GpuNode
+from webhook.kube.view import View
+from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 

@@ -8,12 +8,12 @@ import msgspec
 import structlog
 from attrs import evolve
 
-from webhook.clock import Clock
 from webhook.core.device import Device, Node, Taint
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Wire
-from webhook.gpu_node import GpuNode, UnreadableGpuNodeError
+from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
+from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 

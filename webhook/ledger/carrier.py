@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from attrs import frozen
 
-from webhook.clock import LONG_AGO
 from webhook.core import keys
 from webhook.core.blind import visible_env
 from webhook.core.claim import ClaimRecord
@@ -17,6 +16,7 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.pod import EnvVar, Metadata, Pod, Wire
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger.end_of_use import has_ended
+from webhook.runtime.clock import LONG_AGO
 
 Raw = dict[str, Any]
 # Nobody starts containers of a pod in these phases any more. Whether they have ended is another question: `end_of_use`.

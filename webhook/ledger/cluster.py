@@ -15,7 +15,6 @@ from typing import Protocol
 import structlog
 from attrs import define, field
 
-from webhook.clock import Clock
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import (
     DeadlinePassedError,
@@ -28,7 +27,7 @@ from webhook.core.errors import (
 )
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Orphan, Phase, Placement, PodIdentity, Reservation, ReservationId
-from webhook.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, name_in, with_finalizer, with_held
+from webhook.kube.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, name_in, with_finalizer, with_held
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.moves import (
     Abandon,
@@ -51,6 +50,7 @@ from webhook.ledger.moves import (
 from webhook.ledger.pending import PendingGpus
 from webhook.ledger.shelf import Shelf
 from webhook.ledger.store import GpuNodeStore, RefusedError, StaleError, StoreAwayError
+from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 

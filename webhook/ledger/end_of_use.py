@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import msgspec
 from attrs import evolve, frozen
 
-from webhook.clock import is_of_our_days
 from webhook.core.pod import Spec, Wire
 from webhook.core.reservation import Orphan
-from webhook.gpu_node import MOST_SECONDS
+from webhook.kube.gpu_node import MOST_SECONDS
+from webhook.runtime.clock import is_of_our_days
 
 Raw = dict[str, Any]
 TERMINAL = frozenset({"Succeeded", "Failed"})

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 
-from webhook.clock import Clock
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
@@ -12,6 +11,7 @@ from webhook.ledger.lapses import Lapses
 from webhook.ledger.moves import Everything, Expire, Move, Name, Release, Take, Times, same_ask
 from webhook.ledger.pending import PendingGpus
 from webhook.ledger.shelf import Shelf
+from webhook.runtime.clock import Clock
 
 # Embedded, a uid is bound and its pod believed to exist in one step: a pending reservation has no pod.
 EVERYTHING = Everything()

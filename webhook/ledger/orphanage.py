@@ -7,12 +7,12 @@ from typing import Protocol
 
 import structlog
 
-from webhook.clock import Clock
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Orphan, Phase, PodIdentity, Reservation
-from webhook.events import Events, Subject
+from webhook.kube.events import Events, Subject
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import Departure, NodeSight, Patience, Watched
+from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 

@@ -14,15 +14,15 @@ from typing import Any, Protocol
 import structlog
 from attrs import evolve, frozen
 
-from webhook.clock import Clock
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
-from webhook.events import Events, Subject
+from webhook.kube.events import Events, Subject
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import ClusterLedger, Witness, WitnessAwayError, pod_of
 from webhook.ledger.end_of_use import Departure, Histories, NodeSight, Patience
 from webhook.ledger.orphanage import Orphanage
+from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 

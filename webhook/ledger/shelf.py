@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from attrs import evolve
 
-from webhook.clock import LONG_AGO
 from webhook.core.device import DeviceUuid
 from webhook.core.fleet import Fleet
 from webhook.core.lines import OWN_IDS
 from webhook.core.reservation import Ask, Phase, Placement, Reservation, ReservationId
 from webhook.ledger.moves import AgainError, Move, Times
 from webhook.ledger.pending import PendingGpus
+from webhook.runtime.clock import LONG_AGO
 
 Held = Mapping[ReservationId, Reservation]
 Key = tuple[str, ReservationId]  # with the node: a writer that was behind may have used an id on two

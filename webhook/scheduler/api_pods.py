@@ -4,10 +4,10 @@ import msgspec
 import structlog
 from kubernetes.aio import client
 
-from webhook.calls import LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
-from webhook.objects import decoded
+from webhook.kube.calls import LOST, MERGE_PATCH, POD_PATH, answered
+from webhook.kube.objects import decoded
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
 from webhook.scheduler.waking import AlarmAwayError, NotWokenError
 

@@ -15,8 +15,8 @@ from typing import Protocol
 import structlog
 from attrs import evolve
 
-from webhook.binding_door import BindingDoor
-from webhook.clock import Clock
+from webhook.admission.binding_door import BindingDoor
+from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, claim_of, recorded_claim
@@ -28,8 +28,8 @@ from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import plain
-from webhook.namespaces import ClaimReading, NamespacesUnavailableError
-from webhook.pods import PodFacts, PodsUnavailableError
+from webhook.ledger.pods import PodFacts, PodsUnavailableError
+from webhook.runtime.clock import Clock
 from webhook.scheduler.binder_choice import REST, Choice, Shape
 from webhook.scheduler.binder_promises import Promises
 from webhook.scheduler.binder_view import Promise, Waiter, World

@@ -5,8 +5,8 @@ volumes made there, or let it go.
 from collections.abc import Sequence
 from datetime import timedelta
 
-from webhook.clock import Clock
 from webhook.core.nodes_asked import NAME_FIELD, Expression, NodeTerm
+from webhook.runtime.clock import Clock
 from webhook.scheduler.binder_view import Promise, Waiter, World
 from webhook.scheduler.binder_volumes import (
     Unmade,

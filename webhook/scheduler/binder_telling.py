@@ -7,10 +7,10 @@ from typing import Protocol
 
 import structlog
 
-from webhook.clock import Clock
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
-from webhook.events import Events, Subject
+from webhook.kube.events import Events, Subject
+from webhook.runtime.clock import Clock
 from webhook.scheduler.binder_view import Waiter
 from webhook.scheduler.binder_wish import Outcome
 

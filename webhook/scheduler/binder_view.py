@@ -12,7 +12,6 @@ import msgspec
 import structlog
 from attrs import define, frozen
 
-from webhook.clock import LONG_AGO
 from webhook.core.device import Node
 from webhook.core.errors import InvalidPodError
 from webhook.core.neighbours import Company, Neighbours
@@ -21,6 +20,7 @@ from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.inventory.gpu_nodes import node_of
+from webhook.runtime.clock import LONG_AGO
 from webhook.scheduler.binder_volumes import Wanted
 from webhook.scheduler.binder_wire import AllocatableWire, NodeRoomWire, PodWire, beyond_us
 

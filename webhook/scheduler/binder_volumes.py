@@ -12,13 +12,13 @@ import msgspec
 from attrs import evolve, frozen
 from kubernetes.aio import client
 
-from webhook.calls import LOST, MERGE_PATCH, answered, said_in
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError
 from webhook.core.nodes_asked import NAME_FIELD, Expression, NodeTerm, node_term
 from webhook.core.pod import Metadata, RequiredNodes, Requirement, Wire
 from webhook.core.reservation import PodIdentity
-from webhook.objects import decoded
+from webhook.kube.calls import LOST, MERGE_PATCH, answered, said_in
+from webhook.kube.objects import decoded
 
 REQUEST_TIMEOUT = 4.0
 CLAIM_PATH = "/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"

@@ -7,8 +7,9 @@ from typing import Protocol
 import structlog
 from attrs import frozen
 
-from webhook.binding_door import BindingDoor, recorded_reservation
-from webhook.clock import Clock
+from webhook.admission.binding_door import BindingDoor, recorded_reservation
+from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError
+from webhook.assembly.parts import Parts
 from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, believed, claim_of, recorded_claim
@@ -19,11 +20,10 @@ from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import plain
-from webhook.namespaces import ClaimReading, NamespacesUnavailableError
-from webhook.pods import PodsUnavailableError
-from webhook.scheduler import sieve
-from webhook.scheduler.sieve import Wish
-from webhook.wiring import Parts
+from webhook.ledger.pods import PodsUnavailableError
+from webhook.runtime.clock import Clock
+from webhook.scheduler import filter as sieve
+from webhook.scheduler.filter import Wish
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 from attrs import define, field
 
-from webhook.clock import Clock
+from webhook.admission.namespaces import ClaimReading
 from webhook.core import check
 from webhook.core.claim import Claim, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy, decide
@@ -23,8 +23,8 @@ from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, Wire
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
-from webhook.namespaces import ClaimReading
-from webhook.scheduler import sieve
+from webhook.runtime.clock import Clock
+from webhook.scheduler import filter as sieve
 
 log = structlog.get_logger(__name__)
 

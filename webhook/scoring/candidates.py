@@ -11,7 +11,7 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.hints import requests_gpus
 from webhook.core.pod import Pod
-from webhook.view import View
+from webhook.kube.view import View
 
 Raw = dict[str, Any]
 

@@ -14,9 +14,9 @@ from attrs import define, field
 
 from webhook.core.hints import Advice
 from webhook.core.pod import Toleration
+from webhook.runtime.telemetry import Metrics
+from webhook.runtime.tls.certificate_source import trusting
 from webhook.scoring import Question, ScorerUnavailableError
-from webhook.telemetry import Metrics
-from webhook.tls import trusting
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,6 @@ from typing import Protocol
 import structlog
 from attrs import evolve, field, frozen
 
-from webhook.clock import Clock
 from webhook.core import keys
 from webhook.core.claim import MAX_EXPRESSIONS, Claim, ClaimRecord
 from webhook.core.decide import EvidencePolicy, preferred
@@ -27,9 +26,10 @@ from webhook.core.hints import (
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.review import Review
+from webhook.runtime.clock import Clock
+from webhook.runtime.telemetry import Metrics
 from webhook.scoring import Question, Scorer, ScorerUnavailableError
 from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs, candidates
-from webhook.telemetry import Metrics
 
 log = structlog.get_logger(__name__)
 

@@ -14,9 +14,9 @@ from jsonpatch import apply_patch
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.binding_door import BindingDoor, named, no_reservation, recorded_reservation
-from webhook.budgets import Budgets, weight
-from webhook.clock import Clock
+from webhook.admission.binding_door import BindingDoor, named, no_reservation, recorded_reservation
+from webhook.admission.holding import Holder
+from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError
 from webhook.core import check, keys, order
 from webhook.core.binding import Binding, marked
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim, recorded_or_none
@@ -53,13 +53,13 @@ from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
 from webhook.core.reservation import LONGEST_PREFIX, Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.core.review import Operation, Review, answer
 from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict, plain
-from webhook.holding import Holder
 from webhook.ledger import Ledger
 from webhook.ledger.end_of_use import grace_in
-from webhook.namespaces import ClaimReading, NamespacesUnavailableError
-from webhook.pods import PodSource, PodsUnavailableError
+from webhook.ledger.pods import PodSource, PodsUnavailableError
+from webhook.runtime.clock import Clock
+from webhook.runtime.http.budgets import Budgets, weight
+from webhook.runtime.telemetry import Metrics
 from webhook.scoring.hints import NOT_SCORED, Hinted, Hinting
-from webhook.telemetry import Metrics
 from webhook.web.body import HELD, RefusedBodyError, error, read_body
 from webhook.web.health import Health
 

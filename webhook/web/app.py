@@ -6,8 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from webhook.budgets import Budgets
-from webhook.telemetry import Metrics
+from webhook.runtime.http.budgets import Budgets
+from webhook.runtime.telemetry import Metrics
 from webhook.web.admission import Admission
 from webhook.web.callers import Gate, Guard
 from webhook.web.devices import Devices

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from webhook.budgets import Body, OverloadedError, RefusedBodyError, weight
+from webhook.runtime.http.budgets import Body, OverloadedError, RefusedBodyError, weight
 
 __all__ = ["HELD", "MAX_BODY", "RefusedBodyError", "error", "read_body"]
 

@@ -12,9 +12,9 @@ from attrs import field, frozen
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.clock import Clock
 from webhook.core.errors import GpuwardenError
-from webhook.tls import CERTIFICATE
+from webhook.runtime.clock import Clock
+from webhook.runtime.tls.certificate_source import CERTIFICATE
 from webhook.web.body import error
 
 # A token that was taken back is refused after this at the latest.

@@ -24,7 +24,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from webhook.clock import Clock
+from webhook.admission.fleet_updater import Outdated
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.device_state import DeviceState, device_state, or_kept, reservation_state, state_of_free
 from webhook.core.errors import GpuwardenError
@@ -34,10 +34,10 @@ from webhook.core.keys import S4_DOMAIN
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Reservation, ReservationId
 from webhook.core.verdict import plain
-from webhook.feed import Outdated
 from webhook.ledger import Ledger
 from webhook.ledger.lapses import Lapse, Lapses
-from webhook.telemetry import CountsSource, FleetCounts
+from webhook.runtime.clock import Clock
+from webhook.runtime.telemetry import CountsSource, FleetCounts
 from webhook.web.body import error
 from webhook.web.callers import Caller, CallersUnavailableError, Gate, caller_of, list_pods
 

@@ -10,14 +10,14 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from webhook.attestation import Attestation
 from webhook.core.evidence import Evidence
 from webhook.core.names import is_object_name
-from webhook.end_reports import MOST
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt_svid import MAX_TOKEN, BadTokenError, Fault
-from webhook.evidence.proofs import ReplayedProofError, UnknownNodeError
-from webhook.evidence.trust_bundle import KeysAwayError
+from webhook.evidence.jwt.attestation import Attestation
+from webhook.evidence.jwt.end_reports import MOST
+from webhook.evidence.jwt.jwt_svid import MAX_TOKEN, BadTokenError, Fault
+from webhook.evidence.jwt.proofs import ReplayedProofError, UnknownNodeError
+from webhook.evidence.jwt.trust_bundle import KeysAwayError
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
 

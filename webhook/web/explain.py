@@ -8,10 +8,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.clock import utc_now
+from webhook.admission.explanation import DEFAULT_NAMESPACE, CannotExplainError, Explainer
+from webhook.admission.manifest_pods import namespace_of, pods_in
 from webhook.core.verdict import plain
-from webhook.explanation import DEFAULT_NAMESPACE, CannotExplainError, Explainer
-from webhook.manifest_pods import namespace_of, pods_in
+from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.callers import CallersUnavailableError, Gate, caller_of, forbidden, list_pods
 from webhook.web.health import Health

@@ -7,8 +7,7 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.budgets import SMALL
-from webhook.clock import utc_now
+from webhook.admission.namespaces import NamespacesUnavailableError
 from webhook.core.errors import GpuwardenError, LedgerError
 from webhook.core.extender_wire import (
     BindArgs,
@@ -21,9 +20,10 @@ from webhook.core.extender_wire import (
     preempt_result,
     priorities,
 )
-from webhook.namespaces import NamespacesUnavailableError
+from webhook.runtime.clock import utc_now
+from webhook.runtime.http.budgets import SMALL
+from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
-from webhook.telemetry import Metrics
 from webhook.web.body import RefusedBodyError, read_body
 from webhook.web.callers import Caller, CallersUnavailableError, Gate, bind_pods, caller_of
 from webhook.web.health import Health

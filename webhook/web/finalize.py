@@ -9,7 +9,6 @@ from attrs import frozen
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from webhook.clock import utc_now
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import (
     GpuwardenError,
@@ -21,7 +20,8 @@ from webhook.core.errors import (
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger import Ledger
-from webhook.pods import PodFacts, PodSource, PodsUnavailableError
+from webhook.ledger.pods import PodFacts, PodSource, PodsUnavailableError
+from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.callers import (
     Caller,

@@ -10,9 +10,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from webhook.budgets import Budgets
-from webhook.clock import utc_now
-from webhook.telemetry import Metrics
+from webhook.runtime.clock import utc_now
+from webhook.runtime.http.budgets import Budgets
+from webhook.runtime.telemetry import Metrics
 from webhook.web.body import HELD, error
 from webhook.web.callers import Gate, Guard
 

@@ -25,7 +25,7 @@ from tests.e2e.kube import (
 from tests.e2e.test_ledger import GPU_NODES, installed
 from tests.ledger.fake_store import gpu_node
 from tests.running import serving
-from webhook.policies import Installation
+from webhook.kube.install.policies import Installation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -38,9 +38,9 @@ from tests.e2e.people import CRDS
 from tests.e2e.test_continuous import stamp
 from tests.e2e.test_discovery import NODE_EVIDENCES
 from tests.running import GPUWARDEN, challenging
-from webhook.binding_ends import NAME
-from webhook.clock import utc_now
+from webhook.admission.binding_ends import NAME
 from webhook.evidence.node_evidence import new_node_evidence
+from webhook.runtime.clock import utc_now
 
 BINDING_ENDS = Resource("apis/gpuwarden.io/v1alpha1", "bindingends", is_namespaced=False)
 HASH = "sha256:d0d0"
@@ -48,9 +48,9 @@ ASKING = {"gpuwarden.io/required-hash": HASH}
 GATE = "example.test/wait"
 # Its list has room for some forty pods: twenty thousand are the same, and take the test's machine minutes to make.
 WITH_A_SMALL_LIST = """
-import webhook.binding_ends
+import webhook.admission.binding_ends
 from webhook.cli import main
-webhook.binding_ends.LARGEST = 3_000
+webhook.admission.binding_ends.LARGEST = 3_000
 raise SystemExit(main())
 """
 CROWD = 60

@@ -17,7 +17,7 @@ from tests.e2e.conftest import new_namespace
 from tests.e2e.crew import OPT_IN, Site, site
 from tests.e2e.kube import NODES, PODS, ApiError, Kube, Raw, gone, pod, wait_until
 from tests.e2e.people import resource_of
-from webhook.policies import Installation, policies
+from webhook.kube.install.policies import Installation, policies
 
 # Pods that say nothing of it have 30 s.
 MARGIN, CAP = 4, 31

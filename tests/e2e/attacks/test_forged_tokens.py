@@ -16,8 +16,8 @@ import jwt
 import pytest
 from attrs import frozen
 
-from tests.evidence.bad_tokens import BAD, World
-from tests.evidence.tokens import (
+from tests.evidence.jwt.bad_tokens import BAD, World
+from tests.evidence.jwt.tokens import (
     ES256,
     ES384,
     ES512,
@@ -31,11 +31,11 @@ from tests.evidence.tokens import (
     put_together,
     seconds,
 )
-from webhook.clock import utc_now
-from webhook.evidence.evidence_id import DEFAULT_TEMPLATE, EvidenceId
-from webhook.evidence.jwt_bundle import parse_bundle
-from webhook.evidence.jwt_svid import BadTokenError, Examiner, Fault, Proof, check_signature
-from webhook.evidence.nonce import Nonces
+from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
+from webhook.evidence.jwt.jwt_bundle import parse_bundle
+from webhook.evidence.jwt.jwt_svid import BadTokenError, Examiner, Fault, Proof, check_signature
+from webhook.evidence.jwt.nonce import Nonces
+from webhook.runtime.clock import utc_now
 
 PROGRAM = Path(__file__).resolve().parents[2] / "go-spiffe"
 BUILD_LIMIT = 600.0

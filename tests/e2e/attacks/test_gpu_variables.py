@@ -16,7 +16,7 @@ from tests.e2e.hooks import another_webhook
 from tests.e2e.kube import PODS, ROLE_BINDINGS, ApiError, Kube, Raw, pod, wait_until
 from tests.e2e.people import resource_of
 from tests.running import Running, serving
-from webhook.policies import Blinds, Installation, policies
+from webhook.kube.install.policies import Blinds, Installation, policies
 
 # One label for the policies, one for each webhook configuration: what acts in a namespace is up to its labels.
 GUARDED, OLDER = {"gpuwarden.io/enabled": "true"}, {"scheduler.radix.ai/enabled": "true"}

@@ -13,9 +13,9 @@ from tests.e2e.kube import ApiError, Kube, forced_away
 from tests.e2e.people import GPU_NODES
 from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
 from tests.ledger.contract import ask, on, pod
-from webhook.cluster import connected
 from webhook.core.reservation import ReservationId
-from webhook.settings import Settings
+from webhook.kube.cluster import connected
+from webhook.runtime.settings import Settings
 
 
 @pytest.fixture

@@ -32,14 +32,14 @@ from tests.e2e.kube import (
 from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import installed
 from tests.running import GPUWARDEN
-from webhook.audit import Facts, Kind, Reading, findings
-from webhook.clock import utc_now
+from webhook.admission.audit import Facts, Kind, Reading, findings
+from webhook.admission.maps import opted_in
 from webhook.core import keys
 from webhook.core.claim import ClaimRules
 from webhook.core.dress import DressRules, Injection
 from webhook.core.isolation import is_isolated
-from webhook.maps import opted_in
-from webhook.policies import NAMESPACE, Installation, policies
+from webhook.kube.install.policies import NAMESPACE, Installation, policies
+from webhook.runtime.clock import utc_now
 
 EXEMPT = {"gpuwarden.io/isolation": "none"}
 ALLOWED = ("/data", "/mnt/datasets")

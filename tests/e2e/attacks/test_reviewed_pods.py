@@ -37,7 +37,7 @@ from tests.e2e.kube import (
 )
 from tests.e2e.people import resource_of
 from tests.running import Running, serving
-from webhook.policies import Installation, policies
+from webhook.kube.install.policies import Installation, policies
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -1,0 +1,96 @@
+"""Gates in an API server: opened, looked at, and what is no answer at all."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from attrs import define, field
+from kubernetes.aio import client
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tests import builders
+from webhook.admission.queue.api_gates import ApiGates
+from webhook.admission.queue.gates import GateError
+from webhook.core.dress import DressRules, waiting
+from webhook.runtime.http.listener import Listener
+
+THE_POD = builders.identity()
+WISH = builders.raw_pod(builders.raw_container(gpus=1))
+WAITING = builders.created(waiting(WISH, builders.claim(WISH), DressRules(), "because"))
+PATCH = [{"op": "test", "path": "/metadata/uid", "value": builders.POD_UID}]
+
+
+@define
+class ApiServer:
+    """Says one thing of every pod, and remembers what it was asked."""
+
+    code: int = 200
+    body: bytes = b"{}"
+    asked: list[tuple[str, str, str, Any]] = field(factory=list)
+
+    def says(self, code: int, raw: Any) -> None:
+        self.code, self.body = code, builders.body(raw)
+
+    async def answer(self, request: Request) -> Response:
+        sent = await request.body()
+        kind = request.headers.get("content-type", "")
+        self.asked.append((request.method, request.url.path, kind, json.loads(sent) if sent else None))
+        return Response(self.body, self.code, media_type="application/json")
+
+
+@pytest.fixture
+def api_server() -> ApiServer:
+    return ApiServer()
+
+
+@pytest.fixture
+async def gates(api_server: ApiServer) -> AsyncIterator[ApiGates]:
+    app = Starlette(routes=[Route("/{path:path}", api_server.answer, methods=["GET", "PATCH"])])
+    listener = Listener(app, host="127.0.0.1", port=0)
+    await listener.start()
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{listener.port}"
+    async with client.ApiClient(configuration) as api:
+        yield ApiGates(api)
+    await listener.stop(0)
+
+
+async def test_a_gate_is_opened_by_the_whole_patch(api_server: ApiServer, gates: ApiGates) -> None:
+    assert await gates.open(THE_POD, PATCH)
+    assert api_server.asked == [
+        ("PATCH", "/api/v1/namespaces/ml/pods/train-0", "application/json-patch+json", PATCH),
+    ]
+
+
+async def test_no_gate_of_a_pod_that_is_gone_is_opened(api_server: ApiServer, gates: ApiGates) -> None:
+    api_server.says(404, {"kind": "Status"})
+    assert not await gates.open(THE_POD, PATCH)
+    await gates.say(THE_POD, "because")
+
+
+async def test_what_the_api_server_says_against_it_is_told(api_server: ApiServer, gates: ApiGates) -> None:
+    api_server.says(422, {"kind": "Status", "message": "the test failed"})
+    with pytest.raises(GateError, match="the test failed"):
+        await gates.open(THE_POD, PATCH)
+    with pytest.raises(GateError, match="the test failed"):
+        await gates.is_shut(THE_POD)
+
+
+@pytest.mark.parametrize(
+    ("code", "raw", "is_shut"),
+    [
+        pytest.param(200, WAITING, True, id="as-it-waits"),
+        pytest.param(200, builders.created(WISH), False, id="open"),
+        pytest.param(200, builders.created(WAITING, uid="another"), False, id="another-pod-of-the-name"),
+        pytest.param(404, {"kind": "Status"}, False, id="gone"),
+    ],
+)
+async def test_a_gate_is_shut_where_this_very_pod_waits_behind_it(
+    api_server: ApiServer, gates: ApiGates, code: int, raw: Any, *, is_shut: bool
+) -> None:
+    api_server.says(code, raw)
+    assert await gates.is_shut(THE_POD) is is_shut

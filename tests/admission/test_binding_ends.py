@@ -1,0 +1,480 @@
+"""Until when pods may be bound without a review: which nodes and pods are in the list, and when it is written."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+
+from tests.builders import (
+    HASH,
+    NOW,
+    OTHER_HASH,
+    Raw,
+    evidence,
+    expression,
+    node,
+    on_node,
+    required_affinity,
+    slot,
+    term,
+)
+from tests.fake_objects import FakeObjects
+from webhook.admission.binding_ends import (
+    LARGEST,
+    LINGERS,
+    NAME,
+    NAMESPACE,
+    NODE,
+    POD,
+    ROUTINE,
+    BindingEnds,
+    ensure_binding_ends,
+    moment_of,
+    raw_of,
+    within_the_limit,
+)
+from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
+from webhook.core.claim import ClaimRecord, ClaimRules
+from webhook.core.decide import EvidencePolicy
+from webhook.core.evidence import Evidence
+from webhook.core.fleet import Fleet
+from webhook.core.reservation import Phase, Reservation
+from webhook.ledger.carrier import Carrier
+from webhook.runtime.clock import LONG_AGO
+
+A, B = "node-a", "node-b"
+HOUR, DEADLINE = timedelta(hours=1), timedelta(minutes=5)
+LATE = "1970-01-01T00:00:00Z"
+TICK = timedelta(seconds=1)
+
+
+class Recorded:
+    """Every version of an object that was stored."""
+
+    def __init__(self) -> None:
+        self.seen: list[Raw] = []
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self.seen.extend(objects.values())
+
+    def changed(self, raw: Raw) -> None:
+        self.seen.append(raw)
+
+    def deleted(self, raw: Raw) -> None:
+        pass
+
+
+class NoLookup:
+    async def get(self, name: str) -> Raw | None:
+        return None
+
+
+class Scene:
+    """Two nodes, both proven for an hour, and a reconciler that leads."""
+
+    def __init__(self, *, needs_all: bool = True) -> None:
+        self.now = NOW
+        self.is_current = True
+        self.held: dict[str, Reservation] = {}
+        self.objects = FakeObjects()
+        self.fleet = Fleet()
+        for name in (A, B):
+            self.fleet.put(node(name), NOW)
+            self.proves(name, HOUR)
+        self.policy = EvidencePolicy(is_always_required=needs_all)
+        self.namespaces = WatchedNamespaces(NoLookup())
+        self.ends = self.another()
+
+    def another(self) -> BindingEnds:
+        return BindingEnds(
+            self.objects,
+            self.fleet,
+            self.policy,
+            ClaimReading(ClaimRules(), self.namespaces),
+            lambda one: self.held.get(one.reservation_id),
+            DEADLINE,
+            lambda: self.now,
+            is_current=lambda: self.is_current,
+        )
+
+    def proves(self, name: str, lasts: timedelta | None, digest: str = HASH) -> None:
+        until = None if lasts is None else self.now + lasts
+        self.says(name, evidence(name, digest, since=NOW - HOUR, until=until))
+
+    def says(self, name: str, word: Evidence | None) -> None:
+        self.fleet.prove(name, word, self.now)
+
+    def holds(self, raw: Raw, **members: Any) -> Raw:
+        """The pod exists, and a ledger knows its reservation."""
+        one = Carrier.of(raw)
+        assert one is not None
+        self.held[one.reservation_id] = Reservation(
+            **{
+                "id": one.reservation_id,
+                "namespace": one.pod.namespace,
+                "claim_digest": one.claim_digest,
+                "node": one.node or "",
+                "slots": tuple(slot(uuid) for uuid in one.uuids),
+                "since": NOW,
+                "deadline": None,
+                "phase": Phase.FINALIZED,
+                "uid": one.pod.uid,
+                **members,
+            }
+        )
+        self.ends.changed(raw)
+        return raw
+
+    async def after(self, span: timedelta = TICK) -> dict[str, str]:
+        """One pass, that much later; what is written by then."""
+        self.now += span
+        await self.ends.step()
+        return self.written
+
+    @property
+    def written(self) -> dict[str, str]:
+        spec = self.objects.objects.get(NAME, {}).get("spec", {})
+        return {**spec.get("nodes", {}), **spec.get("namespaces", {}), **spec.get("pods", {})}
+
+    def opts(self, namespace: str, answer: str) -> None:
+        labels = {"gpuwarden.io/enabled": answer}
+        self.ends.namespaces.changed({"metadata": {"name": namespace, "labels": labels}})
+
+    def crowd(self, namespace: str, pods: int) -> None:
+        """Pods with a claim that no review has seen."""
+        for number in range(pods):
+            raw = bare(f"{namespace}-{number:032}", {"gpuwarden.io/required-hash": HASH})
+            raw["metadata"]["namespace"] = namespace
+            self.ends.changed(raw)
+
+    @property
+    def is_kept(self) -> bool:
+        return "kept" in self.objects.objects.get(NAME, {}).get("spec", {})
+
+
+def at(span: timedelta) -> str:
+    return (NOW + span).isoformat().replace("+00:00", "Z")
+
+
+def raw_pod(name: str, gpus: int = 0, hashes: tuple[str, ...] = (HASH,), *nodes: str, **spec: Any) -> Raw:
+    """As we have dressed it."""
+    notes = {"gpuwarden.io/claim": ClaimRecord(gpus=gpus, hashes=hashes).text()}
+    if gpus:
+        notes |= {
+            "gpuwarden.io/reservation-id": f"r-{name}",
+            "gpuwarden.io/node": A,
+            "gpuwarden.io/gpu-uuid": ",".join(f"GPU-{k}" for k in range(gpus)),
+        }
+    pinned = nodes or (A,)
+    affinity = required_affinity(*(on_node(one) for one in pinned))
+    return bare(name, notes, affinity=affinity, **spec)
+
+
+def bare(name: str, notes: dict[str, str] | None = None, **spec: Any) -> Raw:
+    meta = {"name": name, "namespace": "ml", "uid": f"uid-{name}", "annotations": notes or {}}
+    return {
+        "kind": "Pod",
+        "metadata": {**meta, "creationTimestamp": NOW.isoformat()},
+        "spec": {"containers": [{"name": "main"}], **spec},
+        "status": {"phase": "Pending"},
+    }
+
+
+async def test_nodes_are_listed_with_the_end_of_their_evidence() -> None:
+    scene = Scene()
+    assert await scene.after() == {A: at(HOUR), B: at(HOUR)}
+    assert scene.is_kept
+
+
+async def test_what_never_ends_and_what_was_never_proven_is_not_listed() -> None:
+    """A node without evidence takes pods without a claim; no pod that needs evidence was let in for it."""
+    scene = Scene()
+    scene.proves(A, None)
+    scene.says(B, None)
+    assert await scene.after() == {}
+    assert scene.is_kept
+
+
+@pytest.mark.parametrize(
+    "word",
+    [None, evidence(A, is_banned=True), evidence(A, is_conflict=True), evidence(A, since=NOW - HOUR, until=NOW)],
+    ids=["withdrawn", "banned", "conflict", "stale"],
+)
+async def test_a_node_that_loses_its_evidence_is_closed_within_a_second_and_open_again_when_nobody_is_on_the_way(
+    word: Evidence | None,
+) -> None:
+    scene = Scene()
+    await scene.after()
+    scene.says(A, word)
+    assert (await scene.after())[A] == LATE
+    scene.ends.changed(raw_pod("late"))
+    assert (await scene.after(2 * LINGERS))[A] == LATE
+    scene.ends.changed(raw_pod("late", nodeName=A))
+    assert A not in await scene.after(ROUTINE)
+
+
+async def test_whoever_is_elected_next_keeps_closed_what_was_closed() -> None:
+    scene = Scene()
+    await scene.after()
+    scene.says(A, None)
+    scene.ends = scene.another()
+    assert (await scene.after())[A] == LATE
+    assert A not in await scene.after(2 * LINGERS)
+
+
+async def test_a_longer_end_is_written_in_its_turn_and_a_near_one_at_once() -> None:
+    scene = Scene()
+    await scene.after()
+    scene.proves(A, 2 * HOUR)
+    assert (await scene.after())[A] == at(HOUR)
+    scene.proves(B, timedelta(seconds=20))
+    assert moment_of((await scene.after())[B]) <= scene.now + timedelta(seconds=20)
+    assert moment_of((await scene.after(ROUTINE))[A]) > NOW + HOUR
+
+
+async def test_nothing_is_written_while_nothing_changes_or_a_watch_is_interrupted() -> None:
+    scene = Scene()
+    await scene.after()
+    assert scene.objects.done == [f"create {NAME}", f"replace {NAME}"]
+    for _ in range(30):
+        await scene.after()
+    assert len(scene.objects.done) == 2
+    scene.is_current = False
+    scene.says(A, None)
+    assert (await scene.after())[A] == at(HOUR)
+
+
+async def test_what_a_hand_has_deleted_or_written_is_written_anew() -> None:
+    scene = Scene()
+    await scene.after()
+    scene.objects.remove(NAME)
+    assert (await scene.after(ROUTINE))[A] == at(HOUR)
+    raw = scene.objects.objects[NAME]
+    scene.objects.put({**raw, "spec": {"kept": "yes", "nodes": {A: 7}, "pods": []}})
+    assert (await scene.after(ROUTINE))[A] == at(HOUR)
+
+
+async def test_an_api_server_that_is_away_is_asked_again() -> None:
+    scene = Scene()
+    scene.objects.is_away = True
+    assert await scene.after() == {}
+    scene.objects.is_away = False
+    assert (await scene.after())[A] == at(HOUR)
+
+
+# Pods.
+
+
+async def test_a_pod_with_gpus_has_until_its_bind_deadline() -> None:
+    scene = Scene()
+    scene.holds(raw_pod("train", 1))
+    assert (await scene.after())["uid-train"] == at(DEADLINE)
+    assert not scene.ends.is_closed("uid-train")
+    scene.now += DEADLINE
+    assert scene.ends.is_closed("uid-train")
+    assert not scene.ends.is_closed("uid-another")
+
+
+@pytest.mark.parametrize(
+    "members",
+    [{"phase": Phase.RELEASING}, {"claim_digest": "another"}, {"uid": "uid-another"}, {"namespace": "another"}],
+    ids=["releasing", "another claim", "another pod", "another namespace"],
+)
+async def test_a_pod_without_its_reservation_is_closed(members: dict[str, Any]) -> None:
+    scene = Scene()
+    scene.holds(raw_pod("train", 1), **members)
+    assert (await scene.after())["uid-train"] == LATE
+    scene.held.clear()
+    assert (await scene.after(ROUTINE))["uid-train"] == LATE
+
+
+async def test_a_pod_whose_node_has_another_hash_by_now_is_closed_at_once() -> None:
+    scene = Scene()
+    scene.holds(raw_pod("train", 1))
+    scene.ends.changed(raw_pod("held", 0, (HASH,), A))
+    scene.ends.changed(raw_pod("freer", 0, (HASH,), A, B))
+    written = await scene.after()
+    assert (written["uid-train"], written.get("uid-held"), written.get("uid-freer")) == (at(DEADLINE), None, None)
+    scene.proves(A, HOUR, OTHER_HASH)
+    written = await scene.after()
+    assert (written["uid-train"], written["uid-held"], written.get("uid-freer")) == (LATE, LATE, None)
+
+
+async def test_a_pod_that_asks_and_that_no_review_has_seen_is_closed() -> None:
+    scene = Scene(needs_all=False)
+    scene.ends.changed(bare("asks", {"gpuwarden.io/required-hash": HASH}))
+    scene.ends.changed(bare("odd", {"gpuwarden.io/gpu-count": "many"}))
+    scene.ends.changed(raw_pod("left-open", 0, (HASH,)) | {"spec": {"containers": []}})
+    written = await scene.after()
+    assert {name: end for name, end in written.items() if name.startswith("uid-")} == {
+        "uid-asks": LATE,
+        "uid-odd": LATE,
+        "uid-left-open": LATE,
+    }
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        bare("plain"),
+        raw_pod("bound", 1, nodeName=A),
+        {**raw_pod("over", 1), "status": {"phase": "Failed"}},
+        raw_pod("queued", 1, schedulingGates=[{"name": "gpuwarden.io/queue"}]),
+        bare("selects", affinity=required_affinity(term(expression("zone", "In", "a")))),
+        {"metadata": {"name": "odd", "uid": "uid-odd"}, "spec": 7},
+    ],
+    ids=["plain", "on a node", "ended", "behind our gate", "plain with affinity", "odd"],
+)
+async def test_others_are_not_listed(raw: Raw) -> None:
+    scene = Scene()
+    scene.ends.replaced({"ml/x": raw})
+    assert (await scene.after()).keys() == {A, B}
+
+
+async def test_a_list_that_does_not_fit_closes_everything() -> None:
+    scene = Scene()
+    await scene.after()
+    for number in range(LARGEST // 200):
+        scene.fleet.put(node(f"{number:0200}"), NOW)
+        scene.proves(f"{number:0200}", HOUR)
+    await scene.after(ROUTINE)
+    assert not scene.is_kept
+
+
+async def test_twenty_thousand_pods_of_a_tenant_close_its_own_namespace_and_no_other() -> None:
+    scene = Scene()
+    scene.crowd("crowd", 24_000)
+    scene.crowd("other", 500)
+    scene.holds(raw_pod("train", 1))
+    await scene.after()
+    assert scene.is_kept
+    written = scene.written
+    assert (written["crowd"], written["uid-train"], written[A]) == (LATE, at(DEADLINE), at(HOUR))
+    assert [uid for uid in written if uid.startswith("uid-crowd")] == []
+    assert len([uid for uid in written if uid.startswith("uid-other")]) == 500
+    assert scene.ends.is_closed(f"uid-crowd-{7:032}")
+    # They go: whoever comes next into that namespace is listed again.
+    for number in range(24_000):
+        scene.ends.deleted({"metadata": {"uid": f"uid-crowd-{number:032}"}})
+    scene.crowd("crowd", 1)
+    written = await scene.after(ROUTINE)
+    assert (written.get("crowd"), written[f"uid-crowd-{0:032}"]) == (None, LATE)
+
+
+@pytest.mark.parametrize("is_crowded_first", [True, False], ids=["from the beginning", "later"])
+async def test_a_list_that_is_not_stored_whole_is_withdrawn_and_told_once(is_crowded_first: bool) -> None:
+    """The definition of the version before: what it does not have, the API server leaves out without a word."""
+    scene = Scene()
+    scene.objects.pruned = {"namespaces"}
+    await ensure_binding_ends(scene.objects)
+    if not is_crowded_first:
+        assert (await scene.after())[A] == at(HOUR)
+    with structlog.testing.capture_logs() as logs:
+        scene.crowd("crowd", 24_000)
+        await scene.after(ROUTINE)
+        assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
+        before, kept = len(scene.objects.done), [scene.is_kept]
+        for _ in range(2 * int(ROUTINE / TICK)):
+            await scene.after()
+            kept.append(scene.is_kept)
+        assert not any(kept)
+        assert len(scene.objects.done) - before == 2, "tried again in its turn"
+    assert [one["parts"] for one in logs if one["log_level"] == "error"] == [["namespaces"]]
+    scene.objects.pruned.clear()
+    assert (await scene.after(ROUTINE))["crowd"] == LATE
+    assert scene.is_kept
+    assert scene.ends.is_closed(f"uid-crowd-{7:032}")
+
+
+async def test_a_list_that_was_withdrawn_is_never_kept_before_it_is_stored_whole() -> None:
+    scene = Scene()
+    scene.objects.pruned = {"namespaces"}
+    scene.crowd("crowd", 24_000)
+    scene.objects.listener = listener = Recorded()
+    for _ in range(30):
+        await scene.after()
+        scene.objects.tell()
+    kept = ["kept" in raw["spec"] for raw in listener.seen]
+    assert kept
+    assert not any(kept)
+
+
+async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
+    """Their Bindings are not judged."""
+    scene = Scene()
+    scene.opts("crowd", "false")
+    scene.crowd("crowd", 24_000)
+    assert await scene.after() == {A: at(HOUR), B: at(HOUR)}
+    assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
+    scene.opts("crowd", "true")
+    assert (await scene.after())["crowd"] == LATE
+
+
+async def test_a_pod_whose_namespace_opts_out_can_be_bound_whatever_was_written_of_it() -> None:
+    """Its Binding is judged no more. So its GPUs stay its own until the namespace opts in again, or the pod is gone."""
+    scene = Scene()
+    scene.opts("ml", "true")
+    scene.holds(raw_pod("train", 1))
+    await scene.after()
+    await scene.after(DEADLINE)
+    assert scene.ends.is_closed("uid-train")
+    scene.opts("ml", "false")
+    assert not scene.ends.is_closed("uid-train")
+    assert "uid-train" not in await scene.after(ROUTINE)
+    assert not scene.ends.is_closed("uid-train")
+    scene.opts("ml", "true")
+    assert not scene.ends.is_closed("uid-train")
+    assert (await scene.after(ROUTINE))["uid-train"] == at(DEADLINE)
+    assert scene.ends.is_closed("uid-train")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "closed"),
+    [
+        ({"a": 10, "b": 10, "c": 10}, set()),
+        ({"a": 10, "b": 12, "c": 30}, {"c"}),
+        ({"a": 26, "b": 28, "c": 30}, {"b", "c"}),
+        ({"a": 60, "b": 60}, {"a", "b"}),
+    ],
+    ids=["all have room", "the largest", "none is above its share by much", "each alone is too large"],
+)
+def test_a_namespace_within_its_share_is_never_closed(
+    sizes: dict[str, int], closed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods = {name: {(POD, f"{name}-{n:034}"): NOW for n in range(size)} for name, size in sizes.items()}
+    monkeypatch.setattr("webhook.admission.binding_ends.LARGEST", 3_000)
+    found = within_the_limit({(NODE, A): NOW}, pods)
+    assert {name for kind, name in found if kind == NAMESPACE} == closed
+    assert len(msgspec.json.encode(raw_of(found, NOW))) <= 3_000
+    assert sum(kind == POD for kind, _ in found) == sum(n for name, n in sizes.items() if name not in closed)
+
+
+async def test_a_pod_is_read_anew_when_its_namespace_demands_another_hash() -> None:
+    scene = Scene()
+    raw = raw_pod("held", 0, (HASH,), A)
+    raw["metadata"]["annotations"]["gpuwarden.io/required-hash"] = HASH
+    scene.ends.changed(raw)
+    assert "uid-held" not in await scene.after()
+    demand = {"gpuwarden.io/required-hash": OTHER_HASH}
+    scene.namespaces.view.changed({"metadata": {"name": "ml", "annotations": demand}})
+    assert (await scene.after())["uid-held"] == LATE
+    assert (await scene.after(ROUTINE))["uid-held"] == LATE
+
+
+async def test_an_empty_object_is_made_and_none_is_taken_away() -> None:
+    scene = Scene()
+    await ensure_binding_ends(scene.objects)
+    assert scene.objects.objects[NAME]["spec"] == {}
+    assert (await scene.after())[A] == at(HOUR)
+    await ensure_binding_ends(scene.objects)
+    assert scene.is_kept
+    scene.objects.is_away = True
+    await ensure_binding_ends(scene.objects)
+
+
+def test_what_is_no_moment_is_over() -> None:
+    for text in ("", "soon", "2026-01-01", "2026-01-01T00:00:00"):
+        assert moment_of(text) == LONG_AGO

@@ -1,0 +1,576 @@
+"""Evidence that changes while pods run: what is told, and what is done by policy."""
+
+from datetime import timedelta
+
+import pytest
+from attrs import evolve
+
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence, node
+from tests.heard import Heard
+from webhook.admission.evidence_loss import (
+    MAX_CLASSES,
+    SETTLED,
+    Continuous,
+    MeasureError,
+    OnEvidenceLost,
+    Resident,
+    evidence_ages,
+)
+from webhook.admission.namespaces import ClaimReading
+from webhook.core.claim import ClaimRecord, ClaimRules
+from webhook.core.decide import EvidencePolicy
+from webhook.core.device import Taint
+from webhook.core.evidence import Evidence, EvidenceState, combined
+from webhook.core.fleet import Fleet
+from webhook.core.hashes import NO_BOND, Bond
+from webhook.core.reasons import Reason
+from webhook.core.reservation import PodIdentity
+from webhook.runtime.telemetry import Metrics
+
+CHANGED, LOST = Reason.EVIDENCE_CHANGED, Reason.EVIDENCE_LOST
+A, B = "node-a", "node-b"
+HOUR = timedelta(hours=1)
+OURS = Taint("gpuwarden.io/evidence-lost", "", "NoSchedule")
+REPORT, TAINT, EVICT = OnEvidenceLost.REPORT, OnEvidenceLost.TAINT, OnEvidenceLost.EVICT
+
+
+def raw_pod(
+    name: str = "train", on: str | None = A, hashes: tuple[str, ...] = (HASH,), *, phase: str = "Running", gpus: int = 0
+) -> Raw:
+    notes = {"gpuwarden.io/claim": ClaimRecord(gpus=gpus, hashes=hashes).text()}
+    if gpus:
+        notes["gpuwarden.io/reservation-id"] = f"r-{name}"
+    return on_a_node(name, on, notes, phase=phase)
+
+
+def undressed(*hashes: str, name: str = "train", record: str | None = None) -> Raw:
+    """One that no review of ours has seen: it asks for hashes, and whatever record it has is its author's."""
+    notes = {"gpuwarden.io/required-hash": ",".join(hashes)} if hashes else {}
+    raw = on_a_node(name, A, notes if record is None else {**notes, "gpuwarden.io/claim": record})
+    raw["spec"]["containers"] = [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]
+    return raw
+
+
+def on_a_node(name: str, on: str | None, notes: dict[str, str], phase: str = "Running") -> Raw:
+    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "trains", "uid": "rs-1", "controller": True}
+    return {
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": "research",
+            "uid": f"uid-{name}",
+            "resourceVersion": "1",
+            "annotations": notes,
+            "ownerReferences": [owner],
+        },
+        "spec": {"nodeName": on} if on else {},
+        "status": {"phase": phase},
+    }
+
+
+class Demanding:
+    """Namespaces, as far as anybody has heard of them."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, str] = {}
+
+    def known(self, namespace: str) -> Bond | None:
+        text = self.hashes.get(namespace)
+        return None if text is None else Bond.of(namespace, {"gpuwarden.io/required-hash": text})
+
+    async def bond(self, namespace: str) -> Bond:
+        return self.known(namespace) or NO_BOND
+
+
+class Scene:
+    """A fleet of two nodes, both proven, under a policy."""
+
+    def __init__(self, on_lost: OnEvidenceLost = REPORT, *, needs_all: bool = False) -> None:
+        self.now = NOW
+        self.is_current = True
+        self.owed: set[str] = set()
+        self.vouched: set[str] = set()
+        self.failing: set[str] = set()
+        self.namespaces = Demanding()
+        self.done: list[str] = []
+        self.heard = Heard()
+        self.metrics = Metrics()
+        self.fleet = Fleet()
+        for name in (A, B):
+            self.fleet.put(node(name), NOW)
+            self.says(name)
+        self.policy = EvidencePolicy(is_always_required=needs_all)
+        self.continuous = self.another(on_lost)
+
+    def another(self, on_lost: OnEvidenceLost) -> Continuous:
+        """A process that has just begun to look."""
+        return Continuous(
+            self.fleet,
+            self.policy,
+            on_lost,
+            self,
+            self.heard,
+            lambda: self.now,
+            ClaimReading(ClaimRules(), self.namespaces),
+            is_current=lambda: self.is_current,
+            is_owed=lambda name: name in self.owed,
+            is_vouched=lambda one: one.pod.name in self.vouched,
+            count_change=self.metrics.count_evidence_change,
+        )
+
+    def says(self, name: str, digest: str = HASH) -> None:
+        """Good for an hour from now."""
+        self.proves(name, evidence(name, digest, since=self.now - timedelta(minutes=1), until=self.now + HOUR))
+
+    def proves(self, name: str, word: Evidence | None) -> None:
+        self.fleet.prove(name, word, self.now)
+
+    async def settle(self, seconds: float = 0) -> list[tuple[str, Reason]]:
+        """Pass after pass for a little longer than anything glimpsed lasts; what was told in them."""
+        already = len(self.heard.told)
+        until = self.now + 3 * SETTLED + timedelta(seconds=seconds)
+        while self.now < until:
+            await self.continuous.step()
+            self.now += SETTLED / 4
+        return self.heard.told[already:]
+
+    def metric(self, line: str) -> float:
+        (found,) = [one for one in self.metrics.render()[0].decode().splitlines() if one.startswith(line + " ")]
+        return float(found.rpartition(" ")[2])
+
+    # What is done to nodes and pods.
+
+    async def taint(self, node: str, *, wanted: bool) -> None:
+        self.tried(node)
+        self.done.append(f"{'taint' if wanted else 'untaint'} {node}")
+        was = self.fleet.berths[node].node
+        others = tuple(one for one in was.taints if one != OURS)
+        self.fleet.put(evolve(was, taints=(*others, OURS) if wanted else others), self.now)
+
+    async def evict(self, pod: PodIdentity) -> None:
+        self.tried(pod.name)
+        self.done.append(f"evict {pod.name}")
+
+    def tried(self, name: str) -> None:
+        if name in self.failing:
+            self.done.append(f"fail {name}")
+            raise MeasureError("not now")
+
+
+# Changes of a node's evidence.
+
+
+async def test_what_was_so_at_the_start_is_no_change() -> None:
+    scene = Scene()
+    scene.proves(B, None)
+    assert await scene.settle() == []
+
+
+@pytest.mark.parametrize(
+    ("word", "state", "says"),
+    [
+        (None, "absent", f"was fresh as {HASH}, is absent"),
+        (evidence(A, is_banned=True), "banned", "is banned"),
+        (evidence(A, is_conflict=True), "conflict", "is conflict"),
+        (evidence(A, since=NOW - HOUR, until=NOW), "stale", "is stale"),
+        (evidence(A, OTHER_HASH), "fresh", f"was fresh as {HASH}, is fresh as {OTHER_HASH}"),
+    ],
+    ids=["withdrawn", "banned", "contradicted", "ended", "other-hash"],
+)
+async def test_a_change_is_told_once(word: Evidence | None, state: str, says: str) -> None:
+    scene = Scene()
+    await scene.settle()
+    scene.proves(A, word)
+    assert await scene.settle() == [(A, CHANGED)]
+    assert says in scene.heard.messages[-1]
+    assert scene.metric(f'gpuwarden_evidence_changes_total{{state="{state}"}}') == 1
+    assert await scene.settle() == []
+
+
+async def test_evidence_that_ends_is_told_without_anybodys_word() -> None:
+    scene = Scene()
+    await scene.settle()
+    assert await scene.settle(HOUR.total_seconds()) == [(A, CHANGED), (B, CHANGED)]
+
+
+async def test_the_same_change_is_told_each_time_it_happens() -> None:
+    scene = Scene()
+    await scene.settle()
+    for _ in range(2):
+        scene.proves(A, None)
+        assert await scene.settle() == [(A, CHANGED)]
+        scene.says(A)
+        assert await scene.settle() == [(A, CHANGED)]
+    assert len(set(scene.heard.messages)) == 4  # or the API server's Events would be taken for repetitions
+
+
+async def test_evidence_that_is_renewed_is_no_change() -> None:
+    scene = Scene()
+    await scene.settle()
+    scene.now += HOUR / 2
+    scene.says(A)
+    assert await scene.settle() == []
+
+
+async def test_evidence_that_is_back_within_a_pass_is_no_change() -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, None)
+    scene.says(A)
+    assert (await scene.settle(), scene.done) == ([], [])
+
+
+async def test_a_new_node_has_not_changed_and_a_gone_one_takes_its_pods_with_it() -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.fleet.put(node("node-c"), scene.now)
+    scene.fleet.remove(A)
+    assert (await scene.settle(), scene.done) == ([], [])
+
+
+# Pods without the evidence that they need.
+
+
+async def test_a_pod_that_loses_its_evidence_is_told_of_with_its_owner_once() -> None:
+    scene = Scene()
+    scene.continuous.changed(raw_pod())
+    scene.continuous.changed(raw_pod("other", on=B))
+    await scene.settle()
+    scene.proves(A, None)
+    assert await scene.settle() == [(A, CHANGED), ("train", LOST), ("trains", LOST)]
+    assert "attested as" in scene.heard.messages[-1]
+    assert scene.heard.messages[-1].startswith("pod train: ")
+    assert (await scene.settle(), scene.done) == ([], [])
+    scene.says(A)
+    await scene.settle()
+    scene.proves(A, evidence(A, OTHER_HASH))
+    assert await scene.settle() == [(A, CHANGED), ("train", LOST), ("trains", LOST)]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        raw_pod(hashes=(), gpus=1),
+        raw_pod(phase="Succeeded"),
+        raw_pod(on=None),
+        {**raw_pod(), "metadata": {**raw_pod()["metadata"], "annotations": {}}},
+    ],
+    ids=["names-no-hash", "ended", "on-no-node", "no-claim"],
+)
+async def test_other_pods_lose_nothing(raw: Raw) -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(raw)
+    await scene.settle()
+    scene.proves(A, None)
+    assert (await scene.settle(), scene.done) == ([(A, CHANGED)], [])
+
+
+@pytest.mark.parametrize("record", [None, "{}", f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', '{"gpus":1}', "[]"])
+async def test_a_pod_that_no_review_has_seen_is_held_to_what_it_asks(record: str | None) -> None:
+    """Let in by the extender alone: whatever record it has is its author's."""
+    scene = Scene(EVICT)
+    scene.continuous.changed(undressed(HASH, record=record))
+    await scene.settle()
+    scene.proves(A, evidence(A, OTHER_HASH))
+    assert await scene.settle() == [(A, CHANGED), ("train", LOST), ("trains", LOST)]
+    assert scene.done[0] == "evict train"
+
+
+async def test_a_pod_that_no_review_has_seen_is_held_to_what_its_namespace_demands() -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(undressed())
+    await scene.settle()
+    scene.proves(A, evidence(A, OTHER_HASH))
+    assert await scene.settle() == [(A, CHANGED)]
+    scene.namespaces.hashes["research"] = HASH  # heard of later than its pod
+    assert await scene.settle() == [("train", LOST), ("trains", LOST)]
+    assert scene.done[0] == "evict train"
+
+
+async def test_a_claim_that_cannot_be_read_is_held_to_what_its_namespace_demands() -> None:
+    """Its author has spoilt the annotation of a running pod."""
+    scene = Scene(EVICT)
+    scene.namespaces.hashes["research"] = HASH
+    scene.continuous.changed(undressed(""))
+    await scene.settle()
+    assert scene.done == []
+    scene.proves(A, None)
+    await scene.settle()
+    assert scene.done[0] == "evict train"
+
+
+async def test_gpus_without_a_record_or_a_hash_are_not_known_to_be_ours() -> None:
+    scene = Scene(EVICT, needs_all=True)
+    scene.continuous.changed(undressed())
+    await scene.settle()
+    scene.proves(A, None)
+    assert (await scene.settle(), scene.done) == ([(A, CHANGED)], [])
+
+
+async def test_every_claim_needs_evidence_where_that_is_the_policy() -> None:
+    scene = Scene(EVICT, needs_all=True)
+    scene.continuous.changed(raw_pod(hashes=(), gpus=1))
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.settle()
+    assert scene.done[:1] == ["evict train"]
+
+
+async def test_a_pod_that_ends_or_goes_is_without_evidence_no_longer() -> None:
+    scene = Scene()
+    scene.metrics.watch_evidence(scene.continuous.counts)
+    for name in ("one", "two", "three"):
+        scene.continuous.changed(raw_pod(name))
+    assert scene.metric("gpuwarden_pods_without_evidence") == 0
+    scene.proves(A, None)
+    assert scene.metric("gpuwarden_pods_without_evidence") == 3
+    scene.continuous.changed(raw_pod("one", phase="Failed"))
+    scene.continuous.deleted(raw_pod("two"))
+    assert scene.metric("gpuwarden_pods_without_evidence") == 1
+    scene.continuous.replaced({})
+    assert scene.metric("gpuwarden_pods_without_evidence") == 0
+
+
+def ages(scene: Scene) -> dict[tuple[str, str], float]:
+    metrics = Metrics()
+    metrics.watch_ages(lambda: evidence_ages(scene.fleet, scene.now))
+    samples = (one for family in metrics.registry.collect() for one in family.samples)
+    name = "gpuwarden_evidence_age_seconds"
+    return {(one.labels["state"], one.labels["node_class"]): one.value for one in samples if one.name == name}
+
+
+def test_the_age_of_the_oldest_evidence_is_shown() -> None:
+    scene = Scene()
+    scene.proves(B, evidence(B, since=NOW - HOUR, until=NOW))
+    shown = ages(scene)
+    assert (shown["fresh", ""], shown["stale", ""]) == (60, 3600)
+    assert shown == {(state, ""): shown[state, ""] for state in EvidenceState}
+
+
+def test_ages_are_told_apart_by_the_class_of_the_nodes() -> None:
+    """One kind of machine whose agents hang is not seen among thousands of another."""
+    scene = Scene()
+    scene.fleet.put(evolve(node(A), labels={"gpu.nvidia.com/class": "H100", "nvidia.com/gpu.product": "x"}), NOW)
+    scene.fleet.put(evolve(node(B), labels={"nvidia.com/gpu.product": "L40S"}), NOW)
+    scene.proves(A, evidence(A, since=NOW - HOUR, until=NOW + HOUR))
+    scene.proves(B, evidence(B, since=NOW - SECOND, until=NOW + HOUR))
+    shown = ages(scene)
+    assert {label: age for label, age in shown.items() if age} == {("fresh", "H100"): 3600, ("fresh", "L40S"): 1}
+    assert ("stale", "H100") in shown
+
+
+def test_of_several_words_the_oldest_one_is_the_age() -> None:
+    scene = Scene()
+    words = [evidence(A, since=NOW - age, until=NOW + HOUR) for age in (HOUR, SECOND)]
+    scene.proves(A, combined([evolve(one, source=name) for one, name in zip(words, "ab", strict=True)]))
+    assert ages(scene)["fresh", ""] == 3600
+
+
+def test_labels_without_end_make_no_series_without_end() -> None:
+    scene = Scene()
+    for number in range(MAX_CLASSES + 20):
+        name = f"node-{number:03}"
+        scene.fleet.put(evolve(node(name), labels={"gpu.nvidia.com/class": f"made-up-{number:03}"}), NOW)
+        scene.proves(name, evidence(name, since=NOW - HOUR, until=NOW + HOUR))
+    classes = {label for _, label in ages(scene)}
+    assert len(classes) == MAX_CLASSES + 1
+    assert "other" in classes
+    assert ages(scene)["fresh", "other"] == 3600
+
+
+# By policy.
+
+
+async def test_a_pod_is_evicted_again_and_again_until_it_leaves() -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(raw_pod())
+    scene.failing = {"train"}  # its disruption budget forbids it
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.settle(60)
+    tries = scene.done.count("fail train")
+    assert 3 <= tries <= 7  # after 2, 4, 8 … seconds
+    scene.failing = set()
+    await scene.settle(60)
+    assert scene.done[tries] == "evict train"
+    leaving = raw_pod()
+    leaving["metadata"]["deletionTimestamp"] = "2026-03-02T12:00:00Z"
+    scene.continuous.changed(leaving)
+    scene.done.clear()
+    assert (await scene.settle(300), scene.done) == ([], [])
+
+
+async def test_one_that_cannot_be_evicted_does_not_keep_others_from_it() -> None:
+    scene = Scene(EVICT)
+    scene.failing = {f"stuck-{number}" for number in range(5)}
+    for name in (*sorted(scene.failing), "train"):
+        scene.continuous.changed(raw_pod(name))
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.settle()
+    assert "evict train" in scene.done
+
+
+async def test_a_pod_that_has_lost_its_evidence_before_the_start_is_dealt_with() -> None:
+    scene = Scene(EVICT)
+    scene.proves(A, None)
+    scene.continuous.changed(raw_pod())
+    assert await scene.settle() == [("train", LOST), ("trains", LOST)]
+    assert scene.done[0] == "evict train"
+
+
+async def test_the_node_is_tainted_until_its_evidence_is_back() -> None:
+    scene = Scene(TAINT)
+    theirs = Taint("theirs", "", "NoSchedule")
+    scene.fleet.put(node(A, taints=[theirs]), NOW)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.settle()
+    assert scene.done == ["taint node-a"]
+    scene.continuous.deleted(raw_pod())
+    await scene.settle()
+    assert scene.done == ["taint node-a"]  # the pod went, and the evidence is still not there
+    scene.says(A)
+    await scene.settle()
+    assert scene.done == ["taint node-a", "untaint node-a"]
+    assert scene.fleet.berths[A].node.taints == (theirs,)
+
+
+async def test_a_node_with_another_hash_is_tainted_while_pods_run_there_that_name_the_old_one() -> None:
+    scene = Scene(TAINT)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, evidence(A, OTHER_HASH))
+    await scene.settle()
+    assert scene.done == ["taint node-a"]
+    scene.continuous.deleted(raw_pod())
+    await scene.settle()
+    assert scene.done == ["taint node-a", "untaint node-a"]
+
+
+async def test_what_a_pod_says_of_itself_taints_no_node() -> None:
+    scene = Scene(TAINT)
+    scene.continuous.changed(raw_pod("forged", hashes=("sha256:nobody-has-this",)))
+    assert await scene.settle() == [("forged", LOST), ("trains", LOST)]
+    assert scene.done == []
+    scene.vouched = {"forged"}
+    await scene.settle()
+    assert scene.done == ["taint node-a"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(raw_pod(), raw_pod(hashes=(OTHER_HASH,))), (undressed(HASH), undressed(OTHER_HASH))],
+    ids=["in its record", "in its wish"],
+)
+async def test_who_asks_for_something_else_later_taints_no_node(one: Raw, other: Raw) -> None:
+    scene = Scene(TAINT)
+    scene.continuous.changed(one)
+    await scene.settle()
+    scene.continuous.changed(other)
+    assert (await scene.settle(), scene.done) == ([("train", LOST), ("trains", LOST)], [])
+
+
+async def test_a_pod_that_no_review_has_seen_taints_the_node_that_was_seen_to_suit_it() -> None:
+    scene = Scene(TAINT)
+    scene.continuous.changed(undressed(HASH))
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.settle()
+    assert scene.done == ["taint node-a"]
+
+
+@pytest.mark.parametrize("word", [None, evidence(A, OTHER_HASH)], ids=["withdrawn", "other-hash"])
+async def test_a_taint_outlives_whoever_put_it_on_and_goes_with_the_policy(word: Evidence | None) -> None:
+    scene = Scene(TAINT)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, word)
+    await scene.settle()
+    scene.continuous = scene.another(TAINT)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    assert scene.done == ["taint node-a"]
+    scene.continuous = scene.another(REPORT)
+    await scene.settle()
+    assert scene.done == ["taint node-a", "untaint node-a"]
+
+
+# What is only glimpsed.
+
+
+@pytest.mark.parametrize("policy", [TAINT, EVICT])
+async def test_nothing_is_done_while_a_watch_is_interrupted_or_right_after(policy: OnEvidenceLost) -> None:
+    scene = Scene(policy)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.is_current = False
+    scene.now += HOUR  # everything has ended, as far as was heard
+    assert (await scene.settle(), scene.done) == ([], [])
+    scene.is_current = True
+    await scene.continuous.step()
+    scene.says(A)
+    scene.says(B)
+    assert (await scene.settle(), scene.done) == ([], [])
+
+
+async def test_nothing_is_done_about_evidence_that_is_about_to_be_written_anew() -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, None)
+    scene.owed = {A}
+    assert (await scene.settle(), scene.done) == ([], [])
+    scene.owed = set()
+    assert (A, CHANGED) in await scene.settle()
+    assert scene.done[:1] == ["evict train"]
+
+
+async def test_news_that_comes_before_anything_is_done_is_waited_for() -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.continuous.step()
+    scene.owed = {A}
+    assert (await scene.settle(), scene.done) == ([], [])
+
+
+@pytest.mark.parametrize("policy", [TAINT, EVICT])
+async def test_what_was_glimpsed_before_an_election_moves_nobody(policy: OnEvidenceLost) -> None:
+    scene = Scene(policy)
+    scene.continuous.begin()
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.continuous.step()
+    scene.now += timedelta(minutes=10)  # another one led
+    scene.continuous.begin()
+    await scene.continuous.step()
+    scene.now += SETTLED
+    await scene.continuous.step()
+    assert scene.done == []
+    scene.says(A)
+    await scene.settle()
+    assert scene.done == []
+
+
+async def test_a_loss_that_does_not_last_moves_nobody() -> None:
+    scene = Scene(EVICT)
+    scene.continuous.changed(raw_pod())
+    await scene.settle()
+    scene.proves(A, None)
+    await scene.continuous.step()
+    scene.says(A)
+    await scene.settle()
+    assert scene.heard.told == [(A, CHANGED), (A, CHANGED)]
+    assert scene.done == []
+
+
+def test_a_pod_that_cannot_be_read_is_nobodys_resident() -> None:
+    broken = raw_pod()
+    broken["spec"] = {"nodeName": 7}
+    assert Resident.of(broken, ClaimRules()) is None

@@ -1,0 +1,310 @@
+"""What providers say reaches the next decision; what they cannot say changes nothing."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, raw_container, raw_pod
+from tests.conftest import Build
+from tests.web.house import INVENTORY, House
+from webhook.admission.fleet_updater import Feed
+from webhook.core.evidence import Evidence, EvidenceState
+from webhook.core.fleet import Fleet
+from webhook.evidence import EvidenceProvider, EvidenceUnavailableError
+from webhook.evidence.jwt.proofs import MemoryProofs
+from webhook.evidence.static import StaticEvidence
+from webhook.inventory.file import InventoryFile
+from webhook.runtime.telemetry import Metrics
+
+POD = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": HASH})
+
+
+async def rewrite(house: House, inventory: Raw | str) -> None:
+    house.file.write_text(inventory if isinstance(inventory, str) else json.dumps(inventory))
+    await house.feed.refresh()
+
+
+async def verdict(house: House, uid: str) -> str:
+    response = await house.mutate(POD, uid)
+    return "Admitted" if response["allowed"] else str(response["status"]["reason"])
+
+
+@pytest.mark.defect("S0-1")
+async def test_evidence_swapped_at_run_time_changes_the_verdict(house: House) -> None:
+    assert await verdict(house, "r1") == "Admitted"
+    node = {**INVENTORY["nodes"][0], "evidence": {"hash": OTHER_HASH}}
+    await rewrite(house, {"nodes": [node]})
+    assert await verdict(house, "r2") == "NoProvenNode"
+
+
+async def test_evidence_ends_at_the_second_without_a_new_reading(build: Build) -> None:
+    node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "until": "2026-03-02T12:00:30Z"}}
+    house = await build({"nodes": [node]})
+    house.wait(29.999)
+    assert await verdict(house, "r1") == "Admitted"
+    house.wait(0.001)
+    assert await verdict(house, "r2") == "NoProvenNode"
+
+
+@pytest.mark.defect("S0-2")
+async def test_evidence_of_the_future_proves_nothing_yet(build: Build) -> None:
+    node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "since": "2026-03-02T12:00:30Z"}}
+    house = await build({"nodes": [node]})
+    assert await verdict(house, "r1") == "NoProvenNode"
+    house.wait(30)
+    assert await verdict(house, "r2") == "Admitted"
+
+
+@pytest.mark.defect("S4-14")
+async def test_a_bad_file_changes_nothing_of_what_is_known(house: House) -> None:
+    await rewrite(house, "nodes: [")
+    assert await verdict(house, "r1") == "Admitted"
+    assert "refused" in house.parts.metrics.render()[0].decode()
+
+
+async def test_a_device_that_vanishes_under_a_pod_is_quarantined(house: House) -> None:
+    await house.create(POD)
+    await rewrite(house, {"nodes": [{**INVENTORY["nodes"][0], "devices": []}]})
+    assert await house.states() == {"GPU-a0": "quarantined"}
+
+
+async def test_a_device_that_comes_back_is_still_held(house: House) -> None:
+    await house.create(POD)
+    await rewrite(house, {"nodes": []})
+    await rewrite(house, INVENTORY)
+    assert (await house.states())["GPU-a0"] == "assigned"
+    assert await verdict(house, "r2") == "Admitted"
+    assert house.held == ["GPU-a0", "GPU-a1"]
+
+
+async def test_the_same_uuid_on_two_nodes_is_given_to_nobody_until_one_is_gone(house: House) -> None:
+    first = INVENTORY["nodes"][0]
+    double = {"name": "node-z", "evidence": {"hash": HASH}, "devices": first["devices"]}
+    await rewrite(house, {"nodes": [first, double]})
+    assert await house.states() == {"GPU-a0": "quarantined", "GPU-a1": "quarantined"}
+    assert await verdict(house, "r1") == "NoFreeDevice"
+    await rewrite(house, {"nodes": [double]})
+    assert await verdict(house, "r2") == "Admitted"
+
+
+async def test_a_gpu_that_moved_to_another_node_stays_its_holders(house: House) -> None:
+    await house.create(POD)
+    moved = {"name": "node-z", "evidence": {"hash": HASH}, "devices": [{"uuid": "GPU-a0"}]}
+    await rewrite(house, {"nodes": [moved]})
+    assert await verdict(house, "r2") == "NoFreeDevice"
+
+
+async def test_metrics_count_every_device_once(house: House) -> None:
+    await house.create(POD)
+    await house.dress(POD, "r2")
+    text = house.parts.metrics.render()[0].decode()
+    for line in (
+        'gpuwarden_devices{state="available"} 2.0',
+        'gpuwarden_devices{state="assigned"} 1.0',
+        'gpuwarden_devices{state="pending"} 1.0',
+        'gpuwarden_devices{state="quarantined"} 0.0',
+        'gpuwarden_reservations{phase="finalized"} 1.0',
+        'gpuwarden_evidence_nodes{state="fresh"} 2.0',
+        'gpuwarden_evidence_nodes{state="absent"} 1.0',
+    ):
+        assert line in text
+
+
+class Asked:
+    """A provider that says what the test says, once it answers."""
+
+    name = "spire-server"
+    is_for_development = False
+
+    def __init__(self, said: Mapping[str, Evidence] | None) -> None:
+        self.said = said
+        self.polls = 0
+
+    def begin(self) -> None:
+        raise AssertionError("nobody is elected")
+
+    async def poll(self) -> Mapping[str, Evidence]:
+        self.polls += 1
+        if self.said is None:
+            raise EvidenceUnavailableError(self.name)
+        return self.said
+
+
+def vouched(node: str, digest: str = HASH) -> Evidence:
+    return Evidence(node, digest, Asked.name, NOW, NOW + SECOND)
+
+
+def feed_of(tmp_path: Path, *also: Asked) -> tuple[Fleet, Feed]:
+    (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
+    fleet, file = Fleet(), InventoryFile(tmp_path / "inventory.json")
+    return fleet, Feed(fleet, file, [StaticEvidence({}), *also], lambda: NOW, Metrics())
+
+
+async def states(feed: Feed, fleet: Fleet) -> dict[str, EvidenceState]:
+    await feed.refresh()
+    return {name: berth.state for name, berth in fleet.berths.items()}
+
+
+async def test_all_that_are_asked_have_to_vouch_for_a_node(tmp_path: Path) -> None:
+    spire = Asked(None)
+    fleet, feed = feed_of(tmp_path, spire)
+    await feed.load()
+    nobody = dict.fromkeys(("node-a", "node-b", "node-c"), EvidenceState.ABSENT)
+    assert await states(feed, fleet) == nobody  # not asked yet
+    word = vouched("node-a")
+    spire.said = {"node-a": word}
+    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.FRESH}  # node-b is in one list only
+    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.CONFLICT}
+    spire.said = {"node-a": Evidence("node-a", "", "spire-server", is_banned=True)}
+    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.BANNED}
+    spire.said = {}  # evicted
+    assert await states(feed, fleet) == nobody
+
+
+async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) -> None:
+    spire = Asked(None)
+    fleet, feed = feed_of(tmp_path, spire)
+    await feed.load()
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        assert fleet.berths["node-a"].state is EvidenceState.ABSENT
+        if len(pauses) == 100:
+            spire.said = {"node-a": vouched("node-a")}
+
+    with capture_logs() as lines:
+        await feed.first_answers(sleep)
+    assert fleet.berths["node-a"].state is EvidenceState.FRESH
+    assert (len(pauses), spire.polls) == (100, 101)
+    waits = [line for line in lines if line["event"] == "not ready: the first answer of a provider is waited for"]
+    assert [line["providers"] for line in waits] == [["spire-server"]] * len(waits)
+    assert 1 <= len(waits) <= 8
+    assert len(lines) < 20
+
+
+async def test_who_has_answered_is_waited_for_no_more(tmp_path: Path) -> None:
+    spire = Asked({})
+    _, feed = feed_of(tmp_path, spire)
+    await feed.load()
+    spire.said = None
+    await feed.refresh()
+    await asyncio.wait_for(feed.first_answers(), 5)
+
+
+# Where nobody writes evidence down, and no reconciler looks.
+
+
+class Told:
+    """A feed with a clock, and what it has said of changes."""
+
+    def __init__(self, directory: Path, *providers: EvidenceProvider) -> None:
+        (directory / "inventory.json").write_text(json.dumps(INVENTORY))
+        self.now, self.metrics, self.fleet = NOW, Metrics(), Fleet()
+        file = InventoryFile(directory / "inventory.json")
+        self.feed = Feed(self.fleet, file, [*providers], lambda: self.now, self.metrics)
+
+    async def begin(self) -> "Told":
+        await self.feed.load()
+        await self.feed.first_answers()
+        return self
+
+    async def changes(self) -> list[tuple[str, str, str, str]]:
+        with capture_logs() as lines:
+            await self.feed.refresh()
+        found = [one for one in lines if one["event"] == "evidence changed"]
+        return [(one["log_level"], one["node"], one["was"], one["now"]) for one in found]
+
+    def counted(self, state: str) -> float:
+        return self.metrics.registry.get_sample_value("gpuwarden_evidence_changes_total", {"state": state}) or 0
+
+
+async def test_a_change_of_evidence_is_logged_and_counted_and_its_end_too(tmp_path: Path) -> None:
+    spire = Asked({"node-a": vouched("node-a")})
+    told = await Told(tmp_path, spire).begin()
+    assert await told.changes() == []
+    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    fresh, other = f"fresh as {HASH}", f"fresh as {OTHER_HASH}"
+    assert await told.changes() == [("warning", "node-a", fresh, other)]
+    told.now += SECOND  # nobody says anything new
+    assert await told.changes() == [("warning", "node-a", other, "stale")]
+    assert await told.changes() == []
+    told.now -= SECOND
+    spire.said = {"node-a": vouched("node-a")}
+    assert await told.changes() == [("info", "node-a", "stale", fresh)]
+    spire.said = {}
+    assert await told.changes() == [("warning", "node-a", fresh, "absent")]
+    assert [told.counted(state) for state in ("fresh", "stale", "absent")] == [2, 1, 1]
+
+
+async def test_first_answers_are_no_changes(tmp_path: Path) -> None:
+    spire = Asked(None)
+    told = Told(tmp_path, spire)
+    await told.feed.load()
+
+    async def sleep(seconds: float) -> None:
+        spire.said = {"node-a": vouched("node-a")}
+
+    await told.feed.first_answers(sleep)
+    assert await told.changes() == []
+
+
+async def test_a_node_that_a_provider_alone_names_is_known(tmp_path: Path) -> None:
+    """It has no GPU that anybody has told us of: those are counted by whoever schedules."""
+    spire = Asked({"node-x": vouched("node-x"), "node-a": vouched("node-a")})
+    told = await Told(tmp_path, spire).begin()
+    known = {"node-a", "node-b", "node-c"}
+    assert told.fleet.berths.keys() == known | {"node-x"}
+    assert told.fleet.berths["node-x"].state is EvidenceState.FRESH
+    assert told.fleet.device_count == 4
+    (tmp_path / "inventory.json").write_text('{"nodes": []}')
+    await told.feed.refresh()
+    assert told.fleet.berths.keys() == {"node-x", "node-a"}
+    assert told.fleet.device_count == 0
+    spire.said = {"node-a": vouched("node-a")}
+    assert await told.changes() == [("warning", "node-x", f"fresh as {HASH}", "absent")]
+    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    await told.feed.refresh()
+    assert told.fleet.berths.keys() == {"node-a"}
+
+
+async def test_a_proof_that_a_node_has_sent_keeps_no_node(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    proofs = MemoryProofs(lambda: told.fleet.berths.keys(), lambda: told.now, SECOND)
+    told.feed = Feed(told.fleet, InventoryFile(tmp_path / "inventory.json"), [proofs], lambda: told.now, told.metrics)
+    await told.begin()
+    told.now += 3 * SECOND
+    await proofs.accept(Evidence("node-a", HASH, "jwt-svid", told.now, told.now + SECOND, "n"))
+    await told.feed.refresh()
+    assert told.fleet.berths["node-a"].state is EvidenceState.FRESH
+    (tmp_path / "inventory.json").write_text('{"nodes": []}')
+    await told.feed.refresh()
+    assert not told.fleet.berths
+
+
+async def test_a_proof_that_comes_while_another_provider_is_asked_stays(tmp_path: Path) -> None:
+    told = Told(tmp_path)
+    proof = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + 60 * SECOND, "n")
+
+    class Slow(Asked):
+        """A node proves itself while SPIRE answers."""
+
+        async def poll(self) -> Mapping[str, Evidence]:
+            await proofs.accept(proof)
+            return {"node-a": Evidence("node-a", HASH, self.name, NOW, NOW + 60 * SECOND)}
+
+    proofs = MemoryProofs(
+        lambda: told.fleet.berths.keys(),
+        lambda: told.now,
+        SECOND,
+        accepted=lambda node, said: told.feed.prove(MemoryProofs.name, node, said),
+    )
+    providers: list[EvidenceProvider] = [proofs, Slow({})]
+    told.feed = Feed(told.fleet, InventoryFile(tmp_path / "inventory.json"), providers, lambda: told.now, told.metrics)
+    await told.feed.load()
+    assert told.fleet.berths["node-a"].state is EvidenceState.FRESH

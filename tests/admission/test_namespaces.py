@@ -1,0 +1,141 @@
+"""What namespaces demand, as a watch tells it; one that it has not told of yet is looked up."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from kubernetes.aio import client
+
+from tests.builders import HASH, OTHER_HASH, Raw
+from tests.test_api_pods import ApiServer
+from tests.test_api_pods import api_server as api_server  # a fixture
+from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError, Undemanding, WatchedNamespaces
+from webhook.core.claim import ClaimRules
+from webhook.core.hashes import NO_BOND, Bond
+from webhook.kube.api_objects import ApiNamespaces
+
+KEY = "gpuwarden.io/required-hash"
+
+
+def namespace(name: str, required: str | None = None, version: int = 1) -> Raw:
+    notes = {} if required is None else {KEY: required}
+    return {"kind": "Namespace", "metadata": {"name": name, "resourceVersion": str(version), "annotations": notes}}
+
+
+class Api:
+    """Namespaces as a quorum read has them, and who asked."""
+
+    def __init__(self, *there: Raw) -> None:
+        self.there = {one["metadata"]["name"]: one for one in there}
+        self.asked: list[str] = []
+        self.is_away = False
+
+    async def get(self, name: str) -> Raw | None:
+        self.asked.append(name)
+        if self.is_away:
+            raise NamespacesUnavailableError("away")
+        return self.there.get(name)
+
+
+async def test_what_was_heard_is_not_asked_for() -> None:
+    api = Api()
+    namespaces = WatchedNamespaces(api)
+    namespaces.view.replaced({"/ml": namespace("ml", HASH), "/web": namespace("web")})
+    assert await namespaces.bond("ml") == Bond("ml", (HASH,))
+    assert await namespaces.bond("web") == NO_BOND
+    namespaces.view.changed(namespace("ml", OTHER_HASH, version=2))
+    assert await namespaces.bond("ml") == Bond("ml", (OTHER_HASH,))
+    assert api.asked == []
+
+
+async def test_a_namespace_that_came_with_its_first_pods_is_looked_up() -> None:
+    api = Api(namespace("new", HASH))
+    namespaces = WatchedNamespaces(api)
+    assert namespaces.known("new") is None
+    assert await namespaces.bond("new") == Bond("new", (HASH,))
+    assert await namespaces.bond("nowhere") == NO_BOND
+    assert api.asked == ["new", "nowhere"]
+
+
+async def test_a_namespace_that_was_deleted_and_made_anew_is_looked_up() -> None:
+    namespaces = WatchedNamespaces(Api(namespace("ml", HASH, version=3)))
+    namespaces.view.changed(namespace("ml"))
+    namespaces.view.deleted(namespace("ml", version=2))
+    assert await namespaces.bond("ml") == Bond("ml", (HASH,))
+
+
+async def test_while_nobody_can_be_asked_nothing_is_concluded() -> None:
+    api = Api()
+    api.is_away = True
+    with pytest.raises(NamespacesUnavailableError):
+        await WatchedNamespaces(api).bond("new")
+
+
+async def test_an_annotation_that_cannot_be_read_replaces_one_that_could() -> None:
+    namespaces = WatchedNamespaces(Api())
+    namespaces.view.changed(namespace("ml", HASH))
+    namespaces.view.changed(namespace("ml", "a,,b", version=2))
+    bond = await namespaces.bond("ml")
+    assert bond.hashes == ()
+    assert bond.mistakes
+
+
+async def test_claims_are_read_as_their_namespace_demands() -> None:
+    namespaces = WatchedNamespaces(Api(namespace("new", OTHER_HASH)))
+    namespaces.view.changed(namespace("ml", HASH))
+    reading = ClaimReading(ClaimRules(resource="example.com/gpu"), namespaces)
+    assert await reading.within("ml") == ClaimRules(resource="example.com/gpu", bond=Bond("ml", (HASH,)))
+    assert (await reading.within("new")).bond.hashes == (OTHER_HASH,)
+    assert reading.known_within("ml").bond.hashes == (HASH,)
+    assert reading.known_within("new").bond is NO_BOND
+    assert await ClaimReading(ClaimRules(), Undemanding()).within("ml") == ClaimRules()
+
+
+# Reading one.
+
+
+@pytest.fixture
+async def lookup(api_server: ApiServer) -> AsyncIterator[ApiNamespaces]:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{api_server.port}"
+    async with client.ApiClient(configuration) as api:
+        yield ApiNamespaces(api)
+
+
+async def test_a_namespace_is_read_for_certain(api_server: ApiServer, lookup: ApiNamespaces) -> None:
+    api_server.says(200, namespace("ml", HASH))
+    assert await lookup.get("ml") == namespace("ml", HASH)
+    api_server.says(404, {"kind": "Status", "code": 404})
+    assert await lookup.get("ml") is None
+    assert api_server.asked == ["/api/v1/namespaces/ml"] * 2
+
+
+@pytest.mark.parametrize(
+    ("code", "raw"),
+    [
+        pytest.param(200, namespace("other", HASH), id="another"),
+        pytest.param(200, {"kind": "NamespaceList", "items": []}, id="a-list"),
+        pytest.param(200, b"<html>", id="no-json"),
+        pytest.param(200, [], id="no-object"),
+        pytest.param(403, {"kind": "Status", "code": 403}, id="forbidden"),
+        pytest.param(500, {"kind": "Status", "code": 500}, id="a-failure"),
+        pytest.param(429, b"", id="too-many"),
+    ],
+)
+async def test_what_is_no_answer_frees_no_pod_of_what_its_namespace_demands(
+    api_server: ApiServer,
+    lookup: ApiNamespaces,
+    code: int,
+    raw: Any,
+) -> None:
+    api_server.says(code, raw)
+    with pytest.raises(NamespacesUnavailableError):
+        await lookup.get("ml")
+
+
+async def test_an_api_server_that_is_away_is_no_answer() -> None:
+    configuration = client.Configuration()
+    configuration.host = "http://127.0.0.1:1"
+    async with client.ApiClient(configuration) as api:
+        with pytest.raises(NamespacesUnavailableError):
+            await ApiNamespaces(api).get("ml")

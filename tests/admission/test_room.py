@@ -1,0 +1,376 @@
+"""How many GPUs may be pending on the word of reviews that anybody could have posted, and who waits for how long."""
+
+import asyncio
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+
+from tests.builders import NOW
+from webhook.admission.holding import FOR_THE_WRITE, Holder
+from webhook.admission.room import HINT, Limits
+from webhook.core.claim import Claim, ClaimRecord
+from webhook.core.decide import EvidencePolicy
+from webhook.core.device import Device, DeviceUuid, Node
+from webhook.core.errors import LedgerUnavailableError
+from webhook.core.fleet import Fleet
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Ask, Orphan, PodIdentity, Reservation, ReservationId
+from webhook.core.verdict import Deny
+from webhook.ledger.memory import MemoryLedger
+from webhook.ledger.moves import Abandon, Times
+from webhook.runtime.telemetry import Metrics
+
+DEADLINE, SKEW = timedelta(seconds=15), timedelta(seconds=5)
+SOON = timedelta(seconds=5)
+BRIEF = timedelta(seconds=0.05)
+
+
+class SlowLedger(MemoryLedger):
+    """Writes take as long as it takes others to ask, as in a store that is elsewhere."""
+
+    fails = False
+
+    async def reserve(self, *args: object, **options: object) -> Reservation:
+        await asyncio.sleep(0)
+        if self.fails:
+            raise LedgerUnavailableError("away")
+        return await super().reserve(*args, **options)  # type: ignore[arg-type]  # passed on as they are
+
+
+class House:
+    """A holder over nodes of eight GPUs."""
+
+    def __init__(
+        self, *, limit: int = 0, percent: int = 0, nodes: int = 1, orphans: int = 0, most_waiting: int = 1000
+    ) -> None:
+        self.now = NOW
+        fleet = Fleet()
+        for n in range(nodes):
+            fleet.put(Node(f"node-{n}", devices=tuple(Device(DeviceUuid(f"GPU-{n}-{k}")) for k in range(8))), NOW)
+        self.ledger = SlowLedger(fleet, lambda: self.now, Times(DEADLINE, SKEW))
+        self.known = {"ml", "other", "third"}
+        self.holder = Holder(
+            fleet,
+            self.ledger,
+            EvidencePolicy(is_always_required=False),
+            lambda: self.now,
+            Metrics(),
+            limits=Limits(limit, percent, orphans, most_waiting),
+            is_known=lambda name: name in self.known,
+        )
+
+    async def ask(
+        self, number: int, namespace: str = "ml", *, gpus: int = 1, patience: timedelta = timedelta(0)
+    ) -> Reservation | Deny:
+        claim = Claim(ClaimRecord(gpus=gpus))
+        ask = Ask(ReservationId(f"r{number}"), namespace, claim.digest)
+        return await self.holder.hold(ask, claim, answer_by=self.now + FOR_THE_WRITE + patience)
+
+    async def pod_comes(self, number: int, namespace: str = "ml") -> None:
+        await self.ledger.finalize(ReservationId(f"r{number}"), PodIdentity(namespace, f"pod-{number}", f"u{number}"))
+
+
+async def settled() -> None:
+    """Everybody has gone as far as they get."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def reasons(*answers: Reservation | Deny) -> list[Reason | None]:
+    return [one.reason if isinstance(one, Deny) else None for one in answers]
+
+
+FULL, POOL_FULL = Reason.NAMESPACE_FULL, Reason.PENDING_FULL
+
+
+# One namespace.
+
+
+async def test_a_namespace_that_has_as_much_waiting_as_it_may_gets_no_more() -> None:
+    house = House(limit=2)
+    assert reasons(*[await house.ask(number) for number in range(4)]) == [None, None, FULL, FULL]
+    assert reasons(await house.ask(9, "other")) == [None]
+
+
+async def test_gpus_are_counted_and_not_reservations() -> None:
+    house = House(limit=4)
+    assert reasons(*[await house.ask(number, gpus=2) for number in range(3)]) == [None, None, FULL]
+
+
+async def test_a_claim_of_more_than_the_limit_fits_where_it_is_alone() -> None:
+    house = House(limit=2)
+    assert reasons(await house.ask(1, gpus=4), await house.ask(2)) == [None, FULL]
+
+
+async def test_namespaces_that_nobody_has_heard_of_have_one_limit_together() -> None:
+    house = House(limit=2)
+    answers = [await house.ask(number, f"invented-{number}") for number in range(4)]
+    assert reasons(*answers) == [None, None, FULL, FULL]
+    assert reasons(await house.ask(9)) == [None]
+    house.known.add("invented-3")
+    assert reasons(await house.ask(10, "invented-3")) == [None]
+
+
+@pytest.mark.parametrize("name", ["ml", "invented-{}"])
+async def test_of_many_at_once_no_more_wait_than_may(name: str) -> None:
+    house = House(limit=3)
+    answers = await asyncio.gather(*(house.ask(number, name.format(number)) for number in range(8)))
+    assert Counter(reasons(*answers)) == {None: 3, FULL: 5}
+
+
+async def test_the_same_review_again_finds_its_reservation_in_a_full_namespace() -> None:
+    house = House(limit=1)
+    first = await house.ask(1)
+    assert await house.ask(1) == first
+
+
+async def test_a_uid_that_anybody_could_make_up_makes_no_room() -> None:
+    house = House(limit=1)
+    await house.ask(1)
+    await house.ledger.bind(ReservationId("r1"), PodIdentity("ml", "a", "uid-1"))
+    assert reasons(await house.ask(2)) == [FULL]
+
+
+async def test_a_pod_that_exists_makes_room() -> None:
+    house = House(limit=1)
+    await house.ask(1)
+    await house.pod_comes(1)
+    assert reasons(await house.ask(2)) == [None]
+
+
+async def test_what_nobody_came_for_makes_room_at_its_deadline() -> None:
+    house = House(limit=1)
+    await house.ask(1)
+    house.now += DEADLINE + SKEW
+    assert reasons(await house.ask(2)) == [None]
+
+
+async def test_a_failed_write_leaves_nothing_counted() -> None:
+    house = House(limit=1)
+    house.ledger.fails = True
+    assert reasons(await house.ask(1)) == [Reason.LEDGER_AWAY]
+    house.ledger.fails = False
+    assert reasons(await house.ask(2)) == [None]
+
+
+@pytest.mark.parametrize("limit", [0, 9])
+async def test_no_limit_or_a_wide_one_is_not_felt(limit: int) -> None:
+    house = House(limit=limit)
+    answers = [await house.ask(number) for number in range(9)]
+    assert reasons(*answers) == [None] * 8 + [Reason.NO_FREE_DEVICE]
+
+
+async def test_the_denial_says_what_to_do() -> None:
+    house = House(limit=1, percent=50)
+    await house.ask(1)
+    assert await house.ask(2) == Deny(
+        FULL,
+        "namespace 'ml' has as many GPUs reserved for pods that do not exist yet as it may: 1",
+        hint=HINT,
+    )
+
+
+# All together.
+
+
+async def test_a_namespace_leaves_room_to_the_others() -> None:
+    house = House(percent=50, nodes=2)
+    numbers = iter(range(99))
+    answers = {name: [await house.ask(next(numbers), name) for _ in range(5)] for name in ("ml", "other", "third")}
+    taken = {name: sum(isinstance(one, Reservation) for one in found) for name, found in answers.items()}
+    assert taken == {"ml": 3, "other": 1, "third": 1}
+    assert {one for found in answers.values() for one in reasons(*found)} == {None, POOL_FULL}
+
+
+async def test_pods_that_were_named_make_room_for_more_and_never_for_all() -> None:
+    """A forged review names a pod as well."""
+    house = House(percent=50, nodes=2)
+    for number in range(8):
+        if isinstance(await house.ask(number), Reservation):
+            await house.ledger.bind(ReservationId(f"r{number}"), PodIdentity("ml", f"p{number}", f"u{number}"))
+    assert house.ledger.pending.gpus_in("ml") == 5
+    assert reasons(await house.ask(9, "other")) == [None]
+
+
+async def test_invented_namespaces_have_together_what_one_may() -> None:
+    house = House(percent=50, nodes=2)
+    answers = [await house.ask(number, f"invented-{number}") for number in range(8)]
+    assert Counter(reasons(*answers)) == {None: 2, POOL_FULL: 6}
+
+
+async def test_a_claim_of_more_than_half_the_pool_is_alone_of_its_size_and_beside_the_others() -> None:
+    house = House(percent=50, nodes=2)
+    assert reasons(await house.ask(1, gpus=6), await house.ask(2, "other", gpus=6)) == [None, POOL_FULL]
+    assert reasons(*[await house.ask(number) for number in range(3, 7)]) == [None] * 3 + [POOL_FULL]
+    await house.pod_comes(1)
+    assert reasons(await house.ask(8, "other", gpus=7)) == [None]
+
+
+@pytest.mark.parametrize("percent", [1, 50])
+async def test_on_however_small_a_fleet_one_hold_fits(percent: int) -> None:
+    house = House(percent=percent)
+    assert reasons(await house.ask(1, gpus=8)) == [None]
+
+
+async def test_what_is_not_to_be_had_at_all_is_said_at_once() -> None:
+    house = House(percent=50)
+    for number in range(8):
+        await house.ask(number, patience=SOON)
+        await house.pod_comes(number)
+    await house.ledger.release(ReservationId("r0"), PodIdentity("ml", "pod-0", "u0"))
+    await house.ask(10)
+    assert reasons(await house.ask(11, patience=SOON)) == [Reason.NO_FREE_DEVICE]
+
+
+async def test_two_replicas_at_once_leave_a_first_hold_to_each_namespace() -> None:
+    """Neither knows yet what the other lets in."""
+    houses = [House(percent=50) for _ in range(2)]
+    entered = [await asyncio.gather(*(one.ask(number, patience=BRIEF) for number in range(8))) for one in houses]
+    assert sum(isinstance(one, Reservation) for answers in entered for one in answers) <= 3
+
+
+# Who waits.
+
+
+async def test_what_does_not_fit_waits_and_is_served_when_a_pod_comes() -> None:
+    house = House(limit=1)
+    await house.ask(1)
+    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+    await asyncio.sleep(0)
+    await house.pod_comes(1)
+    assert reasons(await waiting) == [None]
+
+
+async def test_whoever_waits_after_all_others_were_served_is_served_too() -> None:
+    """However soon after: nobody was waiting for a moment."""
+    house = House(limit=1)
+    await house.ask(0)
+    for number in range(1, 20):
+        waiting = asyncio.create_task(house.ask(number, patience=SOON))
+        await asyncio.sleep(0)
+        await house.pod_comes(number - 1)
+        await house.ledger.release(ReservationId(f"r{number - 1}"), PodIdentity("ml", "", f"u{number - 1}"))
+        assert reasons(await waiting) == [None]
+
+
+async def test_what_expires_while_all_wait_makes_room() -> None:
+    house = House(limit=1)
+    await house.ask(1)
+    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+    await asyncio.sleep(0)
+    house.now += DEADLINE + SKEW
+    answer = await waiting
+    assert reasons(answer) == [Reason.DEADLINE_PASSED]  # by the house's clock its review is over
+    assert not house.ledger.pending.gpus_in("ml")
+
+
+async def test_who_has_waited_long_enough_is_refused_and_leaves_nothing() -> None:
+    house = House(limit=1)
+    await house.ask(1)
+    assert reasons(await house.ask(2, patience=BRIEF)) == [FULL]
+    await house.pod_comes(1)
+    assert reasons(await house.ask(3)) == [None]
+
+
+async def test_a_review_that_ends_while_it_waits_leaves_nothing() -> None:
+    house = House(limit=1)
+    await house.ask(1)
+    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    await house.pod_comes(1)
+    assert reasons(await house.ask(3)) == [None]
+
+
+async def test_a_job_of_many_pods_is_refused_nothing() -> None:
+    house = House(percent=50, nodes=40)
+    numbers = range(300)
+
+    async def created(number: int) -> Reservation | Deny:
+        answer = await house.ask(number, patience=SOON)
+        await asyncio.sleep(0)
+        if isinstance(answer, Reservation):
+            await house.pod_comes(number)
+        return answer
+
+    answers = await asyncio.gather(*map(created, numbers))
+    assert Counter(reasons(*answers)) == {None: 300}
+
+
+async def test_lines_of_namespaces_take_turns() -> None:
+    """However many of one have come before."""
+    house = House(percent=50, nodes=2)
+    for number in range(2):
+        await house.ask(number)
+    for number in range(4, 6):
+        await house.ask(number, "other")
+    flood = [asyncio.create_task(house.ask(100 + n, patience=SOON)) for n in range(50)]
+    await asyncio.sleep(0)
+    late = asyncio.create_task(house.ask(99, "third", patience=SOON))
+    answer = await late
+    assert reasons(answer) == [None]
+    assert not any(one.done() for one in flood)
+    for one in flood:
+        one.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_where_too_many_wait_the_last_of_the_longest_line_goes() -> None:
+    house = House(limit=1, most_waiting=10)
+    for number, name in enumerate(("ml", "other")):
+        await house.ask(number, name)
+    flood = [asyncio.create_task(house.ask(100 + n, patience=SOON)) for n in range(30)]
+    await settled()
+    assert sum(one.done() for one in flood) == 20
+    late = asyncio.create_task(house.ask(99, "other", patience=SOON))
+    await settled()
+    assert sum(one.done() for one in flood) == 21
+    assert not late.done()
+    await house.pod_comes(1, "other")
+    assert reasons(await late) == [None]
+    for one in flood:
+        one.cancel()
+    done = await asyncio.gather(*flood, return_exceptions=True)
+    assert Counter(reasons(*(one for one in done if isinstance(one, Deny)))) == {FULL: 21}
+
+
+@pytest.mark.parametrize("limit", [0, 100], ids=["callers prove who they are", "they do not"])
+async def test_a_namespace_with_as_many_gpus_of_pods_that_are_gone_as_it_may_have_gets_no_more(limit: int) -> None:
+    house = House(limit=limit, orphans=3, nodes=2)
+    for number in range(4):
+        await house.ask(number)
+        await house.pod_comes(number)
+    assert reasons(await house.ask(4)) == [None]
+    for number in (1, 2):
+        orphaned(house, number)
+    assert reasons(await house.ask(5, gpus=2), await house.ask(6), await house.ask(7, "other")) == [FULL, None, None]
+    orphaned(house, 3)
+    full = await house.ask(8, patience=SOON)
+    assert isinstance(full, Deny)
+    assert full.sentence == (
+        "namespace 'ml' has 3 GPUs held by pods that are not there and may still run: with 1 more it would be above 3; "
+        "wait until they are free; who manages reservations may release them (gpuwarden release)"
+    )
+
+
+async def test_who_leaves_no_orphans_may_have_any_number_of_pods() -> None:
+    house = House(orphans=3, nodes=10)
+    assert reasons(*[await house.ask(number) for number in range(80)]) == [None] * 80
+    assert reasons(await House(orphans=3).ask(1, gpus=8)) == [None]
+
+
+async def test_a_claim_without_gpus_is_no_matter_of_orphans() -> None:
+    house = House(orphans=1)
+    await house.ask(1)
+    await house.pod_comes(1)
+    orphaned(house, 1)
+    assert reasons(await house.ask(2, gpus=0)) == [None]
+
+
+def orphaned(house: House, number: int) -> None:
+    """Its pod was deleted by force."""
+    (one,) = (one for one in house.ledger.reservations() if one.id == f"r{number}")
+    gone = Abandon(one.id, PodIdentity("ml", f"pod-{number}", f"u{number}"), one.since, Orphan(NOW, timedelta(hours=1)))
+    house.ledger._shelf.make(one.node, gone, NOW, Times(DEADLINE, SKEW))

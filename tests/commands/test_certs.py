@@ -1,0 +1,169 @@
+"""Around the steps of a rotation: who is overtaken looks again, and files change all at once."""
+
+import asyncio
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from attrs import define, field
+
+from webhook.commands.certs import (
+    News,
+    OvertakenError,
+    Round,
+    Seen,
+    all_rounds,
+    look_again_and_again,
+    one_round,
+    rules_of,
+    swap_in,
+)
+from webhook.kube.install.policies import Installation, certs
+from webhook.runtime.settings import Settings, SettingsError, load
+from webhook.runtime.tls.rotation import NAMES, Rules, State
+from webhook.web.probes import Probes
+
+RULES = Rules(
+    names=("gpuwarden",),
+    leaf_life=timedelta(days=90),
+    renew_before=timedelta(days=15),
+    ca_life=timedelta(days=365),
+    settle=timedelta(0),
+)
+FILES = {"tls.crt": b"one", "tls.key": b"key of one"}
+
+
+@define
+class Shared:
+    """A place where somebody else is always a little faster, so many times."""
+
+    faster: int = 0
+    state: State | None = None
+    published: bytes = b""
+    writes: list[str] = field(factory=list)
+    looked: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(0))
+
+    async def look(self) -> Seen:
+        self.looked.release()
+        return Seen((), None if self.state is None else "1", self.state)
+
+    async def keep(self, seen: Seen, state: State) -> None:
+        if self.faster:
+            self.faster -= 1
+            raise OvertakenError
+        self.state = state
+        self.writes.append("keep")
+
+    async def publish(self, seen: Seen, bundle: bytes) -> None:
+        self.published = bundle
+
+
+async def test_who_is_overtaken_writes_nothing_and_looks_again() -> None:
+    place = Shared(faster=3)
+    assert await one_round(place, RULES) == Round(None, is_done=False)
+    assert place.writes == []
+    state = await all_rounds(place, RULES)
+    assert state is not None
+    assert state.leaf is not None
+    assert place.writes == ["keep"]
+
+
+async def test_done_is_whoever_has_a_certificate_and_nothing_to_do() -> None:
+    place = Shared()
+    first = await one_round(place, RULES)
+    assert (first.state, first.is_done) == (place.state, False)
+    assert await one_round(place, RULES) == Round(place.state, is_done=True)
+
+
+async def test_what_has_come_is_looked_at_at_once() -> None:
+    """A webhook configuration without a CA bundle has every pod refused that asks for GPUs."""
+    settings = Settings(ui_port=0, certs_look_interval=timedelta(hours=1))
+    place, news = Shared(), News()
+    async with Probes(settings).listening() as probes:
+        looking = asyncio.create_task(look_again_and_again(settings, place, probes, news.there))
+        async with asyncio.timeout(30):
+            await place.looked.acquire()
+            await place.looked.acquire()  # that was the last thing to be done
+            news.changed({"metadata": {"name": "gpuwarden"}})
+            await place.looked.acquire()
+        looking.cancel()
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in FILES}
+
+
+def test_all_files_change_at_one_moment(tmp_path: Path) -> None:
+    directory = tmp_path / "new" / "files"
+    swap_in(directory, FILES)
+    assert contents(directory) == FILES
+    assert {os.readlink(directory / name) for name in FILES} == {"..data/tls.crt", "..data/tls.key"}
+    links = {name: (directory / name).lstat().st_ino for name in FILES}
+    other = {name: content + b" more" for name, content in FILES.items()}
+    swap_in(directory, other)
+    assert contents(directory) == other
+    assert {name: (directory / name).lstat().st_ino for name in FILES} == links  # only `..data` has moved
+    assert (directory / "tls.key").stat().st_mode & 0o077 == 0
+    assert len(list(directory.glob("..*"))) == 2  # the link and what it leads to: nothing old is left
+
+
+def test_files_that_are_the_same_are_left_alone(tmp_path: Path) -> None:
+    swap_in(tmp_path, FILES)
+    before = os.readlink(tmp_path / "..data")
+    swap_in(tmp_path, FILES)
+    assert os.readlink(tmp_path / "..data") == before
+
+
+def test_what_a_killed_process_left_behind_is_cleared_away(tmp_path: Path) -> None:
+    swap_in(tmp_path, FILES)
+    (tmp_path / "..half-done").mkdir()
+    (tmp_path / "..half-done" / "tls.crt").write_bytes(b"h")
+    (tmp_path / "..new-data").symlink_to("nowhere")
+    assert contents(tmp_path) == FILES
+    other = {name: content + b" more" for name, content in FILES.items()}
+    swap_in(tmp_path, other)
+    assert contents(tmp_path) == other
+    assert not (tmp_path / "..half-done").exists()
+
+
+def test_the_names_are_those_of_the_service_and_what_is_asked_for() -> None:
+    flags = {"certs_service": "hook", "certs_namespace": "wardens", "certs_names": "10.0.0.1,hook.example.org"}
+    names = rules_of(load(flags, {})).names
+    assert names[:4] == ("hook", "hook.wardens", "hook.wardens.svc", "hook.wardens.svc.cluster.local")
+    assert names[4:] == ("10.0.0.1", "hook.example.org")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            {"certs_renew_before": "2160h"},
+            "flag --certs-renew-before, --certs-leaf-life (default): a certificate would",
+        ),
+        ({"certs_ca_life": "2520h"}, "flag --certs-ca-life: a CA has to last longer than certificate and renewal"),
+        ({"certs_leaf_life": "0s"}, "is not a time that something could last"),
+        ({"certs_ca_life": "87601h"}, "is too long"),
+        ({"certs_names": "a b"}, "is neither an address nor a name"),
+        ({"certs_configurations": "One"}, "is not the name of an object"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_times_and_names_that_cannot_be_are_refused(flags: dict[str, str], said: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load(flags, {})
+    assert said in str(refused.value)
+
+
+def test_the_account_may_do_that_and_no_more() -> None:
+    rules = [rule for one in certs(Installation(namespace="wardens")) for rule in one.get("rules", ())]
+    assert [(rule["resources"], rule.get("resourceNames"), rule["verbs"]) for rule in rules] == [
+        (
+            ["mutatingwebhookconfigurations", "validatingwebhookconfigurations"],
+            ["gpuwarden"],
+            ["get", "list", "watch", "patch"],
+        ),
+        (["secrets"], None, ["create"]),
+        (["secrets"], [Settings().certs_secret], ["get", "patch"]),
+    ]
+    assert "rotation.json" in NAMES

@@ -1,0 +1,249 @@
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from webhook import __version__, cli
+from webhook.core import keys
+from webhook.core.errors import GpuwardenError
+from webhook.runtime import settings
+
+# What no command may import before it is known to need it: each costs tens of milliseconds.
+HEAVY = ("asyncio", "cryptography", "httpx", "hypercorn", "jinja2", "kubernetes", "starlette", "structlog", "uvloop")
+COMMANDS = {
+    "nothing": [],
+    "unknown": ["dance"],
+    "certs-alone": ["certs"],
+    "explain-without-a-file": ["explain"],
+    "explain-no-pod": ["explain", "pod", "train-0"],
+    "explain-in-a-form-nobody-knows": ["explain", "pod.yaml", "-o", "xml"],
+    "a-value-is-missing": ["serve", "--port"],
+    "an-abbreviation": ["config", "check", "--po", "1"],
+    "an-option-nobody-knows": ["config", "check", "--frob"],
+    "a-word-too-many": ["certs", "dev", "again"],
+    "settings-of-another-command": ["config", "reference", "--port", "1"],
+    "serve-with-a-bad-setting": ["serve", "-p", "x"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in settings.process_environment() if name.startswith(("GPUWARDEN_", "BGS_"))]:
+        monkeypatch.delenv(name)
+
+
+def run(*words: str) -> int:
+    """The exit code, however the command ends."""
+    try:
+        return cli.main(words)
+    except SystemExit as exc:
+        return int(exc.code or 0)
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS.keys())
+@pytest.mark.defect("S4-21")
+def test_whatever_is_wrong_with_the_options_is_said_with_the_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Of `explain` 1 is a denial.
+    assert run(*words) == (2 if words[:1] == ["explain"] else 1)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: gpuwarden")
+    assert err.splitlines()[-1].startswith("gpuwarden")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "-h"], ["certs", "dev", "--help"]], ids=" ".join)
+def test_help_is_no_failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 0
+    assert capsys.readouterr().out.startswith("usage: gpuwarden")
+
+
+def test_options_nobody_knows_are_named_with_the_other_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--frob", "--port", "x", "-l", "loud", "--ledger", "cluster") == 1
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("gpuwarden serve: ")] == [
+        "gpuwarden serve: there is no option --frob",
+        "gpuwarden serve: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
+        "gpuwarden serve: flag --log-level: 'loud' is none of the words; "
+        "allowed: trace, debug, info, warn, error, fatal, report",
+        "gpuwarden serve: flag --ledger: a ledger in a cluster needs one; name it by --kubeconfig",
+    ]
+
+
+def test_config_check_names_every_mistake(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "settings.yaml"
+    config.write_text("uiPort: http\n")
+    monkeypatch.setenv("GPUWARDEN_CONFIG", str(config))
+    monkeypatch.setenv("GPUWARDEN_CLOCK_SKEW", "soon")
+    assert run("config", "check", "--tls-cert", "/nowhere") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    for named in (f"key uiPort in {config}", "variable GPUWARDEN_CLOCK_SKEW", "flag --tls-cert", "--tls-key not set"):
+        assert named in err
+
+
+def test_config_check_is_content_with_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "check") == 0
+    assert capsys.readouterr() == ("The settings can be used.\n", "")
+
+
+def test_config_show_shows_what_is_in_effect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BGS_NODE_HASH_MAP", '{"kind-worker":"abc123"}')
+    assert run("config", "show", "-p", "443", "-C", "gpu-claims") == 0
+    out, err = capsys.readouterr()
+    assert "port: 443  # flag --port\n" in out
+    assert "nodeHashMap:  # variable BGS_NODE_HASH_MAP\n  kind-worker: abc123\n" in out
+    assert err == (
+        "gpuwarden config show: --claims-namespace does nothing: "
+        "reservations are not Leases here; --ledger says where they live\n"
+    )
+
+
+def test_config_reference_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("config", "reference") == 0
+    assert capsys.readouterr() == (settings.reference(), "")
+
+
+def test_manifests_are_printed_for_an_installation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "ca.crt"
+    bundle.write_text("-----BEGIN CERTIFICATE-----\n")
+    flags = ["--namespace", "wardens", "--url", "https://127.0.0.1:8443", "--ca-bundle", str(bundle)]
+    assert run("manifests", "webhooks", *flags) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    first = next(one for one in yaml.safe_load_all(out) if "webhooks" in one)["webhooks"][0]["clientConfig"]
+    assert first == {"url": "https://127.0.0.1:8443/mutate", "caBundle": "LS0tLS1CRUdJTiBDRVJUSUZJQ0FURS0tLS0tCg=="}
+    assert run("manifests", "webhooks", "--required-hash-alias", "my.org/h") == 0
+    renamed = capsys.readouterr().out
+    assert renamed.count("'my.org/h'") == renamed.count(f"'{keys.REQUIRED_HASH.aliases[0]}'") > 0
+    assert run("manifests", "policies", "--host-paths", "/data, /mnt/datasets") == 0
+    assert "expression: dyn(['/data', '/mnt/datasets'])\n" in capsys.readouterr().out
+    assert run("manifests", "rbac") == 0
+    assert "namespace: gpuwarden\n" in capsys.readouterr().out
+
+
+def test_every_mistake_in_an_installation_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "ca.crt"
+    bundle.write_text("no certificate")
+    flags = ["--namespace", "A.b", "--service", "", "--url", "http://h", "--ca-bundle", str(bundle)]
+    flags += ["--required-hash-alias", "'x' || true", "--host-paths", "/data,/var/lib/kubelet/pods,data"]
+    assert run("manifests", *flags) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    for name in (
+        "--namespace: 'A.b'",
+        "--service: ''",
+        "--url: 'http://h'",
+        f"no certificate in {bundle}",
+        "--required-hash-alias: ",
+        "--host-paths: '/var/lib/kubelet/pods': devices, sockets, programs or keys of the node are in /var/lib/kubelet",
+        "--host-paths: 'data': not an absolute path",
+    ):
+        assert name in err
+
+
+def test_a_ca_that_is_not_there_is_a_mistake_like_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("manifests", "--ca-bundle", "nope", "--url", "http://h") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--url: 'http://h'" in err
+    assert "flag --ca-bundle: nope cannot be read: No such file or directory" in err
+    assert "Errno" not in err
+
+
+@pytest.mark.parametrize("command", [["config", "check"], ["serve"]], ids=" ".join)
+def test_a_mistake_is_not_lost_in_the_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--port", "x") == 1
+    prog = " ".join(["gpuwarden", *command])
+    assert capsys.readouterr().err.splitlines() == [
+        f"usage: {prog} [options]; {prog} --help says which",
+        f"{prog}: flag --port: 'x' is not a port; allowed: 0 to 65535; 0 picks a free one",
+    ]
+
+
+def test_certs_dev_prints_where_the_files_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("certs", "dev", "--dir", str(tmp_path / "new" / "dir")) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(f"{tmp_path}/new/dir/{name}\n" for name in ("ca.crt", "tls.crt", "tls.key"))
+    assert all(Path(line).stat().st_size > 100 for line in out.splitlines())
+    assert err == ""
+
+
+def test_certs_dev_that_cannot_write_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run("certs", "dev", "--dir", str(tmp_path / "file" / "dir")) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("gpuwarden certs dev: [Errno ")
+    assert err.count("\n") == 1
+
+
+def test_hints_are_not_advertised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("serve", "--help") == 0
+    assert "--hints" not in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"gpuwarden {__version__}\n"
+
+
+def raising(exc: BaseException) -> Callable[[], int]:
+    def command() -> int:
+        raise exc
+
+    return command
+
+
+IN_USE = OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+@pytest.mark.parametrize(
+    ("exc", "said"),
+    [
+        pytest.param(IN_USE, "gpuwarden: [Errno 98] Address already in use\n", id="a-port-in-use"),
+        pytest.param(GpuwardenError("no inventory"), "gpuwarden: no inventory\n", id="a-fault-of-ours"),
+        pytest.param(
+            ExceptionGroup("tasks", [IN_USE, ExceptionGroup("more", [GpuwardenError("no inventory")])]),
+            "gpuwarden: [Errno 98] Address already in use\ngpuwarden: no inventory\n",
+            id="several-tasks-failed",
+        ),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the number of the error is Linux's")
+@pytest.mark.defect("S4-21")
+def test_a_start_that_fails_is_one_line_and_exit_code_1(
+    exc: Exception, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.exit_code(cli.make_parser(), raising(exc)) == 1
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [KeyError("x"), ExceptionGroup("tasks", [IN_USE, KeyError("x")])],
+    ids=["alone", "beside-a-foreseen-failure"],
+)
+def test_a_bug_keeps_its_traceback(bug: Exception) -> None:
+    with pytest.raises(type(bug)) as caught:
+        cli.exit_code(cli.make_parser(), raising(bug))
+    assert caught.value is bug
+
+
+def test_ctrl_c_is_told_apart_from_failure() -> None:
+    assert cli.exit_code(cli.make_parser(), raising(KeyboardInterrupt())) == 130
+
+
+def test_nothing_heavy_is_imported_before_a_command_needs_it() -> None:
+    code = f"import sys; import webhook.cli; webhook.cli.make_parser(); print([m for m in {HEAVY} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,263 @@
+"""Where accepted proofs are kept: one promise for a process alone and for replicas that share a store."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+
+import pytest
+from attrs import evolve
+
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND
+from tests.fake_objects import FakeObjects
+from webhook.core.evidence import Evidence
+from webhook.evidence import EvidenceUnavailableError
+from webhook.evidence.jwt.cluster_proofs import ClusterProofs
+from webhook.evidence.jwt.proofs import MemoryProofs, ProofBook, ReplayedProofError, UnknownNodeError
+from webhook.evidence.node_evidence import entry_in
+from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
+
+SKEW = timedelta(seconds=5)
+LONG_AGO = NOW - timedelta(days=1)
+
+
+def proof(
+    at: float = 0, nonce: str = "n0", node: str = "node-a", hash: str = HASH, challenged: float | None = None
+) -> Evidence:
+    """For a challenge that was issued a moment before it, or when a test says."""
+    since = NOW + timedelta(seconds=at)
+    asked = since if challenged is None else NOW + timedelta(seconds=challenged)
+    return Evidence(node, hash, "jwt-svid", since, since + timedelta(minutes=40), nonce_digest=nonce, challenged=asked)
+
+
+class Nodes:
+    """Node objects, by when they were made."""
+
+    def __init__(self) -> None:
+        self.born_at: dict[str, datetime] = {"node-a": LONG_AGO, "node-b": LONG_AGO}
+        self.is_away = False
+
+    async def born(self, name: str) -> datetime | None:
+        if self.is_away:
+            raise StoreAwayError("away")
+        return self.born_at.get(name)
+
+
+class Place:
+    """One world, and as many books of it as a test wants."""
+
+    def __init__(self) -> None:
+        self.now = NOW
+        self.objects, self.nodes = FakeObjects(), Nodes()
+
+    def book(self) -> ProofBook:
+        raise NotImplementedError
+
+    async def kept(self, name: str = "node-a") -> Evidence | None:
+        raise NotImplementedError
+
+
+class InMemory(Place):
+    def __init__(self) -> None:
+        super().__init__()
+        self._book = MemoryProofs(lambda: self.nodes.born_at.keys(), lambda: self.now, SKEW)
+
+    def book(self) -> MemoryProofs:
+        return self._book
+
+    async def kept(self, name: str = "node-a") -> Evidence | None:
+        """As it was accepted: it is told of from a skew earlier on."""
+        told = (await self._book.poll()).get(name)
+        return told if told is None or told.since is None else evolve(told, since=told.since + SKEW)
+
+
+class InCluster(Place):
+    def book(self) -> ClusterProofs:
+        return ClusterProofs(self.objects, self.nodes, SKEW)
+
+    async def kept(self, name: str = "node-a") -> Evidence | None:
+        raw = await self.objects.get(name)
+        return None if raw is None else entry_in(raw, "jwt-svid")
+
+
+@pytest.fixture(params=[InMemory, InCluster])
+def place(request: pytest.FixtureRequest) -> Place:
+    made: Place = request.param()
+    return made
+
+
+@pytest.fixture
+def cluster() -> InCluster:
+    return InCluster()
+
+
+async def refused(attempt: Awaitable[None]) -> bool:
+    try:
+        await attempt
+    except ReplayedProofError:
+        return True
+    return False
+
+
+async def test_a_proof_is_kept(place: Place) -> None:
+    await place.book().accept(proof())
+    assert await place.kept() == proof()
+
+
+async def test_a_later_proof_takes_the_place_of_an_earlier_one(place: Place) -> None:
+    await place.book().accept(proof())
+    await place.book().accept(proof(1, "n1", hash=OTHER_HASH))
+    assert await place.kept() == proof(1, "n1", hash=OTHER_HASH)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        proof(),
+        proof(0, "n1"),
+        proof(-1, "n1"),
+        proof(1, "n0"),
+        proof(0, "n1", hash=OTHER_HASH),
+        proof(1, "n1", challenged=0),
+        proof(1, "n1", challenged=-1),
+        evolve(proof(1, "n1"), challenged=None),
+    ],
+    ids=[
+        "itself",
+        "as late",
+        "earlier",
+        "same challenge",
+        "other hash",
+        "a challenge of the same moment",
+        "an older challenge",
+        "nobody knows when it was challenged",
+    ],
+)
+async def test_a_proof_is_taken_once_whichever_replica_is_told(place: Place, again: Evidence) -> None:
+    await place.book().accept(proof())
+    with pytest.raises(ReplayedProofError):
+        await place.book().accept(again)
+    assert await place.kept() == proof()
+
+
+@pytest.mark.defect("S0-2")
+async def test_no_challenge_is_answered_twice_however_often_its_token_is_signed_anew(place: Place) -> None:
+    await place.book().accept(proof(0, "n0", challenged=0))
+    await place.book().accept(proof(1, "n1", challenged=0.5))
+    for at, nonce, challenged in ((2, "n0", 0), (3, "n1", 0.5), (4, "n0", 0)):
+        with pytest.raises(ReplayedProofError):
+            await place.book().accept(proof(at, nonce, challenged=challenged))
+    await place.book().accept(proof(5, "n2", challenged=0.501))
+
+
+async def test_after_a_proof_that_does_not_say_when_it_was_challenged_a_later_one_is_taken(place: Place) -> None:
+    """Those of a version before."""
+    await place.book().accept(evolve(proof(), challenged=None))
+    for again in (proof(1, "n0", challenged=-1), proof(0, "n1")):
+        with pytest.raises(ReplayedProofError):
+            await place.book().accept(again)
+    await place.book().accept(proof(1, "n1", challenged=-1))
+    assert await place.kept() == proof(1, "n1", challenged=-1)
+
+
+async def test_each_node_has_its_own(place: Place) -> None:
+    await place.book().accept(proof(5))
+    await place.book().accept(proof(0, node="node-b"))
+    assert [await place.kept("node-a"), await place.kept("node-b")] == [proof(5), proof(0, node="node-b")]
+
+
+async def test_of_many_at_once_one_is_taken(place: Place) -> None:
+    await place.book().accept(proof(-1, "before"))
+    answers = await asyncio.gather(*(refused(place.book().accept(proof())) for _ in range(5)))
+    assert sorted(answers) == [False, True, True, True, True]
+
+
+async def test_a_node_that_is_not_there_proves_nothing(place: Place) -> None:
+    with pytest.raises(UnknownNodeError):
+        await place.book().accept(proof(node="node-x"))
+    assert await place.kept("node-x") is None
+
+
+async def made_anew(place: Place) -> None:
+    """The node goes and another of its name comes, and both are noticed."""
+    place.nodes.born_at.pop("node-a")
+    await place.kept()
+    place.now = NOW + 10 * SECOND
+    place.nodes.born_at["node-a"] = place.now
+    await place.kept()
+
+
+@pytest.mark.parametrize("at", [0, 9, 10, 15], ids=["before", "just before", "at that moment", "within the skew"])
+async def test_a_node_made_anew_under_its_old_name_is_not_proven_by_what_the_old_one_had_in_hand(
+    place: Place, at: float
+) -> None:
+    await place.kept()
+    await made_anew(place)
+    with pytest.raises(UnknownNodeError, match="came to be"):
+        await place.book().accept(proof(at))
+    await place.book().accept(proof(16, "n1"))
+    assert await place.kept() == proof(16, "n1")
+
+
+async def test_in_memory_the_proof_of_a_node_goes_with_it_and_its_replay_does_not_come_back() -> None:
+    place = InMemory()
+    await place.book().accept(proof())
+    await made_anew(place)
+    assert await place.kept() is None
+    with pytest.raises(UnknownNodeError):
+        await place.book().accept(proof())
+
+
+async def test_others_entries_of_the_same_node_stay(cluster: InCluster) -> None:
+    entry = {"hash": HASH, "banned": False, "conflict": False}
+    cluster.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": {"static": entry}}})
+    await cluster.book().accept(proof())
+    assert set(cluster.objects.objects["node-a"]["status"]["sources"]) == {"static", "jwt-svid"}
+
+
+async def test_who_is_overtaken_by_another_source_writes_again(cluster: InCluster) -> None:
+    cluster.objects.put({"metadata": {"name": "node-a"}})
+    cluster.objects.overtaken = 2
+    await cluster.book().accept(proof())
+    assert await cluster.kept() == proof()
+
+
+class Overtaken(FakeObjects):
+    """Between our reading and our writing, another replica writes the same proof."""
+
+    def __init__(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self.meanwhile: Callable[[], Awaitable[None]] | None = meanwhile
+
+    async def replace_status(self, raw: dict[str, object]) -> dict[str, object]:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            await meanwhile()
+        return await super().replace_status(raw)
+
+
+async def test_who_is_overtaken_by_the_same_proof_is_told_that_it_is_a_replay() -> None:
+    nodes = Nodes()
+    objects = Overtaken(lambda: ClusterProofs(objects, nodes, SKEW).accept(proof()))
+    with pytest.raises(ReplayedProofError):
+        await ClusterProofs(objects, nodes, SKEW).accept(proof())
+    assert objects.done == ["create node-a", "status node-a"]
+
+
+@pytest.mark.parametrize("fault", ["objects", "nodes", "refused", "overtaken for ever"])
+async def test_what_cannot_be_written_down_is_not_accepted(cluster: InCluster, fault: str) -> None:
+    cluster.objects.put({"metadata": {"name": "node-a"}})
+    cluster.objects.is_away = fault == "objects"
+    cluster.nodes.is_away = fault == "nodes"
+    cluster.objects.refused = {"node-a"} if fault == "refused" else set()
+    cluster.objects.overtaken = 99 if fault == "overtaken for ever" else 0
+    with pytest.raises(EvidenceUnavailableError) as caught:
+        await cluster.book().accept(proof())
+    assert isinstance(caught.value.__cause__, (StoreAwayError, RefusedError, StaleError))
+
+
+async def test_an_entry_that_is_no_proof_is_replaced(cluster: InCluster) -> None:
+    await cluster.book().accept(proof())
+    for entry in ({"banned": True, "conflict": False}, {"hash": 1}):
+        cluster.objects.status("node-a", sources={"jwt-svid": entry})
+        await cluster.book().accept(proof())
+        assert await cluster.kept() == proof()

@@ -1,0 +1,75 @@
+"""Where a node's name and its hash are read from."""
+
+import pytest
+
+from webhook.evidence.spire.naming import naming_of
+from webhook.evidence.spire.spire_messages import Agent, Selector
+
+AGENT = Agent(
+    trust_domain="example.org",
+    path="/spire/agent/x509pop/node-a/sha256.aa11",
+    attestation_type="x509pop",
+    serial="1",
+    expires_at=1,
+    selectors=(
+        Selector("x509pop", "san:node-name:node-a"),
+        Selector("x509pop", "san:node-name-2:node-z"),
+        Selector("x509pop", "san:attestation-hash:sha256:aa11"),
+        Selector("tpm", "san:attestation-hash:bb22"),
+        Selector("pcr", "0:aa"),
+        Selector("pcr", "0:bb"),
+    ),
+    is_banned=False,
+    can_reattest=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "values"),
+    [
+        pytest.param("x509pop:san:node-name", "node", {"node-a"}, id="selector"),
+        pytest.param("x509pop:san:node-name:", "node", {"node-a"}, id="selector-with-its-colon"),
+        pytest.param("x509pop:san:attestation-hash", "hash", {"sha256:aa11"}, id="a-colon-in-the-value"),
+        pytest.param("x509pop:san", "hash", None, id="a-prefix-ends-at-a-colon"),
+        pytest.param("X509pop:san:node-name", "node", set(), id="another-type"),
+        pytest.param("pcr:0", "hash", {"aa", "bb"}, id="two-values"),
+        pytest.param("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{hash}", "node", {"node-a"}, id="node-by-id"),
+        pytest.param(
+            "spiffe://example.org/spire/agent/x509pop/{node}/{hash}", "hash", {"sha256:aa11"}, id="hash-by-id"
+        ),
+        pytest.param("spiffe://{trust_domain}/spire/agent/x509pop/{node}", "node", set(), id="another-form"),
+        pytest.param("spiffe://other.org/spire/agent/x509pop/{node}/{hash}", "node", set(), id="another-trust-domain"),
+    ],
+)
+def test_a_setting_says_where_to_look(text: str, place: str, values: set[str] | None) -> None:
+    if values is None:  # all that stands behind `san:`
+        values = {"node-name:node-a", "node-name-2:node-z", "attestation-hash:sha256:aa11"}
+    assert naming_of(text, place).values(AGENT) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "problem"),
+    [
+        ("", "node", "neither TYPE:PREFIX nor"),
+        ("x509pop", "node", "neither TYPE:PREFIX nor"),
+        ("x509pop:", "node", "neither TYPE:PREFIX nor"),
+        ("x509 pop:san", "node", "neither TYPE:PREFIX nor"),
+        ("k8s_psat:agent_node_label:hash", "hash", "proves nothing"),
+        ("k8s_psat:agent_pod_label:hash", "hash", "proves nothing"),
+        ("k8s_psat:agent_node_label:node", "node", "proves nothing"),
+        ("k8s_psat:agent_pod_label:node", "node", "proves nothing"),
+        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}", "hash", "does not name {hash} once"),
+        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{node}", "node", "does not name {node} once"),
+        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}/{x}", "node", "does not name {node} once"),
+        ("spiffe://{trust_domain}/spire/agent/x509pop/{node}-{hash}", "node", "a place shares its segment"),
+        ("spiffe://{trust_domain}/evidence/{node}/{hash}", "node", "not the ID of an agent"),
+    ],
+)
+def test_what_could_be_read_two_ways_is_refused(text: str, place: str, problem: str) -> None:
+    with pytest.raises(ValueError, match="(?s)" + problem.replace("{", r"\{").replace("}", r"\}")):
+        naming_of(text, place)
+
+
+def test_a_nodes_name_is_no_label() -> None:
+    """The attestor knows it from the API server."""
+    assert naming_of("k8s_psat:agent_node_name", "node").values(AGENT) == frozenset()

@@ -1,0 +1,473 @@
+"""Agents read over real mTLS from a server that speaks SPIRE's wire, by an identity from a real Workload API."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from attrs import evolve
+from cryptography import x509
+from cryptography.x509.oid import ExtensionOID
+from structlog.testing import capture_logs
+
+from tests.builders import NOW, SECOND
+from tests.evidence.certificates import HOUR, Authority, Issued
+from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent, until
+from tests.evidence.spire.test_attested import MAX_AGE, RULES, TTL
+from webhook.core.evidence import Evidence, state_of
+from webhook.evidence import EvidenceUnavailableError, StillAwayError
+from webhook.evidence.providers import Round
+from webhook.evidence.spire.spire_server import SocketServer, SpireServer, TcpServer
+from webhook.evidence.spire.workload_api import OwnIdentity
+from webhook.runtime.clock import utc_now
+
+POLL = timedelta(seconds=5)
+CA = Authority()
+OURS = CA.issue(VERIFIER)
+THEIRS = CA.issue(SERVER_ID)
+
+
+class Scene:
+    """A SPIRE Server, a Workload API and the provider between them, by a clock that the test turns."""
+
+    def __init__(self, directory: Path) -> None:
+        self.now = NOW
+        self.spire = SpireDouble()
+        self.api = WorkloadApiDouble(str(directory / "agent.sock"), [OURS], [CA.root])
+        self.identity = OwnIdentity(self.api.path, TRUST_DOMAIN, utc_now, retry=timedelta(milliseconds=20))
+        self.provider = self.made()
+
+    def made(self, **members: Any) -> SpireServer:
+        options: dict[str, Any] = {"chance": lambda: 0.0, "patience": timedelta(seconds=20), "page_size": 2} | members
+        return SpireServer(self, RULES, lambda: self.now, POLL, **options)
+
+    def connected(self) -> Any:
+        """The port is known once the server is there."""
+        return TcpServer("127.0.0.1", self.spire.port, TRUST_DOMAIN, self.identity).connected()
+
+    async def start(self, shown: Issued = THEIRS, trusted: Authority = CA) -> "Scene":
+        await self.api.start()
+        await self.spire.start(shown, trusted)
+        return self
+
+    async def poll(self) -> Mapping[str, Evidence]:
+        """The next poll that asks."""
+        self.now += POLL
+        return await self.provider.poll()
+
+    async def states(self) -> dict[str, str]:
+        return {node: state_of(word, self.now).value for node, word in (await self.poll()).items()}
+
+    async def refused(self) -> str:
+        with pytest.raises(EvidenceUnavailableError) as caught:
+            await self.poll()
+        return str(caught.value)
+
+    async def close(self) -> None:
+        await self.identity.close()
+        await self.spire.stop()
+        await self.api.stop()
+
+
+@pytest.fixture
+async def idle(tmp_path: Path) -> AsyncIterator[Scene]:
+    """Nobody listens yet."""
+    made = Scene(tmp_path)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def scene(idle: Scene) -> Scene:
+    idle.spire.agents = [agent(expires_at=NOW + TTL)]
+    return await idle.start()
+
+
+def fleet(size: int) -> list[Any]:
+    return [agent(f"node-{number}", f"{number:04x}", expires_at=NOW + TTL) for number in range(size)]
+
+
+async def test_all_agents_are_told_of_page_by_page(scene: Scene) -> None:
+    scene.spire.agents = fleet(5)
+    assert {node: word.hash for node, word in (await scene.poll()).items()} == {
+        "node-0": "0000",
+        "node-1": "0001",
+        "node-2": "0002",
+        "node-3": "0003",
+        "node-4": "0004",
+    }
+    assert [one.page_token for one in scene.spire.requests] == ["", "2", "4", "5"]
+    assert scene.spire.callers == [VERIFIER] * 4
+
+
+async def test_a_ban_is_seen_because_it_is_asked_for(scene: Scene) -> None:
+    assert await scene.states() == {"node-a": "fresh"}
+    scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
+    assert await scene.states() == {"node-a": "banned"}
+
+
+async def test_an_evicted_agent_proves_nothing(scene: Scene) -> None:
+    await scene.poll()
+    scene.spire.agents = []
+    assert await scene.poll() == {}
+
+
+async def test_a_hash_that_changes_is_told_at_the_next_poll(scene: Scene) -> None:
+    await scene.poll()
+    scene.spire.agents = [agent("node-a", "bb22", expires_at=scene.now + TTL, serial="2")]
+    assert (await scene.poll())["node-a"].hash == "bb22"
+
+
+async def test_an_attestation_is_news_though_it_says_the_same(scene: Scene) -> None:
+    before = await scene.poll()
+    scene.now += timedelta(minutes=30)
+    scene.spire.agents = [agent(expires_at=scene.now + TTL, serial="2")]
+    after = await scene.poll()
+    assert after is not before
+    assert after["node-a"].until == NOW + POLL + timedelta(minutes=30) + MAX_AGE
+
+
+async def test_nothing_new_is_the_same_answer(scene: Scene) -> None:
+    scene.spire.agents = fleet(3)
+    before = await scene.poll()
+    assert await scene.poll() is before
+    scene.spire.agents.append(agent("node-z", expires_at=NOW + TTL))
+    after = await scene.poll()
+    assert after is not before
+    assert all(after[node] is word for node, word in before.items())
+
+
+async def test_spire_is_asked_no_more_often_than_set_and_not_in_step(scene: Scene) -> None:
+    scene.provider = scene.made(chance=lambda: 0.5)
+    await scene.provider.poll()
+    asked = len(scene.spire.requests)
+    scene.now += 0.89 * POLL
+    await scene.provider.poll()
+    assert len(scene.spire.requests) == asked
+    scene.now += 0.02 * POLL
+    await scene.provider.poll()
+    assert len(scene.spire.requests) > asked
+
+
+async def test_while_spire_is_away_the_last_answer_stands_until_its_own_end(scene: Scene) -> None:
+    before = await scene.poll()
+    await scene.spire.stop()
+    assert "SPIRE: " in await scene.refused()
+    with pytest.raises(StillAwayError):  # not asked again yet: the last answer is no sign that it is back
+        await scene.provider.poll()
+    assert state_of(before["node-a"], NOW + MAX_AGE - SECOND).value == "fresh"
+    assert state_of(before["node-a"], NOW + MAX_AGE).value == "stale"
+    await scene.spire.start(THEIRS, CA)
+    assert await scene.poll() is before
+
+
+async def test_an_outage_is_one_line_and_its_end_one_line_however_often_it_is_polled(scene: Scene) -> None:
+    errors: list[str] = []
+    asked = Round([scene.provider], errors.append)
+    with capture_logs() as lines:
+        await asked.answers()
+        await scene.spire.stop()
+        for _ in range(3):
+            scene.now += POLL
+            for _ in range(5):  # as the feed does, every second
+                assert await asked.answers() == {}
+        await scene.spire.start(THEIRS, CA)
+        scene.now += POLL
+        for _ in range(5):
+            assert "spire-server" in await asked.answers()
+    assert [line["event"] for line in lines if "provider" in line] == [
+        "evidence provider away, what it said stays until its own end",
+        "evidence provider answers again",
+    ]
+    assert errors == ["spire-server"] * 3, "one for each question that failed"
+
+
+async def test_a_spire_that_was_never_there_has_said_nothing(idle: Scene) -> None:
+    """Not the same as having said that there is no agent: nobody's evidence is taken away."""
+    await idle.api.start()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        idle.spire.port = nobody.getsockname()[1]
+        await idle.refused()
+        with pytest.raises(StillAwayError, match="SPIRE: "):
+            await idle.provider.poll()
+    idle.spire.port = 0
+
+
+async def test_a_frozen_spire_keeps_nobody_waiting(scene: Scene) -> None:
+    scene.provider = scene.made(patience=timedelta(milliseconds=50), deadline=timedelta(seconds=1))
+    before = await scene.poll()
+    scene.spire.answers.clear()
+    assert await scene.poll() is before  # told of later
+
+    async def has_failed() -> bool:
+        try:
+            return await scene.provider.poll() is not before
+        except EvidenceUnavailableError as exc:
+            return str(exc) == "SPIRE: no answer in time"
+
+    await until(has_failed)
+    scene.spire.answers.set()
+    assert await scene.poll() is before
+
+
+async def test_an_answer_that_took_long_is_told_of_when_it_is_there(scene: Scene) -> None:
+    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+    await scene.poll()
+    scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
+    scene.spire.answers.clear()
+    await scene.poll()
+    scene.spire.answers.set()
+
+    async def is_banned() -> bool:
+        return (await scene.provider.poll())["node-a"].is_banned
+
+    await until(is_banned)
+
+
+async def test_whoever_is_elected_is_told_nothing_that_was_said_before(scene: Scene) -> None:
+    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+    before = await scene.provider.poll()
+    scene.provider.begin()
+    scene.spire.answers.clear()
+    with pytest.raises(EvidenceUnavailableError, match="has not answered yet"):
+        await scene.provider.poll()
+    scene.spire.answers.set()
+
+    async def is_told() -> bool:
+        with suppress(EvidenceUnavailableError):
+            return await scene.provider.poll() == before
+        return False
+
+    await until(is_told)
+
+
+async def test_whoever_is_elected_is_told_no_answer_that_was_asked_for_before(scene: Scene) -> None:
+    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+    await scene.poll()
+    scene.spire.answers.clear()
+    await scene.poll()
+
+    async def questions(number: int) -> bool:
+        return sum(not request.page_token for request in scene.spire.requests) == number
+
+    await until(partial(questions, 2))  # it is under way
+    scene.provider.begin()
+    scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
+    scene.spire.answers.set()
+
+    async def has_answered() -> bool:
+        with suppress(EvidenceUnavailableError):
+            assert (await scene.provider.poll())["node-a"].is_banned
+            return True
+        return False
+
+    await until(has_answered)
+    assert await questions(3)
+
+
+async def test_a_spire_that_goes_down_in_the_middle_of_an_answer_is_away(scene: Scene) -> None:
+    before = await scene.poll()
+    scene.spire.answers.clear()
+    asked = len(scene.spire.requests)
+    polling = asyncio.ensure_future(scene.refused())
+    await until(lambda: len(scene.spire.requests) > asked)
+    await scene.spire.stop()
+    assert (await polling).startswith("SPIRE: ")
+    await scene.spire.start(THEIRS, CA)
+    scene.spire.answers.set()
+    assert await scene.poll() is before
+
+
+async def test_who_may_not_list_agents_is_told_once(scene: Scene) -> None:
+    scene.spire.readers = set()
+    problem = "SPIRE: PERMISSION_DENIED: authorization denied for method ListAgents"
+    asked = Round([scene.provider], lambda name: None)
+    with capture_logs() as lines:
+        for _ in range(3):
+            scene.now += POLL
+            assert await asked.answers() == {}
+    told = [line for line in lines if line["log_level"] == "warning"]
+    assert [line["problem"] for line in told] == [problem]
+
+
+async def test_two_machines_with_one_key_are_told_of_once(scene: Scene) -> None:
+    with capture_logs() as lines:
+        for number in range(6):
+            scene.spire.agents = [agent(expires_at=NOW + TTL, serial=str(number))]
+            await scene.poll()
+    told = [line for line in lines if line["log_level"] == "error"]
+    assert [line["agents"] for line in told] == [["/spire/agent/x509pop/node-a"]]
+
+
+async def test_an_agent_ttl_that_is_not_the_servers_is_told_once(scene: Scene) -> None:
+    scene.spire.agents = [agent(expires_at=NOW + 2 * TTL)]
+    with capture_logs() as lines:
+        assert [await scene.poll() for _ in range(3)] == [{}, {}, {}]
+    told = [line["event"] for line in lines if line["log_level"] == "warning"]
+    assert told == ["SVIDs of agents live longer than --spire-agent-ttl: they prove nothing until that is right"]
+
+
+async def test_an_agent_that_moves_while_pages_are_turned_is_read_once(scene: Scene) -> None:
+    """Evicted and back, it stands at the end of the list, and was on the first page too."""
+    scene.spire.agents = fleet(4)
+    again = agent("node-0", "bb22", expires_at=NOW + TTL, serial="2")
+
+    def move(number: int) -> None:
+        if number == 2:
+            scene.spire.agents = [*scene.spire.agents, again]
+        if number == 4:
+            scene.spire.agents = [*scene.spire.agents[1:]]
+
+    scene.spire.before_page = move
+    found = await scene.poll()
+    assert found["node-0"].hash == "bb22"
+    assert not any(word.is_conflict for word in found.values())
+
+
+async def test_a_list_that_never_settles_says_nothing(scene: Scene) -> None:
+    await scene.poll()
+    scene.spire.agents = [
+        agent(expires_at=NOW + TTL),
+        agent("node-a", "bb22", expires_at=NOW + TTL, serial="2"),
+    ]
+    assert "faster than they can be read" in await scene.refused()
+
+
+async def test_pages_that_go_round_in_a_circle_are_left(scene: Scene) -> None:
+    scene.spire.agents = fleet(4)
+
+    def rewind(number: int) -> None:
+        scene.spire.requests[-1].page_token = "0"
+
+    scene.spire.before_page = rewind
+    assert "round in a circle" in await scene.refused()
+
+
+class TestTheHandshake:
+    """Whoever is not the server of our trust domain gets no byte from us."""
+
+    @pytest.mark.parametrize(
+        "uris",
+        [
+            pytest.param([f"spiffe://{TRUST_DOMAIN}/workload"], id="a-workload-of-the-trust-domain"),
+            pytest.param([f"spiffe://{TRUST_DOMAIN}/spire/agent/x509pop/a"], id="an-agent"),
+            pytest.param([f"spiffe://{TRUST_DOMAIN}"], id="the-trust-domain-itself"),
+            pytest.param([f"{SERVER_ID}/x"], id="an-id-that-begins-alike"),
+            pytest.param(["spiffe://EXAMPLE.org/spire/server"], id="in-other-case"),
+            pytest.param(["spiffe://other.org/spire/server"], id="server-of-another-trust-domain"),
+            pytest.param([SERVER_ID, f"spiffe://{TRUST_DOMAIN}/workload"], id="two-ids"),
+            pytest.param([f"spiffe://{TRUST_DOMAIN}/workload", SERVER_ID], id="two-ids-the-other-way-round"),
+            pytest.param([], id="no-id"),
+        ],
+    )
+    async def test_another_spiffe_id_of_a_good_chain_is_refused(self, idle: Scene, uris: list[str]) -> None:
+        await idle.start(CA.issue(*uris))
+        assert f"and not {SERVER_ID}" in await idle.refused()
+        assert idle.spire.requests == []
+
+    async def test_a_certificate_with_names_that_nobody_can_read_is_refused(self, idle: Scene) -> None:
+        """An X.400 address: no reason to fall over it."""
+        strange = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, b"\x30\x02\xa3\x00")
+        await idle.start(CA.issue(names_in_der=strange))
+        assert f"the peer is nobody, and not {SERVER_ID}" in await idle.refused()
+        assert idle.spire.requests == []
+
+    async def test_the_right_id_from_another_authority_is_refused(self, idle: Scene) -> None:
+        await idle.start(Authority().issue(SERVER_ID))
+        assert "CERTIFICATE_VERIFY_FAILED" in await idle.refused()
+
+    async def test_a_server_certificate_that_has_ended_is_refused(self, idle: Scene) -> None:
+        await idle.start(CA.issue(SERVER_ID, not_after=utc_now() - HOUR))
+        assert "certificate has expired" in await idle.refused()
+
+    async def test_an_svid_that_the_server_does_not_trust_is_told(self, scene: Scene) -> None:
+        stranger = Authority().issue(VERIFIER)
+        scene.api.identities = [stranger]
+        assert (await scene.refused()).startswith("SPIRE: ")
+        assert scene.spire.requests == []
+
+    async def test_a_workload_api_of_another_trust_domain_gets_us_nowhere(self, scene: Scene) -> None:
+        other = Authority("other.org")
+        scene.api.identities, scene.api.roots = [other.issue("spiffe://other.org/gpuwarden")], [other.root]
+        assert "is not of the trust domain example.org" in await scene.refused()
+
+    async def test_svid_and_roots_rotate_without_a_restart(self, scene: Scene) -> None:
+        before = await scene.poll()
+        new = Authority()
+        await scene.spire.stop()
+        await scene.spire.start(new.issue(SERVER_ID), new)
+        await scene.refused()
+        scene.api.rotate(new.issue(VERIFIER), roots=[CA.root, new.root])
+
+        async def is_back() -> bool:
+            try:
+                return await scene.poll() is before
+            except EvidenceUnavailableError:
+                return False
+
+        await until(is_back)
+
+    async def test_a_root_that_is_gone_is_no_longer_trusted(self, scene: Scene) -> None:
+        """A connection that was made under it does not live on."""
+        await scene.poll()
+        scene.api.rotate(OURS, roots=[Authority().root])
+
+        async def is_refused() -> bool:
+            try:
+                await scene.poll()
+            except EvidenceUnavailableError as exc:
+                return "CERTIFICATE_VERIFY_FAILED" in str(exc)
+            return False
+
+        await until(is_refused)
+
+    async def test_the_last_svid_serves_on_while_the_workload_api_is_away(self, scene: Scene) -> None:
+        await scene.poll()
+        await scene.api.stop()
+        scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
+        assert await scene.states() == {"node-a": "banned"}
+
+
+def test_the_handshake_is_as_strict_on_uvloop(tmp_path: Path) -> None:
+    """The loop that the server runs on does TLS in its own way."""
+
+    async def refused() -> str:
+        scene = await Scene(tmp_path).start(CA.issue(f"spiffe://{TRUST_DOMAIN}/workload"))
+        try:
+            return await scene.refused()
+        finally:
+            await scene.close()
+
+    async def read() -> Mapping[str, Evidence]:
+        scene = Scene(tmp_path)
+        scene.spire.agents = fleet(3)
+        try:
+            return await (await scene.start()).poll()
+        finally:
+            await scene.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert f"and not {SERVER_ID}" in runner.run(refused())
+        assert len(runner.run(read())) == 3
+
+
+async def test_the_servers_own_socket_needs_no_identity(tmp_path: Path) -> None:
+    spire = SpireDouble([agent(expires_at=NOW + TTL)])
+    path = str(tmp_path / "api.sock")
+    await spire.start(None, None, path=path)
+    found = await SpireServer(SocketServer(path), RULES, lambda: NOW, POLL).poll()
+    await spire.stop()
+    assert found["node-a"].hash == "aa11"
+
+
+async def test_rules_come_from_whoever_makes_it(scene: Scene) -> None:
+    server = TcpServer("127.0.0.1", scene.spire.port, TRUST_DOMAIN, scene.identity)
+    picky = evolve(RULES, attestors=frozenset({"tpm"}))
+    assert await SpireServer(server, picky, lambda: NOW, POLL).poll() == {}

@@ -1,0 +1,682 @@
+"""What the API server is told of us, read as text: nothing is forgotten, nothing can fail. That it is obeyed is shown
+in tests/e2e."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from webhook.core import keys
+from webhook.core.check import GPU_RESOURCES
+from webhook.core.host_paths import PLACES, STORAGE, WRITABLE
+from webhook.core.isolation import EXEMPT, INJECTING, STRONG
+from webhook.export.labels import DOMAIN as SERIALS
+from webhook.kube.install.crds import manifests as crds
+from webhook.kube.install.policies import (
+    POLICIES,
+    WEBHOOKS,
+    WHILE_DOWN,
+    Blinds,
+    Installation,
+    Manifest,
+    as_yaml,
+    export,
+    manifests,
+    policies,
+    rbac,
+    webhooks,
+    while_down,
+)
+from webhook.scheduler.binder_volumes import SELECTED_NODE
+
+EVERYTHING = Installation(ca_bundle=b"PEM", reviews_deletes=True, reviews_bindings=True)
+BOTH_LABELS = ["gpuwarden.io/enabled", "scheduler.radix.ai/enabled"]
+
+
+def expressions(tree: Any) -> Iterator[str]:
+    """Every CEL expression in a manifest."""
+    match tree:
+        case dict():
+            yield from (one for key in ("expression", "messageExpression") if isinstance(one := tree.get(key), str))
+            for member in tree.values():
+                yield from expressions(member)
+        case list():
+            for member in tree:
+                yield from expressions(member)
+        case _:
+            pass
+
+
+def all_of(*lists: list[Manifest]) -> list[Manifest]:
+    return [one for some in lists for one in some]
+
+
+EVERY = all_of(manifests(*WEBHOOKS), manifests(*POLICIES), manifests(*WHILE_DOWN))
+EXPRESSIONS = [one for manifest in EVERY for one in expressions(manifest)]
+
+
+def hooks(kind: str, installation: Installation = EVERYTHING) -> dict[str, Any]:
+    manifest = next(one for one in webhooks(installation) if one["kind"] == kind)
+    return {hook["name"]: hook for hook in manifest["webhooks"]}
+
+
+MUTATING, VALIDATING = hooks("MutatingWebhookConfiguration"), hooks("ValidatingWebhookConfiguration")
+
+
+def condition(hook: Manifest) -> str:
+    return str(hook["matchConditions"][0]["expression"])
+
+
+def policy(name: str) -> str:
+    manifest = next(one for one in EVERY if one["metadata"]["name"] == name and one["kind"].endswith("Policy"))
+    return " ".join(expressions(manifest))
+
+
+def test_the_files_hold_what_is_meant() -> None:
+    assert [(one["kind"], one["metadata"]["name"]) for one in EVERY] == [
+        ("MutatingWebhookConfiguration", "gpuwarden"),
+        ("ValidatingWebhookConfiguration", "gpuwarden"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-pods"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-pods"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-gpunodes"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-gpunodes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-nodeevidences"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-nodeevidences"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-trustbundles"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-trustbundles"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-installation"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-installation"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-own-pods"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-pods"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-own-nodes"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-nodes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-own-claims"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-own-claims"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-grace"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-grace"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-grace-of-evictions"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-grace-of-evictions"),
+        ("MutatingAdmissionPolicy", "gpuwarden-strip"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-strip"),
+        ("MutatingAdmissionPolicy", "gpuwarden-blind"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-blind"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-blind-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-blinded"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-blinded"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-blinded-alias"),
+        ("MutatingAdmissionPolicy", "gpuwarden-blind-debugging"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-blind-debugging"),
+        ("MutatingAdmissionPolicyBinding", "gpuwarden-blind-debugging-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-isolation"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-isolation-volumes"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-isolation-volumes"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-binding-ends"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-binding-ends"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-binding-ends-alias"),
+        ("ValidatingAdmissionPolicy", "gpuwarden-bindingends"),
+        ("ValidatingAdmissionPolicyBinding", "gpuwarden-bindingends"),
+    ]
+
+
+# Every key.
+
+
+@pytest.mark.parametrize("hook", ["mutate.gpuwarden.io", "validate.gpuwarden.io"])
+@pytest.mark.parametrize(
+    "word",
+    sorted(
+        {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names}  # what a pod asks with
+        | {keys.REQUIREMENT_PREFIX, keys.S4_REQUIREMENT, f"{keys.S4_REQUIREMENT}."}
+        | keys.OUTPUT_NAMES
+        | {
+            *keys.GPU_ENV,
+            keys.CUDA_VERSION,
+            *GPU_RESOURCES,
+            f"{keys.CDI_DOMAIN}/",
+            f".{keys.CDI_DOMAIN}/",
+        }  # what shows it a GPU
+    ),
+)
+def test_whatever_asks_or_shows_a_gpu_is_called_for(hook: str, word: str) -> None:
+    assert f"'{word}'" in condition((MUTATING | VALIDATING)[hook])
+
+
+def test_what_only_adds_to_a_claim_calls_nobody() -> None:
+    assert keys.SHARED.name not in condition(MUTATING["mutate.gpuwarden.io"])
+
+
+@pytest.mark.parametrize("word", sorted(keys.OUTPUT_NAMES))
+def test_whatever_we_write_is_guarded(word: str) -> None:
+    assert f"'{word}'" in condition(VALIDATING["validate-update.gpuwarden.io"])
+    assert f"'{word}'" in policy("gpuwarden-pods")
+    assert f"'{word}'" in policy("gpuwarden-strip")
+
+
+@pytest.mark.parametrize(
+    "word", [*keys.GPU_ENV, keys.CUDA_VERSION, *GPU_RESOURCES, f"{keys.CDI_DOMAIN}/", f".{keys.CDI_DOMAIN}/"]
+)
+def test_whatever_shows_a_gpu_is_reviewed_when_it_changes(word: str) -> None:
+    found = condition(VALIDATING["validate-update.gpuwarden.io"])
+    assert f"'{word}'" in found
+
+
+# Every door.
+
+
+def test_both_webhooks_go_by_the_same_condition() -> None:
+    assert condition(MUTATING["mutate.gpuwarden.io"]) == condition(VALIDATING["validate.gpuwarden.io"])
+
+
+def test_every_door_is_there() -> None:
+    doors = {
+        (name.split(".")[0], operation, resource)
+        for name, hook in (MUTATING | VALIDATING).items()
+        for rule in hook["rules"]
+        for operation in rule["operations"]
+        for resource in rule["resources"]
+    }
+    assert doors == {
+        ("mutate", "CREATE", "pods"),
+        ("hint", "CREATE", "pods"),
+        ("hint-job", "CREATE", "jobs"),
+        ("validate", "CREATE", "pods"),
+        ("validate-update", "UPDATE", "pods"),
+        ("validate-update", "UPDATE", "pods/status"),
+        ("validate-update", "UPDATE", "pods/ephemeralcontainers"),
+        ("validate-update", "UPDATE", "pods/resize"),
+        ("validate-delete", "DELETE", "pods"),
+        ("validate-binding", "CREATE", "pods/binding"),
+        ("validate-binding", "CREATE", "bindings"),
+        ("review-binding", "CREATE", "pods/binding"),
+        ("review-binding", "CREATE", "bindings"),
+    }
+
+
+def test_deletes_and_bindings_are_reviewed_where_they_are_wanted() -> None:
+    kind = "ValidatingWebhookConfiguration"
+    usual = {"validate", "validate-update", "validate-binding"}
+    assert {name.split(".")[0] for name in hooks(kind, Installation())} == usual
+    deletes, fewer = Installation(reviews_deletes=True), Installation(reviews_bindings=False)
+    assert {name.split(".")[0] for name in hooks(kind, deletes)} == usual | {"validate-delete"}
+    assert {name.split(".")[0] for name in hooks(kind, fewer)} == usual - {"validate-binding"}
+
+
+@pytest.mark.parametrize("name", sorted(MUTATING | VALIDATING))
+def test_a_hook_is_set_as_promised(name: str) -> None:
+    hook = (MUTATING | VALIDATING)[name]
+    assert hook["sideEffects"] == "NoneOnDryRun"
+    is_passed_over = name.startswith(("validate-delete.", "hint.", "hint-job.", "review-binding."))
+    assert hook["failurePolicy"] == ("Ignore" if is_passed_over else "Fail")
+    assert hook["timeoutSeconds"] == 10
+    assert hook["matchPolicy"] == "Equivalent"
+    assert hook.get("reinvocationPolicy") == ("IfNeeded" if name in MUTATING else None)
+    assert "objectSelector" not in hook
+    assert {rule["scope"] for rule in hook["rules"]} == {"Namespaced"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in MUTATING | VALIDATING if ".alias." not in name))
+def test_each_hook_has_a_twin_for_the_older_label(name: str) -> None:
+    every = MUTATING | VALIDATING
+    one, twin = every[name], every[name.replace(".gpuwarden.io", ".alias.gpuwarden.io")]
+    not_ours = {
+        "key": "kubernetes.io/metadata.name",
+        "operator": "NotIn",
+        "values": ["kube-system", "gpuwarden"],
+    }
+    assert one["namespaceSelector"] == {
+        "matchLabels": {"gpuwarden.io/enabled": "true"},
+        "matchExpressions": [not_ours],
+    }
+    assert twin["namespaceSelector"] == {
+        "matchLabels": {"scheduler.radix.ai/enabled": "true"},
+        "matchExpressions": [{"key": "gpuwarden.io/enabled", "operator": "NotIn", "values": ["true"]}, not_ours],
+    }
+    differing = {"name", "namespaceSelector"}
+    assert {k: v for k, v in one.items() if k not in differing} == {k: v for k, v in twin.items() if k not in differing}
+
+
+@pytest.mark.parametrize("word", keys.FEATURES)
+def test_whatever_a_job_says_of_its_work_is_handed_down(word: str) -> None:
+    assert f"'{word}'" in condition(MUTATING["hint-job.gpuwarden.io"])
+
+
+def test_the_strip_is_in_every_namespace_but_those_that_no_hook_has() -> None:
+    found = binding("gpuwarden-strip")["spec"]["matchResources"]
+    *_, not_ours = MUTATING["mutate.gpuwarden.io"]["namespaceSelector"]["matchExpressions"]
+    assert found == {"namespaceSelector": {"matchExpressions": [not_ours]}}
+
+
+def test_a_pod_without_our_annotations_costs_the_strip_one_look() -> None:
+    strip = named("gpuwarden-strip")
+    (only,) = strip["spec"]["matchConditions"]
+    assert set(re.findall(r"'([^']*)'", only["expression"])) == keys.OUTPUT_NAMES
+
+
+def test_the_strip_runs_once_before_we_write() -> None:
+    """A second time it would take off what we have written."""
+    strip = named("gpuwarden-strip")
+    assert strip["spec"]["reinvocationPolicy"] == "Never"
+
+
+def binding(name: str) -> Manifest:
+    return next(one for one in EVERY if one["metadata"]["name"] == name and one["kind"].endswith("Binding"))
+
+
+BLINDING = ("gpuwarden-blind", "gpuwarden-blind-debugging")
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [*((name, {}) for name in BLINDING), ("gpuwarden-blinded", {"validationActions": ["Deny"]})],
+)
+def test_containers_are_blinded_in_the_namespaces_of_the_webhooks(name: str, more: Manifest) -> None:
+    for hook, bound in (("mutate.gpuwarden.io", name), ("mutate.alias.gpuwarden.io", f"{name}-alias")):
+        spec = binding(bound)["spec"]
+        assert spec == {
+            "policyName": name,
+            **more,
+            "matchResources": {"namespaceSelector": MUTATING[hook]["namespaceSelector"]},
+        }
+
+
+@pytest.mark.parametrize("name", BLINDING)
+def test_a_policy_that_blinds_runs_again_after_others(name: str) -> None:
+    """The order among policies is random, and one that its matchConditions skipped is not run again."""
+    spec = named(name)["spec"]
+    assert spec["reinvocationPolicy"] == "IfNeeded"
+    assert "matchConditions" not in spec
+
+
+def test_what_the_policy_leaves_to_the_webhook_is_sent_there() -> None:
+    """Every word that keeps it from blinding a pod is one that the webhook is called for."""
+    asks, again = (
+        next(one["expression"] for one in named(name)["spec"]["variables"] if one["name"] == "asks")
+        for name in ("gpuwarden-blind", "gpuwarden-blinded")
+    )
+    assert again == asks
+    words = set(re.findall(r"'([^']*)'", asks))
+    assert words <= set(re.findall(r"'([^']*)'", condition(MUTATING["mutate.gpuwarden.io"])))
+    asked = {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names, *keys.CLAIM.names, *GPU_RESOURCES}
+    assert asked <= words
+    # What is taken off before anybody asks keeps nobody from being blinded.
+    assert not (keys.OUTPUT_NAMES - set(keys.CLAIM.names)) & words
+
+
+def test_the_webhook_blinds_every_pod_where_no_policy_does() -> None:
+    instead = Installation(blinds=Blinds.WEBHOOK)
+    found = hooks("MutatingWebhookConfiguration", instead)
+    for name, hook in found.items():
+        is_asked_about_all = name.startswith("mutate.")
+        doors = {name for rule in hook["rules"] for name in rule["resources"]}
+        assert ("pods/ephemeralcontainers" in doors) == is_asked_about_all
+        assert (hook["matchConditions"] == []) == is_asked_about_all
+    for blinds in (Blinds.WEBHOOK, Blinds.NOBODY):
+        names = {one["metadata"]["name"] for one in policies(Installation(blinds=blinds))}
+        assert not [name for name in names if name.startswith("gpuwarden-blind")]
+    assert hooks("MutatingWebhookConfiguration", Installation(blinds=Blinds.NOBODY)) == hooks(
+        "MutatingWebhookConfiguration", Installation()
+    )
+
+
+def test_pods_are_isolated_in_the_namespaces_of_the_webhooks_but_for_exempt_ones() -> None:
+    assert (keys.ISOLATION_LABEL, EXEMPT) == ("gpuwarden.io/isolation", "none"), "which the audit goes by"
+    exempt = {"key": "gpuwarden.io/isolation", "operator": "NotIn", "values": ["none"]}
+    for hook, bound in (
+        ("mutate.gpuwarden.io", "gpuwarden-isolation"),
+        ("mutate.alias.gpuwarden.io", "gpuwarden-isolation-alias"),
+    ):
+        selector = MUTATING[hook]["namespaceSelector"]
+        expected = {**selector, "matchExpressions": [*selector["matchExpressions"], exempt]}
+        assert binding(bound)["spec"]["matchResources"] == {"namespaceSelector": expected}
+
+
+@pytest.mark.parametrize(("name", "listed"), [("places", PLACES), ("storage", STORAGE)])
+def test_volumes_of_the_cluster_are_kept_from_what_is_listed(name: str, listed: tuple[str, ...]) -> None:
+    variables = named("gpuwarden-isolation-volumes")["spec"]["variables"]
+    (found,) = [one["expression"] for one in variables if one["name"] == name]
+    assert tuple(re.findall(r"'([^']*)'", found)) == listed
+
+
+def allowed(*host_paths: str) -> str:
+    variables = named("gpuwarden-isolation", Installation(host_paths=host_paths))["spec"]["variables"]
+    (found,) = [str(one["expression"]) for one in variables if one["name"] == "allowed"]
+    return found
+
+
+def test_pods_mount_what_an_installer_allows_and_else_nothing() -> None:
+    assert allowed() == "dyn([])"
+    assert allowed("/data", "/mnt/.a-b_c@1+2=3~4") == "dyn(['/data', '/mnt/.a-b_c@1+2=3~4'])"
+
+
+@pytest.mark.parametrize("path", [*PLACES, *WRITABLE, "/", "data", "/data/", "/data/../dev", "/a'b"])
+def test_pods_are_let_into_no_dangerous_place_of_a_node(path: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(path))):
+        Installation(host_paths=("/data", path))
+
+
+@pytest.mark.parametrize(("name", "listed"), [("strong", STRONG), ("injecting", INJECTING)])
+def test_the_audit_knows_what_the_policy_lists(name: str, listed: tuple[str, ...]) -> None:
+    variables = named("gpuwarden-isolation")["spec"]["variables"]
+    (found,) = [one["expression"] for one in variables if one["name"] == name]
+    assert tuple(re.findall(r"'([^']*)'", found)) == listed
+
+
+# Lists came with Kubernetes 1.34, comprehensions of two variables with 1.32.
+NEWER = re.compile(r"\.(flatten|slice|sort|sortBy|distinct|first|last|transformList|transformMap|transformMapEntry)\(")
+
+
+# `gpuwarden-blinded` comes with the policies that blind, and they are of a kind that is not served before.
+FROM_1_36 = [
+    one
+    for one in EVERY
+    if one["kind"].startswith("MutatingAdmission") or one["metadata"]["name"].startswith("gpuwarden-blind")
+]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [one for one in EVERY if one not in FROM_1_36],
+    ids=lambda one: one["metadata"]["name"],
+)
+def test_what_older_kubernetes_is_given_uses_no_newer_function(manifest: Manifest) -> None:
+    assert not [one for one in expressions(manifest) if NEWER.search(one)]
+
+
+# Our own accounts.
+
+OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes", "gpuwarden-own-claims")
+
+
+def named(name: str, installation: Installation | None = None) -> Manifest:
+    installation = installation or Installation()
+    found = all_of(policies(installation), while_down(installation))
+    return next(one for one in found if one["metadata"]["name"] == name and one["kind"].endswith("Policy"))
+
+
+def held(name: str, installation: Installation | None = None) -> set[str]:
+    """The accounts that a policy holds to what they do: everybody else is let by at one look."""
+    (only,) = named(name, installation)["spec"]["matchConditions"]
+    assert re.fullmatch(r"request\.userInfo\.username in \[[^\]]*\]", only["expression"])
+    return set(re.findall(r"'([^']*)'", only["expression"]))
+
+
+def writers(resources: set[str], installation: Installation) -> set[str]:
+    """The accounts of ours whose role lets them change these, wherever they are."""
+    every = [*rbac(installation), *export(installation)]
+    roles = {
+        one["metadata"]["name"]
+        for one in every
+        if one["kind"] == "ClusterRole"
+        for rule in one["rules"]
+        if resources & set(rule["resources"]) and {"update", "patch"} & set(rule["verbs"])
+    }
+    return {
+        f"system:serviceaccount:{subject['namespace']}:{subject['name']}"
+        for one in every
+        if one["kind"] == "ClusterRoleBinding" and one["roleRef"]["name"] in roles
+        for subject in one["subjects"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "resources"),
+    [
+        ("gpuwarden-own-pods", {"pods", "pods/status", "pods/ephemeralcontainers", "pods/resize"}),
+        ("gpuwarden-own-nodes", {"nodes", "nodes/status"}),
+        ("gpuwarden-own-claims", {"persistentvolumeclaims", "persistentvolumeclaims/status"}),
+    ],
+    ids=["pods", "nodes", "claims"],
+)
+@pytest.mark.parametrize("namespace", ["gpuwarden", "wardens"])
+def test_whoever_of_ours_may_write_is_held_to_what_he_writes(name: str, resources: set[str], namespace: str) -> None:
+    installation = Installation(namespace=namespace)
+    (rule,) = named(name)["spec"]["matchConstraints"]["resourceRules"]
+    assert (set(rule["resources"]), rule["operations"]) == (resources, ["UPDATE"])
+    assert held(name, installation) == writers(resources, installation) != set()
+
+
+def test_accounts_that_are_called_otherwise_are_held_too() -> None:
+    other = Installation(namespace="wardens", reconciler="one", binder="two", exporter="three")
+    of = "system:serviceaccount:wardens:{}".format
+    assert held("gpuwarden-own-pods", other) == {of("one"), of("two")}
+    assert held("gpuwarden-own-nodes", other) == {of("one"), of("three")}
+    assert held("gpuwarden-own-claims", other) == {of("two")}
+    for name in OWN:
+        assert "gpuwarden-" not in " ".join(expressions(named(name, other)))
+
+
+def test_nobody_of_ours_is_kept_from_what_he_writes() -> None:
+    written = {*keys.OUTPUT_NAMES, *keys.HINT_NAMES, keys.WOKEN_AT, keys.WAITING}
+    prefixes = re.findall(r"k\.startsWith\('([^']*)'\)", " ".join(expressions(named("gpuwarden-own-pods"))))
+    assert [key for key in written if not key.startswith(tuple(prefixes))] == []
+    assert f"'{keys.QUEUED_LABEL}'" in policy("gpuwarden-own-pods")
+    assert keys.QUEUE_GATE.startswith(f"{keys.DOMAIN}/")
+    for word in (SERIALS, keys.NODE_GPUS, keys.EVIDENCE_LOST_TAINT):
+        assert f"'{word}'" in policy("gpuwarden-own-nodes")
+    assert f"'{SELECTED_NODE}'" in policy("gpuwarden-own-claims")
+
+
+@pytest.mark.parametrize("plural", [one["spec"]["names"]["plural"] for one in crds()])
+def test_our_objects_are_guarded_at_every_door(plural: str) -> None:
+    rules = named(f"gpuwarden-{plural}")["spec"]["matchConstraints"]["resourceRules"]
+    doors = {(operation, name) for one in rules for operation in one["operations"] for name in one["resources"]}
+    assert doors == {
+        ("CREATE", plural),
+        ("UPDATE", plural),
+        ("UPDATE", f"{plural}/status"),
+        ("DELETE", plural),
+    }
+
+
+def test_whoever_writes_our_objects_has_the_permission() -> None:
+    found = rbac(Installation())
+    plurals = [one["spec"]["names"]["plural"] for one in crds()]
+    doors = (("", "create"), ("", "update"), ("", "delete"), ("/status", "update"))
+    writes = {(f"{plural}{part}", verb) for plural in plurals for part, verb in doors}
+    uses = {
+        one["metadata"]["name"]: {
+            (name, verb) for rule in one["rules"] for name in rule["resources"] for verb in rule["verbs"]
+        }
+        for one in found
+        if one["kind"] == "ClusterRole"
+    }
+    assert {name for name, may in uses.items() if may & writes} == {
+        "gpuwarden",
+        "gpuwarden-reconcile",
+        "gpuwarden-bind",
+    }
+    assert all(("reservations", "manage") in may for may in uses.values() if may & writes)
+    assert [name for name, may in uses.items() if ("nodeevidences", "delete") in may] == ["gpuwarden-reconcile"]
+
+
+# Nothing that can fail: an expression that does refuses the request, a delete included.
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS, ids=lambda text: text[:40])
+def test_no_member_is_read_that_may_be_missing(expression: str) -> None:
+    outside_quotes = re.sub(r"'[^']*'", "''", expression)
+    assert not re.search(r"\.metadata\.(annotations|labels)\b(?!\[k\]\.lowerAscii)", outside_quotes)
+    assert not re.search(
+        r"\.(env|limits|requests|resourceClaims|initContainers|ephemeralContainers|schedulingGates|webhooks)\.",
+        outside_quotes,
+    )
+
+
+@pytest.mark.parametrize("name", ["validate-delete.gpuwarden.io", "validate-delete.alias.gpuwarden.io"])
+def test_a_delete_has_no_object(name: str) -> None:
+    assert not re.search(r"\bobject\b", condition(VALIDATING[name]))
+
+
+@pytest.mark.parametrize(
+    "manifest", [one for one in EVERY if one["kind"].endswith("Policy")], ids=lambda one: one["metadata"]["name"]
+)
+def test_a_policy_that_fails_refuses(manifest: Manifest) -> None:
+    assert manifest["spec"]["failurePolicy"] == "Fail"
+    for validation in manifest["spec"].get("validations", ()):
+        assert validation["reason"] == "Forbidden"
+        assert validation["message"].endswith(".")
+        assert "request.userInfo.username" in validation["messageExpression"]
+
+
+# What an installer says.
+
+
+def test_the_names_of_an_installation_are_filled_in() -> None:
+    installation = Installation(
+        namespace="wardens",
+        service="door",
+        port=8443,
+        ca_bundle=b"PEM",
+        opt_in="example.test/gpus",
+        hash_aliases=("example.test/hash", "example.test/other"),
+        resource="example.test/gpu",
+    )
+    first = hooks("MutatingWebhookConfiguration", installation)["mutate.gpuwarden.io"]
+    assert first["clientConfig"] == {
+        "service": {"namespace": "wardens", "name": "door", "port": 8443, "path": "/mutate"},
+        "caBundle": base64.b64encode(b"PEM").decode(),
+    }
+    assert first["namespaceSelector"]["matchLabels"] == {"example.test/gpus": "true"}
+    assert first["namespaceSelector"]["matchExpressions"][0]["values"] == ["kube-system", "wardens"]
+    always = ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names)
+    assert f"{always}, 'example.test/hash', 'example.test/other'" in condition(first)
+    assert "r == 'example.test/gpu' || r.startsWith('nvidia.com/')" in condition(first)
+    update = hooks("ValidatingWebhookConfiguration", installation)["validate-update.alias.gpuwarden.io"]
+    assert "'system:serviceaccount:wardens:'" in condition(update)
+    whole = json.dumps(all_of(webhooks(installation), policies(installation)))
+    for gone in (
+        "gpuwarden.io/enabled",
+        "system:serviceaccount:gpuwarden:",
+        '"kube-system", "gpuwarden"',
+    ):
+        assert gone not in whole
+
+
+def test_everything_of_ours_is_in_the_namespace_of_the_installation() -> None:
+    whole = rbac(Installation(namespace="wardens"))
+    placed = [one["metadata"].get("namespace") for one in whole if "Cluster" not in one["kind"]]
+    subjects = [subject["namespace"] for one in whole for subject in one.get("subjects", ())]
+    assert set(placed) == set(subjects) == {"wardens"}
+    assert {one["metadata"]["name"] for one in whole} == {
+        "gpuwarden",
+        "gpuwarden-reconcile",
+        "gpuwarden-bind",
+        "gpuwarden-finalize",
+    }
+
+
+BINDER_ROLE = ("ClusterRole", "gpuwarden-bind")
+
+
+def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
+    """That each of these is needed is shown in tests/e2e; here, that nobody widens them in passing."""
+    rules = [rule for one in rbac(Installation()) for rule in one.get("rules", ())]
+    assert not [rule for rule in rules if "*" in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])]
+    assert not [rule for rule in rules if {"secrets", "configmaps", "pods/exec"} & set(rule["resources"])]
+    writes = {"create", "update", "patch", "delete", "deletecollection"}
+    may_write = {name for rule in rules if writes & set(rule["verbs"]) for name in rule["resources"]}
+    ours = {"gpunodes", "gpunodes/status", "nodeevidences", "nodeevidences/status"}
+    ours |= {"bindingends", "trustbundles", "trustbundles/status"}  # with --bundle-endpoint
+    by_policy = {"nodes", "pods/eviction"}  # with --on-evidence-lost
+    by_bind = {"pods/binding", "pods/status", "persistentvolumeclaims"}
+    assert may_write == ours | by_policy | by_bind | {
+        "pods",
+        "events",
+        "leases",
+        "tokenreviews",
+        "subjectaccessreviews",
+    }
+
+
+@pytest.mark.defect("S1-19")
+def test_who_binds_may_write_no_pod_and_sees_no_secret() -> None:
+    """What the older scheduler's role had beyond this: secrets, webhook configurations, all of any pod."""
+    (role,) = [one for one in rbac(Installation()) if (one["kind"], one["metadata"]["name"]) == BINDER_ROLE]
+    uses = {(name, verb) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
+    writes = {use for use in uses if use[1] not in ("get", "list", "watch")}
+    assert writes == {
+        ("pods/binding", "create"),
+        ("pods/status", "patch"),
+        ("persistentvolumeclaims", "patch"),
+        ("events", "create"),
+        ("gpunodes/status", "update"),
+        ("reservations", "manage"),
+    }
+    volumes = {(name, "get") for name in ("persistentvolumeclaims", "persistentvolumes", "storageclasses")}
+    assert {name for name, _ in uses - writes - volumes} == {"gpunodes", "nodeevidences", "nodes", "namespaces", "pods"}
+
+
+def test_what_is_printed_is_what_is_applied() -> None:
+    installation = Installation(namespace="wardens", ca_bundle=b"PEM")
+    called = all_of(while_down(installation), webhooks(installation))
+    every = all_of(crds(), rbac(installation), policies(installation), called)
+    assert list(yaml.safe_load_all(as_yaml("all", installation))) == every
+    for what, found in (("crds", crds()), ("webhooks", called)):
+        assert list(yaml.safe_load_all(as_yaml(what, installation))) == found
+
+
+def test_a_server_outside_of_the_cluster_has_a_url() -> None:
+    installation = Installation(url="https://127.0.0.1:8443/")
+    for manifest in webhooks(installation):
+        paths = ["/mutate", "/mutate-binding"] if manifest["kind"].startswith("Mutating") else ["/validate"]
+        assert {json.dumps(hook["clientConfig"]) for hook in manifest["webhooks"]} == {
+            json.dumps({"url": f"https://127.0.0.1:8443{path}"}) for path in paths
+        }
+
+
+def test_nothing_is_put_into_an_expression_that_is_not_a_name() -> None:
+    with pytest.raises(ValueError, match=r"\"x' \|\| true \|\| 'x\": not the name of a label"):
+        Installation(hash_aliases=("x' || true || 'x",))
+    with pytest.raises(ValueError, match="'': not the name"):
+        Installation(opt_in="")
+
+
+def test_a_binding_is_reviewed_by_one_of_two_hooks_and_the_policy_goes_by_the_first() -> None:
+    named = Installation(namespace="wardens", binder="b", schedulers=("system:kube-scheduler", "system:second"))
+    users = "['system:kube-scheduler', 'system:second', 'system:serviceaccount:wardens:b']"
+    one, other = "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"
+    for twin in ("", ".alias"):
+        assert (
+            condition(hooks(one, named)[f"review-binding{twin}.gpuwarden.io"])
+            == f"request.userInfo.username in {users}"
+        )
+        others = condition(hooks(other, named)[f"validate-binding{twin}.gpuwarden.io"])
+        assert others == f"(request.userInfo.username in {users}) == false"
+    (decides, *_) = while_down(named)
+    assert decides["spec"]["matchConditions"][0]["expression"] == f"request.userInfo.username in {users}"
+    with pytest.raises(ValueError, match="not the name of a user"):
+        Installation(schedulers=("x' || true || 'x",))
+
+
+def test_without_a_scheduler_every_binding_has_its_last_look() -> None:
+    alone = Installation(schedulers=())
+    assert while_down(alone) == []
+    assert not [name for name in hooks("MutatingWebhookConfiguration", alone) if "binding" in name]
+    for name, hook in hooks("ValidatingWebhookConfiguration", alone).items():
+        if name.startswith("validate-binding."):
+            assert (hook["matchConditions"], hook["failurePolicy"]) == ([], "Fail")
+
+
+def test_the_mark_is_the_one_that_the_policy_looks_for() -> None:
+    assert f"'{keys.REVIEWED_FOR}'" in policy("gpuwarden-binding-ends")
+
+
+def test_what_is_filled_in_leaves_the_files_as_they_are() -> None:
+    first = webhooks(Installation(namespace="wardens"))
+    assert first != webhooks(Installation())
+    assert webhooks(Installation()) == webhooks(Installation())
+
+
+def test_a_policy_whose_parameters_are_not_defined_refuses_nothing_of_the_control_planes_namespace() -> None:
+    ours = Installation("own")
+    found = [one for one in (*while_down(ours), *policies(ours)) if one["spec"].get("paramKind")]
+    assert found
+    for one in found:
+        (excluded,) = one["spec"]["matchConstraints"]["namespaceSelector"]["matchExpressions"]
+        assert (excluded["operator"], excluded["values"]) == ("NotIn", ["kube-system", "own"])

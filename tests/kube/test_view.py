@@ -1,0 +1,89 @@
+"""A view of objects: what is known, what is news, and no step back in time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.builders import Raw
+from webhook.core.errors import GpuwardenError
+from webhook.kube.view import Several, View
+
+
+def raw(name: str, version: int, size: int = 0) -> Raw:
+    return {"kind": "Thing", "metadata": {"name": name, "resourceVersion": str(version)}, "size": size}
+
+
+def size_of(one: Raw) -> int:
+    if one["size"] < 0:
+        raise GpuwardenError("a size is not negative")
+    return int(one["size"])
+
+
+@pytest.fixture
+def view() -> View[int]:
+    return View(size_of)
+
+
+def test_only_what_matters_is_news(view: View[int]) -> None:
+    view.changed(raw("a", 1, 7))
+    assert (view.get("a"), view.take_news()) == (7, ["a"])
+    view.changed(raw("a", 2, 7))
+    assert view.take_news() == []
+    view.changed(raw("a", 3, 8))
+    assert view.take_news() == ["a"]
+
+
+def test_what_a_write_was_answered_is_not_undone_by_a_watch_that_lags(view: View[int]) -> None:
+    view.changed(raw("a", 5, 8))
+    view.changed(raw("a", 4, 7))
+    view.deleted(raw("a", 4, 7))
+    assert view.get("a") == 8
+
+
+def test_what_is_deleted_is_news_once(view: View[int]) -> None:
+    view.changed(raw("a", 1))
+    view.take_news()
+    view.deleted(raw("a", 2))
+    view.deleted(raw("a", 2))
+    assert ("a" in view, view.take_news()) == (False, ["a"])
+
+
+def test_a_list_is_all_there_is(view: View[int]) -> None:
+    view.changed(raw("a", 1))
+    view.changed(raw("b", 2))
+    view.take_news()
+    view.replaced({"/b": raw("b", 2), "/c": raw("c", 3)})
+    assert (view.names(), sorted(view.take_news())) == ({"b", "c"}, ["a", "c"])
+
+
+def test_a_list_is_right_though_its_versions_are_older(view: View[int]) -> None:
+    """The store was put back from a backup, and counts on from there."""
+    view.changed(raw("a", 900, 7))
+    view.replaced({"/a": raw("a", 5, 8)})
+    view.changed(raw("a", 6, 9))
+    assert view.get("a") == 9
+
+
+def test_one_that_cannot_be_read_stays_as_it_was_known(view: View[int]) -> None:
+    view.changed(raw("a", 1, 7))
+    view.replaced({"/a": raw("a", 2, -1), "/b": raw("b", 3, 9)})
+    assert (view.get("a"), view.get("b")) == (7, 9)
+
+
+@pytest.mark.parametrize(
+    "tell",
+    [
+        pytest.param(lambda one: one.changed(raw("a", 1)), id="changed"),
+        pytest.param(lambda one: one.deleted(raw("b", 2)), id="deleted"),
+        pytest.param(lambda one: one.replaced({"/a": raw("a", 3)}), id="replaced"),
+    ],
+)
+def test_several_hear_the_same(tell: Callable[[Any], None]) -> None:
+    views: list[View[int]] = [View(size_of), View(size_of)]
+    for one in views:
+        one.changed(raw("b", 1))
+        one.take_news()
+    tell(Several(*views))
+    news = [one.take_news() for one in views]
+    assert news[0] == news[1] != []

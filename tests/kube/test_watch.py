@@ -1,0 +1,168 @@
+"""A watch and an API server that goes silent, or stops in the middle of a list; the rest is shown on a real one."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+
+import pytest
+from kubernetes.aio import client
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.builders import Raw
+from webhook.assembly.cluster import outdated_by
+from webhook.kube import watch as watching
+from webhook.kube.watch import Trimmed, Watch
+from webhook.runtime.http.listener import Listener
+
+PATH = "/api/v1/configmaps"
+
+Answer = Callable[[Request], Awaitable[Response]]
+
+
+def config_map(name: str, version: int) -> Raw:
+    return {"kind": "ConfigMap", "metadata": {"name": name, "namespace": "ml", "resourceVersion": str(version)}}
+
+
+class ApiServer:
+    """Tells of one object, and then not a byte more: no bookmark, no end."""
+
+    def __init__(self) -> None:
+        self.begun_at: list[str] = []
+        self.is_over = asyncio.Event()
+        self.has_been_asked_again, self.may_answer_again = asyncio.Event(), asyncio.Event()
+        self.port = 0
+
+    async def answer(self, request: Request) -> Response:
+        if "watch" not in request.query_params:
+            return JSONResponse({"kind": "ConfigMapList", "apiVersion": "v1", "metadata": {"resourceVersion": "5"}})
+        self.begun_at.append(request.query_params["resourceVersion"])
+        if len(self.begun_at) > 1:
+            self.has_been_asked_again.set()
+            await self.may_answer_again.wait()
+        return StreamingResponse(self.events(), media_type="application/json")
+
+    async def events(self) -> AsyncIterator[bytes]:
+        number = len(self.begun_at)
+        event = {"type": "ADDED", "object": config_map(f"map-{number}", 5 + number)}
+        yield json.dumps(event).encode() + b"\n"
+        await self.is_over.wait()
+
+
+@asynccontextmanager
+async def answering(answer: Answer) -> AsyncIterator[int]:
+    """The port of a server that answers so."""
+    listener = Listener(Starlette(routes=[Route("/{path:path}", answer)]), host="127.0.0.1", port=0)
+    await listener.start()
+    yield listener.port
+    await listener.stop(0)
+
+
+def client_of(port: int) -> AbstractAsyncContextManager[client.ApiClient]:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{port}"
+    found: AbstractAsyncContextManager[client.ApiClient] = client.ApiClient(configuration)
+    return found
+
+
+@pytest.fixture
+async def api_server() -> AsyncIterator[ApiServer]:
+    server = ApiServer()
+    async with answering(server.answer) as server.port:
+        yield server
+        server.is_over.set()
+
+
+class Listening:
+    """Remembers the names it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.lists: list[list[str]] = []
+        self.has_changed = asyncio.Event()
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self.lists.append([raw["metadata"]["name"] for raw in objects.values()])
+
+    def changed(self, raw: Raw) -> None:
+        self.heard.append(raw["metadata"]["name"])
+        self.has_changed.set()
+
+    def deleted(self, raw: Raw) -> None:
+        """None is."""
+
+
+async def test_a_watch_that_has_gone_silent_is_not_believed_and_goes_on_where_it_was(api_server: ApiServer) -> None:
+    listening, states = Listening(), []
+    async with client_of(api_server.port) as api:
+        watch = Watch(api, PATH, listening, silence=0.5)
+        running = asyncio.create_task(watch.run())
+        async with asyncio.timeout(20):
+            await listening.has_changed.wait()
+            states.append((watch.is_current, outdated_by([watch], 0.0) is None))
+            listening.has_changed.clear()
+            await api_server.has_been_asked_again.wait()
+            told = outdated_by([watch], 0.0)
+            assert outdated_by([watch]) is None, "an interruption of a moment is told of by nobody"
+            states.append((watch.is_current, told is None))
+            assert told is not None
+            assert told.is_blind
+            assert told.why.startswith(f"nothing has been heard of {PATH} for ")
+            api_server.may_answer_again.set()
+            await listening.has_changed.wait()
+        states.append((watch.is_current, outdated_by([watch], 0.0) is None))
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+    assert states == [(True, True), (False, False), (True, True)]
+    assert listening.heard[:2] == ["map-1", "map-2"]
+    assert api_server.begun_at[:2] == ["5", "6"]
+    assert watch.lists == 1
+
+
+def page(*names: str, rest: str = "") -> Response:
+    metadata = {"resourceVersion": "5", "continue": rest}
+    items = [config_map(name, 4) for name in names]
+    return JSONResponse({"kind": "ConfigMapList", "apiVersion": "v1", "metadata": metadata, "items": items})
+
+
+EXPIRED = JSONResponse({"kind": "Status", "code": 410, "reason": "Expired"}, status_code=410)
+BROKEN = JSONResponse({"kind": "Status", "code": 500}, status_code=500)
+TORN = Response(b'{"kind": "ConfigMapList", "items": [', media_type="application/json")
+
+
+@pytest.mark.parametrize("failure", [EXPIRED, BROKEN, TORN], ids=["expired", "broken", "torn"])
+@pytest.mark.parametrize("trimmed", [None, lambda raw: raw], ids=["as it is", "trimmed"])
+async def test_half_a_list_is_no_list(
+    failure: Response, trimmed: Trimmed | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "FIRST_PAUSE", 0.001)
+    half = [page("a", rest="more"), failure]
+    answers = [*half, failure, page("a", rest="more"), page("b"), *half, failure, page("a")]
+    asked, states = [], []
+    listening, is_done = Listening(), asyncio.Event()
+
+    async def answer(request: Request) -> Response:
+        if "watch" in request.query_params:  # it is over at once: the server has forgotten where we were
+            return JSONResponse({"type": "ERROR", "object": {"code": 410}})
+        asked.append(request.query_params.get("continue", ""))
+        states.append((watch.ready.is_set(), watch.is_current))
+        if len(asked) > len(answers):
+            is_done.set()
+            await asyncio.Event().wait()
+        return answers[len(asked) - 1]
+
+    async with answering(answer) as port, client_of(port) as api, asyncio.timeout(20):
+        watch = Watch(api, PATH, listening, trimmed=trimmed)
+        running = asyncio.create_task(watch.run())
+        await is_done.wait()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+    assert listening.lists == [["a", "b"], ["a"]]
+    assert asked == ["", "more", "", "", "more", "", "more", "", "", ""]
+    unknown, interrupted = (False, False), (True, False)
+    assert states == [*[unknown] * 5, *[interrupted] * 5]

@@ -1,0 +1,143 @@
+"""A watch and what an API server, or somebody who has it store odd objects, may send: nothing ends it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from tests.builders import Raw
+from tests.kube.test_watch import PATH, Listening, answering, client_of, config_map
+from webhook.assembly.cluster import first_list
+from webhook.kube import watch as watches
+from webhook.kube.watch import Watch
+
+Events = Callable[[int], AsyncIterator[bytes]]
+EMPTY = {"kind": "ConfigMapList", "apiVersion": "v1", "metadata": {"resourceVersion": "5"}}
+
+
+def line(kind: str, raw: Raw) -> bytes:
+    return json.dumps({"type": kind, "object": raw}, separators=(",", ":")).encode() + b"\n"
+
+
+class Server:
+    """Answers lists, and each watch with the events that the test has for it."""
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.watches = 0
+        self.lists = 0
+        self.may_list = asyncio.Event()
+        self.may_list.set()
+
+    async def answer(self, request: Request) -> Response:
+        if "watch" not in request.query_params:
+            self.lists += 1
+            await self.may_list.wait()
+            return JSONResponse(EMPTY)
+        self.watches += 1
+        return StreamingResponse(self.events(self.watches), media_type="application/json")
+
+
+@asynccontextmanager
+async def watching(server: Server) -> AsyncIterator[tuple[Watch, Listening]]:
+    """It runs to the end of the test, or says what has ended it."""
+    listening = Listening()
+    async with answering(server.answer) as port, client_of(port) as api:
+        watch = Watch(api, PATH, listening)
+        running = asyncio.create_task(watch.run())
+        try:
+            async with asyncio.timeout(20):
+                yield watch, listening
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for happens in the server, or in the watch
+        await asyncio.sleep(0.01)
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def telling(*lines: bytes) -> Events:
+    async def events(_number: int) -> AsyncIterator[bytes]:
+        for one in lines:
+            yield one
+        await for_ever()
+
+    return events
+
+
+async def test_an_object_of_many_megabytes_is_heard() -> None:
+    """1.4 MB of nine thousand containers in the store are 4.6 MB here."""
+    large = {**config_map("large", 6), "data": {"x": "y" * (8 * 2**20)}}
+    async with watching(Server(telling(line("ADDED", large), line("ADDED", config_map("next", 7))))) as (_, listening):
+        await until(lambda: listening.heard == ["large", "next"])
+
+
+async def test_what_is_longer_than_any_object_is_found_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "LONGEST_LINE", 1_000)
+
+    async def events(number: int) -> AsyncIterator[bytes]:
+        if number == 1:
+            yield line("ADDED", {**config_map("large", 6), "data": {"x": "y" * 2_000_000}})
+        await for_ever()
+
+    server = Server(events)
+    async with watching(server):
+        await until(lambda: server.lists == 2)
+
+
+async def test_what_is_nested_without_end_is_heard() -> None:
+    deep = line("ADDED", config_map("deep", 6)).replace(
+        b'"namespace"', b'"managedFields":[{"fieldsV1":' + b'{"f:a":' * 1_500 + b"{}" + b"}" * 1_500 + b'}],"namespace"'
+    )
+    async with watching(Server(telling(deep, line("ADDED", config_map("next", 7))))) as (_, listening):
+        await until(lambda: listening.heard == ["deep", "next"])
+
+
+async def test_from_a_410_on_nothing_is_believed_until_the_next_list_is_in() -> None:
+    async def events(number: int) -> AsyncIterator[bytes]:
+        if number == 1:
+            yield line("ERROR", {"kind": "Status", "code": 410, "reason": "Expired"})
+        await for_ever()
+
+    server = Server(events)
+    async with watching(server) as (watch, _):
+        await until(lambda: server.watches == 1)
+        server.may_list.clear()
+        await until(lambda: server.lists == 2)
+        assert not watch.is_current
+        server.may_list.set()
+        await until(lambda: watch.is_current)
+
+
+async def test_who_ends_each_watch_at_once_is_not_asked_without_end() -> None:
+    async def events(_number: int) -> AsyncIterator[bytes]:
+        yield b""
+
+    server = Server(events)
+    async with watching(server):
+        await until(lambda: server.watches > 0)
+        await asyncio.sleep(1)
+    assert server.watches < 12
+
+
+async def test_who_waits_for_a_first_list_hears_that_there_will_be_none() -> None:
+    async def ended() -> None:
+        raise KeyError("a bug")
+
+    async with watching(Server(telling())) as (watch, _):
+        await first_list(watch, asyncio.create_task(for_ever()))
+    waiting: Awaitable[None] = first_list(Watch(watch._api, PATH, Listening()), asyncio.create_task(ended()))
+    async with asyncio.timeout(5):
+        with pytest.raises(KeyError):
+            await waiting

@@ -1,0 +1,406 @@
+"""`gpuwarden attest`: it proves its node and no other, gives its token to nobody else, and comes back in time."""
+
+import asyncio
+import json
+import signal
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import trustme
+from structlog.testing import capture_logs
+
+from tests import builders
+from tests.builders import HASH, raw_container, raw_pod
+from tests.evidence.doubles import until
+from tests.evidence.jwt.jwt_doubles import EndpointDouble, JwtWorkloadApiDouble, endpoint, http
+from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, evidence_id
+from tests.node_double import OWN, NodeDouble
+from tests.running import GPUWARDEN, Running, refusing, serving
+from tests.web.house import INVENTORY
+from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
+from webhook.evidence import EvidenceUnavailableError
+from webhook.evidence.jwt.end_reports import mark_of
+from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
+from webhook.evidence.jwt.nonce import PREFIX
+from webhook.node.attest import FIRST_PAUSE, Attester, EndReporter, NotAttestedError, jittered
+from webhook.node.node_pods import NodePods
+from webhook.node.pod_ends import LONGEST_SYNC
+
+KEY = SigningKey.make()
+NONCE = PREFIX + "A" * 76
+PROVEN = {"node": "node-a", "hash": HASH, "since": "2026-03-02T12:00:00Z", "until": "2026-03-02T12:40:00Z"}
+
+
+@pytest.fixture
+async def agent(tmp_path: Path) -> AsyncIterator[JwtWorkloadApiDouble]:
+    double = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), KEY)
+    await double.start()
+    yield double
+    await double.stop()
+
+
+# Whole processes.
+
+
+def flags(agent: JwtWorkloadApiDouble) -> list[str]:
+    return ["--spire-trust-domain", TRUST_DOMAIN, "--spire-workload-api", f"unix:{agent.path}"]
+
+
+async def attested(running: Running, agent: JwtWorkloadApiDouble, *more: str) -> tuple[int, str]:
+    """`gpuwarden attest --once`: exit code and log."""
+    server = ["--server", running.urls["https"], "--server-ca", str(running.directory / "certs/dev/ca.crt")]
+    command = [GPUWARDEN, "attest", "--once", *server, *flags(agent), "--node", "node-a", *more]
+    process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    out, log = await asyncio.wait_for(process.communicate(), 60)
+    assert out == b""
+    return process.returncode or 0, log.decode()
+
+
+async def admits(running: Running, hash: str) -> bool:
+    raw = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": hash})
+    async with running.client() as client:
+        reply = await client.post("/mutate", json=builders.mutating_create(raw, uid=builders.REVIEW_UID, dry_run=True))
+    return bool(reply.json()["response"]["allowed"])
+
+
+async def becomes(running: Running, hash: str, *, admitted: bool) -> None:
+    async def holds() -> bool:
+        return await admits(running, hash) is admitted
+
+    await until(holds)
+
+
+@asynccontextmanager
+async def served(agent: JwtWorkloadApiDouble, directory: Path, age: str) -> AsyncIterator[Running]:
+    options = ["--evidence", "jwt-svid", "--max-evidence-age", age, "--reload-interval", "100ms", "--log-level", "warn"]
+    with ExitStack() as stack:
+        yield await asyncio.to_thread(stack.enter_context, serving(directory, INVENTORY, [*options, *flags(agent)]))
+
+
+async def test_a_node_is_proven_from_its_socket_to_a_pod(agent: JwtWorkloadApiDouble, tmp_path: Path) -> None:
+    async with served(agent, tmp_path, "8s") as running:
+        assert not await admits(running, HASH)
+        code, log = await attested(running, agent)
+        assert (code, "node proven" in log) == (0, True), log
+        await becomes(running, HASH, admitted=True)
+        await becomes(running, HASH, admitted=False)
+        agent.identities = [evidence_id(node="node-b")]
+        code, log = await attested(running, agent)
+        assert (code, "there has to be one identity of node-a" in log) == (1, True), log
+
+
+async def test_it_comes_back_at_half_of_a_proof_and_ends_when_it_is_told(
+    agent: JwtWorkloadApiDouble, tmp_path: Path
+) -> None:
+    async with served(agent, tmp_path, "10s") as running:
+        server = ["--server", running.urls["https"], "--server-ca", str(running.directory / "certs/dev/ca.crt")]
+        command = [GPUWARDEN, "attest", *server, *flags(agent), "--node", "node-a"]
+        process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
+        await becomes(running, HASH, admitted=True)
+        async with asyncio.timeout(60):
+            while len(agent.audiences) < 3:
+                assert await admits(running, HASH)
+                await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 0, log.decode()
+        assert len(set(agent.audiences)) == len(agent.audiences)
+
+
+def test_what_it_needs_is_named_at_once(tmp_path: Path) -> None:
+    done = refusing(tmp_path, "attest", "--once")
+    assert done.returncode == 1
+    assert "set --server, --node, --spire-trust-domain, --spire-workload-api as well" in done.stderr
+
+
+# A server that is not what it should be.
+
+
+@pytest.fixture(scope="module")
+def ca() -> trustme.CA:
+    return trustme.CA()
+
+
+def context(ca: trustme.CA) -> ssl.SSLContext:
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert("localhost").configure_cert(made)
+    return made
+
+
+def attester(agent: JwtWorkloadApiDouble, server: EndpointDouble, ca: trustme.CA, node: str = "node-a") -> Attester:
+    trust = ssl.create_default_context()
+    ca.configure_trust(trust)
+    api = JwtWorkloadApi(f"unix:{agent.path}", timedelta(seconds=0.5))
+    return Attester(server.url, node, api, EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), lambda: trust)
+
+
+def asking(nonce: object = NONCE) -> bytes:
+    return json.dumps({"nonce": nonce}).encode()
+
+
+@pytest.mark.parametrize("nonce", ["vault", "", PREFIX, PREFIX + "A" * 75, "https://sts.example/", NONCE + "A"])
+async def test_no_server_gets_a_token_that_is_good_elsewhere(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, nonce: str
+) -> None:
+    async with endpoint(context(ca), asking(nonce)) as server:
+        with pytest.raises(NotAttestedError, match="good elsewhere"):
+            await attester(agent, server, ca).attest()
+    assert (agent.audiences, len(server.requests)) == ([], 1)
+
+
+async def test_a_server_of_another_ca_is_asked_nothing(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+    async with endpoint(context(trustme.CA()), asking()) as server:
+        with pytest.raises(NotAttestedError, match="certificate verify failed"):
+            await attester(agent, server, ca).attest()
+    assert (agent.audiences, server.requests) == ([], [])
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", asking(1), b"A" * 100_000, b"[" * 50_000])
+async def test_an_answer_that_makes_no_sense_is_no_proof(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, content: bytes
+) -> None:
+    async with endpoint(context(ca), content) as server:
+        with pytest.raises(NotAttestedError):
+            await attester(agent, server, ca).attest()
+
+
+async def test_what_the_server_says_against_it_is_passed_on(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+    async with endpoint(context(ca), b'{"error": "the server is draining"}', "503 Service Unavailable") as server:
+        with pytest.raises(NotAttestedError, match=r"503.*draining"):
+            await attester(agent, server, ca).attest()
+
+
+@pytest.mark.parametrize(
+    "identities",
+    [
+        [evidence_id("node-b")],
+        [evidence_id(), evidence_id(hash="sha256:bb22")],
+        [evidence_id(trust_domain="other.org")],
+        [f"spiffe://{TRUST_DOMAIN}/web"],
+    ],
+    ids=["of another node", "two hashes", "other trust domain", "a workload"],
+)
+async def test_it_answers_only_with_the_one_identity_of_its_node(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, identities: list[str]
+) -> None:
+    agent.identities = identities
+    async with endpoint(context(ca), asking()) as server:
+        with pytest.raises(NotAttestedError, match="one identity of node-a"):
+            await attester(agent, server, ca).attest()
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("trouble", ["banned", "gone", "no identity"])
+async def test_an_agent_that_gives_no_token_is_no_proof(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, trouble: str
+) -> None:
+    agent.is_banned, agent.identities = trouble == "banned", [] if trouble == "no identity" else agent.identities
+    if trouble == "gone":
+        await agent.stop()
+    async with endpoint(context(ca), asking()) as server:
+        with pytest.raises(EvidenceUnavailableError):
+            await attester(agent, server, ca).attest()
+
+
+async def slept(one: Attester, number: int, server: EndpointDouble, replies: dict[int, bytes]) -> list[float]:
+    """The pauses of so many rounds; `replies` say what the server answers from a round on."""
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        server.reply = replies.get(len(pauses), server.reply)
+        if len(pauses) == number:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await one.run(sleep)
+    return pauses
+
+
+async def test_after_failures_it_comes_back_less_and_less_often(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+    async with endpoint(context(ca), b"{}") as server:
+        pauses = await slept(attester(agent, server, ca), 9, server, {})
+    for pause, most in zip(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
+        assert 0.8 * most <= pause <= most
+
+
+async def test_after_a_proof_it_comes_back_at_half_of_it(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+    both = json.dumps({"nonce": NONCE, **PROVEN}).encode()
+    async with endpoint(context(ca), b"{}") as server:
+        pauses = await slept(attester(agent, server, ca), 4, server, {2: http(both), 3: http(b"{}")})
+    assert 0.8 * 1200 <= pauses[2] <= 1200
+    assert pauses[3] <= FIRST_PAUSE.total_seconds()
+
+
+def test_many_nodes_do_not_come_back_at_once() -> None:
+    assert len({jittered(timedelta(minutes=20)) for _ in range(100)}) == 100
+
+
+# Ends of orphaned pods.
+
+
+class Told:
+    """A server that challenges, and keeps what it is told."""
+
+    def __init__(self, *uids: str) -> None:
+        self.orphans = [mark_of(uid) for uid in uids]
+        self.posted: list[dict[str, object]] = []
+        self.asked = 0
+        self.on_challenge: Callable[[], object] = lambda: None
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = next((int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-l")), 0)
+            content = await reader.readexactly(length)
+            if head.startswith(b"POST"):
+                self.posted.append(json.loads(content))
+            else:
+                self.asked += 1
+                self.on_challenge()
+            said = PROVEN if head.startswith(b"POST") else {"nonce": NONCE, "orphans": self.orphans}
+            writer.write(http(json.dumps(said).encode()))
+            await writer.drain()
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[NodeDouble]:
+    double = NodeDouble(tmp_path)
+    await double.start()
+    yield double
+    await double.stop()
+
+
+@asynccontextmanager
+async def reporting(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble, server: Told
+) -> AsyncIterator[Callable[..., Awaitable[list[object]]]]:
+    """Another round, so many seconds after the last: what the server was told in it."""
+    listener = await asyncio.start_server(server.answer, "127.0.0.1", 0, ssl=context(ca))
+    double = EndpointDouble(b"", port=listener.sockets[0].getsockname()[1])
+    now = 0.0
+    pods = NodePods(node.runtime, node.kubelet, OWN)
+    reporter = EndReporter(attester(agent, double, ca), pods, lambda: now)
+
+    async def another_round(after: float = 5) -> list[object]:
+        nonlocal now
+        now += after
+        server.posted.clear()
+        await reporter.step()
+        return [one.get("ended") for one in server.posted]
+
+    try:
+        yield another_round
+    finally:
+        listener.close()
+        await listener.wait_closed()
+
+
+async def test_the_end_of_an_orphan_is_told_with_a_proof(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    server = Told("uid-old", "uid-other")
+    node.run("uid-old")
+    node.run("uid-finished")
+    async with reporting(agent, ca, node, server) as another_round:
+        assert await another_round() == []
+        for uid in ("uid-old", "uid-finished"):
+            node.delete(uid)
+        for _ in range(2):
+            assert await another_round() == []
+        assert agent.audiences == [], "nothing has ended, so the server is asked nothing"
+        for uid in ("uid-old", "uid-finished"):
+            node.clear(uid)
+        assert await another_round() == []
+        assert await another_round() == [["uid-old"]]
+        assert agent.audiences == [NONCE]
+        server.orphans = []
+        assert await another_round() == []
+
+
+async def test_what_lives_again_at_the_last_look_is_not_told(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    server = Told("uid-old")
+    node.run("uid-old")
+    node.delete("uid-old")
+    async with reporting(agent, ca, node, server) as another_round:
+        for _ in range(2):
+            await another_round()
+        node.end("uid-old")
+        await another_round()
+        server.on_challenge = lambda: node.run("uid-old")
+        assert await another_round() == []
+        assert server.asked == 1
+        assert agent.audiences == []
+
+
+async def test_the_server_is_asked_less_often_than_the_node(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    server = Told()
+    node.run("uid-old")
+    node.delete("uid-old")
+    async with reporting(agent, ca, node, server) as another_round:
+        for _ in range(2):
+            await another_round()
+        node.clear("uid-old")
+        await another_round()
+        for _ in range(10):
+            await another_round(2)
+    assert server.asked == 3
+
+
+async def test_a_node_that_cannot_be_asked_is_no_reason_to_stop(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    node.refused.add("ListContainers")
+    async with endpoint(context(ca), asking()) as server:
+        reporter = EndReporter(attester(agent, server, ca), NodePods(node.runtime, node.kubelet, OWN))
+        rounds = 0
+
+        async def sleep(_: float) -> None:
+            nonlocal rounds
+            rounds += 1
+            if rounds == 2:
+                node.refused.clear()
+            if rounds == 3:
+                raise asyncio.CancelledError
+
+        with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
+            await reporter.run(sleep)
+    assert [one["event"] for one in logs] == ["ends of pods not reported", "ends of pods reported again"]
+
+
+async def test_a_server_that_is_away_is_not_logged_as_back_between_two_questions(
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
+) -> None:
+    node.end("uid-old")
+    now = 0.0
+    async with endpoint(context(ca), b"{}") as server:
+        pods = NodePods(node.runtime, node.kubelet, OWN)
+        reporter = EndReporter(attester(agent, server, ca), pods, lambda: now)
+
+        async def sleep(_: float) -> None:
+            nonlocal now
+            now += 2 if now else LONGEST_SYNC.total_seconds()
+            if now > LONGEST_SYNC.total_seconds() + 20:
+                raise asyncio.CancelledError
+
+        with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
+            await reporter.run(sleep)
+    assert [one["event"] for one in logs] == ["ends of pods not reported"]
+
+
+def test_the_socket_of_a_runtime_needs_the_pod_that_has_to_be_found_there(tmp_path: Path) -> None:
+    own = ["--server", "https://a", "--node", "node-a", "--spire-trust-domain", TRUST_DOMAIN]
+    sockets = ["--spire-workload-api", "unix:/a", "--runtime-socket", "unix:/b"]
+    done = refusing(tmp_path, "attest", *own, *sockets)
+    assert (done.returncode, "set --pod-uid as well" in done.stderr) == (1, True), done.stderr

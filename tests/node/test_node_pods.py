@@ -1,0 +1,297 @@
+"""What a node has of its pods. It is known only where runtime and kubelet are those of this node, and both answer."""
+
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.node_double import (
+    CREATED,
+    EXITED,
+    NOT_READY,
+    OWN,
+    READY,
+    RUNNING,
+    UNKNOWN,
+    NodeDouble,
+)
+from webhook.node.node_pods import NodePods, NodeUnknownError, Remains
+from webhook.node.pod_ends import APART, KEPT, LONGEST_SYNC, MOST, PodEnds
+
+OLD = "uid-old"
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[NodeDouble]:
+    double = NodeDouble(tmp_path)
+    await double.start()
+    yield double
+    await double.stop()
+
+
+def pods_of(node: NodeDouble) -> NodePods:
+    return NodePods(node.runtime, node.kubelet, OWN)
+
+
+async def seen(node: NodeDouble, uid: str = OLD) -> Remains | None:
+    return (await pods_of(node).look()).remains.get(uid)
+
+
+@pytest.mark.parametrize(
+    ("sandboxes", "containers", "left"),
+    [
+        ([], [], False),
+        ([NOT_READY], [EXITED], False),
+        ([NOT_READY, NOT_READY], [EXITED, EXITED], False),
+        ([READY], [EXITED], True),
+        ([READY], [], True),
+        ([NOT_READY, READY], [EXITED], True),
+        ([NOT_READY], [RUNNING], True),
+        ([], [RUNNING], True),
+        ([NOT_READY], [CREATED], True),
+        ([NOT_READY], [EXITED, UNKNOWN], True),
+        ([NOT_READY], [7], True),
+        ([7], [EXITED], True),
+    ],
+    ids=[
+        "nothing",
+        "all ended",
+        "two sandboxes that ended",
+        "between two restarts",
+        "nothing started yet",
+        "a new sandbox",
+        "a container runs",
+        "a container runs without a sandbox",
+        "a container is about to start",
+        "the runtime does not know of one",
+        "a state of a container that is new",
+        "a state of a sandbox that is new",
+    ],
+)
+async def test_what_is_left_of_a_pod(
+    node: NodeDouble, sandboxes: Sequence[int], containers: Sequence[int], left: bool
+) -> None:
+    node.sandboxes[OLD], node.containers[OLD] = list(sandboxes), list(containers)
+    found = await seen(node)
+    assert (found is not None and found.is_alive) is left
+
+
+async def test_ready_sandboxes_are_counted(node: NodeDouble) -> None:
+    node.sandboxes[OLD], node.containers[OLD] = [NOT_READY, READY, 7, READY], [RUNNING]
+    assert await seen(node) == Remains(OLD, ("ml", "old"), is_alive=True, ready_sandboxes=2)
+
+
+async def test_the_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:
+    await pods_of(node).look()
+    assert node.calls == ["List", "ListPodSandbox", "ListContainers"]
+
+
+@pytest.mark.parametrize("call", ["List", "ListPodSandbox", "ListContainers"])
+async def test_an_error_is_no_answer(node: NodeDouble, call: str) -> None:
+    node.refused.add(call)
+    with pytest.raises(NodeUnknownError, match="not ready"):
+        await pods_of(node).look()
+
+
+async def test_a_kubelet_that_is_dead_is_no_answer(node: NodeDouble) -> None:
+    await node.kill_kubelet()
+    with pytest.raises(NodeUnknownError, match="kubelet"):
+        await pods_of(node).look()
+
+
+async def test_another_runtime_than_the_nodes_is_no_answer(node: NodeDouble) -> None:
+    node.clear(OWN)
+    with pytest.raises(NodeUnknownError, match="does not run this pod"):
+        await pods_of(node).look()
+
+
+async def test_a_kubelet_that_has_not_heard_of_its_pods_yet_is_no_answer(node: NodeDouble) -> None:
+    node.wanted.clear()
+    with pytest.raises(NodeUnknownError, match="does not name this pod, ml/own"):
+        await pods_of(node).look()
+
+
+# From looks to ends.
+
+
+class Looks:
+    """Looks at one node, as time goes by."""
+
+    def __init__(self, node: NodeDouble) -> None:
+        self.node, self.ends, self.now = node, PodEnds(), 100.0
+
+    async def see(self, after: float = APART.total_seconds(), *, lasting: float = 0.0) -> list[str]:
+        began = self.now + after
+        self.now = began + lasting
+        return sorted(self.ends.see(await pods_of(self.node).look(), began, self.now))
+
+    async def see_deleted(self, uid: str) -> None:
+        """Its sandbox is ready for some time after the kubelet has heard that it is gone."""
+        self.node.delete(uid)
+        for _ in range(2):
+            assert await self.see() == []
+
+
+@pytest.fixture
+def looks(node: NodeDouble) -> Looks:
+    return Looks(node)
+
+
+async def test_a_pod_has_ended_when_looks_some_time_apart_find_nothing(node: NodeDouble, looks: Looks) -> None:
+    node.run(OLD)
+    assert await looks.see() == []
+    await looks.see_deleted(OLD)
+    node.clear(OLD)
+    assert await looks.see() == []
+    assert await looks.see(4.9) == []
+    assert await looks.see(0.1) == [OLD]
+
+
+async def test_a_sandbox_that_the_kubelet_is_still_making_is_waited_for(node: NodeDouble, looks: Looks) -> None:
+    """A container has killed the sandbox, and the network of the next one takes minutes. The runtime does not list it
+    before it is ready, and a deletion does not stop the kubelet from starting the containers in it."""
+    node.run(OLD)
+    await looks.see()
+    node.end(OLD)
+    await looks.see()
+    node.delete(OLD)
+    for _ in range(48):
+        assert await looks.see() == [], "four minutes without a trace of the next sandbox"
+    node.sandboxes[OLD], node.containers[OLD] = [NOT_READY, READY], [EXITED, RUNNING]
+    assert await looks.see() == []
+    assert await looks.see() == []
+    node.end(OLD)
+    assert await looks.see() == []
+    assert await looks.see() == [OLD], "one sync makes one sandbox"
+
+
+async def test_without_a_ready_sandbox_the_longest_sync_is_waited_for(node: NodeDouble, looks: Looks) -> None:
+    node.run(OLD)
+    await looks.see()
+    node.delete(OLD)
+    node.end(OLD)
+    assert await looks.see() == []
+    assert await looks.see(LONGEST_SYNC.total_seconds() - 0.1) == []
+    assert await looks.see(0.1) == [OLD]
+
+
+async def test_the_longest_sync_is_counted_from_the_end_of_the_last_container(node: NodeDouble, looks: Looks) -> None:
+    """A sync that makes a new sandbox first ends the containers of the old one, with their grace period."""
+    node.run(OLD)
+    node.delete(OLD)
+    node.sandboxes[OLD] = [NOT_READY]
+    for _ in range(2):
+        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+    node.end(OLD)
+    assert await looks.see() == []
+    assert await looks.see() == []
+    assert await looks.see(LONGEST_SYNC.total_seconds()) == [OLD]
+
+
+async def test_a_sandbox_that_was_ready_only_while_the_kubelet_named_the_pod_proves_nothing(
+    node: NodeDouble, looks: Looks
+) -> None:
+    node.run(OLD)
+    for _ in range(3):
+        await looks.see()
+    node.delete(OLD)
+    node.end(OLD)
+    for _ in range(3):
+        assert await looks.see() == []
+
+
+async def test_a_sandbox_that_was_ready_only_as_the_deletion_came_proves_nothing(
+    node: NodeDouble, looks: Looks
+) -> None:
+    """A sync that has begun looks at the sandbox a moment later, and may find it dead."""
+    node.run(OLD)
+    node.delete(OLD)
+    await looks.see()
+    await looks.see(4.9)
+    node.end(OLD)
+    for _ in range(3):
+        assert await looks.see() == []
+
+
+async def test_a_look_counts_from_its_beginning(node: NodeDouble, looks: Looks) -> None:
+    """Kubelet and runtime may be slow to answer; what they say may be as old as the question."""
+    node.run(OLD)
+    node.delete(OLD)
+    await looks.see()
+    await looks.see(1, lasting=10)
+    node.end(OLD)
+    for _ in range(3):
+        assert await looks.see() == []
+
+
+async def test_two_ready_sandboxes_prove_nothing(node: NodeDouble, looks: Looks) -> None:
+    """The kubelet ends both, and makes a new one."""
+    node.run(OLD)
+    node.sandboxes[OLD] = [READY, READY]
+    await looks.see_deleted(OLD)
+    node.end(OLD)
+    for _ in range(3):
+        assert await looks.see() == []
+
+
+async def test_what_a_sandbox_has_proven_ends_when_the_kubelet_names_the_pod(node: NodeDouble, looks: Looks) -> None:
+    node.run(OLD)
+    await looks.see_deleted(OLD)
+    node.wanted.add("old")
+    await looks.see()
+    node.delete(OLD)
+    node.end(OLD)
+    for _ in range(3):
+        assert await looks.see() == []
+
+
+async def test_a_pod_that_the_kubelet_names_has_not_ended_whatever_runs(node: NodeDouble, looks: Looks) -> None:
+    """It may wait for a volume, or for the time to start a container again."""
+    node.end(OLD)
+    node.wanted.add("old")
+    for _ in range(3):
+        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+
+
+async def test_a_pod_that_was_never_seen_has_not_ended(node: NodeDouble, looks: Looks) -> None:
+    """The kubelet may not have heard of it yet."""
+    for _ in range(3):
+        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+
+
+async def test_what_comes_back_between_two_looks_has_not_ended(node: NodeDouble, looks: Looks) -> None:
+    node.run(OLD)
+    await looks.see_deleted(OLD)
+    node.end(OLD)
+    await looks.see()
+    node.sandboxes[OLD] = [NOT_READY, READY]
+    assert await looks.see() == []
+    node.clear(OLD)
+    assert await looks.see() == []
+    assert await looks.see() == [OLD]
+
+
+async def test_what_has_ended_before_the_first_look_is_known_by_its_traces(node: NodeDouble, looks: Looks) -> None:
+    node.end(OLD)
+    await looks.see()
+    assert await looks.see(LONGEST_SYNC.total_seconds()) == [OLD]
+
+
+async def test_a_new_pod_of_the_same_name_leaves_the_end_of_the_old_one_open(node: NodeDouble, looks: Looks) -> None:
+    node.end(OLD)
+    await looks.see()
+    node.wanted.add("old")
+    assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+
+
+async def test_ends_are_forgotten_in_time_and_beyond_a_number(node: NodeDouble, looks: Looks) -> None:
+    for number in range(MOST + 3):
+        node.end(f"uid-{number}")
+    await looks.see()
+    ended = await looks.see(LONGEST_SYNC.total_seconds())
+    assert len(ended) == MOST + 3, "the runtime has something of them all the same"
+    for number in range(MOST + 3):
+        node.clear(f"uid-{number}")
+    assert len(await looks.see()) == MOST
+    assert await looks.see(KEPT.total_seconds()) == []
+    assert await looks.see() == []

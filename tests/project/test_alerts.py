@@ -1,0 +1,127 @@
+"""The alert rules ask about what there is, in the form that Prometheus reads."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from scripts.promtool import built
+from tests.builders import NOW
+from webhook.commands.serve import certificates
+from webhook.core.evidence import EvidenceState
+from webhook.core.reasons import EVENTS_ONLY, Reason
+from webhook.runtime.settings import Settings
+from webhook.runtime.telemetry import EvidenceCounts, FleetCounts, Metrics
+
+Raw = dict[str, Any]
+FILE = Path(__file__).resolve().parents[2] / "examples/alerts/gpuwarden.rules.yaml"
+DURATION = re.compile(r"([0-9]+(ms|[smhdwy]))+")
+
+
+def content() -> Raw:
+    found: Raw = msgspec.yaml.decode(FILE.read_bytes())
+    return found
+
+
+RULES: list[Raw] = [rule for group in content()["groups"] for rule in group["rules"]]
+each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule in RULES])
+
+
+def known_series() -> dict[str, frozenset[str]]:
+    """Every series that a scrape may show, with the labels that it has."""
+    metrics = Metrics()
+    metrics.watch_fleet(FleetCounts)
+    metrics.watch_evidence(EvidenceCounts)
+    metrics.watch_ages(dict)
+    metrics.observe_verdict("CREATE", "admit", "Admitted", 0.001)
+    metrics.observe_extender("filter", "passed", 0.001)
+    metrics.count_provider_error("spire-server")
+    metrics.show_certificate("tls", NOW)
+    metrics.show_review_callers("none")
+    samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+    return {sample.name: frozenset(sample.labels) for sample in samples}
+
+
+SERIES = known_series()
+
+
+def test_the_file_has_the_form_of_a_rule_file() -> None:
+    found = content()
+    assert found.keys() == {"groups"}
+    assert all(group.keys() == {"name", "rules"} for group in found["groups"])
+    names = [group["name"] for group in found["groups"]]
+    alerts = [rule["alert"] for rule in RULES]
+    assert (len(set(names)), len(set(alerts))) == (len(names), len(alerts))
+
+
+@each_rule
+def test_a_rule_has_the_form_of_a_rule(rule: Raw) -> None:
+    assert (
+        {"alert", "expr", "labels", "annotations"} <= rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+    )
+    assert DURATION.fullmatch(rule.get("for", "1m"))
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert rule["annotations"].keys() == {"summary", "description"}
+    assert all(rule["expr"].count(a) == rule["expr"].count(b) for a, b in ("()", "[]", "{}"))
+
+
+@each_rule
+def test_a_rule_asks_about_what_there_is(rule: Raw) -> None:
+    asked = re.findall(r"(gpuwarden_\w+)(?:\{([^}]*)\})?", rule["expr"])
+    assert asked
+    for name, matchers in asked:
+        assert name in SERIES
+        for label, _, values in re.findall(r'(\w+)(=~|!=|=)"([^"]*)"', matchers):
+            assert label in SERIES[name]
+            assert set(values.split("|")) <= WORDS[label, name], values
+
+
+@pytest.mark.parametrize("outcome", ["refused", "away"])
+def test_keys_that_are_not_had_are_told_before_evidence_ends(outcome: str) -> None:
+    """In silence every node would end unproven, `--max-bundle-age` and a proof's life later."""
+    asked = f'gpuwarden_trust_bundle_looks_total{{outcome="{outcome}"}}'
+    assert [rule["for"] for rule in RULES if asked in rule["expr"]] == ["5m"]
+    assert Metrics().registry.get_sample_value("gpuwarden_trust_bundle_looks_total", {"outcome": outcome}) == 0
+
+
+def test_that_nobody_answers_reviews_is_told_by_what_nobody_else_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`absent` is true of a series that is gone, not of a zero: so it has to be one that `serve` alone has, always."""
+    (rule,) = [rule for rule in RULES if "absent(" in rule["expr"]]
+    assert rule["labels"]["severity"] == "critical"
+    asked = re.search(r'absent\((\w+)\{listener="tls"\}\)', rule["expr"])
+    assert asked is not None
+    metrics = Metrics()
+    assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is None
+    metrics.show_certificate("issued", NOW)  # as `certs` does
+    assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is None
+    monkeypatch.chdir(tmp_path)  # where the development certificate goes
+    for name in certificates(Settings()):
+        metrics.show_certificate(name, NOW)
+    assert metrics.registry.get_sample_value(asked[1], {"listener": "tls"}) is not None
+
+
+def test_prometheus_takes_the_rules() -> None:
+    promtool = built()
+    if promtool is None:
+        pytest.skip("promtool is not built: `make promtool` builds it, in some minutes, with Go")
+    done = subprocess.run([promtool, "check", "rules", FILE], capture_output=True, text=True, check=False)
+    assert (done.returncode, f"{len(RULES)} rules found" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+STATES = {state.value for state in EvidenceState}
+DEVICES = {"available", "pending", "assigned", "expired", "orphaned", "quarantined"}
+WORDS: dict[tuple[str, str], set[str]] = {
+    ("state", "gpuwarden_evidence_nodes"): STATES,
+    ("state", "gpuwarden_evidence_changes_total"): STATES,
+    ("state", "gpuwarden_devices"): DEVICES,
+    ("listener", "gpuwarden_certificate_not_after_seconds"): {"tls", "extender"},
+    ("proof", "gpuwarden_review_callers"): {"none", "token", "certificate"},
+    ("outcome", "gpuwarden_evidence_proofs_total"): {"accepted", "replayed"},
+    ("outcome", "gpuwarden_trust_bundle_looks_total"): {"renewed", "confirmed", "refused", "away"},
+    ("reason", "gpuwarden_verdicts_total"): {reason.value for reason in Reason if reason not in EVENTS_ONLY},
+}

@@ -1,0 +1,95 @@
+"""The kept inputs of `make fuzz`: each is read, or refused in a way that its parser names."""
+
+import re
+import sys
+from pathlib import Path
+from random import Random
+from types import FrameType
+
+import pytest
+
+from scripts.fuzz.__main__ import tried
+from scripts.fuzz.corpus import seeds
+from scripts.fuzz.mutations import mutated
+from scripts.fuzz.parsers import PARSERS, Parser
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
+def test_every_kept_input_is_read_or_refused_by_name(parser: Parser) -> None:
+    assert [wrong for content in seeds(parser.seeds) for wrong in tried(parser, content)] == []
+
+
+def test_a_seed_gives_the_same_inputs_again() -> None:
+    first, again = (
+        [mutated(one, random) for one in seeds("reviews") for _ in range(5)] for random in (Random(7), Random(7))
+    )
+    assert first == again
+    assert len(set(first)) > len(first) // 2
+
+
+def test_a_parser_that_raises_what_it_does_not_name_is_a_finding() -> None:
+    def broken(content: bytes) -> object:
+        raise KeyError(content)
+
+    wrong = tried(Parser("broken", broken, "hashes"), b"x", keeps=False)
+    assert len(wrong) == 1
+    assert wrong[0].startswith("broken: KeyError")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a module does that reads text or objects of others.
+READS = re.compile(
+    r"msgspec\.convert\(|msgspec\.json\.decode\(|Decoder\(|object_in\(|[^_]decoded\(|yaml\.safe_load|"
+    r"load_(?:der|pem)_x509|certificates?_in\(|fields_of\(|ElementTree|expat|json\.loads\("
+)
+# Those that no parser of `make fuzz` reaches, and why.
+ELSEWHERE = {
+    **dict.fromkeys(("webhook/web/explain.py", "webhook/web/evidence.py", "webhook/commands/score.py"), "a route"),
+    **dict.fromkeys(
+        ("webhook/kube/install/crds.py", "webhook/kube/install/policies/__init__.py", "webhook/runtime/tls/issuing.py"),
+        "a file of its own",
+    ),
+    **dict.fromkeys(
+        ("webhook/runtime/tls/certificate_source.py", "webhook/runtime/setting_kinds.py"),
+        "what the operator has written",
+    ),
+    "webhook/export/outbox.py": "a file of its own: tests/export/test_outbox.py damages it",
+    "webhook/kube/watch.py": "around objects: tests/kube/test_watch_faults.py",
+    "webhook/evidence/spire/workload_api.py": "around SVIDs: tests/evidence/spire/test_workload_api.py",
+    "webhook/evidence/jwt/bundle_endpoint.py": "around bundles: tests/evidence/jwt/test_bundle_endpoint.py",
+    "webhook/node/attest.py": "the server that a node was given: tests/node/test_attest.py",
+    "webhook/commands/certs.py": "around Secrets: tests/commands/test_certs.py",
+    "webhook/scheduler/binder_volumes.py": "an object that the binder has just written",
+    "webhook/commands/explain_sources.py": "the server that a person has named: tests/commands/test_explain.py",
+    "webhook/commands/explain_dry_run.py": "the API server that a person has named: tests/e2e/test_explain_server.py",
+}
+
+
+def reading_modules() -> set[str]:
+    found = (ROOT / "webhook").rglob("*.py")
+    return {str(one.relative_to(ROOT)) for one in found if READS.search(one.read_text())}
+
+
+def reached() -> set[str]:
+    """The modules that are entered while the seeds are read."""
+    files: set[str] = set()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    for parser in PARSERS:
+        for content in seeds(parser.seeds):
+            sys.setprofile(profile)
+            try:
+                tried(parser, content, keeps=False)
+            finally:
+                sys.setprofile(None)
+    return {str(Path(one).relative_to(ROOT)) for one in files if one.startswith(str(ROOT / "webhook"))}
+
+
+def test_every_module_that_reads_what_others_write_is_fuzzed() -> None:
+    modules, entered = reading_modules(), reached()
+    assert modules - entered - ELSEWHERE.keys() == set(), "give it a Parser, or say here who else tries it"
+    assert ELSEWHERE.keys() - modules == set(), "reads nothing any more"
+    assert ELSEWHERE.keys() & entered == set(), "is fuzzed by now"

@@ -1,0 +1,246 @@
+"""Which nodes will do for a pod, and how well."""
+
+from typing import Any
+
+import pytest
+
+from tests import builders
+from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, device, node, raw_container, raw_pod, reservation, slot
+from webhook.core.claim import Claim
+from webhook.core.decide import EvidencePolicy, Objection, Question
+from webhook.core.device import Taint
+from webhook.core.extender_wire import Sifted
+from webhook.core.fleet import Fleet
+from webhook.scheduler.filter import SAID, TEXTS, Wish, scores, sifted
+
+ASKED, ALL = EvidencePolicy(), EvidencePolicy(is_always_required=True)
+NAMES = ("node-a", "node-b", "node-c", "node-nowhere")
+DIFFERS, ABSENT, NOT_KNOWN = SAID[Objection.OTHER_HASH], SAID[Objection.ABSENT], "node is not known to gpuwarden"
+
+
+def there() -> Fleet:
+    """`node-a` has 4 GPUs and the right hash, `node-b` 1 and another, `node-c` none and no evidence."""
+    return builders.fleet(
+        node("node-a", *(device(f"GPU-a{k}", "model=h100") for k in range(4))),
+        node("node-b", device("GPU-b0", "model=l4")),
+        node("node-c"),
+        proven={"node-a": HASH, "node-b": OTHER_HASH},
+    )
+
+
+def claim(*hashes: str, gpus: int = 0, **members: Any) -> Claim:
+    annotations = {"gpuwarden.io/required-hash": ",".join(hashes)} if hashes else {}
+    return builders.claim(raw_pod(raw_container(gpus=gpus or None), annotations=annotations, **members))
+
+
+def judged(wish: Wish | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> Sifted:
+    found = sifted(wish, NAMES, fleet or there(), policy)
+    lists = [*found.passed, *found.failed, *found.unresolvable]
+    assert sorted(lists) == sorted(NAMES)  # each in exactly one
+    return found
+
+
+@pytest.mark.defect("S0-4")
+@pytest.mark.parametrize("policy", [ASKED, ALL])
+def test_a_pod_without_a_claim_passes_everywhere(policy: EvidencePolicy) -> None:
+    assert judged(None, policy=policy).passed == frozenset(NAMES)
+
+
+@pytest.mark.defect("S0-5")
+def test_evidence_is_no_matter_of_room() -> None:
+    """No eviction heals it, so none shall be tried."""
+    found = judged(Wish(claim(HASH)))
+    assert found.passed == {"node-a"}
+    assert found.failed == {}
+    assert found.unresolvable == {"node-b": DIFFERS, "node-c": ABSENT, "node-nowhere": ABSENT}
+
+
+@pytest.mark.parametrize("other", ["SHA256:AA11", "sha256:aa1", "sha256:aa11x"])
+def test_a_hash_is_compared_byte_for_byte(other: str) -> None:
+    assert judged(Wish(claim(other))).passed == frozenset()
+
+
+def test_one_of_several_hashes_is_enough() -> None:
+    assert judged(Wish(claim(HASH, OTHER_HASH))).passed == {"node-a", "node-b"}
+
+
+@pytest.mark.defect("S0-2")
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"until": NOW}, Objection.STALE),
+        ({"since": NOW + SECOND, "until": NOW + 60 * SECOND}, Objection.ABSENT),
+        ({"is_banned": True}, Objection.BANNED),
+        ({"is_conflict": True}, Objection.CONFLICT),
+    ],
+    ids=["older than its limit", "of the future", "banned", "in conflict"],
+)
+def test_evidence_that_proves_nothing_now_is_not_evidence(members: Raw, said: Objection) -> None:
+    fleet = there()
+    fleet.prove("node-a", builders.evidence("node-a", HASH, **members), NOW)
+    found = judged(Wish(claim(HASH)), fleet)
+    assert found.passed == frozenset()
+    assert found.unresolvable["node-a"] == SAID[said]
+
+
+def test_what_another_pods_end_may_free_is_told_apart() -> None:
+    fleet = there()
+    fleet.hold(reservation(*(slot(f"GPU-a{k}") for k in range(3))))
+    found = judged(Wish(claim(HASH, gpus=2)), fleet)
+    assert found.failed == {"node-a": "too few free GPUs"}
+    found = judged(Wish(claim(HASH, gpus=5)), fleet)
+    assert found.failed == {}
+    assert found.unresolvable["node-a"] == "too few matching GPUs"
+
+
+def test_gpus_that_nobody_has_told_of_are_counted_by_the_scheduler() -> None:
+    fleet = there()
+    fleet.prove("node-c", builders.evidence("node-c", HASH), NOW)
+    assert judged(Wish(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
+    labelled = claim(HASH, gpus=1, labels={"gpuwarden.io/gpu.model": "h100"})
+    found = judged(Wish(labelled), fleet)
+    assert found.passed == {"node-a"}
+    assert found.unresolvable["node-c"] == "too few matching GPUs"
+
+
+def test_gpus_alone_are_the_schedulers_business_unless_evidence_is_demanded_of_all() -> None:
+    """Nobody who has not asked for us is kept from a GPU."""
+    assert judged(Wish(claim(gpus=9))).passed == frozenset(NAMES)
+    found = judged(Wish(claim(gpus=1)), policy=ALL)
+    assert found.passed == {"node-a", "node-b"}
+    assert found.unresolvable == {"node-c": ABSENT, "node-nowhere": ABSENT}
+
+
+@pytest.mark.parametrize(
+    ("members", "said"),
+    [
+        ({"is_ready": False}, "node is not ready"),
+        ({"is_cordoned": True}, "node is cordoned"),
+        ({"taints": [Taint("a")]}, "node has a taint that the pod does not tolerate"),
+    ],
+)
+def test_the_conditions_of_a_node_are_asked(members: Raw, said: str) -> None:
+    fleet = builders.fleet(node("node-a", **members), proven={"node-a": HASH})
+    assert judged(Wish(claim(HASH)), fleet).unresolvable["node-a"] == said
+
+
+def test_a_pod_with_a_reservation_goes_nowhere_else() -> None:
+    found = judged(Wish(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
+    assert found.passed == {"node-a"}
+    assert set(found.unresolvable.values()) == {"the pod's GPUs are reserved on another node"}
+
+
+@pytest.mark.defect("S0-6")
+def test_a_reservation_is_worth_nothing_without_evidence() -> None:
+    fleet = there()
+    fleet.prove("node-a", None, NOW)
+    found = judged(Wish(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
+    assert found.passed == frozenset()
+    assert found.unresolvable["node-a"] == ABSENT
+
+
+def test_a_pod_that_was_held_to_proven_nodes_is_judged_by_evidence_alone() -> None:
+    fleet = builders.fleet(node("node-a", is_cordoned=True), node("node-b"), proven={"node-a": HASH})
+    assert judged(Wish(claim(HASH), is_recorded=True), fleet).passed == {"node-a"}
+
+
+def test_a_place_in_a_map_is_one_node_and_its_gpus() -> None:
+    owners = [builders.stateful_set()]
+    mapped = {"gpuwarden.io/gpu-map": "0=node-a:GPU-a1"}
+    wish = Wish(builders.claim(raw_pod(annotations=mapped, owners=owners)))
+    fleet = there()
+    assert judged(wish, fleet).passed == {"node-a"}
+    fleet.hold(reservation(slot("GPU-a1")))
+    assert judged(wish, fleet).failed == {"node-a": "too few free GPUs"}
+
+
+ODD_EVIDENCE: dict[int, Raw] = {1: {"until": NOW}, 2: {"is_banned": True}, 3: {"is_conflict": True}}
+
+
+def varied() -> Fleet:
+    """Nodes of every kind, several of each."""
+    fleet = Fleet()
+    for number in range(240):
+        name = f"node-{number}"
+        devices = (device(f"GPU-{number}-{k}", f"model=m{number % 2}") for k in range(number % 4))
+        labels = {"zone": f"z{number % 3}", "kubernetes.io/hostname": name}
+        taints = [Taint("a")] if number % 7 == 0 else []
+        fleet.put(node(name, *devices, labels=labels, is_ready=number % 11 != 0, taints=taints), NOW)
+        if number % 5:
+            members = ODD_EVIDENCE.get(number % 31, {})
+            fleet.prove(name, builders.evidence(name, HASH if number % 2 else OTHER_HASH, **members), NOW)
+        if number % 13 == 1:
+            fleet.hold(reservation(slot(f"GPU-{number}-0"), id=f"r{number}", node=name))
+    return fleet
+
+
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["new", "recorded"])
+@pytest.mark.parametrize(
+    "members",
+    [
+        {},
+        {"gpus": 1},
+        {"gpus": 2, "nodeSelector": {"zone": "z1"}},
+        {"gpus": 1, "labels": {"gpuwarden.io/gpu.model": "m1"}},
+        {"tolerations": [{"operator": "Exists"}]},
+        {"nodeSelector": {"kubernetes.io/hostname": "node-9"}},
+        {"affinity": builders.required_affinity(builders.on_node("node-9"), builders.on_node("node-11"))},
+        {"nodeName": "node-9"},
+    ],
+    ids=str,
+)
+def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, is_recorded: bool) -> None:
+    """Each node asked by itself says the same."""
+    fleet, asked = varied(), claim(HASH, **members)
+    question = Question(asked, fleet, ASKED)
+    expected = {
+        name: question.evidence_objection(berth) if is_recorded else question.fit(berth).objection
+        for name, berth in fleet.berths.items()
+    }
+    for name, berth in fleet.berths.items():
+        if not berth.node.devices and not asked.requirements and expected[name] is Objection.FEWER_MATCHING:
+            expected[name] = None
+    found = sifted(Wish(asked, is_recorded=is_recorded), fleet.berths, fleet, ASKED)
+    assert found.passed == {name for name, objection in expected.items() if objection is None}
+    assert found.passed
+    refused = {name: SAID[objection] for name, objection in expected.items() if objection is not None}
+    assert {**found.failed, **found.unresolvable} == refused
+
+
+def test_a_name_offered_twice_is_judged_twice_the_same() -> None:
+    assert sifted(Wish(claim(HASH)), ("node-a", "node-a"), there(), ASKED).passed == {"node-a"}
+
+
+def test_texts_can_be_counted() -> None:
+    """They are the same for all nodes: whatever differs from node to node is not in them."""
+    for text in TEXTS:
+        assert "{" not in text
+        assert not any(letter.isdigit() for letter in text)
+
+
+def test_the_tightest_fit_comes_first() -> None:
+    fleet = builders.fleet(
+        *(node(f"node-{n}", *(device(f"GPU-{n}-{k}") for k in range(n))) for n in (1, 2, 4, 20)),
+        proven={f"node-{n}": HASH for n in (1, 2, 4, 20)},
+    )
+    names = ("node-20", "node-4", "node-2", "node-1", "node-nowhere")
+    assert scores(Wish(claim(HASH, gpus=2)), names, fleet, ASKED) == [
+        ("node-20", 0),
+        ("node-4", 8),
+        ("node-2", 10),
+        ("node-1", 0),
+        ("node-nowhere", 0),
+    ]
+
+
+def test_scores_without_gpus_tell_proven_nodes_from_others() -> None:
+    assert scores(Wish(claim(HASH)), NAMES, there(), ASKED) == [
+        ("node-a", 10),
+        ("node-b", 0),
+        ("node-c", 0),
+        ("node-nowhere", 0),
+    ]
+    assert scores(None, NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
+    assert scores(Wish(claim(gpus=1)), NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
+    held = Wish(claim(HASH, gpus=1), reserved="node-a", is_recorded=True)
+    assert dict(scores(held, NAMES, there(), ASKED)) == {"node-a": 10, "node-b": 0, "node-c": 0, "node-nowhere": 0}

@@ -1,0 +1,121 @@
+"""The audit of a process that watches all of it anyway: counted when somebody looks at the metrics."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from attrs import frozen
+
+from webhook.admission.audit import AuditedPod, Facts, Kind, Reading, findings
+from webhook.admission.maps import map_of, may_keep, opted_in
+from webhook.core.fleet import Fleet
+from webhook.core.isolation import is_isolated
+from webhook.kube.view import View
+from webhook.kube.watch import key_of
+from webhook.ledger import Ledger
+from webhook.runtime.clock import Clock
+
+Raw = dict[str, Any]
+
+
+class Pods:
+    """Hears of pods, and keeps what an audit may say something of."""
+
+    def __init__(self, read: Callable[[Raw], AuditedPod | None]) -> None:
+        self._read = read
+        self.kept: dict[str, AuditedPod] = {}
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self.kept.clear()
+        for raw in objects.values():
+            self.changed(raw)
+
+    def changed(self, raw: Raw) -> None:
+        found = self._read(raw)
+        if found is None:
+            self.kept.pop(key_of(raw), None)
+        else:
+            self.kept[key_of(raw)] = found
+
+    def deleted(self, raw: Raw) -> None:
+        self.kept.pop(key_of(raw), None)
+
+
+class MappedNames:
+    """Hears of StatefulSets, and keeps the names of those with a placement map."""
+
+    def __init__(self) -> None:
+        self.names: set[tuple[str, str]] = set()
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self.names.clear()
+        for raw in objects.values():
+            self.changed(raw)
+
+    def changed(self, raw: Raw) -> None:
+        if map_of(raw):
+            self.names.add(name_of(raw))
+        else:
+            self.names.discard(name_of(raw))
+
+    def deleted(self, raw: Raw) -> None:
+        self.names.discard(name_of(raw))
+
+
+def name_of(raw: Raw) -> tuple[str, str]:
+    return raw["metadata"].get("namespace") or "", raw["metadata"]["name"]
+
+
+@frozen
+class Asked:
+    """What matters of a namespace: whether its pods are looked at, isolated, and whether its maps keep GPUs."""
+
+    is_ours: bool = False
+    isolates: bool = False
+    keeps: bool = False
+
+
+class AuditWatch:
+    """`pods`, `sets` and `namespaces` are listeners for the process's own watches."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        fleet: Fleet,
+        ledger: Ledger,
+        clock: Clock,
+        opt_in: str,
+        own_namespace: str,
+        *,
+        needs_evidence: bool,
+    ) -> None:
+        self.pods = Pods(reading.pod)
+        self.sets = MappedNames()
+        self.namespaces: View[Asked] = View(partial(asked, opt_in=opt_in, own_namespace=own_namespace))
+        self._fleet = fleet
+        self._ledger = ledger
+        self._clock = clock
+        self._needs_evidence = needs_evidence
+
+    def counts(self) -> dict[str, int]:
+        """Findings by kind, all kinds."""
+        found = Counter(one.kind for one in findings(self._facts(), self._clock(), needs_evidence=self._needs_evidence))
+        return {kind.value: found[kind] for kind in Kind}
+
+    def _facts(self) -> Facts:
+        namespaces = {name: self.namespaces.get(name) or Asked() for name in self.namespaces.names()}
+        unkept = {name for name, one in namespaces.items() if one.is_ours and not one.keeps}
+        return Facts(
+            pods=self.pods.kept.values(),
+            held=self._ledger.reservations(),
+            opted_in={name for name, one in namespaces.items() if one.is_ours},
+            isolated={name for name, one in namespaces.items() if one.isolates},
+            evidence={name: berth.evidence for name, berth in self._fleet.berths.items()},
+            unkept_maps=[one for one in self.sets.names if one[0] in unkept],
+        )
+
+
+def asked(raw: Raw, opt_in: str, own_namespace: str) -> Asked:
+    is_ours = opted_in(raw, opt_in)
+    return Asked(is_ours, is_ours and is_isolated(raw, own_namespace), may_keep(raw, opt_in))

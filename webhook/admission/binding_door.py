@@ -1,0 +1,142 @@
+"""Whether a pod may be put on a node at this moment: shared by the reviews of Bindings and by our own binding."""
+
+from datetime import timedelta
+from typing import Protocol
+
+from webhook.admission.holding import Holder
+from webhook.admission.namespaces import ClaimReading
+from webhook.core import check, keys
+from webhook.core.binding import Binding
+from webhook.core.claim import Claim, believed, claim_of, recorded_claim
+from webhook.core.errors import ReservationConflictError, ReservationExpiredError, UnknownReservationError
+from webhook.core.pod import Pod
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.verdict import Deny
+from webhook.ledger import Ledger
+from webhook.ledger.pods import PodSource
+from webhook.runtime.clock import Clock
+
+
+class Name(Protocol):
+    """How a ledger is told whose a reservation is."""
+
+    async def __call__(
+        self,
+        reservation_id: ReservationId,
+        pod: PodIdentity,
+        *,
+        node: str | None = None,
+        grace: timedelta | None = None,
+    ) -> Reservation: ...
+
+
+class BindingDoor:
+    """The last look before a pod is on a node. May raise InvalidPodError, LedgerError, PodsUnavailableError and
+    NamespacesUnavailableError."""
+
+    def __init__(
+        self, holder: Holder, pods: PodSource, claims: ClaimReading, bind_deadline: timedelta, clock: Clock
+    ) -> None:
+        self._holder = holder
+        self._ledger = holder.ledger
+        self._pods = pods
+        self._claims = claims
+        self._bind_deadline = bind_deadline
+        self._clock = clock
+
+    async def refusal(self, binding: Binding, *, is_dry_run: bool = False) -> Deny | None:
+        """What speaks against a Binding, whoever sends it; one that names no uid is of the living pod."""
+        uid = binding.pod.uid
+        if not self._pods.believes_reviews:
+            living = await self._pods.find(binding.pod.namespace, binding.pod.name)
+            return await self.refusal_of(living, binding, is_dry_run=is_dry_run)
+        uid = uid or await self._pods.uid_of(binding.pod.namespace, binding.pod.name)
+        return check.bound_as_reserved(binding, self._ledger.of_pod(uid) if uid else None)
+
+    async def refusal_of(self, living: Pod | None, binding: Binding, *, is_dry_run: bool = False) -> Deny | None:
+        """The same, for the pod as it has just been read."""
+        if living is None or binding.pod.uid not in ("", living.meta.uid):
+            return no_such_pod(binding)
+        claim = recorded_claim(living)
+        if claim is not None and claim.count:
+            return await self._dressed(binding, living, claim, is_dry_run=is_dry_run)
+        known = self._ledger.of_pod(living.meta.uid) if living.meta.uid else None
+        refused = check.bound_as_reserved(binding, known)
+        if refused is not None or claim is None:
+            return refused or await self._undressed(binding, living)
+        return await self._without_gpus(binding, living, claim)
+
+    async def _dressed(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
+        """What a pod was promised at its creation holds at this moment too."""
+        held = await recorded_reservation(self._ledger, living, is_fresh=True)
+        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet.advance(self._clock())
+        refused = (
+            check.still_held(claim, held, living)
+            or check.in_time(living, held, self._clock(), self._bind_deadline)
+            or check.bound_as_reserved(binding, held, living)
+            or check.still_proven(claim, binding.node, fleet, policy)
+        )
+        # From here on it may run: that its reservation was only pending would be taken for proof that it never did.
+        if refused is None and held is not None and held.phase is Phase.PENDING and not is_dry_run:
+            refused = await named(self._ledger.confirm, held, check.identity_of(living))
+        return refused
+
+    async def _without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
+        """Held to evidence alone, by its record and by what it asks itself."""
+        claim = believed(recorded, claim_of(living, await self._claims.within(binding.pod.namespace)))
+        if claim is None:
+            return Deny(
+                Reason.FORGED,
+                f"metadata.annotations[{keys.CLAIM.name}]: names none of the hashes that the pod has to have",
+                hint="create the pod anew",
+            )
+        self._holder.fleet.advance(self._clock())
+        return check.still_proven(claim, binding.node, self._holder.fleet, self._holder.policy)
+
+    async def _undressed(self, binding: Binding, living: Pod) -> Deny | None:
+        """A pod that no review of ours has seen, and that asks for evidence all the same."""
+        claim = claim_of(living, await self._claims.within(binding.pod.namespace))
+        policy = self._holder.policy
+        if claim is None or not (claim.hashes or policy.is_always_required):
+            return None
+        self._holder.fleet.advance(self._clock())
+        return check.still_proven(claim, binding.node, self._holder.fleet, policy)
+
+
+async def recorded_reservation(ledger: Ledger, pod: Pod, *, is_fresh: bool = False) -> Reservation | None:
+    """The reservation that a pod's own annotations lead to; whether it is the pod's is another question."""
+    reservation_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
+    node = pod.annotations.get(keys.NODE.name) or None
+    return await ledger.find(reservation_id, node=node, is_fresh=is_fresh) if reservation_id else None
+
+
+async def named(name: Name, held: Reservation, pod: PodIdentity, grace: timedelta | None = None) -> Deny | None:
+    """Tell the ledger whose a reservation is, and what the pod's grace period is, if it is on no node yet."""
+    reservation_id = held.id
+    try:
+        await name(reservation_id, pod, node=held.node, grace=grace)
+    except UnknownReservationError:
+        return no_reservation(reservation_id)
+    except ReservationExpiredError:
+        return Deny(Reason.RESERVATION_EXPIRED, f"reservation {reservation_id} has expired: create the pod anew")
+    except ReservationConflictError:
+        return Deny(Reason.RESERVATION_CONFLICT, f"reservation {reservation_id} belongs to another pod")
+    return None
+
+
+def no_reservation(reservation_id: str) -> Deny:
+    return Deny(
+        Reason.NOT_RESERVED,
+        f"metadata.annotations[{keys.RESERVATION_ID.name}]: there is no reservation {reservation_id!r}",
+        hint="take the gpuwarden.io/ annotations off a copied manifest, or create the pod anew",
+    )
+
+
+def no_such_pod(binding: Binding) -> Deny:
+    of_uid = f" of uid {binding.pod.uid}" if binding.pod.uid else ""
+    return Deny(
+        Reason.RESERVATION_CONFLICT,
+        f"there is no pod {binding.pod.namespace}/{binding.pod.name}{of_uid} at this moment",
+    )

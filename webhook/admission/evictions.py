@@ -1,0 +1,80 @@
+"""What is done in the API server to nodes and pods whose evidence has ended: a taint, an eviction."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+from kubernetes.aio import client
+
+from webhook.admission.evidence_loss import MeasureError
+from webhook.core import keys
+from webhook.core.reservation import PodIdentity
+from webhook.kube.api_objects import NotTheOneError, the_one
+from webhook.kube.calls import JSON, LOST, MERGE_PATCH, NODE_PATH, POD_PATH, answered
+from webhook.kube.cluster import REQUEST_TIMEOUT
+from webhook.scheduler.api_pods import names_of, said_in
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+
+GONE, CONFLICT = 404, 409
+
+
+class ApiMeasures:
+    """By the API server, and so within what its disruption budgets allow."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+
+    async def taint(self, node: str, *, wanted: bool) -> None:
+        """Taints are one list, so it is written under the version that was read."""
+        ours = {"key": keys.EVIDENCE_LOST_TAINT, "effect": "NoSchedule"}
+        found = await self._read(node)
+        was = [] if found is None else found["spec"].get("taints") or []
+        others = [one for one in was if (one["key"], one["effect"]) != (ours["key"], ours["effect"])]
+        if found is None or (len(others) < len(was)) == wanted:
+            return
+        version = found["metadata"]["resourceVersion"]
+        taints = [*others, *([ours] if wanted else [])]
+        patch = {"metadata": {"resourceVersion": version}, "spec": {"taints": taints}}
+        await self._answered("PATCH", NODE_PATH, {"name": node}, patch, kind=MERGE_PATCH)
+        log.info("taint put on" if wanted else "taint taken off", node=node, taint=keys.EVIDENCE_LOST_TAINT)
+
+    async def _read(self, node: str) -> Raw | None:
+        body = await self._answered("GET", NODE_PATH, {"name": node}, fine=(GONE,))
+        try:
+            return None if body is None else the_one(200, body, "Node", node)
+        except NotTheOneError as exc:
+            raise MeasureError(str(exc)) from exc
+
+    async def _answered(
+        self,
+        method: str,
+        path: str,
+        names: Mapping[str, str],
+        body: Raw | None = None,
+        *,
+        kind: str = JSON,
+        fine: tuple[int, ...] = (),
+    ) -> bytes | None:
+        """What the API server says; None where it refuses in a way that is no mistake."""
+        try:
+            status, said = await answered(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
+        except LOST as exc:
+            raise MeasureError("the API server cannot be reached") from exc
+        if status in fine:
+            return None
+        if status >= 400:
+            raise MeasureError(said_in(status, said))
+        return said
+
+    async def evict(self, pod: PodIdentity) -> None:
+        """Under the pod's uid: whoever has come by its name since is left alone."""
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": names_of(pod),
+            "deleteOptions": {"preconditions": {"uid": pod.uid}},
+        }
+        await self._answered("POST", f"{POD_PATH}/eviction", names_of(pod), body, fine=(GONE, CONFLICT))

@@ -1,0 +1,133 @@
+"""What would become of a pod: the answers of both webhooks to a dry run of its creation, node by node, and what helps.
+
+The verdict comes from the code that answers reviews, so the two cannot differ.
+"""
+
+from typing import Any, Protocol
+
+from webhook.admission.manifest_pods import mapping, namespace_of
+from webhook.admission.namespaces import NamespacesUnavailableError
+from webhook.assembly.parts import Parts
+from webhook.core import keys
+from webhook.core.check import refused_at_once
+from webhook.core.claim import Claim, ClaimRules
+from webhook.core.decide import NodeFit, Objection, explain
+from webhook.core.dress import asked_anew
+from webhook.core.errors import GpuwardenError, InvalidPodError
+from webhook.core.near_misses import near_misses
+from webhook.core.pod import Pod
+from webhook.core.reasons import STATUS_CODES, Reason
+from webhook.core.reservation import Phase, Reservation
+from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict
+
+Json = dict[str, Any]
+DEFAULT_NAMESPACE = "default"
+# The status code of denials that a part of ours is the reason of, and not the pod.
+UNAVAILABLE = 503
+
+
+class CannotExplainError(GpuwardenError):
+    """What the verdict depends on cannot be looked up at this moment: the same creation may succeed in a moment."""
+
+
+class Rehearsing(Protocol):
+    """Answers dry runs, as the API server would ask them."""
+
+    async def rehearsed(self, raw: Json, namespace: str) -> Rehearsal:
+        """Nothing is reserved and nothing is counted."""
+
+
+class Explainer:
+    """Explains pods with the parts of one process."""
+
+    def __init__(self, parts: Parts, rehearsing: Rehearsing) -> None:
+        self._parts = parts
+        self._rehearsing = rehearsing
+
+    async def explained(self, raw: Json) -> Json:
+        """Of a pod that exists and has its GPUs, which those are; of any other, what would become of its creation.
+
+        Raises CannotExplainError.
+        """
+        namespace = namespace_of(raw) or DEFAULT_NAMESPACE
+        held = self._held(raw, namespace)
+        if held is not None:
+            return result(Admit(), sentence_of(held))
+        done = await self._rehearsing.rehearsed(raw, namespace)
+        if isinstance(done.verdict, Deny) and STATUS_CODES[done.verdict.reason] == UNAVAILABLE:
+            raise CannotExplainError(done.verdict.message)
+        pod, claim = await self._read(raw, namespace)
+        hints = () if pod is None else tuple(near_misses(pod, claim, self._parts.fleet))
+        told = result(done.verdict, message(done, claim), done.warnings, hints, done.patch)
+        if pod is not None and claim is not None and refused_at_once(pod, claim, self._parts.rules.dress) is None:
+            told["nodes"] = self._nodes(claim)
+        return told
+
+    def _held(self, raw: Json, namespace: str) -> Reservation | None:
+        uid = mapping(raw, "metadata").get("uid")
+        found = self._parts.ledger.of_pod(uid) if isinstance(uid, str) and uid else None
+        if found is None or found.namespace != namespace or found.phase is Phase.RELEASING:
+            return None
+        return found
+
+    async def _read(self, raw: Json, namespace: str) -> tuple[Pod | None, Claim | None]:
+        """As far as it can be read: what is wrong with it has been said."""
+        pod: Pod | None = None
+        try:
+            pod = Pod.parse(raw)
+            return pod, asked_anew(raw, pod, await self._claims(namespace))[1]
+        except (InvalidPodError, NamespacesUnavailableError):
+            return pod, None
+
+    async def _claims(self, namespace: str) -> ClaimRules:
+        return await self._parts.rules.claims.within(namespace)
+
+    def _nodes(self, claim: Claim) -> list[Json]:
+        fleet, policy = self._parts.fleet, self._parts.holder.policy
+        return [self._node(fit, claim) for fit in explain(claim, fleet, policy)]
+
+    def _node(self, fit: NodeFit, claim: Claim) -> Json:
+        told: Json = {
+            "name": fit.name,
+            "fits": fit.fits,
+            "reasons": [] if fit.objection is None else [fit.objection.said_of(claim)],
+            "devices": [slot.uuid for slot in fit.slots],
+        }
+        if fit.objection is Objection.OTHER_HASH:
+            evidence = self._parts.fleet.berths[fit.name].evidence
+            told["hash"] = evidence.hash if evidence else ""
+        return told
+
+
+def sentence_of(held: Reservation) -> str:
+    return f"the pod has {', '.join(held.uuids)} of node {held.node} ({held.phase.value})"
+
+
+def result(
+    verdict: Verdict,
+    message: str,
+    warnings: tuple[str, ...] = (),
+    hints: tuple[str, ...] = (),
+    patch: tuple[Json, ...] = (),
+) -> Json:
+    return {
+        "verdict": "deny" if isinstance(verdict, Deny) else "admit",
+        "reason": verdict.reason,
+        "message": message,
+        "warnings": list(warnings),
+        "hints": list(hints),
+        "nodes": [],
+        "patch": list(patch),
+    }
+
+
+def message(done: Rehearsal, claim: Claim | None) -> str:
+    if isinstance(done.verdict, Deny):
+        return done.verdict.sentence
+    if done.verdict.reason is Reason.NOT_ASKED or claim is None:
+        return "the pod asks for nothing of gpuwarden"
+    if done.verdict.reason is Reason.QUEUED:
+        return next(iter(done.warnings), "the pod waits")
+    node = done.verdict.audit.get("node", "").partition(",")[0]
+    gpus = str(mapping(done.pod, "metadata", "annotations").get(keys.GPU_UUID.name) or "").replace(",", ", ")
+    return f"{claim.sentence}: {gpus + ' on ' if gpus else ''}node {node}"

@@ -1,0 +1,245 @@
+"""Placement maps of StatefulSets: the GPUs of their ordinals stay out of the general pool. And logical node names in
+conflict."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+from attrs import frozen
+
+from webhook.core import keys
+from webhook.core.errors import InvalidPodError
+from webhook.core.fleet import Fleet
+from webhook.core.gpu_map import Keeper, SetId, parse_map
+from webhook.core.reasons import Reason
+from webhook.kube.events import Events, Subject
+from webhook.kube.view import View
+
+log = structlog.get_logger(__name__)
+
+# Nodes that one event names.
+MOST_NAMED = 4
+
+Raw = dict[str, Any]
+# A node as a map names it, and a GPU of it as the map does.
+Place = tuple[str, str]
+Named = frozenset[Place]
+Kept = frozenset[tuple[Place, Keeper]]
+Key = tuple[str, str]
+"""Of a set: namespace and name."""
+
+
+def opted_in(raw: Mapping[str, Any], opt_in: str) -> bool:
+    """Whether the namespace has asked for us, by that label or its alias."""
+    labels = raw["metadata"].get("labels") or {}
+    return any(labels.get(key) == "true" for key in (opt_in, *keys.OPT_IN.aliases))
+
+
+def may_keep(raw: Mapping[str, Any], opt_in: str) -> bool:
+    """Whether maps of the namespace keep GPUs: its administrators say so, for who creates StatefulSets there could take
+    GPUs out of everybody's reach."""
+    labels = raw["metadata"].get("labels") or {}
+    return opted_in(raw, opt_in) and labels.get(keys.MAPS_LABEL) == "true"
+
+
+@frozen
+class MappedSet:
+    """What matters of a StatefulSet."""
+
+    keeper: Keeper
+    text: str | None
+    ordinals: range
+
+    @classmethod
+    def of(cls, raw: Raw) -> "MappedSet":
+        meta = raw["metadata"]
+        one = SetId(meta.get("uid") or "", meta.get("namespace") or "")
+        return cls(Keeper(meta.get("creationTimestamp") or "", one), map_of(raw), ordinals_of(raw))
+
+
+class MappedSets:
+    """Hears of StatefulSets and namespaces. A set keeps the GPUs of its ordinals, whether their pods exist or not,
+    where its namespace may keep any."""
+
+    def __init__(self, fleet: Fleet, opt_in: str = keys.OPT_IN.name) -> None:
+        self.namespaces: View[bool] = View(partial(may_keep, opt_in=opt_in))
+        self._fleet = fleet
+        self._sets: dict[Key, MappedSet] = {}
+        self._named: dict[Key, Named] = {}
+        self._counted: dict[Key, Kept] = {}
+        self._keepers: dict[Place, set[Keeper]] = {}
+        self._mapped: dict[str, dict[str, Keeper]] = {}
+
+    # What the watch of StatefulSets tells.
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self._forget(self._sets.keys() - {key_of(raw) for raw in objects.values()})
+        self._read(objects.values())
+
+    def changed(self, raw: Raw) -> None:
+        self._read([raw])
+
+    def deleted(self, raw: Raw) -> None:
+        self._forget([key_of(raw)])
+
+    def refresh(self) -> None:
+        """Namespaces may have been labelled, or are no longer."""
+        news = set(self.namespaces.take_news())
+        self._settle([key for key in self._named if key[0] in news])
+
+    def _read(self, raws: Iterable[Raw]) -> None:
+        """A set changes with each pod of it that comes or goes; what matters of it hardly ever does."""
+        news: list[Key] = []
+        for raw in raws:
+            key, one = key_of(raw), MappedSet.of(raw)
+            if self._sets.get(key) == one:
+                continue
+            self._sets[key] = one
+            places = places_of(key, one.text, one.ordinals)
+            if places:
+                self._named[key] = places
+            else:
+                self._named.pop(key, None)
+            news.append(key)
+        self._settle(news)
+
+    def _forget(self, gone: Iterable[Key]) -> None:
+        gone = list(gone)
+        for key in gone:
+            self._sets.pop(key, None)
+            self._named.pop(key, None)
+        self._settle(gone)
+
+    def _settle(self, news: Iterable[Key]) -> None:
+        changed: set[str] = set()
+        for key in news:
+            before, after = self._counted.pop(key, frozenset()), self._kept(key)
+            if after:
+                self._counted[key] = after
+            for place, keeper in before - after:
+                self._keepers[place].discard(keeper)
+            for place, keeper in after - before:
+                self._keepers.setdefault(place, set()).add(keeper)
+            for place in {place for place, _ in before ^ after}:
+                self._say(place)
+                changed.add(place[0])
+        if changed:
+            self._fleet.set_aside(self._mapped, changed)
+
+    def _kept(self, key: Key) -> Kept:
+        if key not in self._named or not self.namespaces.get(key[0]):
+            return frozenset()
+        keeper = self._sets[key].keeper
+        return frozenset((place, keeper) for place in self._named[key])
+
+    def _say(self, place: Place) -> None:
+        """Who keeps it by now."""
+        node, gpu = place
+        if self._keepers[place]:
+            self._mapped.setdefault(node, {})[gpu] = min(self._keepers[place])
+            return
+        del self._keepers[place]
+        del self._mapped[node][gpu]
+        if not self._mapped[node]:
+            del self._mapped[node]
+
+
+class NamespaceNews:
+    """Hears of namespaces on behalf of the sets in them."""
+
+    def __init__(self, sets: MappedSets) -> None:
+        self._sets = sets
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        self._sets.namespaces.replaced(objects)
+        self._sets.refresh()
+
+    def changed(self, raw: Raw) -> None:
+        self._sets.namespaces.changed(raw)
+        self._sets.refresh()
+
+    def deleted(self, raw: Raw) -> None:
+        self._sets.namespaces.deleted(raw)
+        self._sets.refresh()
+
+
+def key_of(raw: Raw) -> Key:
+    return raw["metadata"].get("namespace") or "", raw["metadata"]["name"]
+
+
+def map_of(raw: Raw) -> str | None:
+    """The map in its template."""
+    meta = ((raw.get("spec") or {}).get("template") or {}).get("metadata") or {}
+    annotations = meta.get("annotations") or {}
+    return next((annotations[name] for name in keys.GPU_MAP.names if annotations.get(name)), None)
+
+
+def ordinals_of(raw: Raw) -> range:
+    """Those that the set has pods for, or will have."""
+    spec = raw.get("spec") or {}
+    start = whole((spec.get("ordinals") or {}).get("start"), 0)
+    return range(start, start + whole(spec.get("replicas"), 1))
+
+
+def whole(value: object, absent: int) -> int:
+    """The number, with what the API server takes for one that is not there; nothing good is 0."""
+    if value is None:
+        return absent
+    return max(0, value) if isinstance(value, int) else 0
+
+
+def not_kept(sets: Iterable[Raw], namespaces: Iterable[Raw], opt_in: str = keys.OPT_IN.name) -> list[Key]:
+    """The sets with a map for which nothing is kept: their namespaces have asked for us and have not the label."""
+    known = {raw["metadata"]["name"]: raw for raw in namespaces}
+    mapped = {key_of(raw) for raw in sets if map_of(raw) is not None}
+    without = {name for name, raw in known.items() if opted_in(raw, opt_in) and not may_keep(raw, opt_in)}
+    return sorted(key for key in mapped if key[0] in without)
+
+
+def places_of(key: Key, text: str | None, ordinals: range) -> Named:
+    """What the set's map names for its ordinals; nothing if nobody can read it: its pods are denied then."""
+    if text is None or not ordinals:
+        return frozenset()
+    try:
+        entries = parse_map(text)
+    except InvalidPodError:
+        log.warning("map of a StatefulSet left out", namespace=key[0], name=key[1])
+        return frozenset()
+    kept = (entry for ordinal, entry in entries.items() if ordinal in ordinals)
+    return frozenset((entry.node, plain_name(gpu)) for entry in kept for gpu in entry.gpus)
+
+
+def plain_name(gpu: str) -> str:
+    """An index in the form in which devices know theirs; a serial number has no leading zeros to lose here."""
+    return str(int(gpu)) if gpu.isdecimal() and len(gpu) <= 4 else gpu
+
+
+class NodeNames:
+    """Tells each node concerned of logical names in conflict: several nodes have one as their label, or it is the name
+    of another node."""
+
+    def __init__(self, fleet: Fleet, events: Events) -> None:
+        self._fleet = fleet
+        self._events = events
+        self._told: set[tuple[str, str]] = set()
+
+    async def step(self) -> None:
+        conflicts = dict(self._fleet.disputed_names())
+        for value, names in conflicts.items():
+            for name in names:
+                if (value, name) not in self._told:
+                    text = conflict(value, name, names, is_real=value in self._fleet.berths)
+                    self._events.tell(Subject.of_node(name), Reason.AMBIGUOUS_NODE, text)
+        self._told = {(value, name) for value, names in conflicts.items() for name in names}
+
+
+def conflict(value: str, name: str, names: Iterable[str], *, is_real: bool) -> str:
+    """What the node is told of a logical name that it shares with the others."""
+    label = f"label {keys.LOGICAL_NODE_LABEL}={value}"
+    others = ", ".join(sorted(set(names) - {name})[:MOST_NAMED])
+    if not is_real:
+        return f"{label} is on {others} too: no placement map can mean it"
+    if name == value:
+        return f"{label} of {others} is this node's own name, and counts for nothing there"
+    return f"{label} is the name of another node, and counts for nothing here: placement maps mean node {value}"

@@ -1,0 +1,57 @@
+"""Gates of pods in the API server: opened by a JSON patch, looked at, and what a pod waits for."""
+
+from typing import Any
+
+from kubernetes.aio import client
+
+from webhook.admission.queue.gates import GateError
+from webhook.admission.queue.waiting_pods import is_waiting
+from webhook.core import keys
+from webhook.core.difference import Change
+from webhook.core.reservation import PodIdentity
+from webhook.kube.calls import JSON_PATCH, LOST, MERGE_PATCH, POD_PATH, answered
+from webhook.kube.cluster import pod_in
+from webhook.ledger.pods import PodsUnavailableError
+from webhook.scheduler.api_pods import REQUEST_TIMEOUT, names_of, said_in
+
+GONE = 404
+
+
+class ApiGates:
+    """Every patch names the uid of its pod."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+
+    async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
+        return await self._patch(pod, patch, JSON_PATCH)
+
+    async def say(self, pod: PodIdentity, why: str) -> None:
+        await self._patch(pod, {"metadata": {"uid": pod.uid, "annotations": {keys.WAITING: why}}}, MERGE_PATCH)
+
+    async def is_shut(self, pod: PodIdentity) -> bool:
+        try:
+            status, body = await answered(self._api, "GET", POD_PATH, names_of(pod), seconds=REQUEST_TIMEOUT)
+        except LOST as exc:
+            raise GateError("the API server cannot be reached") from exc
+        if status == GONE:
+            return False
+        if status >= 400:
+            raise GateError(said_in(status, body))
+        try:
+            raw = pod_in(body, pod.namespace, pod.name)
+        except PodsUnavailableError as exc:
+            raise GateError(str(exc)) from exc
+        return bool(raw["metadata"]["uid"] == pod.uid and is_waiting(raw))
+
+    async def _patch(self, pod: PodIdentity, patch: list[Change] | dict[str, Any], kind: str) -> bool:
+        """Whether there was a pod of that name."""
+        try:
+            status, body = await answered(
+                self._api, "PATCH", POD_PATH, names_of(pod), patch, seconds=REQUEST_TIMEOUT, kind=kind
+            )
+        except LOST as exc:
+            raise GateError("the API server cannot be reached") from exc
+        if status >= 400 and status != GONE:
+            raise GateError(said_in(status, body))
+        return status != GONE

@@ -1,0 +1,247 @@
+"""The parts of a process in a cluster: reservations in GPUNode objects, nodes, devices and evidence from watches."""
+
+import asyncio
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+
+import structlog
+from attrs import evolve
+from kubernetes.aio import client
+
+from webhook.admission.fleet_updater import Outdated
+from webhook.admission.maps import MappedSets, NamespaceNews
+from webhook.admission.namespaces import WatchedNamespaces
+from webhook.admission.queue.waiting_pods import WaitingPods
+from webhook.assembly.parts import Parts, assembled, hinting_of, times_of
+from webhook.core import keys
+from webhook.core.evidence import Evidence
+from webhook.core.fleet import SPREAD, Fleet
+from webhook.evidence.cluster import EvidenceView, EvidenceWriter
+from webhook.evidence.jwt.attestation import attestation_of
+from webhook.evidence.jwt.cluster_proofs import ApiBirths, ClusterMarks, ClusterProofs
+from webhook.evidence.jwt.end_reports import EndReports
+from webhook.evidence.jwt.nonce import LIFE as CHALLENGE_LIFE
+from webhook.evidence.providers import providers_of, pushed_of, retired_of
+from webhook.evidence.static import StaticEvidence, written_by_hand
+from webhook.inventory.discovery import Discovery, WrittenInventory
+from webhook.inventory.file import InventoryFile
+from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
+from webhook.kube.api_objects import ApiNamespaces, ApiNodes, ApiObjects
+from webhook.kube.api_paths import (
+    GPU_NODES,
+    GPU_NODES_PATH,
+    NAMESPACES_PATH,
+    NODE_EVIDENCES,
+    NODE_EVIDENCES_PATH,
+    NODES_PATH,
+    PODS_PATH,
+    PRIORITY_CLASSES_PATH,
+    STATEFUL_SETS_PATH,
+    TRUST_BUNDLES,
+)
+from webhook.kube.cluster import ApiGpuNodes, ApiPods
+from webhook.kube.events import Events
+from webhook.kube.view import Several
+from webhook.kube.watch import LONGEST_PAUSE, Listener, Watch
+from webhook.ledger.cluster import ClusterLedger
+from webhook.runtime.clock import Clock
+from webhook.runtime.settings import Settings
+from webhook.runtime.telemetry import Metrics
+from webhook.scoring.candidates import RunningJobs, WatchedPriorityClasses
+from webhook.scoring.hints import Hinting
+
+log = structlog.get_logger(__name__)
+
+# A watch that is interrupted is tried again at least as often.
+PATIENCE = LONGEST_PAUSE
+
+
+def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: ApiPods) -> Parts:
+    """Any number of processes put together like this may serve one cluster."""
+    if settings.inventory is not None:
+        log.warning(
+            "the inventory file is not read: nodes and devices come from the cluster, where reconcile writes them"
+        )
+    fleet, metrics = Fleet(turn=random.randrange(SPREAD)), Metrics()  # noqa: S311 - only to keep out of step
+    ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, clock, times_of(settings))
+    own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
+    namespaces = WatchedNamespaces(ApiNamespaces(api))
+    asked, skew, max_age = settings.evidence, settings.clock_skew, settings.max_evidence_age
+    feed = ClusterFeed(
+        api,
+        fleet,
+        ledger,
+        own,
+        clock,
+        namespaces,
+        asked=asked,
+        skew=skew,
+        max_age=max_age,
+        opt_in=settings.opt_in_label,
+    )
+    parts = assembled(settings, clock, fleet, metrics, ledger, feed, pods, namespaces)
+    waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.holder.lines)
+    feed.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
+    proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiBirths(api), settings.clock_skew)
+    reports = EndReports(ledger, settings.clock_skew)
+    attestation = attestation_of(settings, proofs, clock, metrics, marks_of(settings, api), reports)
+    return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
+
+
+def marks_of(settings: Settings, api: client.ApiClient) -> ClusterMarks | None:
+    """None where bundles have no number: those that agents hand out."""
+    if settings.bundle_endpoint is None or settings.spire_trust_domain is None:
+        return None
+    return ClusterMarks(ApiObjects(api, TRUST_BUNDLES), settings.spire_trust_domain)
+
+
+def hinting_in(settings: Settings, parts: Parts, api: client.ApiClient) -> Hinting | None:
+    """What hints are made of is watched for itself: nobody else waits for it."""
+    jobs, classes = RunningJobs(), WatchedPriorityClasses()
+    hinting = hinting_of(settings, parts, jobs, classes)
+    if hinting is None:
+        return None
+    watches = (Watch(api, PODS_PATH, jobs), Watch(api, PRIORITY_CLASSES_PATH, classes.view))
+    return evolve(hinting, watches=watches)
+
+
+class ClusterFeed:
+    """Keeps the fleet, the ledger and what namespaces demand up to date with what the API server shows."""
+
+    def __init__(
+        self,
+        api: client.ApiClient,
+        fleet: Fleet,
+        ledger: ClusterLedger,
+        own: Mapping[str, Evidence],
+        clock: Clock,
+        namespaces: WatchedNamespaces,
+        *,
+        asked: Collection[str],
+        skew: timedelta,
+        max_age: timedelta,
+        opt_in: str,
+    ) -> None:
+        inventory = ClusterInventory(fleet, clock, proven=lambda name: evidence.word_on(name))
+        evidence = EvidenceView(own, show=inventory.prove, asked=asked, skew=skew, max_age=max_age)
+        gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
+        sets = MappedSets(fleet, opt_in)
+        self._watches: tuple[Watch, ...] = (
+            Watch(api, NODES_PATH, NodesListener(inventory)),
+            Watch(api, GPU_NODES_PATH, gpu_nodes),
+            Watch(api, NODE_EVIDENCES_PATH, evidence),
+            Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets))),
+            Watch(api, STATEFUL_SETS_PATH, sets),
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def also(self, *watches: Watch) -> None:
+        """Before anything is loaded."""
+        self._watches += watches
+
+    async def load(self) -> None:
+        """The first lists; an API server that is away is waited for."""
+        self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches]
+        for watch, task in zip(self._watches, self._tasks, strict=True):
+            await first_list(watch, task)
+
+    @property
+    def outdated(self) -> Outdated | None:
+        """Interruptions of some seconds are told of by nobody."""
+        return outdated_by(self._watches)
+
+    @property
+    def waits_for(self) -> list[str]:
+        """The paths of which there is no list yet."""
+        return [watch.path for watch in self._watches if not watch.ready.is_set()]
+
+    async def first_answers(self) -> None:
+        """They are in: what providers have said is in NodeEvidence, and one that is away now keeps nobody waiting."""
+
+    async def run(self, interval: float) -> None:
+        """For ever; a watch that ends is a bug, and shows here."""
+        try:
+            await asyncio.gather(*self._tasks)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+
+def outdated_by(watches: Sequence[Watch], patience: float = PATIENCE) -> Outdated | None:
+    behind = [watch for watch in watches if watch.behind_for > patience]
+    if not behind:
+        return None
+    paths, seconds = ", ".join(watch.path for watch in behind), max(watch.behind_for for watch in behind)
+    return Outdated(f"nothing has been heard of {paths} for {seconds:.0f} s", is_blind=True)
+
+
+async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:
+    """Wait for it. A watch that has ended will never have one."""
+    ready = asyncio.ensure_future(watch.ready.wait())
+    try:
+        await asyncio.wait({ready, task}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ready.cancel()
+    if task.done():
+        task.result()
+
+
+class Discovering:
+    """The writers of inventory and evidence, with the watches they hear from; others hear the same."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        api: client.ApiClient,
+        events: Events,
+        clock: Clock,
+        *,
+        gpu_nodes: Listener,
+        also_nodes: Sequence[Listener] = (),
+        also_evidences: Sequence[Listener] = (),
+        count_error: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        static = StaticEvidence(settings.node_hash_map)
+        file = None if settings.inventory is None else InventoryFile(settings.inventory)
+        written = WrittenInventory(file, static)
+        self._discovery = Discovery(
+            ApiObjects(api, GPU_NODES),
+            ApiNodes(api),
+            written,
+            events,
+            is_current=lambda: nodes.is_current and devices.is_current,
+        )
+        self._evidence = EvidenceWriter(
+            ApiObjects(api, NODE_EVIDENCES),
+            providers_of(settings, clock, static),
+            clock,
+            is_current=lambda: evidences.is_current and written.is_known,
+            nodes=ApiNodes(api),
+            are_nodes_current=lambda: nodes.is_current,
+            poll_every=settings.evidence_poll,
+            retired=retired_of(settings),
+            awaited=pushed_of(settings),
+            patience=settings.max_evidence_age,
+            keep=CHALLENGE_LIFE + 2 * settings.clock_skew,
+            count_error=count_error,
+        )
+        nodes = Watch(api, NODES_PATH, Several(self._discovery.nodes, self._evidence.births, *also_nodes))
+        devices = Watch(api, GPU_NODES_PATH, Several(gpu_nodes, self._discovery.gpu_nodes))
+        evidences = Watch(api, NODE_EVIDENCES_PATH, Several(self._evidence.view, *also_evidences))
+        self.watches = (nodes, devices, evidences)
+
+    def begin(self) -> None:
+        """Elected."""
+        self._evidence.begin()
+
+    def is_owed(self, name: str) -> bool:
+        """Whether something newer is known of the node's evidence than its object says."""
+        return self._evidence.is_owed(name)
+
+    async def step(self) -> None:
+        """One pass of each; a failure of the one does not keep the other from its turn."""
+        done = await asyncio.gather(self._discovery.step(), self._evidence.step(), return_exceptions=True)
+        for one in done:
+            if isinstance(one, BaseException):
+                raise one

@@ -1,0 +1,223 @@
+"""Puts the parts together as the settings say. Nothing here runs by itself."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from attrs import evolve, field, frozen
+
+from webhook.admission.evidence_loss import evidence_ages
+from webhook.admission.fleet_updater import Feed, Outdated
+from webhook.admission.holding import Holder
+from webhook.admission.namespaces import ClaimReading, Namespaces, Undemanding
+from webhook.admission.room import Limits
+from webhook.core.claim import ClaimRules
+from webhook.core.decide import EvidencePolicy
+from webhook.core.device_state import DeviceState, device_state
+from webhook.core.dress import DressRules, Injection, MapVisible
+from webhook.core.errors import GpuwardenError
+from webhook.core.evidence import EvidenceState
+from webhook.core.fleet import Fleet
+from webhook.core.hints import Bucket
+from webhook.core.keys import REQUIRED_HASH
+from webhook.core.offer import offer_of
+from webhook.evidence.jwt.attestation import Attestation, attestation_of
+from webhook.evidence.jwt.proofs import MemoryProofs
+from webhook.evidence.providers import providers_of
+from webhook.evidence.static import NOTE as STATIC_NOTE
+from webhook.evidence.static import StaticEvidence
+from webhook.inventory.file import InventoryFile
+from webhook.ledger import Ledger
+from webhook.ledger.lapses import Lapses
+from webhook.ledger.memory import MemoryLedger
+from webhook.ledger.moves import Times
+from webhook.ledger.pods import PodSource, ReviewedPods
+from webhook.runtime.clock import Clock
+from webhook.runtime.http import budgets
+from webhook.runtime.settings import Settings
+from webhook.runtime.telemetry import FleetCounts, Metrics
+from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs
+from webhook.scoring.client import ScorerClient
+from webhook.scoring.hints import Hinting
+from webhook.web.admission import Rules
+
+
+class Feeding(Protocol):
+    """Keeps the fleet up to date."""
+
+    @property
+    def outdated(self) -> Outdated | None:
+        """None while it is."""
+
+    async def load(self) -> None:
+        """The first readings; what cannot be read stops the start."""
+
+    async def first_answers(self) -> None:
+        """Until everybody who is asked about evidence has answered once."""
+
+    async def run(self, interval: float) -> None:
+        """For ever."""
+
+
+@frozen
+class Parts:
+    """What one process works with."""
+
+    fleet: Fleet
+    ledger: Ledger
+    holder: Holder
+    feed: Feeding
+    pods: PodSource
+    rules: Rules
+    clock: Clock
+    metrics: Metrics
+    notes: tuple[str, ...]
+    attestation: Attestation | None = None
+    hinting: Hinting | None = None
+    lapses: Lapses = field(factory=Lapses)
+
+
+def embedded(settings: Settings, clock: Clock) -> Parts:
+    """Everything in this process: no cluster is asked."""
+    fleet, metrics = Fleet(), Metrics()
+    ledger = MemoryLedger(fleet, clock, times_of(settings))
+    proofs = MemoryProofs(
+        lambda: fleet.berths.keys(),
+        clock,
+        settings.clock_skew,
+        accepted=lambda node, said: feed.prove(MemoryProofs.name, node, said),
+    )
+    providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
+    feed = Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
+    parts = assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods(), Undemanding())
+    attestation = attestation_of(settings, proofs, clock, metrics)
+    return evolve(parts, attestation=attestation, hinting=hinting_of(settings, parts), lapses=ledger.lapses)
+
+
+def assembled(
+    settings: Settings,
+    clock: Clock,
+    fleet: Fleet,
+    metrics: Metrics,
+    ledger: Ledger,
+    feed: Feeding,
+    pods: PodSource,
+    namespaces: Namespaces,
+) -> Parts:
+    """What follows from the parts that differ."""
+    policy = policy_of(settings)
+    parts = Parts(
+        fleet=fleet,
+        ledger=ledger,
+        holder=Holder(
+            fleet,
+            ledger,
+            policy,
+            clock,
+            metrics,
+            limits=Limits(
+                settings.pending_limit,
+                settings.pending_percent,
+                settings.orphans_per_namespace,
+                most_waiting=reviews_at_once(settings) // 2,
+            ),
+            is_known=lambda name: namespaces.known(name) is not None,
+        ),
+        feed=feed,
+        pods=pods,
+        rules=rules_of(settings, namespaces),
+        clock=clock,
+        metrics=metrics,
+        notes=(*settings.notes, *([STATIC_NOTE] if "static" in settings.evidence else [])),
+    )
+    metrics.watch_fleet(lambda: counts(parts))
+    metrics.watch_ages(lambda: evidence_ages(fleet, clock()))
+    return parts
+
+
+def hinting_of(
+    settings: Settings, parts: Parts, jobs: RunningJobs | None = None, classes: PriorityClasses | None = None
+) -> Hinting | None:
+    """None where nobody is to be asked."""
+    if settings.scorer is None or not settings.hint_pods:
+        return None
+    timeout = settings.scorer_timeout.total_seconds()
+    return Hinting(
+        ScorerClient(settings.scorer, timeout, parts.metrics, roots=settings.scorer_ca),
+        parts.fleet,
+        parts.clock,
+        parts.metrics,
+        timeout=timeout,
+        buckets=tuple(bucket_of(one) for one in settings.priority_buckets),
+        jobs=jobs or RunningJobs(),
+        classes=classes or EveryPriorityClass(),
+    )
+
+
+def bucket_of(found: Mapping[str, Any]) -> Bucket:
+    return Bucket(found["minScore"], found["priorityClassName"])
+
+
+def policy_of(settings: Settings) -> EvidencePolicy:
+    return EvidencePolicy(is_always_required=settings.evidence_required_of == "all")
+
+
+def times_of(settings: Settings) -> Times:
+    return Times(settings.pending_deadline_in_effect, settings.clock_skew)
+
+
+def reviews_at_once(settings: Settings) -> int:
+    return settings.max_reviews or budgets.Limits().reviews
+
+
+def inventory_path(settings: Settings) -> Path:
+    path = settings.inventory_file
+    if path is None:
+        raise GpuwardenError("no inventory: name one with --inventory")
+    if settings.inventory is None and not path.exists():
+        raise GpuwardenError(f"no inventory, and {path} is not here either: name one with --inventory")
+    return path
+
+
+def hash_aliases(settings: Settings) -> tuple[str, ...]:
+    """The alias that is set, and the one that always was: a hash that nobody reads would be asked for in vain."""
+    return tuple(dict.fromkeys((settings.required_hash_alias, *REQUIRED_HASH.aliases)))
+
+
+def rules_of(settings: Settings, namespaces: Namespaces) -> Rules:
+    return Rules(
+        claims=ClaimReading(ClaimRules(settings.gpu_resource, hash_aliases(settings)), namespaces),
+        dress=DressRules(
+            Injection(settings.injection),
+            settings.gpu_resource,
+            settings.write_aliases,
+            MapVisible(settings.map_visible),
+            settings.runtime_class,
+            max_grace=settings.max_grace if settings.keeps_in_cluster else None,
+        ),
+        bind_deadline=settings.bind_deadline,
+        queues=settings.queues,
+        queues_mapped=settings.keeps_in_cluster,
+    )
+
+
+def counts(parts: Parts) -> FleetCounts:
+    """What the metrics show. What is free is known in numbers; only what is held is looked at one by one."""
+    now = parts.clock()
+    fleet, ledger = parts.fleet, parts.ledger
+    fleet.advance(now)
+    held = fleet.held_devices
+    devices = Counter(
+        device_state(ledger.of_device(uuid), now, is_quarantined=fleet.is_quarantined(uuid)) for uuid in held
+    )
+    devices[DeviceState.QUARANTINED] += len(fleet.quarantined_devices - held)
+    offer = offer_of(fleet, needs_evidence=parts.holder.policy.is_always_required)
+    for (state, _), number in offer.items():
+        devices[state] += number
+    return FleetCounts(
+        available={evidence.value: offer[DeviceState.AVAILABLE, evidence] for evidence in EvidenceState},
+        devices={state.value: number for state, number in devices.items()},
+        reservations={**Counter(one.phase for one in ledger.reservations())},
+        evidence_nodes={state.value: number for state, number in fleet.states.items()},
+    )

@@ -1,0 +1,187 @@
+"""`gpuwarden audit`: reads the cluster with the caller's own rights, changes nothing, and says what was found."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from attrs import frozen
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.admission.audit import AuditedPod, Facts, Finding, Reading, findings
+from webhook.admission.maps import map_of, may_keep, opted_in
+from webhook.admission.namespaces import Undemanding
+from webhook.assembly.parts import rules_of
+from webhook.core.errors import GpuwardenError
+from webhook.core.evidence import Evidence
+from webhook.core.isolation import ClaimName, is_isolated, refused_volume
+from webhook.core.reservation import Reservation, ReservationId
+from webhook.evidence.node_evidence import NodeEvidence, UnreadableEvidenceError
+from webhook.kube.api_paths import (
+    GPU_NODES_PATH,
+    NAMESPACES_PATH,
+    NODE_EVIDENCES_PATH,
+    PODS_PATH,
+    STATEFUL_SETS_PATH,
+    VOLUMES_PATH,
+)
+from webhook.kube.cluster import connected
+from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, name_in
+from webhook.kube.watch import TROUBLE, pages
+from webhook.runtime.clock import utc_now
+from webhook.runtime.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+Kept = TypeVar("Kept")
+Volumes = dict[ClaimName, str]
+"""Where PersistentVolumes lead that no tenant could make, by the claims that are bound to them."""
+
+NOTHING, FOUND = 0, 1
+FORBIDDEN = 403
+# A pod that has ended is released, and one that was just created is heard of, within this many seconds.
+UNDER_WAY = 3.0
+COLUMNS = ("KIND", "OBJECT", "NODE", "FOUND")
+
+
+class CannotReadError(GpuwardenError):
+    """Something that the audit needs cannot be listed."""
+
+
+class MayNotReadError(CannotReadError):
+    """The caller has no right to list it."""
+
+
+@frozen
+class Ledger:
+    """What GPUNodes hold at one moment."""
+
+    held: dict[tuple[ReservationId, str], Reservation]
+    unreadable: tuple[str, ...]
+
+
+def run(settings: Settings, context: str | None, output: str) -> int:
+    """Raises CannotReadError."""
+    found = asyncio.run(audited(settings, context))
+    sys.stdout.write(as_json(found) if output == "json" else as_table(found))
+    return FOUND if found else NOTHING
+
+
+async def audited(settings: Settings, context: str | None) -> list[Finding]:
+    """What is found twice: of two lists that are not of one moment, something may only be under way."""
+    async with await connected(settings, context=context) as api:
+        volumes = await refused_volumes_in(api)
+        first = await looked(api, settings, volumes)
+        if not first:
+            return []
+        await asyncio.sleep(UNDER_WAY)
+        again = {(one.kind, one.object) for one in await looked(api, settings, volumes)}
+    return [one for one in first if (one.kind, one.object) in again]
+
+
+async def looked(api: client.ApiClient, settings: Settings, volumes: Volumes) -> list[Finding]:
+    facts = await facts_of(api, settings, volumes)
+    return findings(facts, utc_now(), needs_evidence=settings.evidence_required_of == "all")
+
+
+async def facts_of(api: client.ApiClient, settings: Settings, volumes: Volumes) -> Facts:
+    """The ledger is read before the pods and after them: what changes meanwhile is not judged."""
+    rules = rules_of(settings, Undemanding())
+    reading = Reading(rules.claims.rules, rules.dress, settings.host_paths, volumes)
+    before = await ledger_in(api)
+    pods: list[AuditedPod] = [one async for one in kept(api, PODS_PATH, reading.pod)]
+    after = await ledger_in(api)
+    namespaces = [raw async for raw in kept(api, NAMESPACES_PATH, lambda raw: raw)]
+    keeping = {name_in(raw) for raw in namespaces if may_keep(raw, settings.opt_in_label)}
+    ours = {name_in(raw) for raw in namespaces if opted_in(raw, settings.opt_in_label)}
+    isolated = {name_in(raw) for raw in namespaces if is_isolated(raw, settings.own_namespace)}
+    mapped = [one async for one in kept(api, STATEFUL_SETS_PATH, mapped_set)]
+    return Facts(
+        pods=pods,
+        held=[one for key, one in after.held.items() if key in before.held],
+        opted_in=ours,
+        isolated=ours & isolated,
+        unsettled={id for id, _ in before.held.keys() ^ after.held.keys()},
+        evidence={name: word async for name, word in kept(api, NODE_EVIDENCES_PATH, evidence_in)},
+        unkept_maps=[one for one in mapped if one[0] in ours - keeping],
+        unreadable=after.unreadable,
+    )
+
+
+async def kept(api: client.ApiClient, path: str, matters: Callable[[Raw], Kept | None]) -> AsyncIterator[Kept]:
+    """What matters of each object, page by page. Raises CannotReadError."""
+    try:
+        async for page, _ in pages(api, path):
+            for raw in page:
+                found = matters(raw)
+                if found is not None:
+                    yield found
+    except TROUBLE as exc:
+        status = exc.status if isinstance(exc, ApiException) else None
+        said = f"answered {status}" if status is not None else type(exc).__name__
+        error = MayNotReadError if status == FORBIDDEN else CannotReadError
+        raise error(f"{path} cannot be listed: the API server {said}") from exc
+
+
+async def refused_volumes_in(api: client.ApiClient) -> Volumes:
+    """Who may not list them is told, and learns the rest. Raises CannotReadError."""
+    try:
+        return dict([one async for one in kept(api, VOLUMES_PATH, refused_volume)])
+    except MayNotReadError as exc:
+        log.warning("pods judged without their PersistentVolumes", error=str(exc))
+        return {}
+
+
+async def ledger_in(api: client.ApiClient) -> Ledger:
+    held: dict[tuple[ReservationId, str], Reservation] = {}
+    unreadable = []
+    async for raw in kept(api, GPU_NODES_PATH, lambda raw: raw):
+        try:
+            node = GpuNode.parse(raw)
+        except UnreadableGpuNodeError:
+            unreadable.append(f"gpunode {name_in(raw)}")
+            continue
+        held.update({(one.id, one.node): one for one in node.reservations.values()})
+    return Ledger(held, tuple(unreadable))
+
+
+def evidence_in(raw: Raw) -> tuple[str, Evidence | None] | None:
+    """What all sources say together. An object that cannot be read proves nothing."""
+    try:
+        return name_in(raw), NodeEvidence.parse(raw).word
+    except UnreadableEvidenceError:
+        return name_in(raw), None
+
+
+def mapped_set(raw: Raw) -> tuple[str, str] | None:
+    meta = raw["metadata"]
+    return (meta.get("namespace") or "", meta["name"]) if map_of(raw) else None
+
+
+# How it is told.
+
+
+def as_json(found: Sequence[Finding]) -> str:
+    told = [
+        {"kind": one.kind, "namespace": one.namespace, "object": one.object, "node": one.node, "message": one.message}
+        for one in found
+    ]
+    return msgspec.json.format(msgspec.json.encode({"findings": told}), indent=2).decode() + "\n"
+
+
+def as_table(found: Sequence[Finding]) -> str:
+    if not found:
+        return "Nothing found.\n"
+    rows = [COLUMNS, *((one.kind.value, one.object, one.node or "-", one.message) for one in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS) - 1)]
+    return "".join(line(row, widths) for row in rows)
+
+
+def line(row: Iterable[str], widths: Sequence[int]) -> str:
+    *cells, last = row
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join([*padded, last]) + "\n"

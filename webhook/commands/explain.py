@@ -1,0 +1,257 @@
+"""`gpuwarden explain`: reads manifests, asks one source about each pod, prints the answers."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import yaml
+from attrs import evolve, frozen
+from jsonpatch import JsonPatchException, apply_patch
+from jsonpointer import JsonPointerException
+
+from webhook.admission.manifest_pods import Json, UnreadableManifestError, mapping, name_of, namespace_of, pods_of
+from webhook.commands.explain_sources import (
+    CannotSayError,
+    Credentials,
+    Source,
+    cluster_source,
+    file_source,
+    kubeconfig_credentials,
+    pod_in_cluster,
+    server_source,
+)
+from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_object_name
+from webhook.runtime.settings import Settings, SettingsError
+
+ADMIT, DENY, CANNOT_SAY = 0, 1, 2
+# The word before NAMESPACE/NAME.
+POD: Final = "pod"
+UNKNOWN: Final = "unknown"
+
+
+@frozen
+class Asked:
+    """What somebody wants to know, and how it shall be told."""
+
+    files: tuple[str, ...]
+    pod: tuple[str, str] | None = None
+    output: str = "text"
+    show: str | None = None
+    namespace: str | None = None
+    context: str | None = None
+    token_file: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    @classmethod
+    def of(cls, words: Sequence[str], files: Sequence[str], **members: Any) -> "Asked":
+        """Raises SettingsError if nothing is named, or no pod."""
+        if words[:1] == [POD] and len(words) == 2:
+            namespace, slash, name = words[1].partition("/")
+            if not (slash and is_object_name(namespace) and is_object_name(name)) or files:
+                raise SettingsError(["pod NAMESPACE/NAME: name one pod, and no file"])
+            return cls((), (namespace, name), **members)
+        if not words and not files:
+            raise SettingsError(["name a manifest, - for stdin, or pod NAMESPACE/NAME"])
+        return cls((*words, *files), **members)
+
+    @property
+    def needs_cluster(self) -> bool:
+        return self.pod is not None or self.context is not None
+
+
+@frozen
+class Answer:
+    """What was said of one pod."""
+
+    raw: Json
+    told: Json
+    file: str | None = None
+
+    @property
+    def status(self) -> int:
+        return {"admit": ADMIT, "deny": DENY}.get(self.told["verdict"], CANNOT_SAY)
+
+
+def run(asked: Asked, settings: Settings) -> int:
+    """Explain every pod. The exit status is the worst: 0 all are admitted, 1 one is denied, 2 one cannot be told."""
+    answers, problems = asyncio.run(answered(asked, with_cluster(asked, settings)))
+    for problem in problems:
+        sys.stderr.write(f"gpuwarden explain: {problem}\n")
+    if asked.show is not None:
+        sys.stdout.writelines(shown(answers, asked))
+    elif asked.output == "json":
+        sys.stdout.write(as_json(answers))
+    else:
+        sys.stdout.writelines(as_text(one, is_named=len(answers) > 1) for one in answers)
+    return max([*(one.status for one in answers), *([CANNOT_SAY] if problems else [])], default=CANNOT_SAY)
+
+
+def with_cluster(asked: Asked, settings: Settings) -> Settings:
+    """A cluster that is asked for and not named is that of the kubeconfig that kubectl would use. So it is where
+    nothing is named and there is no inventory."""
+    if not settings.is_embedded:
+        return settings
+    file = settings.inventory_file
+    is_lost = settings.server is None and settings.inventory is None and (file is None or not file.exists())
+    if not (asked.needs_cluster or is_lost):
+        return settings
+    from webhook.kube.cluster import DEFAULT_KUBECONFIG
+
+    if not asked.needs_cluster and not DEFAULT_KUBECONFIG.exists():
+        raise GpuwardenError(
+            f"nobody to ask: name --server, --kubeconfig or --inventory ({file} and {DEFAULT_KUBECONFIG} are not here)"
+        )
+    return by_current_context(settings)
+
+
+def by_current_context(settings: Settings) -> Settings:
+    """The cluster that is named, or that of the kubeconfig that kubectl would use."""
+    from webhook.kube.cluster import DEFAULT_KUBECONFIG
+
+    return evolve(settings, kubeconfig=DEFAULT_KUBECONFIG) if settings.is_embedded else settings
+
+
+async def answered(asked: Asked, settings: Settings) -> tuple[list[Answer], list[str]]:
+    pods, problems = await pods_asked(asked, settings)
+    if not pods:
+        return [], problems
+    async with source_of(asked, settings) as source:
+        if asked.output == "text" and asked.show is None:
+            sys.stderr.write(f"gpuwarden explain: answered by {source.name}\n")
+        return [await explained(source, raw, file) for raw, file in pods], problems
+
+
+@asynccontextmanager
+async def source_of(asked: Asked, settings: Settings) -> AsyncIterator[Source]:
+    """A server, if one is named; else a cluster, if one is; else the inventory file."""
+    if settings.server is not None:
+        credentials = await credentials_of(asked, settings)
+        async with server_source(settings.server, settings.server_ca, credentials) as source:
+            yield source
+    elif settings.is_embedded:
+        async with file_source(settings) as source:
+            yield source
+    else:
+        async with cluster_source(settings, asked.context) as source:
+            yield source
+
+
+async def credentials_of(asked: Asked, settings: Settings) -> Credentials:
+    """Those that are named; else a kubeconfig's, if one is named: a server is shown nothing by default."""
+    if asked.token_file is not None or asked.cert is not None:
+        token = None if asked.token_file is None else read(str(asked.token_file)).strip()
+        return Credentials(token, asked.cert, asked.key or asked.cert)
+    if settings.is_embedded:
+        return Credentials()
+    return await kubeconfig_credentials(settings, asked.context)
+
+
+async def explained(source: Source, raw: Json, file: str | None) -> Answer:
+    try:
+        told = await source.explained(raw)
+    except CannotSayError as exc:
+        told = {"verdict": UNKNOWN, "reason": "CannotSay", "message": str(exc), "nodes": []}
+    return Answer(raw, {**told, "source": source.name}, file)
+
+
+# What is asked about.
+
+
+async def pods_asked(asked: Asked, settings: Settings) -> tuple[list[tuple[Json, str | None]], list[str]]:
+    """The pods with the files that they are from, and what is wrong with the other files."""
+    if asked.pod is not None:
+        return [(await pod_in_cluster(settings, asked.context, *asked.pod), None)], []
+    pods: list[tuple[Json, str | None]] = []
+    problems = []
+    for path in asked.files:
+        try:
+            found = pods_in_file(path)
+        except UnreadableManifestError as exc:
+            problems.append(f"{path}: {exc}")
+            continue
+        except OSError as exc:
+            problems.append(f"{path}: {exc.strerror}")
+            continue
+        pods += [(in_namespace(raw, asked.namespace), path) for raw in found]
+    return pods, problems
+
+
+def pods_in_file(path: str) -> list[Json]:
+    """At least one. Raises UnreadableManifestError or OSError."""
+    found = pods_of(read(path))
+    if not found:
+        raise UnreadableManifestError("no pod, and nothing that makes pods")
+    return found
+
+
+def in_namespace(raw: Json, namespace: str | None) -> Json:
+    if namespace is None or namespace_of(raw):
+        return raw
+    return {**raw, "metadata": {**mapping(raw, "metadata"), "namespace": namespace}}
+
+
+def read(path: str) -> str:
+    try:
+        return sys.stdin.read() if path == "-" else Path(path).read_text()
+    except UnicodeDecodeError as exc:
+        raise UnreadableManifestError("not text") from exc
+
+
+# How it is told.
+
+
+def as_json(answers: Sequence[Answer]) -> str:
+    """One object for one pod, else a list."""
+    told = [one.told for one in answers]
+    if len(answers) != 1:
+        told = [{"pod": name_of(one.raw), "file": one.file, **one.told} for one in answers]
+    found: Json | list[Json] = told if len(answers) != 1 else told[0]
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+
+
+def as_text(answer: Answer, *, is_named: bool) -> str:
+    told = answer.told
+    name = f"{name_of(answer.raw) or answer.file}: " if is_named else ""
+    lines = [f"{name}{told['verdict']}: {told['message']} ({told['reason']})"]
+    lines += [f"  warning: {one}" for one in told.get("warnings", ())]
+    lines += [f"  hint: {one}" for one in told.get("hints", ())]
+    for node in told["nodes"]:
+        lines.append(f"  {'+' if node['fits'] else '-'} {node['name']}: {said_of(node)}")
+    return "\n".join(lines) + "\n"
+
+
+def said_of(node: Json) -> str:
+    if node["fits"]:
+        return ", ".join(node["devices"]) or "fits"
+    return ", ".join(node["reasons"]) + (f": {node['hash']}" if node.get("hash") else "")
+
+
+def shown(answers: Sequence[Answer], asked: Asked) -> Iterator[str]:
+    """The patches, or the pods as the API server would store them; of a pod that is not admitted, why not on stderr."""
+    for one in answers:
+        if one.status != ADMIT or "patch" not in one.told:
+            why = "this server tells no patches" if one.status == ADMIT else one.told["message"]
+            sys.stderr.write(f"gpuwarden explain: {name_of(one.raw) or one.file}: {one.told['verdict']}: {why}\n")
+            continue
+        patch = one.told["patch"]
+        thing = patch if asked.show == "patch" else patched(one.raw, patch)
+        if asked.output == "json" or asked.show == "patch":
+            yield json.dumps(thing, indent=2) + "\n"
+        else:
+            yield ("---\n" if len(answers) > 1 else "") + yaml.safe_dump(thing, sort_keys=False)
+
+
+def patched(raw: Json, patch: list[Json]) -> Json:
+    """As the API server does it."""
+    try:
+        done: Json = apply_patch(raw, patch)
+    except (JsonPatchException, JsonPointerException) as exc:
+        raise CannotSayError(f"the patch does not fit the pod: {exc}") from exc
+    return done

@@ -1,0 +1,328 @@
+"""`gpuwarden explain` by a kubeconfig: the API server answers a dry run of the creation, with the caller's own rights.
+
+The whole admission speaks: our webhooks with the settings that `serve` runs with, policies, quotas, other webhooks.
+`docs/decisions/0028-explain-asks-the-api-server.md`.
+"""
+
+import re
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import msgspec
+from attrs import frozen
+from kubernetes.aio import client
+
+from webhook.admission.explanation import sentence_of
+from webhook.admission.manifest_pods import mapping, namespace_of
+from webhook.commands.explain_sources import CannotSayError
+from webhook.core import keys
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
+from webhook.core.difference import difference
+from webhook.core.errors import GpuwardenError, InvalidPodError
+from webhook.core.evidence import EvidenceState, state_of
+from webhook.core.near_misses import near_misses
+from webhook.core.pod import Pod
+from webhook.core.reasons import STATUS_CODES, Reason
+from webhook.core.reservation import Phase
+from webhook.evidence.node_evidence import NodeEvidence
+from webhook.kube.api_paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH
+from webhook.kube.calls import LOST, Reply, answered, exchanged
+from webhook.kube.gpu_node import GpuNode
+from webhook.kube.objects import object_in
+from webhook.kube.watch import TROUBLE, whole_list
+from webhook.runtime.clock import Clock
+
+Json = dict[str, Any]
+PODS_OF: Final = "/api/v1/namespaces/{namespace}/pods"
+SET_PATH: Final = "/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}"
+GPU_NODE_PATH: Final = GPU_NODES_PATH + "/{name}"
+REVIEWS_PATH: Final = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+# The API server waits for webhooks one after the other.
+TIMEOUT: Final = 60.0
+DENIED: Final = re.compile(r'admission webhook "[^"]*" denied the request: ')
+WARNING: Final = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
+# What the API server writes into an object at its creation.
+WRITTEN: Final = ("creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid")
+# A verdict of ours with such a code is of the moment, and of a part that is away.
+OF_THE_MOMENT: Final = {reason for reason, code in STATUS_CODES.items() if code == 503}
+EXISTS: Final = "AlreadyExists"
+NOT_ASKED: Final = (
+    "nothing of gpuwarden is in the pod, though it asks for something: is its namespace labelled "
+    f"{keys.OPT_IN.name}=true, and are the webhooks installed?"
+)
+
+
+class StatusWire(msgspec.Struct, frozen=True):
+    """How the API server refuses."""
+
+    reason: str = ""
+    message: str = ""
+
+
+class ReviewStatusWire(msgspec.Struct, frozen=True):
+    allowed: bool
+
+
+class ReviewWire(msgspec.Struct, frozen=True):
+    status: ReviewStatusWire
+
+
+@frozen
+class Shown:
+    """What GPUNodes and NodeEvidences say that the caller may list."""
+
+    proven_hashes: dict[str, int]
+    device_labels: set[str]
+
+
+class DryRuns:
+    """A cluster, by its API server."""
+
+    def __init__(self, api: client.ApiClient, namespace: str, clock: Clock) -> None:
+        self.name = f"cluster {api.configuration.host}, by a dry run of the creation"
+        self._api = api
+        self._namespace = namespace
+        self._clock = clock
+        self._shown: Shown | str | None = None
+
+    async def explained(self, raw: Json) -> Json:
+        namespace = namespace_of(raw) or self._namespace
+        held = await self._held(raw, namespace)
+        if held is not None:
+            return held
+        sent = await self._with_set(creatable(raw, namespace), namespace)
+        where = f"a dry run in namespace {namespace}"
+        try:
+            reply = await exchanged(
+                self._api,
+                "POST",
+                PODS_OF,
+                {"namespace": namespace},
+                sent,
+                seconds=TIMEOUT,
+                query={"dryRun": "All", "fieldValidation": "Warn"},
+            )
+        except LOST as exc:
+            raise CannotSayError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
+        except (ValueError, TypeError, RecursionError) as exc:  # what JSON has no form for
+            raise CannotSayError(f"{where}: the pod cannot be sent: {type(exc).__name__}") from exc
+        warnings = list(warnings_in(reply.warnings))
+        try:
+            if reply.status == 201:
+                return admitted(raw, object_in(reply.content), warnings)
+            status = msgspec.json.decode(reply.content, type=StatusWire)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+            raise CannotSayError(f"{where}: the API server answered {reply.status}, which cannot be read") from exc
+        if status.reason == EXISTS:
+            return told("admit", EXISTS, f"nothing refuses the pod, but {status.message}", warnings)
+        if not await self._is_verdict(reply, status, namespace):
+            raise CannotSayError(f"{where}: the API server answered {reply.status}: {status.message}")
+        message = DENIED.sub("", status.message, count=1)
+        return told("deny", status.reason, message, warnings, await self._hints(sent))
+
+    async def _is_verdict(self, reply: Reply, status: StatusWire, namespace: str) -> bool:
+        """Whether it is the pod that is refused, and would be in a moment too."""
+        if DENIED.match(status.message):
+            return status.reason not in OF_THE_MOMENT
+        match reply.status:
+            case 400:  # a webhook that writes something elsewhere is not asked for a dry run
+                return "does not support dry run" not in status.message
+            case 403:
+                return await self._may_create(namespace)
+            case other:
+                return other in (413, 422)
+
+    async def _may_create(self, namespace: str) -> bool:
+        """Without the right the pod was not looked at."""
+        asked = {"namespace": namespace, "verb": "create", "resource": "pods"}
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": asked},
+        }
+        try:
+            _, content = await answered(self._api, "POST", REVIEWS_PATH, {}, body, seconds=TIMEOUT)
+            return msgspec.json.decode(content, type=ReviewWire).status.allowed
+        except (*LOST, msgspec.MsgspecError, UnicodeDecodeError):
+            return False
+
+    async def _held(self, raw: Json, namespace: str) -> Json | None:
+        """Of a pod that is there and has GPUs, which those are."""
+        meta = mapping(raw, "metadata")
+        annotations = mapping(meta, "annotations")
+        uid, node = meta.get("uid"), annotations.get(keys.NODE.name)
+        if not isinstance(uid, str) or not uid or not isinstance(node, str):
+            return None
+        status, content = await self._got(GPU_NODE_PATH, {"name": node})
+        if status == 404:
+            return None
+        if status == 403:
+            uuids = str(annotations.get(keys.GPU_UUID.name) or "").replace(",", ", ")
+            return told("admit", Reason.ADMITTED, f"the pod has {uuids} of node {node}, as its annotations say")
+        if status != 200:
+            raise CannotSayError(f"GPUNode {node}, which says what the pod has: the API server answered {status}")
+        try:
+            found = GpuNode.parse(object_in(content)).reservations.values()
+        except (GpuwardenError, msgspec.DecodeError) as exc:
+            raise CannotSayError(f"GPUNode {node}, which says what the pod has, cannot be read") from exc
+        for one in found:
+            if one.uid == uid and one.namespace == namespace and one.phase is not Phase.RELEASING:
+                return told("admit", Reason.ADMITTED, sentence_of(one))
+        return None
+
+    async def _with_set(self, sent: Json, namespace: str) -> Json:
+        """The API server takes no owner without a uid; that of a set decides whose the GPUs of its map are."""
+        owners = mapping(sent, "metadata").get("ownerReferences")
+        if not isinstance(owners, list) or all(not isinstance(one, dict) or one.get("uid") for one in owners):
+            return sent
+        named = [
+            one if not isinstance(one, dict) or one.get("uid") else {**one, "uid": await self._uid(one, namespace)}
+            for one in owners
+        ]
+        return {**sent, "metadata": {**sent["metadata"], "ownerReferences": named}}
+
+    async def _uid(self, owner: Json, namespace: str) -> str:
+        """Any, of a set that is not there yet."""
+        status, content = await self._got(SET_PATH, {"namespace": namespace, "name": str(owner.get("name"))})
+        try:
+            found = mapping(object_in(content), "metadata").get("uid") if status == 200 else None
+        except msgspec.DecodeError:
+            found = None
+        return found if isinstance(found, str) and found else str(uuid.uuid4())
+
+    async def _got(self, path: str, names: dict[str, str]) -> tuple[int, bytes]:
+        try:
+            return await answered(self._api, "GET", path, names, seconds=TIMEOUT)
+        except LOST as exc:
+            raise CannotSayError(f"the API server did not answer: {str(exc) or type(exc).__name__}") from exc
+
+    async def _hints(self, sent: Json) -> list[str]:
+        """What was probably meant, of the pod as it is written: what its namespace demands is in the message."""
+        try:
+            pod = Pod.parse(sent)
+            claim = claim_of(pod, ClaimRules())
+        except InvalidPodError:
+            return []
+        if claim is None or not (claim.record.hashes or claim.record.requirements):
+            return list(near_misses(pod, None, Shown({}, set())))
+        if self._shown is None:
+            self._shown = await self._listed()
+        if isinstance(self._shown, str):
+            return [*near_misses(pod, None, Shown({}, set())), self._shown]
+        return list(near_misses(pod, known_of(claim, self._shown), self._shown))
+
+    async def _listed(self) -> Shown | str:
+        try:
+            nodes, _ = await whole_list(self._api, GPU_NODES_PATH)
+            evidence, _ = await whole_list(self._api, NODE_EVIDENCES_PATH)
+        except TROUBLE:
+            return "which hashes and labels there are is told to who may list GPUNodes and NodeEvidences"
+        labels = {label for raw in nodes.values() for one in devices_of(raw) for label in one}
+        proven: dict[str, int] = {}
+        for raw in evidence.values():
+            for digest in self._hashes_of(raw):
+                proven[digest] = proven.get(digest, 0) + 1
+        return Shown(proven, labels)
+
+    def _hashes_of(self, raw: Json) -> Iterator[str]:
+        try:
+            word = NodeEvidence.parse(raw).word
+        except GpuwardenError:
+            return
+        if word is not None and state_of(word, self._clock()) is EvidenceState.FRESH:
+            yield word.hash
+
+
+def known_of(claim: Claim, shown: Shown) -> Claim | None:
+    """Without a NodeEvidence nothing is known of hashes: evidence may be static, and in no object."""
+    return claim if shown.proven_hashes or not claim.record.hashes else None
+
+
+def devices_of(raw: Json) -> Iterator[Iterable[str]]:
+    try:
+        yield from (one.labels for one in GpuNode.parse(raw).devices)
+    except GpuwardenError:
+        return
+
+
+def creatable(raw: Json, namespace: str) -> Json:
+    """As it can be sent: without what the API server has written into a pod that is there, whose name is taken."""
+    own = mapping(raw, "metadata")
+    meta = {key: value for key, value in own.items() if key not in WRITTEN}
+    meta["namespace"] = namespace
+    name, is_there = meta.get("name"), bool(own.get("uid"))
+    if is_there and name and not is_of_set(meta):
+        del meta["name"]
+        meta["generateName"] = f"{name}-"
+    if not meta.get("name") and not meta.get("generateName"):
+        meta["generateName"] = "explained-"
+    kept = {key: value for key, value in raw.items() if key != "status"}
+    spec = mapping(raw, "spec")
+    if is_there:
+        kept["spec"] = {key: value for key, value in spec.items() if key != "ephemeralContainers"}
+    return {**kept, "apiVersion": "v1", "kind": "Pod", "metadata": meta}
+
+
+def is_of_set(meta: Json) -> bool:
+    """The name says which ordinal it is."""
+    owners = meta.get("ownerReferences")
+    return isinstance(owners, list) and any(
+        isinstance(one, dict) and one.get("kind") == "StatefulSet" for one in owners
+    )
+
+
+def admitted(raw: Json, made: Json, warnings: list[str]) -> Json:
+    """By what is in the pod that would be stored."""
+    stored = {key: value for key, value in made.items() if key != "status"}
+    stored["metadata"] = {key: value for key, value in mapping(made, "metadata").items() if key not in WRITTEN}
+    patch = list(difference(raw, stored))
+    try:
+        pod = Pod.parse(stored)
+    except InvalidPodError as exc:
+        raise CannotSayError(f"the API server's answer is no pod: {exc}") from exc
+    claim = recorded_or_none(pod)
+    if claim is None:
+        hints = [NOT_ASKED] if asks(raw) else []
+        return told("admit", Reason.NOT_ASKED, "nothing refuses the pod", warnings, hints, patch=patch)
+    if pod.is_gated:
+        return told("admit", Reason.QUEUED, next(iter(warnings), "the pod waits"), warnings, patch=patch)
+    gpus = str(pod.annotations.get(keys.GPU_UUID.name) or "")
+    node = str(pod.annotations.get(keys.NODE.name) or "")
+    has = f"{gpus.replace(',', ', ')} on node {node}" if gpus else "admitted"
+    nodes = [{"name": node, "fits": True, "reasons": [], "devices": gpus.split(",")}] if gpus else []
+    return told("admit", Reason.ADMITTED, f"{claim.sentence}: {has}", warnings, nodes=nodes, patch=patch)
+
+
+def asks(raw: Json) -> bool:
+    try:
+        return claim_of(Pod.parse(raw), ClaimRules()) is not None
+    except InvalidPodError:
+        return True
+
+
+def warnings_in(headers: Iterable[str]) -> Iterator[str]:
+    for header in headers:
+        for found in WARNING.finditer(header):
+            yield re.sub(r"\\(.)", r"\1", found[1])
+
+
+def told(
+    verdict: str,
+    reason: str,
+    message: str,
+    warnings: Iterable[str] = (),
+    hints: Iterable[str] = (),
+    nodes: Iterable[Json] = (),
+    patch: list[Json] | None = None,
+) -> Json:
+    """The form of `POST /explain`."""
+    found: Json = {
+        "verdict": verdict,
+        "reason": str(reason) or "Refused",
+        "message": message,
+        "warnings": list(warnings),
+        "hints": list(hints),
+        "nodes": list(nodes),
+    }
+    return found if patch is None else {**found, "patch": patch}

@@ -1,0 +1,195 @@
+"""Who answers `gpuwarden explain`: a running server, a cluster's API server, or this process on an inventory file."""
+
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import httpx
+import msgspec
+from attrs import field, frozen
+
+from webhook.admission.explanation import DEFAULT_NAMESPACE, CannotExplainError, Explainer
+from webhook.assembly.parts import Parts, embedded
+from webhook.core.errors import GpuwardenError
+from webhook.runtime.clock import utc_now
+from webhook.runtime.settings import Settings
+from webhook.runtime.tls.certificate_source import trusting
+from webhook.web.admission import Admission
+from webhook.web.health import Health, Stage
+
+Json = dict[str, Any]
+# The API server gives a webhook 10 seconds; a scorer may use most of them.
+SERVER_TIMEOUT: Final = httpx.Timeout(30.0)
+MOST_SAID: Final = 300
+
+
+class CannotSayError(GpuwardenError):
+    """There is no answer: who was asked could not be reached, or refused to answer."""
+
+
+@frozen
+class Credentials:
+    """What shows a server who asks."""
+
+    token: str | None = field(default=None, repr=False)
+    cert: Path | None = None
+    key: Path | None = None
+
+
+class Source(Protocol):
+    """Explains pods."""
+
+    name: str
+
+    async def explained(self, raw: Json) -> Json:
+        """As `POST /explain` answers. Raises CannotSayError."""
+
+
+class Server:
+    """A running `gpuwarden serve`: the one whose answer counts."""
+
+    def __init__(self, url: str, client: httpx.AsyncClient) -> None:
+        self.name = f"server {url}"
+        self._url = f"{url.rstrip('/')}/explain"
+        self._client = client
+
+    async def explained(self, raw: Json) -> Json:
+        try:
+            reply = await self._client.post(self._url, json=raw)
+        except (httpx.HTTPError, ValueError) as exc:  # ValueError: what JSON has no form for
+            raise CannotSayError(f"{self._url}: {str(exc) or type(exc).__name__}") from exc
+        if reply.status_code != 200:
+            raise CannotSayError(f"{self._url} answered {reply.status_code}: {problem_in(reply)}")
+        return answer_in(reply.content, self._url)
+
+
+class Own:
+    """This process, with the settings that it was given."""
+
+    def __init__(self, name: str, explainer: Explainer) -> None:
+        self.name = name
+        self._explainer = explainer
+
+    async def explained(self, raw: Json) -> Json:
+        try:
+            told = await self._explainer.explained(raw)
+        except CannotExplainError as exc:
+            raise CannotSayError(str(exc)) from exc
+        return {**told, "reason": str(told["reason"])}
+
+
+def problem_in(reply: httpx.Response) -> str:
+    try:
+        return str(reply.json()["error"])[:MOST_SAID]
+    except (ValueError, KeyError, TypeError):
+        return reply.text[:MOST_SAID]
+
+
+def answer_in(content: bytes, url: str) -> Json:
+    """Only `verdict`, `reason`, `message` and `nodes` are there in every version."""
+    try:
+        found = msgspec.json.decode(content, type=Json)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise CannotSayError(f"{url} gave no answer that can be read") from exc
+    if found.get("verdict") not in ("admit", "deny") or not isinstance(found.get("nodes"), list):
+        raise CannotSayError(f"{url} gave no answer that can be read")
+    return found
+
+
+@asynccontextmanager
+async def server_source(url: str, ca: Path | None, credentials: Credentials) -> AsyncIterator[Source]:
+    headers = {} if credentials.token is None else {"Authorization": f"Bearer {credentials.token}"}
+    context = presenting(trusting(ca), credentials)
+    async with httpx.AsyncClient(verify=context, timeout=SERVER_TIMEOUT, trust_env=False, headers=headers) as client:
+        yield Server(url, client)
+
+
+def presenting(context: ssl.SSLContext, credentials: Credentials) -> ssl.SSLContext:
+    if credentials.cert is None:
+        return context
+    try:
+        context.load_cert_chain(credentials.cert, credentials.key)
+    except (ssl.SSLError, OSError) as exc:
+        raise CannotSayError(f"{credentials.cert}: no certificate and key in PEM") from exc
+    return context
+
+
+@asynccontextmanager
+async def file_source(settings: Settings) -> AsyncIterator[Source]:
+    parts = embedded(settings, utc_now)
+    await parts.feed.load()
+    async with explaining(f"inventory {settings.inventory_file}", parts) as source:
+        yield source
+
+
+@asynccontextmanager
+async def cluster_source(settings: Settings, context: str | None) -> AsyncIterator[Source]:
+    """The API server, with the caller's own rights."""
+    from webhook.commands.explain_dry_run import DryRuns
+    from webhook.kube.cluster import connected, namespace_of_context
+
+    async with await connected(settings, context=context) as api:
+        own = None if settings.kubeconfig is None else namespace_of_context(settings.kubeconfig, context)
+        yield DryRuns(api, own or DEFAULT_NAMESPACE, utc_now)
+
+
+@asynccontextmanager
+async def explaining(name: str, parts: Parts) -> AsyncIterator[Source]:
+    health = Health()
+    health.stage = Stage.SERVING
+    admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, health, parts.hinting)
+    try:
+        yield Own(name, Explainer(parts, admission))
+    finally:
+        if parts.hinting is not None:
+            await parts.hinting.close()
+
+
+# Credentials, and pods of a cluster.
+
+
+async def kubeconfig_credentials(settings: Settings, context: str | None) -> Credentials:
+    """Those that the kubeconfig has for its API server."""
+    from webhook.kube.cluster import connected
+
+    async with await connected(settings, context=context) as api:
+        configuration = api.configuration
+        token = configuration.api_key.get("BearerToken", "").removeprefix("Bearer ").strip()
+        cert, key = configuration.cert_file, configuration.key_file
+        return Credentials(token or None, Path(cert) if cert else None, Path(key) if key else None)
+
+
+async def pod_in_cluster(settings: Settings, context: str | None, namespace: str, name: str) -> Json:
+    """The pod as it is, without what its creation did not have. Raises CannotSayError."""
+    from webhook.kube.calls import LOST, POD_PATH, answered
+    from webhook.kube.cluster import connected
+    from webhook.kube.objects import object_in
+
+    where = f"pod {namespace}/{name}"
+    async with await connected(settings, context=context) as api:
+        try:
+            names = {"namespace": namespace, "name": name}
+            status, content = await answered(api, "GET", POD_PATH, names, seconds=10.0)
+        except LOST as exc:
+            raise CannotSayError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
+    if status != 200:
+        raise CannotSayError(f"{where}: the API server answered {status}")
+    try:
+        return as_created(object_in(content))
+    except msgspec.DecodeError as exc:
+        raise CannotSayError(f"{where}: the API server's answer cannot be read") from exc
+
+
+def as_created(raw: Mapping[str, Any]) -> Json:
+    """Its uid stays: by that the reservation that it has is found."""
+    found = raw.get("metadata")
+    meta = {key: value for key, value in (found if isinstance(found, dict) else {}).items() if key not in SERVERS}
+    body = raw.get("spec")
+    spec = {key: value for key, value in (body if isinstance(body, dict) else {}).items() if key != "nodeName"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
+
+
+# What the API server writes into metadata.
+SERVERS: Final = frozenset({"creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink"})

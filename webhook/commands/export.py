@@ -1,0 +1,523 @@
+"""One process of `gpuwarden export`: which GPUs there are and who used them, brought to stores.
+
+Of several, the elected one works. What it was given is stored, or waits on its disk, before another is elected.
+"""
+
+import asyncio
+import ctypes
+import sys
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+import structlog
+from attrs import frozen
+from kubernetes.aio import client
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from webhook.core.errors import GpuwardenError
+from webhook.evidence.node_evidence import NodeEvidence
+from webhook.export import Exporter, ExportError
+from webhook.export.delivery import Delivery, Heard, State, check
+from webhook.export.measured import ExportCollector, ExportMetrics
+from webhook.export.nodes import ApiNode, node_seen, trimmed_node
+from webhook.export.outbox import OutboxInUseError, opener
+from webhook.export.reader import Plan, Reader, Told, trimmed_pod
+from webhook.export.reading import (
+    NO_MACHINE,
+    Source,
+    nameless,
+    node_gpus,
+    readings_of,
+)
+from webhook.export.records import Batch, Use, raw_reading
+from webhook.export.settings import ExportSettings
+from webhook.export.uses import Called, OpenUses, PodWords, Uses, trimmed_gpu_node, trimmed_object
+from webhook.inventory.node_annotations import UnreadableDevicesError
+from webhook.inventory.node_gpus import GpuWire, gpus_in
+from webhook.inventory.nvidia_smi import MAX_SIZE, parse
+from webhook.kube.api_paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
+from webhook.kube.calls import ApiRefusesError, Calls, Limit
+from webhook.kube.cluster import connected
+from webhook.kube.lease import Candidate, Terms
+from webhook.kube.pod_exec import PodExec
+from webhook.kube.view import View
+from webhook.kube.watch import Watch
+from webhook.runtime.clock import utc_now
+from webhook.runtime.http.listener import Listener
+from webhook.runtime.process import stop_signal
+from webhook.runtime.telemetry import configure_logging
+from webhook.web.callers import Guard
+from webhook.web.health import Health, Stage
+from webhook.web.routes import application, get
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+STOPPED, LOST = 0, 1
+# Of <malloc.h>.
+M_ARENA_MAX: Final = -8
+# At the end, for what is still to be stored; under the 30 s that Kubernetes gives a Pod to end.
+DRAIN: Final = timedelta(seconds=20)
+# Before a Lease that was not renewed is another's, the last write has to have ended.
+MARGIN: Final = timedelta(seconds=1)
+# How often an outbox is tried that another process has not let go of yet.
+OUTBOX_PAUSE: Final = 0.5
+USES_PAUSE, USES_LONGEST_PAUSE = 0.5, 5.0
+# Stores are asked this often at most, however often somebody asks for our readiness, and have this long to answer.
+CHECK_EVERY: Final = 2.0
+CHECK_LONGEST: Final = 5.0
+
+
+def read_file(path: str, cluster: str, node: str, machine: str | None) -> int:
+    """One reading of one host: a JSON line a GPU on stdout."""
+    source = "stdin" if path == "-" else path
+    found = node_gpus(parse(content_of(path)), "", None, utc_now())
+    for record in readings_of(found, Source(cluster, node, machine or NO_MACHINE, source)):
+        sys.stdout.write(msgspec.json.encode(raw_reading(record)).decode() + "\n")
+    if dropped := nameless(found):
+        sys.stderr.write(f"gpuwarden export: no record of {', '.join(dropped)}: without serial and UUID\n")
+    return STOPPED
+
+
+def content_of(path: str) -> bytes:
+    """As much as can be parsed, and a byte. Raises GpuwardenError."""
+    try:
+        if path == "-":
+            return sys.stdin.buffer.read(MAX_SIZE + 1)
+        with Path(path).open("rb") as file:
+            return file.read(MAX_SIZE + 1)
+    except OSError as exc:
+        raise GpuwardenError(f"the file {path!r} cannot be read: {exc.strerror}") from exc
+
+
+def keep_to_one_heap() -> None:
+    """Threads only wait for disks here, but glibc gives each a heap of its own: a tenth of what the process takes."""
+    with suppress(AttributeError, OSError):  # another libc
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+
+
+async def export(settings: ExportSettings) -> int:
+    """Until SIGTERM or SIGINT, or until the Lease is lost. The exit code."""
+    keep_to_one_heap()
+    configure_logging(settings.log_level)
+    for note in settings.notes:
+        log.warning("setting passed over", problem=note)
+    stop = stop_signal()
+    async with await connected(settings.connection()) as api, Process(settings, api).listening() as process:
+        ended = await process.run(stop)
+    log.info("stopped", exit_code=ended)
+    return ended
+
+
+@frozen
+class NodeWords:
+    """What matters of a Node between its readings."""
+
+    boot: str | None
+    # What was read of its GPUs, packed: some kilobytes of each node, which are rarely looked at.
+    gpus: bytes | None
+
+
+def node_words(raw: Raw) -> NodeWords:
+    try:
+        seen = node_seen(raw)
+    except msgspec.ValidationError as exc:
+        raise GpuwardenError(f"the Node cannot be read: {exc}") from exc
+    return NodeWords(seen.boot_id, None if seen.gpus is None else zlib.compress(seen.gpus.encode()))
+
+
+class Boots(Protocol):
+    """Who is told of boots."""
+
+    def booted(self, node: str, boot: str | None) -> None: ...
+
+    def forget_node(self, node: str) -> None: ...
+
+
+class NodesView(View[NodeWords]):
+    """Nodes as a watch tells of them, and who is told of new boots."""
+
+    def __init__(self, reader: Boots) -> None:
+        super().__init__(node_words)
+        self._reader = reader
+        # Of the node that was asked about last: what its annotation was, and what it said of each UUID.
+        self._gpus: tuple[str, bytes, Mapping[str, GpuWire]] = ("", b"", {})
+
+    def changed(self, raw: Raw) -> None:
+        super().changed(raw)
+        name = raw["metadata"]["name"]
+        found = self.get(name)
+        if found is not None:
+            self._reader.booted(name, found.boot)
+        self.take_news()
+
+    def forget(self, name: str) -> None:
+        super().forget(name)
+        self._reader.forget_node(name)
+        self.take_news()
+
+    def gpu(self, node: str, uuid: str) -> GpuWire | None:
+        found = self.get(node)
+        if found is None or found.gpus is None:
+            return None
+        if self._gpus[:2] != (node, found.gpus):
+            self._gpus = node, found.gpus, gpus_by_uuid(zlib.decompress(found.gpus).decode())
+        return self._gpus[2].get(uuid)
+
+
+def gpus_by_uuid(text: str) -> Mapping[str, GpuWire]:
+    try:
+        return {one.uuid: one for one in gpus_in(text).gpus if one.uuid is not None}
+    except UnreadableDevicesError:
+        return {}
+
+
+class ClusterWords:
+    """What the cluster knows of those who use GPUs."""
+
+    def __init__(
+        self, nodes: ApiNode, nodes_view: NodesView, uses: Callable[[], Uses], evidence: View[str | None]
+    ) -> None:
+        self._nodes = nodes
+        self._nodes_view = nodes_view
+        self._uses = uses
+        self._evidence = evidence
+
+    async def pod(self, namespace: str, name: str, uid: str) -> PodWords:
+        raw = await self._nodes.pod(namespace, name) if namespace and name else None
+        if raw is None or raw["metadata"].get("uid") != uid:
+            return PodWords(is_there=False)
+        owners = [one for one in raw["metadata"].get("ownerReferences") or () if one.get("controller")]
+        return PodWords(owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else None)
+
+    def gpu(self, node: str, uuid: str) -> Called:
+        """By what was read, else by what its GPUNode says."""
+        read = self._nodes_view.gpu(node, uuid)
+        if read is not None:
+            return Called(read.serial, read.chassis)
+        known = self._uses().gpu_nodes.get(node)
+        return Called(known.serial_of(uuid) if known is not None else None)
+
+    def evidence(self, node: str) -> str | None:
+        return self._evidence.get(node)
+
+
+def hash_in(raw: Raw) -> str | None:
+    word = NodeEvidence.parse(raw).word
+    return word.hash or None if word is not None else None
+
+
+def exporters_of(settings: ExportSettings) -> list[Exporter]:
+    """Imported by need: each leans on a library of its own."""
+    found: list[Exporter] = []
+    for name in settings.exporter_type:
+        if name == "stdout":
+            from webhook.export.stdout import StdoutExporter
+
+            found.append(StdoutExporter())
+        elif name == "http":
+            from webhook.export.http import HttpExporter
+
+            found.append(HttpExporter(settings.http, utc_now))
+        elif name == "postgres":
+            from webhook.export.postgres import PostgresExporter
+
+            found.append(PostgresExporter(settings.postgres))
+        elif name == "s3":
+            from webhook.export.s3 import ObjectExporter
+
+            found.append(ObjectExporter(settings.s3))
+    return found
+
+
+class StoreHealth(Health):
+    """Ready if every store would take something at this moment, and takes what it is given."""
+
+    def __init__(self, check: Callable[[], Awaitable[None]], every: float = CHECK_EVERY) -> None:
+        super().__init__()
+        self._check = check
+        self._every = every
+        self._asked: asyncio.Task[str | None] | None = None
+        self._asked_at = 0.0
+
+    async def ready(self, request: Request) -> Response:
+        if not self.is_serving:
+            return await super().ready(request)
+        now = asyncio.get_running_loop().time()
+        if self._asked is None or now - self._asked_at > self._every:
+            self._asked, self._asked_at = asyncio.ensure_future(self._ask()), now
+        problem = await asyncio.shield(self._asked)
+        if problem is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "unready", "problem": problem}, status_code=503, headers={"Retry-After": "1"})
+
+    async def _ask(self) -> str | None:
+        try:
+            async with asyncio.timeout(CHECK_LONGEST):
+                await self._check()
+        except TimeoutError:
+            return "a store does not answer"
+        except ExportError as exc:
+            return str(exc)
+        return None
+
+
+class Process:
+    """All parts of the process."""
+
+    def __init__(self, settings: ExportSettings, api: client.ApiClient) -> None:
+        loop = asyncio.get_running_loop()
+        self._settings = settings
+        self._api = api
+        self._metrics = ExportMetrics()
+        self._metrics.know(list(settings.exporter_type))
+        self._exporters = exporters_of(settings)
+        # Opened by whoever is elected: several may have one directory, one after the other.
+        self._open_outbox = opener(settings.outbox)
+        self._delivery: Delivery | None = None
+        limit = Limit(settings.qps, settings.burst, loop.time)
+        self._nodes = ApiNode(Calls(api, limit))
+        self._exec = PodExec(api, limit)
+        plan = Plan(
+            cluster=settings.cluster_name or "",
+            namespace=settings.namespace,
+            container=settings.container,
+            timeout=settings.timeout,
+            resync=settings.resync,
+            labels=settings.labels,
+        )
+        told = Told(failed=self._metrics.count_not_read)
+        self._reader = Reader(plan, self._exec, self._nodes, self._take, utc_now, loop.time, told)
+        self._nodes_view = NodesView(self._reader)
+        evidence: View[str | None] = View(hash_in)
+        words = ClusterWords(self._nodes, self._nodes_view, lambda: self._uses, evidence)
+        kept = None if settings.outbox is None else settings.outbox / "uses"
+        self._uses = Uses(
+            settings.cluster_name or "",
+            words,
+            OpenUses(kept),
+            self._take,
+            utc_now,
+            is_current=lambda: all(one.is_current for one in (nodes_watch, gpu_nodes_watch)),
+            recalled=self._recalled,
+        )
+        pods = f"/api/v1/namespaces/{settings.namespace}/pods"
+        nodes_watch = Watch(api, NODES_PATH, self._nodes_view, trimmed=trimmed_node)
+        gpu_nodes_watch = Watch(api, GPU_NODES_PATH, self._uses.gpu_nodes, trimmed=trimmed_gpu_node)
+        wanted = {"labelSelector": settings.label_selector}
+        self._watches = [Watch(api, pods, self._reader, wanted, trimmed_pod), nodes_watch]
+        self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence, trimmed=trimmed_object)]
+        # Elections are not held up by what else there is to ask.
+        urgent = Calls(api, Limit(50, 100, loop.time), longest=settings.lease_renew_deadline.total_seconds())
+        terms = Terms(settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period)
+        self._candidate = Candidate(
+            urgent, settings.lease_namespace, settings.lease_name, settings.pod_name, terms, utc_now, loop.time
+        )
+        self._metrics.show(
+            ExportCollector(lambda: self._reader.turns.waiting, lambda: self._reader.last_reads, self._states, utc_now)
+        )
+        self._health = StoreHealth(self._check)
+        self._listener = Listener(self._app(), host=settings.host, port=settings.server_port)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Process"]:
+        await self._listener.start()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._exec.close)
+            stack.push_async_callback(self._listener.stop, 1.0)
+            log.info("listening", http=self._listener.url)
+            yield self
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Until `stop` is set (0) or the Lease is lost (1). Nothing is written after the Lease is given back."""
+        stopping = asyncio.ensure_future(stop.wait())
+        watching = [asyncio.ensure_future(one.run()) for one in await self._all_watches()]
+        self._health.stage = Stage.SERVING
+        elects = self._settings.leader_election
+        try:
+            if elects and not await until(self._candidate.win(), stopping):
+                return STOPPED
+            holding = asyncio.ensure_future(self._candidate.hold() if elects else asyncio.Event().wait())
+            return await self._lead(stopping, holding, watching, elects=elects)
+        finally:
+            self._health.stage = Stage.DRAINING
+            await cancelled(stopping, *watching)
+
+    async def _all_watches(self) -> list[Watch]:
+        if not self._settings.history:
+            return self._watches
+        try:
+            problem = None if await self._nodes.is_served(GPU_NODES_PATH) else "there is no such kind of object"
+        except ApiRefusesError as exc:
+            problem = str(exc)  # also where the kind is not there, and we may not know
+        if problem is not None:
+            log.warning("no GPUNodes can be seen: the use of GPUs is not exported", problem=problem)
+            return self._watches
+        return [*self._watches, *self._history_watches]
+
+    async def _lead(
+        self,
+        stopping: "asyncio.Future[Any]",
+        holding: "asyncio.Future[Any]",
+        watching: "Sequence[asyncio.Future[None]]",
+        *,
+        elects: bool,
+    ) -> int:
+        opening = asyncio.ensure_future(self._opened())
+        await asyncio.wait([opening, stopping, holding, *watching], return_when=asyncio.FIRST_COMPLETED)
+        is_open = opening.done() and opening.exception() is None
+        if is_open:
+            self._delivery = opening.result()
+            return await self._work(self._delivery, stopping, holding, watching, elects=elects)
+        is_lost = holding.done() and not stopping.done()
+        await cancelled(opening, holding)
+        if elects and not is_lost:
+            await self._candidate.release()
+        all_tasks: list[asyncio.Future[Any]] = [opening, *watching]
+        for task in all_tasks:
+            if task.done() and not task.cancelled():
+                task.result()  # an outbox that cannot be kept, or a bug
+        return LOST if is_lost else STOPPED
+
+    async def _opened(self) -> Delivery:
+        """Once whoever had the outboxes before has ended. Raises ExportError where there cannot be any."""
+        heard = Heard(stored=self._stored, failed=self._not_stored, refused=self._refused)
+        told = False
+        while True:
+            try:
+                return await asyncio.to_thread(Delivery, self._exporters, self._open_outbox, utc_now, heard=heard)
+            except OutboxInUseError as exc:
+                if not told:
+                    log.warning("waiting for the outbox", problem=str(exc))
+                told = True
+            await asyncio.sleep(OUTBOX_PAUSE)
+
+    async def _work(
+        self,
+        delivery: Delivery,
+        stopping: "asyncio.Future[Any]",
+        holding: "asyncio.Future[Any]",
+        watching: "Sequence[asyncio.Future[None]]",
+        *,
+        elects: bool,
+    ) -> int:
+        has_history = len(watching) > len(self._watches)
+        working = [asyncio.ensure_future(self._reader.work()) for _ in range(self._settings.workers)]
+        working += [asyncio.ensure_future(self._follow_uses())] if has_history else []
+        delivering = asyncio.ensure_future(delivery.run())
+        log.info("exporting", to=list(self._settings.exporter_type), workers=self._settings.workers)
+        all_tasks = [stopping, holding, delivering, *working, *watching]
+        done, _ = await asyncio.wait(all_tasks, return_when=asyncio.FIRST_COMPLETED)
+        is_lost = holding in done and stopping not in done
+        # Workers first: what they have given to be stored is stored after them, and before anybody else is elected.
+        await cancelled(*working)
+        if elects and not is_lost:
+            left = await drained_while(holding, delivery)
+        else:
+            left = await delivery.drain(time_to_drain(self._candidate.left) if elects else DRAIN)
+        await cancelled(delivering, holding)
+        log.info("drained", batches_left=left)
+        if elects and not is_lost:
+            await self._candidate.release()
+        for task in done - {stopping, holding}:
+            task.result()  # none of these ends by itself: a bug shows here
+        return LOST if is_lost else STOPPED
+
+    async def _take(self, batch: Batch) -> None:
+        """Raises ExportError."""
+        if self._delivery is None:
+            raise ExportError("nothing is taken by a process that stands by")
+        await self._delivery.take(batch)
+
+    async def _recalled(self) -> AsyncIterator[Use]:
+        if self._delivery is not None:
+            async for use in self._delivery.open_uses(self._settings.cluster_name or ""):
+                yield use
+
+    async def _check(self) -> None:
+        """Raises ExportError."""
+        await check(self._exporters, self._states())
+
+    async def _follow_uses(self) -> None:
+        """A bug in one pass must not end them all. What fails every time is told once, and tried less often."""
+        told: str | None = None
+        pause = USES_PAUSE
+        while True:
+            problem = await self._problem_with_uses()
+            if problem is not None and problem != told:
+                log.warning("uses left for the next pass", problem=problem)
+            told = problem
+            pause = USES_PAUSE if problem is None else min(2 * pause, USES_LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    async def _problem_with_uses(self) -> str | None:
+        """Of one pass; None if there was none."""
+        try:
+            await self._uses.step()
+        except GpuwardenError as exc:
+            self._metrics.count_not_read("outbox" if isinstance(exc, ExportError) else "uses")
+            return str(exc)
+        except Exception as exc:
+            log.exception("a pass over uses failed")
+            return repr(exc)
+        return None
+
+    def _app(self) -> Any:
+        async def metrics(_request: Request) -> Response:
+            body, media_type = self._metrics.render()
+            return Response(body, headers={"content-type": media_type})
+
+        live = [get(path, self._health.live, Guard.OPEN) for path in ("/healthz", "/health", "/")]
+        ready = [get(path, self._health.ready, Guard.OPEN) for path in ("/readyz", "/ready")]
+        return application(self._metrics, get("/metrics", metrics, Guard.OPEN), *live, *ready)
+
+    def _states(self) -> Mapping[str, State]:
+        return {} if self._delivery is None else self._delivery.states
+
+    def _stored(self, exporter: str, batch: Batch) -> None:
+        if batch.readings:
+            self._metrics.count_stored(exporter)
+
+    def _not_stored(self, exporter: str, _reason: str) -> None:
+        self._metrics.count_not_stored(exporter, "store")
+
+    def _refused(self, exporter: str, _batch: Batch, _reason: str) -> None:
+        self._metrics.count_not_stored(exporter, "refused")
+
+
+def time_to_drain(left: timedelta) -> timedelta:
+    """Once the Lease is not renewed any more, and is ours for so long."""
+    return min(DRAIN, max(timedelta(0), left - MARGIN))
+
+
+async def drained_while(holding: "asyncio.Future[Any]", delivery: Delivery) -> int:
+    """The Lease is renewed meanwhile; once it cannot be, nothing is written any more."""
+    draining = asyncio.ensure_future(delivery.drain(DRAIN))
+    await asyncio.wait([draining, holding], return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        await cancelled(draining)
+        return await delivery.drain(timedelta(0))
+    return draining.result()
+
+
+async def until(work: Awaitable[None], stopping: "asyncio.Future[Any]") -> bool:
+    """Whether the work was done before the stop."""
+    task = asyncio.ensure_future(work)
+    await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+        return not stopping.done()
+    await cancelled(task)
+    return False
+
+
+async def cancelled(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

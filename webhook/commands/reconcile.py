@@ -1,0 +1,195 @@
+"""One process of `gpuwarden reconcile`: of any number, the elected one acts."""
+
+import asyncio
+from functools import partial
+
+import structlog
+from kubernetes.aio import client
+
+from webhook.admission.audit import Reading
+from webhook.admission.audit_watch import AuditWatch
+from webhook.admission.binding_ends import BindingEnds
+from webhook.admission.evictions import ApiMeasures
+from webhook.admission.evidence_loss import Continuous, OnEvidenceLost, evidence_ages, is_vouched
+from webhook.admission.maps import MappedSets, NamespaceNews, NodeNames
+from webhook.admission.namespaces import WatchedNamespaces
+from webhook.admission.queue.api_gates import ApiGates
+from webhook.admission.queue.queue import Queue
+from webhook.admission.queue.waiting_pods import Demands, WaitingPods
+from webhook.assembly.cluster import Discovering
+from webhook.assembly.parts import policy_of, rules_of, times_of
+from webhook.core.fleet import Fleet
+from webhook.evidence.cluster import EvidenceView
+from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
+from webhook.inventory.offers import Offers
+from webhook.kube.api_objects import ApiNamespaces, ApiObjects
+from webhook.kube.api_paths import (
+    BINDING_ENDS,
+    GPU_NODES,
+    GPU_NODES_PATH,
+    NAMESPACES_PATH,
+    PODS_PATH,
+    STATEFUL_SETS_PATH,
+)
+from webhook.kube.cluster import ApiGpuNodes, ApiPods, connected
+from webhook.kube.election import lead_again_and_again
+from webhook.kube.events import ApiEvents
+from webhook.kube.view import Several
+from webhook.kube.watch import TROUBLE, Watch, whole_list
+from webhook.ledger.cluster import ClusterLedger
+from webhook.ledger.end_of_use import Patience
+from webhook.ledger.reconcile import OnBindDeadline, Reconciler, Waiting
+from webhook.runtime.clock import utc_now
+from webhook.runtime.process import passes, stop_signal, until
+from webhook.runtime.settings import Settings
+from webhook.runtime.telemetry import configure_logging
+from webhook.scheduler.api_pods import ApiAlarm
+from webhook.scheduler.waking import Waking
+from webhook.web.probes import Probes
+
+log = structlog.get_logger(__name__)
+
+LEASE = "gpuwarden-reconcile"
+# Between two passes: what nobody tells of is looked at this often, and what somebody does, this soon.
+PAUSE = 0.5
+BREATH = 0.05
+ON_NO_NODE = {"fieldSelector": "spec.nodeName="}
+
+
+async def reconcile(settings: Settings) -> None:
+    """Until SIGTERM or SIGINT. Whoever is not elected watches too, and is ready when it is."""
+    configure_logging(settings.log_level)
+    stop = stop_signal()
+    async with await connected(settings) as api, Probes(settings).listening() as probes:
+        await until(stop, work(settings, api, probes))
+    log.info("stopped")
+
+
+async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> None:
+    fleet, pods, metrics = Fleet(), ApiPods(api), probes.metrics
+    ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
+    events = ApiEvents(api, utc_now, metrics.count_event)
+    waiting = Waiting(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew)
+    patience = Patience(settings.max_grace, settings.orphan_margin)
+    reconciler = Reconciler(ledger, pods, events, utc_now, waiting, patience, is_closed=lambda uid: ends.is_closed(uid))
+    inventory = ClusterInventory(fleet, utc_now, proven=lambda name: evidence.word_on(name))
+    evidence = EvidenceView(
+        {},
+        show=inventory.prove,
+        asked=settings.evidence,
+        skew=settings.clock_skew,
+        max_age=settings.max_evidence_age,
+    )
+    policy = policy_of(settings)
+    offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
+    discovering = Discovering(
+        settings,
+        api,
+        events,
+        utc_now,
+        gpu_nodes=Several(GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget), offers.view),
+        also_nodes=[NodesListener(inventory)],
+        also_evidences=[evidence],
+        count_error=metrics.count_provider_error,
+    )
+    namespaces = WatchedNamespaces(ApiNamespaces(api))
+    rules = rules_of(settings, namespaces)
+    continuous = Continuous(
+        fleet,
+        policy,
+        OnEvidenceLost(settings.on_evidence_lost),
+        ApiMeasures(api),
+        events,
+        utc_now,
+        rules.claims,
+        is_current=lambda: all(watch.is_current for watch in watches),
+        is_owed=discovering.is_owed,
+        is_vouched=lambda one: is_vouched(ledger.of_pod(one.pod.uid), one),
+        count_change=metrics.count_evidence_change,
+    )
+    metrics.watch_evidence(continuous.counts)
+    metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
+    waking = Waking(fleet, policy, rules.claims, ApiAlarm(api), utc_now)
+    waiting_pods = WaitingPods(rules.claims, rules.dress, has_come=lambda _: reconciler.news.set())
+    queue = Queue(
+        waiting_pods,
+        ledger,
+        fleet,
+        policy,
+        rules.claims,
+        rules.dress,
+        ApiGates(api),
+        events,
+        utc_now,
+        bind_deadline=settings.bind_deadline,
+        is_current=lambda: all(watch.is_current for watch in watches),
+        read_anew=partial(read_anew, api, ledger, waiting_pods),
+        orphans_per_namespace=settings.orphans_per_namespace,
+    )
+    ends = BindingEnds(
+        ApiObjects(api, BINDING_ENDS),
+        fleet,
+        policy,
+        rules.claims,
+        ledger.carried,
+        settings.bind_deadline,
+        utc_now,
+        is_current=lambda: all(watch.is_current for watch in watches),
+        opt_in=settings.opt_in_label,
+    )
+    audit = AuditWatch(
+        Reading(rules.claims.rules, rules.dress, settings.host_paths),
+        fleet,
+        ledger,
+        utc_now,
+        settings.opt_in_label,
+        settings.own_namespace,
+        needs_evidence=policy.is_always_required,
+    )
+    metrics.watch_audit(audit.counts)
+    sets, node_names = MappedSets(fleet, settings.opt_in_label), NodeNames(fleet, events)
+    watches = (
+        *discovering.watches,
+        Watch(
+            api,
+            NAMESPACES_PATH,
+            Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods), audit.namespaces, ends.namespaces),
+        ),
+        Watch(api, STATEFUL_SETS_PATH, Several(sets, audit.sets)),
+        Watch(api, PODS_PATH, Several(reconciler, waking, continuous, waiting_pods, audit.pods, ends)),
+    )
+    async with asyncio.TaskGroup() as tasks:
+        for watch in watches:
+            tasks.create_task(watch.run())
+        tasks.create_task(events.run())
+        for watch in watches:
+            await watch.ready.wait()
+        log.info("watching", reservations=len(ledger.reservations()))
+        probes.begin()
+        parts = (reconciler, queue, discovering, waking, continuous, node_names, offers, ends)
+
+        async def lead() -> None:
+            queue.begin()
+            continuous.begin()
+            offers.begin()
+            discovering.begin()
+            ends.begin()
+            await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
+
+        await lead_again_and_again(settings, api, LEASE, lead, ledger.rest)
+
+
+async def read_anew(api: client.ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:
+    """What is held, and the pods that wait, as they are at this moment: a watch may be far behind, and what it has not
+    told yet of another leader's work would be done twice."""
+    known = list(waiting_pods.raws)
+    try:
+        gpu_nodes, _ = await whole_list(api, GPU_NODES_PATH)
+        pods, _ = await whole_list(api, PODS_PATH, ON_NO_NODE)
+    except TROUBLE as exc:
+        log.warning("queue not read anew", error=type(exc).__name__)
+        return False
+    for raw in gpu_nodes.values():
+        ledger.learn(raw)
+    waiting_pods.read(known, pods.values())
+    return True

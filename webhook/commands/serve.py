@@ -1,0 +1,329 @@
+"""One process of `gpuwarden serve`: its listeners, its background tasks, its beginning and its end."""
+
+import asyncio
+import gc
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+from attrs import frozen
+
+from webhook.admission.explanation import Explainer
+from webhook.assembly.parts import Parts, counts, embedded
+from webhook.ledger.pods import PodFacts
+from webhook.runtime.clock import utc_now
+from webhook.runtime.http.budgets import Budgets, Limits
+from webhook.runtime.http.listener import Listener
+from webhook.runtime.process import hand_back_memory, stop_signal
+from webhook.runtime.setting_kinds import is_loopback
+from webhook.runtime.settings import Settings
+from webhook.runtime.telemetry import configure_logging
+from webhook.runtime.tls.certificate_source import CertificateSource, Reload
+from webhook.runtime.tls.dev_certificates import make_dev_certificates
+from webhook.scheduler.extender import Bindings, Extender
+from webhook.web.admission import Admission
+from webhook.web.app import extender_app, plain_app, plain_extender_app, tls_app
+from webhook.web.callers import Authority, Gate, Reviewers
+from webhook.web.devices import Devices
+from webhook.web.evidence import EvidenceRoutes
+from webhook.web.explain import Explain
+from webhook.web.extender import ExtenderRoutes
+from webhook.web.finalize import Finalize
+from webhook.web.health import Health, Stage
+
+log = structlog.get_logger(__name__)
+
+DEV_CERTIFICATES = Path("certs/dev")
+# How long the start waits for what hints are made of: without it pods go on without some of them.
+HINTS_PATIENCE = 3.0
+# How often expired reservations are collected where nobody needs their devices.
+COLLECT_INTERVAL = 1.0
+
+
+async def serve(settings: Settings, *, hints: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT, then answer what is in flight."""
+    hand_back_memory()
+    configure_logging(settings.log_level)
+    stop = stop_signal()
+    warn_if_open(settings)
+    async with assembled(settings) as assembly:
+        for note in assembly.parts.notes:
+            log.warning(note)
+        server = Server(settings, assembly)
+        if not await started(server, stop):
+            return
+        sys.stdout.write(server.ready_line + "\n")
+        sys.stdout.flush()
+        if hints:
+            sys.stderr.write(server.hints)
+        await server.run(stop)
+    log.info("stopped")
+
+
+async def started(server: "Server", stop: asyncio.Event) -> bool:
+    """False if a stop was asked for before everything was there: an API server that is away is waited for, for ever."""
+    starting, stopping = asyncio.ensure_future(server.start()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if starting.done():
+        await starting
+        return True
+    await cancelled([starting])
+    log.info("stopped while starting")
+    return False
+
+
+@frozen
+class Assembly:
+    """What a server is made of; where callers are asked who they are, who is asked about them."""
+
+    parts: Parts
+    facts: PodFacts
+    authority: Authority | None = None
+    bindings: Bindings | None = None
+    # What is to be in the API server before anybody may be bound.
+    prepare: Callable[[], Awaitable[None]] | None = None
+
+    def gate(self, settings: Settings) -> Gate:
+        reviewers = Reviewers(
+            settings.review_token_audience, settings.review_callers, with_certificate=settings.client_ca is not None
+        )
+        show_certificates = settings.extender_client_ca is not None
+        return Gate(self.parts.clock, self.authority, reviewers, schedulers_show_certificates=show_certificates)
+
+
+class Server:
+    """The listeners and what keeps them supplied."""
+
+    def __init__(self, settings: Settings, assembly: Assembly) -> None:
+        self._settings = settings
+        self._parts = parts = assembly.parts
+        self._prepare = assembly.prepare
+        self._health = Health()
+        self._certificates = certificates(settings)
+        self._hinting: asyncio.Future[None] | None = None
+        health, metrics = self._health, parts.metrics
+        budgets = Budgets(Limits.chosen(settings.max_body_memory, settings.max_reviews, settings.max_connections))
+        hinting = parts.hinting
+        admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health, hinting, budgets)
+        gate = assembly.gate(settings)
+        finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health, gate)
+        devices = Devices(
+            parts.fleet,
+            parts.ledger,
+            parts.clock,
+            notes=parts.notes,
+            tells_pending_ids=settings.is_embedded,
+            needs_evidence=parts.holder.policy.is_always_required,
+            is_starting=lambda: health.stage is Stage.STARTING,
+            outdated=lambda: parts.feed.outdated,
+            lapses=parts.lapses,
+            gate=gate,
+            count=partial(counts, parts),
+        )
+        explain = Explain(Explainer(parts, admission), health, gate)
+        if not settings.is_embedded:
+            metrics.show_review_callers(settings.proof_of_reviewers)
+        host, tls = settings.host, self._certificates["tls"].context
+        evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, health)
+        self._tls = Listener(
+            tls_app(admission, finalize, devices, explain, health, metrics, evidence, budgets, gate),
+            host=host,
+            port=settings.port,
+            ssl_context=tls,
+            budgets=budgets,
+        )
+        self._plain = Listener(
+            plain_app(finalize, devices, health, metrics, budgets, gate),
+            host=host,
+            port=settings.ui_port,
+            budgets=budgets,
+            is_for_probes=True,
+        )
+        routes = ExtenderRoutes(Extender(parts, assembly.bindings), metrics, health, gate)
+        self._extender = Listener(
+            extender_app(routes, health, metrics, budgets, gate),
+            host=host,
+            port=settings.extender_port,
+            ssl_context=self._certificates["extender"].context,
+            budgets=budgets,
+        )
+        plain_at = settings.plain_extender_at
+        self._plain_extender = plain_at and Listener(
+            plain_extender_app(routes, health, metrics, budgets),
+            host=plain_at[0],
+            port=plain_at[1],
+            budgets=budgets,
+        )
+
+    @property
+    def _listeners(self) -> tuple[Listener, ...]:
+        asked = () if self._plain_extender is None else (self._plain_extender,)
+        return (self._tls, self._plain, self._extender, *asked)
+
+    async def start(self) -> None:
+        """Listen at once, answering 503 until the first readings are in."""
+        async with AsyncExitStack() as undo:
+            for listener in self._listeners:
+                await listener.start()
+                undo.push_async_callback(listener.stop, 0.0)
+            await self._load()
+            if self._prepare is not None:
+                await self._prepare()
+            await self._parts.feed.first_answers()
+            if self._parts.attestation is not None:
+                await self._parts.attestation.first_answers()
+            if self._parts.hinting is not None:
+                self._hinting = asyncio.ensure_future(self._parts.hinting.run())
+                await self._parts.hinting.heard(HINTS_PATIENCE)
+            undo.pop_all()
+        for name, source in self._certificates.items():
+            self._parts.metrics.show_certificate(name, source.not_after)
+        self._health.stage = Stage.SERVING
+        log.info("serving", urls=[listener.url for listener in self._listeners], nodes=len(self._parts.fleet.berths))
+
+    async def _load(self) -> None:
+        gc.disable()  # loading makes no garbage, and each look at all of it would cost a third of a second
+        try:
+            await self._parts.feed.load()
+            if self._parts.attestation is not None:
+                await self._parts.attestation.load()
+        finally:
+            gc.freeze()  # the fleet stays: no later collection has to look at it
+            gc.enable()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set, or a background task fails: that is a bug, and a restart beats half a server."""
+        interval = self._settings.reload_interval.total_seconds()
+        pairs = self._certificates.items()
+        background: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(task)
+            for task in (
+                self._parts.feed.run(interval),
+                *(source.watch(self._teller(name), every=self._settings.reload_interval) for name, source in pairs),
+                every(COLLECT_INTERVAL, self._collect),
+                *([] if self._parts.attestation is None else [self._parts.attestation.run()]),
+                *([] if self._hinting is None else [self._hinting]),
+            )
+        ]
+        waiting = asyncio.ensure_future(stop.wait())
+        done, _ = await asyncio.wait({waiting, *background}, return_when=asyncio.FIRST_COMPLETED)
+        await self._drain()
+        await cancelled([waiting, *background])
+        if self._parts.hinting is not None:
+            await self._parts.hinting.close()
+        for task in done - {waiting}:
+            task.result()
+
+    async def _drain(self) -> None:
+        self._health.stage = Stage.DRAINING
+        log.info("draining")
+        grace = self._settings.drain_timeout.total_seconds()
+        await asyncio.gather(*(listener.stop(grace) for listener in self._listeners))
+
+    async def _collect(self) -> None:
+        for one in await self._parts.ledger.collect(self._parts.clock()):
+            log.info("reservation expired", reservation=one.id, namespace=one.namespace, node=one.node)
+
+    def _teller(self, name: str) -> Callable[[Reload], None]:
+        """Says what became of a listener's new certificate."""
+
+        def tell(outcome: Reload) -> None:
+            source, metrics = self._certificates[name], self._parts.metrics
+            if outcome is Reload.REFUSED:
+                metrics.count_certificate_reload(name, "refused")
+                log.error("certificate refused, the old one stays", listener=name, problem=source.problem)
+            else:
+                metrics.count_certificate_reload(name, "reloaded")
+                log.info("certificate reloaded", listener=name, not_after=source.not_after.isoformat())
+            metrics.show_certificate(name, source.not_after)
+
+        return tell
+
+    @property
+    def ready_line(self) -> str:
+        return f"ready https={self._tls.url} http={self._plain.url} extender={self._extender.url}"
+
+    @property
+    def hints(self) -> str:
+        ca = DEV_CERTIFICATES / "ca.crt"
+        trust = f"--cacert {ca} " if self._settings.tls_cert is None else ""
+        return (
+            f"\n  devices   {self._plain.url}/\n  metrics   {self._plain.url}/metrics\n\n"
+            "Paste this into another terminal to see a pod admitted, and its patch:\n\n"
+            f"  curl -sS {trust}-H 'Content-Type: application/json' --data @examples/review.json "
+            f"{self._tls.url}/mutate | python3 scripts/show_review.py\n\nStop with Ctrl-C.\n"
+        )
+
+
+def certificates(settings: Settings) -> dict[str, CertificateSource]:
+    """One pair for both TLS listeners, each with its own idea of who may call."""
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        cert, key = settings.tls_cert, settings.tls_key
+    else:
+        made = make_dev_certificates(DEV_CERTIFICATES, now=utc_now())
+        cert, key = made.cert, made.key
+        log.warning("serving with development certificates", directory=str(DEV_CERTIFICATES))
+    return {
+        # Browsers, nodes and the API server come here: who posts reviews shows a certificate, the others need none.
+        "tls": CertificateSource(cert, key, clock=utc_now, client_ca=settings.client_ca, demands_client=False),
+        "extender": CertificateSource(cert, key, clock=utc_now, client_ca=settings.extender_client_ca),
+    }
+
+
+def warn_if_open(settings: Settings) -> None:
+    """On loopback it is fine to ask nobody who he is."""
+    if settings.plain_extender_at is not None:
+        host, port = settings.plain_extender_at
+        log.warning("the extender answers in plain HTTP, to whoever reaches it", host=host, port=port)
+    if is_loopback(settings.host):
+        return
+    if settings.is_embedded:
+        log.warning("everyone who reaches this server may use all of it", host=settings.host)
+    elif not settings.proves_reviewers:
+        log.warning("everyone who reaches the TLS listener may post reviews", host=settings.host)
+
+
+@asynccontextmanager
+async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
+    """The parts that the settings ask for, and who is asked whether a pod exists."""
+    if settings.is_embedded:
+        parts = embedded(settings, utc_now)
+        yield Assembly(parts, parts.pods)
+        return
+    from webhook.admission.binding_ends import ensure_binding_ends
+    from webhook.assembly.cluster import clustered
+    from webhook.kube.api_objects import ApiObjects
+    from webhook.kube.api_paths import BINDING_ENDS
+    from webhook.kube.cluster import ApiCallers, ApiPods, connected  # the client takes half a second to import
+    from webhook.scheduler.api_pods import ApiBindings
+
+    async with await connected(settings) as api:
+        pods, callers = ApiPods(api), ApiCallers(api)
+        if settings.keeps_in_cluster:
+            parts = clustered(settings, utc_now, api, pods)
+        else:
+            log.warning("reservations are kept in memory, and reviews are believed: for development only")
+            parts = embedded(settings, utc_now)
+        if not settings.keeps_in_cluster:
+            yield Assembly(parts, pods, callers)
+            return
+        prepare = partial(ensure_binding_ends, ApiObjects(api, BINDING_ENDS))
+        yield Assembly(parts, pods, callers, ApiBindings(api), prepare)
+
+
+async def every(interval: float, step: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(interval)
+        await step()
+
+
+async def cancelled(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    pending = [task for task in tasks if not task.done()]
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Nodes that prove themselves with a JWT-SVID."""

@@ -1,0 +1,126 @@
+"""The evidence providers that the settings name, each with what it needs, and how they are asked together."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from webhook.core.errors import GpuwardenError
+from webhook.core.evidence import Evidence
+from webhook.evidence import EvidenceProvider, EvidenceUnavailableError, StillAwayError
+from webhook.evidence.jwt.jwt_svid import SOURCE as JWT_SVID
+from webhook.evidence.spire.attested import SOURCE, Rules
+from webhook.evidence.spire.naming import naming_of
+from webhook.evidence.spire.spire_server import Server, SocketServer, SpireServer, TcpServer
+from webhook.evidence.spire.workload_api import OwnIdentity
+from webhook.evidence.static import StaticEvidence
+from webhook.runtime.clock import Clock
+from webhook.runtime.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+# How much of the life of its SVID an agent lets pass before it attests anew: 0.55, and some seconds.
+ROUND = 0.6
+
+
+class Round:
+    """Asks all providers, one after the other. Logs one line when one goes away and one when it answers again."""
+
+    def __init__(self, providers: Sequence[EvidenceProvider], count_error: Callable[[str], None]) -> None:
+        self._providers = providers
+        self._count_error = count_error
+        self._away: set[str] = set()
+        self._answered: set[str] = set()
+
+    @property
+    def asked(self) -> frozenset[str]:
+        return frozenset(one.name for one in self._providers)
+
+    @property
+    def unanswered(self) -> frozenset[str]:
+        """Who has not answered once since it began."""
+        return self.asked - self._answered
+
+    def begin(self) -> None:
+        """What was answered until now is not new enough."""
+        self._answered.clear()
+        for one in self._providers:
+            one.begin()
+
+    async def answers(self) -> dict[str, Mapping[str, Evidence]]:
+        """What each says that can be asked at this moment."""
+        found = {}
+        for one in self._providers:
+            try:
+                found[one.name] = await one.poll()
+            except EvidenceUnavailableError as exc:
+                self._missed(one.name, exc)
+            else:
+                self._met(one.name)
+        return found
+
+    def _missed(self, name: str, exc: EvidenceUnavailableError) -> None:
+        if not isinstance(exc, StillAwayError):
+            self._count_error(name)
+        if name not in self._away:
+            log.warning("evidence provider away, what it said stays until its own end", provider=name, problem=str(exc))
+        self._away.add(name)
+
+    def _met(self, name: str) -> None:
+        self._answered.add(name)
+        if name in self._away:
+            log.info("evidence provider answers again", provider=name)
+        self._away.discard(name)
+
+
+def providers_of(settings: Settings, clock: Clock, *own: EvidenceProvider) -> list[EvidenceProvider]:
+    """In the order of `--evidence`; `own` are those that other parts of the process know too."""
+    known = {one.name: one for one in own}
+    if SOURCE in settings.evidence:
+        known[SOURCE] = spire_server_of(settings, clock)
+    return [known[name] for name in settings.evidence if name in known]
+
+
+def retired_of(settings: Settings) -> set[str]:
+    """The sources that this process would ask and does not. Those that nodes push to are not ours to retire."""
+    return {StaticEvidence.name, SOURCE} - set(settings.evidence)
+
+
+def pushed_of(settings: Settings) -> set[str]:
+    """The sources that nodes push to: nobody asks them."""
+    return {JWT_SVID} & set(settings.evidence)
+
+
+def spire_server_of(settings: Settings, clock: Clock) -> SpireServer:
+    trust_domain = needed(settings.spire_trust_domain, "--spire-trust-domain")
+    server = server_of(settings, trust_domain, clock)
+    if settings.max_evidence_age < ROUND * settings.spire_agent_ttl:
+        log.warning("--max-evidence-age is under 0.6 of --spire-agent-ttl: nodes are stale for a while in every round")
+    return SpireServer(server, rules_of(settings, trust_domain), clock, settings.evidence_poll)
+
+
+def rules_of(settings: Settings, trust_domain: str) -> Rules:
+    return Rules(
+        trust_domain=trust_domain,
+        attestors=frozenset(settings.spire_attestors),
+        node=naming_of(settings.spire_node_selector, "node"),
+        hash=naming_of(settings.spire_hash_selector, "hash"),
+        agent_ttl=settings.spire_agent_ttl,
+        max_age=settings.max_evidence_age,
+        skew=settings.clock_skew,
+    )
+
+
+def server_of(settings: Settings, trust_domain: str, clock: Clock) -> Server:
+    address = needed(settings.spire_server, "--spire-server")
+    if address.startswith("unix:"):
+        return SocketServer(address.removeprefix("unix:"))
+    host, _, port = address.rpartition(":")
+    socket = needed(settings.spire_workload_api, "--spire-workload-api")
+    identity = OwnIdentity(socket.removeprefix("unix:"), trust_domain, clock, own_id=settings.spire_own_id)
+    return TcpServer(host.strip("[]"), int(port), trust_domain, identity)
+
+
+def needed(value: str | None, flag: str) -> str:
+    if value is None:
+        raise GpuwardenError(f"no SPIRE Server can be asked: name one with {flag}")
+    return value

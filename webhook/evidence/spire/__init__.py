@@ -1,0 +1,1 @@
+"""SPIRE Server, asked about its agents."""

@@ -1,0 +1,110 @@
+"""Our own X.509-SVID and the roots of its trust domain, from the SPIFFE Workload API on a socket of this machine."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import structlog
+from grpclib.client import Channel
+
+from webhook.evidence.protobuf import as_bytes, fields_of
+from webhook.evidence.rpc import CallFailedError, RawCodec, faults_of, listen
+from webhook.evidence.spire.x509_svid import X509Svid
+from webhook.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+FETCH_X509_SVID = "/SpiffeWorkloadAPI/FetchX509SVID"
+# A server has to refuse callers without it: no page in a browser can send it.
+SECURITY_HEADER = {"workload.spiffe.io": "true"}
+FIRST_ANSWER = timedelta(seconds=5)
+RETRY = timedelta(seconds=1)
+
+
+class NoIdentityError(CallFailedError):
+    """The Workload API has given us nothing that is still good."""
+
+
+async def x509_svids(path: str) -> AsyncIterator[tuple[X509Svid, ...]]:
+    """All SVIDs of this process, at once and after every rotation. Ends, or fails, when the Workload API does."""
+    with faults_of("the Workload API"):
+        async with Channel(path=path, codec=RawCodec()) as channel:
+            async for message in listen(channel, FETCH_X509_SVID, b"", SECURITY_HEADER):
+                entries = [as_bytes(value) for number, value in fields_of(message) if number == 1]
+                yield tuple(map(X509Svid.parse, entries))
+
+
+class OwnIdentity:
+    """The SVID to show, kept current by a task of its own that the first question starts.
+
+    What was received last serves on while the Workload API is away, until its own end.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        trust_domain: str,
+        clock: Clock,
+        *,
+        own_id: str | None = None,
+        first_answer: timedelta = FIRST_ANSWER,
+        retry: timedelta = RETRY,
+    ) -> None:
+        self._path = path
+        self._trust_domain = trust_domain
+        self._clock = clock
+        self._own_id = own_id
+        self._first_answer = first_answer
+        self._retry = retry
+        self._svid: X509Svid | None = None
+        self._heard = asyncio.Event()
+        self._problem = "the Workload API: no answer in time"
+        self._task: asyncio.Task[None] | None = None
+
+    async def current(self) -> X509Svid:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._follow())
+        try:
+            async with asyncio.timeout(self._first_answer.total_seconds()):
+                await self._heard.wait()
+        except TimeoutError as exc:
+            raise NoIdentityError(self._problem) from exc
+        if self._svid is None:
+            raise NoIdentityError(self._problem)
+        if self._svid.not_after <= self._clock():
+            self._task.cancel()  # whoever was to tell us of the next one has not
+            self._heard.clear()
+            raise NoIdentityError(f"our own SVID has ended, and there is no other: {self._problem}")
+        return self._svid
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async for svids in x509_svids(self._path):
+                    self._take(svids)
+                self._lost("the Workload API: hung up")
+            except CallFailedError as exc:
+                self._lost(str(exc))
+            await asyncio.sleep(self._retry.total_seconds())
+
+    def _take(self, svids: tuple[X509Svid, ...]) -> None:
+        chosen = next((one for one in svids if self._own_id in (None, one.spiffe_id)), None)
+        if chosen is None:
+            self._lost(f"the Workload API: no SVID {self._own_id or ''} for us")
+        elif chosen.trust_domain != self._trust_domain:
+            self._lost(f"the Workload API: {chosen.spiffe_id} is not of the trust domain {self._trust_domain}")
+        else:
+            log.info("own SVID received", spiffe_id=chosen.spiffe_id, not_after=chosen.not_after.isoformat())
+            self._svid, self._problem = chosen, "the Workload API: silent"
+        self._heard.set()
+
+    def _lost(self, problem: str) -> None:
+        if problem != self._problem:
+            log.warning("no SVID from the Workload API, the last one serves on", problem=problem)
+        self._problem = problem
+        self._heard.set()

@@ -1,0 +1,1 @@
+"""The API server: requests, watches, leases, Events, and the forms of our objects."""

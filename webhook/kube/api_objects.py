@@ -1,0 +1,196 @@
+"""Our own objects in the API server, written under the version that was read."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import msgspec
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.admission.namespaces import NamespacesUnavailableError
+from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_object_name
+from webhook.kube.calls import LOST, NODE_PATH, answered
+from webhook.kube.cluster import REQUEST_TIMEOUT, as_raw, translated
+from webhook.kube.objects import decoded, object_in
+from webhook.ledger.store import Raw, RefusedError, StoreAwayError
+
+# Enough to see which field it is about.
+MAX_SAID = 400
+
+
+class Objects(Protocol):
+    """Objects of one kind. Whatever is refused was not written; without an answer it may have been.
+
+    All raise StaleError, RefusedError or StoreAwayError.
+    """
+
+    async def get(self, name: str) -> Raw | None:
+        """The object as it is now, not as a cache has it; None if there is none."""
+
+    async def create(self, raw: Raw) -> Raw: ...
+
+    async def replace(self, raw: Raw) -> Raw:
+        """All but the status."""
+
+    async def replace_status(self, raw: Raw) -> Raw:
+        """Nothing but the status."""
+
+    async def delete(self, raw: Raw) -> None:
+        """This very object as it was read; one that is gone is no mistake."""
+
+
+class Nodes(Protocol):
+    """Knows for certain which Nodes there are: by a quorum read, never by a cache."""
+
+    async def is_gone(self, name: str) -> bool:
+        """Raises StoreAwayError."""
+
+
+class ApiObjects:
+    """Objects of a custom resource without a namespace."""
+
+    def __init__(self, api: client.ApiClient, kind: tuple[str, str, str]) -> None:
+        self._objects = client.CustomObjectsApi(api)
+        self._kind = kind
+
+    async def get(self, name: str) -> Raw | None:
+        if not is_object_name(name):
+            return None
+        try:
+            async with explained():
+                return as_raw(
+                    await self._objects.get_cluster_custom_object(*self._kind, name, _request_timeout=REQUEST_TIMEOUT),
+                    name,
+                )
+        except StoreAwayError as exc:
+            if is_not_found(exc):
+                return None
+            raise
+
+    async def create(self, raw: Raw) -> Raw:
+        async with explained():
+            return as_raw(
+                await self._objects.create_cluster_custom_object(*self._kind, raw, _request_timeout=REQUEST_TIMEOUT)
+            )
+
+    async def replace(self, raw: Raw) -> Raw:
+        name = raw["metadata"]["name"]
+        async with explained():
+            return as_raw(
+                await self._objects.replace_cluster_custom_object(
+                    *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
+                )
+            )
+
+    async def replace_status(self, raw: Raw) -> Raw:
+        name = raw["metadata"]["name"]
+        async with explained():
+            return as_raw(
+                await self._objects.replace_cluster_custom_object_status(
+                    *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
+                )
+            )
+
+    async def delete(self, raw: Raw) -> None:
+        meta = raw["metadata"]
+        only = client.V1Preconditions(uid=meta["uid"], resource_version=meta["resourceVersion"])
+        try:
+            async with explained():
+                await self._objects.delete_cluster_custom_object(
+                    *self._kind,
+                    meta["name"],
+                    body=client.V1DeleteOptions(preconditions=only),
+                    _request_timeout=REQUEST_TIMEOUT,
+                )
+        except StoreAwayError as exc:
+            if not is_not_found(exc):
+                raise
+
+
+class ApiNodes:
+    """The Nodes of the API server."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+
+    async def is_gone(self, name: str) -> bool:
+        return await node_in(self._api, name) is None
+
+
+async def node_in(api: client.ApiClient, name: str) -> Raw | None:
+    """The Node as it is now; None if there is none. Raises StoreAwayError."""
+    async with translated():
+        status, body = await answered(api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
+    if status == 404:
+        return None
+    try:
+        return the_one(status, body, "Node", name)
+    except NotTheOneError as exc:
+        raise StoreAwayError(str(exc)) from exc
+
+
+class ApiNamespaces:
+    """The namespaces of the API server."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+
+    async def get(self, name: str) -> Raw | None:
+        path = "/api/v1/namespaces/{name}"
+        try:
+            status, body = await answered(self._api, "GET", path, {"name": name}, seconds=REQUEST_TIMEOUT)
+        except LOST as exc:
+            raise NamespacesUnavailableError("the API server cannot be reached") from exc
+        if status == 404:
+            return None
+        try:
+            return the_one(status, body, "Namespace", name)
+        except NotTheOneError as exc:
+            raise NamespacesUnavailableError(str(exc)) from exc
+
+
+class NotTheOneError(GpuwardenError):
+    """An answer that is not the object that was asked for."""
+
+
+def the_one(status: int, body: bytes, kind: str, name: str) -> Raw:
+    """The object that was asked for: its name may come from whoever sends reviews, and `..` is the path of another."""
+    try:
+        raw = object_in(body)
+        is_the_one = (status, raw["kind"], raw["metadata"]["name"]) == (200, kind, name)
+    except (msgspec.DecodeError, KeyError, TypeError) as exc:
+        raise NotTheOneError(f"the API server answered {status}, and no {kind}") from exc
+    if not is_the_one:
+        raise NotTheOneError(f"the API server answered {status}, and not with that {kind}")
+    return raw
+
+
+def is_not_found(exc: StoreAwayError) -> bool:
+    return isinstance(exc.__cause__, ApiException) and exc.__cause__.status == 404
+
+
+@asynccontextmanager
+async def explained() -> AsyncIterator[None]:
+    """Refusals with what the API server says of them: an operator has to find the field."""
+    try:
+        async with translated():
+            yield
+    except RefusedError as exc:
+        if isinstance(exc.__cause__, ApiException):
+            raise RefusedError(said_in(exc.__cause__)) from exc
+        raise
+
+
+def said_in(exc: ApiException) -> str:
+    try:
+        text: bytes | str = exc.body or b""
+        said: Said = decoded(text if isinstance(text, bytes) else text.encode(), Said)
+    except (msgspec.DecodeError, AttributeError):
+        return str(exc.reason)
+    return said.message[:MAX_SAID]
+
+
+class Said(msgspec.Struct, frozen=True):
+    message: str = ""

@@ -1,0 +1,152 @@
+"""Single requests to the API server, at no more than a rate, with its refusals in our words."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+from attrs import frozen
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_object_name
+from webhook.kube.objects import decoded, object_in
+
+Raw = dict[str, Any]
+REQUEST_TIMEOUT: Final = 10.0
+JSON: Final = "application/json"
+MERGE_PATCH: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
+POD_PATH: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
+NODE_PATH: Final = "/api/v1/nodes/{name}"
+# What the client library raises where no good answer came.
+LOST: Final = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
+
+
+class ApiAwayError(GpuwardenError):
+    """The API server did not answer, or not this time."""
+
+
+class ApiRefusesError(GpuwardenError):
+    """The API server refuses it, and would again."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status = status
+        super().__init__(f"the API server answered {status}{text}")
+
+
+class SaidWire(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+@frozen
+class Reply:
+    """What the API server has answered, with its `Warning` headers."""
+
+    status: int
+    content: bytes
+    warnings: tuple[str, ...] = ()
+
+
+class Limit:
+    """So many requests a second, and so many at once after a rest."""
+
+    def __init__(self, rate: float, burst: int, now: Callable[[], float]) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._now = now
+        # When the bucket would be full again.
+        self._full_at = now()
+
+    async def turn(self) -> None:
+        now = self._now()
+        self._full_at = max(self._full_at, now) + 1 / self._rate
+        late = self._full_at - now - self._burst / self._rate
+        if late > 0:
+            await asyncio.sleep(late)
+
+
+async def answered(
+    api: client.ApiClient,
+    method: str,
+    path: str,
+    names: Mapping[str, str],
+    body: object = None,
+    *,
+    seconds: float,
+    kind: str = JSON,
+) -> tuple[int, bytes]:
+    """The status and the content of whatever comes back; raises one of LOST. Names come from whoever sends reviews:
+    what cannot be one leads to no object, and to no request.
+
+    By paths: the client's methods for pods and nodes load a module for every kind of object there is, 24 MiB of them.
+    """
+    reply = await exchanged(api, method, path, names, body, seconds=seconds, kind=kind)
+    return reply.status, reply.content
+
+
+async def exchanged(
+    api: client.ApiClient,
+    method: str,
+    path: str,
+    names: Mapping[str, str],
+    body: object = None,
+    *,
+    seconds: float,
+    kind: str = JSON,
+    query: Mapping[str, str] | None = None,
+) -> Reply:
+    """The same with the warnings."""
+    if not all(map(is_object_name, names.values())):
+        return Reply(404, b"")
+    request = await api.param_serialize(  # which reads the token from its file
+        method=method,
+        resource_path=path,
+        path_params=dict(names),
+        query_params=list((query or {}).items()),
+        header_params={"Accept": JSON, **({"Content-Type": kind} if body is not None else {})},
+        body=body,
+        auth_settings=["BearerToken"],
+    )
+    answer = await api.call_api(*request, _request_timeout=seconds)
+    async with answer.response as response:
+        return Reply(response.status, await response.read(), tuple(response.headers.getall("Warning", ())))
+
+
+class Calls:
+    """Requests with the credentials of `api`."""
+
+    def __init__(self, api: client.ApiClient, limit: Limit, longest: float = REQUEST_TIMEOUT) -> None:
+        self._api = api
+        self._limit = limit
+        self._longest = longest
+
+    async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
+        """The object; None if there is none. Raises ApiAwayError, ApiRefusesError."""
+        await self._limit.turn()
+        kind = MERGE_PATCH if method == "PATCH" else JSON
+        try:
+            status, content = await answered(self._api, method, path, names, body, seconds=self._longest, kind=kind)
+        except ApiException as exc:
+            status, content = exc.status or 0, b""
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise ApiAwayError(f"the API server did not answer: {type(exc).__name__}") from exc
+        if status == 404:
+            return None
+        if status in (400, 401, 403, 409, 422):
+            raise ApiRefusesError(status, said_in(content))
+        if not 200 <= status < 300:
+            raise ApiAwayError(f"the API server answered {status}")
+        try:
+            return object_in(content)
+        except msgspec.DecodeError as exc:
+            raise ApiAwayError("the API server's answer cannot be read") from exc
+
+
+def said_in(content: bytes) -> str:
+    try:
+        return ": " + str(decoded(content, SaidWire).message)[:400]
+    except msgspec.DecodeError:
+        return ""

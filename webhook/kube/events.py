@@ -1,0 +1,135 @@
+"""What somebody reads under `kubectl describe`: what became of a pod or a node, and why. Nothing waits for it."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+import structlog
+from attrs import frozen
+from kubernetes.aio import client
+
+from webhook.core.reasons import Reason
+from webhook.core.reservation import PodIdentity
+from webhook.kube.calls import LOST, answered
+from webhook.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+
+EVENTS_PATH = "/api/v1/namespaces/{namespace}/events"
+COMPONENT = "gpuwarden"
+# The same of the same is said again after this: the API server forgets events after an hour.
+QUIET = timedelta(minutes=30)
+MAX_REMEMBERED = 10_000
+MAX_WAITING = 1_000
+# The API server takes no longer ones.
+MAX_MESSAGE = 1024
+REQUEST_TIMEOUT = 5.0
+CLUSTER_NAMESPACE = "default"  # where events about objects without a namespace have to live
+
+
+@frozen
+class Subject:
+    """The object that something happened to."""
+
+    kind: str
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    api_version: str = "v1"
+
+    @classmethod
+    def of_pod(cls, pod: PodIdentity) -> "Subject":
+        return cls("Pod", pod.name, pod.namespace, pod.uid)
+
+    @classmethod
+    def of_node(cls, name: str) -> "Subject":
+        # kubelet's way, which `kubectl describe node` looks for: the name stands for the uid.
+        return cls("Node", name, uid=name)
+
+
+class Events(Protocol):
+    """Takes what happened, at once and whatever comes of it."""
+
+    def tell(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None: ...
+
+
+@frozen
+class Happening:
+    subject: Subject
+    reason: Reason
+    message: str
+    is_warning: bool
+    at: datetime
+
+
+class ApiEvents:
+    """Events in the API server, in the order told, each once in a while."""
+
+    def __init__(self, api: client.ApiClient, clock: Clock, count: Callable[[Reason], None]) -> None:
+        self._api = api
+        self._clock = clock
+        self._count = count
+        self._waiting: asyncio.Queue[Happening] = asyncio.Queue(MAX_WAITING)
+        self._told: dict[tuple[Subject, Reason, str], datetime] = {}
+
+    def tell(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None:
+        now = self._clock()
+        if not self._is_news((subject, reason, message), now):
+            return
+        self._count(reason)
+        write = log.warning if is_warning else log.info
+        write(
+            "event", kind=subject.kind, namespace=subject.namespace, name=subject.name, reason=reason, message=message
+        )
+        if not self._waiting.full():
+            self._waiting.put_nowait(Happening(subject, reason, message, is_warning, now))
+
+    def _is_news(self, what: tuple[Subject, Reason, str], now: datetime) -> bool:
+        told = self._told.get(what)
+        if told is not None and now - told < QUIET:
+            return False
+        if len(self._told) >= MAX_REMEMBERED:
+            self._told.clear()
+        self._told[what] = now
+        return True
+
+    async def run(self) -> None:
+        """For ever. What the API server does not take is lost: the log has it."""
+        while True:
+            one = await self._waiting.get()
+            names = {"namespace": one.subject.namespace or CLUSTER_NAMESPACE}
+            try:
+                status, _ = await answered(
+                    self._api, "POST", EVENTS_PATH, names, event_of(one), seconds=REQUEST_TIMEOUT
+                )
+            except LOST as exc:
+                log.warning("event lost", reason=one.reason, error=type(exc).__name__)
+            else:
+                if status >= 400:
+                    log.warning("event lost", reason=one.reason, error=f"the API server answered {status}")
+
+
+def event_of(one: Happening) -> Raw:
+    subject = one.subject
+    involved = {
+        "apiVersion": subject.api_version,
+        "kind": subject.kind,
+        "name": subject.name,
+        "namespace": subject.namespace,
+        "uid": subject.uid,
+    }
+    return {
+        "metadata": {"generateName": f"{subject.name[:200]}."},
+        "involvedObject": {what: value for what, value in involved.items() if value},
+        "reason": one.reason.value,
+        "message": one.message[:MAX_MESSAGE],
+        "type": "Warning" if one.is_warning else "Normal",
+        "firstTimestamp": one.at.isoformat(),
+        "lastTimestamp": one.at.isoformat(),
+        "count": 1,
+        "source": {"component": COMPONENT},
+        "reportingComponent": COMPONENT,
+    }

@@ -1,0 +1,1 @@
+"""What an installer applies: custom resource definitions, policies, roles, webhook configurations."""

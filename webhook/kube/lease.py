@@ -1,0 +1,168 @@
+"""A Lease that elects one of several processes. Who gives it back does so only after the last write.
+
+Who holds it is judged by when it was seen to change, on the own clock: nobody else's time is trusted.
+"""
+
+import asyncio
+import math
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+import structlog
+from attrs import frozen
+
+from webhook.kube.calls import ApiAwayError, ApiRefusesError
+from webhook.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+Raw = dict[str, Any]
+LEASES: Final = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+LEASE: Final = LEASES + "/{name}"
+
+
+class Calling(Protocol):
+    async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
+        """Raises ApiAwayError, ApiRefusesError."""
+
+
+@frozen
+class Terms:
+    """Each shorter than the one before."""
+
+    duration: timedelta
+    renew_deadline: timedelta
+    retry_period: timedelta
+
+
+class Candidate:
+    """One process that stands for election. `now` is a clock that never goes back."""
+
+    def __init__(
+        self, calls: Calling, namespace: str, name: str, pod: str, terms: Terms, clock: Clock, now: Callable[[], float]
+    ) -> None:
+        self.identity = f"{pod}_{uuid.uuid4()}"
+        self._call = calls.call
+        self._where = {"namespace": namespace, "name": name}
+        self.terms = terms
+        self._clock = clock
+        self._now = now
+        self._seen: tuple[str, float] = ("", 0.0)  # the version of the Lease, and since when it is that
+        self._renewed = float("-inf")
+
+    @property
+    def left(self) -> timedelta:
+        """How long nobody else can have it."""
+        return timedelta(seconds=max(0.0, self._renewed + self.terms.duration.total_seconds() - self._now()))
+
+    async def win(self) -> None:
+        """Returns once this one is elected."""
+        told = ""
+        while True:
+            try:
+                if await self._take():
+                    log.info("leading", identity=self.identity)
+                    return
+            except (ApiAwayError, ApiRefusesError) as exc:
+                if str(exc) != told:
+                    log.warning("the Lease cannot be had", problem=str(exc), **self._where)
+                told = str(exc)
+            await asyncio.sleep(self.terms.retry_period.total_seconds())
+
+    async def hold(self) -> None:
+        """Returns once it is lost: taken by another, or not renewed in time."""
+        deadline = self.terms.renew_deadline.total_seconds()
+        while True:
+            await asyncio.sleep(self.terms.retry_period.total_seconds())
+            try:
+                async with asyncio.timeout(max(0.0, self._renewed + deadline - self._now())):
+                    if not await self._take():
+                        log.error("the Lease is another's", identity=self.identity)
+                        self._renewed = float("-inf")
+                        return
+            except (ApiAwayError, ApiRefusesError, TimeoutError) as exc:
+                log.warning("the Lease is not renewed", problem=str(exc) or "no answer")
+            if self._now() - self._renewed >= deadline:
+                log.error("the Lease was not renewed in time", identity=self.identity)
+                return
+
+    async def release(self) -> None:
+        """For whoever waits: as nobody's, at once. If that fails, it ends by itself."""
+        problem = "somebody else wrote on it, over and over"
+        try:
+            async with asyncio.timeout(self.terms.renew_deadline.total_seconds()):
+                for _ in range(3):
+                    if await self._is_given_back():
+                        return
+        except (ApiAwayError, ApiRefusesError, TimeoutError) as exc:
+            problem = str(exc) or "no answer"
+        log.warning("the Lease is not given back", problem=problem)
+
+    async def _is_given_back(self) -> bool:
+        """Or another's. Our own last word may come in between, if nobody waited for its answer."""
+        raw = await self._call("GET", LEASE, self._where)
+        if raw is None or (raw.get("spec") or {}).get("holderIdentity") != self.identity:
+            return True
+        spec = {**raw["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
+        try:
+            await self._call("PUT", LEASE, self._where, {**raw, "spec": spec})
+        except ApiRefusesError as exc:
+            if exc.status == 409:
+                return False
+            raise
+        log.info("the Lease is given back", identity=self.identity)
+        return True
+
+    async def _take(self) -> bool:
+        """Have it for another while, if nobody else has it. Somebody may write on it in between without taking it."""
+        for _ in range(3):
+            began = self._now()
+            raw = await self._call("GET", LEASE, self._where)
+            if raw is None:
+                await self._create()
+                continue
+            spec = raw.get("spec") or {}
+            holder = spec.get("holderIdentity") or ""
+            if holder not in ("", self.identity) and not self._is_over(raw, spec):
+                return False
+            try:
+                await self._call("PUT", LEASE, self._where, {**raw, "spec": self._spec(spec, holder)})
+            except ApiRefusesError as exc:
+                if exc.status == 409:
+                    continue
+                raise
+            self._renewed = began
+            return True
+        return False
+
+    async def _create(self) -> None:
+        body = {"metadata": {"name": self._where["name"]}, "spec": {}}
+        try:
+            made = await self._call("POST", LEASES, self._where, body)
+        except ApiRefusesError as exc:
+            if exc.status == 409:
+                return
+            raise
+        if made is None:
+            raise ApiRefusesError(404, f": there is no namespace {self._where['namespace']}")
+
+    def _is_over(self, raw: Raw, spec: Raw) -> bool:
+        version = str(raw["metadata"]["resourceVersion"])
+        if self._seen[0] != version:
+            self._seen = (version, self._now())
+        lasts = spec.get("leaseDurationSeconds") or self.terms.duration.total_seconds()
+        return self._now() - self._seen[1] > lasts
+
+    def _spec(self, old: Raw, holder: str) -> Raw:
+        time = self._clock().isoformat(timespec="microseconds").replace("+00:00", "Z")
+        is_same = holder == self.identity
+        return {
+            "holderIdentity": self.identity,
+            # Whole seconds, and no fewer than we count on ourselves.
+            "leaseDurationSeconds": max(1, math.ceil(self.terms.duration.total_seconds())),
+            "renewTime": time,
+            "acquireTime": (old.get("acquireTime") if is_same else None) or time,
+            "leaseTransitions": int(old.get("leaseTransitions") or 0) + (0 if is_same else 1),
+        }

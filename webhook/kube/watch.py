@@ -1,0 +1,281 @@
+"""A view of one kind of object, kept current: list, watch, bookmarks, and starting over where the server says so.
+
+The client library has no informer for asyncio. A list that failed says nothing, and neither does a watch that ended:
+what is known stays known until a later answer says otherwise.
+"""
+
+import asyncio
+import random
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Protocol
+
+import aiohttp
+import msgspec
+import structlog
+from aiohttp.http_exceptions import LineTooLong
+from kubernetes.aio import client
+from kubernetes.aio.client.exceptions import ApiException
+
+from webhook.core.errors import GpuwardenError
+from webhook.kube.calls import LOST
+from webhook.kube.objects import Raw, decoded, object_in
+
+log = structlog.get_logger(__name__)
+
+Trimmed = Callable[[Raw], Raw]
+
+# The server ends a watch after this; a little less than what proxies in between tend to allow.
+WATCH_SECONDS = 290
+# Bookmarks come about once a minute, so who has said nothing for longer is not there: a path that has died without a
+# word would be believed until the watch's own end.
+SILENCE = 90.0
+LIST_TIMEOUT = 60.0
+PAGE = 500
+# An object of 1.5 MiB, which is the most that is stored, may be several times as long in JSON. What is longer still is
+# found in the list.
+LONGEST_LINE = 2**26
+# A watch that ends sooner may have been ended by somebody who would always end it so soon.
+SOON = 1.0
+# After a failure: soon, then less and less often. A server that comes back is noticed within this.
+FIRST_PAUSE = 0.1
+LONGEST_PAUSE = 5.0
+
+TROUBLE = (*LOST, msgspec.DecodeError)
+
+
+class StartOverError(GpuwardenError):
+    """The server no longer knows the version we were at."""
+
+
+class Listener(Protocol):
+    """Hears what there is."""
+
+    def replaced(self, objects: Mapping[str, Raw]) -> None:
+        """All there is at one moment, by `namespace/name`: what is not among them is gone."""
+
+    def changed(self, raw: Raw) -> None:
+        """One object has come or changed."""
+
+    def deleted(self, raw: Raw) -> None:
+        """One object has gone; this is what it was last."""
+
+
+class Watch:
+    """The objects under one path of the API server."""
+
+    def __init__(
+        self,
+        api: client.ApiClient,
+        path: str,
+        listener: Listener,
+        only: Mapping[str, str] | None = None,
+        trimmed: Trimmed | None = None,
+        silence: float = SILENCE,
+    ) -> None:
+        """`only`: the selectors of a query, where not all objects are wanted; `trimmed`: what the listener wants of
+        each in a list, which may be of many thousands."""
+        self._silence = silence
+        self._api = api
+        self.path = path
+        self._only = dict(only or {})
+        self._trimmed = trimmed
+        self._listener = listener
+        self._version = ""
+        self.is_current = False
+        """Whether there has been a list, and no failure since the last answer."""
+        self.ready = asyncio.Event()
+        """Set once the first list is in."""
+        self.lists = 0
+        self._lost_at: float | None = None
+
+    async def run(self) -> None:
+        """For ever."""
+        pause = FIRST_PAUSE
+        loop = asyncio.get_running_loop()
+        while True:
+            begun = loop.time()
+            try:
+                if not self._version:
+                    await self._list()
+                async for event in self._events():
+                    self._tell(event)
+                    pause = FIRST_PAUSE
+                if loop.time() - begun >= SOON:
+                    continue
+            except StartOverError:
+                self._start_over()
+            except TROUBLE as exc:
+                self._lose()
+                log.warning("watch interrupted", path=self.path, error=type(exc).__name__)
+                log.debug("watch interrupted", path=self.path, exc_info=exc)
+                if isinstance(exc, ApiException) and exc.status == 410:
+                    self._start_over()
+            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    @property
+    def behind_for(self) -> float:
+        """For how many seconds nothing has been heard, after something was; 0 while it is current."""
+        if self.is_current or self._lost_at is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._lost_at
+
+    def _lose(self) -> None:
+        if self.is_current:
+            self._lost_at = asyncio.get_running_loop().time()
+        self.is_current = False
+
+    def _start_over(self) -> None:
+        """What has happened since is not known before there is a list."""
+        self._lose()
+        self._version = ""
+
+    async def _list(self) -> None:
+        if self._trimmed is None:
+            found: Mapping[str, Raw]
+            found, self._version = await whole_list(self._api, self.path, self._only)
+        else:
+            found, self._version = await packed_list(self._api, self.path, self._only, self._trimmed)
+        self.lists += 1
+        self._listener.replaced(found)
+        self.is_current = True
+        self.ready.set()
+
+    async def _events(self) -> AsyncIterator[Raw]:
+        query = {
+            **self._only,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": self._version,
+            "timeoutSeconds": str(WATCH_SECONDS),
+        }
+        async with asyncio.timeout(self._silence):
+            response = await opened(self._api, self.path, query, WATCH_SECONDS + 30)
+        self.is_current = True
+        async with response:
+            while line := await self._line(response):
+                yield object_in(line)
+
+    async def _line(self, response: aiohttp.ClientResponse) -> bytes:
+        """Empty at the end. Raises TimeoutError after a silence."""
+        async with asyncio.timeout(self._silence):
+            try:
+                return await response.content.readuntil(b"\n", max_size=LONGEST_LINE)
+            except LineTooLong as exc:
+                raise StartOverError(self.path) from exc
+
+    def _tell(self, event: Raw) -> None:
+        kind, raw = event["type"], event["object"]
+        if kind == "ERROR":
+            if raw.get("code") == 410:
+                raise StartOverError(self.path)
+            raise ApiException(status=raw.get("code"), reason=raw.get("reason"))
+        self._version = raw["metadata"]["resourceVersion"]
+        if kind == "DELETED":
+            self._listener.deleted(raw)
+        elif kind != "BOOKMARK":
+            self._listener.changed(raw)
+
+
+def key_of(raw: Raw) -> str:
+    meta = raw["metadata"]
+    return f"{meta.get('namespace', '')}/{meta['name']}"
+
+
+async def whole_list(
+    api: client.ApiClient, path: str, only: Mapping[str, str] | None = None
+) -> tuple[dict[str, Raw], str]:
+    """All objects at one version, from a quorum and not from a cache, by `namespace/name`; and the version."""
+    found: dict[str, Raw] = {}
+    version = ""
+    async for page, at in pages(api, path, only):
+        found.update((key_of(raw), raw) for raw in page)
+        version = at
+    return found, version
+
+
+class Packed(Mapping[str, Raw]):
+    """Objects as packed text until they are looked at: of some kilobytes some hundred bytes."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, bytes] = {}
+
+    def put(self, key: str, raw: Raw) -> None:
+        self._texts[key] = zlib.compress(msgspec.json.encode(raw))
+
+    def __getitem__(self, key: str) -> Raw:
+        found: Raw = msgspec.json.decode(zlib.decompress(self._texts[key]))
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+
+async def packed_list(
+    api: client.ApiClient, path: str, only: Mapping[str, str], trimmed: Trimmed
+) -> tuple[Packed, str]:
+    """The same, of each object what is wanted of it."""
+    found, version = Packed(), ""
+    async for page, at in pages(api, path, only):
+        for raw in page:
+            found.put(key_of(raw), trimmed(raw))
+        version = at
+    return found, version
+
+
+class ListWire(msgspec.Struct, frozen=True):
+    version: str = msgspec.field(name="resourceVersion")
+    rest: str = msgspec.field(name="continue", default="")
+
+
+class PageWire(msgspec.Struct, frozen=True):
+    kind: str
+    group: str = msgspec.field(name="apiVersion")
+    metadata: ListWire
+    items: list[msgspec.Raw] | None = None
+
+
+async def pages(
+    api: client.ApiClient, path: str, only: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[Iterator[Raw], str]]:
+    """A list in parts, each with the version of the whole. Objects are read one by one: as text they are small."""
+    query = {**(only or {}), "limit": str(PAGE)}
+    while True:
+        page = await one_page(api, path, query)
+        query["continue"] = page.metadata.rest
+        yield objects_in(page), page.metadata.version
+        if not query["continue"]:
+            return
+        del page  # some megabytes, which are not held while the next come
+
+
+async def one_page(api: client.ApiClient, path: str, query: Mapping[str, str]) -> PageWire:
+    async with await opened(api, path, query, LIST_TIMEOUT) as response:
+        page: PageWire = decoded(await response.read(), PageWire)
+        return page
+
+
+def objects_in(page: PageWire) -> Iterator[Raw]:
+    named = {"kind": page.kind.removesuffix("List"), "apiVersion": page.group}
+    return ({**named, **object_in(text)} for text in page.items or ())
+
+
+async def opened(api: client.ApiClient, path: str, query: Mapping[str, str], seconds: float) -> aiohttp.ClientResponse:
+    """The response with its body still to be read, whatever kind of object it is."""
+    request = await api.param_serialize(
+        method="GET",
+        resource_path=path,
+        query_params=list(query.items()),
+        header_params={"Accept": "application/json"},
+        auth_settings=["BearerToken"],
+    )
+    answer = await api.call_api(*request, _request_timeout=seconds)
+    response: aiohttp.ClientResponse = answer.response
+    if response.status >= 400:
+        async with response:
+            raise ApiException(status=response.status, reason=response.reason)
+    return response

@@ -1,0 +1,1 @@
+"""The process: settings, clock, log, metrics."""

@@ -1,0 +1,352 @@
+"""What tables of settings have in common: how one is declared, its names, and how a table is read from flags,
+variables and a YAML file.
+
+What somebody sets is read as text whatever it came from, so a rule is the same for all three ways. Nobody else reads
+the environment.
+"""
+
+import difflib
+import json
+import os
+import re
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+from attrs import fields, frozen
+
+from webhook.core.errors import GpuwardenError
+from webhook.runtime.setting_kinds import Kind, read_file
+
+PREFIX: Final = "GPUWARDEN_"
+EXPORT_PREFIX: Final = "GPUWARDEN_EXPORT_"
+
+# A Service that is called gpuwarden puts GPUWARDEN_PORT=tcp://10.0.0.1:443 and its like into every Pod beside it.
+SERVICE_LINK: Final = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_[0-9]+_(TCP|UDP|SCTP)(_\w+)?)\Z")
+SERVICE_LINK_VALUE: Final = re.compile(r"(tcp|udp|sctp)://")
+
+
+class SettingsError(GpuwardenError):
+    """The settings cannot be used; every mistake is named."""
+
+    def __init__(self, mistakes: Iterable[str]) -> None:
+        self.mistakes = tuple(mistakes)
+        super().__init__("; ".join(self.mistakes))
+
+
+def declared(
+    kind: Kind[Any],
+    about: str,
+    *,
+    short: str | None = None,
+    older_variable: str | None = None,
+    in_file: bool = True,
+    is_secret: bool = False,
+    older_is_lenient: bool = False,
+    older_may_be_empty: bool = False,
+) -> dict[str, object]:
+    """What there is to say of a setting.
+
+    An `older_variable` is another system's name, looked at when ours is not set. If that system is lenient, what cannot
+    be read there is passed over and told; if it may be empty there, empty is a value. A secret has no flag: everybody
+    on the machine could read it.
+    """
+    return {
+        "kind": kind,
+        "about": about,
+        "short": short,
+        "older_variable": older_variable,
+        "in_file": in_file,
+        "is_secret": is_secret,
+        "older_is_lenient": older_is_lenient,
+        "older_may_be_empty": older_may_be_empty,
+    }
+
+
+@frozen
+class Setting:
+    """What is declared of one setting, and the names that follow from its own."""
+
+    name: str
+    default: object
+    kind: Kind[Any]
+    about: str
+    short: str | None
+    older_variable: str | None
+    in_file: bool
+    is_secret: bool
+    older_is_lenient: bool
+    older_may_be_empty: bool
+    prefix: str = PREFIX
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def variable(self) -> str:
+        return self.prefix + self.name.upper()
+
+    @property
+    def key(self) -> str:
+        first, *others = self.name.split("_")
+        return first + "".join(word.capitalize() for word in others)
+
+    @property
+    def variables(self) -> Iterator[str]:
+        yield self.variable
+        if self.older_variable:
+            yield self.older_variable
+
+
+def settings_of(declaring: type, prefix: str = PREFIX) -> tuple[Setting, ...]:
+    """The settings that the fields of a class declare."""
+    return tuple(Setting(f.name, f.default, **f.metadata, prefix=prefix) for f in fields(declaring) if f.metadata)
+
+
+class Retired(NamedTuple):
+    """A flag of an older system that is accepted and does nothing."""
+
+    name: str
+    short: str
+    sentence: str
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+
+def add_table(parser: ArgumentParser, table: Sequence[Setting], retired: Sequence[Retired] = ()) -> None:
+    """All settings as flags. argparse judges none of them: a `Reader` names all mistakes at once."""
+    for one in table:
+        if one.is_secret:
+            continue
+        names = [one.flag, *([f"-{one.short}"] if one.short else [])]
+        text = f"{one.about}; {one.kind.allowed.replace('`', '')}"
+        shown = plain(one.default)
+        text += "" if shown in (None, {}) else f" (default: {in_words(shown)})"
+        # argparse takes a percent sign in its texts for the start of a format.
+        metavar = one.name.rpartition("_")[2].upper()
+        parser.add_argument(*names, dest=one.name, metavar=metavar, help=text.replace("%", "%%"))
+    for flag in retired:
+        parser.add_argument(flag.flag, f"-{flag.short}", dest=flag.name, help=SUPPRESS)
+
+
+def process_environment() -> Mapping[str, str]:
+    return os.environ  # noqa: TID251 - the one place that may read it
+
+
+class Given(NamedTuple):
+    """What somebody set, and where."""
+
+    text: str
+    source: str
+
+
+class StrictLoader(yaml.SafeLoader):
+    """YAML would let the last of two equal keys win; that one was meant is a guess."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise yaml.constructor.ConstructorError(None, None, f"{min(twice)!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class Reader:
+    """Reads a table of settings once, collecting mistakes.
+
+    `elsewhere` are the beginnings of variables of ours that other tables look at.
+    """
+
+    table: tuple[Setting, ...] = ()
+    prefix = PREFIX
+    elsewhere: tuple[str, ...] = ()
+
+    def __init__(self, flags: Mapping[str, object], environ: Mapping[str, str], also: Iterable[str]) -> None:
+        self.flags = flags
+        self.environ = {name: text for name, text in environ.items() if not is_service_link(name, text)}
+        self.mistakes = list(also)
+        self.passed_over: list[str] = []
+        self.given: dict[str, Given] = {}
+
+    def read_values(self) -> dict[str, Any]:
+        """The values that somebody has set; `SettingsError` names every mistake in them."""
+        self.given = self._from_variables() | self._from_flags()
+        self.given = self._from_file() | self.given
+        values = dict(self._values())
+        self._check_names()
+        self.check_together(values)
+        if self.mistakes:
+            raise SettingsError(self.mistakes)
+        return values
+
+    def check_together(self, values: Mapping[str, Any]) -> None:
+        """What is wrong between settings that are right each for itself."""
+
+    def sources(self) -> dict[str, str]:
+        """By setting, where it comes from."""
+        return {one.name: self.given[one.name].source if one.name in self.given else "default" for one in self.table}
+
+    def _from_flags(self) -> dict[str, Given]:
+        return {
+            one.name: Given(str(value), f"flag {one.flag}")
+            for one in self.table
+            if (value := self.flags.get(one.name)) is not None
+        }
+
+    def _from_variables(self) -> dict[str, Given]:
+        return {
+            one.name: Given(self.environ[name], f"variable {name}")
+            for one in self.table
+            for name in reversed(tuple(one.variables))
+            if self._is_set(one, name)
+        }
+
+    def _is_set(self, one: Setting, name: str) -> bool:
+        may_be_empty = one.older_may_be_empty and name == one.older_variable
+        return name in self.environ and (may_be_empty or self.environ[name] != "")
+
+    def _from_file(self) -> dict[str, Given]:
+        named = self.given.get("config")
+        if named is None:
+            return {}
+        content = self._content(named)
+        by_key = {one.key: one for one in self.table if one.in_file}
+        found = {}
+        for key, value in content.items():
+            where = f"key {key} in {named.text}"
+            one = by_key.get(str(key))
+            if one is None:
+                self.mistakes.append(f"{where}: there is no such setting{did_you_mean(str(key), by_key)}")
+            elif value is not None:
+                try:
+                    found[one.name] = Given(text_of(value, one.kind.shape), where)
+                except ValueError as exc:
+                    self.mistakes.append(f"{where}: {exc}; allowed: {one.kind.allowed}")
+        return found
+
+    def _content(self, named: Given) -> Mapping[object, object]:
+        """What stands in the file. That it cannot be read is said when `config` is judged, with the other settings."""
+        try:
+            content = yaml.load(read_file(named.text).read_bytes(), StrictLoader)  # noqa: S506 - a SafeLoader
+        except (ValueError, OSError):
+            return {}
+        except (yaml.YAMLError, RecursionError) as exc:
+            self.mistakes.append(f"{named.source}: {named.text} is not YAML: {' '.join(str(exc).split())}")
+            return {}
+        if content is None:
+            return {}
+        if not isinstance(content, dict):
+            self.mistakes.append(f"{named.source}: {named.text} holds no mapping of settings")
+            return {}
+        return content
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        for one in self.table:
+            if one.name in self.given:
+                text, source = self.given[one.name]
+                try:
+                    yield one.name, one.kind.read(text)
+                except ValueError as exc:
+                    mistake = f"{source}: {exc}; allowed: {one.kind.allowed}"
+                    if one.older_is_lenient and source == f"variable {one.older_variable}":
+                        self.passed_over.append(f"passed over: {mistake}")
+                        del self.given[one.name]
+                    else:
+                        self.mistakes.append(mistake)
+
+    def _check_names(self) -> None:
+        known = {one.variable for one in self.table}
+        for name in sorted(self.environ):
+            is_ours = name.startswith(self.prefix) and not name.startswith(self.elsewhere)
+            if is_ours and name not in known:
+                self.mistakes.append(f"variable {name}: there is no such setting{did_you_mean(name, known)}")
+
+    def check_all_or_none(self, *names: str) -> None:
+        present = [name for name in names if name in self.given]
+        missing = [flag_of(name) for name in names if name not in self.given]
+        if present and missing:
+            rule = "both or neither" if len(names) == 2 else "all of them or none"
+            self.mistakes.append(f"{self.where(present)}: {' and '.join(missing)} not set; allowed: {rule}")
+
+    def where(self, names: Iterable[str]) -> str:
+        return ", ".join(self.given[n].source if n in self.given else f"{flag_of(n)} (default)" for n in names)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def is_service_link(name: str, text: str) -> bool:
+    """Whether Kubernetes put the variable there for a Service, and nobody who sets anything."""
+    if not name.startswith(PREFIX):
+        return False
+    return bool(SERVICE_LINK.search(name) or (name.endswith("_PORT") and SERVICE_LINK_VALUE.match(text)))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for a slip of the keyboard. What all names begin with says nothing about likeness."""
+    by_rest = {other.removeprefix(PREFIX).lower(): other for other in known}
+    close = difflib.get_close_matches(name.removeprefix(PREFIX).lower(), list(by_rest), n=1, cutoff=0.76)
+    return f"; did you mean {by_rest[close[0]]}?" if close else ""
+
+
+def text_of(value: object, shape: type[object] | None) -> str:
+    """A value of YAML as it would stand in a flag."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str() | int() | float():
+            return str(value)
+        case list() if shape is list and all(isinstance(part, str) for part in value):
+            return ",".join(value)
+        case dict() if shape is dict:
+            return json.dumps(value, default=str)
+        case list() if shape is Sequence:
+            return json.dumps(value, default=str)
+    raise ValueError(f"a YAML {type(value).__name__} cannot stand here")
+
+
+def plain(value: object) -> object:
+    """A setting's value as YAML writes it."""
+    match value:
+        case Path():
+            return str(value)
+        case timedelta():
+            return f"{value.total_seconds():.6f}".rstrip("0").rstrip(".") + "s"
+        case tuple():
+            return list(value) or None
+        case Mapping():
+            return dict(value)
+        case _:
+            return value
+
+
+def in_words(shown: object) -> str:
+    """A plain value as it would stand in a flag."""
+    match shown:
+        case [dict(), *_]:
+            return json.dumps(shown)
+        case list():
+            return ",".join(map(str, shown))
+        case bool():
+            return str(shown).lower()
+        case _:
+            return str(shown)
+
+
+def row(one: Setting) -> str:
+    shown = plain(one.default)
+    cells = [
+        f"`{one.flag}`" + (f", `-{one.short}`" if one.short else ""),
+        f"`{one.variable}`" + (f", else `{one.older_variable}`" if one.older_variable else ""),
+        f"`{one.key}`" if one.in_file else "",
+        "" if shown in (None, {}) else f"`{in_words(shown)}`",
+        one.kind.allowed,
+        one.about,
+    ]
+    return "| " + " | ".join(cells) + " |\n"

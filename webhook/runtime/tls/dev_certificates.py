@@ -1,0 +1,85 @@
+"""The development certificates: a CA and a server certificate that `make run` serves with."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from attrs import frozen
+
+from webhook.runtime.tls.issuing import BACKDATED, Pair, new_ca, new_leaf, pair_in, serves
+
+CA_LIFE = timedelta(days=730)
+LEAF_LIFE = timedelta(days=90)  # a third of the CA's life is more than this: a leaf never outlives its CA
+
+
+@frozen
+class DevCertificates:
+    """Where the development certificates are; clients trust `ca_cert`."""
+
+    ca_cert: Path
+    cert: Path
+    key: Path
+
+
+def is_young(pair: Pair, now: datetime) -> bool:
+    """Whether more than a third of its life is left."""
+    begin = pair.cert.not_valid_before_utc
+    return begin <= now and pair.end - now > (pair.end - begin) / 3
+
+
+def make_dev_certificates(
+    directory: Path, *, now: datetime, names: Sequence[str] = ("localhost", "127.0.0.1", "::1")
+) -> DevCertificates:
+    """A development CA and a server certificate in `directory`, made anew only where the old ones do not do.
+
+    The directory is ours: whatever else bears our file names there is replaced. The CA's key stays beside it so that
+    a new server certificate needs no new trust; that is why it is for development only.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory / ".lock"):  # two servers may be started at once
+        ca = _load_pair(directory / "ca.crt", directory / "ca.key")
+        if ca is None or not is_young(ca, now):
+            ca = new_ca("development CA", (now - BACKDATED, now + CA_LIFE))
+            _store_pair(ca, directory / "ca.crt", directory / "ca.key")
+        leaf = _load_pair(directory / "tls.crt", directory / "tls.key")
+        if leaf is None or not is_young(leaf, now) or not serves(leaf.cert, ca.cert, names):
+            leaf = new_leaf(ca, "development server", names, (now - BACKDATED, now + LEAF_LIFE))
+            _store_pair(leaf, directory / "tls.crt", directory / "tls.key")
+    return DevCertificates(directory / "ca.crt", directory / "tls.crt", directory / "tls.key")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file lets go of the lock
+
+
+def _load_pair(cert_path: Path, key_path: Path) -> Pair | None:
+    """The pair in these files, or None if it is missing, damaged or not a pair: then it is made anew."""
+    try:
+        return pair_in(cert_path.read_bytes(), key_path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _store_pair(pair: Pair, cert_path: Path, key_path: Path) -> None:
+    _write_atomically(key_path, pair.key_pem, mode=0o600)
+    _write_atomically(cert_path, pair.cert_pem, mode=0o644)
+
+
+def _write_atomically(path: Path, content: bytes, *, mode: int) -> None:
+    """A reader sees the old content or the new, never half of it; a key is never readable by others."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # created 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            os.fchmod(file.fileno(), mode)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
