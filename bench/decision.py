@@ -23,6 +23,7 @@ from bench.figures import Target, percentile, typical
 from bench.pods import RARE, WAYS, Asker, Way, create_review, stream
 from bench.servers import write_inventory
 from webhook.admission.holding import Holder
+from webhook.admission.reviewer import Reviewer
 from webhook.assembly.parts import embedded
 from webhook.core.claim import Claim, ClaimRules, claim_of
 from webhook.core.fleet import Fleet
@@ -88,7 +89,7 @@ class Site:
         await parts.feed.load()
         health = Health()
         health.stage = Stage.SERVING
-        admission = Admission(parts.holder, parts.pods, parts.rules, utc_now, parts.metrics, health)
+        admission = Admission(Reviewer.of(parts), utc_now, health)
         rng = random.Random(gpus)  # noqa: S311 - the same pods each time, no secret
         return cls(gpus, parts.holder, admission, Asker(list(parts.fleet.berths), rng), rng)
 

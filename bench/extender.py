@@ -16,7 +16,8 @@ from attrs import frozen
 from starlette.requests import Request
 
 from bench.figures import Target, percentile, typical
-from webhook.assembly.parts import Parts, embedded
+from webhook.admission.parts import Parts
+from webhook.assembly.parts import embedded
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.reservation import Reservation, ReservationId

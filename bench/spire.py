@@ -21,8 +21,8 @@ from bench.figures import Target, typical
 from bench.servers import BenchError
 from tests.evidence.certificates import Authority
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent
+from webhook.core.agent_naming import naming_of
 from webhook.evidence.spire.attested import Rules
-from webhook.evidence.spire.naming import naming_of
 from webhook.evidence.spire.spire_server import SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
 from webhook.runtime.clock import utc_now

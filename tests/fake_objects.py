@@ -4,8 +4,8 @@ import copy
 from typing import Any
 
 from tests.builders import Raw
+from webhook.kube.store import RefusedError, StaleError, StoreAwayError
 from webhook.kube.watch import Listener
-from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 
 
 class FakeObjects:

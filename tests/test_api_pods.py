@@ -18,11 +18,12 @@ from webhook.core import keys
 from webhook.core.errors import LedgerError
 from webhook.core.pod import Pod
 from webhook.core.reservation import ReservationId
-from webhook.kube.cluster import ApiGpuNodes, ApiPods
+from webhook.kube.api_gpu_nodes import ApiGpuNodes
+from webhook.kube.store import RefusedError, StaleError, StoreAwayError
+from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.carrier import Sight
 from webhook.ledger.cluster import WitnessAwayError
 from webhook.ledger.pods import PodsUnavailableError
-from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 from webhook.runtime.http.listener import Listener
 
 POD = builders.created(builders.raw_pod())

@@ -16,6 +16,7 @@ from webhook.admission import evidence_loss as continuous
 from webhook.admission.manifest_pods import pods_of
 from webhook.commands.score import QuestionWire
 from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, quantity, review
+from webhook.core.caller import CallersUnavailableError
 from webhook.core.dress import DressRules
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
@@ -25,15 +26,18 @@ from webhook.evidence.jwt.nonce import Nonces
 from webhook.evidence.spire import spire_messages
 from webhook.export import nodes as export_nodes
 from webhook.export import reader, uses
-from webhook.inventory import discovery, gpu_nodes, node_annotations, node_gpus, nvidia_smi
+from webhook.inventory import discovery, node_annotations, node_gpus, nvidia_smi
 from webhook.inventory.file import Reading
+from webhook.kube import pods
 from webhook.kube.calls import said_in
 from webhook.kube.gpu_node import GpuNode
+from webhook.kube.node import node_of
 from webhook.kube.objects import decoded, object_in
+from webhook.ledger.api_pods import pod_in
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.end_of_use import NodeSight
-from webhook.scheduler import api_pods, binder_wire, waking
-from webhook.web.callers import CallersUnavailableError
+from webhook.ledger.pods import PodsUnavailableError
+from webhook.scheduler import binder_wire, waking
 from webhook.web.evidence import Answer
 from webhook.web.finalize import Told
 
@@ -83,11 +87,12 @@ PARSERS = (
     Parser("pod with a reservation", raw(Carrier.of), "pods", UNREADABLE),
     Parser("pod as it is found", raw(Sight.of), "pods", UNREADABLE),
     Parser("pod of the binder", raw(lambda one: msgspec.convert(one, binder_wire.PodWire)), "pods", UNREADABLE),
+    Parser("pod by its name", lambda content: pod_in(content, "ml", "train"), "pods", (PodsUnavailableError,)),
     Parser("Job", raw(hints.handed_down), "pods", UNREADABLE),
     Parser("Binding", raw(lambda one: binding.Binding.parse(one, "ns", "name")), "bindings", UNREADABLE),
     Parser("GPUNode", raw(GpuNode.parse), "gpunodes", UNREADABLE),
     Parser("NodeEvidence", raw(node_evidence.NodeEvidence.parse), "evidence", UNREADABLE),
-    Parser("Node", raw(gpu_nodes.node_of), "nodes", UNREADABLE),
+    Parser("Node", raw(node_of), "nodes", UNREADABLE),
     Parser("annotation of devices", text(node_annotations.devices_in), "annotations"),
     Parser("annotation of readings", text(node_gpus.gpus_in), "readings"),
     Parser("nvidia-smi", nvidia_smi.parse, "smi"),
@@ -114,7 +119,7 @@ PARSERS = (
     Parser("GPUNode of the exporter", stored(uses.Held.parse), "gpunodes", UNREADABLE),
     Parser("resident pod", stored(lambda one: continuous.Resident.of(one, RULES)), "pods", UNREADABLE),
     Parser("pod that waits for a scheduler", stored(waking.waits_for_us), "pods", UNREADABLE),
-    Parser("refusal of a Binding", lambda content: api_pods.said_in(409, content), "refusals"),
+    Parser("refusal of a Binding", lambda content: pods.said_in(409, content), "refusals"),
     Parser("refusal of a request", said_in, "refusals"),
     Parser("refusal of an object", answers.refused_object, "refusals"),
     Parser("TrustBundle", stored(objects.trust_bundle), "trustbundles", UNREADABLE),

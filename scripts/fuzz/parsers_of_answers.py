@@ -7,15 +7,16 @@ from typing import Any
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
+from webhook.core.caller import Caller
 from webhook.evidence.jwt.jwt_workload_api import JwtSvid, bundle_in
 from webhook.evidence.spire import spiffe_tls
 from webhook.evidence.spire.x509_svid import X509Svid
-from webhook.kube import api_objects, cluster
+from webhook.kube import api_callers, api_objects
 from webhook.kube.pod_exec import Answer
 from webhook.node import node_pods
 from webhook.runtime.tls.rotation import readable_certificates
 from webhook.scoring.client import DECODER
-from webhook.web.callers import Caller, list_pods
+from webhook.web.callers import list_pods
 
 HEADERS = {"content-type": "application/json"}
 
@@ -62,10 +63,10 @@ def runner() -> tuple[asyncio.Runner, Answering]:
     return found, found.run(made())
 
 
-def callers(content: bytes) -> tuple[asyncio.Runner, cluster.ApiCallers]:
+def callers(content: bytes) -> tuple[asyncio.Runner, api_callers.ApiCallers]:
     found, api = runner()
     api.content = content
-    return found, cluster.ApiCallers(api)
+    return found, api_callers.ApiCallers(api)
 
 
 def token_review(content: bytes) -> object:

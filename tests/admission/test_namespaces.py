@@ -9,10 +9,10 @@ from kubernetes.aio import client
 from tests.builders import HASH, OTHER_HASH, Raw
 from tests.test_api_pods import ApiServer
 from tests.test_api_pods import api_server as api_server  # a fixture
+from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError, Undemanding, WatchedNamespaces
 from webhook.core.claim import ClaimRules
 from webhook.core.hashes import NO_BOND, Bond
-from webhook.kube.api_objects import ApiNamespaces
 
 KEY = "gpuwarden.io/required-hash"
 

@@ -14,7 +14,7 @@ from tests.builders import HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
 from webhook.admission.manifest_pods import MOST_ORDINALS, pods_made_by
-from webhook.commands.explain_sources import CannotSayError, answer_in
+from webhook.commands.explain.sources import CannotSayError, answer_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [

@@ -36,7 +36,7 @@ from tests.running import GPUWARDEN, Running, reconciling, serving
 from webhook.admission.evictions import ApiMeasures
 from webhook.core.reservation import PodIdentity
 from webhook.kube import calls
-from webhook.kube.cluster import connected
+from webhook.kube.client import connected
 from webhook.kube.install.policies import Installation, rbac
 from webhook.runtime.settings import Settings
 from webhook.scheduler.binder_volumes import CLAIM_PATH, CLASS_PATH, VOLUME_PATH

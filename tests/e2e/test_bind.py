@@ -41,7 +41,7 @@ from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, Running, reconciling
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
-from webhook.kube.cluster import connected
+from webhook.kube.client import connected
 from webhook.runtime.settings import Settings
 from webhook.scheduler.api_pods import ApiBindings
 from webhook.scheduler.binder_volumes import SELECTED_NODE

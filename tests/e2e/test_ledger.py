@@ -19,7 +19,8 @@ from webhook.core.device import DeviceUuid, Node, Slot
 from webhook.core.errors import SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Placement, Reservation, ReservationId
-from webhook.kube.cluster import ApiGpuNodes, connected
+from webhook.kube.api_gpu_nodes import ApiGpuNodes
+from webhook.kube.client import connected
 from webhook.kube.gpu_node import GpuNode, with_held
 from webhook.kube.install.crds import manifests
 from webhook.ledger.cluster import ClusterLedger

@@ -12,14 +12,15 @@ from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import PODS, ApiError, Kube, Raw, Resource, forced_away, gone, pod_in_phase, wait_until
 from tests.e2e.test_ledger import GPU_NODES, NODE_A, ApiBench, bench  # noqa: F401 - the fixture
 from tests.ledger.contract import on
+from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener
 from webhook.core.claim import ClaimRecord
 from webhook.core.errors import SlotsTakenError
 from webhook.core.reservation import Ask, ReservationId
-from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener
 from webhook.kube.api_paths import GPU_NODES_PATH, PODS_PATH
-from webhook.kube.cluster import ApiPods, connected
+from webhook.kube.client import connected
 from webhook.kube.events import ApiEvents
 from webhook.kube.watch import Watch
+from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.reconcile import PATIENCE as LOST_AFTER
 from webhook.ledger.reconcile import Reconciler, Waiting
 from webhook.runtime.clock import utc_now
@@ -37,7 +38,7 @@ async def reconciling(cluster: Cluster, bench: ApiBench) -> AsyncIterator[ApiBen
         reconciler = Reconciler(bench.ledger, ApiPods(api), events, lambda: bench.now)
         watch = Watch(api, PODS_PATH, reconciler)
         objects = GpuNodesListener(
-            ClusterInventory(bench.fleet, utc_now, proven=lambda _: None),
+            ClusterFleet(bench.fleet, utc_now, proven=lambda _: None),
             learn=bench.ledger.learn,
             forget=bench.ledger.forget,
         )

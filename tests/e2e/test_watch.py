@@ -7,7 +7,7 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import CONFIG_MAPS, NAMESPACES, PODS, SERVICE_ACCOUNTS, Kube, Raw, pod, pod_in_phase, wait_until
-from webhook.kube.cluster import connected
+from webhook.kube.client import connected
 from webhook.kube.watch import Watch, key_of
 from webhook.runtime.settings import Settings
 

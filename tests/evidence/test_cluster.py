@@ -10,12 +10,12 @@ from structlog.testing import capture_logs
 
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, evidence
 from tests.fake_objects import FakeObjects
+from webhook.admission.cluster_fleet import ClusterFleet
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.cluster import MAX_FAILURES, POLL_EVERY, EvidenceView, EvidenceWriter
-from webhook.inventory.gpu_nodes import ClusterInventory
-from webhook.ledger.store import StoreAwayError
+from webhook.kube.store import StoreAwayError
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 SAID, LATER = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
@@ -386,9 +386,9 @@ class Hearing:
         self.shown: list[tuple[str, Evidence | None]] = []
         self.view = EvidenceView(
             {node.replace("_", "-"): one for node, one in own.items()},
-            show=lambda name: self.shown.append((name, self.view.word_on(name))),
             asked=asked or ("static",),
         )
+        self.view.notify(lambda name: self.shown.append((name, self.view.word_on(name))))
 
 
 def raw(version: int = 1, name: str = "node-a", **sources: Any) -> Raw:
@@ -464,8 +464,9 @@ def test_a_deleted_object_is_no_evidence() -> None:
 @pytest.mark.parametrize("is_node_first", [True, False], ids=["node first", "evidence first"])
 def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
     fleet = Fleet()
-    inventory = ClusterInventory(fleet, lambda: NOW, proven=lambda name: view.word_on(name))
-    view = EvidenceView({}, show=inventory.prove, asked=["static"])
+    view = EvidenceView({}, asked=["static"])
+    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.word_on)
+    view.notify(inventory.prove)
     node = {"metadata": {"name": "node-a"}}
     if is_node_first:
         inventory.know_node(node)
@@ -489,8 +490,9 @@ def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
 def test_each_word_has_to_be_of_this_node_and_not_of_the_one_before(spire: int, proof: int, state: str) -> None:
     """The newer of two must not hide that the other is of the machine that had the name before."""
     fleet = Fleet()
-    inventory = ClusterInventory(fleet, lambda: NOW, proven=lambda name: view.word_on(name))
-    view = EvidenceView({}, show=inventory.prove, asked=["spire-server", "jwt-svid"])
+    view = EvidenceView({}, asked=["spire-server", "jwt-svid"])
+    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.word_on)
+    view.notify(inventory.prove)
     inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:30:00Z"}})
     begins = ("2026-03-02T11:00:00Z", "2026-03-02T11:45:00Z")
     view.changed(
@@ -504,8 +506,9 @@ def test_each_word_has_to_be_of_this_node_and_not_of_the_one_before(spire: int, 
 
 def test_a_proof_by_a_clock_that_is_ahead_is_not_of_the_node_that_came_after() -> None:
     fleet = Fleet()
-    inventory = ClusterInventory(fleet, lambda: NOW, proven=lambda name: view.word_on(name))
-    view = EvidenceView({}, show=inventory.prove, asked=["jwt-svid"], skew=5 * SECOND)
+    view = EvidenceView({}, asked=["jwt-svid"], skew=5 * SECOND)
+    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.word_on)
+    view.notify(inventory.prove)
     inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:59:50Z"}})
     states = []
     for version, second in ((1, 55), (2, 56)):
@@ -520,7 +523,8 @@ def test_a_proof_by_a_clock_that_is_ahead_is_not_of_the_node_that_came_after() -
 def test_what_is_written_counts_no_longer_than_evidence_may_here(source: str) -> None:
     """Written under a longer `--max-evidence-age`, by a process of yesterday or by hand, it is as old as it is."""
     shown: list[str] = []
-    view = EvidenceView({}, show=shown.append, asked=[source, "static"], skew=5 * SECOND, max_age=10 * MINUTE)
+    view = EvidenceView({}, asked=[source, "static"], skew=5 * SECOND, max_age=10 * MINUTE)
+    view.notify(shown.append)
     proof = {"nonceDigest": "n"} if source == "jwt-svid" else {}
     for since, until, ends in (
         ("2026-03-02T12:00:00Z", "2026-03-02T12:40:00Z", NOW + 10 * MINUTE + 5 * SECOND),
@@ -534,7 +538,7 @@ def test_what_is_written_counts_no_longer_than_evidence_may_here(source: str) ->
 
 
 def test_what_somebody_wrote_down_has_the_end_that_he_gave_it() -> None:
-    view = EvidenceView({}, show=lambda _: None, asked=["static"], max_age=10 * MINUTE)
+    view = EvidenceView({}, asked=["static"], max_age=10 * MINUTE)
     view.changed(raw(static=entry(since="2026-03-02T11:00:00Z", until=LATER)))
     found = view.word_on("node-a")
     assert found is not None
@@ -544,7 +548,8 @@ def test_what_somebody_wrote_down_has_the_end_that_he_gave_it() -> None:
 @pytest.mark.parametrize("since", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"])
 def test_a_moment_that_nobody_can_reckon_with_leaves_what_was_known(since: str) -> None:
     shown: list[str] = []
-    view = EvidenceView({}, show=shown.append, asked=["jwt-svid"], skew=MINUTE, max_age=HOUR)
+    view = EvidenceView({}, asked=["jwt-svid"], skew=MINUTE, max_age=HOUR)
+    view.notify(shown.append)
     view.changed(raw(jwt_svid=entry(since=SAID, until=LATER, nonceDigest="d")))
     known = view.word_on("node-a")
     assert known is not None

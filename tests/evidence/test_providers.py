@@ -23,8 +23,9 @@ from tests.evidence.jwt.jwt_doubles import JwtWorkloadApiDouble
 from tests.evidence.jwt.tokens import SigningKey
 from tests.running import serving
 from tests.web.house import INVENTORY, House
-from webhook.assembly.parts import Parts
-from webhook.commands.serve import Server, assembled
+from webhook.admission.parts import Parts
+from webhook.assembly.serving import assembled
+from webhook.commands.serve import Server
 from webhook.core.evidence import EvidenceState
 from webhook.evidence.providers import providers_of
 from webhook.evidence.spire.spire_server import SpireServer

@@ -17,7 +17,7 @@ from webhook.evidence.static import StaticEvidence
 from webhook.inventory.discovery import AT_A_TIME, AT_ONCE, Discovery, WrittenInventory, due
 from webhook.inventory.file import InventoryFile
 from webhook.kube.gpu_node import GpuNode
-from webhook.ledger.store import StoreAwayError
+from webhook.kube.store import StoreAwayError
 
 OURS = {"app.kubernetes.io/managed-by": "gpuwarden"}
 

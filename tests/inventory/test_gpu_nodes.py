@@ -7,10 +7,10 @@ from attrs import evolve
 
 from tests.builders import NOW, SECOND, Raw, evidence
 from tests.ledger.fake_store import gpu_node
+from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
 from webhook.core.device import Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
-from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 
 
 class Scene:
@@ -19,7 +19,7 @@ class Scene:
     def __init__(self) -> None:
         self.fleet = Fleet()
         self.told: list[str] = []
-        inventory = ClusterInventory(self.fleet, lambda: NOW, {"node-a": evidence("node-a")}.get)
+        inventory = ClusterFleet(self.fleet, lambda: NOW, {"node-a": evidence("node-a")}.get)
         self.nodes = NodesListener(inventory)
         self.gpu_nodes = GpuNodesListener(
             inventory,
@@ -126,7 +126,7 @@ def test_what_is_held_is_learnt_before_devices_are_offered(scene: Scene) -> None
     scene.nodes.changed(raw_node())
     offered: list[bool] = []
     listener = GpuNodesListener(
-        ClusterInventory(scene.fleet, lambda: NOW, lambda name: None),
+        ClusterFleet(scene.fleet, lambda: NOW, lambda name: None),
         learn=lambda raw: offered.append(bool(scene.fleet.device_count)),
         forget=lambda name: None,
     )
@@ -146,7 +146,7 @@ def test_what_is_held_is_learnt_before_devices_are_offered(scene: Scene) -> None
 )
 def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(word: Evidence, state: str) -> None:
     fleet = Fleet()
-    inventory = ClusterInventory(fleet, lambda: NOW, lambda name: word)
+    inventory = ClusterFleet(fleet, lambda: NOW, lambda name: word)
     born = (NOW - SECOND).isoformat().replace("+00:00", "Z")
     raw = raw_node()
     NodesListener(inventory).changed({**raw, "metadata": {**raw["metadata"], "creationTimestamp": born}})

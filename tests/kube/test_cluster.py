@@ -16,22 +16,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from webhook.kube.cluster import ApiCallers, BadCaError, BadKubeconfigError, NotInAPodError, connected
+from webhook.core.caller import Caller, CallersUnavailableError, Right
+from webhook.kube.api_callers import ApiCallers
+from webhook.kube.client import BadCaError, BadKubeconfigError, NotInAPodError, connected
 from webhook.runtime import settings
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.listener import Listener
 from webhook.runtime.settings import Settings
-from webhook.web.callers import (
-    Caller,
-    CallersUnavailableError,
-    Gate,
-    Guard,
-    Reviewers,
-    Right,
-    bind_pods,
-    finalize_reservations,
-    list_pods,
-)
+from webhook.web.callers import Gate, Guard, Reviewers, bind_pods, finalize_reservations, list_pods
 
 CA = trustme.CA()
 

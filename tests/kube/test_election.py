@@ -12,7 +12,7 @@ from kubernetes.aio import client
 
 from tests.kube.test_lease import Leases
 from webhook.kube.calls import ApiAwayError, Calls, Limit
-from webhook.kube.cluster import token_reader
+from webhook.kube.client import token_reader
 from webhook.kube.election import FAREWELL, INSISTENCE, TERMS, lead_once
 from webhook.kube.lease import Candidate, Terms
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from tests.builders import Raw
-from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
+from webhook.kube.store import RefusedError, StaleError, StoreAwayError
 
 Held = Mapping[str, Mapping[str, Any]]
 

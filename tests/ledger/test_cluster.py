@@ -29,11 +29,11 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.core.verdict import Deny
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
+from webhook.kube.store import RefusedError, StoreAwayError
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.cluster import PATIENCE, ClusterLedger, Witness, WitnessAwayError
 from webhook.ledger.end_of_use import NodeSight
 from webhook.ledger.moves import Times
-from webhook.ledger.store import RefusedError, StoreAwayError
 from webhook.runtime.clock import LONG_AGO
 from webhook.runtime.telemetry import Metrics
 

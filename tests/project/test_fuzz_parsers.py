@@ -60,8 +60,8 @@ ELSEWHERE = {
     "webhook/node/attest.py": "the server that a node was given: tests/node/test_attest.py",
     "webhook/commands/certs.py": "around Secrets: tests/commands/test_certs.py",
     "webhook/scheduler/binder_volumes.py": "an object that the binder has just written",
-    "webhook/commands/explain_sources.py": "the server that a person has named: tests/commands/test_explain.py",
-    "webhook/commands/explain_dry_run.py": "the API server that a person has named: tests/e2e/test_explain_server.py",
+    "webhook/commands/explain/sources.py": "the server that a person has named: tests/commands/test_explain.py",
+    "webhook/commands/explain/dry_run.py": "the API server that a person has named: tests/e2e/test_explain_server.py",
 }
 
 

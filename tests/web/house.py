@@ -14,7 +14,9 @@ from tests import builders
 from tests.builders import NOW, Raw
 from webhook.admission.explanation import Explainer
 from webhook.admission.fleet_updater import Feed
-from webhook.assembly.parts import Parts, embedded
+from webhook.admission.parts import Parts
+from webhook.admission.reviewer import Reviewer
+from webhook.assembly.parts import embedded
 from webhook.ledger.pods import PodFacts
 from webhook.runtime.clock import Clock
 from webhook.runtime.http.budgets import Budgets
@@ -72,9 +74,8 @@ class House:
         self.health = Health()
         self.budgets = Budgets()
         parts = self.parts
-        admission = Admission(
-            parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, self.health, parts.hinting, self.budgets
-        )
+        reviewer = Reviewer.of(parts)
+        admission = Admission(reviewer, parts.clock, self.health, self.budgets)
         self.finalize = finalize = Finalize(parts.ledger, parts.fleet, parts.pods, facts or parts.pods, self.health)
         devices = Devices(
             parts.fleet,
@@ -91,7 +92,7 @@ class House:
             admission,
             finalize,
             devices,
-            Explain(Explainer(parts, admission), self.health),
+            Explain(Explainer(parts, reviewer), self.health),
             self.health,
             parts.metrics,
             evidence,

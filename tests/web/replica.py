@@ -8,7 +8,8 @@ from tests.ledger.fake_store import FakeStore, gpu_node
 from tests.web.house import INVENTORY, Assemble
 from webhook.admission.fleet_updater import Feed
 from webhook.admission.namespaces import Undemanding
-from webhook.assembly.parts import Parts, assembled, inventory_path, times_of
+from webhook.admission.parts import Parts
+from webhook.assembly.parts import assembled, inventory_path, times_of
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, Reservation

@@ -11,22 +11,19 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.builders import NOW
+from webhook.core.caller import POD_UID, Caller, CallersUnavailableError, Right
 from webhook.runtime.telemetry import Metrics
 from webhook.runtime.tls.certificate_source import CERTIFICATE
 from webhook.web.callers import (
     MAX_RIGHTS,
     MAX_TOKEN,
-    POD_UID,
     REMEMBERED,
     RIGHT_REMEMBERED,
     Authority,
-    Caller,
-    CallersUnavailableError,
     Gate,
     Guard,
     Remembered,
     Reviewers,
-    Right,
     caller_of,
     list_pods,
 )

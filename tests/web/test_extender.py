@@ -16,9 +16,10 @@ from tests.core.test_extender_wire import MALFORMED
 from tests.web.house import INVENTORY, House
 from tests.web.replica import Shared, sharing
 from tests.web.test_app import paths
+from webhook.core.caller import Caller, CallersUnavailableError, Right
 from webhook.scheduler.extender import Extender
 from webhook.web.app import extender_app, plain_extender_app
-from webhook.web.callers import Authority, Caller, CallersUnavailableError, Gate, Right, bind_pods
+from webhook.web.callers import Authority, Gate, bind_pods
 from webhook.web.extender import MAX_BODY, ExtenderRoutes
 from webhook.web.health import Stage
 

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 from tests.web.house import House
 from tests.web.test_callers import ApiServer
 from webhook.admission.explanation import Explainer
+from webhook.admission.reviewer import Reviewer
 from webhook.scheduler.extender import Extender
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, tls_app
@@ -47,10 +48,11 @@ def apps(house: House) -> dict[str, ASGIApp]:
     """The listeners of a cluster's server, where reviewers need a token."""
     parts, health = house.parts, house.health
     gate = Gate(parts.clock, ApiServer(), Reviewers("gpuwarden"))
-    admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, health)
+    reviewer = Reviewer.of(parts)
+    admission = Admission(reviewer, parts.clock, health)
     finalize = Finalize(parts.ledger, parts.fleet, parts.pods, parts.pods, health, gate)
     devices = Devices(parts.fleet, parts.ledger, parts.clock, gate=gate)
-    explain = Explain(Explainer(parts, admission), health, gate)
+    explain = Explain(Explainer(parts, reviewer), health, gate)
     extender = ExtenderRoutes(Extender(parts, None), parts.metrics, health, gate)
     return {
         "tls": tls_app(admission, finalize, devices, explain, health, parts.metrics, gate=gate),

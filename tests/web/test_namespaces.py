@@ -18,7 +18,8 @@ from tests.web.replica import Shared, binding, sharing
 from tests.web.test_admission import pinned_nodes, refusal
 from tests.web.test_extender import by_name, of_house
 from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
-from webhook.assembly.parts import Parts, embedded
+from webhook.admission.parts import Parts
+from webhook.assembly.parts import embedded
 from webhook.core.extender_wire import ExtenderArgs, Offer
 from webhook.core.pod import Pod
 from webhook.runtime.clock import Clock

@@ -22,7 +22,8 @@ from tests.running import serving
 from tests.scoring.doubles import BAD, GOOD, Double, good, scoring
 from tests.web.house import House, patched
 from tests.web.test_admission import pinned_nodes, refusal
-from webhook.assembly.parts import Parts, embedded
+from webhook.admission.parts import Parts
+from webhook.assembly.parts import embedded
 from webhook.runtime.clock import Clock
 from webhook.runtime.settings import Settings
 from webhook.scoring.candidates import WatchedPriorityClasses

@@ -28,10 +28,10 @@ from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import Reservation
 from webhook.kube.api_objects import Objects
+from webhook.kube.store import StaleError
 from webhook.kube.view import View
 from webhook.ledger.carrier import ENDED, Carrier, PodWire
 from webhook.ledger.reconcile import had_since
-from webhook.ledger.store import StaleError
 from webhook.runtime.clock import LONG_AGO, Clock
 
 log = structlog.get_logger(__name__)

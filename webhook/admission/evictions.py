@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import structlog
-from kubernetes.aio import client
 
 from webhook.admission.evidence_loss import MeasureError
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.kube.api_objects import NotTheOneError, the_one
 from webhook.kube.calls import JSON, LOST, MERGE_PATCH, NODE_PATH, POD_PATH, answered
-from webhook.kube.cluster import REQUEST_TIMEOUT
-from webhook.scheduler.api_pods import names_of, said_in
+from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
+from webhook.kube.pods import names_of, said_in
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +23,7 @@ GONE, CONFLICT = 404, 409
 class ApiMeasures:
     """By the API server, and so within what its disruption budgets allow."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def taint(self, node: str, *, wanted: bool) -> None:

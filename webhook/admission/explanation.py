@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from webhook.admission.manifest_pods import mapping, namespace_of
 from webhook.admission.namespaces import NamespacesUnavailableError
-from webhook.assembly.parts import Parts
+from webhook.admission.parts import Parts
 from webhook.core import keys
 from webhook.core.check import refused_at_once
 from webhook.core.claim import Claim, ClaimRules

@@ -7,13 +7,15 @@ from datetime import timedelta
 
 import structlog
 from attrs import evolve
-from kubernetes.aio import client
 
+from webhook.admission.api_namespaces import ApiNamespaces
+from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
 from webhook.admission.fleet_updater import Outdated
 from webhook.admission.maps import MappedSets, NamespaceNews
 from webhook.admission.namespaces import WatchedNamespaces
+from webhook.admission.parts import Parts
 from webhook.admission.queue.waiting_pods import WaitingPods
-from webhook.assembly.parts import Parts, assembled, hinting_of, times_of
+from webhook.assembly.parts import assembled, hinting_of, times_of
 from webhook.core import keys
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
@@ -26,8 +28,8 @@ from webhook.evidence.providers import providers_of, pushed_of, retired_of
 from webhook.evidence.static import StaticEvidence, written_by_hand
 from webhook.inventory.discovery import Discovery, WrittenInventory
 from webhook.inventory.file import InventoryFile
-from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
-from webhook.kube.api_objects import ApiNamespaces, ApiNodes, ApiObjects
+from webhook.kube.api_gpu_nodes import ApiGpuNodes
+from webhook.kube.api_objects import ApiNodes, ApiObjects
 from webhook.kube.api_paths import (
     GPU_NODES,
     GPU_NODES_PATH,
@@ -40,10 +42,11 @@ from webhook.kube.api_paths import (
     STATEFUL_SETS_PATH,
     TRUST_BUNDLES,
 )
-from webhook.kube.cluster import ApiGpuNodes, ApiPods
+from webhook.kube.client import ApiClient
 from webhook.kube.events import Events
 from webhook.kube.view import Several
 from webhook.kube.watch import LONGEST_PAUSE, Listener, Watch
+from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.runtime.clock import Clock
 from webhook.runtime.settings import Settings
@@ -57,7 +60,7 @@ log = structlog.get_logger(__name__)
 PATIENCE = LONGEST_PAUSE
 
 
-def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: ApiPods) -> Parts:
+def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -> Parts:
     """Any number of processes put together like this may serve one cluster."""
     if settings.inventory is not None:
         log.warning(
@@ -89,14 +92,14 @@ def clustered(settings: Settings, clock: Clock, api: client.ApiClient, pods: Api
     return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
 
 
-def marks_of(settings: Settings, api: client.ApiClient) -> ClusterMarks | None:
+def marks_of(settings: Settings, api: ApiClient) -> ClusterMarks | None:
     """None where bundles have no number: those that agents hand out."""
     if settings.bundle_endpoint is None or settings.spire_trust_domain is None:
         return None
     return ClusterMarks(ApiObjects(api, TRUST_BUNDLES), settings.spire_trust_domain)
 
 
-def hinting_in(settings: Settings, parts: Parts, api: client.ApiClient) -> Hinting | None:
+def hinting_in(settings: Settings, parts: Parts, api: ApiClient) -> Hinting | None:
     """What hints are made of is watched for itself: nobody else waits for it."""
     jobs, classes = RunningJobs(), WatchedPriorityClasses()
     hinting = hinting_of(settings, parts, jobs, classes)
@@ -111,7 +114,7 @@ class ClusterFeed:
 
     def __init__(
         self,
-        api: client.ApiClient,
+        api: ApiClient,
         fleet: Fleet,
         ledger: ClusterLedger,
         own: Mapping[str, Evidence],
@@ -123,12 +126,13 @@ class ClusterFeed:
         max_age: timedelta,
         opt_in: str,
     ) -> None:
-        inventory = ClusterInventory(fleet, clock, proven=lambda name: evidence.word_on(name))
-        evidence = EvidenceView(own, show=inventory.prove, asked=asked, skew=skew, max_age=max_age)
-        gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
+        evidence = EvidenceView(own, asked=asked, skew=skew, max_age=max_age)
+        cluster_fleet = ClusterFleet(fleet, clock, proven=evidence.word_on)
+        evidence.notify(cluster_fleet.prove)
+        gpu_nodes = GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget)
         sets = MappedSets(fleet, opt_in)
         self._watches: tuple[Watch, ...] = (
-            Watch(api, NODES_PATH, NodesListener(inventory)),
+            Watch(api, NODES_PATH, NodesListener(cluster_fleet)),
             Watch(api, GPU_NODES_PATH, gpu_nodes),
             Watch(api, NODE_EVIDENCES_PATH, evidence),
             Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets))),
@@ -193,7 +197,7 @@ class Discovering:
     def __init__(
         self,
         settings: Settings,
-        api: client.ApiClient,
+        api: ApiClient,
         events: Events,
         clock: Clock,
         *,

@@ -3,15 +3,17 @@
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import evolve
 
 from webhook.admission.evidence_loss import evidence_ages
-from webhook.admission.fleet_updater import Feed, Outdated
+from webhook.admission.fleet_updater import Feed
 from webhook.admission.holding import Holder
 from webhook.admission.namespaces import ClaimReading, Namespaces, Undemanding
+from webhook.admission.parts import Feeding, Parts
 from webhook.admission.room import Limits
+from webhook.admission.rules import Rules
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device_state import DeviceState, device_state
@@ -22,14 +24,13 @@ from webhook.core.fleet import Fleet
 from webhook.core.hints import Bucket
 from webhook.core.keys import REQUIRED_HASH
 from webhook.core.offer import offer_of
-from webhook.evidence.jwt.attestation import Attestation, attestation_of
+from webhook.evidence.jwt.attestation import attestation_of
 from webhook.evidence.jwt.proofs import MemoryProofs
 from webhook.evidence.providers import providers_of
 from webhook.evidence.static import NOTE as STATIC_NOTE
 from webhook.evidence.static import StaticEvidence
 from webhook.inventory.file import InventoryFile
 from webhook.ledger import Ledger
-from webhook.ledger.lapses import Lapses
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
 from webhook.ledger.pods import PodSource, ReviewedPods
@@ -40,42 +41,6 @@ from webhook.runtime.telemetry import FleetCounts, Metrics
 from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs
 from webhook.scoring.client import ScorerClient
 from webhook.scoring.hints import Hinting
-from webhook.web.admission import Rules
-
-
-class Feeding(Protocol):
-    """Keeps the fleet up to date."""
-
-    @property
-    def outdated(self) -> Outdated | None:
-        """None while it is."""
-
-    async def load(self) -> None:
-        """The first readings; what cannot be read stops the start."""
-
-    async def first_answers(self) -> None:
-        """Until everybody who is asked about evidence has answered once."""
-
-    async def run(self, interval: float) -> None:
-        """For ever."""
-
-
-@frozen
-class Parts:
-    """What one process works with."""
-
-    fleet: Fleet
-    ledger: Ledger
-    holder: Holder
-    feed: Feeding
-    pods: PodSource
-    rules: Rules
-    clock: Clock
-    metrics: Metrics
-    notes: tuple[str, ...]
-    attestation: Attestation | None = None
-    hinting: Hinting | None = None
-    lapses: Lapses = field(factory=Lapses)
 
 
 def embedded(settings: Settings, clock: Clock) -> Parts:

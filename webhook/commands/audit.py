@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 from attrs import frozen
-from kubernetes.aio import client
-from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.admission.audit import AuditedPod, Facts, Finding, Reading, findings
 from webhook.admission.maps import map_of, may_keep, opted_in
@@ -28,7 +26,7 @@ from webhook.kube.api_paths import (
     STATEFUL_SETS_PATH,
     VOLUMES_PATH,
 )
-from webhook.kube.cluster import connected
+from webhook.kube.client import ApiClient, ApiException, connected
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, name_in
 from webhook.kube.watch import TROUBLE, pages
 from webhook.runtime.clock import utc_now
@@ -83,12 +81,12 @@ async def audited(settings: Settings, context: str | None) -> list[Finding]:
     return [one for one in first if (one.kind, one.object) in again]
 
 
-async def looked(api: client.ApiClient, settings: Settings, volumes: Volumes) -> list[Finding]:
+async def looked(api: ApiClient, settings: Settings, volumes: Volumes) -> list[Finding]:
     facts = await facts_of(api, settings, volumes)
     return findings(facts, utc_now(), needs_evidence=settings.evidence_required_of == "all")
 
 
-async def facts_of(api: client.ApiClient, settings: Settings, volumes: Volumes) -> Facts:
+async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Facts:
     """The ledger is read before the pods and after them: what changes meanwhile is not judged."""
     rules = rules_of(settings, Undemanding())
     reading = Reading(rules.claims.rules, rules.dress, settings.host_paths, volumes)
@@ -112,7 +110,7 @@ async def facts_of(api: client.ApiClient, settings: Settings, volumes: Volumes) 
     )
 
 
-async def kept(api: client.ApiClient, path: str, matters: Callable[[Raw], Kept | None]) -> AsyncIterator[Kept]:
+async def kept(api: ApiClient, path: str, matters: Callable[[Raw], Kept | None]) -> AsyncIterator[Kept]:
     """What matters of each object, page by page. Raises CannotReadError."""
     try:
         async for page, _ in pages(api, path):
@@ -127,7 +125,7 @@ async def kept(api: client.ApiClient, path: str, matters: Callable[[Raw], Kept |
         raise error(f"{path} cannot be listed: the API server {said}") from exc
 
 
-async def refused_volumes_in(api: client.ApiClient) -> Volumes:
+async def refused_volumes_in(api: ApiClient) -> Volumes:
     """Who may not list them is told, and learns the rest. Raises CannotReadError."""
     try:
         return dict([one async for one in kept(api, VOLUMES_PATH, refused_volume)])
@@ -136,7 +134,7 @@ async def refused_volumes_in(api: client.ApiClient) -> Volumes:
         return {}
 
 
-async def ledger_in(api: client.ApiClient) -> Ledger:
+async def ledger_in(api: ApiClient) -> Ledger:
     held: dict[tuple[ReservationId, str], Reservation] = {}
     unreadable = []
     async for raw in kept(api, GPU_NODES_PATH, lambda raw: raw):

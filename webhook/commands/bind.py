@@ -5,25 +5,26 @@ from collections.abc import Callable
 from typing import Protocol
 
 import structlog
-from kubernetes.aio import client
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.binding_door import BindingDoor
+from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
 from webhook.admission.holding import Holder
 from webhook.admission.namespaces import WatchedNamespaces
 from webhook.assembly.parts import policy_of, rules_of, times_of
 from webhook.core.fleet import Fleet
 from webhook.evidence.cluster import EvidenceView
 from webhook.evidence.static import StaticEvidence, written_by_hand
-from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
-from webhook.kube.api_objects import ApiNamespaces
+from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_paths import GPU_NODES_PATH, NAMESPACES_PATH, NODE_EVIDENCES_PATH, NODES_PATH, PODS_PATH
-from webhook.kube.cluster import ApiGpuNodes, ApiPods, connected
+from webhook.kube.client import ApiClient, connected
 from webhook.kube.election import lead_again_and_again
 from webhook.kube.events import ApiEvents
 from webhook.kube.view import Several
 from webhook.kube.watch import TROUBLE, Watch, opened
+from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.runtime.clock import utc_now
 from webhook.runtime.process import passes, stop_signal, until
@@ -59,7 +60,7 @@ async def schedule(settings: Settings) -> None:
     log.info("stopped")
 
 
-async def work(settings: Settings, api: client.ApiClient, probes: Probes, health: "SchedulerHealth") -> None:
+async def work(settings: Settings, api: ApiClient, probes: Probes, health: "SchedulerHealth") -> None:
     parts = Parts(settings, api, probes.metrics)
     pulse = Pulse(api)
     health.is_sound = lambda: pulse.is_there and all(watch.is_current for watch in parts.watches)
@@ -78,20 +79,20 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes, health
 class Parts:
     """What one such process works with: one watch of each kind of object, heard by all who need it."""
 
-    def __init__(self, settings: Settings, api: client.ApiClient, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, api: ApiClient, metrics: Metrics) -> None:
         self.news = asyncio.Event()
         self.world = World(settings.scheduler_name, self.news.set)
         fleet, pods, policy = Fleet(), ApiPods(api), policy_of(settings)
         ledger = self._ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
         own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
-        inventory = ClusterInventory(fleet, utc_now, proven=lambda name: evidence.word_on(name))
         evidence = EvidenceView(
             own,
-            show=inventory.prove,
             asked=settings.evidence,
             skew=settings.clock_skew,
             max_age=settings.max_evidence_age,
         )
+        cluster_fleet = ClusterFleet(fleet, utc_now, proven=evidence.word_on)
+        evidence.notify(cluster_fleet.prove)
         namespaces = WatchedNamespaces(ApiNamespaces(api))
         claims = rules_of(settings, namespaces).claims
         holder = Holder(fleet, ledger, policy, utc_now, metrics)
@@ -111,9 +112,9 @@ class Parts:
             utc_now,
             opt_in=settings.opt_in_label,
         )
-        gpu_nodes = GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget)
+        gpu_nodes = GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget)
         self.watches = (
-            Watch(api, NODES_PATH, Several(NodesListener(inventory), NodesOfWorld(self.world))),
+            Watch(api, NODES_PATH, Several(NodesListener(cluster_fleet), NodesOfWorld(self.world))),
             Watch(api, GPU_NODES_PATH, Several(gpu_nodes, Touches(self.world, is_reshaped=False))),
             Watch(api, NODE_EVIDENCES_PATH, Several(evidence, Touches(self.world, is_reshaped=True))),
             Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespacesOfWorld(self.world))),
@@ -145,7 +146,7 @@ async def leading(binder: Acting, news: asyncio.Event) -> None:
 class Pulse:
     """Whether the API server answers at all. A connection that was cut without a word looks as if nothing happened."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
         self.is_there = True
 

@@ -16,11 +16,10 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 from attrs import frozen
-from kubernetes.aio import client
 
 from webhook.core.errors import GpuwardenError
 from webhook.kube.calls import JSON, JSON_PATCH, LOST, MERGE_PATCH, answered
-from webhook.kube.cluster import REQUEST_TIMEOUT, connected
+from webhook.kube.client import REQUEST_TIMEOUT, ApiClient, connected
 from webhook.kube.objects import object_in
 from webhook.kube.watch import Watch
 from webhook.runtime.clock import utc_now
@@ -177,7 +176,7 @@ class News:
         """Nothing is left to be written there."""
 
 
-def watches_of(settings: Settings, api: client.ApiClient, news: News) -> list[Watch]:
+def watches_of(settings: Settings, api: ApiClient, news: News) -> list[Watch]:
     return [
         Watch(api, CONFIGURATIONS_PATH.format(kind=kind), news, only={"fieldSelector": f"metadata.name={name}"})
         for kind in KINDS
@@ -233,7 +232,7 @@ def rules_of(settings: Settings) -> Rules:
 class ApiPlace:
     """The Secret and the webhook configurations of the API server."""
 
-    def __init__(self, api: client.ApiClient, settings: Settings) -> None:
+    def __init__(self, api: ApiClient, settings: Settings) -> None:
         self._api = api
         self._namespace, self._secret = settings.certs_namespace, settings.certs_secret
         self._names = settings.certs_configurations

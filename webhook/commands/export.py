@@ -16,7 +16,6 @@ from typing import Any, Final, Protocol
 import msgspec
 import structlog
 from attrs import frozen
-from kubernetes.aio import client
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -43,7 +42,7 @@ from webhook.inventory.node_gpus import GpuWire, gpus_in
 from webhook.inventory.nvidia_smi import MAX_SIZE, parse
 from webhook.kube.api_paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
 from webhook.kube.calls import ApiRefusesError, Calls, Limit
-from webhook.kube.cluster import connected
+from webhook.kube.client import ApiClient, connected
 from webhook.kube.lease import Candidate, Terms
 from webhook.kube.pod_exec import PodExec
 from webhook.kube.view import View
@@ -271,7 +270,7 @@ class StoreHealth(Health):
 class Process:
     """All parts of the process."""
 
-    def __init__(self, settings: ExportSettings, api: client.ApiClient) -> None:
+    def __init__(self, settings: ExportSettings, api: ApiClient) -> None:
         loop = asyncio.get_running_loop()
         self._settings = settings
         self._api = api

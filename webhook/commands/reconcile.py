@@ -4,11 +4,12 @@ import asyncio
 from functools import partial
 
 import structlog
-from kubernetes.aio import client
 
+from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.audit import Reading
 from webhook.admission.audit_watch import AuditWatch
 from webhook.admission.binding_ends import BindingEnds
+from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
 from webhook.admission.evictions import ApiMeasures
 from webhook.admission.evidence_loss import Continuous, OnEvidenceLost, evidence_ages, is_vouched
 from webhook.admission.maps import MappedSets, NamespaceNews, NodeNames
@@ -20,9 +21,9 @@ from webhook.assembly.cluster import Discovering
 from webhook.assembly.parts import policy_of, rules_of, times_of
 from webhook.core.fleet import Fleet
 from webhook.evidence.cluster import EvidenceView
-from webhook.inventory.gpu_nodes import ClusterInventory, GpuNodesListener, NodesListener
 from webhook.inventory.offers import Offers
-from webhook.kube.api_objects import ApiNamespaces, ApiObjects
+from webhook.kube.api_gpu_nodes import ApiGpuNodes
+from webhook.kube.api_objects import ApiObjects
 from webhook.kube.api_paths import (
     BINDING_ENDS,
     GPU_NODES,
@@ -31,11 +32,12 @@ from webhook.kube.api_paths import (
     PODS_PATH,
     STATEFUL_SETS_PATH,
 )
-from webhook.kube.cluster import ApiGpuNodes, ApiPods, connected
+from webhook.kube.client import ApiClient, connected
 from webhook.kube.election import lead_again_and_again
 from webhook.kube.events import ApiEvents
 from webhook.kube.view import Several
 from webhook.kube.watch import TROUBLE, Watch, whole_list
+from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import Patience
 from webhook.ledger.reconcile import OnBindDeadline, Reconciler, Waiting
@@ -65,21 +67,21 @@ async def reconcile(settings: Settings) -> None:
     log.info("stopped")
 
 
-async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> None:
+async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
     fleet, pods, metrics = Fleet(), ApiPods(api), probes.metrics
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
     events = ApiEvents(api, utc_now, metrics.count_event)
     waiting = Waiting(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew)
     patience = Patience(settings.max_grace, settings.orphan_margin)
     reconciler = Reconciler(ledger, pods, events, utc_now, waiting, patience, is_closed=lambda uid: ends.is_closed(uid))
-    inventory = ClusterInventory(fleet, utc_now, proven=lambda name: evidence.word_on(name))
     evidence = EvidenceView(
         {},
-        show=inventory.prove,
         asked=settings.evidence,
         skew=settings.clock_skew,
         max_age=settings.max_evidence_age,
     )
+    cluster_fleet = ClusterFleet(fleet, utc_now, proven=evidence.word_on)
+    evidence.notify(cluster_fleet.prove)
     policy = policy_of(settings)
     offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
     discovering = Discovering(
@@ -87,8 +89,8 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         api,
         events,
         utc_now,
-        gpu_nodes=Several(GpuNodesListener(inventory, learn=ledger.learn, forget=ledger.forget), offers.view),
-        also_nodes=[NodesListener(inventory)],
+        gpu_nodes=Several(GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget), offers.view),
+        also_nodes=[NodesListener(cluster_fleet)],
         also_evidences=[evidence],
         count_error=metrics.count_provider_error,
     )
@@ -179,7 +181,7 @@ async def work(settings: Settings, api: client.ApiClient, probes: Probes) -> Non
         await lead_again_and_again(settings, api, LEASE, lead, ledger.rest)
 
 
-async def read_anew(api: client.ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:
+async def read_anew(api: ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:
     """What is held, and the pods that wait, as they are at this moment: a watch may be far behind, and what it has not
     told yet of another leader's work would be done twice."""
     known = list(waiting_pods.raws)

@@ -8,20 +8,19 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from kubernetes.aio import client
-from kubernetes.aio.client.exceptions import ApiException
-
 from webhook.assembly.parts import times_of
 from webhook.core.errors import GpuwardenError, LedgerError
 from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Reservation
+from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_paths import GPU_NODES_PATH
 from webhook.kube.calls import LOST, answered
-from webhook.kube.cluster import ApiGpuNodes, ApiPods, connected
+from webhook.kube.client import ApiClient, ApiException, connected
 from webhook.kube.events import CLUSTER_NAMESPACE, EVENTS_PATH, REQUEST_TIMEOUT, Happening, Subject, event_of
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.kube.watch import TROUBLE, pages
+from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.orphanage import gpus_of
 from webhook.runtime.clock import utc_now
@@ -49,7 +48,7 @@ async def released(settings: Settings, context: str | None, wanted: Sequence[str
         return chosen
 
 
-async def held_in(api: client.ApiClient, ledger: ClusterLedger) -> list[Reservation]:
+async def held_in(api: ApiClient, ledger: ClusterLedger) -> list[Reservation]:
     """What all GPUNodes hold, which the ledger learns too."""
     held: list[Reservation] = []
     try:
@@ -79,7 +78,7 @@ def orphan_of(wanted: str, held: Sequence[Reservation]) -> Reservation:
     return orphans[0]
 
 
-async def release(api: client.ApiClient, ledger: ClusterLedger, one: Reservation) -> None:
+async def release(api: ApiClient, ledger: ClusterLedger, one: Reservation) -> None:
     try:
         is_released = await ledger.release_orphan(one)
     except LedgerError as exc:

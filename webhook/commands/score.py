@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from webhook.assembly.parts import Feeding
+from webhook.admission.parts import Feeding
 from webhook.core.fleet import Fleet
 from webhook.core.keys import GPU_TYPE_LABELS
 from webhook.runtime.http.listener import Listener
@@ -160,7 +160,7 @@ def app_of(fleet: Fleet, priorities: Mapping[str, float], health: Health, metric
 
 async def score(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
-    from webhook.commands.serve import assembled
+    from webhook.assembly.serving import assembled
 
     configure_logging(settings.log_level)
     stop = stop_signal()

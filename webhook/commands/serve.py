@@ -3,18 +3,18 @@
 import asyncio
 import gc
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
-from attrs import frozen
 
 from webhook.admission.explanation import Explainer
-from webhook.assembly.parts import Parts, counts, embedded
-from webhook.ledger.pods import PodFacts
+from webhook.admission.reviewer import Reviewer
+from webhook.assembly.parts import counts
+from webhook.assembly.serving import Assembly, assembled
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets, Limits
 from webhook.runtime.http.listener import Listener
@@ -24,10 +24,9 @@ from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
 from webhook.runtime.tls.certificate_source import CertificateSource, Reload
 from webhook.runtime.tls.dev_certificates import make_dev_certificates
-from webhook.scheduler.extender import Bindings, Extender
+from webhook.scheduler.extender import Extender
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, plain_extender_app, tls_app
-from webhook.web.callers import Authority, Gate, Reviewers
 from webhook.web.devices import Devices
 from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
@@ -77,25 +76,6 @@ async def started(server: "Server", stop: asyncio.Event) -> bool:
     return False
 
 
-@frozen
-class Assembly:
-    """What a server is made of; where callers are asked who they are, who is asked about them."""
-
-    parts: Parts
-    facts: PodFacts
-    authority: Authority | None = None
-    bindings: Bindings | None = None
-    # What is to be in the API server before anybody may be bound.
-    prepare: Callable[[], Awaitable[None]] | None = None
-
-    def gate(self, settings: Settings) -> Gate:
-        reviewers = Reviewers(
-            settings.review_token_audience, settings.review_callers, with_certificate=settings.client_ca is not None
-        )
-        show_certificates = settings.extender_client_ca is not None
-        return Gate(self.parts.clock, self.authority, reviewers, schedulers_show_certificates=show_certificates)
-
-
 class Server:
     """The listeners and what keeps them supplied."""
 
@@ -108,8 +88,8 @@ class Server:
         self._hinting: asyncio.Future[None] | None = None
         health, metrics = self._health, parts.metrics
         budgets = Budgets(Limits.chosen(settings.max_body_memory, settings.max_reviews, settings.max_connections))
-        hinting = parts.hinting
-        admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, metrics, health, hinting, budgets)
+        reviewer = Reviewer.of(parts)
+        admission = Admission(reviewer, parts.clock, health, budgets)
         gate = assembly.gate(settings)
         finalize = Finalize(parts.ledger, parts.fleet, parts.pods, assembly.facts, health, gate)
         devices = Devices(
@@ -125,7 +105,7 @@ class Server:
             gate=gate,
             count=partial(counts, parts),
         )
-        explain = Explain(Explainer(parts, admission), health, gate)
+        explain = Explain(Explainer(parts, reviewer), health, gate)
         if not settings.is_embedded:
             metrics.show_review_callers(settings.proof_of_reviewers)
         host, tls = settings.host, self._certificates["tls"].context
@@ -286,34 +266,6 @@ def warn_if_open(settings: Settings) -> None:
         log.warning("everyone who reaches this server may use all of it", host=settings.host)
     elif not settings.proves_reviewers:
         log.warning("everyone who reaches the TLS listener may post reviews", host=settings.host)
-
-
-@asynccontextmanager
-async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
-    """The parts that the settings ask for, and who is asked whether a pod exists."""
-    if settings.is_embedded:
-        parts = embedded(settings, utc_now)
-        yield Assembly(parts, parts.pods)
-        return
-    from webhook.admission.binding_ends import ensure_binding_ends
-    from webhook.assembly.cluster import clustered
-    from webhook.kube.api_objects import ApiObjects
-    from webhook.kube.api_paths import BINDING_ENDS
-    from webhook.kube.cluster import ApiCallers, ApiPods, connected  # the client takes half a second to import
-    from webhook.scheduler.api_pods import ApiBindings
-
-    async with await connected(settings) as api:
-        pods, callers = ApiPods(api), ApiCallers(api)
-        if settings.keeps_in_cluster:
-            parts = clustered(settings, utc_now, api, pods)
-        else:
-            log.warning("reservations are kept in memory, and reviews are believed: for development only")
-            parts = embedded(settings, utc_now)
-        if not settings.keeps_in_cluster:
-            yield Assembly(parts, pods, callers)
-            return
-        prepare = partial(ensure_binding_ends, ApiObjects(api, BINDING_ENDS))
-        yield Assembly(parts, pods, callers, ApiBindings(api), prepare)
 
 
 async def every(interval: float, step: Callable[[], Awaitable[None]]) -> None:

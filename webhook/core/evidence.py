@@ -86,3 +86,11 @@ def combined(pieces: list[Evidence], asked: Collection[str] = ()) -> Evidence | 
         oldest=min((p.oldest or p.since for p in pieces if p.since), default=None),
         silent=silent,
     )
+
+
+def is_older(word: Evidence, born: datetime | None) -> bool:
+    """Whether it speaks of the node that had this name before: one that was made anew has to prove itself anew."""
+    begin = word.oldest or word.since
+    if word.is_banned or word.is_conflict or begin is None or born is None:
+        return False
+    return begin <= born

@@ -8,7 +8,7 @@ import msgspec
 import structlog
 from attrs import evolve
 
-from webhook.core.evidence import Evidence, combined
+from webhook.core.evidence import Evidence, combined, is_older
 from webhook.evidence import EvidenceProvider
 from webhook.evidence.node_evidence import (
     ENDLESS,
@@ -23,10 +23,10 @@ from webhook.evidence.node_evidence import (
     with_entries,
 )
 from webhook.evidence.providers import Round
-from webhook.inventory.gpu_nodes import born_of, is_older
 from webhook.kube.api_objects import Nodes, Objects
+from webhook.kube.node import born_of
+from webhook.kube.store import RefusedError, StaleError, StoreAwayError
 from webhook.kube.view import View
-from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -240,7 +240,6 @@ class EvidenceView:
     def __init__(
         self,
         own: Mapping[str, Evidence],
-        show: Callable[[str], None],
         asked: Collection[str],
         skew: timedelta = timedelta(),
         max_age: timedelta | None = None,
@@ -248,9 +247,13 @@ class EvidenceView:
         self._skew = skew
         self._max_age = max_age
         self._own = own
-        self._show = show
+        self._listeners: list[Callable[[str], None]] = []
         self._asked = frozenset(asked)
         self._view: View[tuple[Evidence, ...]] = View(self._said_in)
+
+    def notify(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the name of each node whose evidence changes."""
+        self._listeners.append(listener)
 
     def word_on(self, name: str) -> Evidence | None:
         own = [self._own[name]] if name in self._own else []
@@ -283,4 +286,5 @@ class EvidenceView:
 
     def _show_news(self) -> None:
         for name in self._view.take_news():
-            self._show(name)
+            for one in self._listeners:
+                one(name)

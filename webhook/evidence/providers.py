@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 
+from webhook.core.agent_naming import naming_of
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
 from webhook.evidence import EvidenceProvider, EvidenceUnavailableError, StillAwayError
 from webhook.evidence.jwt.jwt_svid import SOURCE as JWT_SVID
 from webhook.evidence.spire.attested import SOURCE, Rules
-from webhook.evidence.spire.naming import naming_of
 from webhook.evidence.spire.spire_server import Server, SocketServer, SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
 from webhook.evidence.static import StaticEvidence

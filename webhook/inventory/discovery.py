@@ -7,15 +7,15 @@ What a reservation holds is never dropped: while its device is not reported, it 
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 from attrs import evolve, frozen
 
 from webhook.core import keys
 from webhook.core.device import Device, DeviceUuid, Inventory
+from webhook.core.evidence import Evidence
 from webhook.core.reasons import Reason
-from webhook.evidence.static import StaticEvidence
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
 from webhook.inventory.node_annotations import Named, UnreadableDevicesError, devices_in
@@ -23,8 +23,8 @@ from webhook.inventory.node_gpus import devices_read, gpus_in
 from webhook.kube.api_objects import Nodes, Objects
 from webhook.kube.events import Events, Subject
 from webhook.kube.gpu_node import API_VERSION, FINALIZER, GpuNode, UnreadableGpuNodeError, raw_device
+from webhook.kube.store import RefusedError, StaleError, StoreAwayError
 from webhook.kube.view import View
-from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 
 log = structlog.get_logger(__name__)
 
@@ -118,10 +118,16 @@ def filled(one: Device, read: Device | None) -> Device:
     )
 
 
-class WrittenInventory:
-    """The inventory file, if there is one: devices for discovery, evidence for the static provider."""
+class EvidenceOfFile(Protocol):
+    """Takes the evidence entries of the inventory file."""
 
-    def __init__(self, file: InventoryFile | None, evidence: StaticEvidence) -> None:
+    def read_from_file(self, entries: Mapping[str, Evidence]) -> None: ...
+
+
+class WrittenInventory:
+    """The inventory file, if there is one: devices for discovery, evidence entries for `evidence`."""
+
+    def __init__(self, file: InventoryFile | None, evidence: EvidenceOfFile) -> None:
         self._file = file
         self._evidence = evidence
         self._nodes: Inventory = {}

@@ -7,8 +7,8 @@ import structlog
 from webhook.core.fleet import Fleet
 from webhook.core.offer import word_of
 from webhook.kube.api_objects import Objects
+from webhook.kube.store import RefusedError, StaleError, StoreAwayError
 from webhook.kube.view import View
-from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)

@@ -8,13 +8,12 @@ import msgspec
 from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
-from webhook.admission.namespaces import NamespacesUnavailableError
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
-from webhook.kube.calls import LOST, NODE_PATH, answered
-from webhook.kube.cluster import REQUEST_TIMEOUT, as_raw, translated
+from webhook.kube.calls import NODE_PATH, answered
+from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated
 from webhook.kube.objects import decoded, object_in
-from webhook.ledger.store import Raw, RefusedError, StoreAwayError
+from webhook.kube.store import Raw, RefusedError, StoreAwayError
 
 # Enough to see which field it is about.
 MAX_SAID = 400
@@ -129,26 +128,6 @@ async def node_in(api: client.ApiClient, name: str) -> Raw | None:
         return the_one(status, body, "Node", name)
     except NotTheOneError as exc:
         raise StoreAwayError(str(exc)) from exc
-
-
-class ApiNamespaces:
-    """The namespaces of the API server."""
-
-    def __init__(self, api: client.ApiClient) -> None:
-        self._api = api
-
-    async def get(self, name: str) -> Raw | None:
-        path = "/api/v1/namespaces/{name}"
-        try:
-            status, body = await answered(self._api, "GET", path, {"name": name}, seconds=REQUEST_TIMEOUT)
-        except LOST as exc:
-            raise NamespacesUnavailableError("the API server cannot be reached") from exc
-        if status == 404:
-            return None
-        try:
-            return the_one(status, body, "Namespace", name)
-        except NotTheOneError as exc:
-            raise NamespacesUnavailableError(str(exc)) from exc
 
 
 class NotTheOneError(GpuwardenError):

@@ -28,6 +28,7 @@ from webhook.core.errors import (
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Ask, Orphan, Phase, Placement, PodIdentity, Reservation, ReservationId
 from webhook.kube.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, name_in, with_finalizer, with_held
+from webhook.kube.store import RefusedError, StaleError, StoreAwayError
 from webhook.ledger.carrier import Carrier, Sight
 from webhook.ledger.moves import (
     Abandon,
@@ -49,7 +50,7 @@ from webhook.ledger.moves import (
 )
 from webhook.ledger.pending import PendingGpus
 from webhook.ledger.shelf import Shelf
-from webhook.ledger.store import GpuNodeStore, RefusedError, StaleError, StoreAwayError
+from webhook.ledger.store import GpuNodeStore
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)

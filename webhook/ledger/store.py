@@ -1,22 +1,8 @@
 """Where GPUNode objects are kept: versions, one winner a version, and answers that may get lost."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from webhook.core.errors import LedgerError, LedgerUnavailableError
-
-Raw = dict[str, Any]
-
-
-class StaleError(LedgerError):
-    """Somebody else has written since: nothing was written."""
-
-
-class RefusedError(LedgerError):
-    """The store's own rules forbid it: nothing was written."""
-
-
-class StoreAwayError(LedgerUnavailableError):
-    """No answer, or one that says nothing: it may have been written, or not."""
+from webhook.kube.store import Raw
 
 
 class GpuNodeStore(Protocol):

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 from attrs import frozen
 
+from webhook.core.agent_naming import naming_of
 from webhook.core.evidence_id import TRUST_DOMAIN, check_template, trust_domain_of
 from webhook.core.hashes import hashes_in
 from webhook.core.host_paths import mistake_in
 from webhook.core.names import is_object_name
-from webhook.evidence.spire.naming import naming_of
 
 T = TypeVar("T")
 

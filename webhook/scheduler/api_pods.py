@@ -1,32 +1,24 @@
 """What is done to pods that wait for a node: put on one by a Binding, told of, or woken by an annotation."""
 
-import msgspec
 import structlog
-from kubernetes.aio import client
 
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.kube.calls import LOST, MERGE_PATCH, POD_PATH, answered
-from webhook.kube.objects import decoded
+from webhook.kube.client import ApiClient
+from webhook.kube.pods import REQUEST_TIMEOUT, names_of, said_in
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
 from webhook.scheduler.waking import AlarmAwayError, NotWokenError
 
 log = structlog.get_logger(__name__)
 
-# Below the five seconds that a scheduler waits for an extender if nothing else is said.
-REQUEST_TIMEOUT = 4.0
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
-MAX_SAID = 800
-
-
-class StatusWire(msgspec.Struct, frozen=True):
-    message: str = ""
 
 
 class ApiBindings:
     """Bindings in the API server, with the pod's uid as their condition."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def bind(self, pod: PodIdentity, node: str, version: str = "") -> None:
@@ -46,7 +38,7 @@ class ApiBindings:
 class ApiConditions:
     """The condition of pods in the API server that says whether they have a node."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def unscheduled(self, pod: PodIdentity, version: str, message: str, at: str) -> bool:
@@ -80,7 +72,7 @@ class ApiConditions:
 class ApiAlarm:
     """Wakes pods in the API server."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def wake(self, pod: PodIdentity, at: str) -> None:
@@ -94,15 +86,3 @@ class ApiAlarm:
         if status >= 400 and status not in (404, 409):  # gone, or of another uid
             is_away = status == 429 or status >= 500
             raise (AlarmAwayError if is_away else NotWokenError)(said_in(status, body))
-
-
-def names_of(pod: PodIdentity) -> dict[str, str]:
-    return {"namespace": pod.namespace, "name": pod.name}
-
-
-def said_in(status: int, body: bytes) -> str:
-    try:
-        said: str = decoded(body, StatusWire).message
-    except msgspec.DecodeError:
-        said = ""
-    return said[:MAX_SAID] or f"the API server answered {status}"

@@ -19,7 +19,7 @@ from webhook.core.node_fit import Needs, Room, in_thousandths
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
-from webhook.inventory.gpu_nodes import node_of
+from webhook.kube.node import node_of
 from webhook.runtime.clock import LONG_AGO
 from webhook.scheduler.binder_volumes import Wanted
 from webhook.scheduler.binder_wire import AllocatableWire, NodeRoomWire, PodWire, beyond_us

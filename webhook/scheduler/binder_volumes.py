@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 from attrs import evolve, frozen
-from kubernetes.aio import client
 
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError
@@ -18,6 +17,7 @@ from webhook.core.nodes_asked import NAME_FIELD, Expression, NodeTerm, node_term
 from webhook.core.pod import Metadata, RequiredNodes, Requirement, Wire
 from webhook.core.reservation import PodIdentity
 from webhook.kube.calls import LOST, MERGE_PATCH, answered, said_in
+from webhook.kube.client import ApiClient
 from webhook.kube.objects import decoded
 
 REQUEST_TIMEOUT = 4.0
@@ -205,7 +205,7 @@ class StorageClassWire(Wire, frozen=True):
 class ApiVolumes:
     """Claims and volumes in the API server, each read by name."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def of(self, pod: PodIdentity, wanted: Wanted) -> Volume | Unmade:

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from webhook.admission.binding_door import BindingDoor, recorded_reservation
 from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError
-from webhook.assembly.parts import Parts
+from webhook.admission.parts import Parts
 from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, believed, claim_of, recorded_claim

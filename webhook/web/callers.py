@@ -3,16 +3,16 @@
 import base64
 import binascii
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Final, Generic, Protocol, TypeVar
 
-from attrs import field, frozen
+from attrs import frozen
 from starlette.requests import Request
 from starlette.responses import Response
 
-from webhook.core.errors import GpuwardenError
+from webhook.core.caller import Caller, CallersUnavailableError, Right
 from webhook.runtime.clock import Clock
 from webhook.runtime.tls.certificate_source import CERTIFICATE
 from webhook.web.body import error
@@ -24,12 +24,6 @@ RIGHT_REMEMBERED = timedelta(seconds=10)
 MAX_REMEMBERED = 1000
 MAX_RIGHTS = 10_000
 MAX_TOKEN = 8192
-POD_UID: Final = "authentication.kubernetes.io/pod-uid"
-SERVICE_ACCOUNT: Final = "system:serviceaccount:"
-
-
-class CallersUnavailableError(GpuwardenError):
-    """Nobody can say at this moment who a caller is, or what it may do."""
 
 
 class Guard(StrEnum):
@@ -47,34 +41,8 @@ class Guard(StrEnum):
     SCHEDULER = "scheduler"
 
 
-@frozen
-class Caller:
-    """Whose a token is, as the API server says."""
-
-    user: str
-    uid: str = ""
-    groups: tuple[str, ...] = ()
-    extra: Mapping[str, tuple[str, ...]] = field(factory=dict, hash=False)
-
-    def is_pod(self, namespace: str, uid: str) -> bool:
-        """Whether the token is bound to that pod."""
-        is_of_namespace = self.user.startswith(f"{SERVICE_ACCOUNT}{namespace}:")
-        return is_of_namespace and self.extra.get(POD_UID) == (uid,)
-
-
 # Where nobody is asked who he is.
 EVERYBODY: Final = Caller("")
-
-
-@frozen
-class Right:
-    """What a SubjectAccessReview asks for."""
-
-    verb: str
-    resource: str
-    namespace: str = ""
-    group: str = ""
-    subresource: str = ""
 
 
 def list_pods(namespace: str) -> Right:

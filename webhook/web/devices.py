@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from webhook.admission.fleet_updater import Outdated
+from webhook.core.caller import Caller, CallersUnavailableError
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.device_state import DeviceState, device_state, or_kept, reservation_state, state_of_free
 from webhook.core.errors import GpuwardenError
@@ -39,7 +40,7 @@ from webhook.ledger.lapses import Lapse, Lapses
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import CountsSource, FleetCounts
 from webhook.web.body import error
-from webhook.web.callers import Caller, CallersUnavailableError, Gate, caller_of, list_pods
+from webhook.web.callers import Gate, caller_of, list_pods
 
 # Devices between two turns of the event loop: about a millisecond. Small enough, too, that a slice's tuples are gone
 # before the garbage collector (700 new ones) looks at them: once old, they would bring on collections of everything.

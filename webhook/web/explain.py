@@ -10,10 +10,11 @@ from starlette.responses import Response
 
 from webhook.admission.explanation import DEFAULT_NAMESPACE, CannotExplainError, Explainer
 from webhook.admission.manifest_pods import namespace_of, pods_in
+from webhook.core.caller import CallersUnavailableError
 from webhook.core.verdict import plain
 from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
-from webhook.web.callers import CallersUnavailableError, Gate, caller_of, forbidden, list_pods
+from webhook.web.callers import Gate, caller_of, forbidden, list_pods
 from webhook.web.health import Health
 
 # A manifest; one that is larger is no pod that anybody has written. Each pod of a StatefulSet costs as much again.

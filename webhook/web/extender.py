@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from webhook.admission.namespaces import NamespacesUnavailableError
+from webhook.core.caller import Caller, CallersUnavailableError
 from webhook.core.errors import GpuwardenError, LedgerError
 from webhook.core.extender_wire import (
     BindArgs,
@@ -25,7 +26,7 @@ from webhook.runtime.http.budgets import SMALL
 from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
 from webhook.web.body import RefusedBodyError, read_body
-from webhook.web.callers import Caller, CallersUnavailableError, Gate, bind_pods, caller_of
+from webhook.web.callers import Gate, bind_pods, caller_of
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)

@@ -9,6 +9,7 @@ from attrs import frozen
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from webhook.core.caller import Caller, CallersUnavailableError
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import (
     GpuwardenError,
@@ -23,14 +24,7 @@ from webhook.ledger import Ledger
 from webhook.ledger.pods import PodFacts, PodSource, PodsUnavailableError
 from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
-from webhook.web.callers import (
-    Caller,
-    CallersUnavailableError,
-    Gate,
-    caller_of,
-    finalize_reservations,
-    forbidden,
-)
+from webhook.web.callers import Gate, caller_of, finalize_reservations, forbidden
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)

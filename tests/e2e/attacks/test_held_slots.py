@@ -14,7 +14,7 @@ from tests.e2e.people import GPU_NODES
 from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
 from tests.ledger.contract import ask, on, pod
 from webhook.core.reservation import ReservationId
-from webhook.kube.cluster import connected
+from webhook.kube.client import connected
 from webhook.runtime.settings import Settings
 
 

@@ -20,6 +20,7 @@ from cryptography.x509.oid import NameOID
 
 from tests.evidence.certificates import key_usage, names
 from tests.evidence.doubles import until
+from webhook.core.agent_naming import naming_of
 from webhook.core.evidence import state_of
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, Named
 from webhook.evidence import EvidenceUnavailableError
@@ -27,7 +28,6 @@ from webhook.evidence.jwt.jwt_svid import Examiner, check_signature
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
 from webhook.evidence.jwt.nonce import Nonces, one_process_only
 from webhook.evidence.spire.attested import Rules
-from webhook.evidence.spire.naming import naming_of
 from webhook.evidence.spire.spire_server import SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
 from webhook.runtime.clock import utc_now

@@ -14,7 +14,7 @@ from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.cluster_proofs import ClusterProofs
 from webhook.evidence.jwt.proofs import MemoryProofs, ProofBook, ReplayedProofError, UnknownNodeError
 from webhook.evidence.node_evidence import entry_in
-from webhook.ledger.store import RefusedError, StaleError, StoreAwayError
+from webhook.kube.store import RefusedError, StaleError, StoreAwayError
 
 SKEW = timedelta(seconds=5)
 LONG_AGO = NOW - timedelta(days=1)

@@ -9,9 +9,9 @@ from attrs import evolve
 
 from tests.builders import NOW, SECOND
 from tests.evidence.doubles import agent
+from webhook.core.agent_naming import naming_of
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.evidence.spire.attested import Doubts, Row, Rules, Watchfulness, by_node, row_of, word_on
-from webhook.evidence.spire.naming import naming_of
 from webhook.evidence.spire.spire_messages import Agent
 
 TTL = timedelta(hours=1)

@@ -2,17 +2,16 @@
 
 from typing import Any
 
-from kubernetes.aio import client
-
 from webhook.admission.queue.gates import GateError
 from webhook.admission.queue.waiting_pods import is_waiting
 from webhook.core import keys
 from webhook.core.difference import Change
 from webhook.core.reservation import PodIdentity
 from webhook.kube.calls import JSON_PATCH, LOST, MERGE_PATCH, POD_PATH, answered
-from webhook.kube.cluster import pod_in
+from webhook.kube.client import ApiClient
+from webhook.kube.pods import REQUEST_TIMEOUT, names_of, said_in
+from webhook.ledger.api_pods import pod_in
 from webhook.ledger.pods import PodsUnavailableError
-from webhook.scheduler.api_pods import REQUEST_TIMEOUT, names_of, said_in
 
 GONE = 404
 
@@ -20,7 +19,7 @@ GONE = 404
 class ApiGates:
     """Every patch names the uid of its pod."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:

@@ -6,7 +6,6 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from attrs import asdict
-from kubernetes.aio import client
 
 from webhook.core import keys
 from webhook.core.errors import LedgerError
@@ -18,7 +17,8 @@ from webhook.evidence.jwt.jwt_svid import SOURCE
 from webhook.evidence.jwt.proofs import UnknownNodeError, check_birth, check_newer
 from webhook.evidence.node_evidence import API_VERSION, entry_in, new_node_evidence, with_entries
 from webhook.kube.api_objects import Objects, node_in
-from webhook.ledger.store import Raw, StaleError
+from webhook.kube.client import ApiClient
+from webhook.kube.store import Raw, StaleError
 
 # Others write the entries of other sources of the same object.
 TRIES = 5
@@ -34,7 +34,7 @@ class Births(Protocol):
 class ApiBirths:
     """Node objects, by a quorum read: a node that was made anew a moment ago is another one."""
 
-    def __init__(self, api: client.ApiClient) -> None:
+    def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def born(self, name: str) -> datetime | None:

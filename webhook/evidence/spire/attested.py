@@ -12,8 +12,8 @@ from typing import Final
 
 from attrs import frozen
 
+from webhook.core.agent_naming import Naming
 from webhook.core.evidence import Evidence
-from webhook.evidence.spire.naming import Naming
 from webhook.evidence.spire.spire_messages import Agent
 
 SOURCE: Final = "spire-server"

@@ -8,6 +8,7 @@ import gc
 import os
 import socket
 import ssl
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -15,7 +16,6 @@ from typing import cast
 
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.typing import ASGIFramework
-from starlette.types import ASGIApp
 
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.http.connection import DEADLINES, Connection, Deadlines, HypercornSettings
@@ -34,7 +34,7 @@ class Listener:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: Callable[..., Awaitable[None]],
         *,
         host: str,
         port: int,
@@ -43,7 +43,7 @@ class Listener:
         budgets: Budgets | None = None,
         is_for_probes: bool = False,
     ) -> None:
-        self._app = ASGIWrapper(cast(ASGIFramework, app))  # Starlette's types and Hypercorn's differ in words only
+        self._app = ASGIWrapper(cast(ASGIFramework, app))  # any ASGI application
         self._host = host
         self._ssl_context = ssl_context
         self._deadlines = deadlines

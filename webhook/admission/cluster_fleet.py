@@ -1,18 +1,18 @@
-"""The inventory of a cluster: devices from GPUNode objects, everything else about a node from its Node object."""
+"""Keeps the fleet up to date in a cluster, from watches of Nodes, GPUNodes and NodeEvidence."""
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import structlog
 from attrs import evolve
 
-from webhook.core.device import Device, Node, Taint
-from webhook.core.evidence import Evidence
+from webhook.core.device import Device, Node
+from webhook.core.evidence import Evidence, is_older
 from webhook.core.fleet import Fleet
-from webhook.core.pod import Wire
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
+from webhook.kube.node import born_of, node_of
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -20,64 +20,7 @@ log = structlog.get_logger(__name__)
 Raw = dict[str, Any]
 
 
-class TaintWire(Wire, frozen=True):
-    key: str = ""
-    value: str | None = None
-    effect: str = ""
-
-
-class NodeSpecWire(Wire, frozen=True):
-    unschedulable: bool | None = None
-    taints: list[TaintWire] | None = None
-
-
-class ConditionWire(Wire, frozen=True):
-    type: str = ""
-    status: str = ""
-
-
-class NodeStatusWire(Wire, frozen=True):
-    conditions: list[ConditionWire] | None = None
-
-
-class NodeMetaWire(Wire, frozen=True):
-    name: str
-    labels: dict[str, str] | None = None
-    creation_timestamp: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
-
-
-class NodeWire(Wire, frozen=True):
-    metadata: NodeMetaWire
-    spec: NodeSpecWire | None = None
-    status: NodeStatusWire | None = None
-
-
-def node_of(raw: Raw) -> Node:
-    """A Node object, without its devices."""
-    wire = msgspec.convert(raw, NodeWire)
-    spec, status = wire.spec or NodeSpecWire(), wire.status or NodeStatusWire()
-    return Node(
-        name=wire.metadata.name,
-        labels=wire.metadata.labels or {},
-        is_ready=any(one.type == "Ready" and one.status == "True" for one in status.conditions or ()),
-        is_cordoned=bool(spec.unschedulable),
-        taints=tuple(Taint(one.key, one.value or "", one.effect) for one in spec.taints or ()),
-    )
-
-
-def born_of(raw: Raw) -> datetime | None:
-    return msgspec.convert(raw, NodeWire).metadata.creation_timestamp
-
-
-def is_older(word: Evidence, born: datetime | None) -> bool:
-    """Whether it speaks of the node that had this name before: one that was made anew has to prove itself anew."""
-    begin = word.oldest or word.since
-    if word.is_banned or word.is_conflict or begin is None or born is None:
-        return False
-    return begin <= born
-
-
-class ClusterInventory:
+class ClusterFleet:
     """Tells the fleet of nodes with their devices, from two watches that know nothing of each other.
 
     A node whose object cannot be read stays as it was known, and the others are served on.
@@ -144,7 +87,7 @@ class ClusterInventory:
 class NodesListener:
     """Hears of Node objects."""
 
-    def __init__(self, inventory: ClusterInventory) -> None:
+    def __init__(self, inventory: ClusterFleet) -> None:
         self._inventory = inventory
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
@@ -164,9 +107,7 @@ class NodesListener:
 class GpuNodesListener:
     """Hears of GPUNode objects: devices for the inventory, reservations for the ledger."""
 
-    def __init__(
-        self, inventory: ClusterInventory, *, learn: Callable[[Raw], None], forget: Callable[[str], None]
-    ) -> None:
+    def __init__(self, inventory: ClusterFleet, *, learn: Callable[[Raw], None], forget: Callable[[str], None]) -> None:
         self._inventory = inventory
         self._learn = learn
         self._forget = forget

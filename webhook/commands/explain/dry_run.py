@@ -6,16 +6,16 @@ The whole admission speaks: our webhooks with the settings that `serve` runs wit
 
 import re
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import msgspec
 from attrs import frozen
-from kubernetes.aio import client
 
-from webhook.admission.explanation import sentence_of
+from webhook.admission.explanation import DEFAULT_NAMESPACE, sentence_of
 from webhook.admission.manifest_pods import mapping, namespace_of
-from webhook.commands.explain_sources import CannotSayError
+from webhook.commands.explain.sources import CannotSayError, Source
 from webhook.core import keys
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_or_none
 from webhook.core.difference import difference
@@ -28,10 +28,12 @@ from webhook.core.reservation import Phase
 from webhook.evidence.node_evidence import NodeEvidence
 from webhook.kube.api_paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH
 from webhook.kube.calls import LOST, Reply, answered, exchanged
+from webhook.kube.client import ApiClient, connected, namespace_of_context
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.objects import object_in
 from webhook.kube.watch import TROUBLE, whole_list
-from webhook.runtime.clock import Clock
+from webhook.runtime.clock import Clock, utc_now
+from webhook.runtime.settings import Settings
 
 Json = dict[str, Any]
 PODS_OF: Final = "/api/v1/namespaces/{namespace}/pods"
@@ -79,7 +81,7 @@ class Shown:
 class DryRuns:
     """A cluster, by its API server."""
 
-    def __init__(self, api: client.ApiClient, namespace: str, clock: Clock) -> None:
+    def __init__(self, api: ApiClient, namespace: str, clock: Clock) -> None:
         self.name = f"cluster {api.configuration.host}, by a dry run of the creation"
         self._api = api
         self._namespace = namespace
@@ -326,3 +328,11 @@ def told(
         "nodes": list(nodes),
     }
     return found if patch is None else {**found, "patch": patch}
+
+
+@asynccontextmanager
+async def cluster_source(settings: Settings, context: str | None) -> AsyncIterator[Source]:
+    """The API server, with the caller's own rights."""
+    async with await connected(settings, context=context) as api:
+        own = None if settings.kubeconfig is None else namespace_of_context(settings.kubeconfig, context)
+        yield DryRuns(api, own or DEFAULT_NAMESPACE, utc_now)

@@ -10,14 +10,14 @@ import httpx
 import msgspec
 from attrs import field, frozen
 
-from webhook.admission.explanation import DEFAULT_NAMESPACE, CannotExplainError, Explainer
-from webhook.assembly.parts import Parts, embedded
+from webhook.admission.explanation import CannotExplainError, Explainer
+from webhook.admission.parts import Parts
+from webhook.admission.reviewer import Reviewer
+from webhook.assembly.parts import embedded
 from webhook.core.errors import GpuwardenError
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 from webhook.runtime.tls.certificate_source import trusting
-from webhook.web.admission import Admission
-from webhook.web.health import Health, Stage
 
 Json = dict[str, Any]
 # The API server gives a webhook 10 seconds; a scorer may use most of them.
@@ -125,23 +125,9 @@ async def file_source(settings: Settings) -> AsyncIterator[Source]:
 
 
 @asynccontextmanager
-async def cluster_source(settings: Settings, context: str | None) -> AsyncIterator[Source]:
-    """The API server, with the caller's own rights."""
-    from webhook.commands.explain_dry_run import DryRuns
-    from webhook.kube.cluster import connected, namespace_of_context
-
-    async with await connected(settings, context=context) as api:
-        own = None if settings.kubeconfig is None else namespace_of_context(settings.kubeconfig, context)
-        yield DryRuns(api, own or DEFAULT_NAMESPACE, utc_now)
-
-
-@asynccontextmanager
 async def explaining(name: str, parts: Parts) -> AsyncIterator[Source]:
-    health = Health()
-    health.stage = Stage.SERVING
-    admission = Admission(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, health, parts.hinting)
     try:
-        yield Own(name, Explainer(parts, admission))
+        yield Own(name, Explainer(parts, Reviewer.of(parts)))
     finally:
         if parts.hinting is not None:
             await parts.hinting.close()
@@ -152,7 +138,7 @@ async def explaining(name: str, parts: Parts) -> AsyncIterator[Source]:
 
 async def kubeconfig_credentials(settings: Settings, context: str | None) -> Credentials:
     """Those that the kubeconfig has for its API server."""
-    from webhook.kube.cluster import connected
+    from webhook.kube.client import connected
 
     async with await connected(settings, context=context) as api:
         configuration = api.configuration
@@ -164,7 +150,7 @@ async def kubeconfig_credentials(settings: Settings, context: str | None) -> Cre
 async def pod_in_cluster(settings: Settings, context: str | None, namespace: str, name: str) -> Json:
     """The pod as it is, without what its creation did not have. Raises CannotSayError."""
     from webhook.kube.calls import LOST, POD_PATH, answered
-    from webhook.kube.cluster import connected
+    from webhook.kube.client import connected
     from webhook.kube.objects import object_in
 
     where = f"pod {namespace}/{name}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from webhook.evidence.spire.naming import naming_of
+from webhook.core.agent_naming import naming_of
 from webhook.evidence.spire.spire_messages import Agent, Selector
 
 AGENT = Agent(

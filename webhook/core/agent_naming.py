@@ -1,17 +1,39 @@
 """Where an agent's row says which node it is of, or which hash: in a selector, or in the agent's SPIFFE ID."""
 
 import re
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from attrs import frozen
-
-from webhook.evidence.spire.spire_messages import Agent
 
 ID_SCHEME: Final = "spiffe://"
 PLACE: Final = re.compile(r"\{([a-z_]*)\}")
 SELECTOR: Final = re.compile(r"([A-Za-z0-9_.-]+):([!-~]+)")
 # Whoever may write to Nodes or Pods writes these labels: they prove nothing.
 WRITABLE: Final = ("k8s_psat:agent_node_label", "k8s_psat:agent_pod_label")
+
+
+class Selector(Protocol):
+    """One selector of an agent."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def value(self) -> str: ...
+
+
+class Agent(Protocol):
+    """What SPIRE Server says of one of its agents."""
+
+    @property
+    def trust_domain(self) -> str: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def selectors(self) -> Sequence[Selector]: ...
 
 
 class Naming(Protocol):

@@ -15,11 +15,10 @@ from jsonpatch import JsonPatchException, apply_patch
 from jsonpointer import JsonPointerException
 
 from webhook.admission.manifest_pods import Json, UnreadableManifestError, mapping, name_of, namespace_of, pods_of
-from webhook.commands.explain_sources import (
+from webhook.commands.explain.sources import (
     CannotSayError,
     Credentials,
     Source,
-    cluster_source,
     file_source,
     kubeconfig_credentials,
     pod_in_cluster,
@@ -102,7 +101,7 @@ def with_cluster(asked: Asked, settings: Settings) -> Settings:
     is_lost = settings.server is None and settings.inventory is None and (file is None or not file.exists())
     if not (asked.needs_cluster or is_lost):
         return settings
-    from webhook.kube.cluster import DEFAULT_KUBECONFIG
+    from webhook.kube.client import DEFAULT_KUBECONFIG
 
     if not asked.needs_cluster and not DEFAULT_KUBECONFIG.exists():
         raise GpuwardenError(
@@ -113,7 +112,7 @@ def with_cluster(asked: Asked, settings: Settings) -> Settings:
 
 def by_current_context(settings: Settings) -> Settings:
     """The cluster that is named, or that of the kubeconfig that kubectl would use."""
-    from webhook.kube.cluster import DEFAULT_KUBECONFIG
+    from webhook.kube.client import DEFAULT_KUBECONFIG
 
     return evolve(settings, kubeconfig=DEFAULT_KUBECONFIG) if settings.is_embedded else settings
 
@@ -139,6 +138,8 @@ async def source_of(asked: Asked, settings: Settings) -> AsyncIterator[Source]:
         async with file_source(settings) as source:
             yield source
     else:
+        from webhook.commands.explain.dry_run import cluster_source  # the client takes half a second to import
+
         async with cluster_source(settings, asked.context) as source:
             yield source
 

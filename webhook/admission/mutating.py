@@ -1,0 +1,281 @@
+"""The mutating webhook: read the pod, decide, reserve GPUs, and dress the pod."""
+
+from datetime import datetime, timedelta
+
+import structlog
+from attrs import evolve
+
+from webhook.admission.binding_door import recorded_reservation
+from webhook.admission.ending import PodEnding
+from webhook.admission.holding import Holder
+from webhook.admission.review_objects import NOT_ASKED, not_reviewed, prefix_of, required_object
+from webhook.admission.rules import Rules
+from webhook.core import check, keys, order
+from webhook.core.claim import Claim, recorded_or_none
+from webhook.core.device import DeviceUuid
+from webhook.core.difference import difference
+from webhook.core.dress import (
+    Outfit,
+    RawPod,
+    asked_anew,
+    blind,
+    blind_debugging,
+    changes,
+    dressed,
+    in_runtime_class,
+    other_runtime,
+    replaced_env,
+    undressed,
+    unpinned,
+    waiting,
+)
+from webhook.core.hints import handed_down
+from webhook.core.hints import hinted as with_hints
+from webhook.core.lines import OWN_IDS
+from webhook.core.nodes_asked import NodesAsked
+from webhook.core.pod import Pod
+from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
+from webhook.core.reservation import Ask, Phase, Placement, Reservation
+from webhook.core.review import Operation, Review
+from webhook.core.verdict import Admit, Deny, Verdict, plain
+from webhook.ledger import Ledger
+from webhook.ledger.pods import PodSource
+from webhook.scoring.hints import NOT_SCORED, Hinted, Hinting
+
+log = structlog.get_logger(__name__)
+
+# A pod that may wait behind the gate does not wait long for room.
+BEFORE_IT_IS_QUEUED = timedelta(seconds=1)
+
+# It would be the id of a reservation that another pod waits for.
+NOT_A_REVIEWS_UID = Deny(
+    Reason.NOT_REVIEWED,
+    f"request.uid: no API server's review has a uid that begins with {OWN_IDS!r}",
+    hint="send reviews with uids of their own",
+)
+
+# What a scorer could add to the pod heals none of these.
+HARDER_THAN_HINTS = frozenset(
+    {Reason.NO_PROVEN_NODE, Reason.NO_SUITABLE_NODE, Reason.NOT_IN_MAP, Reason.AMBIGUOUS_NODE}
+)
+
+COPIED = "annotations of another pod's reservation were taken off: gpuwarden writes them"
+
+
+class PodMutator:
+    """Answers the mutating webhook for pods, their debug containers and Jobs."""
+
+    def __init__(
+        self, holder: Holder, pods: PodSource, rules: Rules, hinting: Hinting | None, ending: PodEnding
+    ) -> None:
+        self._holder = holder
+        self._hinting = hinting
+        self._ledger: Ledger = holder.ledger
+        self._pods = pods
+        self._rules = rules
+        self._ending = ending
+
+    async def mutated(self, review: Review, answer_by: datetime) -> Verdict:
+        if review.is_of_jobs:
+            return self._handed_down(review)
+        refused = not_reviewed(review)
+        if refused is not None:
+            return refused
+        if review.operation == Operation.DELETE:
+            return await self._ending.ended(review)
+        if review.operation == Operation.UPDATE and review.subresource == "ephemeralcontainers":
+            return self._debugged(review)
+        if review.operation != Operation.CREATE or review.subresource:
+            return NOT_ASKED  # a pod that exists is validated, and nothing else of it patched
+        if review.uid.startswith(OWN_IDS):
+            return NOT_A_REVIEWS_UID
+        raw = required_object(review)
+        pod = Pod.parse(raw)
+        again = await self._reserved_before(raw, pod, review, answer_by)
+        return await self._reserved_now(raw, pod, review, answer_by) if again is None else again
+
+    def _debugged(self, review: Review) -> Verdict:
+        """Debug containers see no GPU of the node, where no policy in the API server sees to it."""
+        raw, old = required_object(review), review.raw_old or {}
+        Pod.parse(raw), Pod.parse(old)
+        patch = list(difference(raw, blind_debugging(raw, old, self._rules.dress)))
+        return Admit(patch) if patch else NOT_ASKED
+
+    def _handed_down(self, review: Review) -> Verdict:
+        """A Job is never scored: what it says of its work goes to its pods, and those are."""
+        if self._hinting is None or review.operation != Operation.CREATE or review.subresource:
+            return NOT_ASKED
+        raw = required_object(review)
+        patch = list(difference(raw, handed_down(raw)))
+        return Admit(patch) if patch else NOT_ASKED
+
+    async def _hinted(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> Hinted:
+        """What a scorer advises: asked for once it is known that neither map nor evidence stands in the way."""
+        if self._hinting is None or keys.JOB_TYPE not in pod.annotations:
+            return NOT_SCORED
+        if claim is not None and not self._rules.waits(claim) and no_hint_helps(self._holder.places(claim, most=1)):
+            return NOT_SCORED
+        return await self._hinting.hints(pod, claim, review, answer_by)
+
+    def _with_hints(self, raw: RawPod, hinted: Hinted, nodes: tuple[str, ...]) -> tuple[RawPod, tuple[str, ...]]:
+        """The pod as it is answered: with what of the hints suits the nodes that were found for it. And what there is
+        to say of them."""
+        if hinted.hints is None:
+            return raw, hinted.warnings
+        berths = self._holder.fleet.berths
+        hints = hinted.hints.on_nodes_with(*(berths[name].labels for name in nodes if name in berths))
+        hinted.tell(hints)
+        return with_hints(raw, hints, writes_aliases=self._rules.dress.writes_aliases), hints.warnings
+
+    async def _reserved_before(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict | None:
+        """A pod keeps what an earlier round of this same creation gave it: another webhook's change brings it back
+        to us under a new review uid, with our own annotations in it."""
+        claim = recorded_or_none(pod)
+        known = await recorded_reservation(self._ledger, pod) if claim is not None else None
+        if claim is None or known is None or not is_this_creation(known, claim, pod, review):
+            return None
+        more = check.asks_for_more(pod, claim, self._rules.dress)
+        if more is not None:
+            return more
+        if check.still_selects(claim, known.node, self._holder.fleet) is not None:
+            return await self._moved(raw, pod, claim, known, review, answer_by)
+        uuids = order.as_said(pod.annotations, self._as_mapped(claim, known))
+        return self._dressed(raw, pod, Outfit(claim, (known.node,), known.id, uuids))
+
+    async def _moved(
+        self, raw: RawPod, pod: Pod, claim: Claim, known: Reservation, review: Review, answer_by: datetime
+    ) -> Verdict:
+        """Where it was to be the pod cannot be any more, so it gets GPUs elsewhere, by the claim as first read. What is
+        reserved there ends at its deadline: to free it on the word of a review would be to believe any review."""
+        free = raw if claim.record.named else unpinned(raw, known.node)
+        claim = evolve(claim, nodes=NodesAsked.of(Pod.parse(free)))
+        outfit = await self._outfit(claim, pod, review, answer_by)
+        if isinstance(outfit, Deny):
+            may_wait = self._may_wait(pod, claim, outfit)
+            return self._queued(raw, undressed(free), claim, outfit) if may_wait else outfit
+        moved = f"the pod is kept from {known.node} by now: it gets its GPUs on another node"
+        return evolve(self._dressed(raw, pod, outfit, free), warnings=(moved,))
+
+    def _as_mapped(self, claim: Claim, held: Reservation | Placement) -> tuple[DeviceUuid, ...]:
+        berth = self._holder.fleet.berths.get(held.node)
+        uuids = [slot.uuid for slot in sorted(held.slots)]
+        return order.as_mapped(claim, uuids, () if berth is None else berth.node.devices)
+
+    async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
+        clean, claim = asked_anew(raw, pod, await self._rules.claims.within(review.namespace))
+        if claim is None:
+            copied = () if clean is raw else (COPIED,)
+            clean, said = self._with_hints(clean, await self._hinted(pod, None, review, answer_by), ())
+            clean = blind(clean, self._rules.dress)
+            if clean is raw and not said:
+                return NOT_ASKED
+            return Admit(changes(raw, clean), warnings=(*copied, *said), reason=Reason.NOT_ASKED)
+        refused = self._more_than_it_waits_for(pod) or check.refused_at_once(pod, claim, self._rules.dress)
+        if refused is None and self._rules.waits(claim):
+            refused = self._holder.never(claim)
+        if refused is not None:
+            return refused
+        hinted = await self._hinted(pod, claim, review, answer_by)
+        claim = claim if hinted.hints is None else hinted.hints.wished(claim)
+        outfit = await self._outfit(claim, pod, review, answer_by)
+        if isinstance(outfit, Deny):
+            if not self._may_wait(pod, claim, outfit):
+                return outfit
+            clean, said = self._with_hints(clean, hinted.while_waiting(), ())
+            queued = self._queued(raw, clean, claim, outfit)
+            return evolve(queued, warnings=(*queued.warnings, *said))
+        clean, said = self._with_hints(clean, hinted, outfit.nodes)
+        copied = (COPIED,) if is_copied(pod, claim, review) else ()
+        return self._dressed(raw, pod, outfit, clean, (*copied, *said))
+
+    def _more_than_it_waits_for(self, pod: Pod) -> Deny | None:
+        """Its own request has been taken off: another's would stand in its place."""
+        recorded = recorded_or_none(pod) if pod.is_gated else None
+        if recorded is None or not recorded.record.asked:
+            return None
+        return check.asks_for_more(pod, recorded, self._rules.dress)
+
+    async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Outfit | Deny:
+        """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
+        if self._rules.waits(claim):
+            others = self._holder.others_first(claim)
+            if others is not None:
+                return others
+        if claim.count and not review.is_dry_run:
+            name = pod.meta.name or review.name or None
+            ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared, prefix_of(pod))
+            patience = BEFORE_IT_IS_QUEUED if self._rules.waits(claim) else None
+            patience = patience if review.is_light else timedelta(0)
+            held = await self._holder.hold(ask, claim, answer_by=answer_by, patience=patience)
+            if isinstance(held, Deny):
+                return held
+            return Outfit(claim, (held.node,), held.id, self._as_mapped(claim, held))
+        places = self._holder.places(claim, most=1)
+        if isinstance(places, Deny):
+            return places
+        refused = self._holder.too_many_orphans(review.namespace, claim.count)
+        if refused is not None:
+            return refused
+        if not claim.count:
+            return Outfit(claim, tuple(sorted(place.node for place in places)))
+        first = places[0]
+        return Outfit(claim, (first.node,), review.uid, self._as_mapped(claim, first))
+
+    def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
+        """What waiting cannot heal is said at once. Where a pod without GPUs may go is written into each of its own
+        terms, and their number is fixed once it exists."""
+        is_healed = refused.reason in (HEALED_OF_MAPPED if claim.is_mapped else HEALED_BY_WAITING)
+        if not (self._rules.waits(claim) and is_healed) or pod.body.node_name:
+            return False
+        return bool(claim.count) or claim.nodes.terms is None
+
+    def _queued(self, raw: RawPod, clean: RawPod, claim: Claim, refused: Deny) -> Admit:
+        rules = self._rules.dress
+        made: RawPod = waiting(clean, claim, rules, plain(refused.sentence, length=900))
+        made, other = (in_runtime_class(made, rules), other_runtime(raw, rules)) if claim.count else (made, ())
+        return Admit(
+            changes(raw, made),
+            warnings=(f"the pod waits: {refused.sentence}", *claim.warnings, *other),
+            audit={"reason": Reason.QUEUED.value, "waits-for": refused.reason.value},
+            reason=Reason.QUEUED,
+        )
+
+    def _dressed(
+        self, raw: RawPod, pod: Pod, outfit: Outfit, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
+    ) -> Admit:
+        rules = self._rules.dress
+        made: RawPod = dressed(raw if clean is None else clean, outfit, rules)
+        said: tuple[str, ...] = ()
+        if outfit.uuids:
+            made, said = in_runtime_class(made, rules), (*replaced_env(pod, outfit, rules), *other_runtime(raw, rules))
+        audit = {"reason": Reason.ADMITTED.value, "node": ",".join(outfit.nodes[:8])}
+        if outfit.reservation_id is not None:
+            audit |= {"reservation": outfit.reservation_id, "gpus": outfit.visible}
+        return Admit(
+            changes(raw, made),
+            warnings=(*warnings, *outfit.claim.warnings, *said),
+            audit=audit,
+        )
+
+
+def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review) -> bool:
+    return (
+        known.phase is Phase.PENDING
+        and known.uid is None
+        and known.namespace == review.namespace
+        and known.claim_digest == claim.digest
+        and known.pod_name in (None, pod.meta.name)
+        and known.name_prefix in (None, prefix_of(pod))
+    )
+
+
+def is_copied(pod: Pod, claim: Claim, review: Review) -> bool:
+    """Whether its annotations are of another pod's reservation. A dry run that comes again has its own, which nobody
+    holds."""
+    recorded = recorded_or_none(pod)
+    is_again = review.is_dry_run and recorded is not None and recorded.record == claim.record
+    return keys.RESERVATION_ID.name in pod.annotations and not is_again
+
+
+def no_hint_helps(places: object) -> bool:
+    return isinstance(places, Deny) and places.reason in HARDER_THAN_HINTS

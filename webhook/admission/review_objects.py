@@ -1,0 +1,54 @@
+"""What the two webhooks share: the object under review, and which reviews are answered at all."""
+
+from webhook.core.dress import (
+    RawPod,
+)
+from webhook.core.errors import (
+    InvalidPodError,
+)
+from webhook.core.names import is_object_name
+from webhook.core.pod import Pod
+from webhook.core.reasons import Reason
+from webhook.core.reservation import LONGEST_PREFIX
+from webhook.core.review import Operation, Review
+from webhook.core.verdict import Admit, Deny
+
+NOT_ASKED = Admit(reason=Reason.NOT_ASKED)
+
+
+def not_reviewed(review: Review) -> Deny | None:
+    if review.is_of_pods and review.operation in set(Operation):
+        return None
+    return Deny(
+        Reason.NOT_REVIEWED,
+        f"gpuwarden reviews pods; this is {review.subject}",
+        hint="take it out of the webhook configuration's rules",
+    )
+
+
+def required_object(review: Review) -> RawPod:
+    if review.raw is None:
+        raise InvalidPodError("the review has no object")
+    mistakes = [f"{field}: {name[:80]!r} is no name of an object" for field, name in names_in(review).items()]
+    if mistakes:
+        raise InvalidPodError(*mistakes)
+    return review.raw
+
+
+def names_in(review: Review) -> dict[str, str]:
+    """Those that no object can have. Nobody could ever say for certain that a pod of such a name is gone."""
+    meta = (review.raw or {}).get("metadata")
+    name = meta.get("name") if isinstance(meta, dict) else None
+    prefix = meta.get("generateName") if isinstance(meta, dict) and not name else None
+    told = {
+        "request.namespace": review.namespace,
+        "request.name": review.name,
+        "metadata.name": name,
+        "metadata.generateName": f"{prefix}x" if prefix else None,
+    }
+    return {field: str(one) for field, one in told.items() if one and not is_object_name(str(one))}
+
+
+def prefix_of(pod: Pod) -> str | None:
+    """What the name of a pod will begin with that has none yet."""
+    return None if pod.meta.name else (pod.meta.generate_name or "")[:LONGEST_PREFIX] or None

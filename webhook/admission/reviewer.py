@@ -1,0 +1,137 @@
+"""Judges reviews: which webhook answers, within which time, and what a failure means."""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+from typing import Any
+
+import structlog
+from attrs import evolve
+from jsonpatch import apply_patch
+
+from webhook.admission.ending import PodEnding
+from webhook.admission.holding import Holder
+from webhook.admission.mutating import PodMutator
+from webhook.admission.namespaces import NamespacesUnavailableError
+from webhook.admission.parts import Parts
+from webhook.admission.rules import Rules
+from webhook.admission.validating import PodValidator
+from webhook.core.errors import (
+    InvalidPodError,
+    LedgerError,
+)
+from webhook.core.reasons import Reason
+from webhook.core.reservation import ReservationId
+from webhook.core.review import Operation, Review
+from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict
+from webhook.ledger.pods import PodSource, PodsUnavailableError
+from webhook.runtime.clock import Clock
+from webhook.runtime.telemetry import Metrics
+from webhook.scoring.hints import Hinting
+
+log = structlog.get_logger(__name__)
+
+# What the API server assumes where a webhook configuration says nothing, and the most it allows.
+DEFAULT_TIMEOUT = timedelta(seconds=10)
+
+# Our answer has to travel back before the API server hangs up.
+MARGIN = timedelta(milliseconds=800)
+
+# Every bad line of a placement map is named, as far as a person would read on.
+MOST_MISTAKES = 64
+
+Door = Callable[[Review, datetime], Awaitable[Verdict]]
+
+
+class Reviewer:
+    """Answers reviews with verdicts."""
+
+    @classmethod
+    def of(cls, parts: Parts) -> "Reviewer":
+        return cls(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, parts.hinting)
+
+    def __init__(
+        self,
+        holder: Holder,
+        pods: PodSource,
+        rules: Rules,
+        clock: Clock,
+        metrics: Metrics,
+        hinting: Hinting | None = None,
+    ) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        ending = PodEnding(holder.ledger, pods, hinting)
+        validator = PodValidator(holder, pods, rules, clock, hinting, ending)
+        self.mutated: Door = PodMutator(holder, pods, rules, hinting, ending).mutated
+        self.validated: Door = validator.validated
+        self.binding_mutated: Door = validator.binding_mutated
+
+    async def rehearsed(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
+        """Both webhooks' answers to a dry run of the creation of `raw`, the second one of the pod as patched."""
+        answer_by = self._clock() + DEFAULT_TIMEOUT - MARGIN
+        review = dry_run(raw, namespace)
+        mutated = await self.judged(review, self.mutated, answer_by)
+        if isinstance(mutated, Deny):
+            return Rehearsal(mutated, raw)
+        final: dict[str, Any] = apply_patch(raw, mutated.patch) if mutated.patch else raw
+        validated = await self.judged(evolve(review, raw=final), self.validated, answer_by)
+        if isinstance(validated, Deny):
+            return Rehearsal(validated, raw, warnings=mutated.warnings)
+        return Rehearsal(mutated, final, tuple(mutated.patch), mutated.warnings)
+
+    async def judged(self, review: Review, door: Door, answer_by: datetime) -> Verdict:
+        """The door's verdict; whatever goes wrong behind it is a denial with its own reason."""
+        left = (answer_by - self._clock()).total_seconds()
+        try:
+            async with asyncio.timeout(left) as patience:
+                return await door(review, answer_by)
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            return Deny(Reason.DEADLINE_PASSED, "the review's time is over", hint="try again")
+        except InvalidPodError as exc:
+            found = exc.mistakes[:MOST_MISTAKES]
+            return Deny(Reason.INVALID_POD, "; ".join(found), causes=found)
+        except (LedgerError, PodsUnavailableError) as exc:
+            log.warning("ledger away", uid=review.uid, exc_info=exc)
+            return Deny(Reason.LEDGER_AWAY, "reservations cannot be looked up at this moment", hint="try again")
+        except NamespacesUnavailableError as exc:
+            log.warning("namespace away", uid=review.uid, namespace=review.namespace, exc_info=exc)
+            return Deny(
+                Reason.LEDGER_AWAY,
+                f"what namespace {review.namespace} demands of its pods cannot be looked up at this moment",
+                hint="try again",
+            )
+
+    def record(self, review: Review, verdict: Verdict, took: float) -> None:
+        is_allowed = isinstance(verdict, Admit)
+        self._metrics.observe_verdict(review.operation, "admit" if is_allowed else "deny", verdict.reason, took)
+        if is_allowed and verdict.reason is Reason.NOT_ASKED:
+            return
+        log.info(
+            "admission decided",
+            uid=review.uid,
+            namespace=review.namespace,
+            name=review.name,
+            operation=review.operation,
+            verdict="admit" if is_allowed else "deny",
+            reason=verdict.reason,
+            took_ms=round(took * 1000, 3),
+        )
+
+
+def dry_run(raw: dict[str, Any], namespace: str) -> Review:
+    """The review of a creation that shall not happen."""
+    return Review(
+        uid=ReservationId(str(uuid.uuid4())),
+        kind="Pod",
+        subresource="",
+        operation=Operation.CREATE,
+        namespace=namespace,
+        name="",
+        raw=raw,
+        raw_old=None,
+        is_dry_run=True,
+    )

@@ -1,0 +1,212 @@
+"""The validating webhook: the final pod against its reservation, changes of pods, and Bindings."""
+
+from datetime import datetime
+
+import structlog
+from attrs import evolve
+
+from webhook.admission.binding_door import BindingDoor, named, no_reservation, recorded_reservation
+from webhook.admission.ending import PodEnding
+from webhook.admission.holding import Holder
+from webhook.admission.review_objects import NOT_ASKED, not_reviewed, required_object
+from webhook.admission.rules import Rules
+from webhook.core import check, keys, order
+from webhook.core.binding import Binding, marked
+from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
+from webhook.core.difference import difference
+from webhook.core.dress import (
+    RawPod,
+)
+from webhook.core.pod import Pod
+from webhook.core.reasons import Reason
+from webhook.core.reservation import Phase, PodIdentity, ReservationId
+from webhook.core.review import Operation, Review
+from webhook.core.verdict import Admit, Deny, Verdict
+from webhook.ledger import Ledger
+from webhook.ledger.end_of_use import grace_in
+from webhook.ledger.pods import PodSource
+from webhook.runtime.clock import Clock
+from webhook.scoring.hints import Hinting
+
+log = structlog.get_logger(__name__)
+
+
+class PodValidator:
+    """Answers the validating webhook for pods, and both webhooks for Bindings."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        pods: PodSource,
+        rules: Rules,
+        clock: Clock,
+        hinting: Hinting | None,
+        ending: PodEnding,
+    ) -> None:
+        self._holder = holder
+        self._hinting = hinting
+        self._ledger: Ledger = holder.ledger
+        self._pods = pods
+        self._rules = rules
+        self._clock = clock
+        self._ending = ending
+        self._door = BindingDoor(holder, pods, rules.claims, rules.bind_deadline, clock)
+
+    async def validated(self, review: Review, answer_by: datetime) -> Verdict:
+        if review.is_of_bindings:
+            return await self._put_on_a_node(review)
+        refused = not_reviewed(review)
+        if refused is not None:
+            return refused
+        match review.operation:
+            case Operation.CREATE if not review.subresource:
+                return self._seen(review, await self._created(review, answer_by))
+            case Operation.UPDATE:
+                return await self._updated(review)
+            case Operation.DELETE:
+                return await self._ending.ended(review)
+            case _:
+                return NOT_ASKED
+
+    async def binding_mutated(self, review: Review, answer_by: datetime) -> Verdict:
+        """One that a scheduler sends is marked, for the policy that stands in for us while nobody answers."""
+        if not review.is_of_bindings:
+            return Deny(Reason.NOT_REVIEWED, f"Bindings are reviewed here; this is {review.subject}")
+        verdict = await self._put_on_a_node(review)
+        if isinstance(verdict, Deny):
+            return verdict
+        raw = required_object(review)
+        return evolve(verdict, patch=list(difference(raw, marked(raw))))
+
+    def _seen(self, review: Review, verdict: Verdict) -> Verdict:
+        """Embedded, reviews are all that is heard of what runs."""
+        is_pod = isinstance(verdict, Admit) and not review.is_dry_run and self._pods.believes_reviews
+        if self._hinting is not None and is_pod:
+            self._hinting.jobs.runs(review.raw or {})
+        return verdict
+
+    async def _created(self, review: Review, answer_by: datetime) -> Verdict:
+        raw = required_object(review)
+        pod = Pod.parse(raw)
+        unblinded = check.all_blinded(pod, self._rules.dress)
+        if unblinded is not None:
+            return unblinded
+        claim = recorded_claim(pod)
+        if claim is not None and pod.is_gated:
+            return await self._created_waiting(raw, pod, claim, review)
+        if claim is None:
+            return self._created_without_record(pod, await self._rules.claims.within(review.namespace))
+        if not claim.count:
+            return self._created_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
+        refused = check.takes_too_long(pod, self._rules.dress) or check.no_other_ways(pod, self._rules.dress)
+        if refused is not None:
+            return refused
+        if review.is_dry_run:
+            return Admit()  # nothing was reserved for it
+        return await self._bound(raw, pod, claim, review, answer_by)
+
+    def _created_without_record(self, pod: Pod, claims: ClaimRules) -> Verdict:
+        if claim_of(pod, claims) is not None:
+            return Deny(
+                Reason.NOT_RESERVED,
+                f"metadata.annotations[{keys.CLAIM.name}]: the pod has a claim and no reservation",
+                hint="the mutating webhook has to see it first",
+            )
+        forged = sorted(keys.OUTPUT_NAMES & pod.annotations.keys())
+        if forged:
+            return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: written by gpuwarden only")
+        return check.gate_alone(pod) or check.no_markers(pod, self._rules.dress) or NOT_ASKED
+
+    async def _created_waiting(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
+        claims = await self._rules.claims.within(review.namespace)
+        return check.waits_as_dressed(raw, pod, claim, self._rules.dress, claims) or Admit(
+            audit={"reason": Reason.QUEUED.value}, reason=Reason.QUEUED
+        )
+
+    def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
+        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet.advance(self._clock())
+        return (
+            check.without_gpus(pod, self._rules.dress)
+            or check.proven_only(raw, pod, claim, fleet, policy, claims)
+            or Admit()
+        )
+
+    async def _bound(self, raw: RawPod, pod: Pod, claim: Claim, review: Review, answer_by: datetime) -> Verdict:
+        """The final pod against its reservation; from here on the reservation is this uid's. One that has expired
+        meanwhile is made again, as it was."""
+        recorded_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
+        known = await recorded_reservation(self._ledger, pod)
+        is_late = known is None or (known.uid is None and known.is_past_deadline(self._clock()))
+        known = known or self._ledger.lapsed(recorded_id)
+        if known is None:
+            return no_reservation(recorded_id)
+        identity = PodIdentity(review.namespace, pod.meta.name or review.name, pod.meta.uid or "")
+        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet.advance(self._clock())
+        refused = (
+            check.matches_reservation(raw, claim, known, identity, self._rules.dress)
+            or check.preset_node(pod, (known.node,))
+            or check.still_selects(claim, known.node, fleet)
+            or check.still_proven(claim, known.node, fleet, policy)
+        )
+        if refused is None and is_late:
+            refused = await self._holder.hold_again(known, answer_by=answer_by)
+        if refused is not None:
+            return refused
+        if identity.uid:
+            name = self._ledger.finalize if self._pods.believes_reviews else self._ledger.bind
+            refused = await named(name, known, identity, grace_in(raw))
+            if refused is None:
+                self._pods.created(identity)
+        return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
+
+    async def _updated(self, review: Review) -> Verdict:
+        new = Pod.parse(required_object(review))
+        old = Pod.parse(review.raw_old or {})
+        own: tuple[str, ...] = ()
+        if old.is_gated and not new.is_gated and not review.subresource:
+            return await self._opened(required_object(review), new, old)
+        if review.subresource == "ephemeralcontainers":
+            own = await self._own_values(old)
+        return check.unchanged(new, old, own, self._rules.dress) or NOT_ASKED
+
+    async def _opened(self, raw: RawPod, new: Pod, old: Pod) -> Verdict:
+        """Our gate is gone: by then the pod has its GPUs, whoever opened it."""
+        claim = recorded_claim(new)
+        if claim is None or new.annotations.get(keys.CLAIM.name) != old.annotations.get(keys.CLAIM.name):
+            return Deny(Reason.IMMUTABLE, f"metadata.annotations[{keys.CLAIM.name}]: changed by gpuwarden only")
+        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet.advance(self._clock())
+        if not claim.count:
+            return (
+                check.without_gpus(new, self._rules.dress) or check.proven_nodes(raw, claim, fleet, policy) or Admit()
+            )
+        known = await recorded_reservation(self._ledger, new)
+        if known is None or known.uid != new.meta.uid:
+            known = await recorded_reservation(self._ledger, new, is_fresh=True)
+        if known is None or known.uid != new.meta.uid:
+            return Deny(
+                Reason.NOT_RESERVED,
+                f"spec.schedulingGates[{keys.QUEUE_GATE}]: nothing is reserved for the pod yet",
+                hint="gpuwarden opens the gate when there is a GPU",
+            )
+        rules = self._rules.dress
+        return (
+            check.matches_reservation(raw, claim, known, check.identity_of(new), rules, has_waited=True)
+            or check.no_other_ways(new, rules)
+            or check.still_proven(claim, known.node, fleet, policy)
+            or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
+        )
+
+    async def _put_on_a_node(self, review: Review) -> Verdict:
+        """A Binding, by whichever route and whoever sends it; one that names no uid is of the living pod."""
+        binding = Binding.parse(required_object(review), review.namespace, review.name)
+        return await self._door.refusal(binding, is_dry_run=review.is_dry_run) or NOT_ASKED
+
+    async def _own_values(self, pod: Pod) -> tuple[str, ...]:
+        """What a debug container may set: the GPUs that the pod holds already."""
+        known = await recorded_reservation(self._ledger, pod)
+        if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
+            return ()
+        return (",".join(order.as_said(pod.annotations, known.uuids)),)

@@ -1,0 +1,67 @@
+"""The parts of a server, by its settings, and who is asked whether a pod exists."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import structlog
+from attrs import frozen
+
+from webhook.admission.parts import Parts
+from webhook.assembly.parts import embedded
+from webhook.ledger.pods import PodFacts
+from webhook.runtime.clock import utc_now
+from webhook.runtime.settings import Settings
+from webhook.scheduler.extender import Bindings
+from webhook.web.callers import Authority, Gate, Reviewers
+
+log = structlog.get_logger(__name__)
+
+
+@frozen
+class Assembly:
+    """What a server is made of; where callers are asked who they are, who is asked about them."""
+
+    parts: Parts
+    facts: PodFacts
+    authority: Authority | None = None
+    bindings: Bindings | None = None
+    # What is to be in the API server before anybody may be bound.
+    prepare: Callable[[], Awaitable[None]] | None = None
+
+    def gate(self, settings: Settings) -> Gate:
+        reviewers = Reviewers(
+            settings.review_token_audience, settings.review_callers, with_certificate=settings.client_ca is not None
+        )
+        show_certificates = settings.extender_client_ca is not None
+        return Gate(self.parts.clock, self.authority, reviewers, schedulers_show_certificates=show_certificates)
+
+
+@asynccontextmanager
+async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
+    """The parts that the settings ask for, and who is asked whether a pod exists."""
+    if settings.is_embedded:
+        parts = embedded(settings, utc_now)
+        yield Assembly(parts, parts.pods)
+        return
+    from webhook.admission.binding_ends import ensure_binding_ends
+    from webhook.assembly.cluster import clustered
+    from webhook.kube.api_callers import ApiCallers  # the client takes half a second to import
+    from webhook.kube.api_objects import ApiObjects
+    from webhook.kube.api_paths import BINDING_ENDS
+    from webhook.kube.client import connected
+    from webhook.ledger.api_pods import ApiPods
+    from webhook.scheduler.api_pods import ApiBindings
+
+    async with await connected(settings) as api:
+        pods, callers = ApiPods(api), ApiCallers(api)
+        if settings.keeps_in_cluster:
+            parts = clustered(settings, utc_now, api, pods)
+        else:
+            log.warning("reservations are kept in memory, and reviews are believed: for development only")
+            parts = embedded(settings, utc_now)
+        if not settings.keeps_in_cluster:
+            yield Assembly(parts, pods, callers)
+            return
+        prepare = partial(ensure_binding_ends, ApiObjects(api, BINDING_ENDS))
+        yield Assembly(parts, pods, callers, ApiBindings(api), prepare)

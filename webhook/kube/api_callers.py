@@ -1,0 +1,64 @@
+"""TokenReviews and SubjectAccessReviews."""
+
+from kubernetes.aio import client
+
+from webhook.core.caller import Caller, CallersUnavailableError, Right
+from webhook.kube.calls import LOST
+from webhook.kube.client import REQUEST_TIMEOUT
+
+# What the client library raises at an answer that is not what was asked for.
+UNREADABLE = (ValueError, TypeError, AttributeError, RecursionError)
+
+
+class ApiCallers:
+    """The API server's word on whose a token is."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._reviews = client.AuthenticationV1Api(api)
+        self._permissions = client.AuthorizationV1Api(api)
+
+    async def caller_of(self, token: str, audience: str | None = None) -> Caller | None:
+        """Whose it is; with an audience, only if it was made out for that."""
+        user = await self._user_of(token, audience)
+        if user is None:
+            return None
+        extra = {name: tuple(values) for name, values in (user.extra or {}).items()}
+        return Caller(user.username or "", user.uid or "", tuple(user.groups or ()), extra)
+
+    async def may(self, caller: Caller, right: Right) -> bool:
+        asked = client.V1ResourceAttributes(
+            namespace=right.namespace or None,
+            verb=right.verb,
+            group=right.group or None,
+            resource=right.resource,
+            subresource=right.subresource or None,
+        )
+        spec = client.V1SubjectAccessReviewSpec(
+            user=caller.user or None,
+            groups=list(caller.groups) or None,
+            uid=caller.uid or None,
+            extra={name: list(values) for name, values in caller.extra.items()} or None,
+            resource_attributes=asked,
+        )
+        review = client.V1SubjectAccessReview(spec=spec)
+        try:
+            answer = await self._permissions.create_subject_access_review(review, _request_timeout=REQUEST_TIMEOUT)
+        except (*LOST, *UNREADABLE) as exc:
+            raise CallersUnavailableError("the API server cannot be asked") from exc
+        return bool(answer.status and answer.status.allowed)
+
+    async def _user_of(self, token: str, audience: str | None = None) -> client.V1UserInfo | None:
+        """Whose it is. Who authenticates tokens and knows nothing of audiences leaves them out of the answer: such a
+        token is for the API server, and whoever is shown it there could have sent it here."""
+        audiences = None if audience is None else [audience]
+        review = client.V1TokenReview(spec=client.V1TokenReviewSpec(token=token, audiences=audiences))
+        try:
+            answer = await self._reviews.create_token_review(review, _request_timeout=REQUEST_TIMEOUT)
+        except (*LOST, *UNREADABLE) as exc:
+            raise CallersUnavailableError("the API server cannot be asked") from exc
+        status = answer.status
+        if not (status and status.authenticated):
+            return None
+        if audience is not None and audience not in (status.audiences or ()):
+            return None
+        return status.user or client.V1UserInfo()

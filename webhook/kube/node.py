@@ -1,0 +1,60 @@
+"""The form of a Node object."""
+
+from datetime import datetime
+from typing import Annotated, Any
+
+import msgspec
+
+from webhook.core.device import Node, Taint
+from webhook.core.pod import Wire
+
+Raw = dict[str, Any]
+
+
+class TaintWire(Wire, frozen=True):
+    key: str = ""
+    value: str | None = None
+    effect: str = ""
+
+
+class NodeSpecWire(Wire, frozen=True):
+    unschedulable: bool | None = None
+    taints: list[TaintWire] | None = None
+
+
+class ConditionWire(Wire, frozen=True):
+    type: str = ""
+    status: str = ""
+
+
+class NodeStatusWire(Wire, frozen=True):
+    conditions: list[ConditionWire] | None = None
+
+
+class NodeMetaWire(Wire, frozen=True):
+    name: str
+    labels: dict[str, str] | None = None
+    creation_timestamp: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
+
+
+class NodeWire(Wire, frozen=True):
+    metadata: NodeMetaWire
+    spec: NodeSpecWire | None = None
+    status: NodeStatusWire | None = None
+
+
+def node_of(raw: Raw) -> Node:
+    """A Node object, without its devices."""
+    wire = msgspec.convert(raw, NodeWire)
+    spec, status = wire.spec or NodeSpecWire(), wire.status or NodeStatusWire()
+    return Node(
+        name=wire.metadata.name,
+        labels=wire.metadata.labels or {},
+        is_ready=any(one.type == "Ready" and one.status == "True" for one in status.conditions or ()),
+        is_cordoned=bool(spec.unschedulable),
+        taints=tuple(Taint(one.key, one.value or "", one.effect) for one in spec.taints or ()),
+    )
+
+
+def born_of(raw: Raw) -> datetime | None:
+    return msgspec.convert(raw, NodeWire).metadata.creation_timestamp

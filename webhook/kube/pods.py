@@ -1,0 +1,28 @@
+"""Requests about one pod."""
+
+import msgspec
+
+from webhook.core.reservation import PodIdentity
+from webhook.kube.objects import decoded
+
+# Below the five seconds that a scheduler waits for an extender if nothing else is said.
+REQUEST_TIMEOUT = 4.0
+
+
+MAX_SAID = 800
+
+
+class StatusWire(msgspec.Struct, frozen=True):
+    message: str = ""
+
+
+def names_of(pod: PodIdentity) -> dict[str, str]:
+    return {"namespace": pod.namespace, "name": pod.name}
+
+
+def said_in(status: int, body: bytes) -> str:
+    try:
+        said: str = decoded(body, StatusWire).message
+    except msgspec.DecodeError:
+        said = ""
+    return said[:MAX_SAID] or f"the API server answered {status}"

@@ -1,0 +1,19 @@
+"""What a write to the API server comes to: written, refused, stale, or unknown."""
+
+from typing import Any
+
+from webhook.core.errors import LedgerError, LedgerUnavailableError
+
+Raw = dict[str, Any]
+
+
+class StaleError(LedgerError):
+    """Somebody else has written since: nothing was written."""
+
+
+class RefusedError(LedgerError):
+    """The store's own rules forbid it: nothing was written."""
+
+
+class StoreAwayError(LedgerUnavailableError):
+    """No answer, or one that says nothing: it may have been written, or not."""

@@ -1,0 +1,119 @@
+"""Pods and nodes in the API server."""
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from webhook.core.pod import Pod
+from webhook.core.reservation import PodIdentity, Reservation
+from webhook.kube.api_paths import PODS_PATH
+from webhook.kube.calls import LOST, NODE_PATH, POD_PATH, answered
+from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
+from webhook.kube.objects import object_in
+from webhook.kube.store import Raw
+from webhook.kube.watch import TROUBLE, whole_list
+from webhook.ledger.carrier import Carrier, Sight, carries_other
+from webhook.ledger.cluster import WitnessAwayError
+from webhook.ledger.end_of_use import NodeSight
+from webhook.ledger.pods import PodsUnavailableError
+
+
+def pod_in(body: bytes, namespace: str, name: str) -> Raw:
+    """The pod that was asked for: names come from whoever sends reviews, and `..` is the path of something else."""
+    try:
+        raw = object_in(body)
+        meta = raw["metadata"]
+        if (raw["kind"], meta["namespace"], meta["name"]) == ("Pod", namespace, name) and meta["uid"]:
+            return raw
+    except (msgspec.DecodeError, KeyError, TypeError) as exc:
+        raise PodsUnavailableError("the API server answered with something else than a pod") from exc
+    raise PodsUnavailableError("the API server answered with something else than that pod")
+
+
+class ApiPods:
+    """The pods that the API server has. A read without a version is a quorum read: no cache answers it."""
+
+    believes_reviews = False
+
+    def __init__(self, api: ApiClient) -> None:
+        self._api = api
+
+    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
+        name = f"pod {pod.namespace}/{pod.name}"
+        raw = await self._read(pod.namespace, pod.name)
+        if raw is None:
+            return f"there is no {name}"
+        if raw["metadata"]["uid"] != pod.uid:
+            return f"{name} has another uid"
+        other = carries_other(raw, held)
+        return None if other is None else f"{name} {other}"
+
+    def created(self, pod: PodIdentity) -> None:
+        """Nothing: a review is no proof that the pod will exist, the watch is."""
+
+    def ended(self, pod: PodIdentity) -> None:
+        """Nothing: eviction sends no DELETE review, and a terminating pod still holds its devices."""
+
+    async def uid_of(self, namespace: str, name: str) -> str:
+        raw = await self._read(namespace, name)
+        return "" if raw is None else str(raw["metadata"]["uid"])
+
+    async def find(self, namespace: str, name: str) -> Pod | None:
+        raw = await self._read(namespace, name)
+        return None if raw is None else Pod.parse(raw)
+
+    async def _read(self, namespace: str, name: str) -> Raw | None:
+        try:
+            status, body = await answered(
+                self._api, "GET", POD_PATH, {"namespace": namespace, "name": name}, seconds=REQUEST_TIMEOUT
+            )
+        except LOST as exc:
+            raise PodsUnavailableError("the API server cannot be reached") from exc
+        if status == 404:
+            return None
+        if status != 200:
+            raise PodsUnavailableError(f"the API server answered {status}")
+        return pod_in(body, namespace, name)
+
+    async def carriers(self) -> Sequence[Carrier]:
+        return [one for one in map(Carrier.of, await self._all()) if one is not None]
+
+    async def _all(self) -> Collection[Raw]:
+        try:
+            raws, _ = await whole_list(self._api, PODS_PATH)
+        except TROUBLE as exc:
+            raise WitnessAwayError("pods cannot be listed") from exc
+        return raws.values()
+
+    async def look(self, pod: PodIdentity) -> Sight | None:
+        try:
+            if pod.name:
+                raw = await self._read(pod.namespace, pod.name)
+            else:  # written by hand: then only a whole list tells
+                raw = next((one for one in await self._all() if one["metadata"].get("uid") == pod.uid), None)
+            is_gone = raw is None or raw["metadata"]["uid"] != pod.uid
+            return None if raw is None or is_gone else Sight.of(raw)
+        except (PodsUnavailableError, msgspec.ValidationError) as exc:
+            raise WitnessAwayError(str(exc)) from exc
+
+    async def node(self, name: str) -> NodeSight | None:
+        try:
+            status, body = await answered(self._api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
+            if status == 404:
+                return None
+            raw = object_in(body) if status == 200 else {}
+            if (raw.get("kind"), raw.get("metadata", {}).get("name")) != ("Node", name):
+                raise WitnessAwayError(f"the API server answered {status} with something else than that node")
+            return NodeSight.of(raw)
+        except (*LOST, msgspec.MsgspecError, AttributeError) as exc:
+            raise WitnessAwayError("the node cannot be read") from exc
+
+    async def remove(self, pod: PodIdentity, version: str) -> None:
+        names = {"namespace": pod.namespace, "name": pod.name}
+        body = {"preconditions": {"uid": pod.uid, "resourceVersion": version}}
+        try:
+            status, _ = await answered(self._api, "DELETE", POD_PATH, names, body, seconds=REQUEST_TIMEOUT)
+        except LOST as exc:
+            raise WitnessAwayError("the pod cannot be removed") from exc
+        if status >= 400 and status not in (404, 409):  # gone, or another by now
+            raise WitnessAwayError("the pod cannot be removed")
