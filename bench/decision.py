@@ -22,7 +22,7 @@ from starlette.requests import Request
 from bench.figures import Target, percentile, typical
 from bench.pods import RARE, WAYS, Asker, Way, create_review, stream
 from bench.servers import write_inventory
-from webhook.admission.holding import Holder
+from webhook.admission.reserving import Reserver
 from webhook.admission.reviewer import Reviewer
 from webhook.assembly.parts import embedded
 from webhook.core.claim import Claim, ClaimRules, claim_of
@@ -73,7 +73,7 @@ class Site:
     """One fleet with its ledger and its pods."""
 
     gpus: int
-    holder: Holder
+    reserver: Reserver
     admission: Admission
     asker: Asker
     rng: random.Random
@@ -86,16 +86,16 @@ class Site:
         """As the server puts it together, with reservations that outlast the measuring."""
         path = write_inventory(directory, gpus)
         parts = embedded(settings.load({"inventory": str(path), "pending_deadline": "24h"}, environ={}), utc_now)
-        await parts.feed.load()
+        await parts.fleet_source.load()
         health = Health()
         health.stage = Stage.SERVING
         admission = Admission(Reviewer.of(parts), utc_now, health)
         rng = random.Random(gpus)  # noqa: S311 - the same pods each time, no secret
-        return cls(gpus, parts.holder, admission, Asker(list(parts.fleet.berths), rng), rng)
+        return cls(gpus, parts.reserver, admission, Asker(list(parts.fleet.indexed_nodes), rng), rng)
 
     @property
     def fleet(self) -> Fleet:
-        return self.holder.fleet
+        return self.reserver.fleet
 
     async def fill(self) -> None:
         """Reserve and release until the fleet looks used."""
@@ -109,7 +109,7 @@ class Site:
         last = len(self.held) - 1
         chosen = self.rng.randrange(len(self.held))
         self.held[chosen], self.held[last] = self.held[last], self.held[chosen]
-        await self.holder.ledger.release(*self.held.pop())
+        await self.reserver.ledger.release(*self.held.pop())
 
     def body(self, raw: Raw) -> bytes:
         self.last_id = ReservationId(f"00000000-0000-4000-8000-{next(self.numbers):012d}")
@@ -122,7 +122,7 @@ class Site:
 
     async def note_last(self) -> bool:
         """Whether the last review made a reservation; it is kept in mind, to be released."""
-        made = await self.holder.ledger.find(self.last_id) if self.last_id else None
+        made = await self.reserver.ledger.find(self.last_id) if self.last_id else None
         if made is not None:
             self.held.append((made.id, PodIdentity(made.namespace, made.pod_name or "", "")))
         return made is not None
@@ -147,7 +147,7 @@ class Site:
         return round(1e3 * (time.thread_time() - started), 2)
 
     def decided(self, claim: Claim) -> object:
-        return self.holder.places(claim, most=1)
+        return self.reserver.places(claim, most=1)
 
 
 def request(body: bytes) -> Request:

@@ -45,7 +45,7 @@ def node(number: int, size: int, rng: random.Random) -> Raw:
         "labels": node_labels(number, model, rng),
         "devices": [device(number, index, model) for index in range(size)],
     }
-    evidence = word_on(number, rng)
+    evidence = combined_evidence(number, rng)
     if evidence is not None:
         raw["evidence"] = evidence
     return raw | conditions(rng)
@@ -71,7 +71,7 @@ def device(number: int, index: int, model: Model) -> Raw:
     }
 
 
-def word_on(number: int, rng: random.Random) -> Raw | None:
+def combined_evidence(number: int, rng: random.Random) -> Raw | None:
     """Nine nodes in ten have proven what they are; of the rest half did so too long ago."""
     if number == 0 or rng.random() < 0.9:
         return {"hash": rng.choice(HASHES)}

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from bench.figures import Target, percentile, typical
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence.jwt.jwt_bundle import parse_bundle
-from webhook.evidence.jwt.jwt_svid import BadTokenError, Examiner, check_signature
+from webhook.evidence.jwt.jwt_svid import BadTokenError, TokenVerifier, check_signature
 from webhook.evidence.jwt.nonce import PREFIX, Nonces, one_process_only
 from webhook.runtime.clock import utc_now
 
@@ -72,7 +72,7 @@ def run(plan: Plan) -> Raw:
     made = signers()
     keys = parse_bundle(json.dumps({"keys": [one.jwk for one in made]}).encode()).keys
     nonces = Nonces(one_process_only(), SKEW)
-    examiner = Examiner(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
+    examiner = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
 
     def verify(token: str) -> None:
         proof = examiner.examined(token, utc_now())

@@ -22,7 +22,7 @@ from bench.servers import BenchError
 from tests.evidence.certificates import Authority
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent
 from webhook.core.agent_naming import naming_of
-from webhook.evidence.spire.attested import Rules
+from webhook.evidence.spire.attested import AgentRules
 from webhook.evidence.spire.spire_server import SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
 from webhook.runtime.clock import utc_now
@@ -31,7 +31,7 @@ from webhook.runtime.telemetry import configure_logging
 Raw = dict[str, Any]
 
 HOUR = timedelta(hours=1)
-RULES = Rules(
+RULES = AgentRules(
     trust_domain=TRUST_DOMAIN,
     attestors=frozenset({"x509pop"}),
     node=naming_of("x509pop:san:node-name", "node"),

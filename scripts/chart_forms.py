@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from webhook.export import kinds as export_kinds
 from webhook.runtime import setting_kinds as kinds
-from webhook.runtime.setting_kinds import Kind
+from webhook.runtime.setting_kinds import SettingKind
 
 Schema = dict[str, Any]
 
@@ -69,7 +69,7 @@ BUCKET: Final[Schema] = {
         "priorityClassName": text(DNS_NAME),
     },
 }
-FORMS: Final[Mapping[Kind[Any], Schema]] = {
+FORMS: Final[Mapping[SettingKind[Any], Schema]] = {
     kinds.TRUTH: BOOL,
     kinds.PORT: whole(0, 65535),
     kinds.COUNT: whole(0, 9_999_999),
@@ -134,7 +134,7 @@ FORMS: Final[Mapping[Kind[Any], Schema]] = {
 WORDS: Final = re.compile(r"[a-zA-Z_0-9-]+(, [a-zA-Z_0-9-]+)+")
 
 
-def form_of(kind: Kind[Any]) -> Schema:
+def form_of(kind: SettingKind[Any]) -> Schema:
     """What may stand there."""
     if kind in FORMS:
         return FORMS[kind]

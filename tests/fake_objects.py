@@ -4,14 +4,14 @@ import copy
 from typing import Any
 
 from tests.builders import Raw
-from webhook.kube.store import RefusedError, StaleError, StoreAwayError
-from webhook.kube.watch import Listener
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
+from webhook.kube.watch import WatchListener
 
 
 class FakeObjects:
     """What was done is in `done`, in words. `listener` hears of it when the test calls `tell`."""
 
-    def __init__(self, listener: Listener | None = None) -> None:
+    def __init__(self, listener: WatchListener | None = None) -> None:
         self.objects: dict[str, Raw] = {}
         self.listener = listener
         self.done: list[str] = []
@@ -88,7 +88,7 @@ class FakeObjects:
 
     def _answer(self, name: str) -> None:
         if self.is_away:
-            raise StoreAwayError("away")
+            raise StoreUnavailableError("away")
         if name in self.refused:
             raise RefusedError("spec.devices: too many")
 

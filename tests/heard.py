@@ -11,6 +11,6 @@ class Heard:
         self.told: list[tuple[str, Reason]] = []
         self.messages: list[str] = []
 
-    def tell(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None:
+    def record(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None:
         self.told.append((subject.name, reason))
         self.messages.append(message)

@@ -19,11 +19,11 @@ from webhook.core.errors import LedgerError
 from webhook.core.pod import Pod
 from webhook.core.reservation import ReservationId
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
-from webhook.kube.store import RefusedError, StaleError, StoreAwayError
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.ledger.api_pods import ApiPods
-from webhook.ledger.carrier import Sight
-from webhook.ledger.cluster import WitnessAwayError
+from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.pods import PodsUnavailableError
+from webhook.ledger.reserved_pod import PodSnapshot
 from webhook.runtime.http.listener import Listener
 
 POD = builders.created(builders.raw_pod())
@@ -131,17 +131,17 @@ async def test_what_is_no_answer_proves_no_absence(api_server: ApiServer, pods: 
         await pods.find("ml", "train-0")
     with pytest.raises(PodsUnavailableError):
         await pods.contradicts(THE_POD, HELD)
-    with pytest.raises(WitnessAwayError):
+    with pytest.raises(PodReaderUnavailableError):
         await pods.look(THE_POD)
 
 
 async def test_a_pod_is_looked_at_whatever_it_carries(api_server: ApiServer, pods: ApiPods) -> None:
     gated = {"schedulingGates": [{"name": "other"}, {"name": keys.QUEUE_GATE}]}
     api_server.says(200, {**POD, "spec": {**POD["spec"], **gated}})
-    assert await pods.look(THE_POD) == Sight(None, is_gated=True, node="", has_ended=False)
+    assert await pods.look(THE_POD) == PodSnapshot(None, is_gated=True, node="", has_ended=False)
     ended = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {}}}]}
     api_server.says(200, {**POD, "spec": {**POD["spec"], "nodeName": "node-a"}, "status": ended})
-    assert await pods.look(THE_POD) == Sight(None, is_gated=False, node="node-a", has_ended=True)
+    assert await pods.look(THE_POD) == PodSnapshot(None, is_gated=False, node="node-a", has_ended=True)
     api_server.says(200, builders.created(POD, uid="another"))
     assert await pods.look(THE_POD) is None
     api_server.says(404, {"kind": "Status"})
@@ -189,13 +189,13 @@ async def test_a_node_whose_name_is_the_path_of_something_else_has_no_object(api
     async with client.ApiClient(configuration) as api:
         assert await ApiGpuNodes(api).get("..") is None
         assert api_server.asked == []
-        with pytest.raises(StoreAwayError):
+        with pytest.raises(StoreUnavailableError):
             await ApiGpuNodes(api).get("node-a")
         api_server.says(403, {"kind": "Status"})
-        with pytest.raises(StoreAwayError):
+        with pytest.raises(StoreUnavailableError):
             await ApiGpuNodes(api).get("node-a")
         api_server.says(200, {"kind": "GPUNode", "metadata": {"name": "node-b"}})
-        with pytest.raises(StoreAwayError):
+        with pytest.raises(StoreUnavailableError):
             await ApiGpuNodes(api).get("node-a")
 
 
@@ -211,8 +211,8 @@ def status(code: int, message: str) -> Raw:
         pytest.param(403, status(403, "forbidden"), RefusedError, id="forbidden"),
         pytest.param(413, status(413, "limit is 3145728"), RefusedError, id="beyond-what-it-reads"),
         pytest.param(500, status(500, "etcdserver: request is too large"), RefusedError, id="beyond-what-it-keeps"),
-        pytest.param(500, status(500, "etcdserver: leader changed"), StoreAwayError, id="a-failure"),
-        pytest.param(429, status(429, "slow down"), StoreAwayError, id="too-many"),
+        pytest.param(500, status(500, "etcdserver: leader changed"), StoreUnavailableError, id="a-failure"),
+        pytest.param(429, status(429, "slow down"), StoreUnavailableError, id="too-many"),
     ],
 )
 async def test_what_would_be_refused_again_is_not_an_answer_that_was_lost(

@@ -342,9 +342,9 @@ def history(args: Namespace) -> int:
     import asyncio
 
     from webhook.export import settings as export_settings
-    from webhook.export.history import Question, answer, shown
+    from webhook.export.history import UseQuery, answer, shown
 
-    question = Question.asked(serial=args.serial, uuid=args.uuid, pod=args.pod, hash=args.hash)
+    question = UseQuery.asked(serial=args.serial, uuid=args.uuid, pod=args.pod, hash=args.hash)
     chosen = export_settings.load(vars(args), also=args.unknown, part=export_settings.HISTORY)
     args.has_run = True
     complain(args.parser.prog, chosen.notes)
@@ -362,11 +362,11 @@ def score(args: Namespace, chosen: Settings) -> int:
 
 
 def explain(args: Namespace, chosen: Settings) -> int:
-    from webhook.commands.explain import Asked, run
+    from webhook.commands.explain import ExplainRequest, run
     from webhook.runtime.telemetry import configure_logging
 
     named = ("output", "show", "namespace", "context", "token_file", "cert", "key")
-    asked = Asked.of(args.words, args.filename, **{name: getattr(args, name) for name in named})
+    asked = ExplainRequest.of(args.words, args.filename, **{name: getattr(args, name) for name in named})
     # The watches of a cluster tell of their beginnings.
     configure_logging("error" if chosen.sources.get("log_level", "default") == "default" else chosen.log_level)
     complain(args.parser.prog, chosen.notes)

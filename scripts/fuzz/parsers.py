@@ -11,8 +11,7 @@ from attrs import frozen
 from scripts.fuzz import parsers_of_answers as answers
 from scripts.fuzz import parsers_of_objects as objects
 from scripts.fuzz.parsers_of_objects import stored
-from webhook.admission import audit, binding_ends
-from webhook.admission import evidence_loss as continuous
+from webhook.admission import audit, binding_ends, evidence_loss
 from webhook.admission.manifest_pods import pods_of
 from webhook.commands.score import QuestionWire
 from webhook.core import binding, claim, extender_wire, gpu_map, hashes, hints, pod, quantity, review
@@ -27,23 +26,23 @@ from webhook.evidence.spire import spire_messages
 from webhook.export import nodes as export_nodes
 from webhook.export import reader, uses
 from webhook.inventory import discovery, node_annotations, node_gpus, nvidia_smi
-from webhook.inventory.file import Reading
+from webhook.inventory.file import InventoryParser
 from webhook.kube import pods
-from webhook.kube.calls import said_in
 from webhook.kube.gpu_node import GpuNode
+from webhook.kube.json_objects import decoded, object_in
 from webhook.kube.node import node_of
-from webhook.kube.objects import decoded, object_in
+from webhook.kube.requests import said_in
 from webhook.ledger.api_pods import pod_in
-from webhook.ledger.carrier import Carrier, Sight
-from webhook.ledger.end_of_use import NodeSight
+from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
-from webhook.scheduler import binder_wire, waking
-from webhook.web.evidence import Answer
-from webhook.web.finalize import Told
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
+from webhook.scheduler import binder_wire, wakeups
+from webhook.web.evidence import ProofBody
+from webhook.web.finalize import FinalizeBody
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
 RULES = claim.ClaimRules()
-EXAMINER = jwt_svid.Examiner(
+EXAMINER = jwt_svid.TokenVerifier(
     EvidenceId(DEFAULT_TEMPLATE, "example.org"), Nonces(lambda: [bytes(32)], timedelta(seconds=5)), timedelta(seconds=5)
 )
 
@@ -77,15 +76,15 @@ def claims_of(found: Any) -> object:
 
 
 def agents_of(message: bytes) -> object:
-    return [spire_messages.Agent.parse(one) for one in spire_messages.Page.parse(message).agents]
+    return [spire_messages.AgentMessage.parse(one) for one in spire_messages.AgentPage.parse(message).agents]
 
 
 UNREADABLE = (GpuwardenError, msgspec.DecodeError, msgspec.ValidationError)
 PARSERS = (
     Parser("AdmissionReview", review.Review.parse, "reviews"),
     Parser("claim of a pod", raw(claims_of), "pods", UNREADABLE),
-    Parser("pod with a reservation", raw(Carrier.of), "pods", UNREADABLE),
-    Parser("pod as it is found", raw(Sight.of), "pods", UNREADABLE),
+    Parser("pod with a reservation", raw(ReservedPod.of), "pods", UNREADABLE),
+    Parser("pod as it is found", raw(PodSnapshot.of), "pods", UNREADABLE),
     Parser("pod of the binder", raw(lambda one: msgspec.convert(one, binder_wire.PodWire)), "pods", UNREADABLE),
     Parser("pod by its name", lambda content: pod_in(content, "ml", "train"), "pods", (PodsUnavailableError,)),
     Parser("Job", raw(hints.handed_down), "pods", UNREADABLE),
@@ -96,14 +95,14 @@ PARSERS = (
     Parser("annotation of devices", text(node_annotations.devices_in), "annotations"),
     Parser("annotation of readings", text(node_gpus.gpus_in), "readings"),
     Parser("nvidia-smi", nvidia_smi.parse, "smi"),
-    Parser("inventory file", lambda content: Reading(content).contents(), "inventories"),
+    Parser("inventory file", lambda content: InventoryParser(content).contents(), "inventories"),
     Parser("placement map", text(gpu_map.parse_map), "maps", (gpu_map.MapLineError, GpuwardenError)),
     Parser("list of hashes", text(lambda one: hashes.hashes_in(one, "here")), "hashes"),
     Parser("quantity", text(quantity.thousandths), "quantities"),
     Parser("extender's arguments", extender_wire.ExtenderArgs.parse, "extender"),
     Parser("extender's binding", extender_wire.BindArgs.parse, "extender"),
     Parser("extender's victims", extender_wire.PreemptArgs.parse, "extender"),
-    Parser("finalize", Told.parse, "finalize"),
+    Parser("finalize", FinalizeBody.parse, "finalize"),
     Parser("JWT-SVID", text(lambda one: EXAMINER.examined(one, NOW)), "tokens"),
     Parser("bundle of keys", jwt_bundle.parse_bundle, "bundles"),
     Parser("agents of SPIRE", agents_of, "messages"),
@@ -112,13 +111,13 @@ PARSERS = (
     Parser("BindingEnds", stored(objects.kept_ends), "ends", UNREADABLE),
     Parser("StatefulSet with a map", stored(objects.mapped_set), "sets", UNREADABLE),
     Parser("Namespace", stored(objects.namespace), "namespaces", UNREADABLE),
-    Parser("node whose kubelet lives", stored(NodeSight.of), "nodes", UNREADABLE),
+    Parser("node whose kubelet lives", stored(NodeSnapshot.of), "nodes", UNREADABLE),
     Parser("node with readings", stored(discovery.said_by), "nodes", UNREADABLE),
     Parser("node of the exporter", stored(export_nodes.trimmed_node), "nodes", UNREADABLE),
     Parser("pod of the exporter", stored(reader.pod_seen), "pods", UNREADABLE),
-    Parser("GPUNode of the exporter", stored(uses.Held.parse), "gpunodes", UNREADABLE),
-    Parser("resident pod", stored(lambda one: continuous.Resident.of(one, RULES)), "pods", UNREADABLE),
-    Parser("pod that waits for a scheduler", stored(waking.waits_for_us), "pods", UNREADABLE),
+    Parser("GPUNode of the exporter", stored(uses.HeldDevices.parse), "gpunodes", UNREADABLE),
+    Parser("resident pod", stored(lambda one: evidence_loss.BoundPod.of(one, RULES)), "pods", UNREADABLE),
+    Parser("pod that waits for a scheduler", stored(wakeups.waits_for_us), "pods", UNREADABLE),
     Parser("refusal of a Binding", lambda content: pods.said_in(409, content), "refusals"),
     Parser("refusal of a request", said_in, "refusals"),
     Parser("refusal of an object", answers.refused_object, "refusals"),
@@ -132,12 +131,12 @@ PARSERS = (
     Parser("pods of a kubelet", answers.pods_of_a_kubelet, "nodepods"),
     Parser("sandboxes of a container runtime", answers.sandboxes_of_a_runtime, "nodepods"),
     Parser("containers of a container runtime", answers.containers_of_a_runtime, "nodepods"),
-    Parser("pod that is audited", stored(audit.Reading(RULES, DressRules()).pod), "pods", UNREADABLE),
+    Parser("pod that is audited", stored(audit.AuditRules(RULES, DressRules()).pod), "pods", UNREADABLE),
     Parser("pod as the binder sees it", stored(objects.seen_by_binder), "pods", UNREADABLE),
     Parser("node as the binder sees it", stored(objects.seen_by_binder), "nodes", UNREADABLE),
     Parser("bundle of certificates", answers.certificate_bundle, "certificates"),
     Parser("answer of a scorer", answers.scorers_answer, "scores", (*UNREADABLE, RecursionError, UnicodeDecodeError)),
     Parser("question to a scorer", lambda one: decoded(one, QuestionWire), "questions", UNREADABLE),
-    Parser("answer to a challenge", lambda one: decoded(one, Answer), "answers", UNREADABLE),
+    Parser("answer to a challenge", lambda one: decoded(one, ProofBody), "answers", UNREADABLE),
     Parser("manifest", text(pods_of), "manifests"),
 )

@@ -12,7 +12,7 @@ from webhook.evidence.jwt.jwt_workload_api import JwtSvid, bundle_in
 from webhook.evidence.spire import spiffe_tls
 from webhook.evidence.spire.x509_svid import X509Svid
 from webhook.kube import api_callers, api_objects
-from webhook.kube.pod_exec import Answer
+from webhook.kube.pod_exec import ExecOutput
 from webhook.node import node_pods
 from webhook.runtime.tls.rotation import readable_certificates
 from webhook.scoring.client import DECODER
@@ -84,7 +84,7 @@ def access_review(content: bytes) -> object:
 
 def exec_frames(content: bytes) -> object:
     """Each with its length in two bytes before it; the stream leaves out empty ones."""
-    answer = Answer(limit=4096)
+    answer = ExecOutput(limit=4096)
     while len(content) > 2:
         size = int.from_bytes(content[:2])
         frame, content = content[2 : 2 + size], content[2 + size :]

@@ -6,12 +6,12 @@ All else in an object may be anything that somebody could have stored.
 from collections.abc import Callable
 from typing import Any
 
-from webhook.admission import binding_ends, maps, namespaces
+from webhook.admission import binding_ends, namespaces, placement_maps
 from webhook.core import keys
 from webhook.core.fleet import Fleet
 from webhook.evidence.jwt import cluster_proofs as node_proofs
 from webhook.evidence.jwt.jwt_bundle import BadBundleError, JwtBundle, check_succession
-from webhook.kube.objects import object_in
+from webhook.kube.json_objects import object_in
 from webhook.ledger import end_of_use
 from webhook.scheduler.binder_view import NodesOfWorld, PodsOfWorld, World
 
@@ -40,8 +40,8 @@ def as_stored(raw: Raw) -> Raw:
 
 
 def end_of_pod(raw: Raw) -> object:
-    history = end_of_use.History.begun(raw).after(raw)
-    histories = end_of_use.Histories()
+    history = end_of_use.PodHistory.begun(raw).after(raw)
+    histories = end_of_use.PodHistories()
     histories.seen("uid", raw)
     return history.is_over(raw), end_of_use.has_ended(raw), histories.is_over("uid", raw), histories.grace("uid")
 
@@ -55,20 +55,20 @@ def seen_by_binder(raw: Raw) -> object:
 
 
 def kept_ends(raw: Raw) -> object:
-    return binding_ends.Kept.of(raw).ends()
+    return binding_ends.StoredEnds.of(raw).ends()
 
 
 def mapped_set(raw: Raw) -> object:
     """By all that is done with a set whose namespace may keep GPUs."""
-    sets, name = maps.MappedSets(Fleet()), raw["metadata"]["namespace"]
+    sets, name = placement_maps.MappedStatefulSets(Fleet()), raw["metadata"]["namespace"]
     labels = {keys.OPT_IN.name: "true", keys.MAPS_LABEL: "true"}
-    maps.NamespaceNews(sets).changed({"metadata": {"name": name, "labels": labels}})
+    placement_maps.MapNamespaceListener(sets).changed({"metadata": {"name": name, "labels": labels}})
     raw = with_schema(raw)
     sets.changed(raw)
     sets.refresh()
     sets.changed({**raw, "spec": {}})
     sets.deleted(raw)
-    return maps.not_kept([raw], [raw])
+    return placement_maps.not_kept([raw], [raw])
 
 
 def with_schema(raw: Raw) -> Raw:
@@ -81,7 +81,7 @@ def with_schema(raw: Raw) -> Raw:
 
 
 def namespace(raw: Raw) -> object:
-    return namespaces.bond_of(raw), maps.may_keep(raw, keys.OPT_IN.name)
+    return namespaces.bond_of(raw), placement_maps.may_keep(raw, keys.OPT_IN.name)
 
 
 def trust_bundle(raw: Raw) -> object:

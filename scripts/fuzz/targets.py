@@ -7,7 +7,7 @@ from typing import Any, Final
 from attrs import frozen
 
 from webhook.web import app
-from webhook.web.routes import Counted
+from webhook.web.routes import CountMiddleware
 
 # Which listener of the processes that are started serves which application.
 LISTENERS: Final = {
@@ -72,7 +72,7 @@ def targets_of(name: str, make: Callable[..., object]) -> Iterator[Target]:
     named = inspect.signature(make).parameters.values()
     parts = {one.name: Unused() for one in named if one.default is one.empty or one.name == "evidence"}
     made = make(**parts)
-    if not isinstance(made, Counted):
+    if not isinstance(made, CountMiddleware):
         raise TypeError(f"{name} declares no routes")
     for route in made.declared:
         group = GROUPS[route.path] if route.method == "POST" else None

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from tests.builders import HASH, NAMESPACE, NOW, OTHER_HASH, POD_UID, SECOND, Raw, raw_container, raw_env, raw_pod
 from tests.web.house import House
-from webhook.admission.audit import AuditedPod, Facts, Finding, Kind, Reading, findings
+from webhook.admission.audit import AuditedPod, AuditRules, Facts, Finding, FindingKind, findings
 from webhook.admission.audit_watch import AuditWatch
 from webhook.commands.audit import as_json, as_table
 from webhook.core import keys
@@ -20,7 +20,7 @@ from webhook.core.evidence import Evidence
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
 from webhook.runtime.telemetry import Metrics
 
-READING = Reading(ClaimRules(), DressRules(Injection.NVIDIA, "nvidia.com/gpu"))
+READING = AuditRules(ClaimRules(), DressRules(Injection.NVIDIA, "nvidia.com/gpu"))
 LATER = NOW + timedelta(hours=1)
 
 
@@ -39,7 +39,7 @@ def facts(*raws: Raw, **members: Any) -> Facts:
     return Facts(**{"pods": pods, "held": (), "opted_in": {NAMESPACE}, **members})
 
 
-def kinds(given: Facts, *, needs_evidence: bool = False) -> list[tuple[Kind, str]]:
+def kinds(given: Facts, *, needs_evidence: bool = False) -> list[tuple[FindingKind, str]]:
     return [(one.kind, one.object) for one in findings(given, LATER, needs_evidence=needs_evidence)]
 
 
@@ -78,7 +78,7 @@ ASKING: dict[str, tuple[Raw, str]] = {
 @pytest.mark.parametrize(("raw", "said"), ASKING.values(), ids=ASKING.keys())
 def test_what_would_be_refused_today_is_found_in_namespaces_that_opted_in(raw: Raw, said: str) -> None:
     (found,) = findings(facts(raw), LATER, needs_evidence=False)
-    assert (found.kind, found.object, found.message) == (Kind.GPU_WITHOUT_RESERVATION, "pod ml/train-0", said)
+    assert (found.kind, found.object, found.message) == (FindingKind.GPU_WITHOUT_RESERVATION, "pod ml/train-0", said)
     assert kinds(facts(raw, opted_in=set())) == []
     assert kinds(facts({**raw, "status": {"phase": "Succeeded"}})) == []
 
@@ -94,14 +94,14 @@ def test_a_pod_without_a_gpu_is_right(raw: Raw) -> None:
 
 def test_a_container_that_its_image_shows_all_gpus_is_found() -> None:
     raw = raw_pod(raw_container(env=raw_env(CUDA_VERSION="12.4")))
-    assert kinds(facts(raw)) == [(Kind.CONTAINER_NOT_BLINDED, "pod ml/train-0")]
+    assert kinds(facts(raw)) == [(FindingKind.CONTAINER_NOT_BLINDED, "pod ml/train-0")]
 
 
 def test_a_pod_that_could_open_devices_is_found_in_isolated_namespaces() -> None:
     raw = raw_pod()
     raw = {**raw, "spec": {**raw["spec"], "hostPID": True}}
     (found,) = findings(facts(raw, isolated={NAMESPACE}), LATER, needs_evidence=False)
-    assert (found.kind, found.object) == (Kind.POD_NOT_ISOLATED, "pod ml/train-0")
+    assert (found.kind, found.object) == (FindingKind.POD_NOT_ISOLATED, "pod ml/train-0")
     assert found.message == "could reach GPUs that are not its own: spec.hostPID"
     assert kinds(facts(raw)) == []
     assert kinds(facts({**raw, "status": {"phase": "Succeeded"}}, isolated={NAMESPACE})) == []
@@ -115,7 +115,7 @@ async def test_a_pod_with_gpus_that_may_take_too_long_to_stop_is_found(house: Ho
         assert pod is not None
         found = findings(Facts([pod], house.parts.ledger.reservations(), ()), LATER, needs_evidence=False)
         said = [f"spec.terminationGracePeriodSeconds: {expected}"] if expected else []
-        assert [one.message for one in found if one.kind is Kind.GRACE_TOO_LONG] == said
+        assert [one.message for one in found if one.kind is FindingKind.GRACE_TOO_LONG] == said
 
 
 async def test_a_pod_that_waits_behind_our_gate_is_right(house: House) -> None:
@@ -131,7 +131,7 @@ async def test_gpus_that_no_ledger_knows_are_found(house: House) -> None:
     found = findings(facts(raw, held=[half]), LATER, needs_evidence=False)
     assert [one.message for one in found] == [f"carries {held.slots[1].uuid}, which no GPUNode holds for it"]
     elsewhere = evolve(held, node="node-b")
-    assert kinds(facts(raw, held=[elsewhere])) == [(Kind.UNKNOWN_RESERVATION, "pod ml/train-0")]
+    assert kinds(facts(raw, held=[elsewhere])) == [(FindingKind.UNKNOWN_RESERVATION, "pod ml/train-0")]
     assert kinds(facts(raw, unsettled={held.id})) == [], "it has come or gone meanwhile"
 
 
@@ -140,7 +140,7 @@ async def test_two_pods_with_one_gpu_are_found(house: House) -> None:
     other = {**raw, "metadata": {**raw["metadata"], "name": "copy", "uid": "another"}}
     held = list(house.parts.ledger.reservations())
     given = facts(raw, other, held=held, evidence=proven())
-    assert kinds(given) == [(Kind.GPU_TWICE, "pod ml/copy")]
+    assert kinds(given) == [(FindingKind.GPU_TWICE, "pod ml/copy")]
     ended = {**other, "status": {"phase": "Failed"}}
     assert kinds(facts(raw, ended, held=held, evidence=proven())) == []
 
@@ -162,7 +162,7 @@ async def test_pods_on_nodes_without_evidence_are_found(
     raw = await placed(house, raw_pod(raw_container(gpus=1), labels={"gpuwarden.io/gpu.model": "h100"}))
     given = facts(raw, held=list(house.parts.ledger.reservations()), evidence=evidence)
     found = findings(given, LATER, needs_evidence=needs_evidence)
-    assert [(one.kind, one.message) for one in found] == ([(Kind.NODE_WITHOUT_EVIDENCE, said)] if said else [])
+    assert [(one.kind, one.message) for one in found] == ([(FindingKind.NODE_WITHOUT_EVIDENCE, said)] if said else [])
 
 
 async def test_a_pod_that_asks_for_a_hash_is_held_to_it_wherever_evidence_is_needed(house: House) -> None:
@@ -201,7 +201,7 @@ def reservation(**members: Any) -> Reservation:
 )
 def test_reservations_without_pods_are_found(held: Reservation, is_found: bool) -> None:
     given = Facts(pods=[AuditedPod(NAMESPACE, "train-0", POD_UID, "node-a")], held=[held], opted_in=())
-    assert kinds(given) == ([(Kind.RESERVATION_WITHOUT_POD, "reservation r1")] if is_found else [])
+    assert kinds(given) == ([(FindingKind.RESERVATION_WITHOUT_POD, "reservation r1")] if is_found else [])
 
 
 def test_an_orphan_is_called_one() -> None:
@@ -212,7 +212,10 @@ def test_an_orphan_is_called_one() -> None:
 
 def test_maps_that_keep_nothing_and_objects_that_nobody_can_read_are_found() -> None:
     given = facts(unkept_maps=[("ml", "train")], unreadable=["gpunode node-x"])
-    assert kinds(given) == [(Kind.MAP_WITHOUT_LABEL, "statefulset ml/train"), (Kind.UNREADABLE, "gpunode node-x")]
+    assert kinds(given) == [
+        (FindingKind.MAP_WITHOUT_LABEL, "statefulset ml/train"),
+        (FindingKind.UNREADABLE, "gpunode node-x"),
+    ]
 
 
 ODD: dict[str, Raw] = {
@@ -231,7 +234,7 @@ def test_no_pod_ends_an_audit(raw: Raw) -> None:
 
 
 def test_how_it_is_told() -> None:
-    found = [Finding(Kind.GPU_TWICE, "pod ml/a", "has GPU-1, and so has pod ml/b", "ml", "node-a")]
+    found = [Finding(FindingKind.GPU_TWICE, "pod ml/a", "has GPU-1, and so has pod ml/b", "ml", "node-a")]
     assert as_table(found) == (
         "KIND      OBJECT    NODE    FOUND\nGpuTwice  pod ml/a  node-a  has GPU-1, and so has pod ml/b\n"
     )
@@ -262,7 +265,8 @@ async def test_the_gauge_counts_what_the_audit_finds_and_follows_the_cluster(hou
 
     def counted() -> dict[str, float]:
         found = {
-            kind.value: metrics.registry.get_sample_value("gpuwarden_audit_findings", {"kind": kind}) for kind in Kind
+            kind.value: metrics.registry.get_sample_value("gpuwarden_audit_findings", {"kind": kind})
+            for kind in FindingKind
         }
         assert None not in found.values(), "every kind has a series"
         return {kind: number for kind, number in found.items() if number}

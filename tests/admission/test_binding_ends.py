@@ -36,13 +36,13 @@ from webhook.admission.binding_ends import (
     raw_of,
     within_the_limit,
 )
-from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
+from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.core.claim import ClaimRecord, ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Phase, Reservation
-from webhook.ledger.carrier import Carrier
+from webhook.ledger.reserved_pod import ReservedPod
 from webhook.runtime.clock import LONG_AGO
 
 A, B = "node-a", "node-b"
@@ -93,7 +93,7 @@ class Scene:
             self.objects,
             self.fleet,
             self.policy,
-            ClaimReading(ClaimRules(), self.namespaces),
+            ClaimReader(ClaimRules(), self.namespaces),
             lambda one: self.held.get(one.reservation_id),
             DEADLINE,
             lambda: self.now,
@@ -109,7 +109,7 @@ class Scene:
 
     def holds(self, raw: Raw, **members: Any) -> Raw:
         """The pod exists, and a ledger knows its reservation."""
-        one = Carrier.of(raw)
+        one = ReservedPod.of(raw)
         assert one is not None
         self.held[one.reservation_id] = Reservation(
             **{

@@ -10,19 +10,19 @@ from tests.heard import Heard
 from webhook.admission.evidence_loss import (
     MAX_CLASSES,
     SETTLED,
-    Continuous,
-    MeasureError,
+    BoundPod,
+    EvictionError,
+    EvidenceLoss,
     OnEvidenceLost,
-    Resident,
     evidence_ages,
 )
-from webhook.admission.namespaces import ClaimReading
+from webhook.admission.namespaces import ClaimReader
 from webhook.core.claim import ClaimRecord, ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Taint
 from webhook.core.evidence import Evidence, EvidenceState, combined
 from webhook.core.fleet import Fleet
-from webhook.core.hashes import NO_BOND, Bond
+from webhook.core.hashes import NO_BOND, HashPolicy
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.runtime.telemetry import Metrics
@@ -74,11 +74,11 @@ class Demanding:
     def __init__(self) -> None:
         self.hashes: dict[str, str] = {}
 
-    def known(self, namespace: str) -> Bond | None:
+    def known(self, namespace: str) -> HashPolicy | None:
         text = self.hashes.get(namespace)
-        return None if text is None else Bond.of(namespace, {"gpuwarden.io/required-hash": text})
+        return None if text is None else HashPolicy.of(namespace, {"gpuwarden.io/required-hash": text})
 
-    async def bond(self, namespace: str) -> Bond:
+    async def bond(self, namespace: str) -> HashPolicy:
         return self.known(namespace) or NO_BOND
 
 
@@ -102,16 +102,16 @@ class Scene:
         self.policy = EvidencePolicy(is_always_required=needs_all)
         self.continuous = self.another(on_lost)
 
-    def another(self, on_lost: OnEvidenceLost) -> Continuous:
+    def another(self, on_lost: OnEvidenceLost) -> EvidenceLoss:
         """A process that has just begun to look."""
-        return Continuous(
+        return EvidenceLoss(
             self.fleet,
             self.policy,
             on_lost,
             self,
             self.heard,
             lambda: self.now,
-            ClaimReading(ClaimRules(), self.namespaces),
+            ClaimReader(ClaimRules(), self.namespaces),
             is_current=lambda: self.is_current,
             is_owed=lambda name: name in self.owed,
             is_vouched=lambda one: one.pod.name in self.vouched,
@@ -143,7 +143,7 @@ class Scene:
     async def taint(self, node: str, *, wanted: bool) -> None:
         self.tried(node)
         self.done.append(f"{'taint' if wanted else 'untaint'} {node}")
-        was = self.fleet.berths[node].node
+        was = self.fleet.indexed_nodes[node].node
         others = tuple(one for one in was.taints if one != OURS)
         self.fleet.put(evolve(was, taints=(*others, OURS) if wanted else others), self.now)
 
@@ -154,7 +154,7 @@ class Scene:
     def tried(self, name: str) -> None:
         if name in self.failing:
             self.done.append(f"fail {name}")
-            raise MeasureError("not now")
+            raise EvictionError("not now")
 
 
 # Changes of a node's evidence.
@@ -436,7 +436,7 @@ async def test_the_node_is_tainted_until_its_evidence_is_back() -> None:
     scene.says(A)
     await scene.settle()
     assert scene.done == ["taint node-a", "untaint node-a"]
-    assert scene.fleet.berths[A].node.taints == (theirs,)
+    assert scene.fleet.indexed_nodes[A].node.taints == (theirs,)
 
 
 async def test_a_node_with_another_hash_is_tainted_while_pods_run_there_that_name_the_old_one() -> None:
@@ -573,4 +573,4 @@ async def test_a_loss_that_does_not_last_moves_nobody() -> None:
 def test_a_pod_that_cannot_be_read_is_nobodys_resident() -> None:
     broken = raw_pod()
     broken["spec"] = {"nodeName": 7}
-    assert Resident.of(broken, ClaimRules()) is None
+    assert BoundPod.of(broken, ClaimRules()) is None

@@ -12,7 +12,7 @@ from tests.conftest import Build
 from tests.generated_pods import generated_pods
 from tests.web.house import House, patched
 from webhook.core.near_misses import MOST_KEYS, near_keys
-from webhook.core.reservation import Orphan, PodIdentity
+from webhook.core.reservation import Orphan, PodIdentity, PodProof
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Abandon, Times
 
@@ -61,11 +61,11 @@ async def test_a_namespace_with_too_many_orphans_is_told_so_as_its_next_pod_will
     await house.mutate(raw_pod(raw_container(gpus=1)))
     (held,) = house.parts.ledger.reservations()
     pod = PodIdentity(held.namespace, "train-0", "uid-0")
-    await house.parts.ledger.finalize(held.id, pod)
+    await house.parts.ledger.bind_to_pod(PodProof.REPORTED, held.id, pod)
     orphan = Orphan(builders.NOW, timedelta(hours=1))
     abandon = Abandon(held.id, pod, held.since, orphan)
     assert isinstance(house.parts.ledger, MemoryLedger)
-    house.parts.ledger._shelf.make(held.node, abandon, builders.NOW, Times(timedelta(0), timedelta(0)))
+    house.parts.ledger._index.make(held.node, abandon, builders.NOW, Times(timedelta(0), timedelta(0)))
     answer = await explained(house, raw_pod(raw_container(gpus=1)))
     assert (answer["verdict"], answer["reason"]) == ("deny", "NamespaceFull")
     assert answer["message"].startswith("namespace 'ml' has 1 GPU held by pods that are not there and may still run")

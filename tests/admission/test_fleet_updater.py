@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import INVENTORY, House
-from webhook.admission.fleet_updater import Feed
+from webhook.admission.fleet_updater import FleetUpdater
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceProvider, EvidenceUnavailableError
@@ -25,7 +25,7 @@ POD = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": 
 
 async def rewrite(house: House, inventory: Raw | str) -> None:
     house.file.write_text(inventory if isinstance(inventory, str) else json.dumps(inventory))
-    await house.feed.refresh()
+    await house.fleet_source.refresh()
 
 
 async def verdict(house: House, uid: str) -> str:
@@ -138,49 +138,49 @@ def vouched(node: str, digest: str = HASH) -> Evidence:
     return Evidence(node, digest, Asked.name, NOW, NOW + SECOND)
 
 
-def feed_of(tmp_path: Path, *also: Asked) -> tuple[Fleet, Feed]:
+def feed_of(tmp_path: Path, *also: Asked) -> tuple[Fleet, FleetUpdater]:
     (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
     fleet, file = Fleet(), InventoryFile(tmp_path / "inventory.json")
-    return fleet, Feed(fleet, file, [StaticEvidence({}), *also], lambda: NOW, Metrics())
+    return fleet, FleetUpdater(fleet, file, [StaticEvidence({}), *also], lambda: NOW, Metrics())
 
 
-async def states(feed: Feed, fleet: Fleet) -> dict[str, EvidenceState]:
-    await feed.refresh()
-    return {name: berth.state for name, berth in fleet.berths.items()}
+async def states(fleet_source: FleetUpdater, fleet: Fleet) -> dict[str, EvidenceState]:
+    await fleet_source.refresh()
+    return {name: indexed.state for name, indexed in fleet.indexed_nodes.items()}
 
 
 async def test_all_that_are_asked_have_to_vouch_for_a_node(tmp_path: Path) -> None:
     spire = Asked(None)
-    fleet, feed = feed_of(tmp_path, spire)
-    await feed.load()
+    fleet, fleet_source = feed_of(tmp_path, spire)
+    await fleet_source.load()
     nobody = dict.fromkeys(("node-a", "node-b", "node-c"), EvidenceState.ABSENT)
-    assert await states(feed, fleet) == nobody  # not asked yet
+    assert await states(fleet_source, fleet) == nobody  # not asked yet
     word = vouched("node-a")
     spire.said = {"node-a": word}
-    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.FRESH}  # node-b is in one list only
+    assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.FRESH}  # node-b is in one list only
     spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
-    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.CONFLICT}
+    assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.CONFLICT}
     spire.said = {"node-a": Evidence("node-a", "", "spire-server", is_banned=True)}
-    assert await states(feed, fleet) == {**nobody, "node-a": EvidenceState.BANNED}
+    assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.BANNED}
     spire.said = {}  # evicted
-    assert await states(feed, fleet) == nobody
+    assert await states(fleet_source, fleet) == nobody
 
 
 async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) -> None:
     spire = Asked(None)
-    fleet, feed = feed_of(tmp_path, spire)
-    await feed.load()
+    fleet, fleet_source = feed_of(tmp_path, spire)
+    await fleet_source.load()
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
-        assert fleet.berths["node-a"].state is EvidenceState.ABSENT
+        assert fleet.indexed_nodes["node-a"].state is EvidenceState.ABSENT
         if len(pauses) == 100:
             spire.said = {"node-a": vouched("node-a")}
 
     with capture_logs() as lines:
-        await feed.first_answers(sleep)
-    assert fleet.berths["node-a"].state is EvidenceState.FRESH
+        await fleet_source.first_answers(sleep)
+    assert fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH
     assert (len(pauses), spire.polls) == (100, 101)
     waits = [line for line in lines if line["event"] == "not ready: the first answer of a provider is waited for"]
     assert [line["providers"] for line in waits] == [["spire-server"]] * len(waits)
@@ -190,11 +190,11 @@ async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) 
 
 async def test_who_has_answered_is_waited_for_no_more(tmp_path: Path) -> None:
     spire = Asked({})
-    _, feed = feed_of(tmp_path, spire)
-    await feed.load()
+    _, fleet_source = feed_of(tmp_path, spire)
+    await fleet_source.load()
     spire.said = None
-    await feed.refresh()
-    await asyncio.wait_for(feed.first_answers(), 5)
+    await fleet_source.refresh()
+    await asyncio.wait_for(fleet_source.first_answers(), 5)
 
 
 # Where nobody writes evidence down, and no reconciler looks.
@@ -207,16 +207,16 @@ class Told:
         (directory / "inventory.json").write_text(json.dumps(INVENTORY))
         self.now, self.metrics, self.fleet = NOW, Metrics(), Fleet()
         file = InventoryFile(directory / "inventory.json")
-        self.feed = Feed(self.fleet, file, [*providers], lambda: self.now, self.metrics)
+        self.fleet_source = FleetUpdater(self.fleet, file, [*providers], lambda: self.now, self.metrics)
 
     async def begin(self) -> "Told":
-        await self.feed.load()
-        await self.feed.first_answers()
+        await self.fleet_source.load()
+        await self.fleet_source.first_answers()
         return self
 
     async def changes(self) -> list[tuple[str, str, str, str]]:
         with capture_logs() as lines:
-            await self.feed.refresh()
+            await self.fleet_source.refresh()
         found = [one for one in lines if one["event"] == "evidence changed"]
         return [(one["log_level"], one["node"], one["was"], one["now"]) for one in found]
 
@@ -245,12 +245,12 @@ async def test_a_change_of_evidence_is_logged_and_counted_and_its_end_too(tmp_pa
 async def test_first_answers_are_no_changes(tmp_path: Path) -> None:
     spire = Asked(None)
     told = Told(tmp_path, spire)
-    await told.feed.load()
+    await told.fleet_source.load()
 
     async def sleep(seconds: float) -> None:
         spire.said = {"node-a": vouched("node-a")}
 
-    await told.feed.first_answers(sleep)
+    await told.fleet_source.first_answers(sleep)
     assert await told.changes() == []
 
 
@@ -259,32 +259,34 @@ async def test_a_node_that_a_provider_alone_names_is_known(tmp_path: Path) -> No
     spire = Asked({"node-x": vouched("node-x"), "node-a": vouched("node-a")})
     told = await Told(tmp_path, spire).begin()
     known = {"node-a", "node-b", "node-c"}
-    assert told.fleet.berths.keys() == known | {"node-x"}
-    assert told.fleet.berths["node-x"].state is EvidenceState.FRESH
+    assert told.fleet.indexed_nodes.keys() == known | {"node-x"}
+    assert told.fleet.indexed_nodes["node-x"].state is EvidenceState.FRESH
     assert told.fleet.device_count == 4
     (tmp_path / "inventory.json").write_text('{"nodes": []}')
-    await told.feed.refresh()
-    assert told.fleet.berths.keys() == {"node-x", "node-a"}
+    await told.fleet_source.refresh()
+    assert told.fleet.indexed_nodes.keys() == {"node-x", "node-a"}
     assert told.fleet.device_count == 0
     spire.said = {"node-a": vouched("node-a")}
     assert await told.changes() == [("warning", "node-x", f"fresh as {HASH}", "absent")]
     spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
-    await told.feed.refresh()
-    assert told.fleet.berths.keys() == {"node-a"}
+    await told.fleet_source.refresh()
+    assert told.fleet.indexed_nodes.keys() == {"node-a"}
 
 
 async def test_a_proof_that_a_node_has_sent_keeps_no_node(tmp_path: Path) -> None:
     told = Told(tmp_path)
-    proofs = MemoryProofs(lambda: told.fleet.berths.keys(), lambda: told.now, SECOND)
-    told.feed = Feed(told.fleet, InventoryFile(tmp_path / "inventory.json"), [proofs], lambda: told.now, told.metrics)
+    proofs = MemoryProofs(lambda: told.fleet.indexed_nodes.keys(), lambda: told.now, SECOND)
+    told.fleet_source = FleetUpdater(
+        told.fleet, InventoryFile(tmp_path / "inventory.json"), [proofs], lambda: told.now, told.metrics
+    )
     await told.begin()
     told.now += 3 * SECOND
     await proofs.accept(Evidence("node-a", HASH, "jwt-svid", told.now, told.now + SECOND, "n"))
-    await told.feed.refresh()
-    assert told.fleet.berths["node-a"].state is EvidenceState.FRESH
+    await told.fleet_source.refresh()
+    assert told.fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH
     (tmp_path / "inventory.json").write_text('{"nodes": []}')
-    await told.feed.refresh()
-    assert not told.fleet.berths
+    await told.fleet_source.refresh()
+    assert not told.fleet.indexed_nodes
 
 
 async def test_a_proof_that_comes_while_another_provider_is_asked_stays(tmp_path: Path) -> None:
@@ -299,12 +301,14 @@ async def test_a_proof_that_comes_while_another_provider_is_asked_stays(tmp_path
             return {"node-a": Evidence("node-a", HASH, self.name, NOW, NOW + 60 * SECOND)}
 
     proofs = MemoryProofs(
-        lambda: told.fleet.berths.keys(),
+        lambda: told.fleet.indexed_nodes.keys(),
         lambda: told.now,
         SECOND,
-        accepted=lambda node, said: told.feed.prove(MemoryProofs.name, node, said),
+        accepted=lambda node, said: told.fleet_source.prove(MemoryProofs.name, node, said),
     )
     providers: list[EvidenceProvider] = [proofs, Slow({})]
-    told.feed = Feed(told.fleet, InventoryFile(tmp_path / "inventory.json"), providers, lambda: told.now, told.metrics)
-    await told.feed.load()
-    assert told.fleet.berths["node-a"].state is EvidenceState.FRESH
+    told.fleet_source = FleetUpdater(
+        told.fleet, InventoryFile(tmp_path / "inventory.json"), providers, lambda: told.now, told.metrics
+    )
+    await told.fleet_source.load()
+    assert told.fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH

@@ -10,9 +10,9 @@ from tests.builders import HASH, OTHER_HASH, Raw
 from tests.test_api_pods import ApiServer
 from tests.test_api_pods import api_server as api_server  # a fixture
 from webhook.admission.api_namespaces import ApiNamespaces
-from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError, Undemanding, WatchedNamespaces
+from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError, NoDemands, WatchedNamespaces
 from webhook.core.claim import ClaimRules
-from webhook.core.hashes import NO_BOND, Bond
+from webhook.core.hashes import NO_BOND, HashPolicy
 
 KEY = "gpuwarden.io/required-hash"
 
@@ -41,10 +41,10 @@ async def test_what_was_heard_is_not_asked_for() -> None:
     api = Api()
     namespaces = WatchedNamespaces(api)
     namespaces.view.replaced({"/ml": namespace("ml", HASH), "/web": namespace("web")})
-    assert await namespaces.bond("ml") == Bond("ml", (HASH,))
+    assert await namespaces.bond("ml") == HashPolicy("ml", (HASH,))
     assert await namespaces.bond("web") == NO_BOND
     namespaces.view.changed(namespace("ml", OTHER_HASH, version=2))
-    assert await namespaces.bond("ml") == Bond("ml", (OTHER_HASH,))
+    assert await namespaces.bond("ml") == HashPolicy("ml", (OTHER_HASH,))
     assert api.asked == []
 
 
@@ -52,7 +52,7 @@ async def test_a_namespace_that_came_with_its_first_pods_is_looked_up() -> None:
     api = Api(namespace("new", HASH))
     namespaces = WatchedNamespaces(api)
     assert namespaces.known("new") is None
-    assert await namespaces.bond("new") == Bond("new", (HASH,))
+    assert await namespaces.bond("new") == HashPolicy("new", (HASH,))
     assert await namespaces.bond("nowhere") == NO_BOND
     assert api.asked == ["new", "nowhere"]
 
@@ -61,7 +61,7 @@ async def test_a_namespace_that_was_deleted_and_made_anew_is_looked_up() -> None
     namespaces = WatchedNamespaces(Api(namespace("ml", HASH, version=3)))
     namespaces.view.changed(namespace("ml"))
     namespaces.view.deleted(namespace("ml", version=2))
-    assert await namespaces.bond("ml") == Bond("ml", (HASH,))
+    assert await namespaces.bond("ml") == HashPolicy("ml", (HASH,))
 
 
 async def test_while_nobody_can_be_asked_nothing_is_concluded() -> None:
@@ -83,12 +83,12 @@ async def test_an_annotation_that_cannot_be_read_replaces_one_that_could() -> No
 async def test_claims_are_read_as_their_namespace_demands() -> None:
     namespaces = WatchedNamespaces(Api(namespace("new", OTHER_HASH)))
     namespaces.view.changed(namespace("ml", HASH))
-    reading = ClaimReading(ClaimRules(resource="example.com/gpu"), namespaces)
-    assert await reading.within("ml") == ClaimRules(resource="example.com/gpu", bond=Bond("ml", (HASH,)))
+    reading = ClaimReader(ClaimRules(resource="example.com/gpu"), namespaces)
+    assert await reading.within("ml") == ClaimRules(resource="example.com/gpu", bond=HashPolicy("ml", (HASH,)))
     assert (await reading.within("new")).bond.hashes == (OTHER_HASH,)
     assert reading.known_within("ml").bond.hashes == (HASH,)
     assert reading.known_within("new").bond is NO_BOND
-    assert await ClaimReading(ClaimRules(), Undemanding()).within("ml") == ClaimRules()
+    assert await ClaimReader(ClaimRules(), NoDemands()).within("ml") == ClaimRules()
 
 
 # Reading one.

@@ -14,7 +14,7 @@ from tests.chart.test_values import PEM
 from webhook.export import kinds as export_kinds
 from webhook.export import settings as export_settings
 from webhook.runtime import setting_kinds as kinds
-from webhook.runtime.setting_kinds import Kind
+from webhook.runtime.setting_kinds import SettingKind
 from webhook.runtime.settings import SETTINGS, Settings, load
 
 SAID = [one for one in values() if one.is_setting and one.shown]
@@ -105,7 +105,7 @@ def test_a_switch_of_an_older_system_is_a_truth_or_its_word(said: object, tmp_pa
 
 
 # By kind, what is good and what is not.
-SAMPLES: dict[str, tuple[Kind[Any], list[str], list[str]]] = {
+SAMPLES: dict[str, tuple[SettingKind[Any], list[str], list[str]]] = {
     "duration": (kinds.DURATION, ["90s", "5m", "0", "1.5h", "500ms", "168h", "604800"], ["banana", "-1s", "1d", ""]),
     "interval": (kinds.INTERVAL, ["90s", "5m", "7"], ["banana", "5 m", "1h30m", "1000h"]),
     "lifetime": (kinds.LIFETIME, ["2160h", "87600h", "7776000", "1.5m"], ["90d", "a year", "9999999h"]),

@@ -9,10 +9,10 @@ import pytest
 from attrs import define, field
 
 from webhook.commands.certs import (
-    News,
+    CertificateRound,
+    CertificateSnapshot,
+    ConfigurationListener,
     OvertakenError,
-    Round,
-    Seen,
     all_rounds,
     look_again_and_again,
     one_round,
@@ -21,10 +21,10 @@ from webhook.commands.certs import (
 )
 from webhook.kube.install.policies import Installation, certs
 from webhook.runtime.settings import Settings, SettingsError, load
-from webhook.runtime.tls.rotation import NAMES, Rules, State
+from webhook.runtime.tls.rotation import NAMES, CertificateState, RotationRules
 from webhook.web.probes import Probes
 
-RULES = Rules(
+RULES = RotationRules(
     names=("gpuwarden",),
     leaf_life=timedelta(days=90),
     renew_before=timedelta(days=15),
@@ -39,29 +39,29 @@ class Shared:
     """A place where somebody else is always a little faster, so many times."""
 
     faster: int = 0
-    state: State | None = None
+    state: CertificateState | None = None
     published: bytes = b""
     writes: list[str] = field(factory=list)
     looked: asyncio.Semaphore = field(factory=lambda: asyncio.Semaphore(0))
 
-    async def look(self) -> Seen:
+    async def look(self) -> CertificateSnapshot:
         self.looked.release()
-        return Seen((), None if self.state is None else "1", self.state)
+        return CertificateSnapshot((), None if self.state is None else "1", self.state)
 
-    async def keep(self, seen: Seen, state: State) -> None:
+    async def keep(self, seen: CertificateSnapshot, state: CertificateState) -> None:
         if self.faster:
             self.faster -= 1
             raise OvertakenError
         self.state = state
         self.writes.append("keep")
 
-    async def publish(self, seen: Seen, bundle: bytes) -> None:
+    async def publish(self, seen: CertificateSnapshot, bundle: bytes) -> None:
         self.published = bundle
 
 
 async def test_who_is_overtaken_writes_nothing_and_looks_again() -> None:
     place = Shared(faster=3)
-    assert await one_round(place, RULES) == Round(None, is_done=False)
+    assert await one_round(place, RULES) == CertificateRound(None, is_done=False)
     assert place.writes == []
     state = await all_rounds(place, RULES)
     assert state is not None
@@ -73,13 +73,13 @@ async def test_done_is_whoever_has_a_certificate_and_nothing_to_do() -> None:
     place = Shared()
     first = await one_round(place, RULES)
     assert (first.state, first.is_done) == (place.state, False)
-    assert await one_round(place, RULES) == Round(place.state, is_done=True)
+    assert await one_round(place, RULES) == CertificateRound(place.state, is_done=True)
 
 
 async def test_what_has_come_is_looked_at_at_once() -> None:
     """A webhook configuration without a CA bundle has every pod refused that asks for GPUs."""
     settings = Settings(ui_port=0, certs_look_interval=timedelta(hours=1))
-    place, news = Shared(), News()
+    place, news = Shared(), ConfigurationListener()
     async with Probes(settings).listening() as probes:
         looking = asyncio.create_task(look_again_and_again(settings, place, probes, news.there))
         async with asyncio.timeout(30):

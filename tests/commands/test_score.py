@@ -11,10 +11,10 @@ from attrs import evolve
 
 from tests.builders import NOW, Raw
 from tests.running import GPUWARDEN, started
-from webhook.commands.score import Stock, Stocks, app_of, best_fit, gigabytes, memory_in
+from webhook.commands.score import ModelStock, ModelStocks, app_of, best_fit, gigabytes, memory_in
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper, SetId
+from webhook.core.gpu_map import MapOwner, SetId
 from webhook.runtime.telemetry import Metrics
 from webhook.scoring.client import DECODER
 from webhook.web.health import Health, Stage
@@ -90,8 +90,8 @@ async def test_what_no_pod_could_be_given_is_not_free() -> None:
     fleet.put(evolve(node("cordoned", "T4-16GB", "16Gi", 8), is_cordoned=True), NOW)
     fleet.put(node("mapped", "A30-24GB", "24Gi", 2), NOW)
     fleet.put(node("open", "A100-40GB", "40Gi", 1), NOW)
-    fleet.set_aside({"mapped": {"GPU-mapped-0": Keeper("2026-01-01", SetId("set", "ml"))}}, ["mapped"])
-    stocks = Stocks(fleet).by_model()
+    fleet.set_aside({"mapped": {"GPU-mapped-0": MapOwner("2026-01-01", SetId("set", "ml"))}}, ["mapped"])
+    stocks = ModelStocks(fleet).by_model()
     assert {model: stock.free for model, stock in stocks.items()} == {
         "L4-24GB": 0,
         "T4-16GB": 0,
@@ -135,8 +135,8 @@ async def test_before_it_has_heard_of_the_cluster_it_says_so(http: httpx.AsyncCl
 
 def test_what_is_free_is_counted_again_after_a_while(fleet: Fleet) -> None:
     now = [0.0]
-    stocks = Stocks(fleet, lambda: now[0])
-    assert stocks.by_model()["L4-24GB"] == Stock(0, 24.0)
+    stocks = ModelStocks(fleet, lambda: now[0])
+    assert stocks.by_model()["L4-24GB"] == ModelStock(0, 24.0)
     fleet.put(node("c", "L4-24GB", "24Gi", 8), NOW)
     assert stocks.by_model()["L4-24GB"].free == 0
     now[0] = 1.0

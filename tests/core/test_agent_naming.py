@@ -3,21 +3,21 @@
 import pytest
 
 from webhook.core.agent_naming import naming_of
-from webhook.evidence.spire.spire_messages import Agent, Selector
+from webhook.evidence.spire.spire_messages import AgentMessage, AgentSelector
 
-AGENT = Agent(
+AGENT = AgentMessage(
     trust_domain="example.org",
     path="/spire/agent/x509pop/node-a/sha256.aa11",
     attestation_type="x509pop",
     serial="1",
     expires_at=1,
     selectors=(
-        Selector("x509pop", "san:node-name:node-a"),
-        Selector("x509pop", "san:node-name-2:node-z"),
-        Selector("x509pop", "san:attestation-hash:sha256:aa11"),
-        Selector("tpm", "san:attestation-hash:bb22"),
-        Selector("pcr", "0:aa"),
-        Selector("pcr", "0:bb"),
+        AgentSelector("x509pop", "san:node-name:node-a"),
+        AgentSelector("x509pop", "san:node-name-2:node-z"),
+        AgentSelector("x509pop", "san:attestation-hash:sha256:aa11"),
+        AgentSelector("tpm", "san:attestation-hash:bb22"),
+        AgentSelector("pcr", "0:aa"),
+        AgentSelector("pcr", "0:bb"),
     ),
     is_banned=False,
     can_reattest=True,

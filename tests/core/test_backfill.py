@@ -16,8 +16,8 @@ from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide, explain
 from webhook.core.device import Node
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper, SetId
-from webhook.core.lines import Lines, Turns, Waiter, its_turn_is_later
+from webhook.core.gpu_map import MapOwner, SetId
+from webhook.core.queue_order import QueuedPod, QueueOrder, TurnOrder, its_turn_is_later
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Placement, PodIdentity, Reservation
 from webhook.core.verdict import Deny
@@ -113,7 +113,7 @@ def test_one_that_the_pod_does_not_select_is_left_to_nobody(members: dict[str, o
 def test_what_maps_have_set_aside_is_nothing_to_wait_for() -> None:
     fleet = builders.fleet(sized("a", 4), sized("b", 4))
     busy(fleet, "b-0", "b-1")
-    fleet.set_aside({"a": {"0": Keeper("", SetId("set-1", "ml"))}}, {"a"})
+    fleet.set_aside({"a": {"0": MapOwner("", SetId("set-1", "ml"))}}, {"a"})
     assert left_to(claim(4), fleet) == "b"
 
 
@@ -158,7 +158,7 @@ def test_the_index_says_what_a_look_at_each_node_would_say(data: st.DataObject) 
     busy(fleet, *held)
 
     free = {
-        fit.name: sum(map(fleet.is_offered, fleet.berths[fit.name].node.devices))
+        fit.name: sum(map(fleet.is_offered, fleet.indexed_nodes[fit.name].node.devices))
         for fit in explain(asked, idle, POLICY)
         if fit.fits
     }
@@ -206,16 +206,16 @@ class World:
     """Pods come and end, in any order; after each move there is a pass, as the queue makes it."""
 
     fleet: Fleet
-    lines: Lines = field(factory=Lines)
+    lines: QueueOrder = field(factory=QueueOrder)
     running: dict[str, Reservation] = field(factory=dict)
     left: tuple[str, str] | None = None
-    first: Waiter | None = None
+    first: QueuedPod | None = None
     came: int = 0
 
     def come(self, gpus: int, namespace: str) -> None:
         self.came += 1
         identity = PodIdentity(namespace, f"p{self.came}", f"uid-{self.came:04}")
-        self.lines.put(Waiter(identity, NOW + timedelta(seconds=self.came), claim(gpus)))
+        self.lines.put(QueuedPod(identity, NOW + timedelta(seconds=self.came), claim(gpus)))
 
     def end(self, uid: str) -> None:
         self.fleet.free(self.running.pop(uid))
@@ -223,7 +223,7 @@ class World:
     def make_pass(self) -> None:
         heads = [head for kind in self.lines.kinds() for head in self.lines.heads(kind)]  # they are of one kind
         first = None if self.left is None else self.lines.get(self.left[0])
-        turns, ahead, self.first = Turns(self.lines, heads, first), None, None
+        turns, ahead, self.first = TurnOrder(self.lines, heads, first), None, None
         while turns:
             waiter = turns.take()
             found = placed(waiter.claim, self.fleet, POLICY, ahead)
@@ -235,7 +235,7 @@ class World:
                 ahead = ahead or self.leave(waiter)
                 turns.held_up_by(waiter)
 
-    def leave(self, waiter: Waiter) -> Ahead | None:
+    def leave(self, waiter: QueuedPod) -> Ahead | None:
         before = self.left[1] if self.left is not None and self.left[0] == waiter.pod.uid else None
         chosen = node_left_to(waiter.claim, self.fleet, POLICY, before)
         if chosen is None:
@@ -245,7 +245,7 @@ class World:
         self.left, self.first = (waiter.pod.uid, chosen), waiter
         return Ahead(waiter.claim, chosen)
 
-    def run(self, waiter: Waiter, place: Placement) -> None:
+    def run(self, waiter: QueuedPod, place: Placement) -> None:
         self.lines.drop(waiter.pod.uid, was_served=True)
         held = builders.reservation(
             *place.slots, id=waiter.pod.uid, node=place.node, phase=Phase.FINALIZED, uid=waiter.pod.uid
@@ -255,12 +255,12 @@ class World:
         self.fleet.hold(held)
 
     def free_on(self, name: str) -> int:
-        return sum(map(self.fleet.is_offered, self.fleet.berths[name].node.devices))
+        return sum(map(self.fleet.is_offered, self.fleet.indexed_nodes[name].node.devices))
 
     def on(self, name: str) -> list[str]:
         return [uid for uid, held in self.running.items() if held.node == name]
 
-    def waiting(self) -> Iterable[Waiter]:
+    def waiting(self) -> Iterable[QueuedPod]:
         return (waiter for uid in self.lines.uids() if (waiter := self.lines.get(uid)) is not None)
 
     def idle(self) -> list[str]:
@@ -269,7 +269,7 @@ class World:
         return [
             waiter.pod.name
             for waiter in self.waiting()
-            for name in self.fleet.berths
+            for name in self.fleet.indexed_nodes
             if name != left and self.free_on(name) >= waiter.claim.count
         ]
 

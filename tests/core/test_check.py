@@ -47,7 +47,7 @@ from webhook.core.check import (
 )
 from webhook.core.claim import Claim, ClaimRules, recorded_claim
 from webhook.core.decide import EvidencePolicy
-from webhook.core.dress import DressRules, Injection, Outfit, dressed, waiting
+from webhook.core.dress import Allocation, DressRules, Injection, dressed, waiting
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, Reservation
@@ -73,8 +73,8 @@ CLAIM = claim(WISH)
 HELD = reservation(slot("GPU-1"), id="r-1", node="node-a", digest=CLAIM.digest)
 
 
-def outfit(held: Reservation = HELD, asked: Claim = CLAIM) -> Outfit:
-    return Outfit(asked, (held.node,), held.id, held.uuids)
+def outfit(held: Reservation = HELD, asked: Claim = CLAIM) -> Allocation:
+    return Allocation(asked, (held.node,), held.id, held.uuids)
 
 
 def given_pod(rules: DressRules = RULES) -> Raw:
@@ -372,7 +372,7 @@ HASH_ONLY = raw_pod(annotations=HASHED)
 
 
 def held_to(*names: str, **members: Any) -> Raw:
-    return dressed({**HASH_ONLY, "spec": {**HASH_ONLY["spec"], **members}}, Outfit(claim(HASH_ONLY), names), RULES)
+    return dressed({**HASH_ONLY, "spec": {**HASH_ONLY["spec"], **members}}, Allocation(claim(HASH_ONLY), names), RULES)
 
 
 def proven(raw: Raw) -> Deny | None:

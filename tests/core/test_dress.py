@@ -24,9 +24,9 @@ from tests.builders import (
 )
 from webhook.core.claim import Claim, ClaimRecord, ClaimRules
 from webhook.core.dress import (
+    Allocation,
     DressRules,
     Injection,
-    Outfit,
     asked_anew,
     changes,
     dressed,
@@ -51,14 +51,14 @@ BOTH = [
 ]
 
 
-def outfit(**asked: int) -> Outfit:
-    return Outfit(Claim(ClaimRecord(gpus=2, asked=asked)), ("node-a",), "r-1", UUIDS)
+def outfit(**asked: int) -> Allocation:
+    return Allocation(Claim(ClaimRecord(gpus=2, asked=asked)), ("node-a",), "r-1", UUIDS)
 
 
-PROVEN = Outfit(Claim(ClaimRecord(hashes=("sha256:aa11",))), ("node-a", "node-b"))
+PROVEN = Allocation(Claim(ClaimRecord(hashes=("sha256:aa11",))), ("node-a", "node-b"))
 
 
-def worn(raw: Raw, fit: Outfit | None = None, rules: DressRules = RULES) -> Raw:
+def worn(raw: Raw, fit: Allocation | None = None, rules: DressRules = RULES) -> Raw:
     """The pod after the patch, as the API server makes it; which is the dressed pod, and wears no second layer."""
     fit = fit or outfit()
     kept = copy.deepcopy(raw)
@@ -447,7 +447,7 @@ def test_a_pod_that_fits_gets_no_patch() -> None:
 
 def test_the_patch_of_a_bare_pod_is_this() -> None:
     raw = {"metadata": {"name": "x"}, "spec": {"containers": [{"name": "a"}]}}
-    fit = Outfit(Claim(ClaimRecord(gpus=1)), ("node-a",), "r-1", ("GPU-1",))
+    fit = Allocation(Claim(ClaimRecord(gpus=1)), ("node-a",), "r-1", ("GPU-1",))
     patch = changes(raw, dressed(raw, fit, DressRules(writes_aliases=False)))
     assert sorted(patch, key=lambda step: str(step["path"])) == [
         {
@@ -573,23 +573,25 @@ raw_pods = st.fixed_dictionaries(
 )
 outfits = st.one_of(
     st.sampled_from([outfit(), outfit(c0=1), outfit(i0=1, c1=1), PROVEN]),
-    st.builds(lambda n: Outfit(PROVEN.claim, ("node-a", *(f"node-{k}" for k in range(n)))), st.integers(0, 2)),
+    st.builds(lambda n: Allocation(PROVEN.claim, ("node-a", *(f"node-{k}" for k in range(n)))), st.integers(0, 2)),
 )
 rules = st.builds(DressRules, st.sampled_from(Injection), st.just("nvidia.com/gpu"), st.booleans())
 
 
 @given(raw_pods, outfits, rules)
 @pytest.mark.defect("X-5")
-def test_the_patch_makes_of_any_pod_the_dressed_one_and_nothing_more(raw: Raw, fit: Outfit, how: DressRules) -> None:
+def test_the_patch_makes_of_any_pod_the_dressed_one_and_nothing_more(
+    raw: Raw, fit: Allocation, how: DressRules
+) -> None:
     Pod.parse(raw)
     worn(raw, fit, how)
 
 
 @given(raw_pods, outfits, rules)
 @pytest.mark.defect("S4-20")
-def test_a_copy_of_a_dressed_pod_is_dressed_anew(raw: Raw, fit: Outfit, how: DressRules) -> None:
+def test_a_copy_of_a_dressed_pod_is_dressed_anew(raw: Raw, fit: Allocation, how: DressRules) -> None:
     copied = dressed(raw, fit, how)
-    other = Outfit(fit.claim, ("node-z",), "r-2" if fit.uuids else None, ("GPU-9",) if fit.uuids else ())
+    other = Allocation(fit.claim, ("node-z",), "r-2" if fit.uuids else None, ("GPU-9",) if fit.uuids else ())
     target = dressed(undressed(copied), other, how)
     assert jsonpatch.JsonPatch(changes(copied, target)).apply(copied) == target
     assert target["metadata"]["annotations"].get("gpuwarden.io/reservation-id") == other.reservation_id

@@ -2,21 +2,25 @@
 
 import pytest
 
-from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, Named, check_template, trust_domain_of
+from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, EvidenceIdParts, check_template, trust_domain_of
 
 
 @pytest.mark.parametrize(
     ("template", "spiffe_id", "expected"),
     [
-        (DEFAULT_TEMPLATE, "spiffe://example.org/evidence/node-1/sha256.aa11", Named("node-1", "sha256:aa11")),
+        (
+            DEFAULT_TEMPLATE,
+            "spiffe://example.org/evidence/node-1/sha256.aa11",
+            EvidenceIdParts("node-1", "sha256:aa11"),
+        ),
         (
             DEFAULT_TEMPLATE,
             "spiffe://example.org/evidence/ip-10-0-0-1.ec2.internal/aa",
-            Named("ip-10-0-0-1.ec2.internal", "aa"),
+            EvidenceIdParts("ip-10-0-0-1.ec2.internal", "aa"),
         ),
-        (DEFAULT_TEMPLATE, "spiffe://example.org/evidence/node-1/SHA256.AA", Named("node-1", "SHA256:AA")),
-        ("spiffe://{trust_domain}/h-{hash}/n/{node}", "spiffe://example.org/h-aa/n/b", Named("b", "aa")),
-        ("spiffe://example.org/{node}/{hash}", "spiffe://example.org/b/aa", Named("b", "aa")),
+        (DEFAULT_TEMPLATE, "spiffe://example.org/evidence/node-1/SHA256.AA", EvidenceIdParts("node-1", "SHA256:AA")),
+        ("spiffe://{trust_domain}/h-{hash}/n/{node}", "spiffe://example.org/h-aa/n/b", EvidenceIdParts("b", "aa")),
+        ("spiffe://example.org/{node}/{hash}", "spiffe://example.org/b/aa", EvidenceIdParts("b", "aa")),
         (DEFAULT_TEMPLATE, "spiffe://example.org/evidence/node-1", None),
         (DEFAULT_TEMPLATE, "spiffe://example.org/evidence/node-1/aa/bb", None),
         (DEFAULT_TEMPLATE, "spiffe://example.com/evidence/node-1/aa", None),
@@ -25,7 +29,9 @@ from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, Named, check_
         ("spiffe://other.org/{node}/{hash}", "spiffe://other.org/b/aa", None),
     ],
 )
-def test_an_id_names_a_node_and_a_hash_or_nothing(template: str, spiffe_id: str, expected: Named | None) -> None:
+def test_an_id_names_a_node_and_a_hash_or_nothing(
+    template: str, spiffe_id: str, expected: EvidenceIdParts | None
+) -> None:
     assert EvidenceId(template, "example.org").read(spiffe_id) == expected
 
 

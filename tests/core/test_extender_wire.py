@@ -9,9 +9,9 @@ from tests.builders import Raw, raw_pod
 from webhook.core.extender_wire import (
     BindArgs,
     ExtenderArgs,
+    FilterResult,
     MalformedArgsError,
     PreemptArgs,
-    Sifted,
     error_answer,
     filter_error,
     filter_result,
@@ -38,7 +38,7 @@ def named(name: str) -> Raw:
 def test_names_are_answered_with_names() -> None:
     offer = ExtenderArgs.parse(args(NodeNames=["node-b", "node-a", "node-c"])).offer
     assert offer.names == ("node-b", "node-a", "node-c")
-    sifted = Sifted(frozenset({"node-a", "node-b"}), {}, {"node-c": "no"})
+    sifted = FilterResult(frozenset({"node-a", "node-b"}), {}, {"node-c": "no"})
     assert json.loads(filter_result(offer, sifted)) == {
         "Nodes": None,
         "NodeNames": ["node-b", "node-a"],
@@ -52,7 +52,7 @@ def test_names_are_answered_with_names() -> None:
 def test_objects_are_answered_with_the_same_objects_byte_for_byte() -> None:
     offer = ExtenderArgs.parse(args(Nodes=sent(NODE, named("node-b"), metadata={"resourceVersion": "7"}))).offer
     assert offer.names == ("node-a", "node-b")
-    answered = filter_result(offer, Sifted(frozenset({"node-a"}), {"node-b": "no"}))
+    answered = filter_result(offer, FilterResult(frozenset({"node-a"}), {"node-b": "no"}))
     assert json.dumps(NODE).encode() in answered
     answer = json.loads(answered)
     assert answer["Nodes"] == {"metadata": {"resourceVersion": "7"}, "items": [NODE]}
@@ -77,7 +77,7 @@ def test_nulls_and_both_forms(members: Raw, names: tuple[str, ...], *, are_objec
     offer = ExtenderArgs.parse(args(**members)).offer
     assert offer.names == names
     assert (offer.objects is not None) == are_objects
-    answer = json.loads(filter_result(offer, Sifted(frozenset(names))))
+    answer = json.loads(filter_result(offer, FilterResult(frozenset(names))))
     assert (answer["Nodes"] is not None) == are_objects
     assert (answer["NodeNames"] is not None) != are_objects
     if are_objects:

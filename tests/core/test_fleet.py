@@ -29,13 +29,13 @@ from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, MAX_PROVEN_NODES, Evi
 from webhook.core.device import Device, DeviceUuid, Node, Taint
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import MAX_CLASS_VALUES, Fleet
-from webhook.core.gpu_map import Keeper, SetId
+from webhook.core.gpu_map import MapOwner, SetId
 from webhook.core.nodes_asked import Expression, NodesAsked, NodeTerm
 from webhook.core.pod import Toleration
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
 
-KEEPER = Keeper("2026-01-01", SetId("uid-of-a-set", "ml"))
+KEEPER = MapOwner("2026-01-01", SetId("uid-of-a-set", "ml"))
 
 # A small world, so that everything meets everything: six nodes, eight UUIDs that may turn up on any of them.
 NAMES = tuple(f"node-{letter}" for letter in string.ascii_lowercase[:6])
@@ -280,11 +280,11 @@ class IndexedFleet(RuleBasedStateMachine):
 
     @invariant()
     def each_node_knows_the_narrowest_row_it_stands_in(self) -> None:
-        for name, berth in self.fleet.berths.items():
-            proven = berth.evidence if berth.state is EvidenceState.FRESH else None
-            group = (berth.state, None if proven is None else proven.hash)
-            assert berth.row is self.fleet.rows(group)[berth.cell.node_class]
-            assert name in berth.row.shapes[berth.cell.shape]
+        for name, indexed in self.fleet.indexed_nodes.items():
+            proven = indexed.evidence if indexed.state is EvidenceState.FRESH else None
+            group = (indexed.state, None if proven is None else proven.hash)
+            assert indexed.row is self.fleet.rows(group)[indexed.cell.node_class]
+            assert name in indexed.row.shapes[indexed.cell.shape]
 
     @invariant()
     def no_slot_is_held_twice(self) -> None:
@@ -462,7 +462,7 @@ def test_a_label_is_learnt_when_it_is_first_asked_for() -> None:
     there = crowd(30, zone=3)
     found = decide(by_label("zone", "1"), there, LAX)
     assert not isinstance(found, Deny)
-    assert {there.berths[place.node].labels["zone"] for place in found} == {"1"}
+    assert {there.indexed_nodes[place.node].labels["zone"] for place in found} == {"1"}
     assert cells(there) == 3
 
 
@@ -508,7 +508,7 @@ def test_tenants_who_ask_for_many_labels_do_not_split_the_fleet() -> None:
 
 def test_a_fleet_that_was_split_too_often_still_answers_rightly() -> None:
     there = crowd(600, a=6, b=6, c=6, d=6)
-    world = World(NOW, nodes={name: berth.node for name, berth in there.berths.items()})
+    world = World(NOW, nodes={name: indexed.node for name, indexed in there.indexed_nodes.items()})
     for key in "abcd":
         decide(by_label(key, "1"), there, LAX)
     for asked in (ANY, by_label("a", "1"), by_label("d", "5"), by_label("b", "nothing")):
@@ -707,5 +707,5 @@ def test_a_new_kind_of_gpu_is_offered_to_those_who_asked_before_it_came() -> Non
 def test_a_node_put_again_unchanged_changes_nothing() -> None:
     there = fleet(node("node-a", device("GPU-1")), proven={"node-a": HASH})
     there.put(node("node-a", device("GPU-1")), NOW)
-    assert there.berths["node-a"].state is EvidenceState.FRESH
+    assert there.indexed_nodes["node-a"].state is EvidenceState.FRESH
     assert there.device_count == 1

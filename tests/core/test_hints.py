@@ -13,8 +13,8 @@ from webhook.core.hints import (
     Advice,
     Bucket,
     Features,
+    HintContext,
     Hints,
-    Surroundings,
     class_for,
     features_of,
     handed_down,
@@ -31,7 +31,7 @@ RAW_TOLERATION = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSc
 ADVICE = Advice(
     score=85.0, selector=(("gpu.nvidia.com/class", "A100-80GB"),), tolerations=(GPU_TAINT,), avoid=("train-llama",)
 )
-AROUND = Surroundings(A100)
+AROUND = HintContext(A100)
 
 
 def scored(*containers: Raw, job_type: str = "train-bert", gpus: int = 1, **members: Any) -> Raw:
@@ -45,7 +45,7 @@ def features(**annotations: str) -> Features:
     return found
 
 
-def advised(raw: Raw, advice: Advice = ADVICE, around: Surroundings = AROUND) -> Hints:
+def advised(raw: Raw, advice: Advice = ADVICE, around: HintContext = AROUND) -> Hints:
     pod = Pod.parse(raw)
     found = features_of(pod)
     assert found is not None
@@ -145,7 +145,7 @@ def test_gpus_of_others_are_gpus_and_so_is_a_claim() -> None:
     ],
 )
 def test_the_first_bucket_that_a_score_reaches(score: float, name: str) -> None:
-    assert class_for(score, reversed(Surroundings({}).buckets)) == name
+    assert class_for(score, reversed(HintContext({}).buckets)) == name
 
 
 def test_below_the_lowest_bucket_is_the_default() -> None:
@@ -170,7 +170,7 @@ def test_a_pods_own_class_stays() -> None:
 @pytest.mark.defect("S3-14")
 def test_a_class_that_is_not_there_is_not_written() -> None:
     raw = scored(priority=0)
-    hints = advised(raw, around=Surroundings(A100, classes=frozenset({"gpu-ultra"})))
+    hints = advised(raw, around=HintContext(A100, classes=frozenset({"gpu-ultra"})))
     spec = patched(raw, hints)["spec"]
     assert "priorityClassName" not in spec
     assert spec["priority"] == 0
@@ -179,7 +179,7 @@ def test_a_class_that_is_not_there_is_not_written() -> None:
 
 def test_the_clusters_default_class_was_chosen_by_nobody() -> None:
     raw = scored(priorityClassName="usual", priority=5)
-    around = Surroundings(A100, classes=frozenset({"usual", "gpu-high"}), default_class="usual")
+    around = HintContext(A100, classes=frozenset({"usual", "gpu-high"}), default_class="usual")
     assert patched(raw, advised(raw, around=around))["spec"]["priorityClassName"] == "gpu-high"
 
 
@@ -214,14 +214,14 @@ def test_a_selector_of_the_pods_own_wins() -> None:
 def test_the_selector_has_the_label_that_nodes_have() -> None:
     by_product = {"gpu.nvidia.com/class": {"L4-24GB": 1}, "nvidia.com/gpu.product": {"A100-80GB": 3}}
     raw = scored()
-    hints = advised(raw, around=Surroundings(by_product))
+    hints = advised(raw, around=HintContext(by_product))
     assert patched(raw, hints)["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "A100-80GB"}
     assert hints.chosen_gpu == "A100-80GB"
 
 
 def test_a_model_that_no_node_has_is_not_selected() -> None:
     raw = scored()
-    hints = advised(raw, around=Surroundings({"gpu.nvidia.com/class": {"L4-24GB": 1}}))
+    hints = advised(raw, around=HintContext({"gpu.nvidia.com/class": {"L4-24GB": 1}}))
     assert hints.selector == ()
     assert hints.warnings == ("no node has gpu.nvidia.com/class=A100-80GB, which the scorer chose: it is left out",)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.builders import NOW, POD_UID, SECOND, identity, reservation, slot
 from webhook.core.errors import IllegalMoveError
-from webhook.core.reservation import MOVES, Event, Orphan, Phase, PodIdentity
+from webhook.core.reservation import MOVES, Orphan, Phase, PodIdentity, ReservationEvent
 
 LEGAL = {
     ("pending", "pod named"): "pending",
@@ -19,7 +19,7 @@ LEGAL = {
     ("finalized", "pod ended"): "releasing",
     ("releasing", "pod ended"): "releasing",
 }
-PAIRS = list(product(Phase, Event))
+PAIRS = list(product(Phase, ReservationEvent))
 
 
 def test_the_table_of_moves_lists_these_and_no_others() -> None:
@@ -27,7 +27,7 @@ def test_the_table_of_moves_lists_these_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(("phase", "event"), PAIRS, ids=[f"{p}-{e}".replace(" ", "-") for p, e in PAIRS])
-def test_a_move_is_in_the_table_or_is_refused(phase: Phase, event: Event) -> None:
+def test_a_move_is_in_the_table_or_is_refused(phase: Phase, event: ReservationEvent) -> None:
     held = reservation(slot("GPU-1"), phase=phase)
     expected = LEGAL.get((phase.value, event.value))
     if expected is None:
@@ -39,14 +39,14 @@ def test_a_move_is_in_the_table_or_is_refused(phase: Phase, event: Event) -> Non
 
 @pytest.mark.defect("S4-5")
 def test_a_finalized_reservation_cannot_expire() -> None:
-    finalized = reservation(slot("GPU-1")).after(Event.POD_EXISTS)
+    finalized = reservation(slot("GPU-1")).after(ReservationEvent.POD_EXISTS)
     assert finalized.deadline is None
     assert not finalized.is_past_deadline(NOW + timedelta(days=3650))
 
 
 def test_a_pending_reservation_keeps_its_deadline_when_its_pod_is_named() -> None:
     held = reservation(slot("GPU-1"), deadline=NOW + timedelta(seconds=90))
-    assert held.after(Event.POD_NAMED).deadline == NOW + timedelta(seconds=90)
+    assert held.after(ReservationEvent.POD_NAMED).deadline == NOW + timedelta(seconds=90)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.builders import (
 )
 from webhook.core.check import no_markers, no_other_ways, unchanged
 from webhook.core.claim import ClaimRules, claim_of, recorded_claim
-from webhook.core.dress import DressRules, Outfit, changes, dressed, undressed
+from webhook.core.dress import Allocation, DressRules, changes, dressed, undressed
 from webhook.core.errors import InvalidPodError, MalformedReviewError
 from webhook.core.pod import Pod
 from webhook.core.reasons import STATUS_CODES, Reason
@@ -392,7 +392,7 @@ def answered(text: bytes) -> bytes | None:
         return answer(read.uid, Deny(Reason.INVALID_POD, str(mistake), causes=mistake.mistakes))
     if asked is None:
         return answer(read.uid, refusal or Admit())
-    fit = Outfit(asked, ("node-a",), read.uid, ("GPU-1",))
+    fit = Allocation(asked, ("node-a",), read.uid, ("GPU-1",))
     return answer(read.uid, Admit(changes(raw, dressed(undressed(raw), fit, dress)), warnings=asked.warnings))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from tests.export.records import batch, later, use
-from webhook.export.delivery import Delivery, Pauses
+from webhook.export.delivery import Delivery, RetryPauses
 from webhook.export.outbox import opener
 from webhook.export.postgres import PostgresExporter
 from webhook.export.records import Batch
@@ -30,7 +30,7 @@ def numbered(number: int) -> Batch:
 
 
 async def run(told: dict[str, Any]) -> None:
-    pauses = Pauses(timedelta(milliseconds=20), timedelta(milliseconds=200))
+    pauses = RetryPauses(timedelta(milliseconds=20), timedelta(milliseconds=200))
     exporter = PostgresExporter(PostgresTarget(**told["target"]))
     delivery = Delivery([exporter], opener(Path(told["outbox"])), utc_now, pauses=pauses)
     running = asyncio.create_task(delivery.run())

@@ -33,9 +33,9 @@ from tests.e2e.kube import (
 )
 from tests.ledger.fake_store import gpu_node as gpu_node_object
 from tests.running import GPUWARDEN, Running, reconciling, serving
-from webhook.admission.evictions import ApiMeasures
+from webhook.admission.evictions import ApiEvictor
 from webhook.core.reservation import PodIdentity
-from webhook.kube import calls
+from webhook.kube import requests as api_requests
 from webhook.kube.client import connected
 from webhook.kube.install.policies import Installation, rbac
 from webhook.runtime.settings import Settings
@@ -366,7 +366,9 @@ async def test_who_binds_may_read_claims_volumes_and_classes_by_name_and_give_a_
         for verb, path, code in tries:
             names: dict[str, str] = {"namespace": namespace, "name": "nowhere"}
             body: Raw | None = {} if verb == "PATCH" else None
-            status, _ = await calls.answered(api, verb, path, names, body, seconds=10, kind=calls.MERGE_PATCH)
+            status, _ = await api_requests.answered(
+                api, verb, path, names, body, seconds=10, kind=api_requests.MERGE_PATCH
+            )
             assert (verb, path, status) == (verb, path, code)
 
 
@@ -375,7 +377,7 @@ async def test_who_reconciles_may_do_what_lost_evidence_asks_for(cluster: Cluste
     before = (await kube.get(NODES, node))["spec"].get("taints", [])
     settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
     async with await connected(settings) as api, new_namespace(kube) as namespace:
-        measures = ApiMeasures(api)
+        measures = ApiEvictor(api)
         for _ in range(2):  # what is so already is no mistake
             await measures.taint(node, wanted=True)
             found = (await kube.get(NODES, node))["spec"]["taints"]

@@ -43,7 +43,7 @@ from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.kube.client import connected
 from webhook.runtime.settings import Settings
-from webhook.scheduler.api_pods import ApiBindings
+from webhook.scheduler.api import ApiBindings
 from webhook.scheduler.binder_volumes import SELECTED_NODE
 from webhook.scheduler.extender import BindingRefusedError
 

@@ -30,7 +30,7 @@ from tests.e2e.hooks import ENABLED
 from tests.e2e.kube import MUTATING, PODS, VALIDATING, ApiError, Kube, Raw, Resource, gone, pod, wait_until
 from tests.e2e.test_access import AUDITED, requests
 from webhook.runtime.clock import utc_now
-from webhook.runtime.tls.issuing import BACKDATED, Pair, new_ca, new_leaf
+from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf
 
 OURS = "gpuwarden"
 NODE_NAMES, GPUS = ("node-0", "node-1"), 2
@@ -536,7 +536,7 @@ async def test_what_the_cluster_has_is_found(kube: Kube, others: None, release: 
 # From cert-manager's certificate to ours.
 
 
-def as_issued(ca: Pair) -> Raw:
+def as_issued(ca: KeyPair) -> Raw:
     """The Secret that cert-manager would have made."""
     now = utc_now()
     names = tuple(f"{OURS}{rest}" for rest in ("", f".{OURS}", f".{OURS}.svc"))

@@ -34,20 +34,20 @@ from tests.export.killed import Cluster as KnownCluster
 from tests.export.records import NOW, batch, later, reading, use
 from tests.running import GPUWARDEN
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, Pauses, check
-from webhook.export.history import PastUse, Question, answer
+from webhook.export.delivery import Delivery, RetryPauses, check
+from webhook.export.history import PastUse, UseQuery, answer
 from webhook.export.outbox import opener
 from webhook.export.postgres import MIGRATION_LOCK, PostgresExporter
 from webhook.export.records import Batch
 from webhook.export.s3 import ObjectExporter
 from webhook.export.tables import Tables
 from webhook.export.targets import ObjectTarget, PostgresTarget
-from webhook.export.uses import OpenUses, Uses
+from webhook.export.uses import OpenUses, UseRecorder
 from webhook.runtime.clock import utc_now
 
 # A space, a quote and a backslash: each breaks a connection string that is pasted together.
 PASSWORD = "a b'c\\"
-QUICK = Pauses(timedelta(milliseconds=10), timedelta(milliseconds=200))
+QUICK = RetryPauses(timedelta(milliseconds=10), timedelta(milliseconds=200))
 PATIENCE = timedelta(seconds=120)
 
 # What an exporter before us has made.
@@ -164,7 +164,7 @@ class TestPostgres:
                 await exporter.export(batch(uses=(use(),)))
         assert rows(postgres, name) == "2"
         assert rows(postgres, name, suffix="_history") == "1"
-        found = await answer(target_of(postgres, name), Question.asked(serial="1760000000011"))
+        found = await answer(target_of(postgres, name), UseQuery.asked(serial="1760000000011"))
         assert [one.reservation for one in found] == ["reservation-0"]
 
     async def test_a_new_table_has_s2s_columns_and_indexes_and_ours(self, postgres: Postgres) -> None:
@@ -380,7 +380,7 @@ class TestATableOfS2:
 @pytest.mark.defect("S2-19")
 class TestHistory:
     async def asked(self, postgres: Postgres, table: str, **question: str) -> list[PastUse]:
-        return list(await answer(target_of(postgres, table), Question.asked(**question)))
+        return list(await answer(target_of(postgres, table), UseQuery.asked(**question)))
 
     @pytest.fixture
     async def past(self, postgres: Postgres, table: str) -> str:
@@ -597,7 +597,7 @@ async def test_a_use_that_ended_while_nobody_led_is_closed_by_whoever_is_elected
     for number, held in enumerate(({"GPU-1/0": HELD}, other)):
         exporter = PostgresExporter(target_of(postgres, table))
         delivery = Delivery([exporter], opener(tmp_path / f"{number}"), utc_now, pauses=QUICK)
-        uses = Uses(
+        uses = UseRecorder(
             "prod",
             KnownCluster(),
             OpenUses(tmp_path / f"{number}" / "uses"),

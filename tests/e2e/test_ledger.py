@@ -18,7 +18,7 @@ from tests.ledger.test_cluster import Pods
 from webhook.core.device import DeviceUuid, Node, Slot
 from webhook.core.errors import SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Ask, Placement, Reservation, ReservationId
+from webhook.core.reservation import Placement, PodProof, Reservation, ReservationId, ReservationRequest
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.client import connected
 from webhook.kube.gpu_node import GpuNode, with_held
@@ -52,7 +52,7 @@ class ApiBench:
         times = Times(PENDING_DEADLINE, CLOCK_SKEW)
         return ClusterLedger(fleet, ApiGpuNodes(self.api), Pods(), lambda: self.now + skew, times), fleet
 
-    async def reserve(self, ledger: ClusterLedger, what: Ask, *places: Placement) -> Reservation:
+    async def reserve(self, ledger: ClusterLedger, what: ReservationRequest, *places: Placement) -> Reservation:
         return await ledger.reserve(what, places, answer_by=self.now + timedelta(seconds=10))
 
     async def held(self, node: str = "node-a") -> dict[str, Any]:
@@ -130,7 +130,7 @@ async def test_clocks_that_are_off_by_the_skew_give_nothing_away_too_early(bench
     await fast.collect(bench.now + CLOCK_SKEW)
     assert (await bench.reserve(fast, ask(2), on("node-a", "GPU-a0"))).uuids == ("GPU-a0",)
     with pytest.raises(UnknownReservationError):
-        await slow.bind(ReservationId("r1"), pod(1))
+        await slow.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
 
 
 # The second lock: whatever hand writes, the API server refuses to give a held device away.

@@ -15,14 +15,14 @@ from tests.ledger.contract import on
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener
 from webhook.core.claim import ClaimRecord
 from webhook.core.errors import SlotsTakenError
-from webhook.core.reservation import Ask, ReservationId
-from webhook.kube.api_paths import GPU_NODES_PATH, PODS_PATH
+from webhook.core.reservation import ReservationId, ReservationRequest
 from webhook.kube.client import connected
 from webhook.kube.events import ApiEvents
+from webhook.kube.paths import GPU_NODES_PATH, PODS_PATH
 from webhook.kube.watch import Watch
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.reconcile import PATIENCE as LOST_AFTER
-from webhook.ledger.reconcile import Reconciler, Waiting
+from webhook.ledger.reconcile import BindDeadline, Reconciler
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 
@@ -33,7 +33,9 @@ RECORD = ClaimRecord(gpus=1)
 async def reconciling(cluster: Cluster, bench: ApiBench) -> AsyncIterator[ApiBench]:  # noqa: F811 - the fixture
     """A reconciler at work on what a watch of all pods tells it."""
     async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
-        await wait_until(ApiPods(api).carriers, lambda found: not found)  # those of earlier tests are on their way out
+        await wait_until(
+            ApiPods(api).reserved_pods, lambda found: not found
+        )  # those of earlier tests are on their way out
         events = ApiEvents(api, utc_now, lambda _: None)
         reconciler = Reconciler(bench.ledger, ApiPods(api), events, lambda: bench.now)
         watch = Watch(api, PODS_PATH, reconciler)
@@ -74,7 +76,7 @@ def dressed_pod(reservation_id: str, **annotations: str) -> Raw:
 
 
 async def reserved(bench: ApiBench, namespace: str) -> None:  # noqa: F811 - the fixture
-    ask = Ask(ReservationId("r1"), namespace, RECORD.digest())
+    ask = ReservationRequest(ReservationId("r1"), namespace, RECORD.digest())
     await bench.reserve(bench.ledger, ask, on("node-a", "GPU-a0"))
 
 
@@ -138,7 +140,7 @@ async def test_an_owned_pod_that_is_never_bound_is_removed_by_uid_and_an_event_s
     await reserved(reconciling, namespace)
     await kube.create(PODS, waiting, namespace)
     await wait_until(lambda: is_in_phase(reconciling, "finalized"))
-    reconciling.now = utc_now() + Waiting().bind_deadline + timedelta(seconds=10)
+    reconciling.now = utc_now() + BindDeadline().bind_deadline + timedelta(seconds=10)
     await gone(kube, PODS, "train", namespace)
     await wait_until(lambda: is_in_phase(reconciling, None))
     await wait_until(lambda: reasons(kube, namespace), lambda found: "BindDeadlinePassed" in found)
@@ -172,7 +174,9 @@ async def test_a_deleted_gpu_node_stays_until_its_last_pod_is_gone(
     await wait_until(lambda: kube.get(GPU_NODES, "node-a"), lambda raw: "deletionTimestamp" in raw["metadata"])
     other, _ = reconciling.another()
     with pytest.raises(SlotsTakenError):
-        await reconciling.reserve(other, Ask(ReservationId("r2"), namespace, "d"), on("node-a", "GPU-a1"))
+        await reconciling.reserve(
+            other, ReservationRequest(ReservationId("r2"), namespace, "d"), on("node-a", "GPU-a1")
+        )
     await kube.delete(PODS, "train", namespace)
     await gone(kube, GPU_NODES, "node-a")
     await kube.create(GPU_NODES, copy.deepcopy(NODE_A))

@@ -25,7 +25,7 @@ async def gpu_nodes(kube: Kube) -> AsyncIterator[None]:
     """What discovery would have written."""
     await installed(kube)
     # A GPUNode that is made anew is rebuilt from the pods: those of earlier tests, on their way out, hold theirs still.
-    await wait_until(lambda: carriers(kube), lambda left: not left)
+    await wait_until(lambda: reserved_pods(kube), lambda left: not left)
     for name in NODES:
         await kube.create(GPU_NODES, gpu_node(name, *(f"GPU-{name}-{k}" for k in range(GPUS))))
     yield
@@ -74,7 +74,7 @@ async def namespaces(kube: Kube, replicas: list[Running]) -> AsyncIterator[list[
         yield names
 
 
-async def carriers(kube: Kube) -> list[str]:
+async def reserved_pods(kube: Kube) -> list[str]:
     """Pods that carry a reservation, wherever they are."""
     pods = [one["metadata"] for one in await kube.list(PODS)]
     return [one["name"] for one in pods if "gpuwarden.io/reservation-id" in (one.get("annotations") or {})]

@@ -15,7 +15,7 @@ from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.cluster import MAX_FAILURES, POLL_EVERY, EvidenceView, EvidenceWriter
-from webhook.kube.store import StoreAwayError
+from webhook.kube.store import StoreUnavailableError
 
 HOUR, MINUTE = timedelta(hours=1), timedelta(minutes=1)
 SAID, LATER = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
@@ -78,7 +78,7 @@ class Scene:
     async def is_gone(self, name: str) -> bool:
         self.asked_for.append(name)
         if self.objects.is_away:
-            raise StoreAwayError("away")
+            raise StoreUnavailableError("away")
         return name not in self.nodes
 
     def sources(self, name: str = "node-a") -> Raw:
@@ -388,7 +388,7 @@ class Hearing:
             {node.replace("_", "-"): one for node, one in own.items()},
             asked=asked or ("static",),
         )
-        self.view.notify(lambda name: self.shown.append((name, self.view.word_on(name))))
+        self.view.notify(lambda name: self.shown.append((name, self.view.combined_evidence(name))))
 
 
 def raw(version: int = 1, name: str = "node-a", **sources: Any) -> Raw:
@@ -400,8 +400,8 @@ def test_what_is_said_is_shown_and_remembered() -> None:
     hearing = Hearing()
     hearing.view.replaced({"/node-a": raw(static=entry())})
     assert hearing.shown == [("node-a", evidence("node-a"))]
-    assert hearing.view.word_on("node-a") == evidence("node-a")
-    assert hearing.view.word_on("node-b") is None
+    assert hearing.view.combined_evidence("node-a") == evidence("node-a")
+    assert hearing.view.combined_evidence("node-b") is None
 
 
 def test_only_news_are_shown() -> None:
@@ -414,41 +414,41 @@ def test_only_news_are_shown() -> None:
 def test_all_sources_count() -> None:
     hearing = Hearing("static", "jwt-svid")
     hearing.view.changed(raw(static=entry(hash=OTHER_HASH), jwt_svid=entry(since=SAID, until=LATER)))
-    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.CONFLICT
+    assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.CONFLICT
 
 
 def test_what_this_process_was_told_itself_counts_too() -> None:
     hearing = Hearing("static", "spire-server", node_a=evidence("node-a"), node_b=evidence("node-b"))
-    assert state_of(hearing.view.word_on("node-b"), NOW) is EvidenceState.ABSENT
+    assert state_of(hearing.view.combined_evidence("node-b"), NOW) is EvidenceState.ABSENT
     hearing.view.changed(raw(spire_server=entry(banned=True)))
-    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.BANNED
+    assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.BANNED
 
 
 def test_a_ban_beats_a_living_proof() -> None:
     hearing = Hearing("spire-server", "jwt-svid")
     proof = entry(since=SAID, until=LATER)
     hearing.view.changed(raw(jwt_svid=proof, spire_server=entry(since=SAID, until=LATER)))
-    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.FRESH
+    assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.FRESH
     hearing.view.changed(raw(2, jwt_svid=proof, spire_server={"banned": True, "conflict": False}))
-    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.BANNED
+    assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.BANNED
 
 
 def test_a_node_that_one_of_two_says_nothing_of_is_not_proven() -> None:
     """Its agent was evicted, or the other provider has not been asked yet."""
     hearing = Hearing("spire-server", "jwt-svid")
     hearing.view.changed(raw(jwt_svid=entry(since=SAID, until=LATER)))
-    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.ABSENT
+    assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.ABSENT
 
 
 def test_what_a_source_said_that_is_not_asked_counts_for_nothing_at_once() -> None:
     hearing = Hearing("spire-server")
     others: Raw = {"jwt_svid": entry(since=SAID, until=LATER), "static": entry(hash=OTHER_HASH)}
     hearing.view.changed(raw(**others))
-    assert hearing.view.word_on("node-a") is None
+    assert hearing.view.combined_evidence("node-a") is None
     hearing.view.changed(raw(2, **others, spire_server=entry(since=SAID, until=LATER)))
-    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.FRESH
+    assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.FRESH
     hearing.view.changed(raw(3, jwt_svid={"nobody": "reads it"}, spire_server=entry(banned=True)))
-    assert state_of(hearing.view.word_on("node-a"), NOW) is EvidenceState.BANNED
+    assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.BANNED
 
 
 def test_a_deleted_object_is_no_evidence() -> None:
@@ -465,7 +465,7 @@ def test_a_deleted_object_is_no_evidence() -> None:
 def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
     fleet = Fleet()
     view = EvidenceView({}, asked=["static"])
-    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.word_on)
+    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
     node = {"metadata": {"name": "node-a"}}
     if is_node_first:
@@ -473,9 +473,9 @@ def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
     view.changed(raw(static=entry()))
     if not is_node_first:
         inventory.know_node(node)
-    states = [fleet.berths["node-a"].state]
+    states = [fleet.indexed_nodes["node-a"].state]
     view.deleted(raw(2))
-    states.append(fleet.berths["node-a"].state)
+    states.append(fleet.indexed_nodes["node-a"].state)
     assert states == [EvidenceState.FRESH, EvidenceState.ABSENT]
 
 
@@ -491,7 +491,7 @@ def test_each_word_has_to_be_of_this_node_and_not_of_the_one_before(spire: int, 
     """The newer of two must not hide that the other is of the machine that had the name before."""
     fleet = Fleet()
     view = EvidenceView({}, asked=["spire-server", "jwt-svid"])
-    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.word_on)
+    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
     inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:30:00Z"}})
     begins = ("2026-03-02T11:00:00Z", "2026-03-02T11:45:00Z")
@@ -501,20 +501,20 @@ def test_each_word_has_to_be_of_this_node_and_not_of_the_one_before(spire: int, 
             jwt_svid=entry(since=begins[proof], until=LATER, nonceDigest="n"),
         )
     )
-    assert fleet.berths["node-a"].state is state
+    assert fleet.indexed_nodes["node-a"].state is state
 
 
 def test_a_proof_by_a_clock_that_is_ahead_is_not_of_the_node_that_came_after() -> None:
     fleet = Fleet()
     view = EvidenceView({}, asked=["jwt-svid"], skew=5 * SECOND)
-    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.word_on)
+    inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
     inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:59:50Z"}})
     states = []
     for version, second in ((1, 55), (2, 56)):
         since = f"2026-03-02T11:59:{second}Z"
         view.changed(raw(version, jwt_svid=entry(since=since, until=LATER, nonceDigest=f"n{version}")))
-        states.append(fleet.berths["node-a"].state)
+        states.append(fleet.indexed_nodes["node-a"].state)
     assert states == [EvidenceState.ABSENT, EvidenceState.FRESH]
 
 
@@ -532,7 +532,7 @@ def test_what_is_written_counts_no_longer_than_evidence_may_here(source: str) ->
     ):
         said = {source: entry(since=since, until=until, **proof), "static": entry()}
         view.changed(raw(len(shown) + 1, "node-a", **said))
-        found = view.word_on("node-a")
+        found = view.combined_evidence("node-a")
         assert found is not None
         assert found.until == ends
 
@@ -540,7 +540,7 @@ def test_what_is_written_counts_no_longer_than_evidence_may_here(source: str) ->
 def test_what_somebody_wrote_down_has_the_end_that_he_gave_it() -> None:
     view = EvidenceView({}, asked=["static"], max_age=10 * MINUTE)
     view.changed(raw(static=entry(since="2026-03-02T11:00:00Z", until=LATER)))
-    found = view.word_on("node-a")
+    found = view.combined_evidence("node-a")
     assert found is not None
     assert found.until == datetime.fromisoformat(LATER)
 
@@ -551,10 +551,10 @@ def test_a_moment_that_nobody_can_reckon_with_leaves_what_was_known(since: str) 
     view = EvidenceView({}, asked=["jwt-svid"], skew=MINUTE, max_age=HOUR)
     view.notify(shown.append)
     view.changed(raw(jwt_svid=entry(since=SAID, until=LATER, nonceDigest="d")))
-    known = view.word_on("node-a")
+    known = view.combined_evidence("node-a")
     assert known is not None
     view.changed(raw(2, jwt_svid=entry(since=since, until="9999-12-31T23:59:59Z", nonceDigest="d")))
-    assert view.word_on("node-a") == known
+    assert view.combined_evidence("node-a") == known
 
 
 def test_an_object_that_cannot_be_read_leaves_what_was_known() -> None:
@@ -563,7 +563,7 @@ def test_an_object_that_cannot_be_read_leaves_what_was_known() -> None:
     hearing.view.changed(raw(2, static={"hash": OTHER_HASH}))
     hearing.view.changed(raw(3, name="node-b", static=entry()))
     assert [name for name, _ in hearing.shown] == ["node-a", "node-b"]
-    assert hearing.view.word_on("node-a") == evolve(evidence("node-a"), source="static")
+    assert hearing.view.combined_evidence("node-a") == evolve(evidence("node-a"), source="static")
 
 
 # Of a node that is gone.

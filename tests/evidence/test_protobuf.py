@@ -10,21 +10,21 @@ from hypothesis import strategies as st
 
 from tests.evidence.doubles import MESSAGES, agent
 from webhook.evidence.protobuf import MalformedMessageError, as_int64, as_text, fields_of, int_field, text_field, varint
-from webhook.evidence.spire.spire_messages import Agent, Page, Selector, list_agents_request
+from webhook.evidence.spire.spire_messages import AgentMessage, AgentPage, AgentSelector, list_agents_request
 
 RECORDED = Path(__file__).resolve().parents[3] / "shared" / "contracts" / "fixtures" / "spire-wire"
 recorded = pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded wire of a real server is not beside us")
 
 
-def expected(row: Any) -> Agent:
+def expected(row: Any) -> AgentMessage:
     """A row as the server's own tool shows it."""
-    return Agent(
+    return AgentMessage(
         trust_domain=row["id"]["trust_domain"],
         path=row["id"]["path"],
         attestation_type=row["attestation_type"],
         serial=row["x509svid_serial_number"],
         expires_at=int(row["x509svid_expires_at"]),
-        selectors=tuple(Selector(one["type"], one["value"]) for one in row["selectors"]),
+        selectors=tuple(AgentSelector(one["type"], one["value"]) for one in row["selectors"]),
         is_banned=row["banned"],
         can_reattest=row["can_reattest"],
     )
@@ -32,24 +32,26 @@ def expected(row: Any) -> Agent:
 
 @recorded
 def test_a_recorded_list_reads_as_the_servers_own_tool_shows_it() -> None:
-    page = Page.parse((RECORDED / "list-agents.response.bin").read_bytes())
+    page = AgentPage.parse((RECORDED / "list-agents.response.bin").read_bytes())
     shown = json.loads((RECORDED / "list-agents.decoded.json").read_text())
-    assert [Agent.parse(one) for one in page.agents] == [expected(row) for row in shown["agents"]]
+    assert [AgentMessage.parse(one) for one in page.agents] == [expected(row) for row in shown["agents"]]
     assert page.next_token == ""
 
 
 @recorded
 def test_a_recorded_ban_takes_the_serial_number_away_and_nothing_else() -> None:
-    first, second = Page.parse((RECORDED / "list-agents-banned.response.bin").read_bytes()).agents
+    first, second = AgentPage.parse((RECORDED / "list-agents-banned.response.bin").read_bytes()).agents
     before = json.loads((RECORDED / "list-agents.decoded.json").read_text())["agents"]
-    assert Agent.parse(first) == expected(before[0])
-    assert Agent.parse(second) == expected({**before[1], "banned": True, "x509svid_serial_number": ""})
+    assert AgentMessage.parse(first) == expected(before[0])
+    assert AgentMessage.parse(second) == expected({**before[1], "banned": True, "x509svid_serial_number": ""})
 
 
 @recorded
 def test_a_recorded_agent_reads_alone_as_in_the_list() -> None:
     alone = (RECORDED / "get-agent.response.bin").read_bytes()
-    assert Agent.parse(alone) == Agent.parse(Page.parse((RECORDED / "list-agents.response.bin").read_bytes()).agents[0])
+    assert AgentMessage.parse(alone) == AgentMessage.parse(
+        AgentPage.parse((RECORDED / "list-agents.response.bin").read_bytes()).agents[0]
+    )
 
 
 @pytest.mark.parametrize("token", ["", "250"])
@@ -80,16 +82,16 @@ def test_it_reads_what_googles_codec_writes(
     node: str, hash: str, expires_at: int, banned: bool, can_reattest: bool
 ) -> None:
     wire = agent(node, hash, expires_at=expires_at, banned=banned, can_reattest=can_reattest).SerializeToString()
-    found = Agent.parse(wire)
+    found = AgentMessage.parse(wire)
     assert (found.expires_at, found.is_banned, found.can_reattest) == (expires_at, banned, can_reattest)
-    assert Selector("x509pop", f"san:node-name:{node}") in found.selectors
+    assert AgentSelector("x509pop", f"san:node-name:{node}") in found.selectors
 
 
 @given(st.binary())
 def test_any_bytes_read_as_something_or_are_refused(wire: bytes) -> None:
     try:
-        for raw in Page.parse(wire).agents:
-            Agent.parse(raw)
+        for raw in AgentPage.parse(wire).agents:
+            AgentMessage.parse(raw)
     except MalformedMessageError:
         pass
 
@@ -110,7 +112,7 @@ def test_any_bytes_read_as_something_or_are_refused(wire: bytes) -> None:
 )
 def test_what_is_no_agent_is_refused(wire: bytes) -> None:
     with pytest.raises(MalformedMessageError):
-        Agent.parse(wire)
+        AgentMessage.parse(wire)
 
 
 def test_fields_that_nobody_knows_are_passed_over() -> None:
@@ -118,4 +120,4 @@ def test_fields_that_nobody_knows_are_passed_over() -> None:
     unknown = (
         int_field(99, 7) + text_field(100, "x") + varint(101 << 3 | 1) + bytes(8) + varint(102 << 3 | 5) + bytes(4)
     )
-    assert Agent.parse(unknown + known) == Agent.parse(known)
+    assert AgentMessage.parse(unknown + known) == AgentMessage.parse(known)

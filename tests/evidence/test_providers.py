@@ -95,7 +95,7 @@ class Site:
     async def look(self) -> None:
         """The next poll."""
         self.house.wait(5)
-        await self.house.feed.refresh()
+        await self.house.fleet_source.refresh()
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ async def site(request: pytest.FixtureRequest, build: Build, spire: SpireDouble,
         spire_workload_api=f"unix:{api.path}",
     )
     yield Site(house, spire)
-    provider: Any = house.feed._providers[0]
+    provider: Any = house.fleet_source._providers[0]
     assert isinstance(provider, SpireServer)
     await provider._server._identity.close()  # type: ignore[attr-defined]  # one of two ways to a server
     await api.stop()
@@ -218,7 +218,7 @@ async def test_a_server_is_ready_when_spire_has_answered_once(
         await spire.start(authority.issue(SERVER_ID), authority)
         await asyncio.wait_for(one.starting, 30)
         assert await one.says(200)
-        assert one.parts.fleet.berths["node-a"].state is EvidenceState.FRESH
+        assert one.parts.fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH
         await spire.stop()
         assert await one.says(200)  # what was said stays until its own end, and so does the server
     await api.stop()

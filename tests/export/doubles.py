@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from webhook.export import ExportError
-from webhook.export.outbox import MemoryShelf
+from webhook.export.outbox import MemoryBatchStore
 from webhook.export.records import Batch
 
 
@@ -56,7 +56,7 @@ class GatheringExporter(MemoryExporter):
     records_at_once = 5
 
 
-class SlowShelf(MemoryShelf):
+class SlowBatchStore(MemoryBatchStore):
     """Writes when it is told to."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class WatchedDisk:
         self.flushes.append((names[os.fstat(descriptor).st_ino], there))
 
 
-class DeafShelf(MemoryShelf):
+class DeafBatchStore(MemoryBatchStore):
     """Gives nothing for a moment, as where no descriptor is left."""
 
     refusals = 0

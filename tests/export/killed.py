@@ -20,7 +20,7 @@ from tests.export.records import NOW, batch, later
 from webhook.export.delivery import Delivery
 from webhook.export.outbox import opener
 from webhook.export.records import Batch
-from webhook.export.uses import Called, OpenUses, PodWords, Uses
+from webhook.export.uses import GpuNames, OpenUses, UsePodFacts, UseRecorder
 
 COUNT = 3
 TOUCHES = ("open", "os.rename", "os.remove")
@@ -56,11 +56,11 @@ class TableExporter:
 class Cluster:
     """Knows nothing but that pods are there."""
 
-    async def pod(self, namespace: str, name: str, uid: str) -> PodWords:
-        return PodWords("Job/train")
+    async def pod(self, namespace: str, name: str, uid: str) -> UsePodFacts:
+        return UsePodFacts("Job/train")
 
-    def gpu(self, node: str, uuid: str) -> Called:
-        return Called("1", "2")
+    def gpu(self, node: str, uuid: str) -> GpuNames:
+        return GpuNames("1", "2")
 
     def evidence(self, node: str) -> str | None:
         return None
@@ -76,7 +76,7 @@ async def live(home: Path) -> None:
         await delivery.take(batch(f"batch-{number}", gpus=2, node=f"node-{number}"))
         print(number, file=said, flush=True)
     is_over = False
-    uses = Uses(
+    uses = UseRecorder(
         "prod", Cluster(), OpenUses(home / "outbox" / "uses"), delivery.take, lambda: later(is_over), lambda: True
     )
     for version, held in enumerate(({"GPU-1/0": HELD, "GPU-2/0": HELD}, {})):

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from tests.export.doubles import DeafShelf, GatheringExporter, MemoryExporter, SlowShelf
+from tests.export.doubles import DeafBatchStore, GatheringExporter, MemoryExporter, SlowBatchStore
 from tests.export.records import NOW, batch, reading, use
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, Heard, Pauses, check, together
-from webhook.export.outbox import MemoryShelf, Outbox, OutboxInUseError, opener
+from webhook.export.delivery import Delivery, DeliveryObserver, RetryPauses, check, together
+from webhook.export.outbox import MemoryBatchStore, Outbox, OutboxInUseError, opener
 from webhook.export.records import Batch, Use
 from webhook.export.stdout import StdoutExporter
 
-QUICK = Pauses(timedelta(milliseconds=1), timedelta(milliseconds=20))
+QUICK = RetryPauses(timedelta(milliseconds=1), timedelta(milliseconds=20))
 PATIENCE = timedelta(seconds=30)
 
 
@@ -82,7 +82,7 @@ async def test_tries_become_rarer_and_never_stop() -> None:
     """A second of trying in vain costs a handful of tries."""
     dead = MemoryExporter()
     dead.fault = ExportError("down")
-    pauses = Pauses(timedelta(milliseconds=20), timedelta(milliseconds=200))
+    pauses = RetryPauses(timedelta(milliseconds=20), timedelta(milliseconds=200))
     async with delivering(dead, pauses=pauses) as delivery:
         await delivery.take(batch())
         begun = asyncio.get_running_loop().time()
@@ -96,7 +96,7 @@ async def test_what_is_refused_for_good_does_not_stand_in_the_way() -> None:
     store.refuses = {"bad"}
     refused: list[tuple[str, str, str]] = []
     stored: list[str] = []
-    heard = Heard(
+    heard = DeliveryObserver(
         stored=lambda exporter, one: stored.append(one.id),
         refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)),
     )
@@ -118,7 +118,7 @@ class BuggyExporter(MemoryExporter):
 
 async def test_a_batch_that_breaks_an_exporter_is_set_aside_and_the_next_is_stored(tmp_path: Path) -> None:
     refused: list[tuple[str, str, str]] = []
-    heard = Heard(refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)))
+    heard = DeliveryObserver(refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)))
     store = BuggyExporter()
     async with delivering(store, directory=tmp_path, heard=heard) as delivery:
         for name in ("before", "bad", "after"):
@@ -161,7 +161,7 @@ async def test_a_bug_in_delivery_itself_ends_the_run_and_is_not_hidden() -> None
     def stored(_exporter: str, one: Batch) -> None:
         raise ZeroDivisionError(one.id)
 
-    heard = Heard(stored=stored)
+    heard = DeliveryObserver(stored=stored)
     delivery = Delivery([MemoryExporter(), MemoryExporter("well")], opener(None), clock, heard=heard)
     await delivery.take(batch())
     with pytest.raises(ZeroDivisionError, match="batch-0"):
@@ -172,24 +172,24 @@ async def test_a_bug_in_delivery_itself_ends_the_run_and_is_not_hidden() -> None
 async def test_each_failed_try_is_heard_of() -> None:
     store, failed = MemoryExporter(), list[tuple[str, str]]()
     store.fault = ExportError("down")
-    async with delivering(store, heard=Heard(failed=lambda *what: failed.append(what))) as delivery:
+    async with delivering(store, heard=DeliveryObserver(failed=lambda *what: failed.append(what))) as delivery:
         await delivery.take(batch())
         await until(lambda: len(failed) >= 3)
         assert set(failed) == {("memory", "down")}
 
 
 async def test_an_outbox_that_cannot_be_read_for_a_moment_is_read_again_and_all_of_it_is_stored() -> None:
-    store, shelf, failed = MemoryExporter(), DeafShelf(), list[tuple[str, str]]()
+    store, batches, failed = MemoryExporter(), DeafBatchStore(), list[tuple[str, str]]()
     delivery = Delivery(
         [store],
-        lambda name: Outbox(shelf if name == "memory" else MemoryShelf()),
+        lambda name: Outbox(batches if name == "memory" else MemoryBatchStore()),
         clock,
         pauses=QUICK,
-        heard=Heard(failed=lambda *o: failed.append(o)),
+        heard=DeliveryObserver(failed=lambda *o: failed.append(o)),
     )
     for number in range(150):
         await delivery.take(batch(f"{number}"))
-    shelf.refusals = 1
+    batches.refusals = 1
     assert await delivery.drain(PATIENCE) == 0
     assert store.given == [f"{number}" for number in range(150)]
     assert [(name, reason.rpartition(": ")[2]) for name, reason in failed] == [("memory", "Too many open files")]
@@ -216,7 +216,7 @@ class TestOneThatWouldRatherTakeManyAtOnce:
                 await super().export(batch)
 
         store, refused = BuggyGatheringExporter(), list[str]()
-        heard = Heard(refused=lambda _, one, reason: refused.append(one.id))
+        heard = DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id))
         delivery = Delivery([store], opener(None), clock, pauses=QUICK, heard=heard)
         for one in (batch("0", gpus=1), Batch("bad", (reading(7),)), batch("2", gpus=1)):
             await delivery.take(one)
@@ -233,7 +233,7 @@ class TestOneThatWouldRatherTakeManyAtOnce:
             opener(None),
             clock,
             pauses=QUICK,
-            heard=Heard(refused=lambda _, one, reason: refused.append(one.id)),
+            heard=DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id)),
         )
         await delivery.take(batch("bad"))
         await delivery.take(batch("good"))
@@ -316,13 +316,13 @@ class TestTheEnd:
             await until(lambda: list(heir.stored) == ["0"])
 
     async def test_what_is_half_taken_is_stored_too(self) -> None:
-        store, shelf = MemoryExporter(), SlowShelf()
-        delivery = Delivery([store], lambda name: Outbox(shelf if name == "memory" else MemoryShelf()), clock)
+        store, batches = MemoryExporter(), SlowBatchStore()
+        delivery = Delivery([store], lambda name: Outbox(batches if name == "memory" else MemoryBatchStore()), clock)
         taking = asyncio.create_task(delivery.take(batch()))
-        await asyncio.to_thread(shelf.is_asked.wait, 30)
+        await asyncio.to_thread(batches.is_asked.wait, 30)
         draining = asyncio.create_task(delivery.drain(PATIENCE))
         await asyncio.sleep(0)
-        shelf.may_go_on.set()
+        batches.may_go_on.set()
         await taking
         assert await draining == 0
         assert list(store.stored) == ["batch-0"]
@@ -340,7 +340,7 @@ class TestTheEnd:
     async def test_a_store_that_is_down_gets_one_more_try_and_costs_no_more_than_the_deadline(self) -> None:
         store = MemoryExporter()
         store.fault = ExportError("down")
-        delivery = Delivery([store], opener(None), clock, pauses=Pauses(timedelta(hours=1), timedelta(hours=1)))
+        delivery = Delivery([store], opener(None), clock, pauses=RetryPauses(timedelta(hours=1), timedelta(hours=1)))
         running = asyncio.create_task(delivery.run())
         await delivery.take(batch())
         await store.is_asked.wait()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.export.records import NOW, later
 from webhook.core.errors import GpuwardenError
-from webhook.export.history import PastUse, Question, query, shown
+from webhook.export.history import PastUse, UseQuery, query, shown
 from webhook.export.tables import Tables
 
 
@@ -35,22 +35,22 @@ def past_use(**changes: Any) -> PastUse:
 
 
 def test_a_pod_is_asked_for_by_namespace_and_name() -> None:
-    assert Question.asked(pod="train/job-0") == Question(namespace="train", pod="job-0")
+    assert UseQuery.asked(pod="train/job-0") == UseQuery(namespace="train", pod="job-0")
 
 
 @pytest.mark.parametrize("pod", ["job-0", "/job-0", "train/"])
 def test_a_pod_without_either_is_refused(pod: str) -> None:
     with pytest.raises(GpuwardenError, match="allowed: NAMESPACE/NAME"):
-        Question.asked(pod=pod)
+        UseQuery.asked(pod=pod)
 
 
 def test_a_question_about_nothing_is_refused() -> None:
     with pytest.raises(GpuwardenError, match="say what to look for: --serial, --pod, --hash or --uuid"):
-        Question.asked()
+        UseQuery.asked()
 
 
 def test_what_is_asked_goes_by_parameters_and_names_are_quoted() -> None:
-    text = query(Tables.named('a"b'), Question.asked(serial="'; DROP", hash="x")).as_string()
+    text = query(Tables.named('a"b'), UseQuery.asked(serial="'; DROP", hash="x")).as_string()
     assert 'FROM "a""b_history" WHERE gpu_uuid IN' in text
     assert "DROP" not in text
     assert "AND evidence_hash = %(hash)s ORDER BY" in text

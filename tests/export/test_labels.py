@@ -2,7 +2,7 @@
 
 import pytest
 
-from webhook.export.labels import Wanted, label_patch, wanted_labels
+from webhook.export.labels import WantedLabels, label_patch, wanted_labels
 from webhook.inventory.nvidia_smi import Gpu, known
 
 LONG = "9" * 80
@@ -16,7 +16,7 @@ def gpus(*pairs: tuple[str, str]) -> list[Gpu]:
     ]
 
 
-def short(wanted: Wanted) -> dict[str, str]:
+def short(wanted: WantedLabels) -> dict[str, str]:
     return {key.removeprefix("gpuid.github.com/"): text for key, text in wanted.labels.items()}
 
 

@@ -10,24 +10,32 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from tests.export.doubles import DeafShelf, SlowShelf, WatchedDisk
+from tests.export.doubles import DeafBatchStore, SlowBatchStore, WatchedDisk
 from tests.export.killed import COUNT
 from tests.export.records import NOW, batch, later, use
 from webhook.export import ExportError
-from webhook.export.outbox import BOUND_IN_MEMORY, DirectoryShelf, MemoryShelf, Outbox, Shelf, Waiting, opener
+from webhook.export.outbox import (
+    BOUND_IN_MEMORY,
+    Backlog,
+    BatchStore,
+    DirectoryBatchStore,
+    MemoryBatchStore,
+    Outbox,
+    opener,
+)
 from webhook.export.records import Batch
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=["memory", "directory"])
-def shelf(request: pytest.FixtureRequest, tmp_path: Path) -> Shelf:
-    return MemoryShelf() if request.param == "memory" else DirectoryShelf(tmp_path / "outbox")
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> BatchStore:
+    return MemoryBatchStore() if request.param == "memory" else DirectoryBatchStore(tmp_path / "outbox")
 
 
 def reopened(outbox: Outbox, directory: Path) -> Outbox:
     outbox.close()
-    return Outbox(DirectoryShelf(directory))
+    return Outbox(DirectoryBatchStore(directory))
 
 
 def batches(outbox: Outbox, records: int = 1000) -> list[Batch]:
@@ -35,36 +43,36 @@ def batches(outbox: Outbox, records: int = 1000) -> list[Batch]:
 
 
 class TestWhatIsPromised:
-    def test_batches_come_out_whole_and_in_the_order_they_came(self, shelf: Shelf) -> None:
-        outbox = Outbox(shelf)
+    def test_batches_come_out_whole_and_in_the_order_they_came(self, store: BatchStore) -> None:
+        outbox = Outbox(store)
         given = [batch("second"), batch("first", uses=(use(until=later(5)),))]
         assert [outbox.put(one, NOW) for one in given] == [True, True]
         assert batches(outbox) == given
 
-    def test_the_same_batch_again_is_kept_once(self, shelf: Shelf) -> None:
-        outbox = Outbox(shelf)
+    def test_the_same_batch_again_is_kept_once(self, store: BatchStore) -> None:
+        outbox = Outbox(store)
         assert outbox.put(batch(), NOW)
         assert not outbox.put(batch(), later(9))
-        assert outbox.waiting == Waiting(1, outbox.waiting.size, NOW)
+        assert outbox.waiting == Backlog(1, outbox.waiting.size, NOW)
 
-    def test_what_is_done_is_gone_and_the_next_is_the_oldest(self, shelf: Shelf) -> None:
-        outbox = Outbox(shelf)
+    def test_what_is_done_is_gone_and_the_next_is_the_oldest(self, store: BatchStore) -> None:
+        outbox = Outbox(store)
         for number in range(3):
             outbox.put(batch(f"{number}"), later(number))
         outbox.done(entry for entry, _ in outbox.first(0))
         assert [one.id for one in batches(outbox)] == ["1", "2"]
         assert outbox.waiting.oldest == later(1)
 
-    def test_it_gives_as_many_as_there_is_room_for_and_one_at_least(self, shelf: Shelf) -> None:
-        outbox = Outbox(shelf)
+    def test_it_gives_as_many_as_there_is_room_for_and_one_at_least(self, store: BatchStore) -> None:
+        outbox = Outbox(store)
         for number in range(4):
             outbox.put(batch(f"{number}", gpus=4), NOW)
         assert [len(batches(outbox, room)) for room in (0, 4, 11, 12, 100)] == [1, 1, 2, 3, 4]
 
-    def test_it_takes_nothing_beyond_its_bound_and_takes_again_once_there_is_room(self, shelf: Shelf) -> None:
-        size = Outbox(MemoryShelf())
+    def test_it_takes_nothing_beyond_its_bound_and_takes_again_once_there_is_room(self, store: BatchStore) -> None:
+        size = Outbox(MemoryBatchStore())
         size.put(batch("0"), NOW)
-        outbox = Outbox(shelf, bound=2 * size.waiting.size)
+        outbox = Outbox(store, bound=2 * size.waiting.size)
         outbox.put(batch("0"), NOW)
         outbox.put(batch("1"), NOW)
         with pytest.raises(ExportError, match="the outbox is full"):
@@ -72,15 +80,15 @@ class TestWhatIsPromised:
         outbox.done(entry for entry, _ in outbox.first(0))
         assert outbox.put(batch("2"), NOW)
 
-    def test_what_is_refused_is_not_offered_again(self, shelf: Shelf) -> None:
-        outbox = Outbox(shelf)
+    def test_what_is_refused_is_not_offered_again(self, store: BatchStore) -> None:
+        outbox = Outbox(store)
         outbox.put(batch("bad"), NOW)
         outbox.put(batch("good"), NOW)
         outbox.refuse(outbox.first(0)[0][0])
         assert [one.id for one in batches(outbox)] == ["good"]
 
-    def test_many_at_once_lose_nothing(self, shelf: Shelf) -> None:
-        outbox = Outbox(shelf)
+    def test_many_at_once_lose_nothing(self, store: BatchStore) -> None:
+        outbox = Outbox(store)
         names = [f"{number}" for number in range(40)]
         threads = [
             threading.Thread(target=lambda mine=names[one::4]: [outbox.put(batch(name), NOW) for name in mine])
@@ -95,29 +103,29 @@ class TestWhatIsPromised:
 
 class TestWhileOneIsWritten:
     def test_it_is_not_there_and_nobody_is_told_it_was(self) -> None:
-        shelf = SlowShelf()
-        outbox = Outbox(shelf)
+        store = SlowBatchStore()
+        outbox = Outbox(store)
         writing = threading.Thread(target=outbox.put, args=(batch(), NOW))
         writing.start()
-        assert shelf.is_asked.wait(30)
+        assert store.is_asked.wait(30)
         assert batches(outbox) == []
         with pytest.raises(ExportError, match="given twice at once"):
             outbox.put(batch(), NOW)
-        shelf.may_go_on.set()
+        store.may_go_on.set()
         writing.join()
         assert not outbox.put(batch(), NOW)
 
     def test_its_room_is_taken(self) -> None:
-        one = Outbox(MemoryShelf())
+        one = Outbox(MemoryBatchStore())
         one.put(batch("0"), NOW)
-        shelf = SlowShelf()
-        outbox = Outbox(shelf, bound=one.waiting.size)
+        store = SlowBatchStore()
+        outbox = Outbox(store, bound=one.waiting.size)
         writing = threading.Thread(target=outbox.put, args=(batch("0"), NOW))
         writing.start()
-        assert shelf.is_asked.wait(30)
+        assert store.is_asked.wait(30)
         with pytest.raises(ExportError, match="the outbox is full"):
             outbox.put(batch("1"), NOW)
-        shelf.may_go_on.set()
+        store.may_go_on.set()
         writing.join()
         assert [found.id for found in batches(outbox)] == ["0"]
 
@@ -147,12 +155,12 @@ def test_killed_before_any_touch_of_a_file_everything_is_there_once_in_the_end(t
 
 
 def test_a_disk_that_gives_nothing_for_a_moment_loses_nothing() -> None:
-    shelf = DeafShelf()
-    outbox = Outbox(shelf)
+    store = DeafBatchStore()
+    outbox = Outbox(store)
     given = [batch(f"{number}") for number in range(3)]
     for one in given:
         outbox.put(one, NOW)
-    shelf.refusals = 1
+    store.refusals = 1
     with pytest.raises(ExportError, match=r"^the outbox cannot be read: .*: Too many open files$"):
         outbox.first(1000)
     assert outbox.waiting.batches == 3
@@ -162,7 +170,7 @@ def test_a_disk_that_gives_nothing_for_a_moment_loses_nothing() -> None:
 class TestOnDisk:
     def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(self, tmp_path: Path) -> None:
         disk = WatchedDisk(tmp_path)
-        outbox = Outbox(DirectoryShelf(tmp_path, disk.flush))
+        outbox = Outbox(DirectoryBatchStore(tmp_path, disk.flush))
         outbox.put(batch(), NOW)
         (file,) = tmp_path.glob("*.batch")
         size = outbox.waiting.size
@@ -170,14 +178,14 @@ class TestOnDisk:
 
     def test_a_file_of_another_name_is_none_of_ours(self, tmp_path: Path) -> None:
         (tmp_path / "notes.batch").write_text("a person's")
-        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox = Outbox(DirectoryBatchStore(tmp_path))
         assert outbox.put(batch(), NOW)
         assert batches(outbox) == [batch()]
         assert (tmp_path / "notes.batch").read_text() == "a person's"
 
     def test_a_disk_without_room_keeps_nothing_and_leaves_nothing(self, tmp_path: Path) -> None:
         """Linux's own full disk, under the name that the next batch is written to."""
-        outbox = Outbox(DirectoryShelf(tmp_path / "outbox"))
+        outbox = Outbox(DirectoryBatchStore(tmp_path / "outbox"))
         assert outbox.put(batch("probe"), NOW)
         (probe,) = (tmp_path / "outbox").glob("*.batch")
         outbox.done(entry for entry, _ in outbox.first(0))
@@ -185,22 +193,22 @@ class TestOnDisk:
         (tmp_path / "outbox" / f"{probe.name}.new").symlink_to("/dev/full")
         with pytest.raises(ExportError, match=r"^the outbox cannot be written: No space left on device$"):
             again.put(batch("probe"), NOW)
-        assert again.waiting == Waiting()
+        assert again.waiting == Backlog()
         assert [path.name for path in (tmp_path / "outbox").iterdir()] == ["lock"]
         assert again.put(batch("probe"), NOW)
 
     def test_the_next_process_finds_everything_in_its_order_with_its_age(self, tmp_path: Path) -> None:
-        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox = Outbox(DirectoryBatchStore(tmp_path))
         given = [batch(f"{number}") for number in range(12)]
         for number, one in enumerate(given):
             outbox.put(one, later(number))
         outbox.done(entry for entry, _ in outbox.first(0))
         found = reopened(outbox, tmp_path)
         assert batches(found) == given[1:]
-        assert found.waiting == Waiting(11, outbox.waiting.size, later(1))
+        assert found.waiting == Backlog(11, outbox.waiting.size, later(1))
 
     def test_what_comes_after_a_restart_comes_after_what_was_there(self, tmp_path: Path) -> None:
-        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox = Outbox(DirectoryBatchStore(tmp_path))
         outbox.put(batch("old"), NOW)
         outbox = reopened(outbox, tmp_path)
         outbox.put(batch("new"), NOW)
@@ -215,7 +223,7 @@ class TestOnDisk:
         ],
     )
     def test_a_torn_file_is_set_aside_with_a_word_and_the_others_stay(self, tmp_path: Path, damage: object) -> None:
-        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox = Outbox(DirectoryBatchStore(tmp_path))
         outbox.put(batch("torn"), NOW)
         outbox.put(batch("whole"), NOW)
         file = min(tmp_path.glob("*.batch"))
@@ -242,7 +250,7 @@ class TestOnDisk:
         assert batches(opener(tmp_path)("store")) == [batch()]
 
     def test_a_file_that_somebody_has_taken_away_holds_up_nothing(self, tmp_path: Path) -> None:
-        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox = Outbox(DirectoryBatchStore(tmp_path))
         outbox.put(batch("gone"), NOW)
         outbox.put(batch("next"), NOW)
         min(tmp_path.glob("*.batch")).unlink()
@@ -253,14 +261,14 @@ class TestOnDisk:
 
     def test_what_a_crash_left_half_written_is_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "000000000001-abc.batch.new").write_bytes(b"half")
-        assert batches(Outbox(DirectoryShelf(tmp_path))) == []
+        assert batches(Outbox(DirectoryBatchStore(tmp_path))) == []
         assert list(tmp_path.glob("*.new")) == []
 
     def test_what_was_refused_stays_for_a_person_but_not_for_ever(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("webhook.export.outbox.MAX_REFUSED", 2)
-        outbox = Outbox(DirectoryShelf(tmp_path))
+        outbox = Outbox(DirectoryBatchStore(tmp_path))
         for number in range(3):
             outbox.put(batch(f"{number}"), NOW)
             outbox.refuse(outbox.first(0)[0][0])
@@ -268,11 +276,11 @@ class TestOnDisk:
         assert batches(reopened(outbox, tmp_path)) == []
 
     def test_two_processes_do_not_share_an_outbox(self, tmp_path: Path) -> None:
-        first = DirectoryShelf(tmp_path)
+        first = DirectoryBatchStore(tmp_path)
         with pytest.raises(ExportError, match="another process works with the outbox"):
-            DirectoryShelf(tmp_path)
+            DirectoryBatchStore(tmp_path)
         first.close()
-        DirectoryShelf(tmp_path).close()
+        DirectoryBatchStore(tmp_path).close()
 
     def test_a_place_where_none_can_be_is_refused_in_a_sentence(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -286,7 +294,7 @@ class TestOnDisk:
         assert batches(second) == []
 
     def test_a_disk_that_does_not_take_it_costs_that_batch_alone(self) -> None:
-        class FullShelf(MemoryShelf):
+        class FullBatchStore(MemoryBatchStore):
             is_full = False
 
             def put(self, name: str, content: bytes) -> None:
@@ -294,12 +302,12 @@ class TestOnDisk:
                     raise OSError(28, "No space left on device")
                 super().put(name, content)
 
-        shelf = FullShelf()
-        outbox = Outbox(shelf)
+        store = FullBatchStore()
+        outbox = Outbox(store)
         outbox.put(batch("before"), NOW)
-        shelf.is_full = True
+        store.is_full = True
         with pytest.raises(ExportError, match="the outbox cannot be written: No space left on device"):
             outbox.put(batch("full"), NOW)
-        shelf.is_full = False
+        store.is_full = False
         assert outbox.put(batch("full"), NOW + timedelta(minutes=1))
         assert [one.id for one in batches(outbox)] == ["before", "full"]

@@ -11,19 +11,19 @@ import pytest
 from attrs import define, evolve, field
 
 from tests.export.smi import Card, dead, document, gb200_tray, h100_host
-from webhook.export.delivery import State
+from webhook.export.delivery import ExporterState
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import NodeSeen
-from webhook.export.outbox import Waiting
-from webhook.export.reader import LEAST_BETWEEN, LONG, Plan, Reader, Told
+from webhook.export.outbox import Backlog
+from webhook.export.reader import LEAST_BETWEEN, LONG, FailureObserver, GpuReader, ReadingPlan
 from webhook.export.records import Batch, Reading
 from webhook.inventory.nvidia_smi import Smi, parse
-from webhook.kube.calls import ApiAwayError, ApiRefusesError
 from webhook.kube.pod_exec import ExecError
+from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 
 Raw = dict[str, Any]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-PLAN = Plan(cluster="prod", namespace="gpu-operator", container="nvidia-device-plugin")
+PLAN = ReadingPlan(cluster="prod", namespace="gpu-operator", container="nvidia-device-plugin")
 
 
 def plugin_pod(name: str = "p", uid: str = "u-1", node: str = "node-a", **status: Any) -> Raw:
@@ -36,7 +36,7 @@ def plugin_pod(name: str = "p", uid: str = "u-1", node: str = "node-a", **status
 class House:
     """A cluster of pods and nodes, and what nvidia-smi says in each pod."""
 
-    plan: Plan = PLAN
+    plan: ReadingPlan = PLAN
     says: Callable[[str], bytes] = lambda _: document(gb200_tray())
     nodes: dict[str, NodeSeen] = field(factory=dict)
     pods: dict[str, Raw] = field(factory=dict)
@@ -52,12 +52,12 @@ class House:
     now: datetime = NOW
     # What the clock of turns is ahead of the loop's.
     ahead: float = 0.0
-    reader: Reader = field(init=False)
+    reader: GpuReader = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         loop = asyncio.get_running_loop()
-        told = Told(failed=self._failed)
-        self.reader = Reader(
+        told = FailureObserver(failed=self._failed)
+        self.reader = GpuReader(
             self.plan, self, self, self._take, lambda: self.now, lambda: loop.time() + self.ahead, told, self.parse
         )
 
@@ -444,7 +444,7 @@ async def test_a_label_that_is_refused_keeps_nothing_from_being_exported() -> No
 
 
 async def test_an_api_server_that_is_away_is_asked_again() -> None:
-    house = House(refuses_labels=ApiAwayError("away"))
+    house = House(refuses_labels=ApiUnavailableError("away"))
     async with house.working():
         house.see(plugin_pod())
         await until(lambda: house.failures)
@@ -456,7 +456,7 @@ async def test_an_api_server_that_is_away_is_asked_again() -> None:
 def test_what_waits_and_how_old_the_readings_are_can_be_seen() -> None:
     metrics = ExportMetrics()
     read = {"node-a": NOW - timedelta(seconds=90), "node-b": NOW + timedelta(seconds=5)}
-    states = {"postgres": State(Waiting(7, 100, NOW), "down"), "s3": State(Waiting(), None)}
+    states = {"postgres": ExporterState(Backlog(7, 100, NOW), "down"), "s3": ExporterState(Backlog(), None)}
     metrics.show(ExportCollector(lambda: 3, lambda: read, lambda: states, lambda: NOW))
     found = metrics.render()[0].decode().splitlines()
     assert {

@@ -8,7 +8,7 @@ from attrs import evolve
 from tests.export.smi import Card, document, gb200_tray
 from webhook.export.reading import (
     NothingToReadError,
-    Source,
+    ReadingSource,
     annotation,
     batch_of,
     machine_of,
@@ -19,7 +19,7 @@ from webhook.export.reading import (
 from webhook.inventory.nvidia_smi import parse
 
 NOW = datetime(2026, 1, 1, 0, 0, 0, 123456, tzinfo=UTC)
-SOURCE = Source("prod", "node-a", "i-1", "gpu-operator/p", "boot")
+SOURCE = ReadingSource("prod", "node-a", "i-1", "gpu-operator/p", "boot")
 
 
 @pytest.mark.defect("S2-4")

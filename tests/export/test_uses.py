@@ -15,7 +15,7 @@ from tests.export.doubles import WatchedDisk
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
-from webhook.export.uses import Called, Held, Noted, OpenUses, PodWords, Uses, trimmed_gpu_node
+from webhook.export.uses import GpuNames, HeldDevices, NotedUse, OpenUses, UsePodFacts, UseRecorder, trimmed_gpu_node
 from webhook.kube.gpu_node import GpuNode
 
 Raw = dict[str, Any]
@@ -51,8 +51,8 @@ class House:
     now: datetime = NOW
     version: int = 0
     is_current: bool = True
-    pods: dict[str, PodWords] = field(factory=dict)
-    called: Called = field(factory=lambda: Called("S1", "C1"))
+    pods: dict[str, UsePodFacts] = field(factory=dict)
+    called: GpuNames = field(factory=lambda: GpuNames("S1", "C1"))
     crash: str = ""
     refuses: bool = False
     # A node whose uses the store will not have.
@@ -60,7 +60,7 @@ class House:
     # Whether the store can be asked what it has no end of.
     answers: bool = True
     may_answer: asyncio.Event = field(factory=asyncio.Event)
-    uses: Uses = field(init=False)
+    uses: UseRecorder = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.may_answer.set()
@@ -68,7 +68,7 @@ class House:
 
     def start(self) -> None:
         """As after a restart: what is known is what was kept."""
-        self.uses = Uses(
+        self.uses = UseRecorder(
             "prod", self, OpenUses(self.directory), self._take, lambda: self.now, lambda: self.is_current, self._open
         )
 
@@ -96,16 +96,16 @@ class House:
         if self.crash == "after":
             raise CrashError
 
-    async def pod(self, namespace: str, name: str, uid: str) -> PodWords:
+    async def pod(self, namespace: str, name: str, uid: str) -> UsePodFacts:
         self.asked += 1
-        found = self.pods.get(uid, PodWords("StatefulSet/train"))
+        found = self.pods.get(uid, UsePodFacts("StatefulSet/train"))
         if found.owner == "nobody can be asked":
             raise GpuwardenError("away")
         if found.owner == "a bug":
             raise ZeroDivisionError
         return found
 
-    def gpu(self, node: str, uuid: str) -> Called:
+    def gpu(self, node: str, uuid: str) -> GpuNames:
         return self.called
 
     def evidence(self, node: str) -> str | None:
@@ -234,7 +234,7 @@ async def test_what_nobody_ever_takes_does_not_grow_without_end(house: House) ->
 
 
 async def test_a_bug_with_one_node_ends_nothing_for_the_others(house: House) -> None:
-    house.pods["u-1"] = PodWords("a bug")
+    house.pods["u-1"] = UsePodFacts("a bug")
     house.holds({"GPU-1/0": entry()})
     house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
     with capture_logs() as logs:
@@ -244,7 +244,7 @@ async def test_a_bug_with_one_node_ends_nothing_for_the_others(house: House) -> 
 
 
 async def test_who_may_not_ask_about_pods_is_told_so(house: House) -> None:
-    house.pods["u-1"] = PodWords("nobody can be asked")
+    house.pods["u-1"] = UsePodFacts("nobody can be asked")
     house.holds({"GPU-1/0": entry()})
     house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
     with pytest.raises(GpuwardenError, match="away"):
@@ -279,10 +279,10 @@ async def test_a_reservation_without_a_pod_uses_nothing_yet(house: House) -> Non
 
 
 async def test_a_serial_that_is_learnt_later_stands_in_the_end(house: House) -> None:
-    house.called = Called()
+    house.called = GpuNames()
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
-    house.called = Called("S1", "C1")
+    house.called = GpuNames("S1", "C1")
     house.holds({})
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW)
@@ -396,7 +396,7 @@ class TestAnotherOneIsElected:
         assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
     async def test_where_the_node_is_gone_too_the_pod_decides(self, heir: House) -> None:
-        heir.pods["u-1"] = PodWords(is_there=False)
+        heir.pods["u-1"] = UsePodFacts(is_there=False)
         heir.crash = ""
         heir.start()
         heir.relist([])
@@ -482,12 +482,12 @@ async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
     house.relist([])
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until is None
-    house.pods["u-1"] = PodWords("nobody can be asked")
+    house.pods["u-1"] = UsePodFacts("nobody can be asked")
     house.now += uses.ASK_AGAIN
     with pytest.raises(GpuwardenError):
         await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until is None
-    house.pods["u-1"] = PodWords(is_there=False)
+    house.pods["u-1"] = UsePodFacts(is_there=False)
     house.now += uses.ASK_AGAIN
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until == house.now
@@ -495,14 +495,14 @@ async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
 
 def test_who_holds_what_is_found_as_the_gpu_node_says_it() -> None:
     raw = raw_node({"GPU-1/0": entry(), "GPU-2/1": entry(), "GPU-3/0": entry("r-2", None)})
-    held = Held.parse(raw)
+    held = HeldDevices.parse(raw)
     assert held.reservations == [one for one in GpuNode.parse(raw).reservations.values() if one.uid is not None]
     assert [(one.id, one.uuids, one.since) for one in held.reservations] == [("r-1", ("GPU-1", "GPU-2"), SINCE)]
 
 
 def test_what_a_gpu_node_says_of_its_serials_is_found_by_uuid() -> None:
     devices = [{"uuid": "GPU-1", "index": 0, "serial": "S1"}, {"uuid": "GPU-2", "index": 1}]
-    held = Held.parse({**raw_node({}), "spec": {"devices": devices}})
+    held = HeldDevices.parse({**raw_node({}), "spec": {"devices": devices}})
     assert [held.serial_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == ["S1", None, None]
 
 
@@ -510,13 +510,13 @@ def test_what_a_gpu_node_says_of_its_serials_is_found_by_uuid() -> None:
 @pytest.mark.parametrize("held", [None, {"GPU-1/0": entry()}])
 def test_what_is_kept_of_a_gpu_node_in_a_long_list_is_what_is_looked_at(spec: Raw | None, held: Raw | None) -> None:
     raw = {**raw_node(held), "spec": spec}
-    assert Held.parse(trimmed_gpu_node(raw)) == Held.parse(raw)
+    assert HeldDevices.parse(trimmed_gpu_node(raw)) == HeldDevices.parse(raw)
     assert "labels" not in str(trimmed_gpu_node(raw))
 
 
 def test_what_is_open_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(tmp_path: Path) -> None:
     disk = WatchedDisk(tmp_path)
-    OpenUses(tmp_path, disk.flush).keep("node-a", {("r-1", "GPU-1"): Noted(EXPECTED)})
+    OpenUses(tmp_path, disk.flush).keep("node-a", {("r-1", "GPU-1"): NotedUse(EXPECTED)})
     size = (tmp_path / "node-a.json").stat().st_size
     assert size > 100
     assert disk.flushes == [("node-a.json.new", {"node-a.json.new": size}), ("", {"node-a.json": size})]

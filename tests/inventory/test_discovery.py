@@ -17,7 +17,7 @@ from webhook.evidence.static import StaticEvidence
 from webhook.inventory.discovery import AT_A_TIME, AT_ONCE, Discovery, WrittenInventory, due
 from webhook.inventory.file import InventoryFile
 from webhook.kube.gpu_node import GpuNode
-from webhook.kube.store import StoreAwayError
+from webhook.kube.store import StoreUnavailableError
 
 OURS = {"app.kubernetes.io/managed-by": "gpuwarden"}
 
@@ -283,7 +283,7 @@ async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_node(sc
     async def silent(raw: Raw) -> Raw:
         asked.append(raw["metadata"]["name"])
         await asyncio.sleep(0)
-        raise StoreAwayError("no answer")
+        raise StoreUnavailableError("no answer")
 
     scene.gpu_nodes.create = silent  # type: ignore[method-assign]
     await scene.step()

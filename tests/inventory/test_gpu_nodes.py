@@ -28,8 +28,8 @@ class Scene:
         )
 
     def node(self, name: str = "node-a") -> Node | None:
-        berth = self.fleet.berths.get(name)
-        return berth.node if berth else None
+        indexed = self.fleet.indexed_nodes.get(name)
+        return indexed.node if indexed else None
 
 
 def raw_node(name: str = "node-a", *, ready: str = "True", **spec: Any) -> Raw:
@@ -150,13 +150,16 @@ def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(word: Evid
     born = (NOW - SECOND).isoformat().replace("+00:00", "Z")
     raw = raw_node()
     NodesListener(inventory).changed({**raw, "metadata": {**raw["metadata"], "creationTimestamp": born}})
-    assert fleet.berths["node-a"].state == state
+    assert fleet.indexed_nodes["node-a"].state == state
 
 
 def test_a_node_comes_with_its_evidence(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.nodes.changed(raw_node(name))
-    assert {name: berth.state for name, berth in scene.fleet.berths.items()} == {"node-a": "fresh", "node-b": "absent"}
+    assert {name: indexed.state for name, indexed in scene.fleet.indexed_nodes.items()} == {
+        "node-a": "fresh",
+        "node-b": "absent",
+    }
 
 
 def test_a_gpu_node_that_is_being_deleted_offers_no_device(scene: Scene) -> None:

@@ -13,7 +13,7 @@ from webhook.inventory.node_annotations import (
     MAX_DEVICES,
     MAX_LABEL,
     MAX_LABELS,
-    Named,
+    AnnotatedDevices,
     UnreadableDevicesError,
     devices_in,
 )
@@ -55,7 +55,7 @@ def test_every_device_comes_with_its_labels() -> None:
 
 
 def test_a_node_may_have_none() -> None:
-    assert devices_in(encoded({})) == Named()
+    assert devices_in(encoded({})) == AnnotatedDevices()
 
 
 def test_folded_lines_are_as_good() -> None:

@@ -5,7 +5,7 @@ from tests.fake_objects import FakeObjects
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper, SetId
+from webhook.core.gpu_map import MapOwner, SetId
 from webhook.inventory.offers import AT_A_TIME, Offers
 
 
@@ -52,7 +52,7 @@ async def test_the_offer_follows_node_and_evidence_and_is_written_once() -> None
 
 async def test_what_maps_keep_is_offered_to_others_no_more() -> None:
     scene = Scene("a")
-    keeper = Keeper("2026-01-01", SetId("set", "ml"))
+    keeper = MapOwner("2026-01-01", SetId("set", "ml"))
     scene.fleet.put(Node("a", {}, (Device(DeviceUuid("GPU-0")), Device(DeviceUuid("GPU-1")))), NOW)
     scene.fleet.prove("a", Evidence("a", HASH, "static", until=NOW + SECOND), NOW)
     scene.fleet.set_aside({"a": {"GPU-0": keeper}}, {"a"})

@@ -23,7 +23,7 @@ from webhook.runtime import settings
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.listener import Listener
 from webhook.runtime.settings import Settings
-from webhook.web.callers import Gate, Guard, Reviewers, bind_pods, finalize_reservations, list_pods
+from webhook.web.callers import CallerGate, Guard, Reviewers, bind_pods, finalize_reservations, list_pods
 
 CA = trustme.CA()
 
@@ -184,7 +184,7 @@ async def test_a_reviewers_token_is_of_our_audience_and_of_who_may(
     api_server: ApiServer, api: client.ApiClient, status: dict[str, Any], users: tuple[str, ...], *, is_reviewer: bool
 ) -> None:
     api_server.status = status
-    gate = Gate(utc_now, ApiCallers(api), Reviewers("gpuwarden", users))
+    gate = CallerGate(utc_now, ApiCallers(api), Reviewers("gpuwarden", users))
     headers = [(b"authorization", b"Bearer t")]
     request = Request({"type": "http", "method": "POST", "path": "/validate", "headers": headers})
     assert (await gate.refusal(Guard.REVIEWER, request) is None) is is_reviewer

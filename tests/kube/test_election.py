@@ -11,13 +11,13 @@ import pytest
 from kubernetes.aio import client
 
 from tests.kube.test_lease import Leases
-from webhook.kube.calls import ApiAwayError, Calls, Limit
 from webhook.kube.client import token_reader
 from webhook.kube.election import FAREWELL, INSISTENCE, TERMS, lead_once
-from webhook.kube.lease import Candidate, Terms
+from webhook.kube.lease import Candidate, LeaseTerms
+from webhook.kube.requests import ApiUnavailableError, RateLimit, RateLimitedClient
 
 Raw = dict[str, Any]
-SHORT = Terms(timedelta(seconds=1.5), timedelta(seconds=0.5), timedelta(seconds=0.02))
+SHORT = LeaseTerms(timedelta(seconds=1.5), timedelta(seconds=0.5), timedelta(seconds=0.02))
 
 
 class Silent(Leases):
@@ -32,7 +32,7 @@ class Silent(Leases):
         return await super().call(method, path, names, body)
 
 
-def candidate(leases: Leases, pod: str = "a", terms: Terms = SHORT) -> Candidate:
+def candidate(leases: Leases, pod: str = "a", terms: LeaseTerms = SHORT) -> Candidate:
     now = asyncio.get_running_loop().time
     return Candidate(leases, "n", "l", pod, terms, lambda: datetime(2026, 1, 1, tzinfo=UTC), now)
 
@@ -208,8 +208,8 @@ async def test_a_token_that_cannot_be_read_now_is_an_api_server_that_is_away(tmp
     configuration.host = "http://127.0.0.1:1"
     vars(configuration)["refresh_api_key_hook"] = token_reader(tmp_path / "none")
     async with client.ApiClient(configuration) as api:
-        with pytest.raises(ApiAwayError):
-            await Calls(api, Limit(1, 1, lambda: 0.0)).call("GET", "/version", {})
+        with pytest.raises(ApiUnavailableError):
+            await RateLimitedClient(api, RateLimit(1, 1, lambda: 0.0)).call("GET", "/version", {})
 
 
 def test_a_leader_has_stopped_before_its_lease_is_over() -> None:

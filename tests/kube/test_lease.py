@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from attrs import define
 
-from webhook.kube.calls import ApiAwayError, ApiRefusesError
-from webhook.kube.lease import Candidate, Terms
+from webhook.kube.lease import Candidate, LeaseTerms
+from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 
 Raw = dict[str, Any]
-TERMS = Terms(timedelta(seconds=3), timedelta(milliseconds=200), timedelta(milliseconds=10))
+TERMS = LeaseTerms(timedelta(seconds=3), timedelta(milliseconds=200), timedelta(milliseconds=10))
 
 
 @define
@@ -31,7 +31,7 @@ class Leases:
     async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
         await asyncio.sleep(0)
         if self.is_away:
-            raise ApiAwayError("away")
+            raise ApiUnavailableError("away")
         if method == "GET":
             return self.lease
         assert body is not None
@@ -49,7 +49,7 @@ class Leases:
         self.version += 1
         self.lease = {"metadata": {"name": "l", "resourceVersion": str(self.version)}, "spec": spec}
 
-    def candidate(self, pod: str, terms: Terms = TERMS) -> Candidate:
+    def candidate(self, pod: str, terms: LeaseTerms = TERMS) -> Candidate:
         return Candidate(self, "n", "l", pod, terms, lambda: datetime(2026, 1, 1, tzinfo=UTC), self.now)
 
     @property
@@ -69,7 +69,7 @@ async def has_won(candidate: Candidate) -> bool:
 
 async def test_nobody_takes_it_before_its_holder_thinks_it_over() -> None:
     leases = Leases()
-    terms = Terms(timedelta(seconds=2.4), timedelta(seconds=2.3), timedelta(milliseconds=10))
+    terms = LeaseTerms(timedelta(seconds=2.4), timedelta(seconds=2.3), timedelta(milliseconds=10))
     holder = leases.candidate("a", terms)
     assert await has_won(holder)
     assert leases.lease is not None

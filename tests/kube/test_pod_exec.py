@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
-from webhook.kube.calls import Limit
 from webhook.kube.pod_exec import ExecError, PodExec
+from webhook.kube.requests import RateLimit
 
 Frames = Callable[[web.WebSocketResponse], Awaitable[None]]
 SUCCESS = b'\x03{"metadata":{},"status":"Success"}'
@@ -43,7 +43,7 @@ async def saying(*frames: bytes, status: int = 101) -> AsyncIterator[tuple[PodEx
     host, port = runner.addresses[0][:2]
     configuration = client.Configuration(host=f"http://{host}:{port}")
     async with client.ApiClient(configuration) as api:
-        execute = PodExec(api, Limit(50, 100, time.monotonic))
+        execute = PodExec(api, RateLimit(50, 100, time.monotonic))
         try:
             yield execute, asked
         finally:
@@ -96,7 +96,7 @@ async def test_a_refusal(status: int, reason: str) -> None:
 
 async def test_an_api_server_that_is_not_there() -> None:
     async with client.ApiClient(client.Configuration(host="http://127.0.0.1:1")) as api:
-        execute = PodExec(api, Limit(50, 100, time.monotonic))
+        execute = PodExec(api, RateLimit(50, 100, time.monotonic))
         with pytest.raises(ExecError) as caught:
             await run(execute)
         await execute.close()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.builders import Raw
 from webhook.core.errors import GpuwardenError
-from webhook.kube.view import Several, View
+from webhook.kube.view import ListenerGroup, ObjectView
 
 
 def raw(name: str, version: int, size: int = 0) -> Raw:
@@ -21,11 +21,11 @@ def size_of(one: Raw) -> int:
 
 
 @pytest.fixture
-def view() -> View[int]:
-    return View(size_of)
+def view() -> ObjectView[int]:
+    return ObjectView(size_of)
 
 
-def test_only_what_matters_is_news(view: View[int]) -> None:
+def test_only_what_matters_is_news(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1, 7))
     assert (view.get("a"), view.take_news()) == (7, ["a"])
     view.changed(raw("a", 2, 7))
@@ -34,14 +34,14 @@ def test_only_what_matters_is_news(view: View[int]) -> None:
     assert view.take_news() == ["a"]
 
 
-def test_what_a_write_was_answered_is_not_undone_by_a_watch_that_lags(view: View[int]) -> None:
+def test_what_a_write_was_answered_is_not_undone_by_a_watch_that_lags(view: ObjectView[int]) -> None:
     view.changed(raw("a", 5, 8))
     view.changed(raw("a", 4, 7))
     view.deleted(raw("a", 4, 7))
     assert view.get("a") == 8
 
 
-def test_what_is_deleted_is_news_once(view: View[int]) -> None:
+def test_what_is_deleted_is_news_once(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1))
     view.take_news()
     view.deleted(raw("a", 2))
@@ -49,7 +49,7 @@ def test_what_is_deleted_is_news_once(view: View[int]) -> None:
     assert ("a" in view, view.take_news()) == (False, ["a"])
 
 
-def test_a_list_is_all_there_is(view: View[int]) -> None:
+def test_a_list_is_all_there_is(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1))
     view.changed(raw("b", 2))
     view.take_news()
@@ -57,7 +57,7 @@ def test_a_list_is_all_there_is(view: View[int]) -> None:
     assert (view.names(), sorted(view.take_news())) == ({"b", "c"}, ["a", "c"])
 
 
-def test_a_list_is_right_though_its_versions_are_older(view: View[int]) -> None:
+def test_a_list_is_right_though_its_versions_are_older(view: ObjectView[int]) -> None:
     """The store was put back from a backup, and counts on from there."""
     view.changed(raw("a", 900, 7))
     view.replaced({"/a": raw("a", 5, 8)})
@@ -65,7 +65,7 @@ def test_a_list_is_right_though_its_versions_are_older(view: View[int]) -> None:
     assert view.get("a") == 9
 
 
-def test_one_that_cannot_be_read_stays_as_it_was_known(view: View[int]) -> None:
+def test_one_that_cannot_be_read_stays_as_it_was_known(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1, 7))
     view.replaced({"/a": raw("a", 2, -1), "/b": raw("b", 3, 9)})
     assert (view.get("a"), view.get("b")) == (7, 9)
@@ -80,10 +80,10 @@ def test_one_that_cannot_be_read_stays_as_it_was_known(view: View[int]) -> None:
     ],
 )
 def test_several_hear_the_same(tell: Callable[[Any], None]) -> None:
-    views: list[View[int]] = [View(size_of), View(size_of)]
+    views: list[ObjectView[int]] = [ObjectView(size_of), ObjectView(size_of)]
     for one in views:
         one.changed(raw("b", 1))
         one.take_news()
-    tell(Several(*views))
+    tell(ListenerGroup(*views))
     news = [one.take_news() for one in views]
     assert news[0] == news[1] != []

@@ -16,7 +16,15 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import (
+    Phase,
+    Placement,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationId,
+    ReservationRequest,
+)
 from webhook.ledger import Ledger
 
 PENDING_DEADLINE = timedelta(seconds=90)
@@ -37,8 +45,8 @@ class Bench(Protocol):
 
 def ask(
     number: int, *, namespace: str = "ml", digest: str = "d1", pod_name: str | None = None, is_shared: bool = False
-) -> Ask:
-    return Ask(ReservationId(f"r{number}"), namespace, digest, pod_name, is_shared)
+) -> ReservationRequest:
+    return ReservationRequest(ReservationId(f"r{number}"), namespace, digest, pod_name, is_shared)
 
 
 def on(node: str, *uuids: str, k: int = 0) -> Placement:
@@ -52,7 +60,7 @@ def pod(number: int, *, namespace: str = "ml", name: str | None = None) -> PodId
 class LedgerContract:
     """The cases. `bench` is the implementation's fixture."""
 
-    async def reserve(self, bench: Bench, what: Ask, *places: Placement) -> Reservation:
+    async def reserve(self, bench: Bench, what: ReservationRequest, *places: Placement) -> Reservation:
         return await bench.ledger.reserve(what, places, answer_by=bench.now + 10 * SECOND)
 
     # Reserving.
@@ -111,7 +119,7 @@ class LedgerContract:
     @pytest.mark.parametrize(
         "other", [ask(1, namespace="other"), ask(1, digest="d2")], ids=["another namespace", "another claim"]
     )
-    async def test_an_id_is_never_given_to_another_claim(self, bench: Bench, other: Ask) -> None:
+    async def test_an_id_is_never_given_to_another_claim(self, bench: Bench, other: ReservationRequest) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         with pytest.raises(ReservationConflictError):
             await self.reserve(bench, other, on("node-a", "GPU-a1"))
@@ -155,12 +163,12 @@ class LedgerContract:
     async def test_the_uid_is_learnt_once_and_the_wait_begins_anew(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += 30 * SECOND
-        bound = await bench.ledger.bind(ReservationId("r1"), pod(1))
+        bound = await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         assert (bound.uid, bound.pod_name, bound.phase) == ("uid-1", "pod-1", Phase.PENDING)
         assert bound.deadline == bench.now + PENDING_DEADLINE
         assert bench.ledger.of_pod("uid-1") == bound
         bench.now += 30 * SECOND
-        assert await bench.ledger.bind(ReservationId("r1"), pod(1)) == bound
+        assert await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1)) == bound
 
     @pytest.mark.parametrize(
         "other",
@@ -169,53 +177,53 @@ class LedgerContract:
     )
     async def test_a_bound_reservation_is_nobody_elses(self, bench: Bench, other: PodIdentity) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        bound = await bench.ledger.bind(ReservationId("r1"), pod(1))
+        bound = await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         with pytest.raises(ReservationConflictError):
-            await bench.ledger.bind(ReservationId("r1"), other)
+            await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), other)
         with pytest.raises(ReservationConflictError):
-            await bench.ledger.finalize(ReservationId("r1"), other)
+            await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), other)
         assert await bench.ledger.find(ReservationId("r1")) == bound
 
     async def test_a_name_given_at_the_start_binds_too(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0"))
         with pytest.raises(ReservationConflictError):
-            await bench.ledger.bind(ReservationId("r1"), pod(2))
+            await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(2))
 
     @pytest.mark.parametrize(("name", "is_its"), [("train-abcde", True), ("stolen", False), ("train", False)])
     async def test_a_name_that_is_made_up_begins_as_was_said(self, bench: Bench, name: str, *, is_its: bool) -> None:
-        what = Ask(ReservationId("r1"), "ml", "d1", name_prefix="train-")
+        what = ReservationRequest(ReservationId("r1"), "ml", "d1", name_prefix="train-")
         held = await self.reserve(bench, what, on("node-a", "GPU-a0"))
         assert held.name_prefix == "train-"
         if is_its:
-            assert (await bench.ledger.bind(held.id, pod(1, name=name))).pod_name == name
+            assert (await bench.ledger.bind_to_pod(PodProof.NAMED, held.id, pod(1, name=name))).pod_name == name
         else:
             with pytest.raises(ReservationConflictError):
-                await bench.ledger.bind(held.id, pod(1, name=name))
+                await bench.ledger.bind_to_pod(PodProof.NAMED, held.id, pod(1, name=name))
 
     async def test_finalized_it_waits_for_nothing(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        finalized = await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        finalized = await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert (finalized.phase, finalized.uid, finalized.deadline) == (Phase.FINALIZED, "uid-1", None)
         bench.now += timedelta(days=30)
         assert not await bench.ledger.collect(bench.now)
-        assert await bench.ledger.finalize(ReservationId("r1"), pod(1)) == finalized
+        assert await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1)) == finalized
 
     async def test_binding_after_finalizing_changes_nothing(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        finalized = await bench.ledger.finalize(ReservationId("r1"), pod(1))
-        assert await bench.ledger.bind(ReservationId("r1"), pod(1)) == finalized
+        finalized = await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
+        assert await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1)) == finalized
 
     async def test_what_is_not_there_cannot_be_bound(self, bench: Bench) -> None:
         with pytest.raises(UnknownReservationError):
-            await bench.ledger.bind(ReservationId("r1"), pod(1))
+            await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         with pytest.raises(UnknownReservationError):
-            await bench.ledger.finalize(ReservationId("r1"), pod(1))
+            await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
 
     # The end.
 
     async def test_an_ended_pods_devices_are_free(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert await bench.ledger.release(ReservationId("r1"), pod(1))
         assert await bench.ledger.find(ReservationId("r1")) is None
         assert bench.ledger.of_pod("uid-1") is None
@@ -224,7 +232,7 @@ class LedgerContract:
     @pytest.mark.defect("S4-18")
     async def test_a_late_release_of_one_cannot_free_another(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         await bench.ledger.release(ReservationId("r1"), pod(1))
         second = await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
         assert not await bench.ledger.release(ReservationId("r1"), pod(1))
@@ -233,25 +241,25 @@ class LedgerContract:
     async def test_a_late_release_cannot_free_what_stands_under_the_same_id_since(self, bench: Bench) -> None:
         """Ids of pods that wait follow from their uids: what is given back and reserved anew has the same."""
         first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        await bench.ledger.finalize(first.id, pod(1))
+        await bench.ledger.bind_to_pod(PodProof.REPORTED, first.id, pod(1))
         assert await bench.ledger.release(first.id, pod(1), since=first.since)
         bench.now += timedelta(seconds=20)
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        second = await bench.ledger.finalize(first.id, pod(1))
+        second = await bench.ledger.bind_to_pod(PodProof.REPORTED, first.id, pod(1))
         assert not await bench.ledger.release(first.id, pod(1), node="node-a", since=first.since)
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
         assert await bench.ledger.release(first.id, pod(1), node="node-a", since=second.since)
 
     async def test_a_release_on_one_node_frees_nothing_on_another(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-b", "GPU-b0"))
-        held = await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        held = await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert not await bench.ledger.release(held.id, pod(1), node="node-a")
         assert list(bench.ledger.of_device(DeviceUuid("GPU-b0"))) == [held]
 
     async def test_one_uid_with_two_reservations_its_end_frees_both(self, bench: Bench) -> None:
         for k, node in ((1, "node-a"), (2, "node-b")):
             await self.reserve(bench, ask(k), on(node, f"GPU-{node[-1]}0"))
-            await bench.ledger.finalize(ReservationId(f"r{k}"), pod(1), node=node)
+            await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId(f"r{k}"), pod(1), node=node)
         freed = []
         while (held := bench.ledger.of_pod("uid-1")) is not None:
             assert await bench.ledger.release(held.id, pod(1), node=held.node)
@@ -261,7 +269,7 @@ class LedgerContract:
 
     async def test_another_pods_end_frees_nothing(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        held = await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        held = await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert not await bench.ledger.release(ReservationId("r1"), pod(2, name="pod-1"))
         assert await bench.ledger.find(ReservationId("r1")) == held
 
@@ -308,9 +316,11 @@ class LedgerContract:
         bench.now += after
         if is_refused:
             with pytest.raises(ReservationExpiredError):
-                await bench.ledger.finalize(ReservationId("r1"), pod(1))
+                await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         else:
-            assert (await bench.ledger.finalize(ReservationId("r1"), pod(1))).phase is Phase.FINALIZED
+            assert (
+                await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
+            ).phase is Phase.FINALIZED
 
     @pytest.mark.defect("S4-2")
     @pytest.mark.defect("S4-3")
@@ -323,7 +333,7 @@ class LedgerContract:
     async def test_the_wait_that_began_anew_is_the_one_that_counts(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += 60 * SECOND
-        await bench.ledger.bind(ReservationId("r1"), pod(1))
+        await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         bench.now += 60 * SECOND
         assert not await bench.ledger.collect(bench.now)
         bench.now += 35 * SECOND
@@ -337,17 +347,17 @@ class LedgerContract:
         """The review names the pod: by that it is known to come. Nobody has had the devices meanwhile."""
         await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE
-        bound = await bench.ledger.bind(ReservationId("r1"), pod(1))
+        bound = await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         assert (bound.uid, bound.deadline) == ("uid-1", bench.now + PENDING_DEADLINE)
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
 
     async def test_naming_the_same_pod_again_wins_no_time(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
-        await bench.ledger.bind(ReservationId("r1"), pod(1))
+        await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         bench.now += PENDING_DEADLINE
         with pytest.raises(ReservationExpiredError):
-            await bench.ledger.bind(ReservationId("r1"), pod(1))
+            await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
 
     async def test_a_hold_that_went_without_a_pod_is_known_for_a_while(self, bench: Bench) -> None:
         first = await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0", "GPU-a1"))
@@ -366,7 +376,7 @@ class LedgerContract:
         await bench.ledger.release(ReservationId("r1"), PodIdentity("ml", "", ""))
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         assert bench.ledger.lapsed(ReservationId("r1")) is None
-        await bench.ledger.bind(ReservationId("r1"), pod(1))
+        await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         await bench.ledger.release(ReservationId("r1"), pod(1))
         assert bench.ledger.lapsed(ReservationId("r1")) is None
 
@@ -405,16 +415,18 @@ class LedgerContract:
         assert dict(bench.ledger.pending.sizes) == {2: 1, 1: 2}
         assert set(bench.ledger.pending.namespaces) == {"ml", "other"}
         assert bench.ledger.unnamed.gpus_in("ml") == 3
-        await bench.ledger.bind(ReservationId("r1"), pod(1))  # which anybody can ask for: it proves no pod
+        await bench.ledger.bind_to_pod(
+            PodProof.NAMED, ReservationId("r1"), pod(1)
+        )  # which anybody can ask for: it proves no pod
         assert bench.ledger.unnamed.gpus_in("ml") == 1
         assert waiting("ml") == 3
-        await bench.ledger.finalize(ReservationId("r1"), pod(1))
+        await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         await bench.ledger.release(ReservationId("r2"), pod(2))
         assert (waiting("ml"), waiting("other")) == (0, 1)
         assert set(bench.ledger.pending.namespaces) == {"other"}
 
     async def test_what_the_queue_reserves_is_no_reviews(self, bench: Bench) -> None:
-        await self.reserve(bench, Ask(ReservationId("pod-uid-1"), "ml", "d1"), on("node-a", "GPU-a0"))
+        await self.reserve(bench, ReservationRequest(ReservationId("pod-uid-1"), "ml", "d1"), on("node-a", "GPU-a0"))
         assert bench.ledger.pending.gpus_in("ml") == 0
 
     async def test_what_is_given_up_waits_no_more(self, bench: Bench) -> None:

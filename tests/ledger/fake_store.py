@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from tests.builders import Raw
-from webhook.kube.store import RefusedError, StaleError, StoreAwayError
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 
 Held = Mapping[str, Mapping[str, Any]]
 
@@ -49,7 +49,7 @@ class FakeStore:
     async def put(self, raw: Raw) -> Raw:
         await asyncio.sleep(0)
         if self.is_away:
-            raise StoreAwayError("away")
+            raise StoreUnavailableError("away")
         name = raw["metadata"]["name"]
         current = self._current(raw)
         kept = self._keep({**raw, "status": current["status"]})
@@ -60,14 +60,14 @@ class FakeStore:
     async def get(self, name: str) -> Raw | None:
         await asyncio.sleep(0)
         if self.is_away:
-            raise StoreAwayError("away")
+            raise StoreUnavailableError("away")
         return copy.deepcopy(self.objects.get(name))
 
     async def put_status(self, raw: Raw) -> Raw:
         await asyncio.sleep(0)
         fault = self.faults.pop(0) if self.faults else None
         if self.is_away or fault is Fault.NOT_WRITTEN:
-            raise StoreAwayError("away")
+            raise StoreUnavailableError("away")
         if self.refusals:
             self.refusals -= 1
             raise RefusedError("not this one")
@@ -79,7 +79,7 @@ class FakeStore:
         self.writes += 1
         kept = self._keep({**current, "status": raw["status"]})
         if fault is Fault.ANSWER_LOST:
-            raise StoreAwayError("the answer was lost")
+            raise StoreUnavailableError("the answer was lost")
         return copy.deepcopy(kept)
 
     def _current(self, raw: Raw) -> Raw:

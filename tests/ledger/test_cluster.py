@@ -13,7 +13,7 @@ from tests import builders
 from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, SECOND, Bench, LedgerContract, ask, on, pod
 from tests.ledger.fake_store import FakeStore, Fault, Watch, check_rules, gpu_node
-from webhook.admission.holding import Holder
+from webhook.admission.reserving import Reserver
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy
 from webhook.core.device import DeviceUuid, Node
@@ -26,14 +26,22 @@ from webhook.core.errors import (
 )
 from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import (
+    Phase,
+    Placement,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationId,
+    ReservationRequest,
+)
 from webhook.core.verdict import Deny
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
-from webhook.kube.store import RefusedError, StoreAwayError
-from webhook.ledger.carrier import Carrier, Sight
-from webhook.ledger.cluster import PATIENCE, ClusterLedger, Witness, WitnessAwayError
-from webhook.ledger.end_of_use import NodeSight
+from webhook.kube.store import RefusedError, StoreUnavailableError
+from webhook.ledger.cluster import PATIENCE, ClusterLedger, PodReader, PodReaderUnavailableError
+from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.moves import Times
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.runtime.clock import LONG_AGO
 from webhook.runtime.telemetry import Metrics
 
@@ -64,7 +72,7 @@ class Pods:
     """The pods that the API server has, by uid, and its nodes."""
 
     def __init__(self) -> None:
-        self.nodes: dict[str, NodeSight | None] = {}
+        self.nodes: dict[str, NodeSnapshot | None] = {}
         self.uids: set[str] = set()
         self.raws: dict[str, Raw] = {}
         self.removed: list[PodIdentity] = []
@@ -74,26 +82,26 @@ class Pods:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def carriers(self) -> list[Carrier]:
+    async def reserved_pods(self) -> list[ReservedPod]:
         self.lists += 1
         await asyncio.sleep(0)
         if self.is_away:
-            raise WitnessAwayError("away")
-        return [one for one in map(Carrier.of, self.raws.values()) if one is not None]
+            raise PodReaderUnavailableError("away")
+        return [one for one in map(ReservedPod.of, self.raws.values()) if one is not None]
 
-    async def look(self, pod: PodIdentity) -> Sight | None:
+    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
         self.looks += 1
         await asyncio.sleep(0)
         await self.may_answer.wait()
         if self.is_away:
-            raise WitnessAwayError("away")
-        return Sight.of(self.raws[pod.uid]) if pod.uid in self.uids else None
+            raise PodReaderUnavailableError("away")
+        return PodSnapshot.of(self.raws[pod.uid]) if pod.uid in self.uids else None
 
-    async def node(self, name: str) -> NodeSight | None:
+    async def node(self, name: str) -> NodeSnapshot | None:
         await asyncio.sleep(0)
         if self.is_away:
-            raise WitnessAwayError("away")
-        return self.nodes.get(name, NodeSight("boot-1", is_ready=True, ready_since=LONG_AGO))
+            raise PodReaderUnavailableError("away")
+        return self.nodes.get(name, NodeSnapshot("boot-1", is_ready=True, ready_since=LONG_AGO))
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         if version == self.raws[pod.uid]["metadata"].get("resourceVersion", ""):
@@ -103,7 +111,7 @@ class Pods:
 class Replica:
     """One process over a store that others use too."""
 
-    def __init__(self, store: FakeStore, pods: Witness, clock: Callable[[], datetime]) -> None:
+    def __init__(self, store: FakeStore, pods: PodReader, clock: Callable[[], datetime]) -> None:
         self.fleet = Fleet()
         self.ledger = ClusterLedger(self.fleet, store, pods, clock, Times(PENDING_DEADLINE, CLOCK_SKEW))
         self.watch = Watch(store, self.ledger.learn)
@@ -137,7 +145,7 @@ class ClusterBench:
         held: dict[str, Any] = self.store.objects[node]["status"]["held"]
         return held
 
-    async def reserve(self, what: Ask, *places: Placement, by: Replica | None = None) -> Reservation:
+    async def reserve(self, what: ReservationRequest, *places: Placement, by: Replica | None = None) -> Reservation:
         ledger = (by or self.replica).ledger
         return await ledger.reserve(what, places, answer_by=self.now + timedelta(seconds=10))
 
@@ -249,7 +257,7 @@ async def test_a_pod_of_another_replica_is_bound_here(bench: ClusterBench) -> No
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     assert await other.ledger.find(R1) is None
     assert await other.ledger.find(R1, node="node-a") is not None
-    bound = await other.ledger.bind(R1, pod(1))
+    bound = await other.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     assert bound.uid == "uid-1"
     bench.replica.watch.catch_up()
     assert bench.ledger.of_pod("uid-1") == bound
@@ -262,7 +270,9 @@ async def test_of_two_pods_with_one_reservation_the_first_uid_wins_whatever_each
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await other.ledger.find(R1, node="node-a")
     results = await asyncio.gather(
-        bench.ledger.bind(R1, pod(1)), other.ledger.bind(R1, pod(2, name="pod-2")), return_exceptions=True
+        bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1)),
+        other.ledger.bind_to_pod(PodProof.NAMED, R1, pod(2, name="pod-2")),
+        return_exceptions=True,
     )
     assert sum(isinstance(one, Reservation) for one in results) == 1
 
@@ -276,7 +286,7 @@ async def test_what_expired_is_taken_over_in_two_writes_and_its_owner_is_too_lat
     taken = await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=other)
     assert bench.store.writes == 3
     with pytest.raises(UnknownReservationError):
-        await bench.ledger.bind(R1, pod(1))
+        await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     assert [one["reservation"] for one in bench.held().values()] == [taken.id]
 
 
@@ -285,7 +295,7 @@ async def test_what_was_offered_and_found_alive_is_shown_as_held_again(bench: Cl
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     other.watch.catch_up()
     bench.now += timedelta(seconds=60)
-    await bench.ledger.bind(R1, pod(1))  # the other's watch has not told it of the longer wait
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))  # the other's watch has not told it of the longer wait
     bench.now += timedelta(seconds=35)
     assert [one.id for one in await other.ledger.collect(bench.now)] == ["r1"]
     with pytest.raises(SlotsTakenError):
@@ -296,7 +306,7 @@ async def test_what_was_offered_and_found_alive_is_shown_as_held_again(bench: Cl
 async def test_a_promised_pod_that_exists_keeps_its_devices_though_nobody_finalized_it(bench: ClusterBench) -> None:
     """The reconciler may be down for longer than the deadline: the pod is there all the same."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, carrying("uid-1", "GPU-a0", reservation="r1"))
     bench.now += timedelta(hours=1)
     assert not await bench.ledger.collect(bench.now)
@@ -355,7 +365,7 @@ async def test_what_a_review_has_promised_to_a_pod_that_exists_is_kept_only_if_t
 ) -> None:
     """Anybody who may post reviews can name a pod."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, raw)
     bench.now += PENDING_DEADLINE + CLOCK_SKEW
     given_up = await bench.ledger.collect(bench.now)
@@ -366,7 +376,7 @@ async def test_what_a_review_has_promised_to_a_pod_that_exists_is_kept_only_if_t
 async def test_a_pod_that_nobody_has_told_of_is_confirmed_before_the_deadline(bench: ClusterBench) -> None:
     """While reviews wait for room and no reconciler is there."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, CARRYING)
     await bench.ledger.confirm_early(bench.now)
     assert bench.held()["GPU-a0/0"]["phase"] == "pending"
@@ -378,7 +388,7 @@ async def test_a_pod_that_nobody_has_told_of_is_confirmed_before_the_deadline(be
 
 async def test_a_pod_that_is_not_there_yet_keeps_its_hold_and_is_asked_for_three_times(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     for _ in range(30):
         bench.now += SECOND / 2
         await bench.ledger.confirm_early(bench.now)
@@ -395,7 +405,7 @@ async def test_nobody_is_asked_early_about_what_has_no_pod(bench: ClusterBench) 
 
 async def test_an_api_server_that_is_away_costs_an_early_question_and_no_hold(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     bench.pods.is_away = True
     bench.now += SECOND
     await bench.ledger.confirm_early(bench.now)
@@ -405,9 +415,9 @@ async def test_an_api_server_that_is_away_costs_an_early_question_and_no_hold(be
 async def test_what_was_forged_for_a_pod_takes_nothing_from_it(bench: ClusterBench) -> None:
     """Whoever finds the one out cannot write the other down at that moment."""
     await bench.reserve(ask(2), on("node-a", "GPU-a1"))
-    await bench.ledger.bind(ReservationId("r2"), pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r2"), pod(1))
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, CARRYING)
     bench.now += PENDING_DEADLINE + CLOCK_SKEW
     bench.store.refusals = 1
@@ -425,7 +435,7 @@ def exists(bench: ClusterBench, raw: Raw) -> None:
 
 async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     bench.pods.is_away = True
     bench.now += timedelta(hours=1)
     assert not await bench.ledger.collect(bench.now)
@@ -442,9 +452,9 @@ async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench:
 async def test_what_nobody_could_decide_to_the_end_is_given_up_by_the_next_who_looks(bench: ClusterBench) -> None:
     """Whoever looked was stopped between two reservations, one of which needed asking."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     await bench.reserve(ask(2), on("node-a", "GPU-a1"))
-    await bench.ledger.bind(ReservationId("r2"), pod(2))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r2"), pod(2))
     bench.now += PENDING_DEADLINE + CLOCK_SKEW
     bench.pods.may_answer.clear()
     looking = asyncio.create_task(bench.ledger.collect(bench.now))
@@ -508,7 +518,7 @@ async def test_of_an_id_on_two_nodes_the_one_that_is_meant_is_named_and_released
     bench: ClusterBench, node: str
 ) -> None:
     ledger = (await on_two_nodes(bench)).ledger
-    assert (await ledger.confirm(R1, pod(1), node=node)).node == node
+    assert (await ledger.bind_to_pod(PodProof.CONFIRMED, R1, pod(1), node=node)).node == node
     held = ledger.of_pod("uid-1")
     assert held is not None
     assert held.node == node
@@ -533,11 +543,11 @@ async def test_an_id_that_came_again_unseen_leaves_nothing_of_what_it_was(bench:
     """Released and made anew with another device and pod, in one step of a watch that was behind."""
     behind = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.confirm(R1, pod(1))
+    await bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, pod(1))
     behind.watch.catch_up()
     await bench.ledger.release(R1, pod(1))
     await bench.reserve(ask(1), on("node-a", "GPU-a1"))
-    await bench.ledger.confirm(R1, pod(2))
+    await bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, pod(2))
     behind.ledger.learn(bench.store.objects["node-a"])
     assert behind.ledger.of_pod("uid-1") is None
     assert [behind.fleet.is_slot_free(on("node-a", f"GPU-a{k}").slots[0]) for k in (0, 1)] == [True, False]
@@ -713,7 +723,7 @@ async def test_nothing_is_kept_of_nodes_that_are_gone_or_never_were(bench: Clust
             await bench.reserve(ask(1), on(name, "GPU-x"))
     del bench.store.objects["node-b"]
     bench.ledger.forget("node-b")
-    assert bench.ledger.desk_count == 1
+    assert bench.ledger.writer_count == 1
 
 
 @pytest.mark.parametrize(
@@ -730,8 +740,8 @@ async def test_a_pod_with_another_number_of_devices_than_it_was_to_have_carries_
 ) -> None:
     raw = carrying("u1", uuids)
     raw["metadata"]["annotations"]["gpuwarden.io/claim"] = record.text()
-    assert Carrier.of(raw) is None
-    honest = Carrier.of(carrying("u1", "GPU-a0"))
+    assert ReservedPod.of(raw) is None
+    honest = ReservedPod.of(carrying("u1", "GPU-a0"))
     assert honest is not None
     forged = evolve(honest, uuids=tuple(DeviceUuid(one) for one in uuids.split(",") if one), gpus=record.gpus)
     with pytest.raises(SlotsTakenError):
@@ -814,12 +824,12 @@ class StrictStore(FakeStore):
         return await super().put_status(raw)
 
 
-def strict(bench: ClusterBench, *forbidden: str) -> tuple[StrictStore, Holder]:
+def strict(bench: ClusterBench, *forbidden: str) -> tuple[StrictStore, Reserver]:
     store = bench.store = StrictStore(*forbidden)
     store.apply({**NODE_A, **KNOWN})
     store.apply({**NODE_B, **KNOWN})
     replica = bench.another()
-    return store, Holder(replica.fleet, replica.ledger, EvidencePolicy(), lambda: bench.now, Metrics())
+    return store, Reserver(replica.fleet, replica.ledger, EvidencePolicy(), lambda: bench.now, Metrics())
 
 
 CLAIM = Claim(ClaimRecord(gpus=1))
@@ -827,10 +837,10 @@ CLAIM = Claim(ClaimRecord(gpus=1))
 
 async def test_what_the_store_forbids_everywhere_is_denied_after_few_tries(bench: ClusterBench) -> None:
     """A forged review may name a namespace that no rule lets in: it must not keep us and the API server busy."""
-    store, holder = strict(bench, "node-a", "node-b")
-    what = Ask(ReservationId("r1"), "n" * 300, CLAIM.digest)
+    store, reserver = strict(bench, "node-a", "node-b")
+    what = ReservationRequest(ReservationId("r1"), "n" * 300, CLAIM.digest)
     async with asyncio.timeout(30):
-        denied = await holder.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
+        denied = await reserver.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
     assert isinstance(denied, Deny)
     assert denied.reason is Reason.LEDGER_AWAY
     assert store.tries <= 2 * MAX_PLACEMENTS
@@ -853,10 +863,10 @@ async def test_a_deadline_that_a_hand_has_given_to_what_has_none_stops_nobody(be
 
 @pytest.mark.parametrize("forbidden", ["node-a", "node-b"])
 async def test_what_one_node_cannot_keep_another_does(bench: ClusterBench, forbidden: str) -> None:
-    _, holder = strict(bench, forbidden)
-    what = Ask(ReservationId("r1"), "ml", CLAIM.digest)
+    _, reserver = strict(bench, forbidden)
+    what = ReservationRequest(ReservationId("r1"), "ml", CLAIM.digest)
     async with asyncio.timeout(30):
-        held = await holder.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
+        held = await reserver.hold(what, CLAIM, answer_by=bench.now + timedelta(seconds=10))
     assert isinstance(held, Reservation)
     assert held.node != forbidden
 
@@ -915,9 +925,9 @@ def made_anew(bench: ClusterBench) -> None:
 async def test_who_has_listed_pods_for_one_object_rebuilds_no_later_one_by_them(bench: ClusterBench) -> None:
     """A pod that came between the two is not in that list."""
     made_anew(bench)
-    has_listed, may_go_on, list_pods = asyncio.Event(), asyncio.Event(), bench.pods.carriers
+    has_listed, may_go_on, list_pods = asyncio.Event(), asyncio.Event(), bench.pods.reserved_pods
 
-    async def carriers() -> list[Carrier]:
+    async def reserved_pods() -> list[ReservedPod]:
         found = await list_pods()
         if not has_listed.is_set():
             has_listed.set()
@@ -925,7 +935,7 @@ async def test_who_has_listed_pods_for_one_object_rebuilds_no_later_one_by_them(
         return found
 
     other = bench.another()
-    bench.pods.carriers = carriers  # type: ignore[method-assign]
+    bench.pods.reserved_pods = reserved_pods  # type: ignore[method-assign]
     taking = asyncio.create_task(bench.reserve(ask(2), on("node-a", "GPU-a0")))
     await has_listed.wait()
     await bench.reserve(ask(9), on("node-a", "GPU-a0"), by=other)
@@ -940,16 +950,16 @@ async def test_who_has_listed_pods_for_one_object_rebuilds_no_later_one_by_them(
 
 async def test_a_list_of_pods_that_failed_in_whatever_way_is_asked_for_again(bench: ClusterBench) -> None:
     made_anew(bench)
-    list_pods, lists = bench.pods.carriers, 0
+    list_pods, lists = bench.pods.reserved_pods, 0
 
-    async def carriers() -> list[Carrier]:
+    async def reserved_pods() -> list[ReservedPod]:
         nonlocal lists
         lists += 1
         if lists == 1:
             raise RuntimeError("a bug, once")
         return await list_pods()
 
-    bench.pods.carriers = carriers  # type: ignore[method-assign]
+    bench.pods.reserved_pods = reserved_pods  # type: ignore[method-assign]
     with pytest.raises(LedgerUnavailableError):
         await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
@@ -964,7 +974,7 @@ async def test_a_store_that_is_asked_too_much_is_asked_less_and_less(
     async def busy(_raw: Raw) -> Raw:
         nonlocal tries
         tries += 1
-        raise StoreAwayError("the API server answered 429")
+        raise StoreUnavailableError("the API server answered 429")
 
     monkeypatch.setattr(bench.store, "put_status", busy)
     taking = asyncio.create_task(bench.reserve(ask(1), on("node-a", "GPU-a0")))

@@ -7,7 +7,16 @@ import pytest
 
 from tests.builders import Raw
 from webhook.core.reservation import Orphan
-from webhook.ledger.end_of_use import Grace, Histories, NodeSight, Patience, Use, Watched, grace_in, use_in
+from webhook.ledger.end_of_use import (
+    ContainerUse,
+    Grace,
+    NodeSnapshot,
+    OrphanObservation,
+    OrphanTimes,
+    PodHistories,
+    grace_in,
+    use_in,
+)
 from webhook.runtime.clock import LONG_AGO
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -39,42 +48,48 @@ def on_node(said: Any = None, *, grace: int | None = 30, deleted: int | None = N
 @pytest.mark.parametrize(
     ("raw", "use"),
     [
-        pytest.param({"spec": {}, "status": {"phase": "Pending"}}, Use.NEVER_BOUND, id="on-no-node"),
-        pytest.param({"spec": {"nodeName": ""}}, Use.NEVER_BOUND, id="on-a-node-without-a-name"),
-        pytest.param({}, Use.NEVER_BOUND, id="nothing-said"),
-        pytest.param(on_node(), Use.POSSIBLE, id="runs"),
-        pytest.param(on_node({}), Use.POSSIBLE, id="on-a-node-and-no-status"),
-        pytest.param(on_node(status("Pending", WAITING)), Use.POSSIBLE, id="is-about-to-start"),
-        pytest.param(on_node(status("Succeeded", TERMINATED)), Use.ENDED, id="succeeded"),
-        pytest.param(on_node(status("Failed", TERMINATED, WAITING)), Use.ENDED, id="failed-and-one-never-started"),
-        pytest.param(on_node(status("Failed", TERMINATED, RUNNING)), Use.POSSIBLE, id="failed-and-one-runs"),
-        pytest.param(on_node(status("Failed", {})), Use.POSSIBLE, id="failed-and-of-one-nothing-is-said"),
+        pytest.param({"spec": {}, "status": {"phase": "Pending"}}, ContainerUse.NEVER_BOUND, id="on-no-node"),
+        pytest.param({"spec": {"nodeName": ""}}, ContainerUse.NEVER_BOUND, id="on-a-node-without-a-name"),
+        pytest.param({}, ContainerUse.NEVER_BOUND, id="nothing-said"),
+        pytest.param(on_node(), ContainerUse.POSSIBLE, id="runs"),
+        pytest.param(on_node({}), ContainerUse.POSSIBLE, id="on-a-node-and-no-status"),
+        pytest.param(on_node(status("Pending", WAITING)), ContainerUse.POSSIBLE, id="is-about-to-start"),
+        pytest.param(on_node(status("Succeeded", TERMINATED)), ContainerUse.ENDED, id="succeeded"),
         pytest.param(
-            on_node(status("Failed", TERMINATED, conditions=BY_POD_GC)), Use.POSSIBLE, id="failed-by-the-collector"
+            on_node(status("Failed", TERMINATED, WAITING)), ContainerUse.ENDED, id="failed-and-one-never-started"
+        ),
+        pytest.param(on_node(status("Failed", TERMINATED, RUNNING)), ContainerUse.POSSIBLE, id="failed-and-one-runs"),
+        pytest.param(on_node(status("Failed", {})), ContainerUse.POSSIBLE, id="failed-and-of-one-nothing-is-said"),
+        pytest.param(
+            on_node(status("Failed", TERMINATED, conditions=BY_POD_GC)),
+            ContainerUse.POSSIBLE,
+            id="failed-by-the-collector",
         ),
         pytest.param(
             on_node(status("Succeeded", TERMINATED, initContainerStatuses=[{"state": RUNNING}])),
-            Use.POSSIBLE,
+            ContainerUse.POSSIBLE,
             id="a-sidecar-runs",
         ),
         pytest.param(
             on_node(status("Failed", TERMINATED, ephemeralContainerStatuses=[{"state": RUNNING}])),
-            Use.POSSIBLE,
+            ContainerUse.POSSIBLE,
             id="a-debug-container-runs",
         ),
-        pytest.param(on_node(status("Running", TERMINATED)), Use.POSSIBLE, id="between-two-crashes"),
+        pytest.param(on_node(status("Running", TERMINATED)), ContainerUse.POSSIBLE, id="between-two-crashes"),
         pytest.param(
-            on_node(status("Running", TERMINATED), deleted=600), Use.POSSIBLE, id="between-two-crashes-and-deleted"
+            on_node(status("Running", TERMINATED), deleted=600),
+            ContainerUse.POSSIBLE,
+            id="between-two-crashes-and-deleted",
         ),
-        pytest.param(on_node(status("Failed")), Use.REJECTED, id="failed-and-no-container-has-a-status"),
-        pytest.param(on_node({"phase": 3}), Use.POSSIBLE, id="a-phase-that-is-no-text"),
-        pytest.param({"spec": []}, Use.POSSIBLE, id="a-spec-that-is-no-object"),
+        pytest.param(on_node(status("Failed")), ContainerUse.REJECTED, id="failed-and-no-container-has-a-status"),
+        pytest.param(on_node({"phase": 3}), ContainerUse.POSSIBLE, id="a-phase-that-is-no-text"),
+        pytest.param({"spec": []}, ContainerUse.POSSIBLE, id="a-spec-that-is-no-object"),
         pytest.param(
-            on_node({"phase": "Failed", "containerStatuses": {}}), Use.POSSIBLE, id="statuses-that-are-no-list"
+            on_node({"phase": "Failed", "containerStatuses": {}}), ContainerUse.POSSIBLE, id="statuses-that-are-no-list"
         ),
     ],
 )
-def test_what_an_object_says_of_its_containers(raw: Raw, use: Use) -> None:
+def test_what_an_object_says_of_its_containers(raw: Raw, use: ContainerUse) -> None:
     assert use_in(raw) is use
 
 
@@ -115,13 +130,13 @@ MAX_GRACE = timedelta(hours=1)
 
 def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]:
     """Of a pod that was seen like this, and went as the last version says."""
-    histories = Histories()
+    histories = PodHistories()
     if is_listed:
         histories.listed({"u": versions[0]})
     for raw in versions[is_listed:-1]:
         histories.seen("u", raw)
     went = histories.departed("u", versions[-1], NOW)
-    return went.is_over, Patience(max_grace=MAX_GRACE).grace(went.grace)
+    return went.is_over, OrphanTimes(max_grace=MAX_GRACE).grace(went.grace)
 
 
 def test_of_a_pod_that_ended_nothing_is_waited_for() -> None:
@@ -145,11 +160,11 @@ def test_a_pod_that_is_older_than_the_limit_keeps_its_longer_grace_period() -> N
     day = 24 * 3600
     pod = on_node(grace=day, deleted=day)
     assert departure(pod, on_node(grace=day, deleted=0), is_listed=True) == (False, seconds(day))
-    assert Patience(max_grace=MAX_GRACE).grace(Grace()) == MAX_GRACE
+    assert OrphanTimes(max_grace=MAX_GRACE).grace(Grace()) == MAX_GRACE
 
 
 def test_what_is_stored_is_the_longest_that_can_have_gone_unseen() -> None:
-    patience = Patience(max_grace=MAX_GRACE)
+    patience = OrphanTimes(max_grace=MAX_GRACE)
     assert patience.grace(Grace(), stored=seconds(5)) == seconds(5)
     assert patience.grace(Grace(seconds(7)), stored=seconds(5)) == seconds(7)
     assert patience.grace(Grace(seconds(3), is_all=True), stored=seconds(5)) == seconds(5)
@@ -183,15 +198,15 @@ def test_of_a_pod_that_was_refused_when_it_was_first_seen_nothing_is_known() -> 
 # How long an orphan is waited for.
 
 ORPHAN = Orphan(NOW, seconds(30), "boot-1")
-PATIENCE = Patience(seconds(3600), seconds(90))
-READY = NodeSight("boot-1", is_ready=True, ready_since=LONG_AGO)
-NOT_READY = NodeSight("boot-1")
+PATIENCE = OrphanTimes(seconds(3600), seconds(90))
+READY = NodeSnapshot("boot-1", is_ready=True, ready_since=LONG_AGO)
+NOT_READY = NodeSnapshot("boot-1")
 
 
-def watched(*looks: tuple[float, NodeSight | None]) -> Watched:
+def watched(*looks: tuple[float, NodeSnapshot | None]) -> OrphanObservation:
     found = None
     for after, sight in looks:
-        found = Watched.after(found, sight, NOW + seconds(after))
+        found = OrphanObservation.after(found, sight, NOW + seconds(after))
     assert found is not None
     return found
 
@@ -205,31 +220,31 @@ def watched(*looks: tuple[float, NodeSight | None]) -> Watched:
         pytest.param([(0, READY), (10, NOT_READY)], None, id="kubelet-gone-away"),
         pytest.param([(0, NOT_READY), (60, READY)], 180, id="kubelet-back-as-we-saw"),
         pytest.param(
-            [(0, READY), (60, NodeSight("boot-1", is_ready=True, ready_since=NOW + seconds(50)))],
+            [(0, READY), (60, NodeSnapshot("boot-1", is_ready=True, ready_since=NOW + seconds(50)))],
             170,
             id="kubelet-back-as-it-says",
         ),
-        pytest.param([(7, NodeSight("boot-1", is_ready=True))], 127, id="ready-since-nobody-knows-when"),
-        pytest.param([(5, NodeSight("boot-2"))], 0, id="another-boot"),
-        pytest.param([(5, NodeSight(""))], None, id="no-boot-known"),
+        pytest.param([(7, NodeSnapshot("boot-1", is_ready=True))], 127, id="ready-since-nobody-knows-when"),
+        pytest.param([(5, NodeSnapshot("boot-2"))], 0, id="another-boot"),
+        pytest.param([(5, NodeSnapshot(""))], None, id="no-boot-known"),
         pytest.param([(0, READY), (5, None), (400, None)], 3695, id="node-gone"),
         pytest.param([(0, READY), (5, None), (400, READY)], 520, id="node-back"),
-        pytest.param([(0, READY), (5, None), (400, NodeSight("boot-2"))], 0, id="node-back-after-a-boot"),
+        pytest.param([(0, READY), (5, None), (400, NodeSnapshot("boot-2"))], 0, id="node-back-after-a-boot"),
     ],
 )
-def test_an_orphan_has_ended(looks: list[tuple[float, NodeSight | None]], end: float | None) -> None:
+def test_an_orphan_has_ended(looks: list[tuple[float, NodeSnapshot | None]], end: float | None) -> None:
     expected = None if end is None else NOW + seconds(end)
     assert watched(*looks).end_of(ORPHAN, PATIENCE) == expected
 
 
 def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
-    assert watched((0, NodeSight("boot-2"))).end_of(Orphan(NOW, seconds(30)), PATIENCE) is None
+    assert watched((0, NodeSnapshot("boot-2"))).end_of(Orphan(NOW, seconds(30)), PATIENCE) is None
 
 
 @pytest.mark.parametrize(
     ("raw", "sight"),
     [
-        ({}, NodeSight()),
+        ({}, NodeSnapshot()),
         (
             {
                 "status": {
@@ -237,18 +252,18 @@ def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
                     "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}],
                 }
             },
-            NodeSight("b" * 128, is_ready=True, ready_since=NOW),
+            NodeSnapshot("b" * 128, is_ready=True, ready_since=NOW),
         ),
-        ({"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}, NodeSight()),
+        ({"status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}}, NodeSnapshot()),
         (
             {
                 "status": {
                     "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "9999-12-31T23:59:59Z"}]
                 }
             },
-            NodeSight(is_ready=True),
+            NodeSnapshot(is_ready=True),
         ),
     ],
 )
-def test_what_a_node_says_of_itself(raw: Raw, sight: NodeSight) -> None:
-    assert NodeSight.of(raw) == sight
+def test_what_a_node_says_of_itself(raw: Raw, sight: NodeSnapshot) -> None:
+    assert NodeSnapshot.of(raw) == sight

@@ -14,7 +14,15 @@ from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, LedgerContract, 
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.errors import LedgerError
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import (
+    Phase,
+    Placement,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationId,
+    ReservationRequest,
+)
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
 
@@ -84,16 +92,16 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(one=ids, namespace=st.sampled_from(["ml", "other"]), digest=st.sampled_from(["d1", "d2"]), tried=places)
     def reserve(self, one: ReservationId, namespace: str, digest: str, tried: list[Placement]) -> None:
         answer_by = self.bench.now + timedelta(seconds=10)
-        what = Ask(one, namespace, digest, is_shared=True)
+        what = ReservationRequest(one, namespace, digest, is_shared=True)
         self.attempt(self.bench.ledger.reserve(what, tried, answer_by=answer_by))
 
     @rule(one=ids, uid=uids.filter(bool), namespace=st.sampled_from(["ml", "other"]))
     def bind(self, one: ReservationId, uid: str, namespace: str) -> None:
-        self.attempt(self.bench.ledger.bind(one, PodIdentity(namespace, f"pod-{uid}", uid)))
+        self.attempt(self.bench.ledger.bind_to_pod(PodProof.NAMED, one, PodIdentity(namespace, f"pod-{uid}", uid)))
 
     @rule(one=ids, uid=uids.filter(bool))
     def finalize(self, one: ReservationId, uid: str) -> None:
-        self.attempt(self.bench.ledger.finalize(one, PodIdentity("ml", f"pod-{uid}", uid)))
+        self.attempt(self.bench.ledger.bind_to_pod(PodProof.REPORTED, one, PodIdentity("ml", f"pod-{uid}", uid)))
 
     @rule(one=ids, uid=uids)
     def release(self, one: ReservationId, uid: str) -> None:

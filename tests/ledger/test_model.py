@@ -22,8 +22,8 @@ from tests.ledger.test_cluster import Pods, Replica
 from webhook.core.claim import ClaimRecord
 from webhook.core.device import Slot
 from webhook.core.errors import LedgerError
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, ReservationId
-from webhook.ledger.carrier import Carrier
+from webhook.core.reservation import Phase, Placement, PodIdentity, PodProof, ReservationId, ReservationRequest
+from webhook.ledger.reserved_pod import ReservedPod
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class Protocol(RuleBasedStateMachine):
         pod = PodIdentity("ml", f"pod-{self.number}", f"uid-{self.number}")
         replica = self.replicas[which]
         places = alike(places, places[0])
-        ask = Ask(ReservationId(f"r{self.number}"), "ml", record_of(places[0]).digest())
+        ask = ReservationRequest(ReservationId(f"r{self.number}"), "ml", record_of(places[0]).digest())
         self.run(replica.ledger.collect(self.true_now + self.skews[which]))
         answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
         held = self.run(replica.ledger.reserve(ask, places, answer_by=answer_by))
@@ -142,7 +142,7 @@ class Protocol(RuleBasedStateMachine):
         assert one.reservation_id is not None
         if one.is_copy or one.is_validated:
             return
-        ask = Ask(one.reservation_id, "ml", record_of(one.placement).digest())
+        ask = ReservationRequest(one.reservation_id, "ml", record_of(one.placement).digest())
         answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
         ledger = self.replicas[which].ledger
         held = self.run(ledger.reserve(ask, alike(places, one.placement), answer_by=answer_by))
@@ -158,7 +158,7 @@ class Protocol(RuleBasedStateMachine):
         found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
         if found is None or found.phase is Phase.RELEASING or found.slots != one.placement.slots:
             return
-        bound = self.run(ledger.bind(one.reservation_id, one.pod, node=found.node))
+        bound = self.run(ledger.bind_to_pod(PodProof.NAMED, one.reservation_id, one.pod, node=found.node))
         if bound is not None and is_heard:
             one.is_validated = True
 
@@ -186,7 +186,7 @@ class Protocol(RuleBasedStateMachine):
         if isinstance(forged, Creation):
             assert forged.reservation_id is not None
             self.forged.add(forged.reservation_id)
-            self.run(self.replicas[which].ledger.bind(forged.reservation_id, one.pod))
+            self.run(self.replicas[which].ledger.bind_to_pod(PodProof.NAMED, forged.reservation_id, one.pod))
 
     # The reconciler, whenever it is alive: any replica may be elected.
 
@@ -199,7 +199,7 @@ class Protocol(RuleBasedStateMachine):
             if one.uid is None:
                 self.run(ledger.expire(one))
             elif one.uid in self.existing and one.slots == slots_of(self.existing[one.uid]):
-                self.run(ledger.confirm(one.id, self.existing[one.uid].pod, node=one.node))
+                self.run(ledger.bind_to_pod(PodProof.CONFIRMED, one.id, self.existing[one.uid].pod, node=one.node))
             elif one.uid in self.existing or one.phase is not Phase.PENDING:
                 self.run(ledger.release(one.id, PodIdentity("ml", "", one.uid), node=one.node))
             else:
@@ -282,7 +282,7 @@ class Protocol(RuleBasedStateMachine):
         }
         for number, place in enumerate((on("node-a", "GPU-a0"), on("node-a", "GPU-a1"), on("node-b", "GPU-b0"))):
             self.number += 1
-            ask = Ask(ReservationId(f"end-{self.number}-{number}"), "ml", "d")
+            ask = ReservationRequest(ReservationId(f"end-{self.number}-{number}"), "ml", "d")
             is_free = place.slots[0] not in busy and str(place.slots[0]) not in final
             assert last.fleet.is_slot_free(place.slots[0]) is is_free
             held = self.run(last.ledger.reserve(ask, [place], answer_by=now + timedelta(seconds=10)))
@@ -333,7 +333,7 @@ class Remade(Protocol):
         found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
         if found is None or found.slots != one.placement.slots:
             return
-        confirmed = self.run(ledger.confirm(one.reservation_id, one.pod, node=found.node))
+        confirmed = self.run(ledger.bind_to_pod(PodProof.CONFIRMED, one.reservation_id, one.pod, node=found.node))
         if confirmed is not None and confirmed.uid == one.pod.uid:
             self.on_node.add(one.pod.uid)
 
@@ -371,9 +371,9 @@ class Remade(Protocol):
             assert one.reservation_id is not None
             assert one.placement is not None
             found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
-            carrier = Carrier.of(self.facts.raws[one.pod.uid])
-            if (found is None or found.node != one.placement.node) and carrier is not None:
-                self.run(ledger.adopt(carrier))
+            reserved_pod = ReservedPod.of(self.facts.raws[one.pod.uid])
+            if (found is None or found.node != one.placement.node) and reserved_pod is not None:
+                self.run(ledger.adopt(reserved_pod))
 
     @invariant()
     def no_slot_is_with_two_pods(self) -> None:
@@ -410,7 +410,7 @@ class Remade(Protocol):
         for place in (on("node-a", "GPU-a0"), on("node-a", "GPU-a1"), on("node-b", "GPU-b0")):
             if place.slots[0] not in carried:
                 self.number += 1
-                ask = Ask(ReservationId(f"end-{self.number}"), "ml", "d")
+                ask = ReservationRequest(ReservationId(f"end-{self.number}"), "ml", "d")
                 assert self.run(last.ledger.reserve(ask, [place], answer_by=now + timedelta(seconds=10))) is not None
 
 

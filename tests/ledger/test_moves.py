@@ -8,16 +8,16 @@ from attrs import evolve
 
 from tests import builders
 from webhook.core.errors import ReservationExpiredError
-from webhook.core.reservation import Event
-from webhook.ledger.moves import Name, Times
+from webhook.core.reservation import PodProof, ReservationEvent
+from webhook.ledger.moves import BindPod, Times
 
 TIMES = Times(pending_deadline=timedelta(seconds=90), clock_skew=timedelta(seconds=5))
 
 
-@pytest.mark.parametrize("is_proven", [False, True], ids=["told", "seen in the API server"])
-def test_no_pod_gets_a_reservation_that_is_being_released(*, is_proven: bool) -> None:
-    leaving = builders.reservation().after(Event.POD_ENDED)
-    move = Name(leaving.id, builders.identity(), exists=True, is_proven=is_proven)
+@pytest.mark.parametrize("proof", [PodProof.REPORTED, PodProof.CONFIRMED])
+def test_no_pod_gets_a_reservation_that_is_being_released(proof: PodProof) -> None:
+    leaving = builders.reservation().after(ReservationEvent.POD_ENDED)
+    move = BindPod(leaving.id, builders.identity(), proof)
     with pytest.raises(ReservationExpiredError):
         move.apply({leaving.id: leaving}, {leaving.id: leaving}, builders.NOW, TIMES)
 
@@ -42,5 +42,5 @@ def test_a_grace_period_is_stored_with_the_pod_and_never_shortened(
     pod = builders.identity()
     one = evolve(builders.reservation(), **{"uid": pod.uid, "grace": None, **before})
     held = {one.id: one}
-    Name(one.id, pod, exists=False, grace=said).apply(held, held, builders.NOW, TIMES)
+    BindPod(one.id, pod, PodProof.NAMED, said).apply(held, held, builders.NOW, TIMES)
     assert held[one.id].grace == after

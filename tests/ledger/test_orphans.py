@@ -9,16 +9,24 @@ from tests.builders import Raw
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE, on
 from tests.ledger.test_cluster import ended
 from tests.ledger.test_reconcile import MARGIN, MAX_GRACE, ON_NODE, POD, R1, RECORD, Scene, raw_pod
-from webhook.admission.room import Limits, Room
+from webhook.admission.pending_limits import PendingLimiter, PendingLimits
 from webhook.core.device_state import DeviceState, reservation_state
 from webhook.core.errors import LedgerUnavailableError, SlotsTakenError
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Orphan, Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import (
+    Orphan,
+    Phase,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationId,
+    ReservationRequest,
+)
 from webhook.evidence.jwt.end_reports import EndReports, mark_of
 from webhook.kube.gpu_node import GpuNode
 from webhook.ledger.cluster import PATIENCE as AGAIN
-from webhook.ledger.end_of_use import NodeSight
-from webhook.ledger.orphanage import PAUSE
+from webhook.ledger.end_of_use import NodeSnapshot
+from webhook.ledger.orphans import PAUSE
 from webhook.ledger.reconcile import Reconciler
 
 GRACE = timedelta(seconds=600)
@@ -52,7 +60,9 @@ async def gone_by_force(scene: Scene) -> None:
 async def is_taken(scene: Scene) -> bool:
     scene.bench.replica.watch.catch_up()
     try:
-        await scene.bench.reserve(Ask(ReservationId("r2"), "ml", RECORD.digest()), on("node-a", "GPU-a0"))
+        await scene.bench.reserve(
+            ReservationRequest(ReservationId("r2"), "ml", RECORD.digest()), on("node-a", "GPU-a0")
+        )
     except SlotsTakenError:
         return True
     return False
@@ -114,7 +124,7 @@ async def stored() -> Scene:
     """A pod runs, whose grace period `/validate` has stored."""
     scene = Scene()
     await scene.reserve()
-    await scene.bench.ledger.bind(R1, POD, grace=GRACE)
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
     scene.show(running())
     await scene.reconciler.step()
     assert scene.bench.held()["GPU-a0/0"]["grace"] == 600
@@ -160,7 +170,7 @@ async def test_a_deletion_with_more_than_is_stored_is_stored_in_its_place(stored
 
 async def test_what_is_seen_of_a_pod_that_exists_is_not_stored_where_nothing_was(scene: Scene) -> None:
     """A deletion may have asked for more before."""
-    await scene.bench.ledger.bind(R1, POD, grace=GRACE)
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
     scene.show(running(deleted=1000))
     await scene.reconciler.step()
     assert "grace" not in scene.bench.held()["GPU-a0/0"]
@@ -231,9 +241,9 @@ async def test_a_pod_that_was_being_deleted_when_the_watch_began_may_have_been_g
 
 async def test_while_the_kubelet_is_away_nothing_ends(scene: Scene) -> None:
     await gone_by_force(scene)
-    scene.bench.pods.nodes["node-a"] = NodeSight("boot-1")
+    scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-1")
     assert await after(scene, 10 * MAX_GRACE)
-    scene.bench.pods.nodes["node-a"] = NodeSight("boot-1", is_ready=True, ready_since=scene.bench.now)
+    scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-1", is_ready=True, ready_since=scene.bench.now)
     assert await after(scene, PAUSE)
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
     assert await after(scene, PAUSE) == {}
@@ -249,7 +259,7 @@ async def test_while_nobody_can_say_how_the_node_is_nothing_ends(scene: Scene) -
 
 async def test_a_node_that_was_started_anew_has_nothing_left(scene: Scene) -> None:
     await gone_by_force(scene)
-    scene.bench.pods.nodes["node-a"] = NodeSight("boot-2")
+    scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-2")
     assert await after(scene, PAUSE) == {}
 
 
@@ -296,7 +306,7 @@ async def test_a_pod_that_came_ran_and_went_between_two_passes_is_an_orphan() ->
     """Its reservation was only promised when its end was heard of."""
     scene = Scene()
     await scene.reserve()
-    await scene.bench.ledger.bind(R1, POD)
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
     scene.reconciler.changed(running())
     scene.reconciler.deleted(running(deleted=0))
     await scene.reconciler.step()
@@ -308,7 +318,7 @@ async def went_unseen() -> tuple[Scene, Reconciler]:
     """A pod was bound without a review, ran and was deleted by force while no reconciler watched. Another one comes."""
     scene = Scene()
     await scene.reserve()
-    await scene.bench.ledger.bind(R1, POD, grace=GRACE)
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
     scene.bench.now += timedelta(seconds=3)
     other = scene.another(scene.bench.another().ledger)
     other.replaced({})
@@ -338,7 +348,7 @@ async def test_what_was_promised_to_a_pod_that_may_have_run_counts_as_orphaned_f
     """Otherwise a tenant could hold any number of GPUs by creations that a quota refuses, while no reconciler runs."""
     scene, other = await went_unseen()
     ledger = scene.bench.ledger
-    room = Room(ledger, scene.bench.fleet, lambda: scene.bench.now, Limits(orphans_per_namespace=1))
+    room = PendingLimiter(ledger, scene.bench.fleet, lambda: scene.bench.now, PendingLimits(orphans_per_namespace=1))
     scene.bench.pods.is_away = is_away
     scene.bench.now += PENDING_DEADLINE
     await ledger.collect(scene.bench.now)
@@ -387,7 +397,7 @@ async def test_a_creation_that_came_to_nothing_ends_with_its_hold_if_the_watch_w
     scene = Scene()
     scene.bench.now += timedelta(seconds=seconds)
     await scene.reserve()
-    await scene.bench.ledger.bind(R1, POD, grace=GRACE)
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
     left = await after(scene, PENDING_DEADLINE + CLOCK_SKEW)
     assert (left == {}) is (seconds == 10)
 
@@ -437,13 +447,13 @@ async def test_a_pods_end_is_remembered_until_its_reservation_is_heard_of(scene:
     behind = scene.bench.another()
     other = scene.another(behind.ledger)
     other.replaced({})
-    await scene.bench.reserve(Ask(ReservationId("r3"), "ml", RECORD.digest()), on("node-a", "GPU-a1"))
+    await scene.bench.reserve(ReservationRequest(ReservationId("r3"), "ml", RECORD.digest()), on("node-a", "GPU-a1"))
     pod = raw_pod(uid="uid-3")
     pod["metadata"]["annotations"] |= {"gpuwarden.io/reservation-id": "r3", "gpuwarden.io/gpu-uuid": "GPU-a1"}
     other.changed(pod)
     other.deleted(pod)
     await other.step()
-    await scene.bench.ledger.bind(ReservationId("r3"), PodIdentity("ml", "pod-1", "uid-3"))
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r3"), PodIdentity("ml", "pod-1", "uid-3"))
     behind.watch.catch_up()
     await other.step()
     assert list(scene.bench.held()) == ["GPU-a0/0"]

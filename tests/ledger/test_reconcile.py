@@ -14,11 +14,11 @@ from tests.ledger.test_cluster import NODE_A, ClusterBench, Pods, ended
 from webhook.core import keys
 from webhook.core.claim import ClaimRecord
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Phase, PodIdentity, ReservationId
-from webhook.ledger.carrier import Sight
+from webhook.core.reservation import Phase, PodIdentity, PodProof, ReservationId, ReservationRequest
 from webhook.ledger.cluster import ClusterLedger
-from webhook.ledger.end_of_use import Patience
-from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, OnBindDeadline, Reconciler, Waiting
+from webhook.ledger.end_of_use import OrphanTimes
+from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, BindDeadline, OnBindDeadline, Reconciler
+from webhook.ledger.reserved_pod import PodSnapshot
 
 BIND_DEADLINE = timedelta(minutes=5)
 MARGIN, MAX_GRACE = timedelta(seconds=90), timedelta(hours=1)
@@ -44,8 +44,8 @@ class Scene:
         self.reconciler.replaced({})
 
     def another(self, ledger: ClusterLedger, afterwards: OnBindDeadline = OnBindDeadline.REMOVE) -> Reconciler:
-        waiting = Waiting(BIND_DEADLINE, afterwards, CLOCK_SKEW)
-        patience, now = Patience(MAX_GRACE, MARGIN), lambda: self.bench.now
+        waiting = BindDeadline(BIND_DEADLINE, afterwards, CLOCK_SKEW)
+        patience, now = OrphanTimes(MAX_GRACE, MARGIN), lambda: self.bench.now
         return Reconciler(
             ledger, self.bench.pods, self.heard, now, waiting, patience, is_closed=lambda uid: uid not in self.open
         )
@@ -57,12 +57,12 @@ class Scene:
         self.reconciler.changed(raw)
 
     async def reserve(self) -> None:
-        await self.bench.reserve(Ask(R1, "ml", RECORD.digest()), on("node-a", "GPU-a0"))
+        await self.bench.reserve(ReservationRequest(R1, "ml", RECORD.digest()), on("node-a", "GPU-a0"))
 
     async def run_a_pod(self) -> None:
         """Reserved, bound, existing and confirmed."""
         await self.reserve()
-        await self.bench.ledger.bind(R1, POD)
+        await self.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
         self.show(raw_pod())
         await self.reconciler.step()
 
@@ -184,10 +184,10 @@ async def test_what_never_came_expires_and_leaves_the_store(scene: Scene) -> Non
 
 async def test_after_a_long_absence_what_exists_is_confirmed_and_what_does_not_is_an_orphan(scene: Scene) -> None:
     await scene.reserve()
-    await scene.bench.ledger.bind(R1, POD)
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
     second = PodIdentity("ml", "pod-2", "uid-2")
-    await scene.bench.reserve(Ask(ReservationId("r2"), "ml", "d"), on("node-a", "GPU-a1"))
-    await scene.bench.ledger.bind(ReservationId("r2"), second)
+    await scene.bench.reserve(ReservationRequest(ReservationId("r2"), "ml", "d"), on("node-a", "GPU-a1"))
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r2"), second)
     running = {**raw_pod(phase="Running"), "spec": ON_NODE}
     scene.show(running)
     scene.bench.now += timedelta(hours=5)
@@ -252,7 +252,7 @@ async def test_a_pod_that_is_bound_as_it_is_looked_at_stays(scene: Scene) -> Non
     await confirmed(scene, **OWNED, resourceVersion="1")
     look = scene.bench.pods.look
 
-    async def look_and_bind(pod: PodIdentity) -> Sight | None:
+    async def look_and_bind(pod: PodIdentity) -> PodSnapshot | None:
         seen = await look(pod)
         scene.bench.pods.raws[pod.uid] = {**raw_pod(**OWNED, resourceVersion="2"), "spec": ON_NODE}
         return seen
@@ -371,7 +371,7 @@ async def expired(scene: Scene) -> None:
 
 
 async def taken_by_another(scene: Scene) -> None:
-    await scene.bench.reserve(Ask(ReservationId("r2"), "ml", "d2"), on("node-a", "GPU-a0"))
+    await scene.bench.reserve(ReservationRequest(ReservationId("r2"), "ml", "d2"), on("node-a", "GPU-a0"))
 
 
 async def test_a_pod_that_comes_late_has_its_devices_again_if_nobody_else_does(scene: Scene) -> None:
@@ -509,7 +509,7 @@ async def test_a_pod_on_no_node_that_carries_nothing_holds_nothing(scene: Scene)
 
 async def test_a_pod_behind_our_gate_holds_what_it_does_not_carry_yet(scene: Scene) -> None:
     await scene.reserve()
-    await scene.bench.ledger.confirm(R1, POD)
+    await scene.bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, POD)
     scene.show(bare(is_on_node=False, phase="Pending", gates=[keys.QUEUE_GATE]))
     for _ in range(3):
         await scene.reconciler.step()
@@ -523,10 +523,10 @@ async def test_a_pod_behind_our_gate_holds_what_it_does_not_carry_yet(scene: Sce
 async def reserved_twice(scene: Scene) -> ClusterLedger:
     """On two nodes under one id; the ledger of the one that was behind, which has caught up."""
     behind = scene.bench.another()
-    what = Ask(R1, "ml", RECORD.digest())
+    what = ReservationRequest(R1, "ml", RECORD.digest())
     for ledger, place in ((scene.bench.ledger, on("node-a", "GPU-a0")), (behind.ledger, on("node-b", "GPU-b0"))):
         await ledger.reserve(what, [place], answer_by=scene.bench.now + timedelta(seconds=10))
-        await ledger.confirm(R1, POD)
+        await ledger.bind_to_pod(PodProof.CONFIRMED, R1, POD)
         scene.bench.now += timedelta(seconds=1)
     assert (len(scene.bench.held()), len(scene.bench.held("node-b"))) == (1, 1)
     scene.bench.replica.watch.catch_up()
@@ -604,7 +604,7 @@ async def test_an_expiry_that_fails_is_tried_again(scene: Scene) -> None:
 async def test_what_was_proven_to_be_of_no_pod_is_cleared_away_though_the_store_refused_once(scene: Scene) -> None:
     scene.bench.now += 2 * CLOCK_SKEW  # the watch is older than the reservation, by any clock
     await scene.reserve()
-    await scene.bench.ledger.bind(R1, POD)
+    await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
     scene.bench.store.refusals = 1
     await scene.reconciler.step()
@@ -668,8 +668,8 @@ async def test_what_waits_for_its_pod_until_the_end_of_time_goes_again(scene: Sc
 @pytest.mark.parametrize("slot", ["GPU-a0/0", "GPU-a1/0"])
 async def test_of_two_devices_that_a_hand_gives_up_one_both_are_given_up_and_had_again(scene: Scene, slot: str) -> None:
     two = ClaimRecord(gpus=2)
-    await scene.bench.reserve(Ask(R1, "ml", two.digest()), on("node-a", "GPU-a0", "GPU-a1"))
-    await scene.bench.ledger.confirm(R1, POD)
+    await scene.bench.reserve(ReservationRequest(R1, "ml", two.digest()), on("node-a", "GPU-a0", "GPU-a1"))
+    await scene.bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, POD)
     running = raw_pod(phase="Running", record=two)
     running["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"] = "GPU-a0,GPU-a1"
     scene.show({**running, "spec": ON_NODE})
@@ -698,7 +698,7 @@ async def test_a_hold_that_was_dropped_by_hand_is_there_again(scene: Scene) -> N
 class OddPods(Pods):
     """One of them is nothing that anybody foresaw."""
 
-    async def look(self, pod: PodIdentity) -> Sight | None:
+    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
         if pod.uid == "uid-odd":
             raise KeyError("metadata")
         return await super().look(pod)
@@ -706,12 +706,16 @@ class OddPods(Pods):
 
 async def test_one_pod_that_nobody_foresaw_stops_nothing_for_the_others(scene: Scene) -> None:
     for number, uuid, uid in ((1, "GPU-a0", "uid-odd"), (2, "GPU-a1", "uid-2")):
-        reservation = await scene.bench.reserve(Ask(ReservationId(f"r{number}"), "ml", "d"), on("node-a", uuid))
-        await scene.bench.ledger.confirm(reservation.id, PodIdentity("ml", f"pod-{number}", uid))
-    waiting = Waiting(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
+        reservation = await scene.bench.reserve(
+            ReservationRequest(ReservationId(f"r{number}"), "ml", "d"), on("node-a", uuid)
+        )
+        await scene.bench.ledger.bind_to_pod(
+            PodProof.CONFIRMED, reservation.id, PodIdentity("ml", f"pod-{number}", uid)
+        )
+    waiting = BindDeadline(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
     reconciler = Reconciler(scene.bench.ledger, OddPods(), scene.heard, lambda: scene.bench.now, waiting)
     reconciler.replaced({})
-    await scene.bench.reserve(Ask(ReservationId("r3"), "ml", "d"), on("node-a", "GPU-a2"))
+    await scene.bench.reserve(ReservationRequest(ReservationId("r3"), "ml", "d"), on("node-a", "GPU-a2"))
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
     await reconciler.step()
     scene.bench.now += PATIENT
@@ -758,7 +762,7 @@ async def test_what_was_held_on_an_object_that_is_gone_for_good_is_forgotten_wit
     scene.reconciler.deleted(raw_pod())
     await scene.reconciler.step()
     assert list(scene.bench.ledger.reservations()) == []
-    assert scene.bench.ledger.desk_count == 1  # node-b's
+    assert scene.bench.ledger.writer_count == 1  # node-b's
 
 
 async def test_whoever_stands_by_remembers_no_more_than_there_is(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,9 +773,9 @@ async def test_whoever_stands_by_remembers_no_more_than_there_is(scene: Scene, m
     idle.replaced({})
     for number in range(500):
         pod = PodIdentity("ml", f"pod-{number}", f"uid-{number}")
-        ask = Ask(ReservationId(f"r{number}"), "ml", RECORD.digest())
+        ask = ReservationRequest(ReservationId(f"r{number}"), "ml", RECORD.digest())
         await scene.bench.reserve(ask, on("node-a", "GPU-a0"))
-        await scene.bench.ledger.bind(ask.id, pod)
+        await scene.bench.ledger.bind_to_pod(PodProof.NAMED, ask.id, pod)
         standby.watch.catch_up()
         idle.deleted(raw_pod(uid=pod.uid))
         await scene.bench.ledger.release(ask.id, pod)

@@ -24,23 +24,31 @@ from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Replica
 from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, alike, record_of
-from webhook.admission.binding_door import BindingDoor
-from webhook.admission.holding import Holder
-from webhook.admission.namespaces import ClaimReading, Undemanding
+from webhook.admission.binding_check import BindingCheck
+from webhook.admission.namespaces import ClaimReader, NoDemands
+from webhook.admission.reserving import Reserver
 from webhook.core.binding import Binding
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import LedgerError
 from webhook.core.pod import Pod
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import (
+    Phase,
+    Placement,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationId,
+    ReservationRequest,
+)
 from webhook.evidence.jwt.end_reports import EndReports, mark_of
 from webhook.kube.gpu_node import FINALIZER
-from webhook.ledger.carrier import Carrier, Sight
-from webhook.ledger.cluster import WitnessAwayError
-from webhook.ledger.end_of_use import NodeSight, Patience
-from webhook.ledger.orphanage import PAUSE as LOOK
+from webhook.ledger.cluster import PodReaderUnavailableError
+from webhook.ledger.end_of_use import NodeSnapshot, OrphanTimes
+from webhook.ledger.orphans import PAUSE as LOOK
 from webhook.ledger.pods import PodsUnavailableError
-from webhook.ledger.reconcile import PATIENCE, OnBindDeadline, Reconciler, Waiting
+from webhook.ledger.reconcile import PATIENCE, BindDeadline, OnBindDeadline, Reconciler
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.runtime.clock import LONG_AGO
 from webhook.runtime.telemetry import Metrics
 
@@ -70,7 +78,7 @@ class ApiServer:
         self.pods: dict[tuple[str, str], Raw] = {}
         self.history: list[tuple[str, Raw]] = []
         self.is_away = False
-        self.nodes = {name: NodeSight(f"{name}-1", is_ready=True, ready_since=LONG_AGO) for name in DEVICES}
+        self.nodes = {name: NodeSnapshot(f"{name}-1", is_ready=True, ready_since=LONG_AGO) for name in DEVICES}
 
     def of_uid(self, uid: str) -> Raw | None:
         return next((raw for raw in self.pods.values() if raw["metadata"]["uid"] == uid), None)
@@ -131,18 +139,18 @@ class ApiServer:
     async def _read(self, pod: PodIdentity) -> Raw | None:
         await asyncio.sleep(0)
         if self.is_away:
-            raise WitnessAwayError("away")
+            raise PodReaderUnavailableError("away")
         raw = self.pods.get((pod.namespace, pod.name))
         return raw if raw is not None and raw["metadata"]["uid"] == pod.uid else None
 
-    async def look(self, pod: PodIdentity) -> Sight | None:
+    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
         raw = await self._read(pod)
-        return None if raw is None else Sight.of(copy.deepcopy(raw))
+        return None if raw is None else PodSnapshot.of(copy.deepcopy(raw))
 
-    async def node(self, name: str) -> NodeSight | None:
+    async def node(self, name: str) -> NodeSnapshot | None:
         await asyncio.sleep(0)
         if self.is_away:
-            raise WitnessAwayError("away")
+            raise PodReaderUnavailableError("away")
         return self.nodes[name]
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
@@ -150,11 +158,11 @@ class ApiServer:
         if raw is not None and version == raw["metadata"].get("resourceVersion", ""):
             self.delete(pod.uid)
 
-    async def carriers(self) -> list[Carrier]:
+    async def reserved_pods(self) -> list[ReservedPod]:
         await asyncio.sleep(0)
         if self.is_away:
-            raise WitnessAwayError("away")
-        return [one for one in map(Carrier.of, copy.deepcopy(list(self.pods.values()))) if one is not None]
+            raise PodReaderUnavailableError("away")
+        return [one for one in map(ReservedPod.of, copy.deepcopy(list(self.pods.values()))) if one is not None]
 
 
 class Process:
@@ -165,11 +173,11 @@ class Process:
         self.api, self.store = world.api, world.store
         self.replica = Replica(world.store, world.api, self.clock)
         self.ledger = self.replica.ledger
-        waiting = Waiting(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
-        patience = Patience(timedelta(seconds=MAX_GRACE), MARGIN)
+        waiting = BindDeadline(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
+        patience = OrphanTimes(timedelta(seconds=MAX_GRACE), MARGIN)
         self.reconciler = Reconciler(self.ledger, world.api, Heard(), self.clock, waiting, patience)
-        holder = Holder(self.replica.fleet, self.ledger, EvidencePolicy(), self.clock, Metrics())
-        self.door = BindingDoor(holder, world.api, ClaimReading(ClaimRules(), Undemanding()), BIND_DEADLINE, self.clock)
+        reserver = Reserver(self.replica.fleet, self.ledger, EvidencePolicy(), self.clock, Metrics())
+        self.door = BindingCheck(reserver, world.api, ClaimReader(ClaimRules(), NoDemands()), BIND_DEADLINE, self.clock)
         self.seen = 0
         self.list_pods()
 
@@ -329,7 +337,7 @@ class World(RuleBasedStateMachine):
         self.number += 1
         one, ledger = self.processes[which], self.processes[which].ledger
         places = alike(places, places[0])
-        what = Ask(ReservationId(f"r{self.number}"), namespace, record_of(places[0]).digest())
+        what = ReservationRequest(ReservationId(f"r{self.number}"), namespace, record_of(places[0]).digest())
         self.run(ledger.collect(one.clock()))
         held = self.run(ledger.reserve(what, places, answer_by=one.clock() + timedelta(seconds=10)))
         if held is None:
@@ -348,7 +356,7 @@ class World(RuleBasedStateMachine):
         if found is None or found.phase is Phase.RELEASING or found.slots != one.placement.slots:
             return
         grace = None if is_older else timedelta(seconds=one.grace)
-        bound = self.run(ledger.bind(one.reservation_id, one.pod, node=found.node, grace=grace))
+        bound = self.run(ledger.bind_to_pod(PodProof.NAMED, one.reservation_id, one.pod, node=found.node, grace=grace))
         one.is_validated = one.is_validated or (bound is not None and is_heard)
 
     @rule(one=consumes(creations))
@@ -409,7 +417,7 @@ class World(RuleBasedStateMachine):
         before = self.api.nodes[node]
         since = before.ready_since if before.is_ready else self.now
         boot_id = f"{node}-{self.now.isoformat()}" if is_reboot else before.boot_id
-        self.api.nodes[node] = NodeSight(boot_id, is_ready=True, ready_since=since)
+        self.api.nodes[node] = NodeSnapshot(boot_id, is_ready=True, ready_since=since)
         for uid, one in [(uid, one) for uid, one in self.containers.items() if one.node == node and one.is_told]:
             if is_reboot:
                 del self.containers[uid]
@@ -419,7 +427,7 @@ class World(RuleBasedStateMachine):
     def look_at_heartbeats(self) -> None:
         for node, since in self.dead_since.items():
             if since + UNNOTICED <= self.now:
-                self.api.nodes[node] = NodeSight(self.api.nodes[node].boot_id)
+                self.api.nodes[node] = NodeSnapshot(self.api.nodes[node].boot_id)
 
     @rule(
         which=WHICH,

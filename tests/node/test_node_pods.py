@@ -15,7 +15,7 @@ from tests.node_double import (
     UNKNOWN,
     NodeDouble,
 )
-from webhook.node.node_pods import NodePods, NodeUnknownError, Remains
+from webhook.node.node_pods import NodePods, NodeUnknownError, RemainingContainers
 from webhook.node.pod_ends import APART, KEPT, LONGEST_SYNC, MOST, PodEnds
 
 OLD = "uid-old"
@@ -33,7 +33,7 @@ def pods_of(node: NodeDouble) -> NodePods:
     return NodePods(node.runtime, node.kubelet, OWN)
 
 
-async def seen(node: NodeDouble, uid: str = OLD) -> Remains | None:
+async def seen(node: NodeDouble, uid: str = OLD) -> RemainingContainers | None:
     return (await pods_of(node).look()).remains.get(uid)
 
 
@@ -78,7 +78,7 @@ async def test_what_is_left_of_a_pod(
 
 async def test_ready_sandboxes_are_counted(node: NodeDouble) -> None:
     node.sandboxes[OLD], node.containers[OLD] = [NOT_READY, READY, 7, READY], [RUNNING]
-    assert await seen(node) == Remains(OLD, ("ml", "old"), is_alive=True, ready_sandboxes=2)
+    assert await seen(node) == RemainingContainers(OLD, ("ml", "old"), is_alive=True, ready_sandboxes=2)
 
 
 async def test_the_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:

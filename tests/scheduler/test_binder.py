@@ -13,7 +13,7 @@ from tests.conftest import Build
 from tests.heard import Heard
 from tests.web.house import House
 from tests.web.replica import Shared, sharing
-from webhook.admission.binding_door import BindingDoor
+from webhook.admission.binding_check import BindingCheck
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.nodes_asked import Expression, NodeTerm
@@ -146,11 +146,11 @@ class Scene:
         self.namespaces = NamespacesOfWorld(self.world)
         self.cluster.listeners.append(self.pods)
         self.told = Told(self.heard, self.cluster, self.counted.append, parts.clock)
-        door = BindingDoor(parts.holder, parts.pods, parts.rules.claims, parts.rules.bind_deadline, parts.clock)
+        door = BindingCheck(parts.reserver, parts.pods, parts.rules.claims, parts.rules.bind_deadline, parts.clock)
         self.binder = Binder(
             self.world,
             parts.fleet,
-            parts.holder.policy,
+            parts.reserver.policy,
             parts.rules.claims,
             door,
             self.cluster,
@@ -353,7 +353,7 @@ async def test_the_end_of_a_pod_makes_room(scene: Scene) -> None:
 async def test_a_pod_whose_evidence_has_ended_waits_until_it_is_back(scene: Scene) -> None:
     await scene.reserved()
     fleet, now = scene.house.parts.fleet, scene.house.now
-    word = fleet.berths["node-a"].evidence
+    word = fleet.indexed_nodes["node-a"].evidence
     fleet.prove("node-a", None, now)
     assert await scene.passes() == []
     assert "node node-a: no evidence" in scene.says
@@ -727,7 +727,7 @@ async def test_a_namespace_whose_demand_cannot_be_read_keeps_its_pods_waiting(sc
         async def refusal_of(self, *_: object) -> None:
             raise InvalidPodError("the namespace says nothing that can be read")
 
-    scene.binder._door = Unreadable()  # type: ignore[assignment]  # a door that is shut is enough here
+    scene.binder._binding_check = Unreadable()  # type: ignore[assignment]  # a door that is shut is enough here
     scene.plain("p")
     assert await scene.passes() == []
     assert scene.says == "the namespace says nothing that can be read"

@@ -10,7 +10,7 @@ from tests.conftest import Build
 from tests.scheduler.bindings import FakeBindings
 from tests.web.house import House
 from tests.web.replica import Shared, sharing
-from webhook.core.extender_wire import BindArgs, ExtenderArgs, Offer, PreemptArgs, Victims
+from webhook.core.extender_wire import BindArgs, ExtenderArgs, OfferedNodes, PreemptArgs, Victims
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
 from webhook.scheduler.extender import Extender, refused_by
@@ -62,7 +62,7 @@ def gpu_pod(**members: Any) -> Raw:
 
 
 def about(raw: Raw) -> ExtenderArgs:
-    return ExtenderArgs(Pod.parse(raw), Offer(NODES))
+    return ExtenderArgs(Pod.parse(raw), OfferedNodes(NODES))
 
 
 def onto(node: str, uid: str = POD_UID) -> BindArgs:

@@ -7,11 +7,11 @@ import pytest
 from tests import builders
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, device, node, raw_container, raw_pod, reservation, slot
 from webhook.core.claim import Claim
-from webhook.core.decide import EvidencePolicy, Objection, Question
+from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
 from webhook.core.device import Taint
-from webhook.core.extender_wire import Sifted
+from webhook.core.extender_wire import FilterResult
 from webhook.core.fleet import Fleet
-from webhook.scheduler.filter import SAID, TEXTS, Wish, scores, sifted
+from webhook.scheduler.filter import SAID, TEXTS, NodeQuery, scores, sifted
 
 ASKED, ALL = EvidencePolicy(), EvidencePolicy(is_always_required=True)
 NAMES = ("node-a", "node-b", "node-c", "node-nowhere")
@@ -33,7 +33,7 @@ def claim(*hashes: str, gpus: int = 0, **members: Any) -> Claim:
     return builders.claim(raw_pod(raw_container(gpus=gpus or None), annotations=annotations, **members))
 
 
-def judged(wish: Wish | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> Sifted:
+def judged(wish: NodeQuery | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> FilterResult:
     found = sifted(wish, NAMES, fleet or there(), policy)
     lists = [*found.passed, *found.failed, *found.unresolvable]
     assert sorted(lists) == sorted(NAMES)  # each in exactly one
@@ -49,7 +49,7 @@ def test_a_pod_without_a_claim_passes_everywhere(policy: EvidencePolicy) -> None
 @pytest.mark.defect("S0-5")
 def test_evidence_is_no_matter_of_room() -> None:
     """No eviction heals it, so none shall be tried."""
-    found = judged(Wish(claim(HASH)))
+    found = judged(NodeQuery(claim(HASH)))
     assert found.passed == {"node-a"}
     assert found.failed == {}
     assert found.unresolvable == {"node-b": DIFFERS, "node-c": ABSENT, "node-nowhere": ABSENT}
@@ -57,11 +57,11 @@ def test_evidence_is_no_matter_of_room() -> None:
 
 @pytest.mark.parametrize("other", ["SHA256:AA11", "sha256:aa1", "sha256:aa11x"])
 def test_a_hash_is_compared_byte_for_byte(other: str) -> None:
-    assert judged(Wish(claim(other))).passed == frozenset()
+    assert judged(NodeQuery(claim(other))).passed == frozenset()
 
 
 def test_one_of_several_hashes_is_enough() -> None:
-    assert judged(Wish(claim(HASH, OTHER_HASH))).passed == {"node-a", "node-b"}
+    assert judged(NodeQuery(claim(HASH, OTHER_HASH))).passed == {"node-a", "node-b"}
 
 
 @pytest.mark.defect("S0-2")
@@ -78,7 +78,7 @@ def test_one_of_several_hashes_is_enough() -> None:
 def test_evidence_that_proves_nothing_now_is_not_evidence(members: Raw, said: Objection) -> None:
     fleet = there()
     fleet.prove("node-a", builders.evidence("node-a", HASH, **members), NOW)
-    found = judged(Wish(claim(HASH)), fleet)
+    found = judged(NodeQuery(claim(HASH)), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == SAID[said]
 
@@ -86,9 +86,9 @@ def test_evidence_that_proves_nothing_now_is_not_evidence(members: Raw, said: Ob
 def test_what_another_pods_end_may_free_is_told_apart() -> None:
     fleet = there()
     fleet.hold(reservation(*(slot(f"GPU-a{k}") for k in range(3))))
-    found = judged(Wish(claim(HASH, gpus=2)), fleet)
+    found = judged(NodeQuery(claim(HASH, gpus=2)), fleet)
     assert found.failed == {"node-a": "too few free GPUs"}
-    found = judged(Wish(claim(HASH, gpus=5)), fleet)
+    found = judged(NodeQuery(claim(HASH, gpus=5)), fleet)
     assert found.failed == {}
     assert found.unresolvable["node-a"] == "too few matching GPUs"
 
@@ -96,17 +96,17 @@ def test_what_another_pods_end_may_free_is_told_apart() -> None:
 def test_gpus_that_nobody_has_told_of_are_counted_by_the_scheduler() -> None:
     fleet = there()
     fleet.prove("node-c", builders.evidence("node-c", HASH), NOW)
-    assert judged(Wish(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
+    assert judged(NodeQuery(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
     labelled = claim(HASH, gpus=1, labels={"gpuwarden.io/gpu.model": "h100"})
-    found = judged(Wish(labelled), fleet)
+    found = judged(NodeQuery(labelled), fleet)
     assert found.passed == {"node-a"}
     assert found.unresolvable["node-c"] == "too few matching GPUs"
 
 
 def test_gpus_alone_are_the_schedulers_business_unless_evidence_is_demanded_of_all() -> None:
     """Nobody who has not asked for us is kept from a GPU."""
-    assert judged(Wish(claim(gpus=9))).passed == frozenset(NAMES)
-    found = judged(Wish(claim(gpus=1)), policy=ALL)
+    assert judged(NodeQuery(claim(gpus=9))).passed == frozenset(NAMES)
+    found = judged(NodeQuery(claim(gpus=1)), policy=ALL)
     assert found.passed == {"node-a", "node-b"}
     assert found.unresolvable == {"node-c": ABSENT, "node-nowhere": ABSENT}
 
@@ -121,11 +121,11 @@ def test_gpus_alone_are_the_schedulers_business_unless_evidence_is_demanded_of_a
 )
 def test_the_conditions_of_a_node_are_asked(members: Raw, said: str) -> None:
     fleet = builders.fleet(node("node-a", **members), proven={"node-a": HASH})
-    assert judged(Wish(claim(HASH)), fleet).unresolvable["node-a"] == said
+    assert judged(NodeQuery(claim(HASH)), fleet).unresolvable["node-a"] == said
 
 
 def test_a_pod_with_a_reservation_goes_nowhere_else() -> None:
-    found = judged(Wish(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
+    found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
     assert found.passed == {"node-a"}
     assert set(found.unresolvable.values()) == {"the pod's GPUs are reserved on another node"}
 
@@ -134,20 +134,20 @@ def test_a_pod_with_a_reservation_goes_nowhere_else() -> None:
 def test_a_reservation_is_worth_nothing_without_evidence() -> None:
     fleet = there()
     fleet.prove("node-a", None, NOW)
-    found = judged(Wish(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
+    found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == ABSENT
 
 
 def test_a_pod_that_was_held_to_proven_nodes_is_judged_by_evidence_alone() -> None:
     fleet = builders.fleet(node("node-a", is_cordoned=True), node("node-b"), proven={"node-a": HASH})
-    assert judged(Wish(claim(HASH), is_recorded=True), fleet).passed == {"node-a"}
+    assert judged(NodeQuery(claim(HASH), is_recorded=True), fleet).passed == {"node-a"}
 
 
 def test_a_place_in_a_map_is_one_node_and_its_gpus() -> None:
     owners = [builders.stateful_set()]
     mapped = {"gpuwarden.io/gpu-map": "0=node-a:GPU-a1"}
-    wish = Wish(builders.claim(raw_pod(annotations=mapped, owners=owners)))
+    wish = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=owners)))
     fleet = there()
     assert judged(wish, fleet).passed == {"node-a"}
     fleet.hold(reservation(slot("GPU-a1")))
@@ -192,15 +192,15 @@ def varied() -> Fleet:
 def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, is_recorded: bool) -> None:
     """Each node asked by itself says the same."""
     fleet, asked = varied(), claim(HASH, **members)
-    question = Question(asked, fleet, ASKED)
+    question = ClaimSearch(asked, fleet, ASKED)
     expected = {
-        name: question.evidence_objection(berth) if is_recorded else question.fit(berth).objection
-        for name, berth in fleet.berths.items()
+        name: question.evidence_objection(indexed) if is_recorded else question.fit(indexed).objection
+        for name, indexed in fleet.indexed_nodes.items()
     }
-    for name, berth in fleet.berths.items():
-        if not berth.node.devices and not asked.requirements and expected[name] is Objection.FEWER_MATCHING:
+    for name, indexed in fleet.indexed_nodes.items():
+        if not indexed.node.devices and not asked.requirements and expected[name] is Objection.FEWER_MATCHING:
             expected[name] = None
-    found = sifted(Wish(asked, is_recorded=is_recorded), fleet.berths, fleet, ASKED)
+    found = sifted(NodeQuery(asked, is_recorded=is_recorded), fleet.indexed_nodes, fleet, ASKED)
     assert found.passed == {name for name, objection in expected.items() if objection is None}
     assert found.passed
     refused = {name: SAID[objection] for name, objection in expected.items() if objection is not None}
@@ -208,7 +208,7 @@ def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, 
 
 
 def test_a_name_offered_twice_is_judged_twice_the_same() -> None:
-    assert sifted(Wish(claim(HASH)), ("node-a", "node-a"), there(), ASKED).passed == {"node-a"}
+    assert sifted(NodeQuery(claim(HASH)), ("node-a", "node-a"), there(), ASKED).passed == {"node-a"}
 
 
 def test_texts_can_be_counted() -> None:
@@ -224,7 +224,7 @@ def test_the_tightest_fit_comes_first() -> None:
         proven={f"node-{n}": HASH for n in (1, 2, 4, 20)},
     )
     names = ("node-20", "node-4", "node-2", "node-1", "node-nowhere")
-    assert scores(Wish(claim(HASH, gpus=2)), names, fleet, ASKED) == [
+    assert scores(NodeQuery(claim(HASH, gpus=2)), names, fleet, ASKED) == [
         ("node-20", 0),
         ("node-4", 8),
         ("node-2", 10),
@@ -234,13 +234,13 @@ def test_the_tightest_fit_comes_first() -> None:
 
 
 def test_scores_without_gpus_tell_proven_nodes_from_others() -> None:
-    assert scores(Wish(claim(HASH)), NAMES, there(), ASKED) == [
+    assert scores(NodeQuery(claim(HASH)), NAMES, there(), ASKED) == [
         ("node-a", 10),
         ("node-b", 0),
         ("node-c", 0),
         ("node-nowhere", 0),
     ]
     assert scores(None, NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
-    assert scores(Wish(claim(gpus=1)), NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
-    held = Wish(claim(HASH, gpus=1), reserved="node-a", is_recorded=True)
+    assert scores(NodeQuery(claim(gpus=1)), NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
+    held = NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True)
     assert dict(scores(held, NAMES, there(), ASKED)) == {"node-a": 10, "node-b": 0, "node-c": 0, "node-nowhere": 0}

@@ -16,10 +16,10 @@ from tests.scoring.doubles import BAD, Double, good, scoring
 from webhook.core.hints import Advice, Features
 from webhook.runtime.telemetry import Metrics
 from webhook.runtime.tls.certificate_source import BadRootsError
-from webhook.scoring import Question, ScorerUnavailableError
+from webhook.scoring import ScoreRequest, ScorerUnavailableError
 from webhook.scoring.client import FAILURES, FRESH_SECONDS, REST_SECONDS, ScorerClient
 
-QUESTION = Question(Features("train-bert", "team-a", 40.0, 16), ("A100-40GB", "A100-80GB"), ("train-llama",))
+QUESTION = ScoreRequest(Features("train-bert", "team-a", 40.0, 16), ("A100-40GB", "A100-80GB"), ("train-llama",))
 
 
 class Hand:
@@ -38,7 +38,7 @@ class Asker:
         self.client = ScorerClient(url, timeout, self.metrics, self.hand, roots=roots)
 
     async def ask(self, job_type: str = "train-bert", patience: float = 30.0) -> Advice:
-        question = Question(Features(job_type), QUESTION.candidates)
+        question = ScoreRequest(Features(job_type), QUESTION.candidates)
         return await self.client.advise(question, patience=patience)
 
     async def outcome(self, job_type: str = "train-bert", patience: float = 30.0) -> str:

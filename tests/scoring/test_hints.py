@@ -9,12 +9,12 @@ from tests.builders import NOW
 from webhook.core.fleet import Fleet
 from webhook.core.hints import Advice
 from webhook.runtime.telemetry import Metrics
-from webhook.scoring import Question
-from webhook.scoring.hints import Hinting
+from webhook.scoring import ScoreRequest
+from webhook.scoring.hints import HintService
 
 
 class Silent:
-    async def advise(self, question: Question, *, patience: float) -> Advice:
+    async def advise(self, question: ScoreRequest, *, patience: float) -> Advice:
         raise AssertionError("nobody asks")
 
     async def close(self) -> None:
@@ -36,8 +36,8 @@ class Heard:
         await asyncio.Event().wait()
 
 
-def hinting(*watches: Heard) -> Hinting:
-    return Hinting(Silent(), Fleet(), lambda: NOW, Metrics(), watches=watches)
+def hinting(*watches: Heard) -> HintService:
+    return HintService(Silent(), Fleet(), lambda: NOW, Metrics(), watches=watches)
 
 
 async def test_all_is_waited_for_and_what_is_never_heard_only_for_a_while() -> None:

@@ -13,7 +13,7 @@ import jsonpatch
 from tests import builders
 from tests.builders import NOW, Raw
 from webhook.admission.explanation import Explainer
-from webhook.admission.fleet_updater import Feed
+from webhook.admission.fleet_updater import FleetUpdater
 from webhook.admission.parts import Parts
 from webhook.admission.reviewer import Reviewer
 from webhook.assembly.parts import embedded
@@ -82,9 +82,9 @@ class House:
             parts.ledger,
             parts.clock,
             notes=parts.notes,
-            needs_evidence=parts.holder.policy.is_always_required,
+            needs_evidence=parts.reserver.policy.is_always_required,
             is_starting=lambda: self.health.stage is Stage.STARTING,
-            outdated=lambda: parts.feed.outdated,
+            outdated=lambda: parts.fleet_source.outdated,
             lapses=parts.lapses,
         )
         evidence = None if parts.attestation is None else EvidenceRoutes(parts.attestation, self.health)
@@ -102,13 +102,13 @@ class House:
         self.plain = httpx.AsyncClient(transport=httpx.ASGITransport(app=plain), base_url="http://house")
 
     @property
-    def feed(self) -> Feed:
+    def fleet_source(self) -> FleetUpdater:
         """The embedded feed, which can be told to look now."""
-        assert isinstance(self.parts.feed, Feed)
-        return self.parts.feed
+        assert isinstance(self.parts.fleet_source, FleetUpdater)
+        return self.parts.fleet_source
 
     async def start(self) -> "House":
-        await self.parts.feed.load()
+        await self.parts.fleet_source.load()
         self.health.stage = Stage.SERVING
         return self
 

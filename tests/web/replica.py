@@ -6,8 +6,8 @@ from tests import builders
 from tests.builders import Raw
 from tests.ledger.fake_store import FakeStore, gpu_node
 from tests.web.house import INVENTORY, Assemble
-from webhook.admission.fleet_updater import Feed
-from webhook.admission.namespaces import Undemanding
+from webhook.admission.fleet_updater import FleetUpdater
+from webhook.admission.namespaces import NoDemands
 from webhook.admission.parts import Parts
 from webhook.assembly.parts import assembled, inventory_path, times_of
 from webhook.core.fleet import Fleet
@@ -15,9 +15,9 @@ from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.evidence.static import StaticEvidence
 from webhook.inventory.file import InventoryFile
-from webhook.ledger.carrier import Carrier, Sight, carries_other
-from webhook.ledger.cluster import ClusterLedger, WitnessAwayError
+from webhook.ledger.cluster import ClusterLedger, PodReaderUnavailableError
 from webhook.ledger.pods import PodsUnavailableError
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod, carries_other
 from webhook.runtime.clock import Clock
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics
@@ -59,14 +59,14 @@ class Shared:
         other = carries_other(self.pods[pod.namespace, pod.name], held)
         return None if other is None else f"pod {pod.namespace}/{pod.name} {other}"
 
-    async def look(self, pod: PodIdentity) -> Sight | None:
+    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
         if self.is_away:
-            raise WitnessAwayError("away")
+            raise PodReaderUnavailableError("away")
         raw = self.pods.get((pod.namespace, pod.name))
-        return None if raw is None or raw["metadata"]["uid"] != pod.uid else Sight.of(raw)
+        return None if raw is None or raw["metadata"]["uid"] != pod.uid else PodSnapshot.of(raw)
 
-    async def carriers(self) -> list[Carrier]:
-        return [one for one in map(Carrier.of, self.pods.values()) if one is not None]
+    async def reserved_pods(self) -> list[ReservedPod]:
+        return [one for one in map(ReservedPod.of, self.pods.values()) if one is not None]
 
     def created(self, pod: PodIdentity) -> None:
         """Nothing: a review is no proof."""
@@ -93,8 +93,8 @@ def sharing(shared: Shared) -> Assemble:
         fleet, metrics = Fleet(), Metrics()
         ledger = ClusterLedger(fleet, shared.store, shared, clock, times_of(settings))
         evidence = StaticEvidence(settings.node_hash_map)
-        feed = Feed(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
-        return assembled(settings, clock, fleet, metrics, ledger, feed, shared, Undemanding())
+        fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), [evidence], clock, metrics)
+        return assembled(settings, clock, fleet, metrics, ledger, fleet_source, shared, NoDemands())
 
     return assemble
 

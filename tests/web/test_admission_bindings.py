@@ -213,7 +213,7 @@ async def test_the_evidence_has_to_hold_when_the_pod_is_put_on_its_node(
     await created(house, shared, raw)
     assert (await house.validate(binding(node, dry_run=dry_run)))["allowed"]
     house.file.write_text(builders.body(unproven()).decode())
-    await house.feed.refresh()
+    await house.fleet_source.refresh()
     refused = await house.validate(binding(node, dry_run=dry_run))
     assert refusal(refused) == (403, "NoProvenNode")
     assert f"node {node}: no evidence" in refused["status"]["message"]
@@ -222,7 +222,7 @@ async def test_the_evidence_has_to_hold_when_the_pod_is_put_on_its_node(
 async def test_gpus_without_any_wish_for_evidence_need_none(first: House, shared: Shared) -> None:
     await created(first, shared, gpu_pod())
     first.file.write_text(builders.body(unproven()).decode())
-    await first.feed.refresh()
+    await first.fleet_source.refresh()
     assert (await first.validate(binding("node-b")))["allowed"]
 
 

@@ -12,7 +12,7 @@ from tests.conftest import Build
 from tests.web.house import INVENTORY, House, patched
 from tests.web.replica import Shared, binding, sharing
 from webhook.core.claim import recorded_claim
-from webhook.core.dress import Outfit, dressed
+from webhook.core.dress import Allocation, dressed
 from webhook.core.pod import Pod
 
 GATE = {"name": "gpuwarden.io/queue"}
@@ -256,7 +256,7 @@ async def test_with_the_gate_of_a_pod_without_gpus_nothing_else_is_let_in(
     house.parts.fleet.prove("node-c", builders.evidence("node-c", "sha256:none"), house.now)
     claim = recorded_claim(Pod.parse(old))
     assert claim is not None
-    opened = dressed(old, Outfit(claim, ("node-c",), has_waited=True), house.parts.rules.dress)
+    opened = dressed(old, Allocation(claim, ("node-c",), has_waited=True), house.parts.rules.dress)
     response = await house.validate(builders.review("UPDATE", new=annotated(opened, **planted), old=old, uid="open"))
     assert response["allowed"] is (reason is None)
     assert (response.get("status") or {}).get("reason") == reason

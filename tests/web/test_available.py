@@ -12,11 +12,11 @@ from tests.builders import HASH, NOW, SECOND, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.web.house import House
 from tests.web.test_devices import everything
-from webhook.admission.fleet_updater import Outdated
+from webhook.admission.fleet_updater import Staleness
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper, SetId
+from webhook.core.gpu_map import MapOwner, SetId
 from webhook.core.offer import offer_of
 from webhook.core.reservation import Phase, Reservation, ReservationId
 from webhook.ledger.memory import MemoryLedger
@@ -25,7 +25,7 @@ from webhook.web.devices import Devices, sightings, take_snapshot
 from webhook.web.health import Stage
 
 BROWSER = {"accept": "text/html"}
-KEEPER = Keeper("2026-01-01", SetId("set", "ml"))
+KEEPER = MapOwner("2026-01-01", SetId("set", "ml"))
 BARE: Raw = {"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-a0"}]}]}
 
 
@@ -132,7 +132,7 @@ async def test_numbers_are_those_of_one_by_one(seed: int) -> None:
             deadline=NOW + 9 * SECOND,
         )
         if not ledger.of_device(uuid):
-            ledger._shelf.replace(name, {**ledger._shelf.on(name), one.id: one})
+            ledger._index.replace(name, {**ledger._index.on(name), one.id: one})
     fleet.advance(NOW)
     snapshot = await take_snapshot(fleet, ledger, NOW, everything, needs_evidence=needs_evidence)
     each = Counter(one.state for one in sightings(snapshot, NOW) if not one.holders and one.state != "quarantined")
@@ -180,7 +180,7 @@ async def test_while_starting_there_is_no_answer_but_that(house: House) -> None:
 
 
 async def test_while_changes_are_missed_programs_get_no_answer_and_people_a_banner(house: House) -> None:
-    said: list[Outdated | None] = [Outdated("nothing has been heard of /api/v1/nodes for 90 s", is_blind=True)]
+    said: list[Staleness | None] = [Staleness("nothing has been heard of /api/v1/nodes for 90 s", is_blind=True)]
     parts = house.parts
     view = Devices(parts.fleet, parts.ledger, parts.clock, outdated=lambda: said[0])
     answer = await house.through(view, "/devices")
@@ -197,7 +197,7 @@ async def test_while_changes_are_missed_programs_get_no_answer_and_people_a_bann
 async def test_an_inventory_that_cannot_be_used_is_told_with_what_counts_instead(house: House) -> None:
     good = house.file.read_text()
     house.file.write_text('nodes: [{name: "x", "gpus": "ö"}]')
-    await house.feed.refresh()
+    await house.fleet_source.refresh()
     answer = await house.plain.get("/devices")
     assert (answer.status_code, "GPU-a0" in answer.json()) == (200, True)
     assert re.fullmatch(
@@ -205,7 +205,7 @@ async def test_an_inventory_that_cannot_be_used_is_told_with_what_counts_instead
     )
     assert "cannot be used, its last good content counts" in (await house.plain.get("/", headers=BROWSER)).text
     house.file.write_text(json.dumps({**json.loads(good), "nodes": json.loads(good)["nodes"][:1]}))
-    await house.feed.refresh()
+    await house.fleet_source.refresh()
     answer = await house.plain.get("/devices")
     assert "warning" not in answer.headers
     assert "cannot be used" not in (await house.plain.get("/", headers=BROWSER)).text

@@ -20,10 +20,10 @@ from webhook.web.callers import (
     REMEMBERED,
     RIGHT_REMEMBERED,
     Authority,
-    Gate,
+    CallerGate,
     Guard,
-    Remembered,
     Reviewers,
+    TtlCache,
     caller_of,
     list_pods,
 )
@@ -59,7 +59,7 @@ class House:
     def __init__(self, authority: Authority | None, reviewers: Reviewers | None = None, **options: bool) -> None:
         self.now = NOW
         self.metrics = Metrics()
-        self.gate = Gate(lambda: self.now, authority, reviewers, **options)
+        self.gate = CallerGate(lambda: self.now, authority, reviewers, **options)
         routes = [get(f"/{guard}", page, guard) for guard in Guard]
         self.app = application(self.metrics, *routes, gate=self.gate)
         self.client = client_of(self.app)
@@ -204,7 +204,7 @@ async def test_a_right_is_remembered_for_seconds(house: House, api: ApiServer) -
 
 async def test_so_much_is_remembered_and_no_more() -> None:
     now: list[datetime] = [NOW]
-    remembered: Remembered[int, int] = Remembered(lambda: now[0], timedelta(seconds=1), 3)
+    remembered: TtlCache[int, int] = TtlCache(lambda: now[0], timedelta(seconds=1), 3)
     asked: list[int] = []
 
     async def answer(number: int) -> int:

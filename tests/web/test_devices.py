@@ -15,7 +15,15 @@ import pytest
 from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Ask, Event, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import (
+    Placement,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationEvent,
+    ReservationId,
+    ReservationRequest,
+)
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
 from webhook.runtime.telemetry import Metrics
@@ -46,9 +54,9 @@ class SlowLedger(MemoryLedger):
     """A ledger that takes time to release, as one does that has to write to a cluster: the pod is gone already."""
 
     def begin_release(self, reservation_id: ReservationId) -> None:
-        one = self._shelf.find(reservation_id)
+        one = self._index.find(reservation_id)
         assert one is not None
-        self._shelf.replace(one.node, {**self._shelf.on(one.node), one.id: one.after(Event.POD_ENDED)})
+        self._index.replace(one.node, {**self._index.on(one.node), one.id: one.after(ReservationEvent.POD_ENDED)})
 
 
 class House:
@@ -75,12 +83,12 @@ class House:
         home = self.fleet.home_of(uuids[0])
         assert home is not None
         placement = Placement(home, tuple(Slot(uuid, k) for uuid in uuids))
-        ask = Ask(ReservationId(id), "ml", "digest", pod, is_shared=True)
+        ask = ReservationRequest(ReservationId(id), "ml", "digest", pod, is_shared=True)
         return await self.ledger.reserve(ask, [placement], answer_by=self.clock.now + timedelta(seconds=8))
 
     async def assigned(self, id: str, *uuids: DeviceUuid, k: int = 0, pod: str = "infer-x7k2p") -> Reservation:
         reservation = await self.pending(id, *uuids, k=k)
-        return await self.ledger.finalize(reservation.id, PodIdentity("ml", pod, f"uid-of-{pod}"))
+        return await self.ledger.bind_to_pod(PodProof.REPORTED, reservation.id, PodIdentity("ml", pod, f"uid-of-{pod}"))
 
     async def get(self, url: str, method: str = "GET", accept: str | None = None) -> httpx.Response:
         transport = httpx.ASGITransport(app=self.app)
@@ -180,7 +188,7 @@ async def test_devices_have_the_shape_that_users_of_s4_read() -> None:
     house.prove("gpu-a")
     await house.pending("reservation-1", GPU[1])
     pod = PodIdentity("ml", "infer-x7k2p", "00000000-0000-4000-8000-000000000041")
-    await house.ledger.finalize(ReservationId("reservation-1"), pod)
+    await house.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("reservation-1"), pod)
     await house.pending("reservation-2", GPU[2])
 
     response = await house.get("/devices")
@@ -254,7 +262,7 @@ async def test_what_is_known_of_a_device_is_told_and_what_is_not_is_left_out() -
 async def test_a_pending_reservation_that_has_its_pods_uid_tells_it() -> None:
     house = House(node("gpu-a", gpu(1)))
     reservation = await house.pending("r1", GPU[1])
-    await house.ledger.bind(reservation.id, PodIdentity("ml", "infer-x7k2p", "uid-1"))
+    await house.ledger.bind_to_pod(PodProof.NAMED, reservation.id, PodIdentity("ml", "infer-x7k2p", "uid-1"))
     assert (await house.devices())[GPU[1]]["assignment"] == {
         "exists?": False,
         "namespace": "ml",
@@ -574,7 +582,7 @@ async def test_nothing_that_others_wrote_becomes_markup() -> None:
     device = gpu(1, HOSTILE, model=HOSTILE, memory=HOSTILE, serial=HOSTILE)
     house = House(node(HOSTILE, device), notes=[HOSTILE])
     reservation = await house.pending("r1", GPU[1])
-    await house.ledger.finalize(reservation.id, PodIdentity("ml", HOSTILE, "uid-1"))
+    await house.ledger.bind_to_pod(PodProof.REPORTED, reservation.id, PodIdentity("ml", HOSTILE, "uid-1"))
     for url in ("/", str(httpx.URL("/", params={"text": HOSTILE})), str(httpx.URL("/", params={"node": HOSTILE}))):
         page = await house.page(url)
         assert not {"script", "img"} & {tag for tag, _ in page.tags}

@@ -22,7 +22,7 @@ from tests.web.house import INVENTORY, House
 from webhook.core.device import DeviceUuid, Slot
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
 from webhook.evidence.jwt.end_reports import MOST, EndReports, mark_of
-from webhook.evidence.jwt.jwt_svid import Fault
+from webhook.evidence.jwt.jwt_svid import TokenFault
 
 KEY, FOREIGN = SigningKey.make("key-1"), SigningKey.make("key-1")
 
@@ -67,7 +67,7 @@ class Site:
 
     async def admits(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
         """Whether a pod that asks for a node of these hashes gets one now; nothing is held."""
-        await self.house.feed.refresh()
+        await self.house.fleet_source.refresh()
         return await self.admits_at_once(*hashes, uid=uid)
 
     async def admits_at_once(self, *hashes: str, uid: str = builders.REVIEW_UID) -> bool:
@@ -123,12 +123,12 @@ async def test_only_a_node_is_challenged(site: Site, query: str) -> None:
 
 
 @pytest.mark.parametrize(("bad", "fault"), [pytest.param(bad, fault, id=name) for name, bad, fault in BAD])
-async def test_no_bad_token_proves_a_node(site: Site, bad: Bad, fault: Fault) -> None:
+async def test_no_bad_token_proves_a_node(site: Site, bad: Bad, fault: TokenFault) -> None:
     nonces = {node: await site.nonce(node) for node in ("node-a", "node-b")}
     world = World(KEY, FOREIGN, lambda node: nonces.get(node, nonces["node-b"]), NOW)
     text = bad(world)
     reply = await site.post(text)
-    expected = {Fault.FORM: 400, Fault.SIZE: 413}.get(fault, 403)
+    expected = {TokenFault.FORM: 400, TokenFault.SIZE: 413}.get(fault, 403)
     assert (reply.status_code, len(reply.content) < 300) == (expected, True), reply.text
     assert text[:40] not in reply.text or not text
     assert not await site.admits(HASH)
@@ -224,7 +224,7 @@ async def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(site
     for nodes in (inventory["nodes"][1:], inventory["nodes"]):
         site.house.file.write_text(json.dumps({"nodes": nodes}, indent=len(nodes)))
         site.house.now += timedelta(seconds=1)
-        await site.house.feed.refresh()
+        await site.house.fleet_source.refresh()
     assert not await site.admits(HASH)
     assert (await site.post(in_hand)).status_code == 403
     site.house.now += timedelta(seconds=6)

@@ -19,7 +19,7 @@ from tests.web.test_app import paths
 from webhook.core.caller import Caller, CallersUnavailableError, Right
 from webhook.scheduler.extender import Extender
 from webhook.web.app import extender_app, plain_extender_app
-from webhook.web.callers import Authority, Gate, bind_pods
+from webhook.web.callers import Authority, CallerGate, bind_pods
 from webhook.web.extender import MAX_BODY, ExtenderRoutes
 from webhook.web.health import Stage
 
@@ -30,7 +30,7 @@ ABSENT = "no attestation evidence for this node"
 
 def of_house(house: House, *, plain: bool = False, authority: Authority | None = None) -> httpx.AsyncClient:
     parts = house.parts
-    gate = Gate(parts.clock, authority)
+    gate = CallerGate(parts.clock, authority)
     routes = ExtenderRoutes(Extender(parts, None), parts.metrics, house.health, gate)
     if plain:
         app = plain_extender_app(routes, house.health, parts.metrics)
@@ -146,10 +146,10 @@ async def test_evidence_that_changes_changes_the_answer(house: House, client: ht
     assert await passed() == ["node-a"]
     nodes = [{**node, "evidence": {"hash": HASH}} for node in INVENTORY["nodes"]]
     house.file.write_text(json.dumps({"nodes": nodes}))
-    await house.feed.refresh()
+    await house.fleet_source.refresh()
     assert await passed() == NAMES
     house.file.write_text(json.dumps({"nodes": [{**nodes[1], "evidence": {"hash": OTHER_HASH}}]}))
-    await house.feed.refresh()
+    await house.fleet_source.refresh()
     assert await passed() == []
 
 

@@ -126,7 +126,7 @@ async def test_another_uid_than_the_first_is_another_pod(house: House) -> None:
 async def test_some_of_the_gpus_are_neither_one_nor_all(house: House) -> None:
     devices = [{"uuid": f"GPU-{k}"} for k in range(3)]
     house.file.write_text(builders.body({"nodes": [{"name": "node-a", "devices": devices}]}).decode())
-    await house.feed.refresh()
+    await house.fleet_source.refresh()
     await reserve(house, gpus=3)
     assert (await finalize(house, {**TOLD, "gpu-uuid": "GPU-0,GPU-1"}))[0] == 409
 

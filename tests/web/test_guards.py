@@ -13,7 +13,7 @@ from webhook.admission.reviewer import Reviewer
 from webhook.scheduler.extender import Extender
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, tls_app
-from webhook.web.callers import Gate, Reviewers
+from webhook.web.callers import CallerGate, Reviewers
 from webhook.web.devices import Devices
 from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
@@ -47,7 +47,7 @@ NOT_THERE = {
 def apps(house: House) -> dict[str, ASGIApp]:
     """The listeners of a cluster's server, where reviewers need a token."""
     parts, health = house.parts, house.health
-    gate = Gate(parts.clock, ApiServer(), Reviewers("gpuwarden"))
+    gate = CallerGate(parts.clock, ApiServer(), Reviewers("gpuwarden"))
     reviewer = Reviewer.of(parts)
     admission = Admission(reviewer, parts.clock, health)
     finalize = Finalize(parts.ledger, parts.fleet, parts.pods, parts.pods, health, gate)

@@ -17,10 +17,10 @@ from tests.web.house import INVENTORY, Assemble, House, patched
 from tests.web.replica import Shared, binding, sharing
 from tests.web.test_admission import pinned_nodes, refusal
 from tests.web.test_extender import by_name, of_house
-from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
+from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.admission.parts import Parts
 from webhook.assembly.parts import embedded
-from webhook.core.extender_wire import ExtenderArgs, Offer
+from webhook.core.extender_wire import ExtenderArgs, OfferedNodes
 from webhook.core.pod import Pod
 from webhook.runtime.clock import Clock
 from webhook.runtime.settings import Settings
@@ -42,7 +42,7 @@ def namespaces(api: Api) -> WatchedNamespaces:
 def within(namespaces: WatchedNamespaces, otherwise: Assemble = embedded) -> Assemble:
     def assemble(settings: Settings, clock: Clock) -> Parts:
         parts = otherwise(settings, clock)
-        return evolve(parts, rules=evolve(parts.rules, claims=ClaimReading(parts.rules.claims.rules, namespaces)))
+        return evolve(parts, rules=evolve(parts.rules, claims=ClaimReader(parts.rules.claims.rules, namespaces)))
 
     return assemble
 
@@ -161,7 +161,7 @@ async def replica(build: Build, shared: Shared, namespaces: WatchedNamespaces) -
 
 
 async def passed(replica: House, shared: Shared, raw: Raw) -> list[str]:
-    offer = ExtenderArgs(Pod.parse(raw), Offer(("node-a", "node-b", "node-c")))
+    offer = ExtenderArgs(Pod.parse(raw), OfferedNodes(("node-a", "node-b", "node-c")))
     return list((await Extender(replica.parts, FakeBindings(shared)).sift(offer)).passed)
 
 

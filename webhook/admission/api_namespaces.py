@@ -2,8 +2,8 @@
 
 from webhook.admission.namespaces import NamespacesUnavailableError
 from webhook.kube.api_objects import NotTheOneError, the_one
-from webhook.kube.calls import LOST, answered
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
+from webhook.kube.requests import LOST, answered
 from webhook.kube.store import Raw
 
 

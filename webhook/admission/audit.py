@@ -20,7 +20,7 @@ from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.isolation import ClaimName, refusals
 from webhook.core.pod import Pod
 from webhook.core.reservation import Phase, Reservation
-from webhook.ledger.carrier import ENDED, Carrier, PodWire
+from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
 
 Raw = dict[str, Any]
 # A pod may be created this long after its reservation, and be heard of later still.
@@ -28,7 +28,7 @@ SETTLED = timedelta(minutes=2)
 MOST_FIELDS = 4
 
 
-class Kind(StrEnum):
+class FindingKind(StrEnum):
     """What can be found, in the order of the report."""
 
     GPU_TWICE = "GpuTwice"
@@ -47,7 +47,7 @@ class Kind(StrEnum):
 class Finding:
     """One thing that somebody should look at."""
 
-    kind: Kind
+    kind: FindingKind
     object: str
     message: str
     namespace: str = ""
@@ -62,7 +62,7 @@ class AuditedPod:
     name: str
     uid: str
     node: str
-    carrier: Carrier | None = None
+    reserved_pod: ReservedPod | None = None
     hashes: tuple[str, ...] = ()
     # What it asks for without having been given it, as a sentence; empty if there is nothing.
     asks: str = ""
@@ -79,7 +79,7 @@ class AuditedPod:
 
 
 @frozen
-class Reading:
+class AuditRules:
     """How pods are read in this installation."""
 
     claims: ClaimRules
@@ -92,35 +92,35 @@ class Reading:
     def pod(self, raw: Raw) -> AuditedPod | None:
         """None if it has ended, or there is nothing to be said of it whatever else is known."""
         try:
-            wire, pod = msgspec.convert(raw, PodWire), Pod.parse(raw)
+            wire, pod = msgspec.convert(raw, ReservedPodWire), Pod.parse(raw)
             exposed = refusals(raw, self.host_paths, self.volumes)
         except (msgspec.ValidationError, InvalidPodError):
             return None
         if wire.status is not None and wire.status.phase in ENDED:
             return None
-        recorded, carrier = recorded_or_none(pod), Carrier.of(raw)
+        recorded, reserved_pod = recorded_or_none(pod), ReservedPod.of(raw)
         found = AuditedPod(
             namespace=pod.meta.namespace or "",
             name=pod.meta.name or "",
             uid=pod.meta.uid or "",
             node=pod.body.node_name or "",
-            carrier=carrier,
+            reserved_pod=reserved_pod,
             hashes=recorded.record.hashes if recorded else (),
-            asks=self._asks(pod, recorded, carrier),
+            asks=self._asks(pod, recorded, reserved_pod),
             unblinded=tuple(path for path, container in pod.containers() if wants_all(container)),
             exposed=tuple(exposed[:MOST_FIELDS]),
-            slow=self._slow(pod, recorded, carrier),
+            slow=self._slow(pod, recorded, reserved_pod),
         )
-        return found if carrier or recorded or found.asks or found.unblinded or exposed else None
+        return found if reserved_pod or recorded or found.asks or found.unblinded or exposed else None
 
-    def _slow(self, pod: Pod, recorded: Claim | None, carrier: Carrier | None) -> str:
-        has_gpus = carrier is not None or (recorded is not None and recorded.count)
+    def _slow(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
+        has_gpus = reserved_pod is not None or (recorded is not None and recorded.count)
         refused = takes_too_long(pod, self.dress) if has_gpus else None
         return refused.message if refused else ""
 
-    def _asks(self, pod: Pod, recorded: Claim | None, carrier: Carrier | None) -> str:
+    def _asks(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
         """What was read before is served, waits, or asks for no GPU."""
-        if carrier is not None or (recorded is not None and (pod.is_gated or not recorded.count)):
+        if reserved_pod is not None or (recorded is not None and (pod.is_gated or not recorded.count)):
             return ""
         try:
             claim = claim_of(pod, self.claims)
@@ -156,13 +156,17 @@ def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Findi
         *unknown(facts),
         *unreserved(facts),
         *not_isolated(facts),
-        *(Finding(Kind.GRACE_TOO_LONG, one.title, one.slow, one.namespace, one.node) for one in facts.pods if one.slow),
+        *(
+            Finding(FindingKind.GRACE_TOO_LONG, one.title, one.slow, one.namespace, one.node)
+            for one in facts.pods
+            if one.slow
+        ),
         *unproven(facts, now, needs_evidence=needs_evidence),
         *without_pods(facts, now),
         *unkept(facts),
-        *(Finding(Kind.UNREADABLE, one, "no version of gpuwarden has written this") for one in facts.unreadable),
+        *(Finding(FindingKind.UNREADABLE, one, "no version of gpuwarden has written this") for one in facts.unreadable),
     ]
-    order = {kind: number for number, kind in enumerate(Kind)}
+    order = {kind: number for number, kind in enumerate(FindingKind)}
     return sorted(found, key=lambda one: (order[one.kind], one.namespace, one.object, one.message))
 
 
@@ -170,26 +174,28 @@ def twice(facts: Facts) -> Iterator[Finding]:
     """Two pods on one node that were both told of a GPU which is nobody's to share."""
     carrying: dict[tuple[str, DeviceUuid], list[AuditedPod]] = defaultdict(list)
     for pod in facts.pods:
-        if pod.carrier is not None and pod.node:
-            for uuid in set(pod.carrier.uuids):
+        if pod.reserved_pod is not None and pod.node:
+            for uuid in set(pod.reserved_pod.uuids):
                 carrying[pod.node, uuid].append(pod)
     for (node, uuid), pods in carrying.items():
-        if len(pods) > 1 and not all(pod.carrier is not None and pod.carrier.is_shared for pod in pods):
+        if len(pods) > 1 and not all(pod.reserved_pod is not None and pod.reserved_pod.is_shared for pod in pods):
             first, *others = sorted(pods, key=lambda pod: pod.title)
             names = ", ".join(pod.title for pod in others)
-            yield Finding(Kind.GPU_TWICE, first.title, f"has {uuid}, and so has {names}", first.namespace, node)
+            yield Finding(FindingKind.GPU_TWICE, first.title, f"has {uuid}, and so has {names}", first.namespace, node)
 
 
 def unknown(facts: Facts) -> Iterator[Finding]:
     held = {(one.id, str(one.node), uuid) for one in facts.held for uuid in one.uuids}
     for pod in facts.pods:
-        carrier = pod.carrier
-        if carrier is None or carrier.reservation_id in facts.unsettled:
+        reserved_pod = pod.reserved_pod
+        if reserved_pod is None or reserved_pod.reservation_id in facts.unsettled:
             continue
-        missing = [uuid for uuid in carrier.uuids if (carrier.reservation_id, carrier.node, uuid) not in held]
+        missing = [
+            uuid for uuid in reserved_pod.uuids if (reserved_pod.reservation_id, reserved_pod.node, uuid) not in held
+        ]
         if missing:
             message = f"carries {', '.join(missing)}, which no GPUNode holds for it"
-            yield Finding(Kind.UNKNOWN_RESERVATION, pod.title, message, pod.namespace, pod.node)
+            yield Finding(FindingKind.UNKNOWN_RESERVATION, pod.title, message, pod.namespace, pod.node)
 
 
 def unreserved(facts: Facts) -> Iterator[Finding]:
@@ -197,23 +203,23 @@ def unreserved(facts: Facts) -> Iterator[Finding]:
         if pod.namespace not in facts.opted_in:
             continue
         if pod.asks:
-            yield Finding(Kind.GPU_WITHOUT_RESERVATION, pod.title, pod.asks, pod.namespace, pod.node)
+            yield Finding(FindingKind.GPU_WITHOUT_RESERVATION, pod.title, pod.asks, pod.namespace, pod.node)
         if pod.unblinded:
             fields = ", ".join(f"{path}.env[{keys.CUDA_VERSION}]" for path in pod.unblinded[:MOST_FIELDS])
             message = f"{fields} shows it all GPUs of its node; a pod that is created today is blinded"
-            yield Finding(Kind.CONTAINER_NOT_BLINDED, pod.title, message, pod.namespace, pod.node)
+            yield Finding(FindingKind.CONTAINER_NOT_BLINDED, pod.title, message, pod.namespace, pod.node)
 
 
 def not_isolated(facts: Facts) -> Iterator[Finding]:
     for pod in facts.pods:
         if pod.exposed and pod.namespace in facts.isolated:
             message = f"could reach GPUs that are not its own: {'; '.join(pod.exposed)}"
-            yield Finding(Kind.POD_NOT_ISOLATED, pod.title, message, pod.namespace, pod.node)
+            yield Finding(FindingKind.POD_NOT_ISOLATED, pod.title, message, pod.namespace, pod.node)
 
 
 def unproven(facts: Facts, now: datetime, *, needs_evidence: bool) -> Iterator[Finding]:
     for pod in facts.pods:
-        is_held_to_it = bool(pod.hashes) or (needs_evidence and pod.carrier is not None)
+        is_held_to_it = bool(pod.hashes) or (needs_evidence and pod.reserved_pod is not None)
         if not pod.node or not is_held_to_it:
             continue
         word = facts.evidence.get(pod.node)
@@ -224,13 +230,13 @@ def unproven(facts: Facts, now: datetime, *, needs_evidence: bool) -> Iterator[F
             message = f"node {pod.node} has proven {word.hash}, and the pod asks for {' or '.join(pod.hashes)}"
         else:
             continue
-        yield Finding(Kind.NODE_WITHOUT_EVIDENCE, pod.title, message, pod.namespace, pod.node)
+        yield Finding(FindingKind.NODE_WITHOUT_EVIDENCE, pod.title, message, pod.namespace, pod.node)
 
 
 def without_pods(facts: Facts, now: datetime) -> Iterator[Finding]:
     """By uid where one is known; else the reservation waits for its pod, until its deadline."""
     uids = {pod.uid for pod in facts.pods}
-    carried = {pod.carrier.reservation_id for pod in facts.pods if pod.carrier is not None}
+    carried = {pod.reserved_pod.reservation_id for pod in facts.pods if pod.reserved_pod is not None}
     for one in facts.held:
         if one.id in facts.unsettled or one.id in carried or (one.uid is not None and one.uid in uids):
             continue
@@ -241,13 +247,13 @@ def without_pods(facts: Facts, now: datetime) -> Iterator[Finding]:
         pod = f"pod {one.namespace}/{one.pod_name}" if one.pod_name else f"a pod of {one.namespace}"
         state = one.phase.value if one.orphan is None else "orphaned"
         message = f"is {state} and holds {', '.join(one.uuids)} of node {one.node} for {pod}, which is not there"
-        yield Finding(Kind.RESERVATION_WITHOUT_POD, f"reservation {one.id}", message, one.namespace, one.node)
+        yield Finding(FindingKind.RESERVATION_WITHOUT_POD, f"reservation {one.id}", message, one.namespace, one.node)
 
 
 def unkept(facts: Facts) -> Iterator[Finding]:
     for namespace, name in facts.unkept_maps:
         yield Finding(
-            Kind.MAP_WITHOUT_LABEL,
+            FindingKind.MAP_WITHOUT_LABEL,
             f"statefulset {namespace}/{name}",
             f"has a placement map, and its namespace has no label {keys.MAPS_LABEL}=true: its GPUs are not kept for it",
             namespace,

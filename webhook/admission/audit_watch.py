@@ -7,11 +7,11 @@ from typing import Any
 
 from attrs import frozen
 
-from webhook.admission.audit import AuditedPod, Facts, Kind, Reading, findings
-from webhook.admission.maps import map_of, may_keep, opted_in
+from webhook.admission.audit import AuditedPod, AuditRules, Facts, FindingKind, findings
+from webhook.admission.placement_maps import map_of, may_keep, opted_in
 from webhook.core.fleet import Fleet
 from webhook.core.isolation import is_isolated
-from webhook.kube.view import View
+from webhook.kube.view import ObjectView
 from webhook.kube.watch import key_of
 from webhook.ledger import Ledger
 from webhook.runtime.clock import Clock
@@ -19,7 +19,7 @@ from webhook.runtime.clock import Clock
 Raw = dict[str, Any]
 
 
-class Pods:
+class AuditedPods:
     """Hears of pods, and keeps what an audit may say something of."""
 
     def __init__(self, read: Callable[[Raw], AuditedPod | None]) -> None:
@@ -42,7 +42,7 @@ class Pods:
         self.kept.pop(key_of(raw), None)
 
 
-class MappedNames:
+class MappedSetNames:
     """Hears of StatefulSets, and keeps the names of those with a placement map."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def name_of(raw: Raw) -> tuple[str, str]:
 
 
 @frozen
-class Asked:
+class AuditedNamespace:
     """What matters of a namespace: whether its pods are looked at, isolated, and whether its maps keep GPUs."""
 
     is_ours: bool = False
@@ -81,7 +81,7 @@ class AuditWatch:
 
     def __init__(
         self,
-        reading: Reading,
+        reading: AuditRules,
         fleet: Fleet,
         ledger: Ledger,
         clock: Clock,
@@ -90,9 +90,11 @@ class AuditWatch:
         *,
         needs_evidence: bool,
     ) -> None:
-        self.pods = Pods(reading.pod)
-        self.sets = MappedNames()
-        self.namespaces: View[Asked] = View(partial(asked, opt_in=opt_in, own_namespace=own_namespace))
+        self.pods = AuditedPods(reading.pod)
+        self.sets = MappedSetNames()
+        self.namespaces: ObjectView[AuditedNamespace] = ObjectView(
+            partial(asked, opt_in=opt_in, own_namespace=own_namespace)
+        )
         self._fleet = fleet
         self._ledger = ledger
         self._clock = clock
@@ -101,21 +103,21 @@ class AuditWatch:
     def counts(self) -> dict[str, int]:
         """Findings by kind, all kinds."""
         found = Counter(one.kind for one in findings(self._facts(), self._clock(), needs_evidence=self._needs_evidence))
-        return {kind.value: found[kind] for kind in Kind}
+        return {kind.value: found[kind] for kind in FindingKind}
 
     def _facts(self) -> Facts:
-        namespaces = {name: self.namespaces.get(name) or Asked() for name in self.namespaces.names()}
+        namespaces = {name: self.namespaces.get(name) or AuditedNamespace() for name in self.namespaces.names()}
         unkept = {name for name, one in namespaces.items() if one.is_ours and not one.keeps}
         return Facts(
             pods=self.pods.kept.values(),
             held=self._ledger.reservations(),
             opted_in={name for name, one in namespaces.items() if one.is_ours},
             isolated={name for name, one in namespaces.items() if one.isolates},
-            evidence={name: berth.evidence for name, berth in self._fleet.berths.items()},
+            evidence={name: indexed.evidence for name, indexed in self._fleet.indexed_nodes.items()},
             unkept_maps=[one for one in self.sets.names if one[0] in unkept],
         )
 
 
-def asked(raw: Raw, opt_in: str, own_namespace: str) -> Asked:
+def asked(raw: Raw, opt_in: str, own_namespace: str) -> AuditedNamespace:
     is_ours = opted_in(raw, opt_in)
-    return Asked(is_ours, is_ours and is_isolated(raw, own_namespace), may_keep(raw, opt_in))
+    return AuditedNamespace(is_ours, is_ours and is_isolated(raw, own_namespace), may_keep(raw, opt_in))

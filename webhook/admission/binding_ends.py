@@ -16,8 +16,8 @@ import msgspec
 import structlog
 from attrs import frozen
 
-from webhook.admission.maps import opted_in
-from webhook.admission.namespaces import ClaimReading
+from webhook.admission.namespaces import ClaimReader
+from webhook.admission.placement_maps import opted_in
 from webhook.core import check, keys
 from webhook.core.claim import Claim, ClaimRules, believed, claim_of, recorded_or_none
 from webhook.core.decide import EvidencePolicy
@@ -27,11 +27,11 @@ from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import Reservation
-from webhook.kube.api_objects import Objects
+from webhook.kube.api_objects import ObjectClient
 from webhook.kube.store import StaleError
-from webhook.kube.view import View
-from webhook.ledger.carrier import ENDED, Carrier, PodWire
+from webhook.kube.view import ObjectView
 from webhook.ledger.reconcile import had_since
+from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
 from webhook.runtime.clock import LONG_AGO, Clock
 
 log = structlog.get_logger(__name__)
@@ -53,7 +53,7 @@ LARGEST = 1_400_000
 OF_AN_ENTRY = 26
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredEnds(msgspec.Struct, frozen=True):
     """What is written. An end that nobody of ours has written is over."""
 
     kept: str = ""
@@ -62,7 +62,7 @@ class Kept(msgspec.Struct, frozen=True):
     pods: dict[str, str] = {}
 
     @classmethod
-    def of(cls, raw: Raw | None) -> "Kept":
+    def of(cls, raw: Raw | None) -> "StoredEnds":
         try:
             return msgspec.convert((raw or {}).get("spec") or {}, cls)
         except msgspec.ValidationError:
@@ -78,7 +78,7 @@ class Unbound:
     """A pod on no node that a scheduler may bind."""
 
     pod: Pod
-    carrier: Carrier | None
+    reserved_pod: ReservedPod | None
     # None among them if its affinity leaves it open.
     nodes: frozenset[str | None]
     recorded: Claim | None
@@ -87,14 +87,14 @@ class Unbound:
     def of(cls, raw: Raw) -> "Unbound | None":
         """None if it is on a node, has ended, or waits behind our gate, which nobody opens without us."""
         try:
-            wire, pod = msgspec.convert(raw, PodWire), Pod.parse(raw)
+            wire, pod = msgspec.convert(raw, ReservedPodWire), Pod.parse(raw)
         except (msgspec.ValidationError, InvalidPodError):
             return None
         has_ended = wire.status is not None and wire.status.phase in ENDED
         if pod.body.node_name or has_ended or pod.is_gated or not pod.meta.uid:
             return None
         nodes = frozenset(nodes_pinned_to(raw)) or frozenset({None})
-        return cls(pod, Carrier.of(raw), nodes, recorded_or_none(pod))
+        return cls(pod, ReservedPod.of(raw), nodes, recorded_or_none(pod))
 
     @property
     def namespace(self) -> str:
@@ -109,11 +109,11 @@ class BindingEnds:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectClient,
         fleet: Fleet,
         policy: EvidencePolicy,
-        claims: ClaimReading,
-        carried: Callable[[Carrier], Reservation | None],
+        claims: ClaimReader,
+        carried: Callable[[ReservedPod], Reservation | None],
         bind_deadline: timedelta,
         clock: Clock,
         is_current: Callable[[], bool],
@@ -121,7 +121,7 @@ class BindingEnds:
     ) -> None:
         """`carried`: the reservation that a ledger knows of what a pod says it carries."""
         # Whether the policy judges Bindings there.
-        self.namespaces: View[bool] = View(partial(opted_in, opt_in=opt_in))
+        self.namespaces: ObjectView[bool] = ObjectView(partial(opted_in, opt_in=opt_in))
         self._objects = objects
         self._fleet = fleet
         self._policy = policy
@@ -192,7 +192,7 @@ class BindingEnds:
     async def _read(self) -> None:
         """It may have been deleted, or written by another leader."""
         self._raw = await self._objects.get(NAME)
-        kept = Kept.of(self._raw)
+        kept = StoredEnds.of(self._raw)
         self._written, self._is_kept = kept.ends(), bool(kept.kept)
 
     async def _settle(self, now: datetime) -> None:
@@ -225,7 +225,7 @@ class BindingEnds:
             is_kept = (self._is_kept or await self._stores(unkept)) and await self._stores(raw)
             if is_kept:
                 self._tell_closed(wanted)
-            elif Kept.of(self._raw).kept:
+            elif StoredEnds.of(self._raw).kept:
                 await self._stores(unkept)
         self._written, self._is_kept = wanted, is_kept
 
@@ -235,9 +235,9 @@ class BindingEnds:
             self._raw = await self._objects.create(raw)
         else:
             self._raw = await self._objects.replace({**self._raw, "spec": raw["spec"]})
-        sent, stored = Kept.of(raw), Kept.of(self._raw)
+        sent, stored = StoredEnds.of(raw), StoredEnds.of(self._raw)
         if sent != stored and not self._is_told:
-            parts = [part for part in Kept.__struct_fields__ if getattr(sent, part) != getattr(stored, part)]
+            parts = [part for part in StoredEnds.__struct_fields__ if getattr(sent, part) != getattr(stored, part)]
             log.error(
                 "ends of evidence are not stored whole, so no pod is bound while no replica answers: "
                 "apply the CRDs of this version",
@@ -258,8 +258,8 @@ class BindingEnds:
         return self.namespaces.get(one.namespace) is not False
 
     def _nodes(self, written: Ends, now: datetime, judged: Iterable[Unbound]) -> Ends:
-        berths = self._fleet.berths
-        fresh = {name for name, berth in berths.items() if berth.state is EvidenceState.FRESH}
+        indexed_nodes = self._fleet.indexed_nodes
+        fresh = {name for name, indexed in indexed_nodes.items() if indexed.state is EvidenceState.FRESH}
         had = {name for kind, name in written if kind == NODE} | self._closed_at.keys() | self._were_fresh
         self._were_fresh = fresh
         on_their_way = [one for one in judged if self._has_claim(one)]
@@ -269,7 +269,7 @@ class BindingEnds:
             for name, since in closed.items()
             if now - since < LINGERS or any(one.may_go_to(name) for one in on_their_way)
         }
-        said = {name: berths[name].evidence for name in fresh}
+        said = {name: indexed_nodes[name].evidence for name in fresh}
         ends = {name: one.until for name, one in said.items() if one is not None and one.until is not None}
         return {(NODE, name): whole(end) for name, end in (ends | dict.fromkeys(self._closed_at, LONG_AGO)).items()}
 
@@ -321,12 +321,12 @@ class BindingEnds:
         return None if recorded is not None and is_held else LONG_AGO
 
     def _end_of_reserved(self, one: Unbound, claim: Claim) -> datetime:
-        held = None if one.carrier is None else self._carried(one.carrier)
-        if one.carrier is None or held is None or check.still_held(claim, held, one.pod) is not None:
+        held = None if one.reserved_pod is None else self._carried(one.reserved_pod)
+        if one.reserved_pod is None or held is None or check.still_held(claim, held, one.pod) is not None:
             return LONG_AGO
         if not self._suits(claim, held.node):
             return LONG_AGO
-        return had_since(one.carrier, held) + self._bind_deadline
+        return had_since(one.reserved_pod, held) + self._bind_deadline
 
     def _suits(self, claim: Claim, node: str) -> bool:
         return check.still_proven(claim, node, self._fleet, self._policy) is None
@@ -359,7 +359,7 @@ def raw_of(ends: Ends, kept: datetime | None) -> Raw:
     return {"apiVersion": "gpuwarden.io/v1alpha1", "kind": "BindingEnds", "metadata": {"name": NAME}, "spec": spec}
 
 
-async def ensure_binding_ends(objects: Objects) -> None:
+async def ensure_binding_ends(objects: ObjectClient) -> None:
     """The policy refuses every Binding of a scheduler while there is no such object, reviewed or not."""
     try:
         await objects.create(raw_of({}, None))

@@ -10,7 +10,7 @@ from webhook.core.review import Review
 from webhook.core.verdict import Verdict
 from webhook.ledger import Ledger
 from webhook.ledger.pods import PodSource
-from webhook.scoring.hints import Hinting
+from webhook.scoring.hints import HintService
 
 log = structlog.get_logger(__name__)
 
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 class PodEnding:
     """Releases the reservations of a deleted pod in embedded mode."""
 
-    def __init__(self, ledger: Ledger, pods: PodSource, hinting: Hinting | None) -> None:
+    def __init__(self, ledger: Ledger, pods: PodSource, hinting: HintService | None) -> None:
         self._ledger = ledger
         self._pods = pods
         self._hinting = hinting

@@ -5,13 +5,13 @@ from typing import Any
 
 import structlog
 
-from webhook.admission.evidence_loss import MeasureError
+from webhook.admission.evidence_loss import EvictionError
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.kube.api_objects import NotTheOneError, the_one
-from webhook.kube.calls import JSON, LOST, MERGE_PATCH, NODE_PATH, POD_PATH, answered
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
 from webhook.kube.pods import names_of, said_in
+from webhook.kube.requests import JSON, LOST, MERGE_PATCH, NODE_PATH, POD_PATH, answered
 
 log = structlog.get_logger(__name__)
 
@@ -20,7 +20,7 @@ Raw = dict[str, Any]
 GONE, CONFLICT = 404, 409
 
 
-class ApiMeasures:
+class ApiEvictor:
     """By the API server, and so within what its disruption budgets allow."""
 
     def __init__(self, api: ApiClient) -> None:
@@ -45,7 +45,7 @@ class ApiMeasures:
         try:
             return None if body is None else the_one(200, body, "Node", node)
         except NotTheOneError as exc:
-            raise MeasureError(str(exc)) from exc
+            raise EvictionError(str(exc)) from exc
 
     async def _answered(
         self,
@@ -61,11 +61,11 @@ class ApiMeasures:
         try:
             status, said = await answered(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
         except LOST as exc:
-            raise MeasureError("the API server cannot be reached") from exc
+            raise EvictionError("the API server cannot be reached") from exc
         if status in fine:
             return None
         if status >= 400:
-            raise MeasureError(said_in(status, said))
+            raise EvictionError(said_in(status, said))
         return said
 
     async def evict(self, pod: PodIdentity) -> None:

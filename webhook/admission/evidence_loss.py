@@ -14,9 +14,8 @@ import msgspec
 import structlog
 from attrs import define, evolve, frozen
 
-from webhook.admission.namespaces import ClaimReading
+from webhook.admission.namespaces import ClaimReader
 from webhook.core import check, keys
-from webhook.core.cells import Berth
 from webhook.core.claim import Claim, ClaimRecord, ClaimRules, believed, claim_of, recorded_or_none
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Node
@@ -24,11 +23,12 @@ from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.evidence import EvidenceState
 from webhook.core.evidence_changes import Changes
 from webhook.core.fleet import Fleet
+from webhook.core.fleet_index import IndexedNode
 from webhook.core.pod import OwnerReference, Pod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
-from webhook.ledger.carrier import ENDED, MetaWire, PodWire
+from webhook.ledger.reserved_pod import ENDED, ReservedPodMetaWire, ReservedPodWire
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import EvidenceCounts
 
@@ -59,11 +59,11 @@ class OnEvidenceLost(StrEnum):
     EVICT = "evict"
 
 
-class MeasureError(GpuwardenError):
+class EvictionError(GpuwardenError):
     """It could not be done now; the text says why."""
 
 
-class Measures(Protocol):
+class Evictor(Protocol):
     """What can be done to nodes and pods. Both raise MeasureError."""
 
     async def taint(self, node: str, *, wanted: bool) -> None:
@@ -74,7 +74,7 @@ class Measures(Protocol):
 
 
 @frozen
-class Resident:
+class BoundPod:
     """A pod that is on a node and was let there by its claim, as the pod says itself.
 
     A record of GPUs that are reserved is what it was let in by. Without one, where no review of ours was asked, it is
@@ -89,11 +89,11 @@ class Resident:
     is_leaving: bool = False
 
     @classmethod
-    def of(cls, raw: Raw, rules: ClaimRules) -> "Resident | None":
+    def of(cls, raw: Raw, rules: ClaimRules) -> "BoundPod | None":
         """None if it is on no node, has ended, or has no claim."""
         try:
-            wire = msgspec.convert(raw, PodWire)
-            meta = wire.metadata or MetaWire()
+            wire = msgspec.convert(raw, ReservedPodWire)
+            meta = wire.metadata or ReservedPodMetaWire()
             node = wire.spec and wire.spec.node_name
             has_ended = wire.status is not None and wire.status.phase in ENDED
             if not node or has_ended or not meta.uid:
@@ -139,17 +139,17 @@ def owner_in(references: Iterable[OwnerReference], namespace: str) -> Subject | 
 
 
 @define
-class Loss:
+class LostEvidence:
     """A pod without the evidence that it needs."""
 
-    resident: Resident
+    resident: BoundPod
     text: str
     since: datetime
     is_told: bool = False
 
 
 @define
-class Tries:
+class EvictionRetries:
     """When something that could not be done is tried again."""
 
     not_before: datetime
@@ -159,7 +159,7 @@ class Tries:
         self.not_before, self.pause = now + self.pause, min(2 * self.pause, LONGEST_PAUSE)
 
 
-class Continuous:
+class EvidenceLoss:
     """Hears of pods from a watch, goes by the fleet, and acts in `step`."""
 
     def __init__(
@@ -167,14 +167,14 @@ class Continuous:
         fleet: Fleet,
         policy: EvidencePolicy,
         on_lost: OnEvidenceLost,
-        measures: Measures,
+        measures: Evictor,
         events: Events,
         clock: Clock,
-        claims: ClaimReading,
+        claims: ClaimReader,
         *,
         is_current: Callable[[], bool],
         is_owed: Callable[[str], bool],
-        is_vouched: Callable[[Resident], bool],
+        is_vouched: Callable[[BoundPod], bool],
         count_change: Callable[[str], None],
     ) -> None:
         """`is_owed`: a node's evidence has news that is yet to be written. `is_vouched`: a ledger knows the claim."""
@@ -190,20 +190,20 @@ class Continuous:
         self._is_vouched = is_vouched
         self._changes = Changes(fleet, count_change)
         self._current_since: datetime | None = None
-        self._residents: dict[str, Resident] = {}
-        self._losses: dict[str, Loss] = {}
+        self._residents: dict[str, BoundPod] = {}
+        self._losses: dict[str, LostEvidence] = {}
         # Pods whose node was seen to suit what they ask: who asks for something else later has not lost it.
         self._were_proven: set[tuple[str, frozenset[str]]] = set()
-        self._tries: dict[str, Tries] = {}
+        self._tries: dict[str, EvictionRetries] = {}
 
     # What the watch tells.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        found = (Resident.of(raw, self._claims.rules) for raw in objects.values())
+        found = (BoundPod.of(raw, self._claims.rules) for raw in objects.values())
         self._residents = {one.pod.uid: one for one in found if one is not None}
 
     def changed(self, raw: Raw) -> None:
-        one = Resident.of(raw, self._claims.rules)
+        one = BoundPod.of(raw, self._claims.rules)
         if one is None:
             self.deleted(raw)
         else:
@@ -245,15 +245,15 @@ class Continuous:
 
     def _tell_changes(self, now: datetime) -> None:
         if not self._changes.has_begun:
-            log.info("evidence watched", nodes=len(self._fleet.berths), policy=self._on_lost)
+            log.info("evidence watched", nodes=len(self._fleet.indexed_nodes), policy=self._on_lost)
         for one in self._changes.since_last(self._is_owed):
             # The moment tells it from the same change of another day, which is told as well.
             text = f"evidence was {one.was}, is {one.word}; {moment(now)}, by {one.source}"
-            self._events.tell(Subject.of_node(one.node), Reason.EVIDENCE_CHANGED, text, is_warning=one.is_worse)
+            self._events.record(Subject.of_node(one.node), Reason.EVIDENCE_CHANGED, text, is_warning=one.is_worse)
 
     def _look(self, now: datetime) -> None:
         """Which pods are without evidence, and since when. News that is still to be written down may say otherwise."""
-        losses: dict[str, Loss] = {}
+        losses: dict[str, LostEvidence] = {}
         were_proven = self._were_proven
         for uid, one in self._residents.items():
             objection = self._objection(one)
@@ -262,14 +262,14 @@ class Continuous:
             elif uid in self._losses:
                 losses[uid] = evolve(self._losses[uid], resident=one, text=objection)
             elif not self._is_owed(one.node):
-                losses[uid] = Loss(one, objection, now)
+                losses[uid] = LostEvidence(one, objection, now)
         self._losses = losses
         self._were_proven = {known for known in were_proven if known[0] in self._residents}
 
-    def _objection(self, one: Resident) -> str | None:
+    def _objection(self, one: BoundPod) -> str | None:
         """What speaks against the pod's being where it is; a node that is gone takes its pods with it."""
-        berth, claim = self._fleet.berths.get(one.node), self._claim(one)
-        if berth is None or suits(berth, claim):
+        indexed, claim = self._fleet.indexed_nodes.get(one.node), self._claim(one)
+        if indexed is None or suits(indexed, claim):
             return None
         # Nobody knows of a pod without a record whether we have let it in, unless it asks for evidence itself.
         if one.is_bound and not claim.hashes:
@@ -277,7 +277,7 @@ class Continuous:
         denial = check.still_proven(claim, one.node, self._fleet, self._policy)
         return None if denial is None else denial.message
 
-    def _claim(self, one: Resident) -> Claim:
+    def _claim(self, one: BoundPod) -> Claim:
         """Within its namespace, as it is known by now: pods are heard of before their namespaces too."""
         bond = self._claims.namespaces.known(one.pod.namespace) if one.is_bound else None
         if not bond or not bond.hashes:
@@ -286,33 +286,33 @@ class Continuous:
         hashes = bond.held_to(record.hashes) or record.hashes
         return Claim(msgspec.structs.replace(record, hashes=hashes), one.claim.nodes)
 
-    def _tell_losses(self, lost: Iterable[Loss], now: datetime) -> None:
+    def _tell_losses(self, lost: Iterable[LostEvidence], now: datetime) -> None:
         for one in lost:
             if one.is_told:
                 continue
             one.is_told, resident = True, one.resident
-            self._events.tell(Subject.of_pod(resident.pod), Reason.EVIDENCE_LOST, f"{one.text}; {moment(now)}")
+            self._events.record(Subject.of_pod(resident.pod), Reason.EVIDENCE_LOST, f"{one.text}; {moment(now)}")
             if resident.owner is not None:
                 text = f"pod {resident.pod.name}: {one.text}; {moment(now)}"
-                self._events.tell(resident.owner, Reason.EVIDENCE_LOST, text)
+                self._events.record(resident.owner, Reason.EVIDENCE_LOST, text)
 
-    async def _act(self, lost: list[Loss], now: datetime) -> None:
+    async def _act(self, lost: list[LostEvidence], now: datetime) -> None:
         wanted = dict(self._wanted(lost))
         self._tries = {what: tries for what, tries in self._tries.items() if what in wanted}
         due = [what for what in wanted if what not in self._tries or self._tries[what].not_before <= now]
         failures = 0
         for what in due[:AT_A_TIME]:
             # After a success too: the watch needs its time to tell.
-            self._tries.setdefault(what, Tries(now)).again(now)
+            self._tries.setdefault(what, EvictionRetries(now)).again(now)
             try:
                 await wanted[what]()
-            except MeasureError as exc:
+            except EvictionError as exc:
                 log.warning("left for a later pass", what=what, policy=self._on_lost, problem=str(exc))
                 failures += 1
                 if failures >= MAX_FAILURES:
                     return
 
-    def _wanted(self, lost: Iterable[Loss]) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
+    def _wanted(self, lost: Iterable[LostEvidence]) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """What is to be done by policy, under a name for each."""
         for name, wanted in self._taints_due(lost):
             yield f"node {name}", partial(self._measures.taint, name, wanted=wanted)
@@ -321,7 +321,7 @@ class Continuous:
                 if not one.is_leaving:
                     yield f"pod {one.pod.namespace}/{one.pod.name} {one.pod.uid}", partial(self._evict, one.pod)
 
-    def _taints_due(self, lost: Iterable[Loss]) -> Iterator[tuple[str, bool]]:
+    def _taints_due(self, lost: Iterable[LostEvidence]) -> Iterator[tuple[str, bool]]:
         """Nodes that lack our taint, or bear it for nothing.
 
         What a pod says of its own claim taints no node: anybody may write that where we do not review. A ledger has to
@@ -329,14 +329,14 @@ class Continuous:
         """
         nodes = {one.resident.node for one in self._losses.values()}  # the newest included: no taint comes off for them
         believed = {one.resident.node for one in lost if self._is_believed(one.resident)}
-        for name, berth in self._fleet.berths.items():
-            is_tainted = has_our_taint(berth.node)
-            is_back = name not in nodes and berth.state is EvidenceState.FRESH
+        for name, indexed in self._fleet.indexed_nodes.items():
+            is_tainted = has_our_taint(indexed.node)
+            is_back = name not in nodes and indexed.state is EvidenceState.FRESH
             wanted = self._on_lost is OnEvidenceLost.TAINT and (name in believed or (is_tainted and not is_back))
             if wanted != is_tainted and not self._is_owed(name):
                 yield name, wanted
 
-    def _is_believed(self, one: Resident) -> bool:
+    def _is_believed(self, one: BoundPod) -> bool:
         return (one.pod.uid, self._claim(one).hashes) in self._were_proven or self._is_vouched(one)
 
     async def _evict(self, pod: PodIdentity) -> None:
@@ -350,15 +350,15 @@ def evidence_ages(fleet: Fleet, now: datetime) -> dict[tuple[str, str], float]:
     fleet.advance(now)
     found: dict[tuple[str, str], float] = {}
     classes: set[str] = set()
-    for berth in fleet.berths.values():
-        said = berth.evidence
+    for indexed in fleet.indexed_nodes.values():
+        said = indexed.evidence
         since = None if said is None else said.oldest or said.since
         if since is None:
             continue
-        own = class_of(berth.node)
+        own = class_of(indexed.node)
         own = own if own in classes or len(classes) < MAX_CLASSES else OTHER_CLASS
         classes.add(own)
-        found[berth.state, own] = max((now - since).total_seconds(), found.get((berth.state, own), 0.0))
+        found[indexed.state, own] = max((now - since).total_seconds(), found.get((indexed.state, own), 0.0))
     return found
 
 
@@ -367,14 +367,14 @@ def class_of(node: Node) -> str:
     return next((node.labels[key] for key in keys.GPU_TYPE_LABELS if key in node.labels), "")
 
 
-def suits(berth: Berth, claim: Claim) -> bool:
+def suits(indexed: IndexedNode, claim: Claim) -> bool:
     """The usual case, without the work of a decision."""
-    if berth.state is not EvidenceState.FRESH or berth.evidence is None:
+    if indexed.state is not EvidenceState.FRESH or indexed.evidence is None:
         return False
-    return not claim.hashes or berth.evidence.hash in claim.hashes
+    return not claim.hashes or indexed.evidence.hash in claim.hashes
 
 
-def is_vouched(held: Reservation | None, one: Resident) -> bool:
+def is_vouched(held: Reservation | None, one: BoundPod) -> bool:
     """Whether the pod holds what it holds by that very claim."""
     return held is not None and held.claim_digest == one.claim.digest
 

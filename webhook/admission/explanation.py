@@ -30,7 +30,7 @@ class CannotExplainError(GpuwardenError):
     """What the verdict depends on cannot be looked up at this moment: the same creation may succeed in a moment."""
 
 
-class Rehearsing(Protocol):
+class DryRunner(Protocol):
     """Answers dry runs, as the API server would ask them."""
 
     async def rehearsed(self, raw: Json, namespace: str) -> Rehearsal:
@@ -40,7 +40,7 @@ class Rehearsing(Protocol):
 class Explainer:
     """Explains pods with the parts of one process."""
 
-    def __init__(self, parts: Parts, rehearsing: Rehearsing) -> None:
+    def __init__(self, parts: Parts, rehearsing: DryRunner) -> None:
         self._parts = parts
         self._rehearsing = rehearsing
 
@@ -83,7 +83,7 @@ class Explainer:
         return await self._parts.rules.claims.within(namespace)
 
     def _nodes(self, claim: Claim) -> list[Json]:
-        fleet, policy = self._parts.fleet, self._parts.holder.policy
+        fleet, policy = self._parts.fleet, self._parts.reserver.policy
         return [self._node(fit, claim) for fit in explain(claim, fleet, policy)]
 
     def _node(self, fit: NodeFit, claim: Claim) -> Json:
@@ -94,7 +94,7 @@ class Explainer:
             "devices": [slot.uuid for slot in fit.slots],
         }
         if fit.objection is Objection.OTHER_HASH:
-            evidence = self._parts.fleet.berths[fit.name].evidence
+            evidence = self._parts.fleet.indexed_nodes[fit.name].evidence
             told["hash"] = evidence.hash if evidence else ""
         return told
 

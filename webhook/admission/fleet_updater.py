@@ -12,7 +12,7 @@ from webhook.core.evidence_changes import Changes
 from webhook.core.fleet import Fleet
 from webhook.evidence import EvidenceProvider
 from webhook.evidence.jwt.jwt_svid import SOURCE as JWT_SVID
-from webhook.evidence.providers import Round
+from webhook.evidence.providers import ProviderPoll
 from webhook.evidence.static import StaticEvidence
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
@@ -29,7 +29,7 @@ LOOKS_A_WORD = 60
 
 
 @frozen
-class Outdated:
+class Staleness:
     """Why what is known may not be what there is, as a sentence. `is_blind`: changes are missed while this lasts; else
     it is known what is wrong, and decisions go by what was known before."""
 
@@ -37,7 +37,7 @@ class Outdated:
     is_blind: bool
 
 
-class Feed:
+class FleetUpdater:
     """Polls, and tells the fleet what is new. A provider that fails changes nothing."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Feed:
         self._providers = providers
         self._clock = clock
         self._metrics = metrics
-        self._round = Round(providers, metrics.count_provider_error)
+        self._round = ProviderPoll(providers, metrics.count_provider_error)
         self._changes = Changes(fleet, metrics.count_evidence_change)
         self._said: dict[str, Mapping[str, Evidence]] = {}
         self._listed: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class Feed:
         self._is_told = False
         # Sources that have said something newer while the providers were asked.
         self._newer: set[str] = set()
-        self.outdated: Outdated | None = None
+        self.outdated: Staleness | None = None
 
     async def load(self) -> None:
         """The first reading; what cannot be read stops the start."""
@@ -109,7 +109,7 @@ class Feed:
             inventory = await self._inventory.poll()
         except InventoryUnavailableError as exc:
             mistakes = "; ".join(exc.mistakes)
-            self.outdated = Outdated(
+            self.outdated = Staleness(
                 f"{self._inventory.path} cannot be used, its last good content counts: {mistakes}", False
             )
             self._metrics.count_file_reload("inventory", "refused")
@@ -123,7 +123,7 @@ class Feed:
         inventory = {name: Node(name) for name in self._mapped()} | dict(inventory)
         self._listed = frozenset(inventory)
         inventory = {name: Node(name) for name in self._named()} | inventory
-        for name in [name for name in self._fleet.berths if name not in inventory]:
+        for name in [name for name in self._fleet.indexed_nodes if name not in inventory]:
             self._fleet.remove(name)
         for number, node in enumerate(inventory.values()):
             self._fleet.put(node, self._clock())
@@ -146,9 +146,11 @@ class Feed:
         """Who is named no more goes with the next news: before, it is told that there is no evidence of it."""
         named, now = self._named(), self._clock()
         known = self._listed | named
-        for name in [name for name, one in self._fleet.berths.items() if name not in known and one.evidence is None]:
+        for name in [
+            name for name, one in self._fleet.indexed_nodes.items() if name not in known and one.evidence is None
+        ]:
             self._fleet.remove(name)
-        for name in named - self._fleet.berths.keys():
+        for name in named - self._fleet.indexed_nodes.keys():
             self._fleet.put(Node(name), now)
 
     async def _poll_evidence(self) -> None:
@@ -165,7 +167,7 @@ class Feed:
 
     async def _take_evidence_in(self) -> None:
         self._know_named()
-        for number, name in enumerate(list(self._fleet.berths)):
+        for number, name in enumerate(list(self._fleet.indexed_nodes)):
             self._prove(name)
             await breathe(number)
 

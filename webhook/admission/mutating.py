@@ -5,17 +5,17 @@ from datetime import datetime, timedelta
 import structlog
 from attrs import evolve
 
-from webhook.admission.binding_door import recorded_reservation
+from webhook.admission.binding_check import recorded_reservation
 from webhook.admission.ending import PodEnding
-from webhook.admission.holding import Holder
+from webhook.admission.reserving import Reserver
 from webhook.admission.review_objects import NOT_ASKED, not_reviewed, prefix_of, required_object
 from webhook.admission.rules import Rules
-from webhook.core import check, keys, order
+from webhook.core import check, gpu_order, keys
 from webhook.core.claim import Claim, recorded_or_none
 from webhook.core.device import DeviceUuid
 from webhook.core.difference import difference
 from webhook.core.dress import (
-    Outfit,
+    Allocation,
     RawPod,
     asked_anew,
     blind,
@@ -31,16 +31,16 @@ from webhook.core.dress import (
 )
 from webhook.core.hints import handed_down
 from webhook.core.hints import hinted as with_hints
-from webhook.core.lines import OWN_IDS
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
+from webhook.core.queue_order import OWN_IDS
 from webhook.core.reasons import HEALED_BY_WAITING, HEALED_OF_MAPPED, Reason
-from webhook.core.reservation import Ask, Phase, Placement, Reservation
+from webhook.core.reservation import Phase, Placement, Reservation, ReservationRequest
 from webhook.core.review import Operation, Review
 from webhook.core.verdict import Admit, Deny, Verdict, plain
 from webhook.ledger import Ledger
 from webhook.ledger.pods import PodSource
-from webhook.scoring.hints import NOT_SCORED, Hinted, Hinting
+from webhook.scoring.hints import NOT_SCORED, HintResult, HintService
 
 log = structlog.get_logger(__name__)
 
@@ -66,11 +66,11 @@ class PodMutator:
     """Answers the mutating webhook for pods, their debug containers and Jobs."""
 
     def __init__(
-        self, holder: Holder, pods: PodSource, rules: Rules, hinting: Hinting | None, ending: PodEnding
+        self, reserver: Reserver, pods: PodSource, rules: Rules, hinting: HintService | None, ending: PodEnding
     ) -> None:
-        self._holder = holder
+        self._reserver = reserver
         self._hinting = hinting
-        self._ledger: Ledger = holder.ledger
+        self._ledger: Ledger = reserver.ledger
         self._pods = pods
         self._rules = rules
         self._ending = ending
@@ -109,21 +109,21 @@ class PodMutator:
         patch = list(difference(raw, handed_down(raw)))
         return Admit(patch) if patch else NOT_ASKED
 
-    async def _hinted(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> Hinted:
+    async def _hinted(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> HintResult:
         """What a scorer advises: asked for once it is known that neither map nor evidence stands in the way."""
         if self._hinting is None or keys.JOB_TYPE not in pod.annotations:
             return NOT_SCORED
-        if claim is not None and not self._rules.waits(claim) and no_hint_helps(self._holder.places(claim, most=1)):
+        if claim is not None and not self._rules.waits(claim) and no_hint_helps(self._reserver.places(claim, most=1)):
             return NOT_SCORED
         return await self._hinting.hints(pod, claim, review, answer_by)
 
-    def _with_hints(self, raw: RawPod, hinted: Hinted, nodes: tuple[str, ...]) -> tuple[RawPod, tuple[str, ...]]:
+    def _with_hints(self, raw: RawPod, hinted: HintResult, nodes: tuple[str, ...]) -> tuple[RawPod, tuple[str, ...]]:
         """The pod as it is answered: with what of the hints suits the nodes that were found for it. And what there is
         to say of them."""
         if hinted.hints is None:
             return raw, hinted.warnings
-        berths = self._holder.fleet.berths
-        hints = hinted.hints.on_nodes_with(*(berths[name].labels for name in nodes if name in berths))
+        indexed_nodes = self._reserver.fleet.indexed_nodes
+        hints = hinted.hints.on_nodes_with(*(indexed_nodes[name].labels for name in nodes if name in indexed_nodes))
         hinted.tell(hints)
         return with_hints(raw, hints, writes_aliases=self._rules.dress.writes_aliases), hints.warnings
 
@@ -137,10 +137,10 @@ class PodMutator:
         more = check.asks_for_more(pod, claim, self._rules.dress)
         if more is not None:
             return more
-        if check.still_selects(claim, known.node, self._holder.fleet) is not None:
+        if check.still_selects(claim, known.node, self._reserver.fleet) is not None:
             return await self._moved(raw, pod, claim, known, review, answer_by)
-        uuids = order.as_said(pod.annotations, self._as_mapped(claim, known))
-        return self._dressed(raw, pod, Outfit(claim, (known.node,), known.id, uuids))
+        uuids = gpu_order.as_said(pod.annotations, self._as_mapped(claim, known))
+        return self._dressed(raw, pod, Allocation(claim, (known.node,), known.id, uuids))
 
     async def _moved(
         self, raw: RawPod, pod: Pod, claim: Claim, known: Reservation, review: Review, answer_by: datetime
@@ -157,9 +157,9 @@ class PodMutator:
         return evolve(self._dressed(raw, pod, outfit, free), warnings=(moved,))
 
     def _as_mapped(self, claim: Claim, held: Reservation | Placement) -> tuple[DeviceUuid, ...]:
-        berth = self._holder.fleet.berths.get(held.node)
+        indexed = self._reserver.fleet.indexed_nodes.get(held.node)
         uuids = [slot.uuid for slot in sorted(held.slots)]
-        return order.as_mapped(claim, uuids, () if berth is None else berth.node.devices)
+        return gpu_order.as_mapped(claim, uuids, () if indexed is None else indexed.node.devices)
 
     async def _reserved_now(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict:
         clean, claim = asked_anew(raw, pod, await self._rules.claims.within(review.namespace))
@@ -172,7 +172,7 @@ class PodMutator:
             return Admit(changes(raw, clean), warnings=(*copied, *said), reason=Reason.NOT_ASKED)
         refused = self._more_than_it_waits_for(pod) or check.refused_at_once(pod, claim, self._rules.dress)
         if refused is None and self._rules.waits(claim):
-            refused = self._holder.never(claim)
+            refused = self._reserver.never(claim)
         if refused is not None:
             return refused
         hinted = await self._hinted(pod, claim, review, answer_by)
@@ -195,31 +195,31 @@ class PodMutator:
             return None
         return check.asks_for_more(pod, recorded, self._rules.dress)
 
-    async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Outfit | Deny:
+    async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Allocation | Deny:
         """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
         if self._rules.waits(claim):
-            others = self._holder.others_first(claim)
+            others = self._reserver.others_first(claim)
             if others is not None:
                 return others
         if claim.count and not review.is_dry_run:
             name = pod.meta.name or review.name or None
-            ask = Ask(review.uid, review.namespace, claim.digest, name, claim.is_shared, prefix_of(pod))
+            ask = ReservationRequest(review.uid, review.namespace, claim.digest, name, claim.is_shared, prefix_of(pod))
             patience = BEFORE_IT_IS_QUEUED if self._rules.waits(claim) else None
             patience = patience if review.is_light else timedelta(0)
-            held = await self._holder.hold(ask, claim, answer_by=answer_by, patience=patience)
+            held = await self._reserver.hold(ask, claim, answer_by=answer_by, patience=patience)
             if isinstance(held, Deny):
                 return held
-            return Outfit(claim, (held.node,), held.id, self._as_mapped(claim, held))
-        places = self._holder.places(claim, most=1)
+            return Allocation(claim, (held.node,), held.id, self._as_mapped(claim, held))
+        places = self._reserver.places(claim, most=1)
         if isinstance(places, Deny):
             return places
-        refused = self._holder.too_many_orphans(review.namespace, claim.count)
+        refused = self._reserver.too_many_orphans(review.namespace, claim.count)
         if refused is not None:
             return refused
         if not claim.count:
-            return Outfit(claim, tuple(sorted(place.node for place in places)))
+            return Allocation(claim, tuple(sorted(place.node for place in places)))
         first = places[0]
-        return Outfit(claim, (first.node,), review.uid, self._as_mapped(claim, first))
+        return Allocation(claim, (first.node,), review.uid, self._as_mapped(claim, first))
 
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
         """What waiting cannot heal is said at once. Where a pod without GPUs may go is written into each of its own
@@ -241,7 +241,7 @@ class PodMutator:
         )
 
     def _dressed(
-        self, raw: RawPod, pod: Pod, outfit: Outfit, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
+        self, raw: RawPod, pod: Pod, outfit: Allocation, clean: RawPod | None = None, warnings: tuple[str, ...] = ()
     ) -> Admit:
         rules = self._rules.dress
         made: RawPod = dressed(raw if clean is None else clean, outfit, rules)

@@ -7,8 +7,8 @@ from attrs import evolve, field, frozen
 
 from webhook.core.claim import ClaimRules
 from webhook.core.errors import GpuwardenError
-from webhook.core.hashes import NO_BOND, Bond
-from webhook.kube.view import View
+from webhook.core.hashes import NO_BOND, HashPolicy
+from webhook.kube.view import ObjectView
 
 Raw = dict[str, Any]
 
@@ -17,27 +17,27 @@ class NamespacesUnavailableError(GpuwardenError):
     """What a namespace demands could not be looked up."""
 
 
-class Namespaces(Protocol):
+class NamespaceDemands(Protocol):
     """Knows what each namespace demands."""
 
-    def known(self, namespace: str) -> Bond | None:
+    def known(self, namespace: str) -> HashPolicy | None:
         """As it was last heard; None if nothing was."""
 
-    async def bond(self, namespace: str) -> Bond:
+    async def bond(self, namespace: str) -> HashPolicy:
         """The same, looked up if nothing was heard. Raises NamespacesUnavailableError."""
 
 
-class Undemanding:
+class NoDemands:
     """Where there is no cluster, no namespace demands anything."""
 
-    def known(self, namespace: str) -> Bond | None:
+    def known(self, namespace: str) -> HashPolicy | None:
         return NO_BOND
 
-    async def bond(self, namespace: str) -> Bond:
+    async def bond(self, namespace: str) -> HashPolicy:
         return NO_BOND
 
 
-class Lookup(Protocol):
+class NamespaceReader(Protocol):
     """Can read one namespace as it is now."""
 
     async def get(self, name: str) -> Raw | None:
@@ -48,14 +48,14 @@ class WatchedNamespaces:
     """Hears of namespaces from a watch. One that it has not heard of may have come with its first pods, so it is
     looked up: absence in a view would be a namespace that demands nothing."""
 
-    def __init__(self, lookup: Lookup) -> None:
-        self.view: View[Bond] = View(bond_of)
+    def __init__(self, lookup: NamespaceReader) -> None:
+        self.view: ObjectView[HashPolicy] = ObjectView(bond_of)
         self._lookup = lookup
 
-    def known(self, namespace: str) -> Bond | None:
+    def known(self, namespace: str) -> HashPolicy | None:
         return self.view.get(namespace)
 
-    async def bond(self, namespace: str) -> Bond:
+    async def bond(self, namespace: str) -> HashPolicy:
         found = self.known(namespace)
         if found is not None or not namespace:
             return found or NO_BOND
@@ -63,17 +63,17 @@ class WatchedNamespaces:
         return NO_BOND if raw is None else bond_of(raw)
 
 
-def bond_of(raw: Mapping[str, Any]) -> Bond:
+def bond_of(raw: Mapping[str, Any]) -> HashPolicy:
     meta = raw["metadata"]
-    return Bond.of(meta["name"], meta.get("annotations") or {})
+    return HashPolicy.of(meta["name"], meta.get("annotations") or {})
 
 
 @frozen
-class ClaimReading:
+class ClaimReader:
     """How claims are read in each namespace of this installation."""
 
     rules: ClaimRules
-    namespaces: Namespaces = field(factory=Undemanding)
+    namespaces: NamespaceDemands = field(factory=NoDemands)
 
     async def within(self, namespace: str) -> ClaimRules:
         """Raises NamespacesUnavailableError."""
@@ -83,5 +83,5 @@ class ClaimReading:
         """By what was heard so far: for what decides nothing."""
         return self._bound(self.namespaces.known(namespace) or NO_BOND)
 
-    def _bound(self, bond: Bond) -> ClaimRules:
+    def _bound(self, bond: HashPolicy) -> ClaimRules:
         return self.rules if bond is NO_BOND else evolve(self.rules, bond=bond)

@@ -4,8 +4,8 @@ from typing import Protocol
 
 from attrs import field, frozen
 
-from webhook.admission.fleet_updater import Outdated
-from webhook.admission.holding import Holder
+from webhook.admission.fleet_updater import Staleness
+from webhook.admission.reserving import Reserver
 from webhook.admission.rules import Rules
 from webhook.core.fleet import Fleet
 from webhook.evidence.jwt.attestation import Attestation
@@ -14,14 +14,14 @@ from webhook.ledger.lapses import Lapses
 from webhook.ledger.pods import PodSource
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
-from webhook.scoring.hints import Hinting
+from webhook.scoring.hints import HintService
 
 
-class Feeding(Protocol):
+class FleetSource(Protocol):
     """Keeps the fleet up to date."""
 
     @property
-    def outdated(self) -> Outdated | None:
+    def outdated(self) -> Staleness | None:
         """None while it is."""
 
     async def load(self) -> None:
@@ -40,13 +40,13 @@ class Parts:
 
     fleet: Fleet
     ledger: Ledger
-    holder: Holder
-    feed: Feeding
+    reserver: Reserver
+    fleet_source: FleetSource
     pods: PodSource
     rules: Rules
     clock: Clock
     metrics: Metrics
     notes: tuple[str, ...]
     attestation: Attestation | None = None
-    hinting: Hinting | None = None
+    hinting: HintService | None = None
     lapses: Lapses = field(factory=Lapses)

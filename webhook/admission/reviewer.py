@@ -11,10 +11,10 @@ from attrs import evolve
 from jsonpatch import apply_patch
 
 from webhook.admission.ending import PodEnding
-from webhook.admission.holding import Holder
 from webhook.admission.mutating import PodMutator
 from webhook.admission.namespaces import NamespacesUnavailableError
 from webhook.admission.parts import Parts
+from webhook.admission.reserving import Reserver
 from webhook.admission.rules import Rules
 from webhook.admission.validating import PodValidator
 from webhook.core.errors import (
@@ -28,7 +28,7 @@ from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict
 from webhook.ledger.pods import PodSource, PodsUnavailableError
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
-from webhook.scoring.hints import Hinting
+from webhook.scoring.hints import HintService
 
 log = structlog.get_logger(__name__)
 
@@ -49,22 +49,22 @@ class Reviewer:
 
     @classmethod
     def of(cls, parts: Parts) -> "Reviewer":
-        return cls(parts.holder, parts.pods, parts.rules, parts.clock, parts.metrics, parts.hinting)
+        return cls(parts.reserver, parts.pods, parts.rules, parts.clock, parts.metrics, parts.hinting)
 
     def __init__(
         self,
-        holder: Holder,
+        reserver: Reserver,
         pods: PodSource,
         rules: Rules,
         clock: Clock,
         metrics: Metrics,
-        hinting: Hinting | None = None,
+        hinting: HintService | None = None,
     ) -> None:
         self._clock = clock
         self._metrics = metrics
-        ending = PodEnding(holder.ledger, pods, hinting)
-        validator = PodValidator(holder, pods, rules, clock, hinting, ending)
-        self.mutated: Door = PodMutator(holder, pods, rules, hinting, ending).mutated
+        ending = PodEnding(reserver.ledger, pods, hinting)
+        validator = PodValidator(reserver, pods, rules, clock, hinting, ending)
+        self.mutated: Door = PodMutator(reserver, pods, rules, hinting, ending).mutated
         self.validated: Door = validator.validated
         self.binding_mutated: Door = validator.binding_mutated
 

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from attrs import frozen
 
-from webhook.admission.namespaces import ClaimReading
+from webhook.admission.namespaces import ClaimReader
 from webhook.core.claim import Claim
 from webhook.core.dress import (
     DressRules,
@@ -15,7 +15,7 @@ from webhook.core.dress import (
 class Rules:
     """How this installation reads and dresses pods."""
 
-    claims: ClaimReading
+    claims: ClaimReader
     dress: DressRules
     # Past this age a pod is put on no node any more: its GPUs may have been given up.
     bind_deadline: timedelta = timedelta(minutes=5)

@@ -5,12 +5,12 @@ from datetime import datetime
 import structlog
 from attrs import evolve
 
-from webhook.admission.binding_door import BindingDoor, named, no_reservation, recorded_reservation
+from webhook.admission.binding_check import BindingCheck, bind_to_pod, no_reservation, recorded_reservation
 from webhook.admission.ending import PodEnding
-from webhook.admission.holding import Holder
+from webhook.admission.reserving import Reserver
 from webhook.admission.review_objects import NOT_ASKED, not_reviewed, required_object
 from webhook.admission.rules import Rules
-from webhook.core import check, keys, order
+from webhook.core import check, gpu_order, keys
 from webhook.core.binding import Binding, marked
 from webhook.core.claim import Claim, ClaimRules, claim_of, recorded_claim
 from webhook.core.difference import difference
@@ -19,14 +19,14 @@ from webhook.core.dress import (
 )
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Phase, PodIdentity, ReservationId
+from webhook.core.reservation import Phase, PodIdentity, PodProof, ReservationId
 from webhook.core.review import Operation, Review
 from webhook.core.verdict import Admit, Deny, Verdict
 from webhook.ledger import Ledger
 from webhook.ledger.end_of_use import grace_in
 from webhook.ledger.pods import PodSource
 from webhook.runtime.clock import Clock
-from webhook.scoring.hints import Hinting
+from webhook.scoring.hints import HintService
 
 log = structlog.get_logger(__name__)
 
@@ -36,21 +36,21 @@ class PodValidator:
 
     def __init__(
         self,
-        holder: Holder,
+        reserver: Reserver,
         pods: PodSource,
         rules: Rules,
         clock: Clock,
-        hinting: Hinting | None,
+        hinting: HintService | None,
         ending: PodEnding,
     ) -> None:
-        self._holder = holder
+        self._reserver = reserver
         self._hinting = hinting
-        self._ledger: Ledger = holder.ledger
+        self._ledger: Ledger = reserver.ledger
         self._pods = pods
         self._rules = rules
         self._clock = clock
         self._ending = ending
-        self._door = BindingDoor(holder, pods, rules.claims, rules.bind_deadline, clock)
+        self._binding_check = BindingCheck(reserver, pods, rules.claims, rules.bind_deadline, clock)
 
     async def validated(self, review: Review, answer_by: datetime) -> Verdict:
         if review.is_of_bindings:
@@ -124,7 +124,7 @@ class PodValidator:
         )
 
     def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
-        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
         return (
             check.without_gpus(pod, self._rules.dress)
@@ -142,7 +142,7 @@ class PodValidator:
         if known is None:
             return no_reservation(recorded_id)
         identity = PodIdentity(review.namespace, pod.meta.name or review.name, pod.meta.uid or "")
-        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
         refused = (
             check.matches_reservation(raw, claim, known, identity, self._rules.dress)
@@ -151,12 +151,12 @@ class PodValidator:
             or check.still_proven(claim, known.node, fleet, policy)
         )
         if refused is None and is_late:
-            refused = await self._holder.hold_again(known, answer_by=answer_by)
+            refused = await self._reserver.hold_again(known, answer_by=answer_by)
         if refused is not None:
             return refused
         if identity.uid:
-            name = self._ledger.finalize if self._pods.believes_reviews else self._ledger.bind
-            refused = await named(name, known, identity, grace_in(raw))
+            proof = PodProof.REPORTED if self._pods.believes_reviews else PodProof.NAMED
+            refused = await bind_to_pod(self._ledger, proof, known, identity, grace_in(raw))
             if refused is None:
                 self._pods.created(identity)
         return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
@@ -176,7 +176,7 @@ class PodValidator:
         claim = recorded_claim(new)
         if claim is None or new.annotations.get(keys.CLAIM.name) != old.annotations.get(keys.CLAIM.name):
             return Deny(Reason.IMMUTABLE, f"metadata.annotations[{keys.CLAIM.name}]: changed by gpuwarden only")
-        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
         if not claim.count:
             return (
@@ -202,11 +202,11 @@ class PodValidator:
     async def _put_on_a_node(self, review: Review) -> Verdict:
         """A Binding, by whichever route and whoever sends it; one that names no uid is of the living pod."""
         binding = Binding.parse(required_object(review), review.namespace, review.name)
-        return await self._door.refusal(binding, is_dry_run=review.is_dry_run) or NOT_ASKED
+        return await self._binding_check.refusal(binding, is_dry_run=review.is_dry_run) or NOT_ASKED
 
     async def _own_values(self, pod: Pod) -> tuple[str, ...]:
         """What a debug container may set: the GPUs that the pod holds already."""
         known = await recorded_reservation(self._ledger, pod)
         if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
             return ()
-        return (",".join(order.as_said(pod.annotations, known.uuids)),)
+        return (",".join(gpu_order.as_said(pod.annotations, known.uuids)),)

@@ -10,10 +10,10 @@ from attrs import evolve
 
 from webhook.admission.api_namespaces import ApiNamespaces
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
-from webhook.admission.fleet_updater import Outdated
-from webhook.admission.maps import MappedSets, NamespaceNews
+from webhook.admission.fleet_updater import Staleness
 from webhook.admission.namespaces import WatchedNamespaces
 from webhook.admission.parts import Parts
+from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets
 from webhook.admission.queue.waiting_pods import WaitingPods
 from webhook.assembly.parts import assembled, hinting_of, times_of
 from webhook.core import keys
@@ -21,7 +21,7 @@ from webhook.core.evidence import Evidence
 from webhook.core.fleet import SPREAD, Fleet
 from webhook.evidence.cluster import EvidenceView, EvidenceWriter
 from webhook.evidence.jwt.attestation import attestation_of
-from webhook.evidence.jwt.cluster_proofs import ApiBirths, ClusterMarks, ClusterProofs
+from webhook.evidence.jwt.cluster_proofs import ApiNodeCreationTimes, ClusterBundleVersions, ClusterProofs
 from webhook.evidence.jwt.end_reports import EndReports
 from webhook.evidence.jwt.nonce import LIFE as CHALLENGE_LIFE
 from webhook.evidence.providers import providers_of, pushed_of, retired_of
@@ -30,7 +30,9 @@ from webhook.inventory.discovery import Discovery, WrittenInventory
 from webhook.inventory.file import InventoryFile
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiNodes, ApiObjects
-from webhook.kube.api_paths import (
+from webhook.kube.client import ApiClient
+from webhook.kube.events import Events
+from webhook.kube.paths import (
     GPU_NODES,
     GPU_NODES_PATH,
     NAMESPACES_PATH,
@@ -42,17 +44,15 @@ from webhook.kube.api_paths import (
     STATEFUL_SETS_PATH,
     TRUST_BUNDLES,
 )
-from webhook.kube.client import ApiClient
-from webhook.kube.events import Events
-from webhook.kube.view import Several
-from webhook.kube.watch import LONGEST_PAUSE, Listener, Watch
+from webhook.kube.view import ListenerGroup
+from webhook.kube.watch import LONGEST_PAUSE, Watch, WatchListener
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.runtime.clock import Clock
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics
 from webhook.scoring.candidates import RunningJobs, WatchedPriorityClasses
-from webhook.scoring.hints import Hinting
+from webhook.scoring.hints import HintService
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +71,7 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
     own = written_by_hand(settings.node_hash_map if StaticEvidence.name in settings.evidence else {})
     namespaces = WatchedNamespaces(ApiNamespaces(api))
     asked, skew, max_age = settings.evidence, settings.clock_skew, settings.max_evidence_age
-    feed = ClusterFeed(
+    fleet_source = ClusterFleetSource(
         api,
         fleet,
         ledger,
@@ -83,23 +83,23 @@ def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -
         max_age=max_age,
         opt_in=settings.opt_in_label,
     )
-    parts = assembled(settings, clock, fleet, metrics, ledger, feed, pods, namespaces)
-    waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.holder.lines)
-    feed.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
-    proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiBirths(api), settings.clock_skew)
+    parts = assembled(settings, clock, fleet, metrics, ledger, fleet_source, pods, namespaces)
+    waiting = WaitingPods(parts.rules.claims, parts.rules.dress, lines=parts.reserver.lines)
+    fleet_source.also(Watch(api, PODS_PATH, waiting, only={"labelSelector": keys.QUEUED_LABEL}))
+    proofs = ClusterProofs(ApiObjects(api, NODE_EVIDENCES), ApiNodeCreationTimes(api), settings.clock_skew)
     reports = EndReports(ledger, settings.clock_skew)
     attestation = attestation_of(settings, proofs, clock, metrics, marks_of(settings, api), reports)
     return evolve(parts, attestation=attestation, hinting=hinting_in(settings, parts, api))
 
 
-def marks_of(settings: Settings, api: ApiClient) -> ClusterMarks | None:
+def marks_of(settings: Settings, api: ApiClient) -> ClusterBundleVersions | None:
     """None where bundles have no number: those that agents hand out."""
     if settings.bundle_endpoint is None or settings.spire_trust_domain is None:
         return None
-    return ClusterMarks(ApiObjects(api, TRUST_BUNDLES), settings.spire_trust_domain)
+    return ClusterBundleVersions(ApiObjects(api, TRUST_BUNDLES), settings.spire_trust_domain)
 
 
-def hinting_in(settings: Settings, parts: Parts, api: ApiClient) -> Hinting | None:
+def hinting_in(settings: Settings, parts: Parts, api: ApiClient) -> HintService | None:
     """What hints are made of is watched for itself: nobody else waits for it."""
     jobs, classes = RunningJobs(), WatchedPriorityClasses()
     hinting = hinting_of(settings, parts, jobs, classes)
@@ -109,7 +109,7 @@ def hinting_in(settings: Settings, parts: Parts, api: ApiClient) -> Hinting | No
     return evolve(hinting, watches=watches)
 
 
-class ClusterFeed:
+class ClusterFleetSource:
     """Keeps the fleet, the ledger and what namespaces demand up to date with what the API server shows."""
 
     def __init__(
@@ -127,15 +127,15 @@ class ClusterFeed:
         opt_in: str,
     ) -> None:
         evidence = EvidenceView(own, asked=asked, skew=skew, max_age=max_age)
-        cluster_fleet = ClusterFleet(fleet, clock, proven=evidence.word_on)
+        cluster_fleet = ClusterFleet(fleet, clock, proven=evidence.combined_evidence)
         evidence.notify(cluster_fleet.prove)
         gpu_nodes = GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget)
-        sets = MappedSets(fleet, opt_in)
+        sets = MappedStatefulSets(fleet, opt_in)
         self._watches: tuple[Watch, ...] = (
             Watch(api, NODES_PATH, NodesListener(cluster_fleet)),
             Watch(api, GPU_NODES_PATH, gpu_nodes),
             Watch(api, NODE_EVIDENCES_PATH, evidence),
-            Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespaceNews(sets))),
+            Watch(api, NAMESPACES_PATH, ListenerGroup(namespaces.view, MapNamespaceListener(sets))),
             Watch(api, STATEFUL_SETS_PATH, sets),
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -151,7 +151,7 @@ class ClusterFeed:
             await first_list(watch, task)
 
     @property
-    def outdated(self) -> Outdated | None:
+    def outdated(self) -> Staleness | None:
         """Interruptions of some seconds are told of by nobody."""
         return outdated_by(self._watches)
 
@@ -172,12 +172,12 @@ class ClusterFeed:
                 task.cancel()
 
 
-def outdated_by(watches: Sequence[Watch], patience: float = PATIENCE) -> Outdated | None:
+def outdated_by(watches: Sequence[Watch], patience: float = PATIENCE) -> Staleness | None:
     behind = [watch for watch in watches if watch.behind_for > patience]
     if not behind:
         return None
     paths, seconds = ", ".join(watch.path for watch in behind), max(watch.behind_for for watch in behind)
-    return Outdated(f"nothing has been heard of {paths} for {seconds:.0f} s", is_blind=True)
+    return Staleness(f"nothing has been heard of {paths} for {seconds:.0f} s", is_blind=True)
 
 
 async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:
@@ -191,7 +191,7 @@ async def first_list(watch: Watch, task: asyncio.Task[None]) -> None:
         task.result()
 
 
-class Discovering:
+class ClusterWriters:
     """The writers of inventory and evidence, with the watches they hear from; others hear the same."""
 
     def __init__(
@@ -201,9 +201,9 @@ class Discovering:
         events: Events,
         clock: Clock,
         *,
-        gpu_nodes: Listener,
-        also_nodes: Sequence[Listener] = (),
-        also_evidences: Sequence[Listener] = (),
+        gpu_nodes: WatchListener,
+        also_nodes: Sequence[WatchListener] = (),
+        also_evidences: Sequence[WatchListener] = (),
         count_error: Callable[[str], None] = lambda _: None,
     ) -> None:
         static = StaticEvidence(settings.node_hash_map)
@@ -230,9 +230,9 @@ class Discovering:
             keep=CHALLENGE_LIFE + 2 * settings.clock_skew,
             count_error=count_error,
         )
-        nodes = Watch(api, NODES_PATH, Several(self._discovery.nodes, self._evidence.births, *also_nodes))
-        devices = Watch(api, GPU_NODES_PATH, Several(gpu_nodes, self._discovery.gpu_nodes))
-        evidences = Watch(api, NODE_EVIDENCES_PATH, Several(self._evidence.view, *also_evidences))
+        nodes = Watch(api, NODES_PATH, ListenerGroup(self._discovery.nodes, self._evidence.births, *also_nodes))
+        devices = Watch(api, GPU_NODES_PATH, ListenerGroup(gpu_nodes, self._discovery.gpu_nodes))
+        evidences = Watch(api, NODE_EVIDENCES_PATH, ListenerGroup(self._evidence.view, *also_evidences))
         self.watches = (nodes, devices, evidences)
 
     def begin(self) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 from attrs import evolve
 
 from webhook.admission.evidence_loss import evidence_ages
-from webhook.admission.fleet_updater import Feed
-from webhook.admission.holding import Holder
-from webhook.admission.namespaces import ClaimReading, Namespaces, Undemanding
-from webhook.admission.parts import Feeding, Parts
-from webhook.admission.room import Limits
+from webhook.admission.fleet_updater import FleetUpdater
+from webhook.admission.namespaces import ClaimReader, NamespaceDemands, NoDemands
+from webhook.admission.parts import FleetSource, Parts
+from webhook.admission.pending_limits import PendingLimits
+from webhook.admission.reserving import Reserver
 from webhook.admission.rules import Rules
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
@@ -40,7 +40,7 @@ from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import FleetCounts, Metrics
 from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs
 from webhook.scoring.client import ScorerClient
-from webhook.scoring.hints import Hinting
+from webhook.scoring.hints import HintService
 
 
 def embedded(settings: Settings, clock: Clock) -> Parts:
@@ -48,14 +48,14 @@ def embedded(settings: Settings, clock: Clock) -> Parts:
     fleet, metrics = Fleet(), Metrics()
     ledger = MemoryLedger(fleet, clock, times_of(settings))
     proofs = MemoryProofs(
-        lambda: fleet.berths.keys(),
+        lambda: fleet.indexed_nodes.keys(),
         clock,
         settings.clock_skew,
-        accepted=lambda node, said: feed.prove(MemoryProofs.name, node, said),
+        accepted=lambda node, said: fleet_source.prove(MemoryProofs.name, node, said),
     )
     providers = providers_of(settings, clock, StaticEvidence(settings.node_hash_map), proofs)
-    feed = Feed(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
-    parts = assembled(settings, clock, fleet, metrics, ledger, feed, ReviewedPods(), Undemanding())
+    fleet_source = FleetUpdater(fleet, InventoryFile(inventory_path(settings)), providers, clock, metrics)
+    parts = assembled(settings, clock, fleet, metrics, ledger, fleet_source, ReviewedPods(), NoDemands())
     attestation = attestation_of(settings, proofs, clock, metrics)
     return evolve(parts, attestation=attestation, hinting=hinting_of(settings, parts), lapses=ledger.lapses)
 
@@ -66,22 +66,22 @@ def assembled(
     fleet: Fleet,
     metrics: Metrics,
     ledger: Ledger,
-    feed: Feeding,
+    fleet_source: FleetSource,
     pods: PodSource,
-    namespaces: Namespaces,
+    namespaces: NamespaceDemands,
 ) -> Parts:
     """What follows from the parts that differ."""
     policy = policy_of(settings)
     parts = Parts(
         fleet=fleet,
         ledger=ledger,
-        holder=Holder(
+        reserver=Reserver(
             fleet,
             ledger,
             policy,
             clock,
             metrics,
-            limits=Limits(
+            limits=PendingLimits(
                 settings.pending_limit,
                 settings.pending_percent,
                 settings.orphans_per_namespace,
@@ -89,7 +89,7 @@ def assembled(
             ),
             is_known=lambda name: namespaces.known(name) is not None,
         ),
-        feed=feed,
+        fleet_source=fleet_source,
         pods=pods,
         rules=rules_of(settings, namespaces),
         clock=clock,
@@ -103,12 +103,12 @@ def assembled(
 
 def hinting_of(
     settings: Settings, parts: Parts, jobs: RunningJobs | None = None, classes: PriorityClasses | None = None
-) -> Hinting | None:
+) -> HintService | None:
     """None where nobody is to be asked."""
     if settings.scorer is None or not settings.hint_pods:
         return None
     timeout = settings.scorer_timeout.total_seconds()
-    return Hinting(
+    return HintService(
         ScorerClient(settings.scorer, timeout, parts.metrics, roots=settings.scorer_ca),
         parts.fleet,
         parts.clock,
@@ -133,7 +133,7 @@ def times_of(settings: Settings) -> Times:
 
 
 def reviews_at_once(settings: Settings) -> int:
-    return settings.max_reviews or budgets.Limits().reviews
+    return settings.max_reviews or budgets.RequestLimits().reviews
 
 
 def inventory_path(settings: Settings) -> Path:
@@ -150,9 +150,9 @@ def hash_aliases(settings: Settings) -> tuple[str, ...]:
     return tuple(dict.fromkeys((settings.required_hash_alias, *REQUIRED_HASH.aliases)))
 
 
-def rules_of(settings: Settings, namespaces: Namespaces) -> Rules:
+def rules_of(settings: Settings, namespaces: NamespaceDemands) -> Rules:
     return Rules(
-        claims=ClaimReading(ClaimRules(settings.gpu_resource, hash_aliases(settings)), namespaces),
+        claims=ClaimReader(ClaimRules(settings.gpu_resource, hash_aliases(settings)), namespaces),
         dress=DressRules(
             Injection(settings.injection),
             settings.gpu_resource,
@@ -177,7 +177,7 @@ def counts(parts: Parts) -> FleetCounts:
         device_state(ledger.of_device(uuid), now, is_quarantined=fleet.is_quarantined(uuid)) for uuid in held
     )
     devices[DeviceState.QUARANTINED] += len(fleet.quarantined_devices - held)
-    offer = offer_of(fleet, needs_evidence=parts.holder.policy.is_always_required)
+    offer = offer_of(fleet, needs_evidence=parts.reserver.policy.is_always_required)
     for (state, _), number in offer.items():
         devices[state] += number
     return FleetCounts(

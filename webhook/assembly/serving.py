@@ -13,7 +13,7 @@ from webhook.ledger.pods import PodFacts
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 from webhook.scheduler.extender import Bindings
-from webhook.web.callers import Authority, Gate, Reviewers
+from webhook.web.callers import Authority, CallerGate, Reviewers
 
 log = structlog.get_logger(__name__)
 
@@ -29,12 +29,12 @@ class Assembly:
     # What is to be in the API server before anybody may be bound.
     prepare: Callable[[], Awaitable[None]] | None = None
 
-    def gate(self, settings: Settings) -> Gate:
+    def gate(self, settings: Settings) -> CallerGate:
         reviewers = Reviewers(
             settings.review_token_audience, settings.review_callers, with_certificate=settings.client_ca is not None
         )
         show_certificates = settings.extender_client_ca is not None
-        return Gate(self.parts.clock, self.authority, reviewers, schedulers_show_certificates=show_certificates)
+        return CallerGate(self.parts.clock, self.authority, reviewers, schedulers_show_certificates=show_certificates)
 
 
 @asynccontextmanager
@@ -48,10 +48,10 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
     from webhook.assembly.cluster import clustered
     from webhook.kube.api_callers import ApiCallers  # the client takes half a second to import
     from webhook.kube.api_objects import ApiObjects
-    from webhook.kube.api_paths import BINDING_ENDS
     from webhook.kube.client import connected
+    from webhook.kube.paths import BINDING_ENDS
     from webhook.ledger.api_pods import ApiPods
-    from webhook.scheduler.api_pods import ApiBindings
+    from webhook.scheduler.api import ApiBindings
 
     async with await connected(settings) as api:
         pods, callers = ApiPods(api), ApiCallers(api)

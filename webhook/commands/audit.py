@@ -9,16 +9,18 @@ import msgspec
 import structlog
 from attrs import frozen
 
-from webhook.admission.audit import AuditedPod, Facts, Finding, Reading, findings
-from webhook.admission.maps import map_of, may_keep, opted_in
-from webhook.admission.namespaces import Undemanding
+from webhook.admission.audit import AuditedPod, AuditRules, Facts, Finding, findings
+from webhook.admission.namespaces import NoDemands
+from webhook.admission.placement_maps import map_of, may_keep, opted_in
 from webhook.assembly.parts import rules_of
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
 from webhook.core.isolation import ClaimName, is_isolated, refused_volume
 from webhook.core.reservation import Reservation, ReservationId
 from webhook.evidence.node_evidence import NodeEvidence, UnreadableEvidenceError
-from webhook.kube.api_paths import (
+from webhook.kube.client import ApiClient, ApiException, connected
+from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, name_in
+from webhook.kube.paths import (
     GPU_NODES_PATH,
     NAMESPACES_PATH,
     NODE_EVIDENCES_PATH,
@@ -26,8 +28,6 @@ from webhook.kube.api_paths import (
     STATEFUL_SETS_PATH,
     VOLUMES_PATH,
 )
-from webhook.kube.client import ApiClient, ApiException, connected
-from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, name_in
 from webhook.kube.watch import TROUBLE, pages
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
@@ -55,7 +55,7 @@ class MayNotReadError(CannotReadError):
 
 
 @frozen
-class Ledger:
+class LedgerSnapshot:
     """What GPUNodes hold at one moment."""
 
     held: dict[tuple[ReservationId, str], Reservation]
@@ -88,8 +88,8 @@ async def looked(api: ApiClient, settings: Settings, volumes: Volumes) -> list[F
 
 async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Facts:
     """The ledger is read before the pods and after them: what changes meanwhile is not judged."""
-    rules = rules_of(settings, Undemanding())
-    reading = Reading(rules.claims.rules, rules.dress, settings.host_paths, volumes)
+    rules = rules_of(settings, NoDemands())
+    reading = AuditRules(rules.claims.rules, rules.dress, settings.host_paths, volumes)
     before = await ledger_in(api)
     pods: list[AuditedPod] = [one async for one in kept(api, PODS_PATH, reading.pod)]
     after = await ledger_in(api)
@@ -134,7 +134,7 @@ async def refused_volumes_in(api: ApiClient) -> Volumes:
         return {}
 
 
-async def ledger_in(api: ApiClient) -> Ledger:
+async def ledger_in(api: ApiClient) -> LedgerSnapshot:
     held: dict[tuple[ReservationId, str], Reservation] = {}
     unreadable = []
     async for raw in kept(api, GPU_NODES_PATH, lambda raw: raw):
@@ -144,7 +144,7 @@ async def ledger_in(api: ApiClient) -> Ledger:
             unreadable.append(f"gpunode {name_in(raw)}")
             continue
         held.update({(one.id, one.node): one for one in node.reservations.values()})
-    return Ledger(held, tuple(unreadable))
+    return LedgerSnapshot(held, tuple(unreadable))
 
 
 def evidence_in(raw: Raw) -> tuple[str, Evidence | None] | None:

@@ -9,20 +9,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from webhook.admission.api_namespaces import ApiNamespaces
-from webhook.admission.binding_door import BindingDoor
+from webhook.admission.binding_check import BindingCheck
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
-from webhook.admission.holding import Holder
 from webhook.admission.namespaces import WatchedNamespaces
+from webhook.admission.reserving import Reserver
 from webhook.assembly.parts import policy_of, rules_of, times_of
 from webhook.core.fleet import Fleet
 from webhook.evidence.cluster import EvidenceView
 from webhook.evidence.static import StaticEvidence, written_by_hand
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
-from webhook.kube.api_paths import GPU_NODES_PATH, NAMESPACES_PATH, NODE_EVIDENCES_PATH, NODES_PATH, PODS_PATH
 from webhook.kube.client import ApiClient, connected
 from webhook.kube.election import lead_again_and_again
 from webhook.kube.events import ApiEvents
-from webhook.kube.view import Several
+from webhook.kube.paths import GPU_NODES_PATH, NAMESPACES_PATH, NODE_EVIDENCES_PATH, NODES_PATH, PODS_PATH
+from webhook.kube.view import ListenerGroup
 from webhook.kube.watch import TROUBLE, Watch, opened
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
@@ -30,7 +30,7 @@ from webhook.runtime.clock import utc_now
 from webhook.runtime.process import passes, stop_signal, until
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics, configure_logging
-from webhook.scheduler.api_pods import ApiBindings, ApiConditions
+from webhook.scheduler.api import ApiBindings, ApiConditions
 from webhook.scheduler.binder import Binder
 from webhook.scheduler.binder_telling import Told
 from webhook.scheduler.binder_view import NamespacesOfWorld, NodesOfWorld, PodsOfWorld, Touches, World
@@ -91,12 +91,12 @@ class Parts:
             skew=settings.clock_skew,
             max_age=settings.max_evidence_age,
         )
-        cluster_fleet = ClusterFleet(fleet, utc_now, proven=evidence.word_on)
+        cluster_fleet = ClusterFleet(fleet, utc_now, proven=evidence.combined_evidence)
         evidence.notify(cluster_fleet.prove)
         namespaces = WatchedNamespaces(ApiNamespaces(api))
         claims = rules_of(settings, namespaces).claims
-        holder = Holder(fleet, ledger, policy, utc_now, metrics)
-        door = BindingDoor(holder, pods, claims, settings.bind_deadline, utc_now)
+        reserver = Reserver(fleet, ledger, policy, utc_now, metrics)
+        door = BindingCheck(reserver, pods, claims, settings.bind_deadline, utc_now)
         self.events = ApiEvents(api, utc_now, metrics.count_event)
         self.told = Told(self.events, ApiConditions(api), metrics.count_binding, utc_now)
         self.binder = Binder(
@@ -114,10 +114,10 @@ class Parts:
         )
         gpu_nodes = GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget)
         self.watches = (
-            Watch(api, NODES_PATH, Several(NodesListener(cluster_fleet), NodesOfWorld(self.world))),
-            Watch(api, GPU_NODES_PATH, Several(gpu_nodes, Touches(self.world, is_reshaped=False))),
-            Watch(api, NODE_EVIDENCES_PATH, Several(evidence, Touches(self.world, is_reshaped=True))),
-            Watch(api, NAMESPACES_PATH, Several(namespaces.view, NamespacesOfWorld(self.world))),
+            Watch(api, NODES_PATH, ListenerGroup(NodesListener(cluster_fleet), NodesOfWorld(self.world))),
+            Watch(api, GPU_NODES_PATH, ListenerGroup(gpu_nodes, Touches(self.world, is_reshaped=False))),
+            Watch(api, NODE_EVIDENCES_PATH, ListenerGroup(evidence, Touches(self.world, is_reshaped=True))),
+            Watch(api, NAMESPACES_PATH, ListenerGroup(namespaces.view, NamespacesOfWorld(self.world))),
             Watch(api, PODS_PATH, PodsOfWorld(self.world)),
         )
 

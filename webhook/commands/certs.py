@@ -18,9 +18,9 @@ import structlog
 from attrs import frozen
 
 from webhook.core.errors import GpuwardenError
-from webhook.kube.calls import JSON, JSON_PATCH, LOST, MERGE_PATCH, answered
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient, connected
-from webhook.kube.objects import object_in
+from webhook.kube.json_objects import object_in
+from webhook.kube.requests import JSON, JSON_PATCH, LOST, MERGE_PATCH, answered
 from webhook.kube.watch import Watch
 from webhook.runtime.clock import utc_now
 from webhook.runtime.process import rest, stop_signal, until
@@ -32,10 +32,10 @@ from webhook.runtime.tls.rotation import (
     KEY,
     NAMES,
     BadStateError,
-    Keep,
-    Publish,
-    Rules,
-    State,
+    CertificateState,
+    PublishBundle,
+    RotationRules,
+    WriteSecret,
     data_of,
     next_step,
     state_in,
@@ -65,7 +65,7 @@ class OvertakenError(GpuwardenError):
 
 
 @frozen
-class Configuration:
+class WebhookConfiguration:
     """A webhook configuration as it was seen: what each of its webhooks has for a CA bundle."""
 
     kind: str
@@ -75,68 +75,68 @@ class Configuration:
 
 
 @frozen
-class Seen:
+class CertificateSnapshot:
     """All there is. The configurations were read before the Secret."""
 
-    configurations: tuple[Configuration, ...]
+    configurations: tuple[WebhookConfiguration, ...]
     # Of the Secret; None: there is none.
     version: str | None
-    state: State | None
+    state: CertificateState | None
 
     @property
     def bundles(self) -> tuple[bytes, ...]:
         return tuple(bundle for one in self.configurations for bundle in one.bundles)
 
 
-class Place(Protocol):
+class CertificateStore(Protocol):
     """Where state and bundles are. Writes raise OvertakenError; everything raises CertificatesError."""
 
-    async def look(self) -> Seen: ...
+    async def look(self) -> CertificateSnapshot: ...
 
-    async def keep(self, seen: Seen, state: State) -> None: ...
+    async def keep(self, seen: CertificateSnapshot, state: CertificateState) -> None: ...
 
-    async def publish(self, seen: Seen, bundle: bytes) -> None: ...
+    async def publish(self, seen: CertificateSnapshot, bundle: bytes) -> None: ...
 
 
 @frozen
-class Round:
+class CertificateRound:
     """What is kept after a look and a step, and whether that was the last step that is due."""
 
-    state: State | None
+    state: CertificateState | None
     is_done: bool
 
 
-async def one_round(place: Place, rules: Rules) -> Round:
+async def one_round(place: CertificateStore, rules: RotationRules) -> CertificateRound:
     """Look, and take the step that is due."""
     seen = await place.look()
     state = seen.state
     try:
         match next_step(state, seen.bundles, rules, utc_now()):
             case None:
-                return Round(state, is_done=state is not None and state.leaf is not None)
-            case Keep(new, why):
+                return CertificateRound(state, is_done=state is not None and state.leaf is not None)
+            case WriteSecret(new, why):
                 await place.keep(seen, new)
                 log.info("certificates", step=why)
-                return Round(new, is_done=False)
-            case Publish(bundle):
+                return CertificateRound(new, is_done=False)
+            case PublishBundle(bundle):
                 await place.publish(seen, bundle)
                 log.info("certificates", step="CA bundle written", configurations=len(seen.configurations))
     except OvertakenError:
         log.debug("somebody else was faster")
-    return Round(state, is_done=False)
+    return CertificateRound(state, is_done=False)
 
 
 async def ensure(settings: Settings) -> None:
     """Once: afterwards there is a certificate, and every configuration that is there trusts it."""
     configure_logging(settings.log_level)
     async with await connected(settings) as api:
-        state = await all_rounds(ApiPlace(api, settings), rules_of(settings))
+        state = await all_rounds(ApiCertificateStore(api, settings), rules_of(settings))
     write_out(settings, state)
 
 
-async def all_rounds(place: Place, rules: Rules) -> State | None:
+async def all_rounds(place: CertificateStore, rules: RotationRules) -> CertificateState | None:
     """Until nothing is due. Where another CA was trusted before, that takes as long as ours needs to settle."""
-    done = Round(None, is_done=False)
+    done = CertificateRound(None, is_done=False)
     while not done.is_done:
         done = await one_round(place, rules)
         await asyncio.sleep(SOON.total_seconds())
@@ -147,9 +147,9 @@ async def keep(settings: Settings) -> None:
     """Until SIGTERM or SIGINT."""
     configure_logging(settings.log_level)
     stop = stop_signal()
-    news = News()
+    news = ConfigurationListener()
     async with await connected(settings) as api, Probes(settings).listening() as probes:
-        looking = look_again_and_again(settings, ApiPlace(api, settings), probes, news.there)
+        looking = look_again_and_again(settings, ApiCertificateStore(api, settings), probes, news.there)
         watches = (watch.run() for watch in watches_of(settings, api, news))
         await until(stop, all_of(looking, *watches))
     log.info("stopped")
@@ -159,7 +159,7 @@ async def all_of(*work: Coroutine[Any, Any, None]) -> None:
     await asyncio.gather(*work)
 
 
-class News:
+class ConfigurationListener:
     """Hears that a configuration has come or changed. Until it has its CA bundle, the API server refuses every pod that
     asks for GPUs: it is looked at at once."""
 
@@ -176,7 +176,7 @@ class News:
         """Nothing is left to be written there."""
 
 
-def watches_of(settings: Settings, api: ApiClient, news: News) -> list[Watch]:
+def watches_of(settings: Settings, api: ApiClient, news: ConfigurationListener) -> list[Watch]:
     return [
         Watch(api, CONFIGURATIONS_PATH.format(kind=kind), news, only={"fieldSelector": f"metadata.name={name}"})
         for kind in KINDS
@@ -184,7 +184,9 @@ def watches_of(settings: Settings, api: ApiClient, news: News) -> list[Watch]:
     ]
 
 
-async def look_again_and_again(settings: Settings, place: Place, probes: Probes, news: asyncio.Event) -> None:
+async def look_again_and_again(
+    settings: Settings, place: CertificateStore, probes: Probes, news: asyncio.Event
+) -> None:
     """An API server that is away, or a right that is missing, is waited for: what is served stays good for weeks."""
     rules, has_begun = rules_of(settings), False
     while True:
@@ -205,7 +207,7 @@ async def look_again_and_again(settings: Settings, place: Place, probes: Probes,
         await rest(news, pause.total_seconds(), SOON.total_seconds())
 
 
-def show(probes: Probes, state: State | None) -> None:
+def show(probes: Probes, state: CertificateState | None) -> None:
     if state is None:
         return
     for name, pair in (("issued", state.leaf), ("issuing-ca", state.signing)):
@@ -213,11 +215,11 @@ def show(probes: Probes, state: State | None) -> None:
             probes.metrics.show_certificate(name, pair.end)
 
 
-def rules_of(settings: Settings) -> Rules:
+def rules_of(settings: Settings) -> RotationRules:
     service, namespace = settings.certs_service, settings.certs_namespace
     full = f"{service}.{namespace}"
     names = (service, full, f"{full}.svc", f"{full}.svc.cluster.local", *settings.certs_names)
-    return Rules(
+    return RotationRules(
         names=tuple(dict.fromkeys(names)),
         leaf_life=settings.certs_leaf_life,
         renew_before=settings.certs_renew_before,
@@ -229,7 +231,7 @@ def rules_of(settings: Settings) -> Rules:
 # In the API server.
 
 
-class ApiPlace:
+class ApiCertificateStore:
     """The Secret and the webhook configurations of the API server."""
 
     def __init__(self, api: ApiClient, settings: Settings) -> None:
@@ -237,12 +239,12 @@ class ApiPlace:
         self._namespace, self._secret = settings.certs_namespace, settings.certs_secret
         self._names = settings.certs_configurations
 
-    async def look(self) -> Seen:
+    async def look(self) -> CertificateSnapshot:
         configurations = [await self._configuration(kind, name) for kind in KINDS for name in self._names]
         secret = await self._answer("GET", f"{SECRETS_PATH}/{{name}}", self._own_names, fine=(NOT_FOUND,))
         there = tuple(one for one in configurations if one is not None)
         if secret is None:
-            return Seen(there, None, None)
+            return CertificateSnapshot(there, None, None)
         # Of another type it could never be written: the API server demands of that what we take away meanwhile.
         if secret.get("type") != OPAQUE:
             raise CertificatesError(
@@ -251,13 +253,13 @@ class ApiPlace:
             )
         data = {name: base64.b64decode(text) for name, text in (secret.get("data") or {}).items()}
         try:
-            return Seen(there, secret["metadata"]["resourceVersion"], state_in(data))
+            return CertificateSnapshot(there, secret["metadata"]["resourceVersion"], state_in(data))
         except BadStateError as exc:
             raise CertificatesError(
                 f"Secret {self._namespace}/{self._secret}: {exc}; delete it, and everything begins anew"
             ) from exc
 
-    async def keep(self, seen: Seen, state: State) -> None:
+    async def keep(self, seen: CertificateSnapshot, state: CertificateState) -> None:
         data: dict[str, bytes | str] = {name: base64.b64encode(text).decode() for name, text in data_of(state).items()}
         if seen.version is None:
             body = {"metadata": {"name": self._secret}, "type": OPAQUE, "data": data}
@@ -266,7 +268,7 @@ class ApiPlace:
         patch = {"metadata": {"resourceVersion": seen.version}, "data": {**dict.fromkeys(NAMES), **data}}
         await self._answer("PATCH", f"{SECRETS_PATH}/{{name}}", self._own_names, patch, kind=MERGE_PATCH)
 
-    async def publish(self, seen: Seen, bundle: bytes) -> None:
+    async def publish(self, seen: CertificateSnapshot, bundle: bytes) -> None:
         text = base64.b64encode(bundle).decode()
         for one in seen.configurations:
             wrong = [number for number, found in enumerate(one.bundles) if found != bundle]
@@ -278,14 +280,14 @@ class ApiPlace:
             names = {"kind": one.kind, "name": one.name}
             await self._answer("PATCH", CONFIGURATION_PATH, names, patch, kind=JSON_PATCH)
 
-    async def _configuration(self, kind: str, name: str) -> Configuration | None:
+    async def _configuration(self, kind: str, name: str) -> WebhookConfiguration | None:
         raw = await self._answer("GET", CONFIGURATION_PATH, {"kind": kind, "name": name}, fine=(NOT_FOUND,))
         if raw is None:
             return None
         bundles = tuple(
             base64.b64decode(one["clientConfig"].get("caBundle") or "") for one in raw.get("webhooks") or ()
         )
-        return Configuration(kind, name, raw["metadata"]["resourceVersion"], bundles)
+        return WebhookConfiguration(kind, name, raw["metadata"]["resourceVersion"], bundles)
 
     @property
     def _own_names(self) -> dict[str, str]:
@@ -322,7 +324,7 @@ class ApiPlace:
 # In a directory.
 
 
-def write_out(settings: Settings, state: State | None) -> None:
+def write_out(settings: Settings, state: CertificateState | None) -> None:
     """What `serve` needs, where it is not shown a Secret as files."""
     if settings.certs_dir is not None and state is not None and state.leaf is not None:
         files = {CERT: state.leaf.cert_pem, KEY: state.leaf.key_pem, BUNDLE: state.bundle}

@@ -22,30 +22,30 @@ from starlette.responses import JSONResponse, Response
 from webhook.core.errors import GpuwardenError
 from webhook.evidence.node_evidence import NodeEvidence
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, Heard, State, check
+from webhook.export.delivery import Delivery, DeliveryObserver, ExporterState, check
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import ApiNode, node_seen, trimmed_node
 from webhook.export.outbox import OutboxInUseError, opener
-from webhook.export.reader import Plan, Reader, Told, trimmed_pod
+from webhook.export.reader import FailureObserver, GpuReader, ReadingPlan, trimmed_pod
 from webhook.export.reading import (
     NO_MACHINE,
-    Source,
+    ReadingSource,
     nameless,
     node_gpus,
     readings_of,
 )
 from webhook.export.records import Batch, Use, raw_reading
 from webhook.export.settings import ExportSettings
-from webhook.export.uses import Called, OpenUses, PodWords, Uses, trimmed_gpu_node, trimmed_object
+from webhook.export.uses import GpuNames, OpenUses, UsePodFacts, UseRecorder, trimmed_gpu_node, trimmed_object
 from webhook.inventory.node_annotations import UnreadableDevicesError
 from webhook.inventory.node_gpus import GpuWire, gpus_in
 from webhook.inventory.nvidia_smi import MAX_SIZE, parse
-from webhook.kube.api_paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
-from webhook.kube.calls import ApiRefusesError, Calls, Limit
 from webhook.kube.client import ApiClient, connected
-from webhook.kube.lease import Candidate, Terms
+from webhook.kube.lease import Candidate, LeaseTerms
+from webhook.kube.paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
 from webhook.kube.pod_exec import PodExec
-from webhook.kube.view import View
+from webhook.kube.requests import ApiRefusesError, RateLimit, RateLimitedClient
+from webhook.kube.view import ObjectView
 from webhook.kube.watch import Watch
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.listener import Listener
@@ -77,7 +77,7 @@ def read_file(path: str, cluster: str, node: str, machine: str | None) -> int:
     """One reading of one host: a JSON line a GPU on stdout."""
     source = "stdin" if path == "-" else path
     found = node_gpus(parse(content_of(path)), "", None, utc_now())
-    for record in readings_of(found, Source(cluster, node, machine or NO_MACHINE, source)):
+    for record in readings_of(found, ReadingSource(cluster, node, machine or NO_MACHINE, source)):
         sys.stdout.write(msgspec.json.encode(raw_reading(record)).decode() + "\n")
     if dropped := nameless(found):
         sys.stderr.write(f"gpuwarden export: no record of {', '.join(dropped)}: without serial and UUID\n")
@@ -108,14 +108,14 @@ async def export(settings: ExportSettings) -> int:
     for note in settings.notes:
         log.warning("setting passed over", problem=note)
     stop = stop_signal()
-    async with await connected(settings.connection()) as api, Process(settings, api).listening() as process:
+    async with await connected(settings.connection()) as api, ExportProcess(settings, api).listening() as process:
         ended = await process.run(stop)
     log.info("stopped", exit_code=ended)
     return ended
 
 
 @frozen
-class NodeWords:
+class NodeFacts:
     """What matters of a Node between its readings."""
 
     boot: str | None
@@ -123,15 +123,15 @@ class NodeWords:
     gpus: bytes | None
 
 
-def node_words(raw: Raw) -> NodeWords:
+def node_words(raw: Raw) -> NodeFacts:
     try:
         seen = node_seen(raw)
     except msgspec.ValidationError as exc:
         raise GpuwardenError(f"the Node cannot be read: {exc}") from exc
-    return NodeWords(seen.boot_id, None if seen.gpus is None else zlib.compress(seen.gpus.encode()))
+    return NodeFacts(seen.boot_id, None if seen.gpus is None else zlib.compress(seen.gpus.encode()))
 
 
-class Boots(Protocol):
+class BootListener(Protocol):
     """Who is told of boots."""
 
     def booted(self, node: str, boot: str | None) -> None: ...
@@ -139,10 +139,10 @@ class Boots(Protocol):
     def forget_node(self, node: str) -> None: ...
 
 
-class NodesView(View[NodeWords]):
+class NodesView(ObjectView[NodeFacts]):
     """Nodes as a watch tells of them, and who is told of new boots."""
 
-    def __init__(self, reader: Boots) -> None:
+    def __init__(self, reader: BootListener) -> None:
         super().__init__(node_words)
         self._reader = reader
         # Of the node that was asked about last: what its annotation was, and what it said of each UUID.
@@ -177,31 +177,31 @@ def gpus_by_uuid(text: str) -> Mapping[str, GpuWire]:
         return {}
 
 
-class ClusterWords:
+class ClusterFacts:
     """What the cluster knows of those who use GPUs."""
 
     def __init__(
-        self, nodes: ApiNode, nodes_view: NodesView, uses: Callable[[], Uses], evidence: View[str | None]
+        self, nodes: ApiNode, nodes_view: NodesView, uses: Callable[[], UseRecorder], evidence: ObjectView[str | None]
     ) -> None:
         self._nodes = nodes
         self._nodes_view = nodes_view
         self._uses = uses
         self._evidence = evidence
 
-    async def pod(self, namespace: str, name: str, uid: str) -> PodWords:
+    async def pod(self, namespace: str, name: str, uid: str) -> UsePodFacts:
         raw = await self._nodes.pod(namespace, name) if namespace and name else None
         if raw is None or raw["metadata"].get("uid") != uid:
-            return PodWords(is_there=False)
+            return UsePodFacts(is_there=False)
         owners = [one for one in raw["metadata"].get("ownerReferences") or () if one.get("controller")]
-        return PodWords(owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else None)
+        return UsePodFacts(owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else None)
 
-    def gpu(self, node: str, uuid: str) -> Called:
+    def gpu(self, node: str, uuid: str) -> GpuNames:
         """By what was read, else by what its GPUNode says."""
         read = self._nodes_view.gpu(node, uuid)
         if read is not None:
-            return Called(read.serial, read.chassis)
+            return GpuNames(read.serial, read.chassis)
         known = self._uses().gpu_nodes.get(node)
-        return Called(known.serial_of(uuid) if known is not None else None)
+        return GpuNames(known.serial_of(uuid) if known is not None else None)
 
     def evidence(self, node: str) -> str | None:
         return self._evidence.get(node)
@@ -267,7 +267,7 @@ class StoreHealth(Health):
         return None
 
 
-class Process:
+class ExportProcess:
     """All parts of the process."""
 
     def __init__(self, settings: ExportSettings, api: ApiClient) -> None:
@@ -280,10 +280,10 @@ class Process:
         # Opened by whoever is elected: several may have one directory, one after the other.
         self._open_outbox = opener(settings.outbox)
         self._delivery: Delivery | None = None
-        limit = Limit(settings.qps, settings.burst, loop.time)
-        self._nodes = ApiNode(Calls(api, limit))
+        limit = RateLimit(settings.qps, settings.burst, loop.time)
+        self._nodes = ApiNode(RateLimitedClient(api, limit))
         self._exec = PodExec(api, limit)
-        plan = Plan(
+        plan = ReadingPlan(
             cluster=settings.cluster_name or "",
             namespace=settings.namespace,
             container=settings.container,
@@ -291,13 +291,13 @@ class Process:
             resync=settings.resync,
             labels=settings.labels,
         )
-        told = Told(failed=self._metrics.count_not_read)
-        self._reader = Reader(plan, self._exec, self._nodes, self._take, utc_now, loop.time, told)
+        told = FailureObserver(failed=self._metrics.count_not_read)
+        self._reader = GpuReader(plan, self._exec, self._nodes, self._take, utc_now, loop.time, told)
         self._nodes_view = NodesView(self._reader)
-        evidence: View[str | None] = View(hash_in)
-        words = ClusterWords(self._nodes, self._nodes_view, lambda: self._uses, evidence)
+        evidence: ObjectView[str | None] = ObjectView(hash_in)
+        words = ClusterFacts(self._nodes, self._nodes_view, lambda: self._uses, evidence)
         kept = None if settings.outbox is None else settings.outbox / "uses"
-        self._uses = Uses(
+        self._uses = UseRecorder(
             settings.cluster_name or "",
             words,
             OpenUses(kept),
@@ -313,8 +313,10 @@ class Process:
         self._watches = [Watch(api, pods, self._reader, wanted, trimmed_pod), nodes_watch]
         self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence, trimmed=trimmed_object)]
         # Elections are not held up by what else there is to ask.
-        urgent = Calls(api, Limit(50, 100, loop.time), longest=settings.lease_renew_deadline.total_seconds())
-        terms = Terms(settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period)
+        urgent = RateLimitedClient(
+            api, RateLimit(50, 100, loop.time), longest=settings.lease_renew_deadline.total_seconds()
+        )
+        terms = LeaseTerms(settings.lease_duration, settings.lease_renew_deadline, settings.lease_retry_period)
         self._candidate = Candidate(
             urgent, settings.lease_namespace, settings.lease_name, settings.pod_name, terms, utc_now, loop.time
         )
@@ -325,7 +327,7 @@ class Process:
         self._listener = Listener(self._app(), host=settings.host, port=settings.server_port)
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator["Process"]:
+    async def listening(self) -> AsyncIterator["ExportProcess"]:
         await self._listener.start()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._exec.close)
@@ -386,7 +388,7 @@ class Process:
 
     async def _opened(self) -> Delivery:
         """Once whoever had the outboxes before has ended. Raises ExportError where there cannot be any."""
-        heard = Heard(stored=self._stored, failed=self._not_stored, refused=self._refused)
+        heard = DeliveryObserver(stored=self._stored, failed=self._not_stored, refused=self._refused)
         told = False
         while True:
             try:
@@ -476,7 +478,7 @@ class Process:
         ready = [get(path, self._health.ready, Guard.OPEN) for path in ("/readyz", "/ready")]
         return application(self._metrics, get("/metrics", metrics, Guard.OPEN), *live, *ready)
 
-    def _states(self) -> Mapping[str, State]:
+    def _states(self) -> Mapping[str, ExporterState]:
         return {} if self._delivery is None else self._delivery.states
 
     def _stored(self, exporter: str, batch: Batch) -> None:

@@ -6,47 +6,40 @@ from functools import partial
 import structlog
 
 from webhook.admission.api_namespaces import ApiNamespaces
-from webhook.admission.audit import Reading
+from webhook.admission.audit import AuditRules
 from webhook.admission.audit_watch import AuditWatch
 from webhook.admission.binding_ends import BindingEnds
 from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener, NodesListener
-from webhook.admission.evictions import ApiMeasures
-from webhook.admission.evidence_loss import Continuous, OnEvidenceLost, evidence_ages, is_vouched
-from webhook.admission.maps import MappedSets, NamespaceNews, NodeNames
+from webhook.admission.evictions import ApiEvictor
+from webhook.admission.evidence_loss import EvidenceLoss, OnEvidenceLost, evidence_ages, is_vouched
 from webhook.admission.namespaces import WatchedNamespaces
+from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets, NodeNameConflicts
 from webhook.admission.queue.api_gates import ApiGates
 from webhook.admission.queue.queue import Queue
-from webhook.admission.queue.waiting_pods import Demands, WaitingPods
-from webhook.assembly.cluster import Discovering
+from webhook.admission.queue.waiting_pods import DemandsListener, WaitingPods
+from webhook.assembly.cluster import ClusterWriters
 from webhook.assembly.parts import policy_of, rules_of, times_of
 from webhook.core.fleet import Fleet
 from webhook.evidence.cluster import EvidenceView
 from webhook.inventory.offers import Offers
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiObjects
-from webhook.kube.api_paths import (
-    BINDING_ENDS,
-    GPU_NODES,
-    GPU_NODES_PATH,
-    NAMESPACES_PATH,
-    PODS_PATH,
-    STATEFUL_SETS_PATH,
-)
 from webhook.kube.client import ApiClient, connected
 from webhook.kube.election import lead_again_and_again
 from webhook.kube.events import ApiEvents
-from webhook.kube.view import Several
+from webhook.kube.paths import BINDING_ENDS, GPU_NODES, GPU_NODES_PATH, NAMESPACES_PATH, PODS_PATH, STATEFUL_SETS_PATH
+from webhook.kube.view import ListenerGroup
 from webhook.kube.watch import TROUBLE, Watch, whole_list
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
-from webhook.ledger.end_of_use import Patience
-from webhook.ledger.reconcile import OnBindDeadline, Reconciler, Waiting
+from webhook.ledger.end_of_use import OrphanTimes
+from webhook.ledger.reconcile import BindDeadline, OnBindDeadline, Reconciler
 from webhook.runtime.clock import utc_now
 from webhook.runtime.process import passes, stop_signal, until
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
-from webhook.scheduler.api_pods import ApiAlarm
-from webhook.scheduler.waking import Waking
+from webhook.scheduler.api import ApiPodWaker
+from webhook.scheduler.wakeups import Wakeups
 from webhook.web.probes import Probes
 
 log = structlog.get_logger(__name__)
@@ -71,8 +64,8 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
     fleet, pods, metrics = Fleet(), ApiPods(api), probes.metrics
     ledger = ClusterLedger(fleet, ApiGpuNodes(api), pods, utc_now, times_of(settings))
     events = ApiEvents(api, utc_now, metrics.count_event)
-    waiting = Waiting(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew)
-    patience = Patience(settings.max_grace, settings.orphan_margin)
+    waiting = BindDeadline(settings.bind_deadline, OnBindDeadline(settings.on_bind_deadline), settings.clock_skew)
+    patience = OrphanTimes(settings.max_grace, settings.orphan_margin)
     reconciler = Reconciler(ledger, pods, events, utc_now, waiting, patience, is_closed=lambda uid: ends.is_closed(uid))
     evidence = EvidenceView(
         {},
@@ -80,27 +73,27 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
         skew=settings.clock_skew,
         max_age=settings.max_evidence_age,
     )
-    cluster_fleet = ClusterFleet(fleet, utc_now, proven=evidence.word_on)
+    cluster_fleet = ClusterFleet(fleet, utc_now, proven=evidence.combined_evidence)
     evidence.notify(cluster_fleet.prove)
     policy = policy_of(settings)
     offers = Offers(ApiObjects(api, GPU_NODES), fleet, utc_now, needs_evidence=policy.is_always_required)
-    discovering = Discovering(
+    discovering = ClusterWriters(
         settings,
         api,
         events,
         utc_now,
-        gpu_nodes=Several(GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget), offers.view),
+        gpu_nodes=ListenerGroup(GpuNodesListener(cluster_fleet, learn=ledger.learn, forget=ledger.forget), offers.view),
         also_nodes=[NodesListener(cluster_fleet)],
         also_evidences=[evidence],
         count_error=metrics.count_provider_error,
     )
     namespaces = WatchedNamespaces(ApiNamespaces(api))
     rules = rules_of(settings, namespaces)
-    continuous = Continuous(
+    continuous = EvidenceLoss(
         fleet,
         policy,
         OnEvidenceLost(settings.on_evidence_lost),
-        ApiMeasures(api),
+        ApiEvictor(api),
         events,
         utc_now,
         rules.claims,
@@ -111,7 +104,7 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
     )
     metrics.watch_evidence(continuous.counts)
     metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
-    waking = Waking(fleet, policy, rules.claims, ApiAlarm(api), utc_now)
+    waking = Wakeups(fleet, policy, rules.claims, ApiPodWaker(api), utc_now)
     waiting_pods = WaitingPods(rules.claims, rules.dress, has_come=lambda _: reconciler.news.set())
     queue = Queue(
         waiting_pods,
@@ -140,7 +133,7 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
         opt_in=settings.opt_in_label,
     )
     audit = AuditWatch(
-        Reading(rules.claims.rules, rules.dress, settings.host_paths),
+        AuditRules(rules.claims.rules, rules.dress, settings.host_paths),
         fleet,
         ledger,
         utc_now,
@@ -149,16 +142,22 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
         needs_evidence=policy.is_always_required,
     )
     metrics.watch_audit(audit.counts)
-    sets, node_names = MappedSets(fleet, settings.opt_in_label), NodeNames(fleet, events)
+    sets, node_names = MappedStatefulSets(fleet, settings.opt_in_label), NodeNameConflicts(fleet, events)
     watches = (
         *discovering.watches,
         Watch(
             api,
             NAMESPACES_PATH,
-            Several(namespaces.view, NamespaceNews(sets), Demands(waiting_pods), audit.namespaces, ends.namespaces),
+            ListenerGroup(
+                namespaces.view,
+                MapNamespaceListener(sets),
+                DemandsListener(waiting_pods),
+                audit.namespaces,
+                ends.namespaces,
+            ),
         ),
-        Watch(api, STATEFUL_SETS_PATH, Several(sets, audit.sets)),
-        Watch(api, PODS_PATH, Several(reconciler, waking, continuous, waiting_pods, audit.pods, ends)),
+        Watch(api, STATEFUL_SETS_PATH, ListenerGroup(sets, audit.sets)),
+        Watch(api, PODS_PATH, ListenerGroup(reconciler, waking, continuous, waiting_pods, audit.pods, ends)),
     )
     async with asyncio.TaskGroup() as tasks:
         for watch in watches:

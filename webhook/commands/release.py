@@ -14,15 +14,15 @@ from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Reservation
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
-from webhook.kube.api_paths import GPU_NODES_PATH
-from webhook.kube.calls import LOST, answered
 from webhook.kube.client import ApiClient, ApiException, connected
-from webhook.kube.events import CLUSTER_NAMESPACE, EVENTS_PATH, REQUEST_TIMEOUT, Happening, Subject, event_of
+from webhook.kube.events import CLUSTER_NAMESPACE, EVENTS_PATH, REQUEST_TIMEOUT, QueuedEvent, Subject, event_of
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
+from webhook.kube.paths import GPU_NODES_PATH
+from webhook.kube.requests import LOST, answered
 from webhook.kube.watch import TROUBLE, pages
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
-from webhook.ledger.orphanage import gpus_of
+from webhook.ledger.orphans import gpus_of
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 
@@ -88,7 +88,7 @@ async def release(api: ApiClient, ledger: ClusterLedger, one: Reservation) -> No
     if not is_released:
         raise NotReleasedError(f"{said(one)}: it has changed meanwhile, look again")
     text = f"{gpus_of(one)} of pod {one.namespace}/{one.pod_name} can be had again: an operator has released it"
-    happening = Happening(Subject.of_node(one.node), Reason.ORPHAN_ENDED, text, is_warning=False, at=utc_now())
+    happening = QueuedEvent(Subject.of_node(one.node), Reason.ORPHAN_ENDED, text, is_warning=False, at=utc_now())
     try:
         status, _ = await answered(
             api, "POST", EVENTS_PATH, {"namespace": CLUSTER_NAMESPACE}, event_of(happening), seconds=REQUEST_TIMEOUT

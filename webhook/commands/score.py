@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from webhook.admission.parts import Feeding
+from webhook.admission.parts import FleetSource
 from webhook.core.fleet import Fleet
 from webhook.core.keys import GPU_TYPE_LABELS
 from webhook.runtime.http.listener import Listener
@@ -56,39 +56,39 @@ class QuestionWire(msgspec.Struct, frozen=True):
 
 
 @frozen
-class Stock:
+class ModelStock:
     """GPUs of one model: how many are free, how many gigabytes each has."""
 
     free: int
     memory: float
 
 
-class Stocks:
+class ModelStocks:
     """What is free of each model, by the labels of the nodes."""
 
     def __init__(self, fleet: Fleet, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._fleet = fleet
         self._monotonic = monotonic
         self._counted_at = float("-inf")
-        self._stocks: Mapping[str, Stock] = {}
+        self._stocks: Mapping[str, ModelStock] = {}
 
-    def by_model(self) -> Mapping[str, Stock]:
+    def by_model(self) -> Mapping[str, ModelStock]:
         if self._monotonic() - self._counted_at >= COUNT_SECONDS:
             self._stocks, self._counted_at = self._counted(), self._monotonic()
         return self._stocks
 
-    def _counted(self) -> Mapping[str, Stock]:
+    def _counted(self) -> Mapping[str, ModelStock]:
         """What a pod without a map could be given: those on nodes that take none, and those kept for maps, are not."""
         free = Counter[str]()
         memory: dict[str, float] = {}
-        for berth in self._fleet.berths.values():
-            for model in {berth.labels[key] for key in GPU_TYPE_LABELS if key in berth.labels}:
-                takes_pods = berth.node.is_ready and not berth.node.is_cordoned
-                for device in berth.node.devices:
+        for indexed in self._fleet.indexed_nodes.values():
+            for model in {indexed.labels[key] for key in GPU_TYPE_LABELS if key in indexed.labels}:
+                takes_pods = indexed.node.is_ready and not indexed.node.is_cordoned
+                for device in indexed.node.devices:
                     free[model] += takes_pods and self._fleet.is_offered(device)
                     size = gigabytes(device.memory) or memory_in(model)
                     memory[model] = min(memory.get(model, size), size)
-        return {model: Stock(free[model], memory[model]) for model in memory}
+        return {model: ModelStock(free[model], memory[model]) for model in memory}
 
 
 def gigabytes(text: str) -> float:
@@ -105,10 +105,10 @@ def memory_in(model: str) -> float:
     return float(read[1]) if read else 0.0
 
 
-def answer(question: QuestionWire, stocks: Mapping[str, Stock], priorities: Mapping[str, float]) -> dict[str, Any]:
+def answer(question: QuestionWire, stocks: Mapping[str, ModelStock], priorities: Mapping[str, float]) -> dict[str, Any]:
     features = question.features
     model = best_fit(question.candidate_gpu_types, features.gpu_mem_gb or 0.0, stocks)
-    stock = stocks.get(model, Stock(0, memory_in(model)))
+    stock = stocks.get(model, ModelStock(0, memory_in(model)))
     toleration = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     return {
         "priority_score": priorities.get(features.tenant, DEFAULT_SCORE),
@@ -118,12 +118,12 @@ def answer(question: QuestionWire, stocks: Mapping[str, Stock], priorities: Mapp
     }
 
 
-def best_fit(candidates: list[str], needed: float, stocks: Mapping[str, Stock]) -> str:
+def best_fit(candidates: list[str], needed: float, stocks: Mapping[str, ModelStock]) -> str:
     """The smallest model that suffices and is free, so that large ones stay for who needs them; else one that would
     suffice, else the largest."""
 
     def rank(model: str) -> tuple[bool, bool, float, int, str]:
-        stock = stocks.get(model, Stock(0, memory_in(model)))
+        stock = stocks.get(model, ModelStock(0, memory_in(model)))
         suffices = stock.memory >= needed
         return (not suffices, not stock.free, stock.memory if suffices else -stock.memory, -stock.free, model)
 
@@ -133,7 +133,7 @@ def best_fit(candidates: list[str], needed: float, stocks: Mapping[str, Stock]) 
 class Scoring:
     """The route."""
 
-    def __init__(self, stocks: Stocks, priorities: Mapping[str, float], health: Health) -> None:
+    def __init__(self, stocks: ModelStocks, priorities: Mapping[str, float], health: Health) -> None:
         self._stocks = stocks
         self._priorities = priorities
         self._health = health
@@ -155,7 +155,7 @@ class Scoring:
 
 
 def app_of(fleet: Fleet, priorities: Mapping[str, float], health: Health, metrics: Metrics) -> ASGIApp:
-    return scorer_app(Scoring(Stocks(fleet), priorities, health).score, health, metrics)
+    return scorer_app(Scoring(ModelStocks(fleet), priorities, health).score, health, metrics)
 
 
 async def score(settings: Settings) -> None:
@@ -169,7 +169,7 @@ async def score(settings: Settings) -> None:
         app = app_of(parts.fleet, settings.tenant_priorities, health, parts.metrics)
         listener = Listener(app, host=settings.host, port=settings.ui_port)
         await listener.start()
-        background = asyncio.ensure_future(fed(settings, parts.feed, health, listener.url))
+        background = asyncio.ensure_future(fed(settings, parts.fleet_source, health, listener.url))
         stopping = asyncio.ensure_future(stop.wait())
         await asyncio.wait({background, stopping}, return_when=asyncio.FIRST_COMPLETED)
         health.stage = Stage.DRAINING
@@ -182,10 +182,10 @@ async def score(settings: Settings) -> None:
     log.info("stopped")
 
 
-async def fed(settings: Settings, feed: Feeding, health: Health, url: str) -> None:
+async def fed(settings: Settings, fleet_source: FleetSource, health: Health, url: str) -> None:
     """Load what there is, say so, and keep it current."""
-    await feed.load()
+    await fleet_source.load()
     health.stage = Stage.SERVING
     sys.stdout.write(f"ready http={url}\n")
     sys.stdout.flush()
-    await feed.run(settings.reload_interval.total_seconds())
+    await fleet_source.run(settings.reload_interval.total_seconds())

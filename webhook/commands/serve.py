@@ -16,7 +16,7 @@ from webhook.admission.reviewer import Reviewer
 from webhook.assembly.parts import counts
 from webhook.assembly.serving import Assembly, assembled
 from webhook.runtime.clock import utc_now
-from webhook.runtime.http.budgets import Budgets, Limits
+from webhook.runtime.http.budgets import Budgets, RequestLimits
 from webhook.runtime.http.listener import Listener
 from webhook.runtime.process import hand_back_memory, stop_signal
 from webhook.runtime.setting_kinds import is_loopback
@@ -87,7 +87,9 @@ class Server:
         self._certificates = certificates(settings)
         self._hinting: asyncio.Future[None] | None = None
         health, metrics = self._health, parts.metrics
-        budgets = Budgets(Limits.chosen(settings.max_body_memory, settings.max_reviews, settings.max_connections))
+        budgets = Budgets(
+            RequestLimits.chosen(settings.max_body_memory, settings.max_reviews, settings.max_connections)
+        )
         reviewer = Reviewer.of(parts)
         admission = Admission(reviewer, parts.clock, health, budgets)
         gate = assembly.gate(settings)
@@ -98,9 +100,9 @@ class Server:
             parts.clock,
             notes=parts.notes,
             tells_pending_ids=settings.is_embedded,
-            needs_evidence=parts.holder.policy.is_always_required,
+            needs_evidence=parts.reserver.policy.is_always_required,
             is_starting=lambda: health.stage is Stage.STARTING,
-            outdated=lambda: parts.feed.outdated,
+            outdated=lambda: parts.fleet_source.outdated,
             lapses=parts.lapses,
             gate=gate,
             count=partial(counts, parts),
@@ -154,7 +156,7 @@ class Server:
             await self._load()
             if self._prepare is not None:
                 await self._prepare()
-            await self._parts.feed.first_answers()
+            await self._parts.fleet_source.first_answers()
             if self._parts.attestation is not None:
                 await self._parts.attestation.first_answers()
             if self._parts.hinting is not None:
@@ -164,12 +166,14 @@ class Server:
         for name, source in self._certificates.items():
             self._parts.metrics.show_certificate(name, source.not_after)
         self._health.stage = Stage.SERVING
-        log.info("serving", urls=[listener.url for listener in self._listeners], nodes=len(self._parts.fleet.berths))
+        log.info(
+            "serving", urls=[listener.url for listener in self._listeners], nodes=len(self._parts.fleet.indexed_nodes)
+        )
 
     async def _load(self) -> None:
         gc.disable()  # loading makes no garbage, and each look at all of it would cost a third of a second
         try:
-            await self._parts.feed.load()
+            await self._parts.fleet_source.load()
             if self._parts.attestation is not None:
                 await self._parts.attestation.load()
         finally:
@@ -183,7 +187,7 @@ class Server:
         background: list[asyncio.Future[Any]] = [
             asyncio.ensure_future(task)
             for task in (
-                self._parts.feed.run(interval),
+                self._parts.fleet_source.run(interval),
                 *(source.watch(self._teller(name), every=self._settings.reload_interval) for name, source in pairs),
                 every(COLLECT_INTERVAL, self._collect),
                 *([] if self._parts.attestation is None else [self._parts.attestation.run()]),

@@ -5,11 +5,11 @@ from itertools import islice
 
 from attrs import frozen
 
-from webhook.core.cells import FEWER_MATCHING, Berth
 from webhook.core.claim import Claim
-from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, EvidencePolicy, Objection, Question, decide
+from webhook.core.decide import MAX_ASKED, MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, Objection, decide
 from webhook.core.fleet import Fleet
-from webhook.core.lines import its_turn_is_later
+from webhook.core.fleet_index import FEWER_MATCHING, IndexedNode
+from webhook.core.queue_order import its_turn_is_later
 from webhook.core.reservation import Placement
 from webhook.core.verdict import Deny
 
@@ -26,7 +26,7 @@ def placed(claim: Claim, fleet: Fleet, policy: EvidencePolicy, ahead: Ahead | No
     """The decision for a claim that came later than `ahead`: nothing is taken from the node that is left to that."""
     if ahead is None or not claim.count:
         return decide(claim, fleet, policy)
-    others = (place for place in Question(claim, fleet, policy).placements() if place.node != ahead.node)
+    others = (place for place in ClaimSearch(claim, fleet, policy).placements() if place.node != ahead.node)
     found = tuple(islice(others, MAX_PLACEMENTS))
     if found:
         return found
@@ -51,16 +51,16 @@ class Candidates:
 
     def __init__(self, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> None:
         self._fleet = fleet
-        self._question = Question(claim, fleet, policy)
+        self._question = ClaimSearch(claim, fleet, policy)
         self._free = fleet.room(self._question.kinds, 0)  # by shape
         self._patience = MAX_ASKED // max(1, claim.nodes.expressions)
 
     def free_on(self, name: str) -> int | None:
         """How many devices are free there; None if it is no candidate."""
-        berth = self._fleet.berths.get(name)
-        if berth is None or self._question.objection(berth) not in (None, Objection.FEWER_FREE):
+        indexed = self._fleet.indexed_nodes.get(name)
+        if indexed is None or self._question.objection(indexed) not in (None, Objection.FEWER_FREE):
             return None
-        return self._free[berth.cell.shape] if self._is_enough(berth) else None
+        return self._free[indexed.cell.shape] if self._is_enough(indexed) else None
 
     def best(self, least: int) -> str | None:
         """The one with the most free, if that is more than `least`."""
@@ -96,11 +96,11 @@ class Candidates:
                             yield self._free[shape], names
 
     def _may_be(self, name: str) -> bool:
-        berth = self._fleet.berths[name]
-        return self._question.is_selected(berth) and self._is_enough(berth)
+        indexed = self._fleet.indexed_nodes[name]
+        return self._question.is_selected(indexed) and self._is_enough(indexed)
 
-    def _is_enough(self, berth: Berth) -> bool:
+    def _is_enough(self, indexed: IndexedNode) -> bool:
         """Of devices that somebody could have some day: sound ones, set aside for nobody."""
-        known = zip(berth.node.devices, berth.kinds, strict=True)
+        known = zip(indexed.node.devices, indexed.kinds, strict=True)
         able = sum(kind in self._question.kinds and self._fleet.may_be_offered(device) for device, kind in known)
         return able >= self._question.claim.count

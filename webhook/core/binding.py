@@ -8,11 +8,11 @@ from attrs import frozen
 
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
-from webhook.core.pod import Metadata, Wire
+from webhook.core.pod import Metadata, WireStruct
 from webhook.core.reservation import PodIdentity
 
 
-class TargetWire(Wire, frozen=True):
+class TargetWire(WireStruct, frozen=True):
     kind: str | None = None
     name: str | None = None
 
@@ -21,7 +21,7 @@ class BindingMetadata(Metadata, frozen=True):
     finalizers: list[str] | None = None
 
 
-class BindingWire(Wire, frozen=True):
+class BindingWire(WireStruct, frozen=True):
     metadata: BindingMetadata | None = None
     target: TargetWire | None = None
 

@@ -6,16 +6,16 @@ from datetime import datetime, timedelta
 import msgspec
 from attrs import evolve
 
-from webhook.core import keys, order
+from webhook.core import gpu_order, keys
 from webhook.core.binding import Binding
 from webhook.core.blind import is_harmless, visible_env, wants_all
 from webhook.core.claim import Claim, ClaimRules, claim_of
-from webhook.core.decide import EvidencePolicy, Question
+from webhook.core.decide import ClaimSearch, EvidencePolicy
 from webhook.core.dress import (
+    Allocation,
     DressRules,
     Injection,
     MapVisible,
-    Outfit,
     RawPod,
     changes,
     dressed,
@@ -184,8 +184,8 @@ def matches_reservation(
             if is_named_anew(raw, reservation)
             else "take the gpuwarden.io/ annotations off a copied manifest",
         )
-    uuids = order.as_said(raw["metadata"].get("annotations") or {}, reservation.uuids)
-    outfit = Outfit(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited)
+    uuids = gpu_order.as_said(raw["metadata"].get("annotations") or {}, reservation.uuids)
+    outfit = Allocation(claim, (reservation.node,), reservation.id, uuids, has_waited=has_waited)
     fields = differing(raw, (dressed(raw, evolve(outfit, blinds_all=all_), rules) for all_ in (True, False)))
     fields += sorted(set(debug_env(raw, outfit.visible)))
     if fields:
@@ -291,13 +291,13 @@ def said_of_gpus(pod: Pod) -> list[str]:
 
 def proven_nodes(raw: RawPod, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
     """Every node that the pod's affinity allows is one that suits the claim."""
-    question = Question(claim, fleet, policy)
+    question = ClaimSearch(claim, fleet, policy)
     allowed = nodes_pinned_to(raw)
     for name in sorted(name or "" for name in allowed):
-        berth = fleet.berths.get(name)
-        if berth is None:
+        indexed = fleet.indexed_nodes.get(name)
+        if indexed is None:
             return Deny(Reason.NOT_RESERVED, "spec.affinity.nodeAffinity: the pod is not held to proven nodes")
-        objection = question.evidence_objection(berth)
+        objection = question.evidence_objection(indexed)
         if objection is not None:
             return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {name}: {objection}")
     return None
@@ -314,20 +314,20 @@ def says_no_less(recorded: Claim, asked: Claim) -> bool:
 
 def still_proven(claim: Claim, node: str, fleet: Fleet, policy: EvidencePolicy) -> Deny | None:
     """The evidence that the reservation was made on holds at this moment too."""
-    berth = fleet.berths.get(node)
-    if berth is None:
+    indexed = fleet.indexed_nodes.get(node)
+    if indexed is None:
         return Deny(Reason.NO_SUITABLE_NODE, f"node {node} is no longer known")
-    objection = Question(claim, fleet, policy).evidence_objection(berth)
+    objection = ClaimSearch(claim, fleet, policy).evidence_objection(indexed)
     return Deny(Reason.NO_PROVEN_NODE, f"{claim.sentence}: node {node}: {objection}") if objection else None
 
 
 def still_selects(claim: Claim, node: str, fleet: Fleet) -> Deny | None:
     """The pod lets itself be put where its GPUs are: another webhook may have seen to the contrary after us. A nodeName
     is `preset_node`'s question."""
-    berth = fleet.berths.get(node)
-    if berth is None or evolve(claim.nodes, node_name=None).matches(node, berth.labels):
+    indexed = fleet.indexed_nodes.get(node)
+    if indexed is None or evolve(claim.nodes, node_name=None).matches(node, indexed.labels):
         return None
-    fields = [f"spec.nodeSelector[{key}]" for key, value in claim.nodes.selector if berth.labels.get(key) != value]
+    fields = [f"spec.nodeSelector[{key}]" for key, value in claim.nodes.selector if indexed.labels.get(key) != value]
     fields = fields or ["spec.affinity.nodeAffinity"]
     return Deny(
         Reason.NO_SUITABLE_NODE,
@@ -390,7 +390,7 @@ def bound_as_reserved(binding: Binding, held: Reservation | None, living: Pod | 
             hint="let a scheduler that obeys node affinity place the pod",
         )
     said = binding.annotations if living is None else living.annotations
-    uuids = () if held is None else order.as_said(said, held.uuids)
+    uuids = () if held is None else gpu_order.as_said(said, held.uuids)
     values = () if held is None else reservation_values(held.id, ",".join(uuids), held.node)
     ours = {name: value for key, value in values for name in key.names}
     planted = sorted(

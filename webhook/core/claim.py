@@ -10,7 +10,7 @@ from msgspec import structs
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.gpu_map import ORDINAL, MapEntry, SetId, parse_map
-from webhook.core.hashes import NO_BOND, Bond, hashes_in
+from webhook.core.hashes import NO_BOND, HashPolicy, hashes_in
 from webhook.core.keys import Key
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, whole_number
@@ -30,7 +30,7 @@ class ClaimRules:
 
     resource: str = "nvidia.com/gpu"
     hash_aliases: tuple[str, ...] = keys.REQUIRED_HASH.aliases
-    bond: Bond = NO_BOND
+    bond: HashPolicy = NO_BOND
 
     @property
     def required_hash(self) -> Key:
@@ -142,7 +142,7 @@ def claim_of(pod: Pod, rules: ClaimRules, taken_off: Mapping[str, int] | None = 
     `taken_off` is what its containers asked for before an earlier review took the request off: it counts
     where no container asks any more. Raises `InvalidPodError` with every mistake at once.
     """
-    reader = Reader(pod, rules, taken_off or {})
+    reader = ClaimParser(pod, rules, taken_off or {})
     claim = reader.read()
     if reader.mistakes:
         raise InvalidPodError(*reader.mistakes)
@@ -177,7 +177,7 @@ def believed(recorded: Claim, asked: Claim | None) -> Claim | None:
     return Claim(msgspec.structs.replace(recorded.record, hashes=tuple(sorted(common))), recorded.nodes)
 
 
-class Reader:
+class ClaimParser:
     """One pass over a pod that collects what is asked and what is wrong."""
 
     def __init__(self, pod: Pod, rules: ClaimRules, taken_off: Mapping[str, int]) -> None:

@@ -7,11 +7,11 @@ from itertools import islice
 
 from attrs import evolve, frozen
 
-from webhook.core.cells import FEWER_FREE, FEWER_MATCHING, Berth, Group, Row
 from webhook.core.claim import Claim
 from webhook.core.device import Device, Slot
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
+from webhook.core.fleet_index import FEWER_FREE, FEWER_MATCHING, ClassNodes, Group, IndexedNode
 from webhook.core.gpu_map import MapEntry
 from webhook.core.keys import GPU_MAP, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import NAME_FIELD, NodeTerm
@@ -121,7 +121,7 @@ def decide(
     found = preferred(claim, fleet, policy, most)
     if found:
         return found
-    question = Question(claim, fleet, policy)
+    question = ClaimSearch(claim, fleet, policy)
     answer = question.best(most) or unmapped(claim) or ambiguous(question) or nowhere(question)
     return answer or kept(question.denial(), question)
 
@@ -130,7 +130,7 @@ def preferred(claim: Claim, fleet: Fleet, policy: EvidencePolicy, most: int) -> 
     """Where a hint would have it, if anything fits there."""
     if claim.preferred is None:
         return ()
-    return Question(evolve(claim, nodes=claim.preferred, preferred=None), fleet, policy).best(most)
+    return ClaimSearch(evolve(claim, nodes=claim.preferred, preferred=None), fleet, policy).best(most)
 
 
 def unmapped(claim: Claim) -> Deny | None:
@@ -145,7 +145,7 @@ def unmapped(claim: Claim) -> Deny | None:
     )
 
 
-def ambiguous(question: "Question") -> Deny | None:
+def ambiguous(question: "ClaimSearch") -> Deny | None:
     """Which of two nodes a map means nobody can tell."""
     place = question.claim.place
     if place is None:
@@ -153,7 +153,7 @@ def ambiguous(question: "Question") -> Deny | None:
     named = question.fleet.meant_by(place.node)
     if len(named) < 2:
         return None
-    nodes = len(question.fleet.berths)
+    nodes = len(question.fleet.indexed_nodes)
     return Deny(
         Reason.AMBIGUOUS_NODE,
         f"{question.claim.sentence}: found on none of {nodes} nodes: {len(named)} of them have the label "
@@ -163,21 +163,21 @@ def ambiguous(question: "Question") -> Deny | None:
     )
 
 
-def nowhere(question: "Question") -> Deny | None:
+def nowhere(question: "ClaimSearch") -> Deny | None:
     """The map means a node that there is not."""
     place = question.claim.place
-    if place is None or any(name in question.fleet.berths for name in question.named() or ()):
+    if place is None or any(name in question.fleet.indexed_nodes for name in question.named() or ()):
         return None
     return Deny(
         Reason.NO_SUITABLE_NODE,
-        f"{question.claim.sentence}: found on none of {len(question.fleet.berths)} nodes: none has the label "
+        f"{question.claim.sentence}: found on none of {len(question.fleet.indexed_nodes)} nodes: none has the label "
         f"{LOGICAL_NODE_LABEL}={place.node} or that name",
         hint="correct the map, or label the node",
         causes=question.denial().causes,
     )
 
 
-def kept(denial: Deny, question: "Question") -> Deny:
+def kept(denial: Deny, question: "ClaimSearch") -> Deny:
     """The denial, with what is to be done where it is not for others to end: the map of another set names the GPUs."""
     others = [device.uuid for device in question.others()] if denial.reason is Reason.NO_FREE_DEVICE else []
     if not others:
@@ -191,11 +191,11 @@ def kept(denial: Deny, question: "Question") -> Deny:
 
 def explain(claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> tuple[NodeFit, ...]:
     """Every node's own answer; for a person, not for a review."""
-    question = Question(claim, fleet, policy)
-    return tuple(question.fit(berth) for _, berth in sorted(fleet.berths.items()))
+    question = ClaimSearch(claim, fleet, policy)
+    return tuple(question.fit(indexed) for _, indexed in sorted(fleet.indexed_nodes.items()))
 
 
-class Question:
+class ClaimSearch:
     """One claim put to the fleet. Answers for cells are worked out once each."""
 
     def __init__(self, claim: Claim, fleet: Fleet, policy: EvidencePolicy) -> None:
@@ -221,10 +221,12 @@ class Question:
 
     def _patience(self) -> int:
         """How many nodes may be asked one by one, where classes cannot tell."""
-        return MAX_ASKED // max(1, self.claim.nodes.expressions) if self.needs_each_node else len(self.fleet.berths)
+        return (
+            MAX_ASKED // max(1, self.claim.nodes.expressions) if self.needs_each_node else len(self.fleet.indexed_nodes)
+        )
 
     def _among(self, names: Iterable[str]) -> Iterator[Placement]:
-        fits = (self.fit(self.fleet.berths[name]) for name in names if name in self.fleet.berths)
+        fits = (self.fit(self.fleet.indexed_nodes[name]) for name in names if name in self.fleet.indexed_nodes)
         return (Placement(fit.name, fit.slots) for fit in fits if fit.fits)
 
     def most(self) -> int:
@@ -232,12 +234,12 @@ class Question:
         none if there is no such node."""
         names = self.named()
         if names is not None:
-            berths = [self.fleet.berths[name] for name in names if name in self.fleet.berths]
-            return max((self._total(one) for one in berths if self.node_objection(one) is None), default=NO_NODE)
+            indexed_nodes = [self.fleet.indexed_nodes[name] for name in names if name in self.fleet.indexed_nodes]
+            return max((self._total(one) for one in indexed_nodes if self.node_objection(one) is None), default=NO_NODE)
         if not self.needs_each_node:
             return max((total for total, _ in self._totals()), default=NO_NODE)
         each = islice(((total, name) for total, nodes in self._totals() for name in nodes), self._patience())
-        return max((total for total, name in each if self.is_selected(self.fleet.berths[name])), default=NO_NODE)
+        return max((total for total, name in each if self.is_selected(self.fleet.indexed_nodes[name])), default=NO_NODE)
 
     def _totals(self) -> Iterator[tuple[int, Mapping[str, None]]]:
         """Nodes against which nothing else speaks, and how many of the devices each of them has."""
@@ -245,13 +247,13 @@ class Question:
             for node_class, row in self.fleet.rows(group).items():
                 if self.class_objection(node_class) is None:
                     for names in row.shapes.values():
-                        yield self._total(self.fleet.berths[next(iter(names))]), names
+                        yield self._total(self.fleet.indexed_nodes[next(iter(names))]), names
 
-    def _total(self, berth: Berth) -> int:
+    def _total(self, indexed: IndexedNode) -> int:
         place = self.claim.place
         if place is None:
-            return sum(kind in self.kinds for kind in berth.kinds)
-        return sum(map(self.can_serve, called(berth, place)))
+            return sum(kind in self.kinds for kind in indexed.kinds)
+        return sum(map(self.can_serve, called(indexed, place)))
 
     def _most_proven(self) -> int:
         return max(1, MAX_PROVEN_NODES // len(self.claim.nodes.terms or "1"))
@@ -274,9 +276,9 @@ class Question:
                 patience -= 1
                 if patience < 0:
                     return
-                berth = self.fleet.berths[name]
-                if self.is_selected(berth):
-                    yield Placement(name, self.slots(berth))
+                indexed = self.fleet.indexed_nodes[name]
+                if self.is_selected(indexed):
+                    yield Placement(name, self.slots(indexed))
 
     def groups(self) -> Iterable[Group]:
         """Where the nodes with good enough evidence are."""
@@ -302,18 +304,18 @@ class Question:
                 return self.fleet.names_with(key, values)
         return None
 
-    def slots(self, berth: Berth) -> tuple[Slot, ...]:
+    def slots(self, indexed: IndexedNode) -> tuple[Slot, ...]:
         """The devices of a node that fits: plain ones before special ones, begun shares before whole ones."""
         if self.claim.place is not None:
-            return self._mapped_slots(berth, self.claim.place.gpus)
-        known = zip(berth.node.devices, berth.kinds, strict=True)
+            return self._mapped_slots(indexed, self.claim.place.gpus)
+        known = zip(indexed.node.devices, indexed.kinds, strict=True)
         able = [device for device, kind in known if kind in self.kinds and self.fleet.is_offered(device)]
         able = list(self.fleet.in_own_order(able))
         able.sort(key=lambda d: (-len(self.fleet.holders(d.uuid)), len(d.labels)))
         return tuple(self.free_slot(device) for device in able[: self.claim.count])
 
-    def _mapped_slots(self, berth: Berth, gpus: tuple[str, ...]) -> tuple[Slot, ...]:
-        devices = [[d for d in berth.node.devices if d.is_called(gpu)] for gpu in gpus]
+    def _mapped_slots(self, indexed: IndexedNode, gpus: tuple[str, ...]) -> tuple[Slot, ...]:
+        devices = [[d for d in indexed.node.devices if d.is_called(gpu)] for gpu in gpus]
         able = dict.fromkeys(d for (d,) in (found for found in devices if len(found) == 1) if self.can_serve(d))
         return tuple(self.free_slot(device) for device in able if self._can_have(device))
 
@@ -327,8 +329,8 @@ class Question:
         place, fleet = self.claim.place, self.fleet
         if place is None or self.claim.is_shared:
             return []
-        berths = (fleet.berths[name] for name in self.named() or () if name in fleet.berths)
-        meant = (device for berth in berths for device in called(berth, place))
+        indexed_nodes = (fleet.indexed_nodes[name] for name in self.named() or () if name in fleet.indexed_nodes)
+        meant = (device for indexed in indexed_nodes for device in called(indexed, place))
         return [device for device in meant if fleet.is_kept_from(device, self.claim.of_set)]
 
     def can_serve(self, device: Device) -> bool:
@@ -340,55 +342,55 @@ class Question:
 
     # Objections.
 
-    def fit(self, berth: Berth) -> NodeFit:
+    def fit(self, indexed: IndexedNode) -> NodeFit:
         """One node's answer, with its devices if it fits."""
-        objection = self._objection(berth)
+        objection = self._objection(indexed)
         if objection is not None:
-            return NodeFit(berth.node.name, (), objection)
-        slots = self.slots(berth)
+            return NodeFit(indexed.node.name, (), objection)
+        slots = self.slots(indexed)
         if self.claim.place is not None:
-            objection = self._map_objection(berth, self.claim.place, len(slots))
-        return NodeFit(berth.node.name, () if objection else slots, objection)
+            objection = self._map_objection(indexed, self.claim.place, len(slots))
+        return NodeFit(indexed.node.name, () if objection else slots, objection)
 
-    def objection(self, berth: Berth) -> Objection | None:
+    def objection(self, indexed: IndexedNode) -> Objection | None:
         """What speaks against one node."""
-        return self.node_objection(berth) or self.devices_objection(berth)
+        return self.node_objection(indexed) or self.devices_objection(indexed)
 
-    def devices_objection(self, berth: Berth) -> Objection | None:
+    def devices_objection(self, indexed: IndexedNode) -> Objection | None:
         """What speaks against its devices; none are chosen where the index can tell."""
         place = self.claim.place
         if place is None:
-            return self.shape_objection(berth.cell.shape)
-        return self._map_objection(berth, place, len(self.slots(berth)))
+            return self.shape_objection(indexed.cell.shape)
+        return self._map_objection(indexed, place, len(self.slots(indexed)))
 
-    def _objection(self, berth: Berth) -> Objection | None:
-        return self.node_objection(berth) or (None if self.claim.place else self.shape_objection(berth.cell.shape))
+    def _objection(self, indexed: IndexedNode) -> Objection | None:
+        return self.node_objection(indexed) or (None if self.claim.place else self.shape_objection(indexed.cell.shape))
 
-    def node_objection(self, berth: Berth) -> Objection | None:
+    def node_objection(self, indexed: IndexedNode) -> Objection | None:
         """What speaks against the node, whatever devices it has."""
-        if not self.claim.nodes.matches(berth.node.name, berth.labels):
+        if not self.claim.nodes.matches(indexed.node.name, indexed.labels):
             return Objection.NOT_SELECTED
-        if self.claim.is_mapped and berth.node.name not in (self.named() or ()):
+        if self.claim.is_mapped and indexed.node.name not in (self.named() or ()):
             return Objection.NOT_SELECTED
-        return self.evidence_objection(berth) or self._condition_objection(berth.cell.node_class)
+        return self.evidence_objection(indexed) or self._condition_objection(indexed.cell.node_class)
 
-    def _map_objection(self, berth: Berth, place: MapEntry, found: int) -> Objection | None:
+    def _map_objection(self, indexed: IndexedNode, place: MapEntry, found: int) -> Objection | None:
         if found == self.claim.count:
             return None
-        meant = [[device for device in berth.node.devices if device.is_called(gpu)] for gpu in place.gpus]
+        meant = [[device for device in indexed.node.devices if device.is_called(gpu)] for gpu in place.gpus]
         if any(len(devices) > 1 for devices in meant):
             return Objection.SEVERAL_CALLED
         if len({device.uuid for devices in meant for device in devices}) < sum(map(len, meant)):
             return Objection.NAMED_TWICE
-        serving = sum(map(self.can_serve, called(berth, place)))
+        serving = sum(map(self.can_serve, called(indexed, place)))
         return Objection.FEWER_FREE if serving == self.claim.count else Objection.FEWER_MATCHING
 
-    def evidence_objection(self, berth: Berth) -> Objection | None:
+    def evidence_objection(self, indexed: IndexedNode) -> Objection | None:
         if not self.needs_evidence:
             return None
-        if berth.state is not EvidenceState.FRESH or berth.evidence is None:
-            return EVIDENCE_OBJECTIONS.get(berth.state, Objection.ABSENT)
-        if self.claim.hashes and berth.evidence.hash not in self.claim.hashes:
+        if indexed.state is not EvidenceState.FRESH or indexed.evidence is None:
+            return EVIDENCE_OBJECTIONS.get(indexed.state, Objection.ABSENT)
+        if self.claim.hashes and indexed.evidence.hash not in self.claim.hashes:
             return Objection.OTHER_HASH
         return None
 
@@ -414,8 +416,8 @@ class Question:
         """Whether classes cannot tell: the claim asks about names, or about labels that are as good as names."""
         return bool(self.directory_keys) or any(term.fields for term in self.claim.nodes.terms or ())
 
-    def is_selected(self, berth: Berth) -> bool:
-        return not self.needs_each_node or self.claim.nodes.matches(berth.node.name, berth.labels)
+    def is_selected(self, indexed: IndexedNode) -> bool:
+        return not self.needs_each_node or self.claim.nodes.matches(indexed.node.name, indexed.labels)
 
     def _condition_objection(self, number: int) -> Objection | None:
         node_class = self.fleet.node_class(number)
@@ -460,20 +462,20 @@ class Question:
     def _count_objections(self) -> Counter[Objection]:
         names = self.named()
         if names is not None:
-            berths = [self.fleet.berths[name] for name in names if name in self.fleet.berths]
-            return self._count_one_by_one(berths, others=len(self.fleet.berths) - len(berths))
+            indexed_nodes = [self.fleet.indexed_nodes[name] for name in names if name in self.fleet.indexed_nodes]
+            return self._count_one_by_one(indexed_nodes, others=len(self.fleet.indexed_nodes) - len(indexed_nodes))
         if self.needs_each_node:
             apart = self._shut_out()
             if apart is not None:
                 return self._count_but_for(*apart)
-            if len(self.fleet.berths) <= self._patience():
-                return self._count_one_by_one(self.fleet.berths.values(), others=0)
+            if len(self.fleet.indexed_nodes) <= self._patience():
+                return self._count_one_by_one(self.fleet.indexed_nodes.values(), others=0)
         counts = self._count_by_rows()
         # Where there are too many to be asked one by one, those against whom nothing else speaks were not selected.
-        counts[Objection.NOT_SELECTED] += len(self.fleet.berths) - sum(counts.values())
+        counts[Objection.NOT_SELECTED] += len(self.fleet.indexed_nodes) - sum(counts.values())
         return counts
 
-    def _shut_out(self) -> tuple["Question", list[Berth]] | None:
+    def _shut_out(self) -> tuple["ClaimSearch", list[IndexedNode]] | None:
         """The question without what it asks of single nodes, and the nodes that this shuts out, if it does no more than
         shut some out by name."""
         nodes, fleet = self.claim.nodes, self.fleet
@@ -484,34 +486,34 @@ class Question:
         if any(one.operator != "NotIn" for one in (*single, *term.fields)):
             return None
         names = {name for e in single for name in fleet.names_with(e.key, e.values)}
-        names.update(name for f in term.fields for name in f.values if name in fleet.berths)
+        names.update(name for f in term.fields for name in f.values if name in fleet.indexed_nodes)
         others = tuple(e for e in term.labels if e not in single)
         free = evolve(nodes, terms=(NodeTerm(others, ()),) if others else None)
-        rest = Question(evolve(self.claim, nodes=free), fleet, EvidencePolicy(self.needs_evidence))
+        rest = ClaimSearch(evolve(self.claim, nodes=free), fleet, EvidencePolicy(self.needs_evidence))
         is_few = len(names) <= self._patience() and not rest.needs_each_node
-        return (rest, [fleet.berths[name] for name in names]) if is_few else None
+        return (rest, [fleet.indexed_nodes[name] for name in names]) if is_few else None
 
-    def _count_but_for(self, rest: "Question", shut_out: Iterable[Berth]) -> Counter[Objection]:
+    def _count_but_for(self, rest: "ClaimSearch", shut_out: Iterable[IndexedNode]) -> Counter[Objection]:
         counts = rest._count_by_rows()
         self._out = rest._out
-        for berth in shut_out:
-            objection = rest._objection(berth)
+        for indexed in shut_out:
+            objection = rest._objection(indexed)
             if objection is not None:
                 counts[objection] -= 1
-                self._out -= rest._is_out(berth, objection)
+                self._out -= rest._is_out(indexed, objection)
             counts[Objection.NOT_SELECTED] += 1
         return counts
 
-    def _is_out(self, berth: Berth, objection: Objection) -> bool:
-        return objection in CONDITIONS and self._total(berth) >= self.claim.count
+    def _is_out(self, indexed: IndexedNode, objection: Objection) -> bool:
+        return objection in CONDITIONS and self._total(indexed) >= self.claim.count
 
-    def _count_one_by_one(self, berths: Iterable[Berth], others: int) -> Counter[Objection]:
+    def _count_one_by_one(self, indexed_nodes: Iterable[IndexedNode], others: int) -> Counter[Objection]:
         counts = Counter({Objection.NOT_SELECTED: others})
-        for berth in berths:
-            objection = self.fit(berth).objection
+        for indexed in indexed_nodes:
+            objection = self.fit(indexed).objection
             if objection is not None:
                 counts[objection] += 1
-                self._out += self._is_out(berth, objection)
+                self._out += self._is_out(indexed, objection)
         return counts
 
     def _count_by_rows(self) -> Counter[Objection]:
@@ -526,7 +528,7 @@ class Question:
                     self._count_proven(counts, node_class, row)
         return counts
 
-    def _count_proven(self, counts: Counter[Objection], node_class: int, row: Row) -> None:
+    def _count_proven(self, counts: Counter[Objection], node_class: int, row: ClassNodes) -> None:
         """Of the nodes of a class whose evidence is good enough, or that need none, those with the right hash."""
         if not self.claim.hashes:
             self._count_row(counts, node_class, row)
@@ -537,7 +539,7 @@ class Question:
         for one in named:
             self._count_row(counts, node_class, one)
 
-    def _count_row(self, counts: Counter[Objection], node_class: int, row: Row) -> None:
+    def _count_row(self, counts: Counter[Objection], node_class: int, row: ClassNodes) -> None:
         objection = self._condition_objection(node_class)
         room = self.room
         if objection is not None:
@@ -561,6 +563,6 @@ def tightness(fitting: tuple[int, Mapping[str, None]]) -> int:
     return fitting[0]
 
 
-def called(berth: Berth, place: MapEntry) -> list[Device]:
+def called(indexed: IndexedNode, place: MapEntry) -> list[Device]:
     """The node's devices that a map means."""
-    return [d for d in berth.node.devices if any(d.is_called(gpu) for gpu in place.gpus)]
+    return [d for d in indexed.node.devices if any(d.is_called(gpu) for gpu in place.gpus)]

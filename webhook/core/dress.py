@@ -69,7 +69,7 @@ class DressRules:
 
 
 @frozen
-class Outfit:
+class Allocation:
     """What one pod is given: nodes to run on and, unless it only asked for a proven node, GPUs of one of them."""
 
     claim: Claim
@@ -94,7 +94,7 @@ class Outfit:
         return {"name": name, "valueFrom": REFERENCE} if self.has_waited else {"name": name, "value": self.visible}
 
 
-def dressed(raw: RawPod, outfit: Outfit, rules: DressRules) -> dict[str, Json]:
+def dressed(raw: RawPod, outfit: Allocation, rules: DressRules) -> dict[str, Json]:
     """The pod as it has to be; what is not ours to change is shared with `raw`."""
     meta = without_outputs(raw)
     meta["annotations"].update(annotations(outfit, rules))
@@ -116,7 +116,7 @@ def waiting(raw: RawPod, claim: Claim, rules: DressRules, why: str, *, blinds_al
         spec["schedulingGates"] = [*(spec.get("schedulingGates") or ()), {"name": keys.QUEUE_GATE}]
     made = {**raw, "metadata": meta, "spec": spec}
     if claim.count:
-        spec |= dressed_containers(spec, Outfit(claim, (), has_waited=True, blinds_all=blinds_all), rules)
+        spec |= dressed_containers(spec, Allocation(claim, (), has_waited=True, blinds_all=blinds_all), rules)
     return dict(blind(made, rules)) if blinds_all and not claim.count else made
 
 
@@ -135,7 +135,7 @@ def blind_debugging(raw: RawPod, old: RawPod, rules: DressRules) -> RawPod:
     return raw if made == groups[0] else {**raw, "spec": {**raw["spec"], "ephemeralContainers": made}}
 
 
-def dressed_containers(spec: Mapping[str, Json], outfit: Outfit, rules: DressRules) -> dict[str, Json]:
+def dressed_containers(spec: Mapping[str, Json], outfit: Allocation, rules: DressRules) -> dict[str, Json]:
     return {
         group: [dressed_container(one, outfit, rules) for one in spec[group]]
         for group in ("initContainers", "containers")
@@ -201,7 +201,7 @@ def without_outputs(raw: RawPod) -> dict[str, Json]:
     return meta
 
 
-def annotations(outfit: Outfit, rules: DressRules) -> dict[str, str]:
+def annotations(outfit: Allocation, rules: DressRules) -> dict[str, str]:
     written = {keys.CLAIM.name: outfit.claim.record.text()}
     if outfit.reservation_id is not None:
         for key, value in reservation_values(outfit.reservation_id, outfit.visible, outfit.nodes[0]):
@@ -291,7 +291,7 @@ def nodes_pinned_to(raw: RawPod) -> set[str | None]:
 # Containers.
 
 
-def dressed_container(raw: dict[str, Json], outfit: Outfit, rules: DressRules) -> dict[str, Json]:
+def dressed_container(raw: dict[str, Json], outfit: Allocation, rules: DressRules) -> dict[str, Json]:
     container = dict(raw)
     named = outfit.claim.record.asked or outfit.claim.record.containers
     if not named or raw.get("name") in named or shows_gpus(raw.get("env") or (), rules):
@@ -313,7 +313,7 @@ def is_open_to_others(container: Mapping[str, Json]) -> bool:
     return bool(container.get("envFrom")) and not any(one.get("name") == keys.NVIDIA_ENV for one in env)
 
 
-def dressed_env(env: Sequence[dict[str, Json]], outfit: Outfit, rules: DressRules) -> list[dict[str, Json]]:
+def dressed_env(env: Sequence[dict[str, Json]], outfit: Allocation, rules: DressRules) -> list[dict[str, Json]]:
     """Ours stand where the user's stood, so that later variables may refer to them; each stands once."""
     missing = list(rules.env_names)
     result = []
@@ -337,7 +337,7 @@ def without_request(resources: Mapping[str, Json], resource: str) -> dict[str, J
     }
 
 
-def replaced_env(pod: Pod, outfit: Outfit, rules: DressRules) -> Iterator[str]:
+def replaced_env(pod: Pod, outfit: Allocation, rules: DressRules) -> Iterator[str]:
     """The containers whose own GPU variables give way to ours, as warnings."""
     for path, container in pod.containers():
         for one in container.env or ():

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 from attrs import field, frozen
 
-from webhook.core.cells import Berth
 from webhook.core.evidence import Evidence, EvidenceState
 from webhook.core.fleet import Fleet
+from webhook.core.fleet_index import IndexedNode
 
 
 @frozen
-class Word:
+class EvidenceStatus:
     """What is known of a node's evidence, in the part whose change somebody wants to hear of."""
 
     state: EvidenceState
@@ -19,13 +19,13 @@ class Word:
     said: Evidence | None = field(default=None, eq=False)
 
     @classmethod
-    def on(cls, berth: Berth) -> "Word":
-        said = berth.evidence
-        return cls(berth.state, said.hash if said and berth.state is EvidenceState.FRESH else "", said)
+    def on(cls, indexed: IndexedNode) -> "EvidenceStatus":
+        said = indexed.evidence
+        return cls(indexed.state, said.hash if said and indexed.state is EvidenceState.FRESH else "", said)
 
-    def is_of(self, berth: Berth) -> bool:
+    def is_of(self, indexed: IndexedNode) -> bool:
         """Whether there is no need to read it again."""
-        return self.said is berth.evidence and self.state is berth.state
+        return self.said is indexed.evidence and self.state is indexed.state
 
     @property
     def source(self) -> str:
@@ -40,8 +40,8 @@ class Change:
     """Of one node."""
 
     node: str
-    was: Word
-    word: Word
+    was: EvidenceStatus
+    word: EvidenceStatus
 
     @property
     def is_worse(self) -> bool:
@@ -58,7 +58,7 @@ class Changes:
     def __init__(self, fleet: Fleet, count: Callable[[str], None]) -> None:
         self._fleet = fleet
         self._count = count
-        self._words: dict[str, Word] | None = None
+        self._words: dict[str, EvidenceStatus] | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -69,10 +69,10 @@ class Changes:
         a node that is still owed is left for a later look."""
         before, self._words = self._words or {}, {}
         found = []
-        for name, berth in self._fleet.berths.items():
-            last = before.get(name) or Word.on(berth)
-            if not last.is_of(berth):
-                word = Word.on(berth)
+        for name, indexed in self._fleet.indexed_nodes.items():
+            last = before.get(name) or EvidenceStatus.on(indexed)
+            if not last.is_of(indexed):
+                word = EvidenceStatus.on(indexed)
                 if word == last:
                     last = word
                 elif not is_owed(name):

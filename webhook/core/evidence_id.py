@@ -14,7 +14,7 @@ PLACE: Final = re.compile(r"\{([a-z_]*)\}")
 
 
 @frozen
-class Named:
+class EvidenceIdParts:
     """What an ID says."""
 
     node: str
@@ -44,11 +44,11 @@ class EvidenceId:
         )
         self.trust_domain = trust_domain
 
-    def read(self, spiffe_id: str) -> Named | None:
+    def read(self, spiffe_id: str) -> EvidenceIdParts | None:
         """None for an ID that is not this trust domain's or has not the form of the template."""
         if trust_domain_of(spiffe_id) != self.trust_domain or (found := self._form.fullmatch(spiffe_id)) is None:
             return None
-        return Named(found["node"], found["hash"].replace(".", ":"))
+        return EvidenceIdParts(found["node"], found["hash"].replace(".", ":"))
 
 
 def check_template(template: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from attrs import field, frozen
 
 from webhook.core.errors import GpuwardenError
-from webhook.core.pod import Pod, Wire
+from webhook.core.pod import Pod, WireStruct
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import plain
 
@@ -26,15 +26,15 @@ class MalformedArgsError(GpuwardenError):
     """The body is not what a scheduler sends."""
 
 
-class NamedWire(Wire, frozen=True):
+class NamedItemWire(WireStruct, frozen=True):
     name: str
 
 
-class NodeWire(Wire, frozen=True):
-    metadata: NamedWire
+class OfferedNodeWire(WireStruct, frozen=True):
+    metadata: NamedItemWire
 
 
-class VictimWire(Wire, frozen=True):
+class VictimWire(WireStruct, frozen=True):
     uid: str
 
 
@@ -49,7 +49,7 @@ MEMBERS = msgspec.json.Decoder(Members)
 NAMES = msgspec.json.Decoder(list[str] | None)
 ITEMS = msgspec.json.Decoder(list[msgspec.Raw] | None)
 POD: "msgspec.json.Decoder[Pod | None]" = msgspec.json.Decoder(Pod | None)
-NODE = msgspec.json.Decoder(NodeWire)
+NODE = msgspec.json.Decoder(OfferedNodeWire)
 VICTIMS = msgspec.json.Decoder(dict[str, Members] | None)
 VICTIM = msgspec.json.Decoder(VictimWire)
 NUMBER = msgspec.json.Decoder(int | None)
@@ -58,7 +58,7 @@ ENCODER = msgspec.json.Encoder()
 
 
 @frozen
-class Offer:
+class OfferedNodes:
     """The nodes among which a scheduler lets us choose: by name, or as whole objects."""
 
     names: tuple[str, ...]
@@ -72,7 +72,7 @@ class ExtenderArgs:
     """One question: which of these nodes will do for this pod, or how well."""
 
     pod: Pod
-    offer: Offer
+    offer: OfferedNodes
 
     @classmethod
     def parse(cls, body: bytes) -> "ExtenderArgs":
@@ -168,20 +168,20 @@ def decoded(decoder: "msgspec.json.Decoder[T]", raw: msgspec.Raw | bytes, what: 
         raise MalformedArgsError(f"the body holds no {what} that can be read: {plain(str(exc))}") from exc
 
 
-def offer_of(members: Members) -> Offer:
+def offer_of(members: Members) -> OfferedNodes:
     """Names win where there are any: a scheduler fills one member and never both."""
     names = decoded(NAMES, members.get("nodenames", NULL), "NodeNames")
     nodes = decoded(NODE_LIST, members.get("nodes", NULL), "Nodes")
     if names or nodes is None:
-        return Offer(tuple(names or ()))
+        return OfferedNodes(tuple(names or ()))
     frame = {name: raw for name, raw in nodes.items() if name.lower() != "items"}
     found = next((raw for name, raw in nodes.items() if name.lower() == "items"), NULL)
     objects = tuple(decoded(ITEMS, found, "Nodes") or ())
-    return Offer(tuple(decoded(NODE, one, "Node").metadata.name for one in objects), objects, frame)
+    return OfferedNodes(tuple(decoded(NODE, one, "Node").metadata.name for one in objects), objects, frame)
 
 
 @frozen
-class Sifted:
+class FilterResult:
     """Every node offered, once: those that pass, in their order, and what speaks against the others.
 
     `failed` is what may change when another pod makes room; `unresolvable` is what no eviction heals.
@@ -192,7 +192,7 @@ class Sifted:
     unresolvable: Mapping[str, str] = field(factory=dict)
 
 
-def filter_result(offer: Offer, sifted: Sifted) -> bytes:
+def filter_result(offer: OfferedNodes, sifted: FilterResult) -> bytes:
     """In the form of the question: a scheduler that sent objects looks at nothing but objects."""
     names = nodes = None
     if offer.objects is None:

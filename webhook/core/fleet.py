@@ -12,23 +12,23 @@ from datetime import datetime
 from itertools import chain, islice
 from typing import TypeVar
 
-from webhook.core.cells import (
-    Berth,
-    Cell,
+from webhook.core.device import Device, DeviceUuid, Node, Slot
+from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
+from webhook.core.fleet_index import (
+    ClassNodes,
+    DeviceKind,
+    DeviceStock,
     Group,
-    Kind,
+    IndexedNode,
     NodeClass,
+    NodeGroup,
     NodeNames,
     Numbered,
-    Row,
     Shape,
-    Stock,
     lessen,
     room_on,
 )
-from webhook.core.device import Device, DeviceUuid, Node, Slot
-from webhook.core.evidence import Evidence, EvidenceState, next_change, state_of
-from webhook.core.gpu_map import Keeper, Mapped, SetId
+from webhook.core.gpu_map import MapOwner, Mapped, SetId
 from webhook.core.keys import GPU_TYPE_LABELS, HOSTNAME_LABEL, LOGICAL_NODE_LABEL
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.reservation import Reservation, ReservationId
@@ -56,14 +56,14 @@ class Fleet:
     def __init__(self, turn: int = 0) -> None:
         """Fleets with different turns prefer different nodes among equals, so that replicas seldom want the same."""
         self._turn = turn
-        self.berths: dict[str, Berth] = {}
+        self.indexed_nodes: dict[str, IndexedNode] = {}
         self.states: Counter[EvidenceState] = Counter()
         self.changes = 0
         """Counts what a decision may come out otherwise for."""
-        self._kinds: Numbered[Kind] = Numbered()
+        self._kinds: Numbered[DeviceKind] = Numbered()
         self._shapes: Numbered[Shape] = Numbered()
         self._classes: Numbered[NodeClass] = Numbered()
-        self._groups: dict[Group, dict[int, Row]] = {}  # of rows by class
+        self._groups: dict[Group, dict[int, ClassNodes]] = {}  # of rows by class
         self._sizes = Counter[int]()  # nodes by how many devices they have
         self._homes: dict[DeviceUuid, str] = {}
         # All homes of a UUID that has several, or that stands on its node several times.
@@ -72,7 +72,7 @@ class Fleet:
         self._held: dict[DeviceUuid, dict[int, ReservationId]] = {}
         self._held_alone: set[DeviceUuid] = set()  # by somebody who did not ask to share
         self._mapped: Mapped = {}
-        self._set_aside: dict[DeviceUuid, Keeper] = {}
+        self._set_aside: dict[DeviceUuid, MapOwner] = {}
         self._changes: list[tuple[datetime, str]] = []  # a heap: when which node's evidence changes by itself
         self._topics: tuple[str, ...] = ()
         self._class_nodes: Counter[int] = Counter()
@@ -96,7 +96,7 @@ class Fleet:
 
     def put(self, node: Node, now: datetime) -> None:
         """A node has come or changed."""
-        known = self.berths.get(node.name)
+        known = self.indexed_nodes.get(node.name)
         if known is not None:
             if known.node == node:
                 return
@@ -110,25 +110,25 @@ class Fleet:
         if known is None:
             state = state_of(evidence, now)
             self.states[state] += 1
-            berth = Berth(node, evidence, state, (), Cell(-1, -1), kinds)
-            self.berths[node.name] = berth
+            indexed = IndexedNode(node, evidence, state, (), NodeGroup(-1, -1), kinds)
+            self.indexed_nodes[node.name] = indexed
         else:
             known.node, known.kinds = node, kinds
-            berth = known
-        self._place(berth)
+            indexed = known
+        self._place(indexed)
         if known is None:
             self._mark_labelled(node.name)
 
     def remove(self, name: str) -> None:
         """A node has gone. What is held of its devices stays held."""
-        berth = self.berths.pop(name, None)
-        if berth is None:
+        indexed = self.indexed_nodes.pop(name, None)
+        if indexed is None:
             return
         self.changes += 1
-        self._forget_set_aside(berth.node)
-        self._leave(berth)
-        self.states[berth.state] -= 1
-        self._forget(berth.node)
+        self._forget_set_aside(indexed.node)
+        self._leave(indexed)
+        self.states[indexed.state] -= 1
+        self._forget(indexed.node)
         self._mark_labelled(name)
 
     def _remember(self, node: Node) -> None:
@@ -178,38 +178,38 @@ class Fleet:
         if len(claimants) == 1:
             del self._disputed[uuid]
             if home != name:  # a second claimant has taken off what the home's maps had set aside
-                self._mark_again(self.berths[home])
+                self._mark_again(self.indexed_nodes[home])
 
     # What is learnt of evidence.
 
     def prove(self, name: str, evidence: Evidence | None, now: datetime) -> None:
         """The word on a node's evidence has changed."""
-        berth = self.berths.get(name)
-        if berth is None or berth.evidence == evidence:
+        indexed = self.indexed_nodes.get(name)
+        if indexed is None or indexed.evidence == evidence:
             return
-        berth.evidence = evidence
-        self._judge(berth, now)
+        indexed.evidence = evidence
+        self._judge(indexed, now)
 
     def advance(self, now: datetime) -> None:
         """Let time act on evidence: what ends by now has ended."""
         numbered = len(self._classes) + len(self._shapes) + len(self._kinds)
-        if numbered > MAX_NUMBERED + 12 * len(self.berths):
+        if numbered > MAX_NUMBERED + 12 * len(self.indexed_nodes):
             self._place_all()
         while self._changes and self._changes[0][0] <= now:
             _, name = heapq.heappop(self._changes)
-            berth = self.berths.get(name)
-            if berth is not None:
-                self._judge(berth, now)
+            indexed = self.indexed_nodes.get(name)
+            if indexed is not None:
+                self._judge(indexed, now)
 
-    def _judge(self, berth: Berth, now: datetime) -> None:
+    def _judge(self, indexed: IndexedNode, now: datetime) -> None:
         self.changes += 1
-        self.states[berth.state] -= 1
-        berth.state = state_of(berth.evidence, now)
-        self.states[berth.state] += 1
-        moment = next_change(berth.evidence, now)
+        self.states[indexed.state] -= 1
+        indexed.state = state_of(indexed.evidence, now)
+        self.states[indexed.state] += 1
+        moment = next_change(indexed.evidence, now)
         if moment is not None:
-            heapq.heappush(self._changes, (moment, berth.node.name))
-        self._place(berth)
+            heapq.heappush(self._changes, (moment, indexed.node.name))
+        self._place(indexed)
 
     # What is learnt of placement maps.
 
@@ -219,13 +219,13 @@ class Fleet:
         self._mapped = mapped
         self.changes += 1
         for name in {one for node in changed for one in self.meant_by(node)}:
-            self._mark_again(self.berths[name])
+            self._mark_again(self.indexed_nodes[name])
 
     def _mark_set_aside(self, node: Node) -> None:
         """By its own name, and by its label where that is no node's name: as a map is followed."""
         self._forget_set_aside(node)
         label = node.labels.get(LOGICAL_NODE_LABEL, "")
-        names = {node.name, "" if label in self.berths else label}
+        names = {node.name, "" if label in self.indexed_nodes else label}
         said = [self._mapped[name] for name in names if name in self._mapped]
         for device in node.devices if said else ():
             keepers = [called[name] for called in said for name in device.names if name in called]
@@ -235,11 +235,11 @@ class Fleet:
     def _mark_labelled(self, name: str) -> None:
         """Nodes with this name as their label: it counts only while no node has the name."""
         for labelled in self.names_with(LOGICAL_NODE_LABEL, [name]) if name in self._mapped else ():
-            self._mark_again(self.berths[labelled])
+            self._mark_again(self.indexed_nodes[labelled])
 
-    def _mark_again(self, berth: Berth) -> None:
-        self._mark_set_aside(berth.node)
-        self._place(berth)
+    def _mark_again(self, indexed: IndexedNode) -> None:
+        self._mark_set_aside(indexed.node)
+        self._place(indexed)
 
     def _forget_set_aside(self, node: Node) -> None:
         for device in node.devices:
@@ -279,39 +279,39 @@ class Fleet:
             self._place_again(name)
 
     def _place_again(self, name: str) -> None:
-        berth = self.berths.get(name)
-        if berth is not None:
-            self._place(berth)
+        indexed = self.indexed_nodes.get(name)
+        if indexed is not None:
+            self._place(indexed)
 
-    def _place(self, berth: Berth) -> None:
+    def _place(self, indexed: IndexedNode) -> None:
         """Put the node into the cells it now belongs to. The last group is the narrowest."""
-        groups: tuple[Group, ...] = ((berth.state, None),)
-        if berth.state is EvidenceState.FRESH and berth.evidence is not None:
-            groups += ((berth.state, berth.evidence.hash),)
-        cell = Cell(self._class_of(berth.node), self._shape_of(berth))
-        if (groups, cell) == (berth.groups, berth.cell):
+        groups: tuple[Group, ...] = ((indexed.state, None),)
+        if indexed.state is EvidenceState.FRESH and indexed.evidence is not None:
+            groups += ((indexed.state, indexed.evidence.hash),)
+        cell = NodeGroup(self._class_of(indexed.node), self._shape_of(indexed))
+        if (groups, cell) == (indexed.groups, indexed.cell):
             return
-        self._leave(berth)
-        self._enter(berth, groups, cell)
+        self._leave(indexed)
+        self._enter(indexed, groups, cell)
 
-    def _enter(self, berth: Berth, groups: tuple[Group, ...], cell: Cell) -> None:
-        berth.groups, berth.cell = groups, cell
+    def _enter(self, indexed: IndexedNode, groups: tuple[Group, ...], cell: NodeGroup) -> None:
+        indexed.groups, indexed.cell = groups, cell
         self._class_nodes[cell.node_class] += 1
         for group in groups:
             rows = self._groups.setdefault(group, {})
             row = rows.get(cell.node_class)
             if row is None:
-                row = rows[cell.node_class] = Row()
-            row.add(cell.shape, berth.node.name)
-            berth.row = row
+                row = rows[cell.node_class] = ClassNodes()
+            row.add(cell.shape, indexed.node.name)
+            indexed.row = row
 
-    def _leave(self, berth: Berth) -> None:
-        if berth.groups:
-            lessen(self._class_nodes, berth.cell.node_class)
-        node_class, shape = berth.cell
-        for group in berth.groups:
+    def _leave(self, indexed: IndexedNode) -> None:
+        if indexed.groups:
+            lessen(self._class_nodes, indexed.cell.node_class)
+        node_class, shape = indexed.cell
+        for group in indexed.groups:
             rows = self._groups[group]
-            rows[node_class].remove(shape, berth.node.name)
+            rows[node_class].remove(shape, indexed.node.name)
             if not rows[node_class].count:
                 del rows[node_class]
             if not rows:
@@ -321,16 +321,16 @@ class Fleet:
         labels = tuple((topic, node.labels[topic]) for topic in self._topics if topic in node.labels)
         return self._classes.number(NodeClass(node.is_ready, node.is_cordoned, node.taints, labels))
 
-    def _shape_of(self, berth: Berth) -> int:
+    def _shape_of(self, indexed: IndexedNode) -> int:
         free: dict[int, int] = {}
         total: dict[int, int] = {}
-        for device, kind in zip(berth.node.devices, berth.kinds, strict=True):
+        for device, kind in zip(indexed.node.devices, indexed.kinds, strict=True):
             total[kind] = total.get(kind, 0) + 1
             free[kind] = free.get(kind, 0) + self.is_offered(device)
-        return self._shapes.number(tuple(Stock(kind, free[kind], total[kind]) for kind in sorted(total)))
+        return self._shapes.number(tuple(DeviceStock(kind, free[kind], total[kind]) for kind in sorted(total)))
 
     def kind_of(self, device: Device) -> int:
-        return self._kinds.number(Kind(device.labels, device.is_shared))
+        return self._kinds.number(DeviceKind(device.labels, device.is_shared))
 
     def is_available(self, device: Device) -> bool:
         """Healthy, undisputed, and with a slot that nobody holds."""
@@ -416,7 +416,7 @@ class Fleet:
         stocks = (stock for row in rows for shape in row.shapes for stock in self._shapes[shape])
         return {label for stock in stocks for label in self._kinds[stock.kind].labels}
 
-    def rows(self, group: Group) -> Mapping[int, Row]:
+    def rows(self, group: Group) -> Mapping[int, ClassNodes]:
         """The nodes of a group, by class."""
         return self._groups.get(group, {})
 
@@ -485,9 +485,9 @@ class Fleet:
 
     def _directory_of(self, key: str) -> dict[str, NodeNames]:
         directory: dict[str, NodeNames] = defaultdict(dict)
-        for name, berth in self.berths.items():
-            if key in berth.labels:
-                directory[berth.labels[key]][name] = None
+        for name, indexed in self.indexed_nodes.items():
+            if key in indexed.labels:
+                directory[indexed.labels[key]][name] = None
         return directory
 
     def _demote(self) -> None:
@@ -502,8 +502,8 @@ class Fleet:
         """Other labels count now: every node's class anew, its shape stays."""
         self._groups, self._class_nodes = {}, Counter()
         self._classes, self._class_labels = Numbered(), {}
-        for berth in self.berths.values():
-            self._enter(berth, berth.groups, Cell(self._class_of(berth.node), berth.cell.shape))
+        for indexed in self.indexed_nodes.values():
+            self._enter(indexed, indexed.groups, NodeGroup(self._class_of(indexed.node), indexed.cell.shape))
 
     def _place_all(self) -> None:
         """Everything anew, without the classes and shapes that no node has any more."""
@@ -511,9 +511,9 @@ class Fleet:
         self._classes, self._shapes, self._kinds = Numbered(), Numbered(), Numbered()
         self._class_labels = {}
         self._kinds_serving, self._kinds_known, self._rooms = {}, 0, {}
-        for berth in self.berths.values():
-            berth.groups, berth.kinds = (), tuple(map(self.kind_of, berth.node.devices))
-            self._place(berth)
+        for indexed in self.indexed_nodes.values():
+            indexed.groups, indexed.kinds = (), tuple(map(self.kind_of, indexed.node.devices))
+            self._place(indexed)
 
     @property
     def gpu_types(self) -> Mapping[str, Mapping[str, int]]:
@@ -522,13 +522,13 @@ class Fleet:
 
     def meant_by(self, name: str) -> list[str]:
         """The nodes that a placement map means by a name: the node of that name, else those with it as their label."""
-        return [name] if name in self.berths else self.names_with(LOGICAL_NODE_LABEL, [name])
+        return [name] if name in self.indexed_nodes else self.names_with(LOGICAL_NODE_LABEL, [name])
 
     def disputed_names(self) -> Iterator[tuple[str, list[str]]]:
         """Logical names that lead to no one node: several nodes have them as their label, or another node as its
         name."""
         for name, labelled in self._directories[LOGICAL_NODE_LABEL].items():
-            claimants = {*labelled, name} if name in self.berths else labelled.keys()
+            claimants = {*labelled, name} if name in self.indexed_nodes else labelled.keys()
             if len(claimants) > 1:
                 yield name, sorted(claimants)
 

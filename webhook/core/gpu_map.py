@@ -28,7 +28,7 @@ class SetId:
 
 
 @frozen(order=True)
-class Keeper:
+class MapOwner:
     """A StatefulSet whose map names a GPU. Of several, the oldest keeps it."""
 
     created: str
@@ -36,7 +36,7 @@ class Keeper:
 
 
 # By node as maps have it: GPUs as they call them, and who keeps each.
-Mapped = Mapping[str, Mapping[str, Keeper]]
+Mapped = Mapping[str, Mapping[str, MapOwner]]
 
 
 @frozen

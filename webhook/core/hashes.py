@@ -27,7 +27,7 @@ def hashes_in(text: str, where: str) -> tuple[tuple[str, ...], list[str]]:
 
 
 @frozen
-class Bond:
+class HashPolicy:
     """The hashes that a namespace holds the claims of its pods to: a pod may narrow them, never widen them."""
 
     namespace: str = ""
@@ -36,7 +36,7 @@ class Bond:
     """What is wrong with the namespace's annotation. Nobody knows then what its pods are held to."""
 
     @classmethod
-    def of(cls, namespace: str, annotations: Mapping[str, str | None]) -> "Bond":
+    def of(cls, namespace: str, annotations: Mapping[str, str | None]) -> "HashPolicy":
         text = annotations.get(keys.REQUIRED_HASH.name)
         if text is None:
             return NO_BOND
@@ -57,4 +57,4 @@ class Bond:
         )
 
 
-NO_BOND = Bond()
+NO_BOND = HashPolicy()

@@ -17,7 +17,7 @@ from webhook.core.dress import RawPod
 from webhook.core.errors import InvalidPodError
 from webhook.core.keys import Key
 from webhook.core.nodes_asked import Labels
-from webhook.core.pod import Metadata, Pod, Toleration, Wire
+from webhook.core.pod import Metadata, Pod, Toleration, WireStruct
 
 Json = dict[str, Any]
 
@@ -196,7 +196,7 @@ class Hints:
 
 
 @frozen
-class Surroundings:
+class HintContext:
     """What a hint may refer to."""
 
     gpu_types: Mapping[str, Mapping[str, int]]
@@ -207,8 +207,8 @@ class Surroundings:
     default_class: str | None = None
 
 
-def hints_of(advice: Advice, features: Features, pod: Pod, around: Surroundings, now: datetime) -> Hints:
-    reading = Reading(advice, features, pod, around)
+def hints_of(advice: Advice, features: Features, pod: Pod, around: HintContext, now: datetime) -> Hints:
+    reading = AdviceReader(advice, features, pod, around)
     selector, tolerations = tuple(reading.selector()), tuple(reading.tolerations())
     return Hints(
         job_type=features.job_type,
@@ -223,10 +223,10 @@ def hints_of(advice: Advice, features: Features, pod: Pod, around: Surroundings,
     )
 
 
-class Reading:
+class AdviceReader:
     """One answer against one pod and what there is in the cluster."""
 
-    def __init__(self, advice: Advice, features: Features, pod: Pod, around: Surroundings) -> None:
+    def __init__(self, advice: Advice, features: Features, pod: Pod, around: HintContext) -> None:
         self.advice = advice
         self.pod = pod
         self.around = around
@@ -374,15 +374,15 @@ def apart_from(job_type: str) -> Json:
 # Jobs.
 
 
-class TemplateWire(Wire, frozen=True):
+class TemplateWire(WireStruct, frozen=True):
     metadata: Metadata | None = None
 
 
-class JobSpecWire(Wire, frozen=True):
+class JobSpecWire(WireStruct, frozen=True):
     template: TemplateWire | None = None
 
 
-class JobWire(Wire, frozen=True):
+class JobWire(WireStruct, frozen=True):
     metadata: Metadata | None = None
     spec: JobSpecWire | None = None
 

@@ -8,7 +8,7 @@ import msgspec
 
 from webhook.core import keys
 from webhook.core.host_paths import PLACES, STORAGE, overlap
-from webhook.core.pod import Wire
+from webhook.core.pod import WireStruct
 
 STRONG = ("ALL", "SYS_ADMIN", "SYS_MODULE", "SYS_BOOT", "SYS_RAWIO", "BPF", "DAC_READ_SEARCH")
 # By which runtimes and their plugins inject devices and paths of the node, alone or with `/pod` or `/container.NAME`.
@@ -26,21 +26,21 @@ ClaimName = tuple[str, str]
 """Of a PersistentVolumeClaim: namespace and name."""
 
 
-class Capabilities(Wire, frozen=True):
+class Capabilities(WireStruct, frozen=True):
     add: list[str] | None = None
 
 
-class SecurityContext(Wire, frozen=True):
+class SecurityContext(WireStruct, frozen=True):
     privileged: bool | None = None
     capabilities: Capabilities | None = None
 
 
-class VolumeMount(Wire, frozen=True):
+class VolumeMount(WireStruct, frozen=True):
     name: str = ""
     read_only: bool | None = None
 
 
-class Container(Wire, frozen=True):
+class IsolatedContainer(WireStruct, frozen=True):
     name: str = ""
     security_context: SecurityContext | None = None
     volume_mounts: list[VolumeMount] | None = None
@@ -53,7 +53,7 @@ class Container(Wire, frozen=True):
                 yield name
 
 
-class NodePath(Wire, frozen=True):
+class NodePath(WireStruct, frozen=True):
     path: str = ""
     type: str | None = None
 
@@ -63,25 +63,25 @@ class NodePath(Wire, frozen=True):
         return self.type in DEVICE_TYPES or not is_inside
 
 
-class ClaimSource(Wire, frozen=True):
+class ClaimSource(WireStruct, frozen=True):
     claim_name: str = ""
 
 
-class Volume(Wire, frozen=True):
+class PodVolume(WireStruct, frozen=True):
     name: str = ""
     host_path: NodePath | None = None
     persistent_volume_claim: ClaimSource | None = None
     ephemeral: dict[str, Any] | None = None
 
 
-class PodSpec(Wire, frozen=True):
-    containers: list[Container] | None = None
-    init_containers: list[Container] | None = None
-    ephemeral_containers: list[Container] | None = None
-    volumes: list[Volume] | None = None
+class PodSpec(WireStruct, frozen=True):
+    containers: list[IsolatedContainer] | None = None
+    init_containers: list[IsolatedContainer] | None = None
+    ephemeral_containers: list[IsolatedContainer] | None = None
+    volumes: list[PodVolume] | None = None
     host_pid: bool | None = msgspec.field(default=None, name="hostPID")
 
-    def named(self) -> Iterator[tuple[str, Container]]:
+    def named(self) -> Iterator[tuple[str, IsolatedContainer]]:
         """Every container with its path in the pod, in the order of the policy."""
         for one in self.containers or ():
             yield f"spec.containers[{one.name}]", one
@@ -91,13 +91,13 @@ class PodSpec(Wire, frozen=True):
             yield f"spec.ephemeralContainers[{one.name}]", one
 
 
-class PodMeta(Wire, frozen=True):
+class PodMeta(WireStruct, frozen=True):
     name: str | None = None
     namespace: str | None = None
     annotations: dict[str, str | None] | None = None
 
 
-class IsolatedPod(Wire, frozen=True):
+class IsolatedPod(WireStruct, frozen=True):
     metadata: PodMeta | None = None
     spec: PodSpec | None = None
 
@@ -153,7 +153,7 @@ def of_claims(meta: PodMeta, spec: PodSpec, volumes: Mapping[ClaimName, str]) ->
             yield f"spec.volumes[{one.name}]: the PersistentVolume of claim {claim} leads to {path}"
 
 
-def claim_of_volume(meta: PodMeta, volume: Volume) -> str:
+def claim_of_volume(meta: PodMeta, volume: PodVolume) -> str:
     """Kubernetes names the claim of an ephemeral volume after pod and volume."""
     if volume.persistent_volume_claim is not None:
         return volume.persistent_volume_claim.claim_name
@@ -175,17 +175,17 @@ def without_prefix(capability: str) -> str:
 # PersistentVolumes.
 
 
-class VolumeSpec(Wire, frozen=True):
+class VolumeSpec(WireStruct, frozen=True):
     host_path: NodePath | None = None
     local: NodePath | None = None
     claim_ref: PodMeta | None = None
 
 
-class VolumeStatus(Wire, frozen=True):
+class VolumeStatus(WireStruct, frozen=True):
     phase: str | None = None
 
 
-class PersistentVolume(Wire, frozen=True):
+class PersistentVolume(WireStruct, frozen=True):
     spec: VolumeSpec | None = None
     status: VolumeStatus | None = None
 

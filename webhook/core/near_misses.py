@@ -21,7 +21,7 @@ CUTOFF = 0.75
 OWN_KEYS = tuple(sorted(keys.INPUT_NAMES | {keys.OPT_IN.name}))
 
 
-class Known(Protocol):
+class KnownValues(Protocol):
     """What there is to be asked for: a fleet, or what somebody has listed."""
 
     @property
@@ -31,7 +31,7 @@ class Known(Protocol):
     def device_labels(self) -> Collection[str]: ...
 
 
-def near_misses(pod: Pod, claim: Claim | None, known: Known) -> Iterator[str]:
+def near_misses(pod: Pod, claim: Claim | None, known: KnownValues) -> Iterator[str]:
     """Sentences for a person, each about one thing in the pod that matches nothing."""
     yield from near_keys([*pod.annotations, *pod.labels])
     if claim is not None:

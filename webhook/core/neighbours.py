@@ -11,7 +11,7 @@ import msgspec
 from attrs import field, frozen
 
 from webhook.core.nodes_asked import Expression, Labels, expression
-from webhook.core.pod import Requirement, Wire
+from webhook.core.pod import Requirement, WireStruct
 
 JOINS_NOBODY = "ruled out by the pod's own affinity to pods"
 AVOIDS = "ruled out by the pod's own anti-affinity"
@@ -20,12 +20,12 @@ KEPT_AWAY = "ruled out by the anti-affinity of a pod that is there"
 MOST_KEPT = 2_000
 
 
-class SelectorWire(Wire, frozen=True):
+class SelectorWire(WireStruct, frozen=True):
     match_labels: dict[str, str | None] | None = None
     match_expressions: list[Requirement] | None = None
 
 
-class PodTermWire(Wire, frozen=True):
+class PodTermWire(WireStruct, frozen=True):
     """`matchLabelKeys` and `mismatchLabelKeys` are not read: the API server has written them into the selector."""
 
     label_selector: SelectorWire | None = None
@@ -34,13 +34,13 @@ class PodTermWire(Wire, frozen=True):
     topology_key: str = ""
 
 
-class TermsWire(Wire, frozen=True):
+class TermsWire(WireStruct, frozen=True):
     required: list[PodTermWire] | None = msgspec.field(
         default=None, name="requiredDuringSchedulingIgnoredDuringExecution"
     )
 
 
-class AffinityWire(Wire, frozen=True):
+class AffinityWire(WireStruct, frozen=True):
     pod_affinity: TermsWire | None = None
     pod_anti_affinity: TermsWire | None = None
 
@@ -168,7 +168,7 @@ class Neighbours:
         self._namespaces: dict[str, Labels] = {}
         # Anti-affinity of pods that stand, by the namespaces that it means.
         self._carried: dict[PodTerm, Tally] = {}
-        self._carriers: Counter[PodTerm] = Counter()
+        self._reserved_pods: Counter[PodTerm] = Counter()
         self._carried_for: dict[str | None, set[PodTerm]] = {}
         # What pods that wait have asked by.
         self._asked: dict[tuple[PodTerm, ...], Tally] = {}
@@ -218,13 +218,13 @@ class Neighbours:
 
     def _carry(self, term: PodTerm, number: int) -> None:
         meant = (*term.namespaces, *(() if term.selected is None else (None,)))
-        if term not in self._carriers:
+        if term not in self._reserved_pods:
             self._carried[term] = Tally((term,))
             for name in meant:
                 self._carried_for.setdefault(name, set()).add(term)
-        self._carriers[term] += number
-        if not self._carriers[term]:
-            del self._carriers[term], self._carried[term]
+        self._reserved_pods[term] += number
+        if not self._reserved_pods[term]:
+            del self._reserved_pods[term], self._carried[term]
             for name in meant:
                 self._carried_for[name].discard(term)
                 if not self._carried_for[name]:

@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 
 from webhook.core.device import Node, Taint
 from webhook.core.nodes_asked import NodesAsked
-from webhook.core.pod import Wire
+from webhook.core.pod import WireStruct
 from webhook.core.quantity import thousandths
 
 Amounts = dict[str, str | int | float | None]
@@ -31,18 +31,18 @@ TAINTED = "with a taint that the pod does not tolerate"
 PORT_TAKEN = "with a host port of the pod in use"
 
 
-class PortWire(Wire, frozen=True):
+class PortWire(WireStruct, frozen=True):
     host_port: int | None = None
     host_ip: str | None = msgspec.field(default=None, name="hostIP")
     protocol: str | None = None
 
 
-class ResourcesWire(Wire, frozen=True):
+class ResourcesWire(WireStruct, frozen=True):
     requests: Amounts | None = None
     limits: Amounts | None = None
 
 
-class ContainerWire(Wire, frozen=True):
+class ContainerWire(WireStruct, frozen=True):
     resources: ResourcesWire | None = None
     restart_policy: str | None = None
     ports: list[PortWire] | None = None
@@ -53,7 +53,7 @@ class ContainerWire(Wire, frozen=True):
         return in_thousandths({**(both.limits or {}), **(both.requests or {})})
 
 
-class SpecWire(Wire, frozen=True):
+class SpecWire(WireStruct, frozen=True):
     """The members of a pod's spec that say what it uses."""
 
     containers: list[ContainerWire] | None = None

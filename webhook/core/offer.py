@@ -6,10 +6,10 @@ The fleet knows its nodes by cells, so only what is held, quarantined or kept by
 from collections import Counter
 from collections.abc import Iterator
 
-from webhook.core.cells import Berth
 from webhook.core.device_state import DeviceState, or_kept, state_of_free
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
+from webhook.core.fleet_index import IndexedNode
 
 # Of devices that nobody holds: their state, and the evidence of their node.
 Offer = Counter[tuple[DeviceState, EvidenceState]]
@@ -28,40 +28,40 @@ def offer_of(fleet: Fleet, *, needs_evidence: bool) -> Offer:
                 needs_evidence=needs_evidence,
             )
             found[state, evidence] += sum(fleet.size_of(shape) * len(names) for shape, names in row.shapes.items())
-    for berth in homes_of_others(fleet):
-        found[state_on(berth, needs_evidence=needs_evidence), berth.state] -= 1
-    for berth in homes_of_kept(fleet):
-        state = state_on(berth, needs_evidence=needs_evidence)
-        found[state, berth.state] -= 1
-        found[or_kept(state, is_set_aside=True), berth.state] += 1
+    for indexed in homes_of_others(fleet):
+        found[state_on(indexed, needs_evidence=needs_evidence), indexed.state] -= 1
+    for indexed in homes_of_kept(fleet):
+        state = state_on(indexed, needs_evidence=needs_evidence)
+        found[state, indexed.state] -= 1
+        found[or_kept(state, is_set_aside=True), indexed.state] += 1
     return found
 
 
-def homes_of_others(fleet: Fleet) -> Iterator[Berth]:
+def homes_of_others(fleet: Fleet) -> Iterator[IndexedNode]:
     """The node of each device that is held or quarantined: once for every place where it stands."""
     for uuid in fleet.held_devices | fleet.quarantined_devices:
-        yield from (fleet.berths[name] for name in fleet.places_of(uuid) if name in fleet.berths)
+        yield from (fleet.indexed_nodes[name] for name in fleet.places_of(uuid) if name in fleet.indexed_nodes)
 
 
-def homes_of_kept(fleet: Fleet) -> Iterator[Berth]:
+def homes_of_kept(fleet: Fleet) -> Iterator[IndexedNode]:
     """The node of each device that a map keeps and nobody holds."""
     for uuid in fleet.set_aside_devices - fleet.held_devices - fleet.quarantined_devices:
-        yield from (fleet.berths[name] for name in fleet.places_of(uuid))
+        yield from (fleet.indexed_nodes[name] for name in fleet.places_of(uuid))
 
 
-def word_of(fleet: Fleet, berth: Berth, *, needs_evidence: bool) -> DeviceState:
+def word_of(fleet: Fleet, indexed: IndexedNode, *, needs_evidence: bool) -> DeviceState:
     """Of all devices on that node that nobody holds: kept only if each of them is."""
-    state = state_on(berth, needs_evidence=needs_evidence)
+    state = state_on(indexed, needs_evidence=needs_evidence)
     kept, held = fleet.set_aside_devices, fleet.held_devices
-    free = [device.uuid in kept for device in berth.node.devices if device.uuid not in held] if kept else []
+    free = [device.uuid in kept for device in indexed.node.devices if device.uuid not in held] if kept else []
     return or_kept(state, is_set_aside=bool(free) and all(free))
 
 
-def state_on(berth: Berth, *, needs_evidence: bool) -> DeviceState:
+def state_on(indexed: IndexedNode, *, needs_evidence: bool) -> DeviceState:
     """Of a device on that node that nobody holds and no map keeps."""
     return state_of_free(
-        is_ready=berth.node.is_ready,
-        is_cordoned=berth.node.is_cordoned,
-        evidence=berth.state,
+        is_ready=indexed.node.is_ready,
+        is_cordoned=indexed.node.is_cordoned,
+        evidence=indexed.state,
         needs_evidence=needs_evidence,
     )

@@ -14,11 +14,11 @@ from webhook.core.errors import InvalidPodError
 DEFAULT_GRACE = 30
 
 
-class Wire(msgspec.Struct, frozen=True, rename="camel", gc=False):
+class WireStruct(msgspec.Struct, frozen=True, rename="camel", gc=False):
     """A part of a Kubernetes object: only the members we read, each of which may be null."""
 
 
-class EnvVar(Wire, frozen=True):
+class EnvVar(WireStruct, frozen=True):
     name: str = ""
     value: str | None = None
     value_from: dict[str, Any] | None = None
@@ -29,16 +29,16 @@ class EnvVar(Wire, frozen=True):
         return None if self.value_from is not None else self.value or ""
 
 
-class Resources(Wire, frozen=True):
+class Resources(WireStruct, frozen=True):
     limits: dict[str, str | int | float | None] | None = None
     requests: dict[str, str | int | float | None] | None = None
 
 
-class Probe(Wire, frozen=True):
+class Probe(WireStruct, frozen=True):
     termination_grace_period_seconds: int | None = None
 
 
-class Container(Wire, frozen=True):
+class Container(WireStruct, frozen=True):
     name: str = ""
     env: list[EnvVar] | None = None
     env_from: list[dict[str, Any]] | None = None
@@ -61,7 +61,7 @@ class Container(Wire, frozen=True):
                     yield name
 
 
-class Requirement(Wire, frozen=True):
+class Requirement(WireStruct, frozen=True):
     """One expression of a node selector term."""
 
     key: str = ""
@@ -69,31 +69,31 @@ class Requirement(Wire, frozen=True):
     values: list[str] | None = None
 
 
-class Term(Wire, frozen=True):
+class Term(WireStruct, frozen=True):
     match_expressions: list[Requirement] | None = None
     match_fields: list[Requirement] | None = None
 
 
-class RequiredNodes(Wire, frozen=True):
+class RequiredNodes(WireStruct, frozen=True):
     node_selector_terms: list[Term] | None = None
 
 
-class NodeAffinity(Wire, frozen=True):
+class NodeAffinity(WireStruct, frozen=True):
     required: RequiredNodes | None = msgspec.field(default=None, name="requiredDuringSchedulingIgnoredDuringExecution")
 
 
-class PodAntiAffinity(Wire, frozen=True):
+class PodAntiAffinity(WireStruct, frozen=True):
     preferred: list[dict[str, Any]] | None = msgspec.field(
         default=None, name="preferredDuringSchedulingIgnoredDuringExecution"
     )
 
 
-class Affinity(Wire, frozen=True):
+class Affinity(WireStruct, frozen=True):
     node_affinity: NodeAffinity | None = None
     pod_anti_affinity: PodAntiAffinity | None = None
 
 
-class Toleration(Wire, frozen=True):
+class Toleration(WireStruct, frozen=True):
     key: str | None = None
     operator: str | None = None
     value: str | None = None
@@ -101,7 +101,7 @@ class Toleration(Wire, frozen=True):
     toleration_seconds: int | None = None
 
 
-class OwnerReference(Wire, frozen=True):
+class OwnerReference(WireStruct, frozen=True):
     api_version: str = ""
     kind: str = ""
     name: str = ""
@@ -109,7 +109,7 @@ class OwnerReference(Wire, frozen=True):
     controller: bool | None = None
 
 
-class Metadata(Wire, frozen=True):
+class Metadata(WireStruct, frozen=True):
     name: str | None = None
     generate_name: str | None = None
     namespace: str | None = None
@@ -120,11 +120,11 @@ class Metadata(Wire, frozen=True):
     creation_timestamp: datetime | None = None
 
 
-class SchedulingGate(Wire, frozen=True):
+class SchedulingGate(WireStruct, frozen=True):
     name: str = ""
 
 
-class Spec(Wire, frozen=True):
+class Spec(WireStruct, frozen=True):
     containers: list[Container] | None = None
     init_containers: list[Container] | None = None
     ephemeral_containers: list[Container] | None = None
@@ -148,7 +148,7 @@ class Spec(Wire, frozen=True):
         )
 
 
-class Pod(Wire, frozen=True):
+class Pod(WireStruct, frozen=True):
     """The members of a pod that decide where it goes and which GPUs it sees."""
 
     metadata: Metadata | None = None

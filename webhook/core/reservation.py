@@ -22,7 +22,7 @@ class Phase(StrEnum):
     RELEASING = "releasing"
 
 
-class Event(StrEnum):
+class ReservationEvent(StrEnum):
     """What can happen to a reservation."""
 
     POD_NAMED = "pod named"  # the validating review showed the pod's uid; the pod may still never exist
@@ -31,16 +31,27 @@ class Event(StrEnum):
     DEADLINE_PASSED = "deadline passed"
 
 
-MOVES: dict[tuple[Phase, Event], Phase] = {
-    (Phase.PENDING, Event.POD_NAMED): Phase.PENDING,
-    (Phase.PENDING, Event.POD_EXISTS): Phase.FINALIZED,
-    (Phase.PENDING, Event.POD_ENDED): Phase.RELEASING,
-    (Phase.PENDING, Event.DEADLINE_PASSED): Phase.RELEASING,
-    (Phase.FINALIZED, Event.POD_NAMED): Phase.FINALIZED,
-    (Phase.FINALIZED, Event.POD_EXISTS): Phase.FINALIZED,
-    (Phase.FINALIZED, Event.POD_ENDED): Phase.RELEASING,
-    (Phase.RELEASING, Event.POD_ENDED): Phase.RELEASING,
+MOVES: dict[tuple[Phase, ReservationEvent], Phase] = {
+    (Phase.PENDING, ReservationEvent.POD_NAMED): Phase.PENDING,
+    (Phase.PENDING, ReservationEvent.POD_EXISTS): Phase.FINALIZED,
+    (Phase.PENDING, ReservationEvent.POD_ENDED): Phase.RELEASING,
+    (Phase.PENDING, ReservationEvent.DEADLINE_PASSED): Phase.RELEASING,
+    (Phase.FINALIZED, ReservationEvent.POD_NAMED): Phase.FINALIZED,
+    (Phase.FINALIZED, ReservationEvent.POD_EXISTS): Phase.FINALIZED,
+    (Phase.FINALIZED, ReservationEvent.POD_ENDED): Phase.RELEASING,
+    (Phase.RELEASING, ReservationEvent.POD_ENDED): Phase.RELEASING,
 }
+
+
+class PodProof(StrEnum):
+    """How it is known that a reservation belongs to a pod."""
+
+    # A review named the pod's uid. The pod may still never exist.
+    NAMED = "named"
+    # A caller of /finalize says that the pod exists; embedded, a review does.
+    REPORTED = "reported"
+    # The API server says that the pod exists: no deadline matters any more.
+    CONFIRMED = "confirmed"
 
 
 @frozen
@@ -61,7 +72,7 @@ class Placement:
 
 
 @frozen
-class Ask:
+class ReservationRequest:
     """What a ledger is asked to hold, its id fixed before the write."""
 
     id: ReservationId
@@ -123,7 +134,7 @@ class Reservation:
     def uuids(self) -> tuple[DeviceUuid, ...]:
         return tuple(slot.uuid for slot in self.slots)
 
-    def after(self, event: Event) -> "Reservation":
+    def after(self, event: ReservationEvent) -> "Reservation":
         phase = MOVES.get((self.phase, event))
         if phase is None:
             raise IllegalMoveError(f"reservation {self.id} is {self.phase}: {event} cannot happen to it")
@@ -141,7 +152,7 @@ class Reservation:
 
     def orphaned(self, orphan: Orphan) -> "Reservation":
         known = orphan if self.orphan is None else self.orphan.and_also(orphan)
-        return evolve(self.after(Event.POD_EXISTS), orphan=known, grace=known.grace)
+        return evolve(self.after(ReservationEvent.POD_EXISTS), orphan=known, grace=known.grace)
 
     def is_past_deadline(self, now: datetime) -> bool:
         return self.deadline is not None and self.deadline <= now

@@ -8,7 +8,7 @@ import msgspec
 from attrs import frozen
 
 from webhook.core.errors import MalformedReviewError
-from webhook.core.pod import Wire
+from webhook.core.pod import WireStruct
 from webhook.core.reasons import STATUS_CODES, Reason
 from webhook.core.reservation import ReservationId
 from webhook.core.verdict import Admit, Deny, Verdict, plain
@@ -29,19 +29,19 @@ class Operation(StrEnum):
     CONNECT = "CONNECT"
 
 
-class KindWire(Wire, frozen=True):
+class KindWire(WireStruct, frozen=True):
     group: str | None = None
     version: str | None = None
     kind: str | None = None
 
 
-class ResourceWire(Wire, frozen=True):
+class ResourceWire(WireStruct, frozen=True):
     group: str | None = None
     version: str | None = None
     resource: str | None = None
 
 
-class RequestWire(Wire, frozen=True):
+class RequestWire(WireStruct, frozen=True):
     uid: str = ""
     kind: KindWire | None = None
     resource: ResourceWire | None = None
@@ -54,7 +54,7 @@ class RequestWire(Wire, frozen=True):
     dry_run: bool | None = None
 
 
-class EnvelopeWire(Wire, frozen=True):
+class EnvelopeWire(WireStruct, frozen=True):
     api_version: str = ""
     kind: str = ""
     request: RequestWire | None = None

@@ -22,11 +22,11 @@ from webhook.evidence.node_evidence import (
     raw_entries,
     with_entries,
 )
-from webhook.evidence.providers import Round
-from webhook.kube.api_objects import Nodes, Objects
+from webhook.evidence.providers import ProviderPoll
+from webhook.kube.api_objects import NodeExistence, ObjectClient
 from webhook.kube.node import born_of
-from webhook.kube.store import RefusedError, StaleError, StoreAwayError
-from webhook.kube.view import View
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
+from webhook.kube.view import ObjectView
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -48,11 +48,11 @@ class EvidenceWriter:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectClient,
         providers: Sequence[EvidenceProvider],
         clock: Clock,
         is_current: Callable[[], bool],
-        nodes: Nodes,
+        nodes: NodeExistence,
         are_nodes_current: Callable[[], bool],
         poll_every: timedelta = POLL_EVERY,
         retired: Iterable[str] = (),
@@ -63,7 +63,7 @@ class EvidenceWriter:
     ) -> None:
         """`keep`: how long after a proof another answer to its challenge, or to one before, could still be taken."""
         self._objects = objects
-        self._round = Round(providers, count_error)
+        self._round = ProviderPoll(providers, count_error)
         self._awaited = tuple(awaited)
         self._patience = patience
         self._began: datetime | None = None
@@ -80,8 +80,8 @@ class EvidenceWriter:
         self._said: dict[str, Mapping[str, Evidence]] = {name: {} for name in self._retired}
         self._todo: dict[str, None] = {}
         self._refused: dict[str, str] = {}
-        self.view: View[Raw] = View(lambda raw: raw)
-        self.births: View[datetime | None] = View(birth_of)
+        self.view: ObjectView[Raw] = ObjectView(lambda raw: raw)
+        self.births: ObjectView[datetime | None] = ObjectView(birth_of)
 
     def begin(self) -> None:
         """Elected: what was said before may be older than what another leader has written since, a ban included."""
@@ -137,7 +137,7 @@ class EvidenceWriter:
             if self._refused.get(name) != str(exc):
                 log.warning("evidence refused by the API server", node=name, problem=str(exc))
             self._refused[name] = str(exc)
-        except (StaleError, StoreAwayError) as exc:
+        except (StaleError, StoreUnavailableError) as exc:
             log.warning("evidence left for the next pass", node=name, error=type(exc).__name__)
             self._todo[name] = None
             return isinstance(exc, StaleError)
@@ -249,13 +249,13 @@ class EvidenceView:
         self._own = own
         self._listeners: list[Callable[[str], None]] = []
         self._asked = frozenset(asked)
-        self._view: View[tuple[Evidence, ...]] = View(self._said_in)
+        self._view: ObjectView[tuple[Evidence, ...]] = ObjectView(self._said_in)
 
     def notify(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with the name of each node whose evidence changes."""
         self._listeners.append(listener)
 
-    def word_on(self, name: str) -> Evidence | None:
+    def combined_evidence(self, name: str) -> Evidence | None:
         own = [self._own[name]] if name in self._own else []
         return combined([*own, *(self._view.get(name) or ())], self._asked)
 

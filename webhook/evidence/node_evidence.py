@@ -24,7 +24,7 @@ class UnreadableEvidenceError(GpuwardenError):
     """A NodeEvidence that no version of ours has written."""
 
 
-class EntryWire(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
+class EvidenceEntryWire(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
     banned: bool
     conflict: bool
     hash: str | None = None
@@ -35,17 +35,17 @@ class EntryWire(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel")
     challenged: Moment | None = None
 
 
-class StatusWire(msgspec.Struct, frozen=True):
-    sources: dict[str, EntryWire] | None = None
+class NodeEvidenceStatusWire(msgspec.Struct, frozen=True):
+    sources: dict[str, EvidenceEntryWire] | None = None
 
 
-class MetadataWire(msgspec.Struct, frozen=True):
+class NodeEvidenceMetadataWire(msgspec.Struct, frozen=True):
     name: str
 
 
 class NodeEvidenceWire(msgspec.Struct, frozen=True):
-    metadata: MetadataWire
-    status: StatusWire | None = None
+    metadata: NodeEvidenceMetadataWire
+    status: NodeEvidenceStatusWire | None = None
 
 
 @frozen
@@ -69,7 +69,7 @@ class NodeEvidence:
         return combined(list(self.sources.values()))
 
 
-def evidence_of(node: str, source: str, entry: EntryWire) -> Evidence:
+def evidence_of(node: str, source: str, entry: EvidenceEntryWire) -> Evidence:
     if not (entry.hash or entry.banned or entry.conflict):
         raise UnreadableEvidenceError(f"{source} says nothing of {node}")
     if source not in ENDLESS and not (entry.banned or entry.conflict) and None in (entry.since, entry.until):
@@ -137,7 +137,7 @@ def with_entries(raw: Raw, entries: Mapping[str, Evidence | None]) -> Raw:
 
 
 def raw_entry(one: Evidence) -> Raw:
-    wire = EntryWire(
+    wire = EvidenceEntryWire(
         banned=one.is_banned,
         conflict=one.is_conflict,
         hash=one.hash or None,

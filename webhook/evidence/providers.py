@@ -9,8 +9,8 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
 from webhook.evidence import EvidenceProvider, EvidenceUnavailableError, StillAwayError
 from webhook.evidence.jwt.jwt_svid import SOURCE as JWT_SVID
-from webhook.evidence.spire.attested import SOURCE, Rules
-from webhook.evidence.spire.spire_server import Server, SocketServer, SpireServer, TcpServer
+from webhook.evidence.spire.attested import SOURCE, AgentRules
+from webhook.evidence.spire.spire_server import SocketServer, SpireConnection, SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
 from webhook.evidence.static import StaticEvidence
 from webhook.runtime.clock import Clock
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 ROUND = 0.6
 
 
-class Round:
+class ProviderPoll:
     """Asks all providers, one after the other. Logs one line when one goes away and one when it answers again."""
 
     def __init__(self, providers: Sequence[EvidenceProvider], count_error: Callable[[str], None]) -> None:
@@ -98,8 +98,8 @@ def spire_server_of(settings: Settings, clock: Clock) -> SpireServer:
     return SpireServer(server, rules_of(settings, trust_domain), clock, settings.evidence_poll)
 
 
-def rules_of(settings: Settings, trust_domain: str) -> Rules:
-    return Rules(
+def rules_of(settings: Settings, trust_domain: str) -> AgentRules:
+    return AgentRules(
         trust_domain=trust_domain,
         attestors=frozenset(settings.spire_attestors),
         node=naming_of(settings.spire_node_selector, "node"),
@@ -110,7 +110,7 @@ def rules_of(settings: Settings, trust_domain: str) -> Rules:
     )
 
 
-def server_of(settings: Settings, trust_domain: str, clock: Clock) -> Server:
+def server_of(settings: Settings, trust_domain: str, clock: Clock) -> SpireConnection:
     address = needed(settings.spire_server, "--spire-server")
     if address.startswith("unix:"):
         return SocketServer(address.removeprefix("unix:"))

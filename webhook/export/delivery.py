@@ -13,7 +13,7 @@ import structlog
 from attrs import evolve, field, frozen
 
 from webhook.export import Exporter, ExportError
-from webhook.export.outbox import Entry, Outbox, Waiting
+from webhook.export.outbox import Backlog, Outbox, OutboxEntry
 from webhook.export.records import Batch, Use
 from webhook.runtime.clock import Clock
 
@@ -26,7 +26,7 @@ REMEMBERED: Final = 4096
 
 
 @frozen
-class Pauses:
+class RetryPauses:
     """Between tries that fail: twice as long each time, and somewhat less than said, to keep out of step."""
 
     first: timedelta = timedelta(seconds=1)
@@ -37,7 +37,7 @@ class Pauses:
 
 
 @frozen
-class Heard:
+class DeliveryObserver:
     """Who counts what becomes of batches."""
 
     stored: Callable[[str, Batch], None] = lambda exporter, batch: None
@@ -48,19 +48,19 @@ class Heard:
 
 
 @frozen
-class State:
+class ExporterState:
     """How it stands with one exporter."""
 
-    waiting: Waiting = field(factory=Waiting)
+    waiting: Backlog = field(factory=Backlog)
     # Why the last try failed; None once one has succeeded.
     error: str | None = None
 
-    def with_also(self, other: "State") -> "State":
+    def with_also(self, other: "ExporterState") -> "ExporterState":
         """Of two kinds of records as one."""
         mine, theirs = self.waiting, other.waiting
         oldest = min((one.oldest for one in (mine, theirs) if one.oldest is not None), default=None)
-        waiting = Waiting(mine.batches + theirs.batches, mine.size + theirs.size, oldest)
-        return State(waiting, self.error or other.error)
+        waiting = Backlog(mine.batches + theirs.batches, mine.size + theirs.size, oldest)
+        return ExporterState(waiting, self.error or other.error)
 
 
 @runtime_checkable
@@ -86,10 +86,12 @@ class Remembering(Protocol):
         """Those that it has no end of. Raises ExportError."""
 
 
-class Lane:
+class ExporterQueue:
     """One exporter and what it is owed of one kind of records."""
 
-    def __init__(self, exporter: Exporter, outbox: Outbox, clock: Clock, heard: Heard, pauses: Pauses) -> None:
+    def __init__(
+        self, exporter: Exporter, outbox: Outbox, clock: Clock, heard: DeliveryObserver, pauses: RetryPauses
+    ) -> None:
         self.exporter = exporter
         self._outbox = outbox
         self._clock = clock
@@ -102,8 +104,8 @@ class Lane:
         self._error: str | None = None
 
     @property
-    def state(self) -> State:
-        return State(self._outbox.waiting, self._error)
+    def state(self) -> ExporterState:
+        return ExporterState(self._outbox.waiting, self._error)
 
     async def take(self, batch: Batch) -> None:
         """Raises ExportError."""
@@ -142,7 +144,7 @@ class Lane:
                 await self._news.wait()
         return True
 
-    async def _deliver(self, entries: Sequence[tuple[Entry, Batch]]) -> None:
+    async def _deliver(self, entries: Sequence[tuple[OutboxEntry, Batch]]) -> None:
         """All of them at once, or one by one where one among them is refused. Raises ExportError."""
         try:
             await self._export(together([batch for _, batch in entries]))
@@ -216,20 +218,20 @@ class Delivery:
         opened: Callable[[str], Outbox],
         clock: Clock,
         *,
-        heard: Heard | None = None,
-        pauses: Pauses | None = None,
+        heard: DeliveryObserver | None = None,
+        pauses: RetryPauses | None = None,
     ) -> None:
         """`opened` is `outbox.opener(directory)`. Raises ExportError where an outbox cannot be kept."""
-        heard, pauses = heard or Heard(), pauses or Pauses()
+        heard, pauses = heard or DeliveryObserver(), pauses or RetryPauses()
         self._exporters = exporters
         with ExitStack() as stack:  # one that cannot be opened must not keep the others from whoever comes next
 
-            def lanes(suffix: str) -> list[Lane]:
+            def lanes(suffix: str) -> list[ExporterQueue]:
                 found = []
                 for one in exporters:
                     outbox = opened(one.name + suffix)
                     stack.callback(outbox.close)
-                    found.append(Lane(one, outbox, clock, heard, pauses))
+                    found.append(ExporterQueue(one, outbox, clock, heard, pauses))
                 return found
 
             # A store that has no place for the one kind holds up nothing of the other.
@@ -295,10 +297,10 @@ class Delivery:
                     yield use
 
     @property
-    def states(self) -> Mapping[str, State]:
-        found: dict[str, State] = {}
+    def states(self) -> Mapping[str, ExporterState]:
+        found: dict[str, ExporterState] = {}
         for lane in self._lanes:
-            found[lane.exporter.name] = found.get(lane.exporter.name, State()).with_also(lane.state)
+            found[lane.exporter.name] = found.get(lane.exporter.name, ExporterState()).with_also(lane.state)
         return found
 
     @contextmanager
@@ -326,7 +328,7 @@ class Delivery:
                 log.error("delivery broke off", problem=repr(exc))
 
 
-async def check(exporters: Sequence[Exporter], states: Mapping[str, State]) -> None:
+async def check(exporters: Sequence[Exporter], states: Mapping[str, ExporterState]) -> None:
     """Raises ExportError that names those that could store nothing at this moment, and those that have not stored what
     waits for them: a store may answer and take nothing."""
     said = await asyncio.gather(*(said_by(one.check()) for one in exporters))

@@ -25,7 +25,7 @@ FORMS: Final[tuple[Form, ...]] = get_args(Form)
 
 
 @frozen
-class Question:
+class UseQuery:
     """Uses of which all of this is true."""
 
     serial: str | None = None
@@ -37,7 +37,7 @@ class Question:
     @classmethod
     def asked(
         cls, *, serial: str | None = None, uuid: str | None = None, pod: str | None = None, hash: str | None = None
-    ) -> "Question":
+    ) -> "UseQuery":
         """Raises GpuwardenError."""
         if not any((serial, uuid, pod, hash)):
             raise GpuwardenError("say what to look for: --serial, --pod, --hash or --uuid")
@@ -75,7 +75,7 @@ COLUMNS: Final = tuple(field.name for field in fields(PastUse))
 SHOWN: Final = ("since", "until", "cluster", "node", "serial", "gpu_uuid", "pod", "owner", "evidence_hash")
 
 
-async def answer(target: PostgresTarget, question: Question) -> Sequence[PastUse]:
+async def answer(target: PostgresTarget, question: UseQuery) -> Sequence[PastUse]:
     """The newest first. Raises ExportError."""
     tables = Tables.named(target.table)
     try:
@@ -91,7 +91,7 @@ async def answer(target: PostgresTarget, question: Question) -> Sequence[PastUse
         raise ExportError(said(exc)) from exc
 
 
-def query(tables: Tables, question: Question) -> sql.Composed:
+def query(tables: Tables, question: UseQuery) -> sql.Composed:
     """By a serial, the GPUs are found first that ever had it: the view itself would have to look at every use."""
     names = {"table": beside_parameters(tables.readings), "uses": beside_parameters(tables.uses)}
     asked = [name for name, value in asdict(question).items() if value is not None]

@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, TypeVar
 
-from webhook.runtime.setting_kinds import Kind, read_namespace, read_port, read_url
+from webhook.runtime.setting_kinds import SettingKind, read_namespace, read_port, read_url
 
 T = TypeVar("T")
 
@@ -157,29 +157,29 @@ def words(*known: str) -> Callable[[str], str]:
     return read
 
 
-GO_DURATION: Final = Kind("`90s`, `1m30s`, `500ms`, or 0; at most `168h`", read_go_duration)
-GO_INTERVAL: Final = Kind("`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read_go_interval)
-PATIENCE: Final = Kind("`30s`, `1m30s`; not 0, at most `10m`", read_patience)
-GO_TRUTH: Final = Kind("1, t, true, 0, f, false, and these in capitals", read_go_truth)
-MIGRATE: Final = Kind("`true`; anything else is false", read_true_or_not)
-ENDPOINT: Final = Kind("a URL with http or https, without user or fragment", read_endpoint)
-WORKERS: Final = Kind("1 to 100", whole(1, 100))
-RATE: Final = Kind("a number above 0", read_rate)
-BURST: Final = Kind("a whole number, not less than the rate", whole(1, 9_999_999))
-SERVER_PORT: Final = Kind("1000 to 65535; 0, as a flag, picks a free one", read_server_port)
-STORE_PORT: Final = Kind("1 to 65535", read_store_port)
-SELECTOR: Final = Kind("a label selector; empty is every pod", read_selector)
-WORDS: Final = Kind("some printable text", read_words)
-CONTAINER: Final = Kind("the name of a container; empty is the pod's only one", read_container)
-EXPORTER_LIST: Final = Kind(f"a comma list of: {', '.join(EXPORTERS)}", read_exporters, list)
-LENIENT_LOG_LEVEL: Final = Kind("debug, info, warn, error; any other word is info", read_log_level)
-PARTITION_PATTERN: Final = Kind("text with %Y, %m, %d, %H", read_partition)
-DIRECTORY: Final = Kind("a directory, which is made", Path)
-TEXT: Final = Kind("any text", read_text)
-OBJECT_FORMAT: Final = Kind("csv, parquet", words("csv", "parquet"))
+GO_DURATION: Final = SettingKind("`90s`, `1m30s`, `500ms`, or 0; at most `168h`", read_go_duration)
+GO_INTERVAL: Final = SettingKind("`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read_go_interval)
+PATIENCE: Final = SettingKind("`30s`, `1m30s`; not 0, at most `10m`", read_patience)
+GO_TRUTH: Final = SettingKind("1, t, true, 0, f, false, and these in capitals", read_go_truth)
+MIGRATE: Final = SettingKind("`true`; anything else is false", read_true_or_not)
+ENDPOINT: Final = SettingKind("a URL with http or https, without user or fragment", read_endpoint)
+WORKERS: Final = SettingKind("1 to 100", whole(1, 100))
+RATE: Final = SettingKind("a number above 0", read_rate)
+BURST: Final = SettingKind("a whole number, not less than the rate", whole(1, 9_999_999))
+SERVER_PORT: Final = SettingKind("1000 to 65535; 0, as a flag, picks a free one", read_server_port)
+STORE_PORT: Final = SettingKind("1 to 65535", read_store_port)
+SELECTOR: Final = SettingKind("a label selector; empty is every pod", read_selector)
+WORDS: Final = SettingKind("some printable text", read_words)
+CONTAINER: Final = SettingKind("the name of a container; empty is the pod's only one", read_container)
+EXPORTER_LIST: Final = SettingKind(f"a comma list of: {', '.join(EXPORTERS)}", read_exporters, list)
+LENIENT_LOG_LEVEL: Final = SettingKind("debug, info, warn, error; any other word is info", read_log_level)
+PARTITION_PATTERN: Final = SettingKind("text with %Y, %m, %d, %H", read_partition)
+DIRECTORY: Final = SettingKind("a directory, which is made", Path)
+TEXT: Final = SettingKind("any text", read_text)
+OBJECT_FORMAT: Final = SettingKind("csv, parquet", words("csv", "parquet"))
 # Not FILE: libpq reads it, anew for each connection.
-ROOT_CERTIFICATES: Final = Kind("a file with certificates in PEM", read_text)
-SSL_MODE: Final = Kind(
+ROOT_CERTIFICATES: Final = SettingKind("a file with certificates in PEM", read_text)
+SSL_MODE: Final = SettingKind(
     "disable, allow, prefer, require, verify-ca, verify-full",
     words("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),
 )

@@ -18,14 +18,14 @@ Labels = dict[str, str]
 
 
 @frozen
-class Wanted:
+class WantedLabels:
     """What a node's labels should say, and of what could not be said as it is, why."""
 
     labels: Labels
     notes: tuple[str, ...] = ()
 
 
-def wanted_labels(gpus: Iterable[Gpu]) -> Wanted:
+def wanted_labels(gpus: Iterable[Gpu]) -> WantedLabels:
     """A group is what has one chassis serial, or none. The number in a key is a serial's place in its group.
 
     Two dies that share a serial share a label: labels name boards. Devices are told apart by UUID, in the records.
@@ -51,7 +51,7 @@ def wanted_labels(gpus: Iterable[Gpu]) -> Wanted:
                 put(f"chassis-{place}-gpu-{number}" if several else f"gpu-{number}", serial)
     if chassis:
         put("chassis-count", str(len(chassis)))
-    return Wanted(found, tuple(notes))
+    return WantedLabels(found, tuple(notes))
 
 
 def grouped(gpus: Iterable[Gpu]) -> Sequence[tuple[str | None, Sequence[str]]]:

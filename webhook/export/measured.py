@@ -8,7 +8,7 @@ from prometheus_client import Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from webhook.export.delivery import State
+from webhook.export.delivery import ExporterState
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
 
@@ -76,7 +76,7 @@ class ExportCollector(Collector):
         self,
         waiting: Callable[[], int],
         last_reads: Callable[[], Mapping[str, datetime]],
-        states: Callable[[], Mapping[str, State]],
+        states: Callable[[], Mapping[str, ExporterState]],
         clock: Clock,
     ) -> None:
         self._waiting = waiting

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from webhook.core import keys
 from webhook.export.labels import label_patch
-from webhook.kube.calls import ApiAwayError, ApiRefusesError, Calls
+from webhook.kube.requests import ApiRefusesError, ApiUnavailableError, RateLimitedClient
 
 Raw = dict[str, Any]
 # S2's: so many tries, with these pauses between them, within the time that a pod has.
@@ -19,29 +19,29 @@ FIRST_PAUSE: Final = 2.0
 LONGEST_PAUSE: Final = 45.0
 
 
-class MetadataWire(msgspec.Struct, frozen=True):
+class ExportNodeMetadataWire(msgspec.Struct, frozen=True):
     uid: str = ""
     created: Annotated[datetime, msgspec.Meta(tz=True)] | None = msgspec.field(name="creationTimestamp", default=None)
     labels: dict[str, str] | None = None
     annotations: dict[str, str] | None = None
 
 
-class SpecWire(msgspec.Struct, frozen=True, rename="camel"):
+class ExportNodeSpecWire(msgspec.Struct, frozen=True, rename="camel"):
     provider_id: str | None = msgspec.field(name="providerID", default=None)
 
 
-class InfoWire(msgspec.Struct, frozen=True):
+class ExportNodeInfoWire(msgspec.Struct, frozen=True):
     boot_id: str | None = msgspec.field(name="bootID", default=None)
 
 
-class StatusWire(msgspec.Struct, frozen=True, rename="camel"):
-    node_info: InfoWire | None = None
+class ExportNodeStatusWire(msgspec.Struct, frozen=True, rename="camel"):
+    node_info: ExportNodeInfoWire | None = None
 
 
-class NodeWire(msgspec.Struct, frozen=True):
-    metadata: MetadataWire
-    spec: SpecWire | None = None
-    status: StatusWire | None = None
+class ExportNodeWire(msgspec.Struct, frozen=True):
+    metadata: ExportNodeMetadataWire
+    spec: ExportNodeSpecWire | None = None
+    status: ExportNodeStatusWire | None = None
 
 
 @frozen
@@ -57,7 +57,7 @@ class NodeSeen:
 
 
 def node_seen(raw: object) -> NodeSeen:
-    wire = msgspec.convert(raw, NodeWire)
+    wire = msgspec.convert(raw, ExportNodeWire)
     return NodeSeen(
         uid=wire.metadata.uid,
         provider_id=wire.spec.provider_id if wire.spec else None,
@@ -82,7 +82,7 @@ def trimmed_node(raw: Raw) -> Raw:
 class ApiNode:
     """The Nodes, and the pods beside them, one at a time."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: RateLimitedClient) -> None:
         self._call = calls.call
 
     async def get(self, name: str) -> NodeSeen | None:
@@ -109,7 +109,7 @@ class ApiNode:
                 pause = min(2 * pause, LONGEST_PAUSE)
             try:
                 return await self._say(name, node, labels, gpus)
-            except ApiAwayError:
+            except ApiUnavailableError:
                 if one == TRIES - 1:
                     raise
         return False

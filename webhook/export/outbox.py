@@ -36,7 +36,7 @@ class OutboxInUseError(ExportError):
     """Another process works with it, and lets go of it when it ends."""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredBatch(msgspec.Struct, frozen=True):
     """A batch as it is written down."""
 
     taken: Annotated[datetime, msgspec.Meta(tz=True)]
@@ -44,7 +44,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 @frozen
-class Entry:
+class OutboxEntry:
     """Where a batch is, and what there is to know of it without reading it."""
 
     id: str
@@ -55,7 +55,7 @@ class Entry:
 
 
 @frozen
-class Waiting:
+class Backlog:
     """How much an exporter is owed, and since when."""
 
     batches: int = 0
@@ -63,7 +63,7 @@ class Waiting:
     oldest: datetime | None = None
 
 
-class Shelf(Protocol):
+class BatchStore(Protocol):
     """Keeps named contents."""
 
     def put(self, name: str, content: bytes) -> None:
@@ -83,7 +83,7 @@ class Shelf(Protocol):
     def close(self) -> None: ...
 
 
-class MemoryShelf:
+class MemoryBatchStore:
     """Ends with the process."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class MemoryShelf:
         self._contents.clear()
 
 
-class DirectoryShelf:
+class DirectoryBatchStore:
     """A file each, written beside its place, flushed to the disk and renamed, so that what is there is whole."""
 
     def __init__(self, directory: Path, flush: Flush = os.fsync) -> None:
@@ -185,36 +185,36 @@ class Outbox:
     Whoever waits for such a thread may be cancelled, and the thread goes on: hence the lock.
     """
 
-    def __init__(self, shelf: Shelf, bound: int = BOUND) -> None:
+    def __init__(self, store: BatchStore, bound: int = BOUND) -> None:
         """Raises ExportError."""
-        self._shelf = shelf
+        self._store = store
         self._bound = bound
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, OutboxEntry] = {}
         self._size = 0
         self._arriving: dict[str, int] = {}
         self._number = 0
         self._lock = threading.Lock()
-        self.waiting = Waiting()
-        for name in shelf.names():
+        self.waiting = Backlog()
+        for name in store.names():
             self._number = max(self._number, int(name.split("-", 1)[0]))
             found = self._read(name)
             if found is not None:
                 kept, size = found
-                self._add(Entry(kept.batch.id, name, size, kept.batch.size, kept.taken))
+                self._add(OutboxEntry(kept.batch.id, name, size, kept.batch.size, kept.taken))
 
     def put(self, batch: Batch, now: datetime) -> bool:
         """Kept when this returns; False if it was already. Raises ExportError where it cannot be kept."""
-        kept = Kept(now.astimezone(UTC), batch)
+        kept = StoredBatch(now.astimezone(UTC), batch)
         content = encoded(kept)
         name = self._reserve(batch.id, len(content))
         if name is None:
             return False
         try:
-            self._shelf.put(name, content)
+            self._store.put(name, content)
         except OSError as exc:
             self._arrived(batch.id)
             raise ExportError(f"the outbox cannot be written: {exc.strerror}") from exc
-        self._arrived(batch.id, Entry(batch.id, name, len(content), batch.size, kept.taken))
+        self._arrived(batch.id, OutboxEntry(batch.id, name, len(content), batch.size, kept.taken))
         return True
 
     def _reserve(self, batch_id: str, size: int) -> str | None:
@@ -231,16 +231,16 @@ class Outbox:
             self._number += 1
             return f"{self._number:012d}-{hashlib.sha256(batch_id.encode()).hexdigest()[:16]}{WAITING}"
 
-    def _arrived(self, batch_id: str, entry: Entry | None = None) -> None:
+    def _arrived(self, batch_id: str, entry: OutboxEntry | None = None) -> None:
         with self._lock:
             del self._arriving[batch_id]
             if entry is not None:
                 self._add(entry)
 
-    def first(self, records: int = 0) -> Sequence[tuple[Entry, Batch]]:
+    def first(self, records: int = 0) -> Sequence[tuple[OutboxEntry, Batch]]:
         """The oldest, and as many after it as have together no more than so many records. Raises ExportError."""
         with self._lock:
-            found: list[tuple[Entry, Batch]] = []
+            found: list[tuple[OutboxEntry, Batch]] = []
             for entry in list(self._entries.values()):
                 records -= entry.records
                 if found and records < 0:
@@ -252,44 +252,44 @@ class Outbox:
                     found.append((entry, kept[0].batch))
             return found
 
-    def done(self, entries: Iterable[Entry]) -> None:
+    def done(self, entries: Iterable[OutboxEntry]) -> None:
         """They are stored."""
         with self._lock:
             for entry in entries:
                 with told(entry):
-                    self._shelf.remove(entry.name)
+                    self._store.remove(entry.name)
                 self._forget(entry)
 
-    def refuse(self, entry: Entry) -> None:
+    def refuse(self, entry: OutboxEntry) -> None:
         """The store will never take it."""
         with self._lock:
             with told(entry):
-                self._shelf.set_aside(entry.name, REFUSED)
+                self._store.set_aside(entry.name, REFUSED)
             self._forget(entry)
 
     def close(self) -> None:
         with self._lock:
-            self._shelf.close()
+            self._store.close()
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: OutboxEntry) -> None:
         self._entries[entry.id] = entry
         self._size += entry.size
         self._count()
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: OutboxEntry) -> None:
         if self._entries.pop(entry.id, None) is not None:
             self._size -= entry.size
         self._count()
 
     def _count(self) -> None:
         oldest = next((entry.taken for entry in self._entries.values()), None)
-        self.waiting = Waiting(len(self._entries), self._size, oldest)
+        self.waiting = Backlog(len(self._entries), self._size, oldest)
 
-    def _read(self, name: str) -> tuple[Kept, int] | None:
+    def _read(self, name: str) -> tuple[StoredBatch, int] | None:
         """None if there is nothing more to be had of it. A disk that gives nothing at this moment says nothing of the
         batch: that raises ExportError, and it stays."""
         try:
-            content = self._shelf.get(name)
+            content = self._store.get(name)
             return decoded(content), len(content)
         except FileNotFoundError:
             log.warning("batch in the outbox is gone", file=name)
@@ -299,12 +299,12 @@ class Outbox:
         except (ValueError, RecursionError) as exc:
             log.warning("batch in the outbox cannot be read", file=name, problem=str(exc))
             with told(name):
-                self._shelf.set_aside(name, TORN)
+                self._store.set_aside(name, TORN)
             return None
 
 
 @contextmanager
-def told(what: Entry | str) -> Iterator[None]:
+def told(what: OutboxEntry | str) -> Iterator[None]:
     """A disk that does not let go of a file costs a line in the log: what comes back after a restart is stored again,
     which changes nothing."""
     try:
@@ -313,17 +313,17 @@ def told(what: Entry | str) -> Iterator[None]:
         log.warning("file of the outbox stays", file=what if isinstance(what, str) else what.name, problem=exc.strerror)
 
 
-def encoded(kept: Kept) -> bytes:
+def encoded(kept: StoredBatch) -> bytes:
     content = msgspec.json.encode(kept)
     return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 
 
-def decoded(content: bytes) -> Kept:
+def decoded(content: bytes) -> StoredBatch:
     """Raises ValueError where a byte is missing or another one."""
     digest, _, body = content.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise ValueError("it is torn")
-    return msgspec.json.decode(body, type=Kept)
+    return msgspec.json.decode(body, type=StoredBatch)
 
 
 def opener(directory: Path | None, bound: int | None = None) -> Callable[[str], Outbox]:
@@ -333,12 +333,12 @@ def opener(directory: Path | None, bound: int | None = None) -> Callable[[str], 
 
     def opened(name: str) -> Outbox:
         if directory is None:
-            return Outbox(MemoryShelf(), bound or BOUND_IN_MEMORY)
-        shelf = DirectoryShelf(directory / name)
+            return Outbox(MemoryBatchStore(), bound or BOUND_IN_MEMORY)
+        store = DirectoryBatchStore(directory / name)
         try:
-            return Outbox(shelf, bound or BOUND)
+            return Outbox(store, bound or BOUND)
         except ExportError:
-            shelf.close()
+            store.close()
             raise
 
     return opened

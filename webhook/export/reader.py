@@ -17,7 +17,7 @@ from webhook.export.labels import wanted_labels
 from webhook.export.nodes import NodeSeen
 from webhook.export.reading import (
     NothingToReadError,
-    Source,
+    ReadingSource,
     annotation,
     batch_of,
     machine_of,
@@ -27,11 +27,11 @@ from webhook.export.reading import (
     readings_of,
 )
 from webhook.export.records import Batch
-from webhook.export.turns import Turns, pause_after
+from webhook.export.schedule import Schedule, pause_after
 from webhook.inventory.node_gpus import NodeGpus
 from webhook.inventory.nvidia_smi import MAX_SIZE, Smi, UnreadableSmiError, parse
-from webhook.kube.calls import ApiAwayError, ApiRefusesError
 from webhook.kube.pod_exec import ExecError
+from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -47,30 +47,30 @@ LONG: Final = 1024 * 1024
 LEAST_BETWEEN: Final = 10.0
 
 
-class ContainerWire(msgspec.Struct, frozen=True):
+class PluginContainerWire(msgspec.Struct, frozen=True):
     ready: bool = False
 
 
-class MetadataWire(msgspec.Struct, frozen=True, rename="camel"):
+class PluginMetadataWire(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     uid: str
     deletion_timestamp: str | None = None
 
 
-class SpecWire(msgspec.Struct, frozen=True, rename="camel"):
+class PluginSpecWire(msgspec.Struct, frozen=True, rename="camel"):
     node_name: str | None = None
     containers: list[Any] = []
 
 
-class StatusWire(msgspec.Struct, frozen=True, rename="camel"):
+class PluginStatusWire(msgspec.Struct, frozen=True, rename="camel"):
     phase: str | None = None
-    container_statuses: list[ContainerWire] | None = None
+    container_statuses: list[PluginContainerWire] | None = None
 
 
-class PodWire(msgspec.Struct, frozen=True):
-    metadata: MetadataWire
-    spec: SpecWire
-    status: StatusWire | None = None
+class PluginPodWire(msgspec.Struct, frozen=True):
+    metadata: PluginMetadataWire
+    spec: PluginSpecWire
+    status: PluginStatusWire | None = None
 
 
 @frozen
@@ -85,8 +85,8 @@ class PodSeen:
 
 def pod_seen(raw: Raw) -> PodSeen:
     """Raises msgspec.ValidationError."""
-    wire = msgspec.convert(raw, PodWire)
-    status = wire.status or StatusWire()
+    wire = msgspec.convert(raw, PluginPodWire)
+    status = wire.status or PluginStatusWire()
     containers = status.container_statuses or []
     is_ready = len(containers) == len(wire.spec.containers) and all(one.ready for one in containers)
     is_going = wire.metadata.deletion_timestamp is not None
@@ -116,7 +116,7 @@ class Exec(Protocol):
         """Raises ExecError."""
 
 
-class Nodes(Protocol):
+class ExportNodes(Protocol):
     """All raise ApiAwayError or ApiRefusesError."""
 
     async def get(self, name: str) -> NodeSeen | None: ...
@@ -127,7 +127,7 @@ class Nodes(Protocol):
 
 
 @frozen
-class Plan:
+class ReadingPlan:
     """What is read, and how."""
 
     cluster: str
@@ -143,7 +143,7 @@ class ReplacedError(GpuwardenError):
 
 
 @frozen
-class Done:
+class LastReading:
     """The last good reading of a pod."""
 
     uid: str
@@ -153,24 +153,24 @@ class Done:
 
 
 @frozen
-class Told:
+class FailureObserver:
     """Who counts failures, by one of few words."""
 
     failed: Callable[[str], None] = field(default=lambda reason: None)
 
 
-class Reader:
+class GpuReader:
     """Hears of pods and of boots; `work` is done by as many workers as there may be."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ReadingPlan,
         execute: Exec,
-        nodes: Nodes,
+        nodes: ExportNodes,
         take: Callable[[Batch], Awaitable[None]],
         clock: Clock,
         now: Callable[[], float],
-        told: Told | None = None,
+        told: FailureObserver | None = None,
         parsed: Callable[[bytes], Smi] = parse,
     ) -> None:
         self._plan = plan
@@ -179,14 +179,14 @@ class Reader:
         self._take = take
         self._clock = clock
         self._now = now
-        self._told = told or Told()
+        self._told = told or FailureObserver()
         self._parsed = parsed
         # A thread goes on when whoever waits for it gives up, so it is threads that there is one of.
         self._parsing = ThreadPoolExecutor(1, "parsing")
-        self.turns = Turns(now)
+        self.turns = Schedule(now)
         self._pods: dict[str, PodSeen] = {}
         self._boots: dict[str, str | None] = {}
-        self._done: dict[str, Done] = {}
+        self._done: dict[str, LastReading] = {}
         self._failures: dict[str, int] = {}
         # When each was last begun with, the oldest first, and no longer than that matters.
         self._begun: dict[str, float] = {}
@@ -281,7 +281,7 @@ class Reader:
             self._fail(pod, exc.reason, str(exc))
         except UnreadableSmiError as exc:
             self._fail(pod, "unreadable", str(exc))
-        except ApiAwayError as exc:
+        except ApiUnavailableError as exc:
             self._fail(pod, "unavailable", str(exc))
         except ApiRefusesError as exc:
             self._fail(pod, "forbidden", str(exc))
@@ -293,7 +293,7 @@ class Reader:
         else:
             self._succeed(pod, done)
 
-    def _succeed(self, pod: PodSeen, done: Done) -> None:
+    def _succeed(self, pod: PodSeen, done: LastReading) -> None:
         if self._pods.get(pod.name) is None:
             return
         self._done[pod.name] = done
@@ -314,11 +314,11 @@ class Reader:
             self._failures[pod.name] = failures
             self.turns.put(pod.name, pause)
 
-    async def _read(self, pod: PodSeen) -> Done:
+    async def _read(self, pod: PodSeen) -> LastReading:
         node = await self._nodes.get(pod.node)
         if node is None:
             raise ReplacedError("its node is gone")
-        source = Source(
+        source = ReadingSource(
             cluster=self._plan.cluster,
             node=pod.node,
             machine=machine_of(node.provider_id),
@@ -331,7 +331,7 @@ class Reader:
         readings = readings_of(found, source)
         if readings:
             await self._take(batch_of(readings))
-        return Done(pod.uid, node.boot_id, pod.node, found.time)
+        return LastReading(pod.uid, node.boot_id, pod.node, found.time)
 
     def _as_read_before(self, pod: PodSeen, node: NodeSeen) -> NodeGpus | None:
         """Another process, or this one before it was restarted, has read it; unless it is time to read it again."""

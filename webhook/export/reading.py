@@ -31,7 +31,7 @@ class NothingToReadError(GpuwardenError):
 
 
 @frozen
-class Source:
+class ReadingSource:
     """Where a reading comes from."""
 
     cluster: str
@@ -80,7 +80,7 @@ def annotation(found: NodeGpus) -> str:
     return msgspec.json.encode(found).decode()
 
 
-def readings_of(found: NodeGpus, source: Source) -> tuple[Reading, ...]:
+def readings_of(found: NodeGpus, source: ReadingSource) -> tuple[Reading, ...]:
     """One a device, also of those that share a serial. What has neither serial nor UUID is left out: a record of it
     would be of no device in particular."""
     return tuple(

@@ -41,8 +41,8 @@ from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_
 from webhook.runtime.setting_kinds import FILE, HOST, NAMESPACE, TRUTH
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
-    Reader,
     SettingsError,
+    TableReader,
     add_table,
     declared,
     flag_of,
@@ -333,7 +333,7 @@ ONE_READING: Final = Part(needs=("cluster_name",))
 HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if one.name.startswith("postgres_")))
 
 
-class ExportReader(Reader):
+class ExportReader(TableReader):
     """Reads them, and looks at what does not go together."""
 
     table = TABLE

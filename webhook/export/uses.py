@@ -24,7 +24,7 @@ from webhook.export import ExportError
 from webhook.export.files import Flush, write_whole
 from webhook.export.records import Batch, Use
 from webhook.kube.gpu_node import GpuNode
-from webhook.kube.view import View
+from webhook.kube.view import ObjectView
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ RECALL_LONGEST: Final = timedelta(seconds=60)
 
 
 @frozen
-class PodWords:
+class UsePodFacts:
     """What is known of a pod beside its name."""
 
     owner: str | None = None
@@ -50,26 +50,26 @@ class PodWords:
 
 
 @frozen
-class Called:
+class GpuNames:
     """What else a GPU is called."""
 
     serial: str | None = None
     chassis: str | None = None
 
 
-class Known(Protocol):
+class UseFacts(Protocol):
     """What others know."""
 
-    async def pod(self, namespace: str, name: str, uid: str) -> PodWords:
+    async def pod(self, namespace: str, name: str, uid: str) -> UsePodFacts:
         """Raises GpuwardenError where nobody can be asked."""
 
-    def gpu(self, node: str, uuid: str) -> Called: ...
+    def gpu(self, node: str, uuid: str) -> GpuNames: ...
 
     def evidence(self, node: str) -> str | None: ...
 
 
 @frozen
-class Held:
+class HeldDevices:
     """What matters of a GPUNode: who holds what, and what its GPUs are called. Packed: both are rarely looked at."""
 
     packed_reservations: bytes
@@ -78,7 +78,7 @@ class Held:
     is_rebuilt: bool
 
     @classmethod
-    def parse(cls, raw: Raw) -> "Held":
+    def parse(cls, raw: Raw) -> "HeldDevices":
         node = GpuNode.parse(raw)
         return cls(
             packed_reservations=packed([one for one in node.reservations.values() if one.uid is not None]),
@@ -110,7 +110,7 @@ def trimmed_object(raw: Raw) -> Raw:
     return {**raw, "metadata": {name: one for name, one in raw["metadata"].items() if name != "managedFields"}}
 
 
-class Noted(msgspec.Struct, frozen=True):
+class NotedUse(msgspec.Struct, frozen=True):
     """A use as it is written down: what has been told is told no more, until it ends."""
 
     use: Use
@@ -142,11 +142,11 @@ class OpenUses:
     def nodes(self) -> set[str]:
         return set(self._all)
 
-    def of(self, node: str) -> Mapping[Key, Noted]:
+    def of(self, node: str) -> Mapping[Key, NotedUse]:
         packed = self._all.get(node)
         return {} if packed is None else by_key(decoded(zlib.decompress(packed)))
 
-    def keep(self, node: str, uses: Mapping[Key, Noted]) -> None:
+    def keep(self, node: str, uses: Mapping[Key, NotedUse]) -> None:
         """These are kept when this returns, and no others of the node. Raises ExportError: then nothing has changed."""
         if uses == self.of(node):
             return
@@ -172,33 +172,33 @@ class OpenUses:
         for node in {one.use.node for one in found}:
             self._all[node] = zlib.compress(encoded(one for one in found if one.use.node == node))
 
-    def _write(self, file: Path, uses: Collection[Noted]) -> None:
+    def _write(self, file: Path, uses: Collection[NotedUse]) -> None:
         if not uses:
             file.unlink(missing_ok=True)  # one that comes back after a power cut is told again, in the same words
             return
         write_whole(file, encoded(uses), self._flush)
 
 
-def encoded(uses: Iterable[Noted]) -> bytes:
+def encoded(uses: Iterable[NotedUse]) -> bytes:
     return msgspec.json.encode(list(uses))
 
 
-def decoded(content: bytes) -> Sequence[Noted]:
+def decoded(content: bytes) -> Sequence[NotedUse]:
     """Raises ValueError, RecursionError."""
-    return msgspec.json.decode(content, type=list[Noted])
+    return msgspec.json.decode(content, type=list[NotedUse])
 
 
-def by_key(uses: Iterable[Noted]) -> Mapping[Key, Noted]:
+def by_key(uses: Iterable[NotedUse]) -> Mapping[Key, NotedUse]:
     return {(one.use.reservation, one.use.gpu_uuid): one for one in uses}
 
 
-class Uses:
+class UseRecorder:
     """Hears of GPUNodes from a watch; tells in `step`, which whoever leads takes."""
 
     def __init__(
         self,
         cluster: str,
-        known: Known,
+        known: UseFacts,
         open_uses: OpenUses,
         take: Callable[[Batch], Awaitable[None]],
         clock: Clock,
@@ -213,7 +213,7 @@ class Uses:
         self._clock = clock
         self._is_current = is_current
         self._recalled = recalled
-        self.gpu_nodes: View[Held] = View(Held.parse)
+        self.gpu_nodes: ObjectView[HeldDevices] = ObjectView(HeldDevices.parse)
         # Nodes that are to be looked at, and nodes of which something is to be told.
         self._todo: dict[str, None] = {}
         self._owed: dict[str, None] = {}
@@ -243,14 +243,14 @@ class Uses:
         stores that cannot be asked hear of it."""
         if self._recalled is None:
             return []
-        found: dict[str, dict[Key, Noted]] = {}
+        found: dict[str, dict[Key, NotedUse]] = {}
         try:
             async with asyncio.timeout(RECALL_LONGEST.total_seconds()):
                 async for use in self._recalled():
                     key = (use.reservation, use.gpu_uuid)
                     # Whoever may write rows names nodes, and a node names a file.
                     if is_object_name(use.node) and key not in self._open.of(use.node) and not self._is_held(use):
-                        found.setdefault(use.node, {})[key] = Noted(use, is_told=True)
+                        found.setdefault(use.node, {})[key] = NotedUse(use, is_told=True)
             for node, uses in found.items():
                 await asyncio.to_thread(self._open.keep, node, {**self._open.of(node), **uses})
                 self._todo[node] = None
@@ -292,10 +292,10 @@ class Uses:
         begun = {key: one for key, one in held.items() if key not in known}
         pods = {one.id: await self._pod_of(one) for one in {one.id: one for one in begun.values()}.values()}
         for key, one in begun.items():
-            new[key] = Noted(self._begun(name, *key, one, pods[one.id]))
+            new[key] = NotedUse(self._begun(name, *key, one, pods[one.id]))
         return await self._keep(name, new)
 
-    async def _settle_gone(self, name: str, known: Mapping[Key, Noted]) -> None:
+    async def _settle_gone(self, name: str, known: Mapping[Key, NotedUse]) -> None:
         """Its GPUNode is: taken away by force, perhaps, and made anew in a moment. The pods decide."""
         if all(one.use.until is not None for one in known.values()):
             self._gone.pop(name, None)
@@ -307,7 +307,7 @@ class Uses:
         new = {key: self._ended(one) if await self._is_gone(one.use) else one for key, one in known.items()}
         await self._keep(name, new)
 
-    async def _keep(self, name: str, new: Mapping[Key, Noted]) -> None:
+    async def _keep(self, name: str, new: Mapping[Key, NotedUse]) -> None:
         if new == self._open.of(name):
             return
         over = sorted(
@@ -319,10 +319,10 @@ class Uses:
         await asyncio.to_thread(self._open.keep, name, new)
         self._owed[name] = None
 
-    async def _pod_of(self, held: Reservation) -> PodWords:
+    async def _pod_of(self, held: Reservation) -> UsePodFacts:
         return await self._known.pod(held.namespace, held.pod_name or "", held.uid or "")
 
-    def _begun(self, node: str, reservation: str, uuid: str, held: Reservation, pod: PodWords) -> Use:
+    def _begun(self, node: str, reservation: str, uuid: str, held: Reservation, pod: UsePodFacts) -> Use:
         called = self._known.gpu(node, uuid)
         return Use(
             cluster=self._cluster,
@@ -339,13 +339,13 @@ class Uses:
             evidence_hash=self._known.evidence(node),
         )
 
-    def _ended(self, one: Noted) -> Noted:
+    def _ended(self, one: NotedUse) -> NotedUse:
         """What was not known of the GPU when it began may be known now."""
         use = one.use
         if use.until is not None:
             return one
         called = self._known.gpu(use.node, use.gpu_uuid)
-        return Noted(
+        return NotedUse(
             evolve(
                 use,
                 until=max(self._clock(), use.since),
@@ -362,7 +362,7 @@ class Uses:
         noted = self._open.of(name)
         for batch in batches_of(one.use for one in noted.values() if not one.is_told):
             await self._take(batch)
-        still = {key: Noted(one.use, is_told=True) for key, one in noted.items() if one.use.until is None}
+        still = {key: NotedUse(one.use, is_told=True) for key, one in noted.items() if one.use.until is None}
         await asyncio.to_thread(self._open.keep, name, still)
 
 

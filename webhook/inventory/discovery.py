@@ -18,13 +18,13 @@ from webhook.core.evidence import Evidence
 from webhook.core.reasons import Reason
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
-from webhook.inventory.node_annotations import Named, UnreadableDevicesError, devices_in
+from webhook.inventory.node_annotations import AnnotatedDevices, UnreadableDevicesError, devices_in
 from webhook.inventory.node_gpus import devices_read, gpus_in
-from webhook.kube.api_objects import Nodes, Objects
+from webhook.kube.api_objects import NodeExistence, ObjectClient
 from webhook.kube.events import Events, Subject
 from webhook.kube.gpu_node import API_VERSION, FINALIZER, GpuNode, UnreadableGpuNodeError, raw_device
-from webhook.kube.store import RefusedError, StaleError, StoreAwayError
-from webhook.kube.view import View
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
+from webhook.kube.view import ObjectView
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +41,7 @@ MAX_NAMED = 5
 
 
 @frozen
-class Due:
+class WantedDevices:
     """What a GPUNode should name."""
 
     devices: Mapping[DeviceUuid, Device]
@@ -49,11 +49,11 @@ class Due:
     vanished: tuple[DeviceUuid, ...] = ()
 
 
-def due(reported: Iterable[Device], known: GpuNode | None) -> Due:
+def due(reported: Iterable[Device], known: GpuNode | None) -> WantedDevices:
     """What is reported, and unhealthy beside it what is held or may be."""
     devices = {one.uuid: one for one in reported}
     if known is None:
-        return Due(devices)
+        return WantedDevices(devices)
     before = {one.uuid: one for one in known.devices}
     held = {uuid for one in known.reservations.values() for uuid in one.uuids}
     kept = held if known.is_rebuilt else held | before.keys()
@@ -61,7 +61,7 @@ def due(reported: Iterable[Device], known: GpuNode | None) -> Due:
     vanished = [uuid for uuid in missing if uuid in held and (uuid not in before or before[uuid].is_healthy)]
     for uuid in missing:
         devices[uuid] = evolve(before.get(uuid) or Device(uuid), is_healthy=False)
-    return Due(devices, tuple(vanished))
+    return WantedDevices(devices, tuple(vanished))
 
 
 def new_gpu_node(name: str, devices: Iterable[Device]) -> Raw:
@@ -83,17 +83,17 @@ def is_ours(raw: Raw) -> bool:
 
 
 @frozen
-class NodeSays:
+class NodeAnnotations:
     """What a Node says of its GPUs in its annotations."""
 
     s4: str | None = None
     read: str | None = None
 
 
-def said_by(raw: Raw) -> NodeSays:
+def said_by(raw: Raw) -> NodeAnnotations:
     annotations = raw["metadata"].get("annotations") or {}
     texts = [None if text is None else str(text) for text in map(annotations.get, SAYING)]
-    return NodeSays(*texts)
+    return NodeAnnotations(*texts)
 
 
 # In the order of NodeSays.
@@ -158,7 +158,7 @@ class WrittenInventory:
         return node.devices if node is not None else ()
 
 
-class Claims:
+class DeviceClaims:
     """Which nodes say that they have which device."""
 
     def __init__(self) -> None:
@@ -196,8 +196,8 @@ class Discovery:
 
     def __init__(
         self,
-        objects: Objects,
-        api_nodes: Nodes,
+        objects: ObjectClient,
+        api_nodes: NodeExistence,
         written: WrittenInventory,
         events: Events,
         is_current: Callable[[], bool],
@@ -207,10 +207,10 @@ class Discovery:
         self._written = written
         self._events = events
         self._is_current = is_current
-        self.nodes: View[NodeSays] = View(said_by)
-        self.gpu_nodes: View[Raw] = View(lambda raw: raw)
+        self.nodes: ObjectView[NodeAnnotations] = ObjectView(said_by)
+        self.gpu_nodes: ObjectView[Raw] = ObjectView(lambda raw: raw)
         self._todo: dict[str, None] = {}
-        self._claims = Claims()
+        self._claims = DeviceClaims()
         self._told: dict[tuple[str, Reason], str] = {}
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._failures = 0
@@ -244,10 +244,10 @@ class Discovery:
                 await self._settle(name)
             except RefusedError as exc:
                 self._tell_once(name, Reason.DEVICES_UNREADABLE, f"the API server refuses its devices: {exc}")
-            except (StaleError, StoreAwayError) as exc:
+            except (StaleError, StoreUnavailableError) as exc:
                 log.debug("node left for the next pass", node=name, exc_info=exc)
                 self._todo[name] = None
-                self._failures = self._failures + 1 if isinstance(exc, StoreAwayError) else 0
+                self._failures = self._failures + 1 if isinstance(exc, StoreUnavailableError) else 0
                 return False
             except BaseException:  # a bug, or the end of this leadership: the node has its turn again
                 self._todo[name] = None
@@ -299,18 +299,18 @@ class Discovery:
         elif known is not None and not known.is_leaving:  # one that leaves offers nothing, and a new one follows it
             await self._write(raw, known, what)
 
-    async def _write(self, raw: Raw, known: GpuNode, what: Due) -> None:
+    async def _write(self, raw: Raw, known: GpuNode, what: WantedDevices) -> None:
         if {one.uuid: one for one in known.devices} == what.devices:
             return
         if what.vanished:
             text = f"{named(what.vanished)} no longer reported, and held: quarantined until nothing holds it"
-            self._events.tell(Subject.of_node(known.name), Reason.DEVICE_VANISHED, text)
+            self._events.record(Subject.of_node(known.name), Reason.DEVICE_VANISHED, text)
         self.gpu_nodes.changed(await self._objects.replace(with_devices(raw, what.devices.values())))
         log.info("devices written", node=known.name, devices=len(what.devices))
 
     def _reported(self, name: str, *, is_ours: bool) -> tuple[Device, ...] | None:
         """The node's devices; None where nobody says which, so that what is known stays."""
-        said = self.nodes.get(name) or NodeSays()
+        said = self.nodes.get(name) or NodeAnnotations()
         where = keys.NODE_GPUS
         try:
             read = None if said.read is None else devices_read(gpus_in(said.read))
@@ -326,7 +326,7 @@ class Discovery:
         reported = found if listed is None else completed(listed, found or ())
         return () if reported is None and is_ours else reported
 
-    def _tell_of_left_out(self, name: str, said: Mapping[str, Named | None]) -> None:
+    def _tell_of_left_out(self, name: str, said: Mapping[str, AnnotatedDevices | None]) -> None:
         complaints = [f"annotation {key}: {one.complaint}" for key, one in said.items() if one and one.left_out]
         if complaints:
             self._tell_once(name, Reason.DEVICES_UNREADABLE, f"left out, the others count: {'; '.join(complaints)}")
@@ -359,7 +359,7 @@ class Discovery:
         """A state, not a change: it is told when it begins, and when something else is to be said of it."""
         if self._told.get((name, reason)) != text:
             self._told[name, reason] = text
-            self._events.tell(Subject.of_node(name), reason, text)
+            self._events.record(Subject.of_node(name), reason, text)
 
 
 def named(devices: tuple[DeviceUuid, ...]) -> str:

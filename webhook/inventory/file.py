@@ -84,13 +84,13 @@ class InventoryFile:
             return None
         self._digest = digest
         try:
-            nodes, self.evidence = Reading(content).contents()
+            nodes, self.evidence = InventoryParser(content).contents()
         except InventoryUnavailableError as exc:
             raise InventoryUnavailableError(*exc.mistakes, where=f"{self.path}: ") from exc
         return nodes
 
 
-class Reading:
+class InventoryParser:
     """One reading of a file's content, which collects every mistake."""
 
     def __init__(self, content: bytes) -> None:

@@ -34,7 +34,7 @@ class UnreadableDevicesError(GpuwardenError):
 
 
 @frozen
-class Named:
+class AnnotatedDevices:
     """What an annotation names: devices, and what is no UUID of a GPU and left out."""
 
     devices: tuple[Device, ...] = ()
@@ -48,35 +48,35 @@ class Named:
         return f"{named}{f' and {more} more' if more > 0 else ''}: no UUID of a GPU" if named else ""
 
 
-class Members(Pairs):
+class JsonMembers(Pairs):
     """A JSON object as it stands there: a name may stand there twice."""
 
 
-def devices_in(text: str) -> Named:
+def devices_in(text: str) -> AnnotatedDevices:
     """The devices that the annotation names. Raises UnreadableDevicesError where it has another form."""
     members = object_in(text)
     mistakes = list(mistakes_in(members))
     if mistakes:
         raise UnreadableDevicesError(*mistakes)
     devices = tuple(Device(DeviceUuid(uuid), labels=frozenset(labels)) for uuid, labels in members if is_uuid(uuid))
-    return Named(devices, tuple(uuid for uuid, _ in members if not is_uuid(uuid)))
+    return AnnotatedDevices(devices, tuple(uuid for uuid, _ in members if not is_uuid(uuid)))
 
 
-def object_in(text: str) -> Members:
+def object_in(text: str) -> JsonMembers:
     try:
         content = base64.b64decode("".join(text.split()), validate=True)  # `base64` folds its lines
     except (binascii.Error, ValueError) as exc:
         raise UnreadableDevicesError("it is not base64") from exc
     try:
-        members = json.loads(content, object_pairs_hook=Members)
+        members = json.loads(content, object_pairs_hook=JsonMembers)
     except (ValueError, RecursionError) as exc:
         raise UnreadableDevicesError("what is in the base64 is not JSON") from exc
-    if not isinstance(members, Members):
+    if not isinstance(members, JsonMembers):
         raise UnreadableDevicesError("the JSON is no object, GPU UUID to a list of labels")
     return members
 
 
-def mistakes_in(members: Members) -> Iterator[str]:
+def mistakes_in(members: JsonMembers) -> Iterator[str]:
     if len(members) > MAX_DEVICES:
         yield f"{len(members)} devices are more than {MAX_DEVICES}"
         return
@@ -88,7 +88,7 @@ def mistakes_in(members: Members) -> Iterator[str]:
 
 
 def mistakes_in_labels(uuid: str, labels: object) -> Iterator[str]:
-    if isinstance(labels, Members) or not isinstance(labels, list):
+    if isinstance(labels, JsonMembers) or not isinstance(labels, list):
         yield f"{shown(uuid)}: its labels are no list"
         return
     if len(labels) > MAX_LABELS:

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import msgspec
 
 from webhook.core.device import Device, DeviceUuid, is_uuid
-from webhook.inventory.node_annotations import MAX_DEVICES, Named, UnreadableDevicesError, shown
+from webhook.inventory.node_annotations import MAX_DEVICES, AnnotatedDevices, UnreadableDevicesError, shown
 
 # All annotations of an object may have 256 KiB together.
 MAX_ANNOTATION: Final = 200 * 1024
@@ -65,7 +65,7 @@ def texts_in(found: NodeGpus) -> Iterator[str]:
     yield from filter(None, (found.driver,))
 
 
-def devices_read(found: NodeGpus) -> Named:
+def devices_read(found: NodeGpus) -> AnnotatedDevices:
     """Those that have a UUID: nothing else tells one device from another for good.
 
     A GPU that is cut into MIG instances is there, and cannot be had as a whole.
@@ -83,4 +83,4 @@ def devices_read(found: NodeGpus) -> Named:
         for one in found.gpus
         if one.uuid is not None and is_uuid(one.uuid)
     )
-    return Named(devices, tuple(uuid for uuid in uuids if not is_uuid(uuid)))
+    return AnnotatedDevices(devices, tuple(uuid for uuid in uuids if not is_uuid(uuid)))

@@ -6,9 +6,9 @@ import structlog
 
 from webhook.core.fleet import Fleet
 from webhook.core.offer import word_of
-from webhook.kube.api_objects import Objects
-from webhook.kube.store import RefusedError, StaleError, StoreAwayError
-from webhook.kube.view import View
+from webhook.kube.api_objects import ObjectClient
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
+from webhook.kube.view import ObjectView
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -21,8 +21,8 @@ AT_A_TIME = 20
 class Offers:
     """Writes the word where it has changed. An API server whose CRD is older drops it, so each word is written once."""
 
-    def __init__(self, objects: Objects, fleet: Fleet, clock: Clock, *, needs_evidence: bool) -> None:
-        self.view: View[str | None] = View(offer_in)
+    def __init__(self, objects: ObjectClient, fleet: Fleet, clock: Clock, *, needs_evidence: bool) -> None:
+        self.view: ObjectView[str | None] = ObjectView(offer_in)
         self._objects = objects
         self._fleet = fleet
         self._clock = clock
@@ -49,10 +49,10 @@ class Offers:
 
     def _wanted(self, name: str) -> str:
         """Empty if it is written, or was, or there is no Node or no status."""
-        berth, shown = self._fleet.berths.get(name), self.view.get(name)
-        if berth is None or shown is None:
+        indexed, shown = self._fleet.indexed_nodes.get(name), self.view.get(name)
+        if indexed is None or shown is None:
             return ""
-        word = word_of(self._fleet, berth, needs_evidence=self._needs_evidence).value
+        word = word_of(self._fleet, indexed, needs_evidence=self._needs_evidence).value
         return "" if word in (shown, self._written.get(name)) else word
 
     async def _write(self, name: str, word: str) -> None:
@@ -65,7 +65,7 @@ class Offers:
             await self._objects.replace_status({**raw, "status": {**raw["status"], "offer": word}})
         except RefusedError as exc:
             log.warning("offer refused by the API server", node=name, problem=str(exc))
-        except (StaleError, StoreAwayError):
+        except (StaleError, StoreUnavailableError):
             del self._written[name]
             self._looked_at = -1
 

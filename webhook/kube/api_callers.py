@@ -3,8 +3,8 @@
 from kubernetes.aio import client
 
 from webhook.core.caller import Caller, CallersUnavailableError, Right
-from webhook.kube.calls import LOST
 from webhook.kube.client import REQUEST_TIMEOUT
+from webhook.kube.requests import LOST
 
 # What the client library raises at an answer that is not what was asked for.
 UNREADABLE = (ValueError, TypeError, AttributeError, RecursionError)

@@ -4,9 +4,9 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.names import is_object_name
-from webhook.kube.api_paths import GPU_NODES
 from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated, written
-from webhook.kube.store import Raw, StoreAwayError
+from webhook.kube.paths import GPU_NODES
+from webhook.kube.store import Raw, StoreUnavailableError
 
 
 class ApiGpuNodes:
@@ -24,7 +24,7 @@ class ApiGpuNodes:
                     await self._objects.get_cluster_custom_object(*GPU_NODES, name, _request_timeout=REQUEST_TIMEOUT),
                     name,
                 )
-        except StoreAwayError as exc:
+        except StoreUnavailableError as exc:
             if isinstance(exc.__cause__, ApiException) and exc.__cause__.status == 404:
                 return None
             raise

@@ -10,16 +10,16 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
-from webhook.kube.calls import NODE_PATH, answered
 from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated
-from webhook.kube.objects import decoded, object_in
-from webhook.kube.store import Raw, RefusedError, StoreAwayError
+from webhook.kube.json_objects import decoded, object_in
+from webhook.kube.requests import NODE_PATH, answered
+from webhook.kube.store import Raw, RefusedError, StoreUnavailableError
 
 # Enough to see which field it is about.
 MAX_SAID = 400
 
 
-class Objects(Protocol):
+class ObjectClient(Protocol):
     """Objects of one kind. Whatever is refused was not written; without an answer it may have been.
 
     All raise StaleError, RefusedError or StoreAwayError.
@@ -40,7 +40,7 @@ class Objects(Protocol):
         """This very object as it was read; one that is gone is no mistake."""
 
 
-class Nodes(Protocol):
+class NodeExistence(Protocol):
     """Knows for certain which Nodes there are: by a quorum read, never by a cache."""
 
     async def is_gone(self, name: str) -> bool:
@@ -63,7 +63,7 @@ class ApiObjects:
                     await self._objects.get_cluster_custom_object(*self._kind, name, _request_timeout=REQUEST_TIMEOUT),
                     name,
                 )
-        except StoreAwayError as exc:
+        except StoreUnavailableError as exc:
             if is_not_found(exc):
                 return None
             raise
@@ -103,7 +103,7 @@ class ApiObjects:
                     body=client.V1DeleteOptions(preconditions=only),
                     _request_timeout=REQUEST_TIMEOUT,
                 )
-        except StoreAwayError as exc:
+        except StoreUnavailableError as exc:
             if not is_not_found(exc):
                 raise
 
@@ -127,7 +127,7 @@ async def node_in(api: client.ApiClient, name: str) -> Raw | None:
     try:
         return the_one(status, body, "Node", name)
     except NotTheOneError as exc:
-        raise StoreAwayError(str(exc)) from exc
+        raise StoreUnavailableError(str(exc)) from exc
 
 
 class NotTheOneError(GpuwardenError):
@@ -146,7 +146,7 @@ def the_one(status: int, body: bytes, kind: str, name: str) -> Raw:
     return raw
 
 
-def is_not_found(exc: StoreAwayError) -> bool:
+def is_not_found(exc: StoreUnavailableError) -> bool:
     return isinstance(exc.__cause__, ApiException) and exc.__cause__.status == 404
 
 

@@ -15,7 +15,7 @@ from kubernetes.aio.config import kube_config
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.verdict import plain
-from webhook.kube.store import Raw, RefusedError, StaleError, StoreAwayError
+from webhook.kube.store import Raw, RefusedError, StaleError, StoreUnavailableError
 from webhook.runtime.settings import Settings
 
 # Where Kubernetes puts a Pod's service account.
@@ -124,9 +124,9 @@ async def translated() -> AsyncIterator[None]:
             raise StaleError(str(exc.reason)) from exc
         if exc.status == 422:
             raise RefusedError(str(exc.reason)) from exc
-        raise StoreAwayError(f"the API server answered {exc.status}") from exc
+        raise StoreUnavailableError(f"the API server answered {exc.status}") from exc
     except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-        raise StoreAwayError("the API server did not answer") from exc
+        raise StoreUnavailableError("the API server did not answer") from exc
 
 
 @asynccontextmanager
@@ -136,7 +136,7 @@ async def written() -> AsyncIterator[None]:
     try:
         async with translated():
             yield
-    except StoreAwayError as exc:
+    except StoreUnavailableError as exc:
         cause = exc.__cause__
         if isinstance(cause, ApiException) and (cause.status in (403, 413) or is_too_large(cause)):
             raise RefusedError(f"the API server answered {cause.status}: {cause.body or cause.reason}"[:400]) from cause
@@ -151,7 +151,7 @@ def is_too_large(exc: ApiException) -> bool:
 def as_raw(answer: object, name: str | None = None) -> Raw:
     """The object that was asked for; a list, a Status or another object is no answer."""
     if not isinstance(answer, dict) or not isinstance(answer.get("metadata"), dict):
-        raise StoreAwayError("the API server answered with something else than an object")
+        raise StoreUnavailableError("the API server answered with something else than an object")
     if name is not None and answer["metadata"].get("name") != name:
-        raise StoreAwayError("the API server answered with something else than that object")
+        raise StoreUnavailableError("the API server answered with something else than that object")
     return answer

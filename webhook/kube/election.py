@@ -10,14 +10,14 @@ from typing import Any, Final
 import structlog
 from kubernetes.aio import client
 
-from webhook.kube.calls import Calls, Limit
-from webhook.kube.lease import Candidate, Terms
+from webhook.kube.lease import Candidate, LeaseTerms
+from webhook.kube.requests import RateLimit, RateLimitedClient
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-TERMS: Final = Terms(timedelta(seconds=15), timedelta(seconds=10), timedelta(seconds=2))
+TERMS: Final = LeaseTerms(timedelta(seconds=15), timedelta(seconds=10), timedelta(seconds=2))
 # Far more requests a second than standing and renewing take.
 RATE, BURST = 10.0, 10
 # A task that was cancelled and goes on is cancelled again this often: libraries lose the word now and then.
@@ -36,7 +36,7 @@ async def lead_again_and_again(settings: Settings, api: client.ApiClient, lease:
     `rest` says that nothing is under way any more that `lead` has begun.
     """
     now = asyncio.get_running_loop().time
-    calls = Calls(api, Limit(RATE, BURST, now))
+    calls = RateLimitedClient(api, RateLimit(RATE, BURST, now))
     pod = f"{socket.gethostname()}-{os.getpid()}"
     candidate = Candidate(calls, settings.lease_namespace, lease, pod, TERMS, utc_now, now)
     while True:

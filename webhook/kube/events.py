@@ -11,7 +11,7 @@ from kubernetes.aio import client
 
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
-from webhook.kube.calls import LOST, answered
+from webhook.kube.requests import LOST, answered
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -53,11 +53,11 @@ class Subject:
 class Events(Protocol):
     """Takes what happened, at once and whatever comes of it."""
 
-    def tell(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None: ...
+    def record(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None: ...
 
 
 @frozen
-class Happening:
+class QueuedEvent:
     subject: Subject
     reason: Reason
     message: str
@@ -72,10 +72,10 @@ class ApiEvents:
         self._api = api
         self._clock = clock
         self._count = count
-        self._waiting: asyncio.Queue[Happening] = asyncio.Queue(MAX_WAITING)
+        self._waiting: asyncio.Queue[QueuedEvent] = asyncio.Queue(MAX_WAITING)
         self._told: dict[tuple[Subject, Reason, str], datetime] = {}
 
-    def tell(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None:
+    def record(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None:
         now = self._clock()
         if not self._is_news((subject, reason, message), now):
             return
@@ -85,7 +85,7 @@ class ApiEvents:
             "event", kind=subject.kind, namespace=subject.namespace, name=subject.name, reason=reason, message=message
         )
         if not self._waiting.full():
-            self._waiting.put_nowait(Happening(subject, reason, message, is_warning, now))
+            self._waiting.put_nowait(QueuedEvent(subject, reason, message, is_warning, now))
 
     def _is_news(self, what: tuple[Subject, Reason, str], now: datetime) -> bool:
         told = self._told.get(what)
@@ -112,7 +112,7 @@ class ApiEvents:
                     log.warning("event lost", reason=one.reason, error=f"the API server answered {status}")
 
 
-def event_of(one: Happening) -> Raw:
+def event_of(one: QueuedEvent) -> Raw:
     subject = one.subject
     involved = {
         "apiVersion": subject.api_version,

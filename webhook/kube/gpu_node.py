@@ -43,7 +43,7 @@ class DeviceWire(msgspec.Struct, frozen=True, omit_defaults=True):
     healthy: bool = True
 
 
-class HeldWire(msgspec.Struct, frozen=True, omit_defaults=True):
+class HeldSlotWire(msgspec.Struct, frozen=True, omit_defaults=True):
     reservation: str
     phase: Phase
     namespace: str
@@ -62,18 +62,18 @@ class HeldWire(msgspec.Struct, frozen=True, omit_defaults=True):
     unused_at: Moment | None = msgspec.field(name="unusedAt", default=None)
 
 
-class SpecWire(msgspec.Struct, frozen=True):
+class GpuNodeSpecWire(msgspec.Struct, frozen=True):
     devices: list[DeviceWire] | None = None
 
 
-class StatusWire(msgspec.Struct, frozen=True):
-    held: dict[str, HeldWire] | None = None
+class GpuNodeStatusWire(msgspec.Struct, frozen=True):
+    held: dict[str, HeldSlotWire] | None = None
     total: int | None = None
     taken: int | None = None
     free: int | None = None
 
 
-class MetadataWire(msgspec.Struct, frozen=True, rename="camel"):
+class GpuNodeMetadataWire(msgspec.Struct, frozen=True, rename="camel"):
     name: str
     resource_version: str = "0"
     deletion_timestamp: datetime | None = None
@@ -81,9 +81,9 @@ class MetadataWire(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class GpuNodeWire(msgspec.Struct, frozen=True):
-    metadata: MetadataWire
-    spec: SpecWire | None = None
-    status: StatusWire | None = None
+    metadata: GpuNodeMetadataWire
+    spec: GpuNodeSpecWire | None = None
+    status: GpuNodeStatusWire | None = None
 
 
 @frozen
@@ -161,21 +161,21 @@ def raw_device(one: Device) -> Raw:
     return raw
 
 
-def reservations(node: str, held: Mapping[str, HeldWire], which: Which) -> dict[ReservationId, Reservation]:
+def reservations(node: str, held: Mapping[str, HeldSlotWire], which: Which) -> dict[ReservationId, Reservation]:
     """Where a hand has changed some slots of one, it is as far as `which` of them: no slot goes back."""
     slots: dict[str, list[Slot]] = {}
-    entries: dict[str, HeldWire] = {}
+    entries: dict[str, HeldSlotWire] = {}
     for key, entry in held.items():
         slots.setdefault(entry.reservation, []).append(slot(key))
         entries[entry.reservation] = which(entries.get(entry.reservation, entry), entry, key=how_far)
     return {ReservationId(one): reservation(node, entries[one], tuple(sorted(slots[one]))) for one in entries}
 
 
-def how_far(entry: HeldWire) -> tuple[int, bool]:
+def how_far(entry: HeldSlotWire) -> tuple[int, bool]:
     return PHASES.index(entry.phase), entry.uid is not None
 
 
-def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservation:
+def reservation(node: str, entry: HeldSlotWire, slots: tuple[Slot, ...]) -> Reservation:
     """Only what is pending has a deadline, and only a pod holds without end: one that says otherwise somebody wrote by
     hand, and what has neither a pod nor a deadline is past it."""
     deadline = moment(entry.deadline) if entry.phase is Phase.PENDING else None
@@ -197,7 +197,7 @@ def reservation(node: str, entry: HeldWire, slots: tuple[Slot, ...]) -> Reservat
     )
 
 
-def orphan(entry: HeldWire) -> Orphan | None:
+def orphan(entry: HeldSlotWire) -> Orphan | None:
     """Only what a pod has had can be one."""
     if entry.orphaned_at is None or entry.phase is not Phase.FINALIZED:
         return None
@@ -223,7 +223,7 @@ def raw_held(held: Iterable[Reservation]) -> Raw:
 
 
 def raw_entry(one: Reservation) -> Raw:
-    wire = HeldWire(
+    wire = HeldSlotWire(
         reservation=one.id,
         phase=one.phase,
         namespace=one.namespace,
@@ -268,7 +268,7 @@ def numbers_of(devices: Iterable[Device], held: Collection[Reservation]) -> Numb
     return Numbers(total, taken.total(), free)
 
 
-def is_counted(status: StatusWire | None, devices: Iterable[Device], held: Collection[Reservation]) -> bool:
+def is_counted(status: GpuNodeStatusWire | None, devices: Iterable[Device], held: Collection[Reservation]) -> bool:
     if status is None or status.total is None:
         return True
     said = (status.total, status.taken, status.free)

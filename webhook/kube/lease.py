@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import structlog
 from attrs import frozen
 
-from webhook.kube.calls import ApiAwayError, ApiRefusesError
+from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -23,13 +23,13 @@ LEASES: Final = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 LEASE: Final = LEASES + "/{name}"
 
 
-class Calling(Protocol):
+class LeaseClient(Protocol):
     async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
         """Raises ApiAwayError, ApiRefusesError."""
 
 
 @frozen
-class Terms:
+class LeaseTerms:
     """Each shorter than the one before."""
 
     duration: timedelta
@@ -41,7 +41,14 @@ class Candidate:
     """One process that stands for election. `now` is a clock that never goes back."""
 
     def __init__(
-        self, calls: Calling, namespace: str, name: str, pod: str, terms: Terms, clock: Clock, now: Callable[[], float]
+        self,
+        calls: LeaseClient,
+        namespace: str,
+        name: str,
+        pod: str,
+        terms: LeaseTerms,
+        clock: Clock,
+        now: Callable[[], float],
     ) -> None:
         self.identity = f"{pod}_{uuid.uuid4()}"
         self._call = calls.call
@@ -65,7 +72,7 @@ class Candidate:
                 if await self._take():
                     log.info("leading", identity=self.identity)
                     return
-            except (ApiAwayError, ApiRefusesError) as exc:
+            except (ApiUnavailableError, ApiRefusesError) as exc:
                 if str(exc) != told:
                     log.warning("the Lease cannot be had", problem=str(exc), **self._where)
                 told = str(exc)
@@ -82,7 +89,7 @@ class Candidate:
                         log.error("the Lease is another's", identity=self.identity)
                         self._renewed = float("-inf")
                         return
-            except (ApiAwayError, ApiRefusesError, TimeoutError) as exc:
+            except (ApiUnavailableError, ApiRefusesError, TimeoutError) as exc:
                 log.warning("the Lease is not renewed", problem=str(exc) or "no answer")
             if self._now() - self._renewed >= deadline:
                 log.error("the Lease was not renewed in time", identity=self.identity)
@@ -96,7 +103,7 @@ class Candidate:
                 for _ in range(3):
                     if await self._is_given_back():
                         return
-        except (ApiAwayError, ApiRefusesError, TimeoutError) as exc:
+        except (ApiUnavailableError, ApiRefusesError, TimeoutError) as exc:
             problem = str(exc) or "no answer"
         log.warning("the Lease is not given back", problem=problem)
 

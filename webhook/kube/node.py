@@ -6,38 +6,38 @@ from typing import Annotated, Any
 import msgspec
 
 from webhook.core.device import Node, Taint
-from webhook.core.pod import Wire
+from webhook.core.pod import WireStruct
 
 Raw = dict[str, Any]
 
 
-class TaintWire(Wire, frozen=True):
+class TaintWire(WireStruct, frozen=True):
     key: str = ""
     value: str | None = None
     effect: str = ""
 
 
-class NodeSpecWire(Wire, frozen=True):
+class NodeSpecWire(WireStruct, frozen=True):
     unschedulable: bool | None = None
     taints: list[TaintWire] | None = None
 
 
-class ConditionWire(Wire, frozen=True):
+class NodeConditionWire(WireStruct, frozen=True):
     type: str = ""
     status: str = ""
 
 
-class NodeStatusWire(Wire, frozen=True):
-    conditions: list[ConditionWire] | None = None
+class NodeStatusWire(WireStruct, frozen=True):
+    conditions: list[NodeConditionWire] | None = None
 
 
-class NodeMetaWire(Wire, frozen=True):
+class NodeMetaWire(WireStruct, frozen=True):
     name: str
     labels: dict[str, str] | None = None
     creation_timestamp: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
 
 
-class NodeWire(Wire, frozen=True):
+class NodeWire(WireStruct, frozen=True):
     metadata: NodeMetaWire
     spec: NodeSpecWire | None = None
     status: NodeStatusWire | None = None

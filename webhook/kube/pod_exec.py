@@ -12,8 +12,8 @@ from kubernetes.aio.stream import WsApiClient
 from kubernetes.aio.stream.ws_client import ERROR_CHANNEL, STDERR_CHANNEL, STDOUT_CHANNEL
 
 from webhook.core.errors import GpuwardenError
-from webhook.kube.calls import Limit
-from webhook.kube.objects import decoded
+from webhook.kube.json_objects import decoded
+from webhook.kube.requests import RateLimit
 
 # Of what a command says beside its answer, enough to see what is wrong.
 MAX_COMPLAINT: Final = 2000
@@ -36,20 +36,20 @@ class DetailsWire(msgspec.Struct, frozen=True):
     causes: list[CauseWire] | None = None
 
 
-class StatusWire(msgspec.Struct, frozen=True):
+class ExecStatusWire(msgspec.Struct, frozen=True):
     status: str = ""
     message: str = ""
     details: DetailsWire | None = None
 
 
 @define
-class Answer:
+class ExecOutput:
     """What has come so far."""
 
     limit: int
     stdout: bytearray = field(factory=bytearray)
     stderr: bytearray = field(factory=bytearray)
-    status: StatusWire | None = None
+    status: ExecStatusWire | None = None
 
     def take(self, frame: bytes) -> None:
         """The first byte says what it is part of."""
@@ -62,7 +62,7 @@ class Answer:
             self.stderr += content[: MAX_COMPLAINT - len(self.stderr)]
         elif channel == ERROR_CHANNEL and content:
             try:
-                self.status = decoded(content, StatusWire)
+                self.status = decoded(content, ExecStatusWire)
             except msgspec.DecodeError as exc:
                 raise ExecError("unavailable", "its end cannot be read") from exc
 
@@ -84,13 +84,13 @@ class Answer:
 class PodExec:
     """Runs commands in pods, with the credentials of `api`."""
 
-    def __init__(self, api: client.ApiClient, limit: Limit) -> None:
+    def __init__(self, api: client.ApiClient, limit: RateLimit) -> None:
         self._limit = limit
         self._client = WsApiClient(api.configuration)  # type: ignore[no-untyped-call]  # theirs to annotate
 
     async def run(self, namespace: str, pod: str, container: str, command: Sequence[str], limit: int) -> bytes:
         """What it writes on stdout. Raises ExecError; the caller bounds the time."""
-        answer = Answer(limit)
+        answer = ExecOutput(limit)
         await self._limit.turn()
         query = [("stdout", "true"), ("stderr", "true"), *(("command", word) for word in command)]
         try:

@@ -3,7 +3,7 @@
 import msgspec
 
 from webhook.core.reservation import PodIdentity
-from webhook.kube.objects import decoded
+from webhook.kube.json_objects import decoded
 
 # Below the five seconds that a scheduler waits for an extender if nothing else is said.
 REQUEST_TIMEOUT = 4.0

@@ -15,5 +15,5 @@ class RefusedError(LedgerError):
     """The store's own rules forbid it: nothing was written."""
 
 
-class StoreAwayError(LedgerUnavailableError):
+class StoreUnavailableError(LedgerUnavailableError):
     """No answer, or one that says nothing: it may have been written, or not."""

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from webhook.core.errors import GpuwardenError
-from webhook.kube.watch import Listener
+from webhook.kube.watch import WatchListener
 
 log = structlog.get_logger(__name__)
 
@@ -14,7 +14,7 @@ Raw = dict[str, Any]
 Kept = TypeVar("Kept")
 
 
-class View(Generic[Kept]):
+class ObjectView(Generic[Kept]):
     """What matters of each object. What is written is learnt from the answer: the watch only says it again later.
 
     One object that cannot be read stays as it was known.
@@ -80,10 +80,10 @@ def version_of(raw: Raw) -> int:
     return int(raw["metadata"].get("resourceVersion") or 0)
 
 
-class Several:
+class ListenerGroup:
     """One watch for all who want to hear the same."""
 
-    def __init__(self, *listeners: Listener) -> None:
+    def __init__(self, *listeners: WatchListener) -> None:
         self._listeners = listeners
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:

@@ -18,8 +18,8 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
-from webhook.kube.calls import LOST
-from webhook.kube.objects import Raw, decoded, object_in
+from webhook.kube.json_objects import Raw, decoded, object_in
+from webhook.kube.requests import LOST
 
 log = structlog.get_logger(__name__)
 
@@ -48,7 +48,7 @@ class StartOverError(GpuwardenError):
     """The server no longer knows the version we were at."""
 
 
-class Listener(Protocol):
+class WatchListener(Protocol):
     """Hears what there is."""
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
@@ -68,7 +68,7 @@ class Watch:
         self,
         api: client.ApiClient,
         path: str,
-        listener: Listener,
+        listener: WatchListener,
         only: Mapping[str, str] | None = None,
         trimmed: Trimmed | None = None,
         silence: float = SILENCE,
@@ -195,7 +195,7 @@ async def whole_list(
     return found, version
 
 
-class Packed(Mapping[str, Raw]):
+class PackedObjects(Mapping[str, Raw]):
     """Objects as packed text until they are looked at: of some kilobytes some hundred bytes."""
 
     def __init__(self) -> None:
@@ -217,9 +217,9 @@ class Packed(Mapping[str, Raw]):
 
 async def packed_list(
     api: client.ApiClient, path: str, only: Mapping[str, str], trimmed: Trimmed
-) -> tuple[Packed, str]:
+) -> tuple[PackedObjects, str]:
     """The same, of each object what is wanted of it."""
-    found, version = Packed(), ""
+    found, version = PackedObjects(), ""
     async for page, at in pages(api, path, only):
         for raw in page:
             found.put(key_of(raw), trimmed(raw))

@@ -5,7 +5,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from webhook.core.device import DeviceUuid
-from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Placement, PodIdentity, PodProof, Reservation, ReservationId, ReservationRequest
 from webhook.ledger.pending import PendingGpus
 
 
@@ -16,7 +16,9 @@ class Ledger(Protocol):
     again of one that was behind, an id may stand on two nodes: `node` says which is meant, if there is one.
     """
 
-    async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
+    async def reserve(
+        self, ask: ReservationRequest, placements: Sequence[Placement], *, answer_by: datetime
+    ) -> Reservation:
         """Hold the first placement that is free, whole or not at all.
 
         The same ask again gets the same reservation. Nothing is written from `answer_by` on.
@@ -29,39 +31,21 @@ class Ledger(Protocol):
     ) -> Reservation | None:
         """The reservation, of whatever phase; `node` says where to look if it is not known there, or to be sure."""
 
-    async def bind(
+    async def bind_to_pod(
         self,
+        proof: PodProof,
         reservation_id: ReservationId,
         pod: PodIdentity,
         *,
         node: str | None = None,
         grace: timedelta | None = None,
     ) -> Reservation:
-        """The pod's uid has become known; its reservation is that uid's from now on, and waits anew. Its grace period
-        is stored if it is said before the pod is on a node; later, only a longer one is."""
+        """Record whose the reservation is, and how that is known. Idempotent for the same pod.
 
-    async def finalize(
-        self,
-        reservation_id: ReservationId,
-        pod: PodIdentity,
-        *,
-        node: str | None = None,
-        grace: timedelta | None = None,
-    ) -> Reservation:
-        """The pod exists. Idempotent for the same pod.
-
-        Raises UnknownReservationError, ReservationConflictError or ReservationExpiredError; so does `bind`.
+        A pod that is only named gives the reservation a new deadline. `grace` is the pod's grace period: it is stored
+        if it is given before the pod is on a node; later, only a longer one is.
+        Raises UnknownReservationError, ReservationConflictError or ReservationExpiredError.
         """
-
-    async def confirm(
-        self,
-        reservation_id: ReservationId,
-        pod: PodIdentity,
-        *,
-        node: str | None = None,
-        grace: timedelta | None = None,
-    ) -> Reservation:
-        """The pod exists, and it is the API server that says so: no deadline matters any more."""
 
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None

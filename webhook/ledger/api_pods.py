@@ -6,16 +6,16 @@ import msgspec
 
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity, Reservation
-from webhook.kube.api_paths import PODS_PATH
-from webhook.kube.calls import LOST, NODE_PATH, POD_PATH, answered
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
-from webhook.kube.objects import object_in
+from webhook.kube.json_objects import object_in
+from webhook.kube.paths import PODS_PATH
+from webhook.kube.requests import LOST, NODE_PATH, POD_PATH, answered
 from webhook.kube.store import Raw
 from webhook.kube.watch import TROUBLE, whole_list
-from webhook.ledger.carrier import Carrier, Sight, carries_other
-from webhook.ledger.cluster import WitnessAwayError
-from webhook.ledger.end_of_use import NodeSight
+from webhook.ledger.cluster import PodReaderUnavailableError
+from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod, carries_other
 
 
 def pod_in(body: bytes, namespace: str, name: str) -> Raw:
@@ -75,38 +75,38 @@ class ApiPods:
             raise PodsUnavailableError(f"the API server answered {status}")
         return pod_in(body, namespace, name)
 
-    async def carriers(self) -> Sequence[Carrier]:
-        return [one for one in map(Carrier.of, await self._all()) if one is not None]
+    async def reserved_pods(self) -> Sequence[ReservedPod]:
+        return [one for one in map(ReservedPod.of, await self._all()) if one is not None]
 
     async def _all(self) -> Collection[Raw]:
         try:
             raws, _ = await whole_list(self._api, PODS_PATH)
         except TROUBLE as exc:
-            raise WitnessAwayError("pods cannot be listed") from exc
+            raise PodReaderUnavailableError("pods cannot be listed") from exc
         return raws.values()
 
-    async def look(self, pod: PodIdentity) -> Sight | None:
+    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
         try:
             if pod.name:
                 raw = await self._read(pod.namespace, pod.name)
             else:  # written by hand: then only a whole list tells
                 raw = next((one for one in await self._all() if one["metadata"].get("uid") == pod.uid), None)
             is_gone = raw is None or raw["metadata"]["uid"] != pod.uid
-            return None if raw is None or is_gone else Sight.of(raw)
+            return None if raw is None or is_gone else PodSnapshot.of(raw)
         except (PodsUnavailableError, msgspec.ValidationError) as exc:
-            raise WitnessAwayError(str(exc)) from exc
+            raise PodReaderUnavailableError(str(exc)) from exc
 
-    async def node(self, name: str) -> NodeSight | None:
+    async def node(self, name: str) -> NodeSnapshot | None:
         try:
             status, body = await answered(self._api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
             if status == 404:
                 return None
             raw = object_in(body) if status == 200 else {}
             if (raw.get("kind"), raw.get("metadata", {}).get("name")) != ("Node", name):
-                raise WitnessAwayError(f"the API server answered {status} with something else than that node")
-            return NodeSight.of(raw)
+                raise PodReaderUnavailableError(f"the API server answered {status} with something else than that node")
+            return NodeSnapshot.of(raw)
         except (*LOST, msgspec.MsgspecError, AttributeError) as exc:
-            raise WitnessAwayError("the node cannot be read") from exc
+            raise PodReaderUnavailableError("the node cannot be read") from exc
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         names = {"namespace": pod.namespace, "name": pod.name}
@@ -114,6 +114,6 @@ class ApiPods:
         try:
             status, _ = await answered(self._api, "DELETE", POD_PATH, names, body, seconds=REQUEST_TIMEOUT)
         except LOST as exc:
-            raise WitnessAwayError("the pod cannot be removed") from exc
+            raise PodReaderUnavailableError("the pod cannot be removed") from exc
         if status >= 400 and status not in (404, 409):  # gone, or another by now
-            raise WitnessAwayError("the pod cannot be removed")
+            raise PodReaderUnavailableError("the pod cannot be removed")

@@ -26,30 +26,39 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Ask, Orphan, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import (
+    Orphan,
+    Phase,
+    Placement,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationId,
+    ReservationRequest,
+)
 from webhook.kube.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, name_in, with_finalizer, with_held
-from webhook.kube.store import RefusedError, StaleError, StoreAwayError
-from webhook.ledger.carrier import Carrier, Sight
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.ledger.moves import (
     Abandon,
     Adopt,
-    AgainError,
+    BindPod,
     Expire,
     Held,
-    Look,
+    HoldSlots,
     MarkUnused,
     Move,
-    Name,
     Promise,
+    Refresh,
     Release,
-    Take,
     Times,
     Unmark,
+    WriteAgainError,
     may_give_way,
     promise_of,
 )
 from webhook.ledger.pending import PendingGpus
-from webhook.ledger.shelf import Shelf
+from webhook.ledger.reservation_index import ReservationIndex
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.ledger.store import GpuNodeStore
 from webhook.runtime.clock import Clock
 
@@ -66,22 +75,22 @@ EARLY = (timedelta(seconds=0.5), timedelta(seconds=2), timedelta(seconds=6))
 ASKED_AT_ONCE = 32
 
 
-class WitnessAwayError(GpuwardenError):
+class PodReaderUnavailableError(GpuwardenError):
     """Nobody can say at this moment whether a pod exists."""
 
 
-class Witness(Protocol):
+class PodReader(Protocol):
     """Knows for certain which pods exist and which do not: by a quorum read, never by a cache."""
 
-    async def look(self, pod: PodIdentity) -> Sight | None:
+    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
         """The pod as it is now; None if it is gone. Raises WitnessAwayError."""
 
-    async def carriers(self) -> Sequence[Carrier]:
+    async def reserved_pods(self) -> Sequence[ReservedPod]:
         """All pods that carry a reservation. Raises WitnessAwayError."""
 
 
 @define(eq=False)
-class Turn:
+class PendingWrite:
     """A move that somebody waits for."""
 
     move: Move
@@ -99,7 +108,7 @@ class Turn:
 
 
 @define(eq=False)
-class Desk:
+class NodeWriter:
     """One node: the object as last seen, and who wants to change it."""
 
     name: str
@@ -107,34 +116,34 @@ class Desk:
     node: GpuNode | None = None
     # When it was last read, on the ledger's own count; 0 while there is none.
     seen: int = 0
-    waiting: list[Turn] = field(factory=list)
+    waiting: list[PendingWrite] = field(factory=list)
     # What the store has had against a single move since its last write.
     refusal: str = ""
     worker: asyncio.Task[None] | None = None
 
 
 @define(eq=False)
-class Census:
+class PodCensus:
     """All carriers, as a read found them that was begun at this count."""
 
     begun: int
-    found: asyncio.Future[Sequence[Carrier]]
+    found: asyncio.Future[Sequence[ReservedPod]]
 
 
 class ClusterLedger:
     """Any number of these may share a store."""
 
-    def __init__(self, fleet: Fleet, store: GpuNodeStore, witness: Witness, clock: Clock, times: Times) -> None:
-        self._shelf = Shelf(fleet)
+    def __init__(self, fleet: Fleet, store: GpuNodeStore, pod_reader: PodReader, clock: Clock, times: Times) -> None:
+        self._index = ReservationIndex(fleet)
         self._store = store
-        self._witness = witness
+        self._pod_reader = pod_reader
         self._in_vain: set[Promise] = set()  # no pod will come for these, until they are cleared away
         self._asked: dict[Promise, int] = {}  # how often, while they are pending
         self._clock = clock
         self._times = times
-        self._desks: dict[str, Desk] = {}
+        self._writers: dict[str, NodeWriter] = {}
         self._count = 0
-        self._census: Census | None = None
+        self._census: PodCensus | None = None
 
     # What the watch tells.
 
@@ -147,49 +156,51 @@ class ClusterLedger:
             log.warning("GPUNode cannot be read", problem=str(exc))
             self.forget(name_in(raw))  # nothing can be written there
             return
-        desk = self._desk(node.name)
-        if desk.node is not None and desk.node.version >= node.version:
+        writer = self._writer(node.name)
+        if writer.node is not None and writer.node.version >= node.version:
             return
         self._count += 1
-        desk.raw, desk.node, desk.seen = raw, node, self._count
-        self._shelf.replace(node.name, node.reservations)
+        writer.raw, writer.node, writer.seen = raw, node, self._count
+        self._index.replace(node.name, node.reservations)
 
     def forget(self, name: str) -> None:
         """The object has gone. What was held is remembered: its devices are offered to nobody meanwhile."""
-        desk = self._desks.get(name)
-        if desk is not None:
-            desk.raw, desk.node, desk.seen = None, None, 0
-            if desk.worker is None or desk.worker.done():
-                del self._desks[name]
+        writer = self._writers.get(name)
+        if writer is not None:
+            writer.raw, writer.node, writer.seen = None, None, 0
+            if writer.worker is None or writer.worker.done():
+                del self._writers[name]
 
-    def _desk(self, name: str) -> Desk:
-        return self._desks.setdefault(name, Desk(name))
+    def _writer(self, name: str) -> NodeWriter:
+        return self._writers.setdefault(name, NodeWriter(name))
 
     @property
-    def desk_count(self) -> int:
+    def writer_count(self) -> int:
         """Of nodes that are there, and of those that somebody asks for at this moment."""
-        return len(self._desks)
+        return len(self._writers)
 
     @property
     def reminders(self) -> int:
         """Of deadlines, those that are over included."""
-        return self._shelf.reminders
+        return self._index.reminders
 
     # What the ledger does.
 
-    async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
+    async def reserve(
+        self, ask: ReservationRequest, placements: Sequence[Placement], *, answer_by: datetime
+    ) -> Reservation:
         if self._clock() >= answer_by:
             raise DeadlinePassedError(ask.id)
-        for known in self._shelf.several(ask.id):
+        for known in self._index.several(ask.id):
             if not may_give_way(known, self._clock(), self._times, self._in_vain):
                 placements = [Placement(known.node, known.slots)]
                 break
             await self.expire(known)  # asked for again, it is a new one
         refused = 0
         for placement in placements:
-            with self._shelf.wished(ask, placement):
+            with self._index.wished(ask, placement):
                 try:
-                    taken = await self._moved(placement.node, Take(ask, placement, self._in_vain), answer_by)
+                    taken = await self._moved(placement.node, HoldSlots(ask, placement, self._in_vain), answer_by)
                 except SlotsTakenError as exc:
                     refused += isinstance(exc, PlacementRefusedError)
                     continue
@@ -201,57 +212,38 @@ class ClusterLedger:
     async def find(
         self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
     ) -> Reservation | None:
-        known = self._shelf.find(reservation_id, node)
+        known = self._index.find(reservation_id, node)
         if node is not None and (known is None or known.node != node or is_fresh):
             await self._read(node)
-            known = self._shelf.find(reservation_id, node)
+            known = self._index.find(reservation_id, node)
         return known
 
-    async def bind(
+    async def bind_to_pod(
         self,
+        proof: PodProof,
         reservation_id: ReservationId,
         pod: PodIdentity,
         *,
         node: str | None = None,
         grace: timedelta | None = None,
     ) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=False, grace=grace), node)
-
-    async def finalize(
-        self,
-        reservation_id: ReservationId,
-        pod: PodIdentity,
-        *,
-        node: str | None = None,
-        grace: timedelta | None = None,
-    ) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=True, grace=grace), node)
-
-    async def confirm(
-        self,
-        reservation_id: ReservationId,
-        pod: PodIdentity,
-        *,
-        node: str | None = None,
-        grace: timedelta | None = None,
-    ) -> Reservation:
-        return await self._named(Name(reservation_id, pod, exists=True, is_proven=True, grace=grace), node)
+        return await self._bind(BindPod(reservation_id, pod, proof, grace), node)
 
     async def lengthen(self, one: Reservation, pod: PodIdentity, grace: timedelta) -> Reservation:
         """The pod exists, and may be given a longer grace period than is waited for; the reconciler's part."""
-        return await self._named(Name(one.id, pod, exists=True, is_proven=True, grace=grace, is_longest=True), one.node)
+        return await self._bind(BindPod(one.id, pod, PodProof.CONFIRMED, grace, is_longest=True), one.node)
 
-    async def _named(self, move: Name, node: str | None) -> Reservation:
-        known = self._shelf.find(move.reservation_id, node)
-        named = None if known is None else await self._moved(known.node, move)
-        if named is None:
+    async def _bind(self, move: BindPod, node: str | None) -> Reservation:
+        known = self._index.find(move.reservation_id, node)
+        bound = None if known is None else await self._moved(known.node, move)
+        if bound is None:
             raise UnknownReservationError(move.reservation_id)
-        return named
+        return bound
 
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
     ) -> bool:
-        known = self._shelf.exactly(reservation_id, node)
+        known = self._index.exactly(reservation_id, node)
         if known is None:
             return False
         return await self._moved(known.node, Release(known.id, pod, since or known.since)) is not None
@@ -268,7 +260,7 @@ class ClusterLedger:
 
     def orphans_on(self, node: str) -> Collection[Reservation]:
         """As far as they are known here."""
-        held = self._shelf.on(node).values()
+        held = self._index.on(node).values()
         return [one for one in held if one.orphan is not None and one.phase is Phase.FINALIZED]
 
     async def unmark(self, one: Reservation) -> bool:
@@ -287,7 +279,7 @@ class ClusterLedger:
         """What nobody came for and `collect` has given up: all of it, however often it could not be cleared away."""
         return [
             one
-            for one in self._shelf.all()
+            for one in self._index.all()
             if one.phase is Phase.PENDING and may_give_way(one, now, self._times, self._in_vain)
         ]
 
@@ -295,25 +287,32 @@ class ClusterLedger:
         """Clear away what was given up; the reconciler's part."""
         return await self._moved(one.node, Expire(one.id, self._in_vain)) is not None
 
-    async def adopt(self, carrier: Carrier) -> Reservation | None:
+    async def adopt(self, reserved_pod: ReservedPod) -> Reservation | None:
         """Hold again what an existing pod carries and nobody else has; the reconciler's part.
 
         Raises SlotsTakenError, ReservationConflictError or ReservationExpiredError.
         """
-        if carrier.node is None:
-            raise SlotsTakenError(carrier.reservation_id)
-        return await self._moved(carrier.node, Adopt(carrier, carrier.node))
+        if reserved_pod.node is None:
+            raise SlotsTakenError(reserved_pod.reservation_id)
+        return await self._moved(reserved_pod.node, Adopt(reserved_pod, reserved_pod.node))
 
     def unsettled(self) -> Collection[str]:
         """Nodes whose object has to be rebuilt, kept from being deleted, or let go."""
-        return [name for name, desk in self._desks.items() if desk.node is not None and not is_settled(desk.node)]
+        return [
+            name for name, writer in self._writers.items() if writer.node is not None and not is_settled(writer.node)
+        ]
 
     async def settle(self, name: str) -> None:
         """One step towards it; the reconciler's part."""
-        await self._moved(name, Look())
-        desk = self._desks.get(name)
-        if desk is not None and desk.raw is not None and desk.node is not None and not is_kept_rightly(desk.node):
-            self.learn(await self._store.put(with_finalizer(desk.raw, is_kept=not desk.node.is_leaving)))
+        await self._moved(name, Refresh())
+        writer = self._writers.get(name)
+        if (
+            writer is not None
+            and writer.raw is not None
+            and writer.node is not None
+            and not is_kept_rightly(writer.node)
+        ):
+            self.learn(await self._store.put(with_finalizer(writer.raw, is_kept=not writer.node.is_leaving)))
 
     async def collect(
         self, now: datetime, *, never_came: Callable[[Reservation], bool] = lambda _: False
@@ -321,7 +320,7 @@ class ClusterLedger:
         """Offer what is past its deadline; whoever takes it clears it away in the store. `never_came`: whether it is
         certain that no pod was stored for it, where there is none at this moment. Only who watches pods can say that.
         """
-        past = deque(self._shelf.past_deadline(now - self._times.clock_skew))
+        past = deque(self._index.past_deadline(now - self._times.clock_skew))
         given_up = []
         try:
             while past:
@@ -330,11 +329,11 @@ class ClusterLedger:
                 past.popleft()
         finally:
             for one in past:  # whoever waited for this is gone; the first one may be the reason
-                self._shelf.look_again(one, now + PATIENCE if one is past[0] else one.deadline or now)
+                self._index.look_again(one, now + PATIENCE if one is past[0] else one.deadline or now)
         return given_up
 
     async def confirm_early(self, now: datetime) -> None:
-        pending = self._shelf.pending_with_pod()
+        pending = self._index.pending_with_pod()
         self._asked = {promise: self._asked.get(promise, 0) for promise in map(promise_of, pending)}
         due = [one for one in pending if self._is_due(one, now)][:ASKED_AT_ONCE]
         for one in due:
@@ -351,9 +350,9 @@ class ClusterLedger:
         """That there is no pod yet says nothing: it may be on its way until the deadline."""
         pod = pod_of(one)
         try:
-            if not self.why_not_its(one, await self._witness.look(pod)):
-                await self.confirm(one.id, pod, node=one.node)
-        except (WitnessAwayError, LedgerError) as exc:
+            if not self.why_not_its(one, await self._pod_reader.look(pod)):
+                await self.bind_to_pod(PodProof.CONFIRMED, one.id, pod, node=one.node)
+        except (PodReaderUnavailableError, LedgerError) as exc:
             log.info("not confirmed before its deadline", reservation=one.id, error=type(exc).__name__)
 
     async def _is_given_up(self, one: Reservation, now: datetime, never_came: Callable[[Reservation], bool]) -> bool:
@@ -361,27 +360,27 @@ class ClusterLedger:
         if one.uid is not None:
             pod = pod_of(one)
             try:
-                seen = await self._witness.look(pod)
+                seen = await self._pod_reader.look(pod)
                 if not self.why_not_its(one, seen):
-                    await self.confirm(one.id, pod, node=one.node)
+                    await self.bind_to_pod(PodProof.CONFIRMED, one.id, pod, node=one.node)
                     return False
                 if seen is None and not never_came(one):
-                    self._shelf.keep(one, now + PATIENCE)
+                    self._index.keep(one, now + PATIENCE)
                     return False
-            except (WitnessAwayError, LedgerError) as exc:
+            except (PodReaderUnavailableError, LedgerError) as exc:
                 log.warning("expired reservation left as it is", reservation=one.id, exc_info=exc)
-                self._shelf.keep(one, now + PATIENCE)
+                self._index.keep(one, now + PATIENCE)
                 return False
             self._in_vain = {promise for promise in self._in_vain if self._stands(promise)} | {promise_of(one)}
-        self._shelf.offer(one)
+        self._index.offer(one)
         return True
 
     def _stands(self, promise: Promise) -> bool:
         node, reservation_id, _ = promise
-        known = self._shelf.on(node).get(reservation_id)
+        known = self._index.on(node).get(reservation_id)
         return known is not None and promise_of(known) == promise
 
-    def why_not_its(self, held: Reservation, seen: Sight | None) -> str:
+    def why_not_its(self, held: Reservation, seen: PodSnapshot | None) -> str:
         """Empty as long as the pod may use what is held. That there is such a pod says nothing: anybody who may post
         reviews can name one. It carries the reservation, waits behind our gate for it to be written there, or was
         shown its devices as it started and has lost what it carried."""
@@ -389,141 +388,141 @@ class ClusterLedger:
             return "gone"
         if seen.has_ended:
             return "ended"
-        if seen.is_gated or (seen.carrier is not None and seen.carrier.carries(held)):
+        if seen.is_gated or (seen.reserved_pod is not None and seen.reserved_pod.carries(held)):
             return ""
-        if seen.may_see(held) and not self._has_another(seen.carrier):
+        if seen.may_see(held) and not self._has_another(seen.reserved_pod):
             return ""
         return "its pod does not carry it"
 
-    def _has_another(self, one: Carrier | None) -> bool:
+    def _has_another(self, one: ReservedPod | None) -> bool:
         own = None if one is None else self.carried(one)
         return one is not None and own is not None and own.phase is Phase.FINALIZED and own.uid == one.pod.uid
 
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
-        return self._shelf.lapsed(reservation_id, self._clock())
+        return self._index.lapsed(reservation_id, self._clock())
 
     @property
     def pending(self) -> PendingGpus:
-        return self._shelf.pending
+        return self._index.pending
 
     @property
     def unnamed(self) -> PendingGpus:
-        return self._shelf.unnamed
+        return self._index.unnamed
 
     @property
     def orphaned(self) -> PendingGpus:
-        return self._shelf.orphaned
+        return self._index.orphaned
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
-        return self._shelf.of_device(uuid)
+        return self._index.of_device(uuid)
 
     def of_pod(self, uid: str) -> Reservation | None:
-        return self._shelf.of_pod(uid)
+        return self._index.of_pod(uid)
 
-    def carried(self, one: Carrier) -> Reservation | None:
+    def carried(self, one: ReservedPod) -> Reservation | None:
         """The reservation that the pod says it carries, as far as it is known here, whosever it is."""
-        held = self._shelf.find(one.reservation_id, one.node)
+        held = self._index.find(one.reservation_id, one.node)
         return held if held is not None and held.node == one.node else None
 
     def reservations(self) -> Collection[Reservation]:
-        return self._shelf.all()
+        return self._index.all()
 
     async def rest(self) -> None:
         """Until no write is under way. What nobody waits for any more is not begun."""
-        working = [desk.worker for desk in self._desks.values() if desk.worker is not None]
+        working = [writer.worker for writer in self._writers.values() if writer.worker is not None]
         if working:
             await asyncio.wait(working)
 
     # How a move gets into the store.
 
     async def _moved(self, node: str, move: Move, answer_by: datetime | None = None) -> Reservation | None:
-        desk = self._desk(node)
+        writer = self._writer(node)
         done: asyncio.Future[Reservation | None] = asyncio.get_running_loop().create_future()
-        desk.waiting.append(Turn(move, answer_by or self._clock() + PATIENCE, done))
-        if desk.worker is None or desk.worker.done():
-            desk.worker = asyncio.create_task(self._work(desk))
+        writer.waiting.append(PendingWrite(move, answer_by or self._clock() + PATIENCE, done))
+        if writer.worker is None or writer.worker.done():
+            writer.worker = asyncio.create_task(self._work(writer))
         return await done
 
-    async def _work(self, desk: Desk) -> None:
-        while desk.waiting:
-            turns, desk.waiting = desk.waiting, []
+    async def _work(self, writer: NodeWriter) -> None:
+        while writer.waiting:
+            turns, writer.waiting = writer.waiting, []
             try:
-                await self._serve(desk, turns)
-            except StoreAwayError as exc:
-                log.warning("store away", node=desk.name, exc_info=exc)
+                await self._serve(writer, turns)
+            except StoreUnavailableError as exc:
+                log.warning("store away", node=writer.name, exc_info=exc)
             except Exception:  # a bug with one move: those that have queued behind it are served
-                log.exception("moves failed", node=desk.name, moves=[type(turn.move).__name__ for turn in turns])
+                log.exception("moves failed", node=writer.name, moves=[type(turn.move).__name__ for turn in turns])
             finally:  # whatever went wrong, nobody is left waiting
                 for turn in turns:
                     turn.fail(LedgerUnavailableError("the store cannot be reached"))
-        if desk.node is None and self._desks.get(desk.name) is desk:
-            del self._desks[desk.name]  # anybody can name a node that does not exist
+        if writer.node is None and self._writers.get(writer.name) is writer:
+            del self._writers[writer.name]  # anybody can name a node that does not exist
 
-    async def _serve(self, desk: Desk, turns: list[Turn]) -> None:
+    async def _serve(self, writer: NodeWriter, turns: list[PendingWrite]) -> None:
         """All turns to their end: made, failed, or out of time."""
-        is_current, pause = desk.node is None, PAUSE
-        if desk.node is None:
-            await self._read(desk.name)
+        is_current, pause = writer.node is None, PAUSE
+        if writer.node is None:
+            await self._read(writer.name)
         while turns := self._in_time(turns):
-            if desk.raw is None or desk.node is None:
-                self._without_object(desk.name, turns)
+            if writer.raw is None or writer.node is None:
+                self._without_object(writer.name, turns)
                 return
-            seen = desk.seen
-            carriers = () if desk.node.is_rebuilt else await self._carriers(seen)
-            if desk.seen != seen:
+            seen = writer.seen
+            reserved_pods = () if writer.node.is_rebuilt else await self._reserved_pods(seen)
+            if writer.seen != seen:
                 continue  # it is another object by now, and who has something of it may have come since
             try:
-                if not desk.node.is_rebuilt:
-                    await self._rebuild(desk.node, desk.raw, carriers)
+                if not writer.node.is_rebuilt:
+                    await self._rebuild(writer.node, writer.raw, reserved_pods)
                     is_current = True
                     continue
-                held: Held = dict(desk.node.reservations)
-                made, again, doubtful = self._apply(desk.node, held, turns, is_current=is_current)
-                if held != desk.node.stored or (not desk.node.is_counted and is_looked_at(turns)):
-                    self.learn(await self._store.put_status(with_held(desk.raw, held.values(), desk.node.devices)))
-                    is_current, desk.refusal = True, ""
+                held: Held = dict(writer.node.reservations)
+                made, again, doubtful = self._apply(writer.node, held, turns, is_current=is_current)
+                if held != writer.node.stored or (not writer.node.is_counted and is_looked_at(turns)):
+                    self.learn(await self._store.put_status(with_held(writer.raw, held.values(), writer.node.devices)))
+                    is_current, writer.refusal = True, ""
             except RefusedError as exc:
-                await self._one_by_one(desk, turns, str(exc))
+                await self._one_by_one(writer, turns, str(exc))
                 return
-            except (StaleError, StoreAwayError) as exc:
-                pause = min(2 * pause, LONGEST_PAUSE) if isinstance(exc, StoreAwayError) else PAUSE
+            except (StaleError, StoreUnavailableError) as exc:
+                pause = min(2 * pause, LONGEST_PAUSE) if isinstance(exc, StoreUnavailableError) else PAUSE
                 await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
-                await self._read_in_time(desk, turns)
+                await self._read_in_time(writer, turns)
                 is_current = True
                 continue
             for turn in made:
                 turn.succeed()
             if doubtful:
-                await self._read(desk.name)
+                await self._read(writer.name)
                 is_current = True
             turns = again + doubtful
 
-    def _without_object(self, name: str, turns: list[Turn]) -> None:
+    def _without_object(self, name: str, turns: list[PendingWrite]) -> None:
         """Nothing is to be had there. What was held is only remembered, and forgotten as it ends."""
         for turn in turns:
             if isinstance(turn.move, Release | Expire | Abandon):
-                turn.result = self._shelf.make(name, turn.move, self._clock(), self._times)
+                turn.result = self._index.make(name, turn.move, self._clock(), self._times)
                 turn.succeed()
             else:
                 turn.fail(SlotsTakenError(f"there is no GPUNode {name}"))
 
     def _apply(
-        self, node: GpuNode, held: Held, turns: list[Turn], *, is_current: bool
-    ) -> tuple[list[Turn], list[Turn], list[Turn]]:
+        self, node: GpuNode, held: Held, turns: list[PendingWrite], *, is_current: bool
+    ) -> tuple[list[PendingWrite], list[PendingWrite], list[PendingWrite]]:
         """Make the moves on `held`: those made, those that need another write, and those that failed on what may be
         out of date: absence in a cache is no reason to refuse."""
-        made: list[Turn] = []
-        again: list[Turn] = []
-        doubtful: list[Turn] = []
+        made: list[PendingWrite] = []
+        again: list[PendingWrite] = []
+        doubtful: list[PendingWrite] = []
         now = self._clock()
         for turn in turns:
-            if node.is_leaving and isinstance(turn.move, Take) and turn.move.ask.id not in held:
+            if node.is_leaving and isinstance(turn.move, HoldSlots) and turn.move.ask.id not in held:
                 turn.fail(SlotsTakenError(f"GPUNode {node.name} is being deleted"))
                 continue
             try:
                 turn.result = turn.move.apply(node.stored, held, now, self._times)
                 made.append(turn)
-            except AgainError:
+            except WriteAgainError:
                 again.append(turn)
             except SlotsTakenError as exc:
                 turn.fail(exc)
@@ -534,11 +533,11 @@ class ClusterLedger:
                     doubtful.append(turn)
         return made, again, doubtful
 
-    async def _rebuild(self, node: GpuNode, raw: Raw, carriers: Sequence[Carrier]) -> None:
+    async def _rebuild(self, node: GpuNode, raw: Raw, reserved_pods: Sequence[ReservedPod]) -> None:
         """A new object says nothing of the pods that are there already: they say it. Those that are on the node come
         first, then the older ones."""
         held: Held = {}
-        there = [one for one in carriers if one.node == node.name and not one.has_ended]
+        there = [one for one in reserved_pods if one.node == node.name and not one.has_ended]
         for one in sorted(there, key=lambda one: (not one.is_on_node, one.created, one.pod.uid)):
             try:
                 Adopt(one, node.name).apply({}, held, self._clock(), self._times)
@@ -547,47 +546,47 @@ class ClusterLedger:
         self.learn(await self._store.put_status(with_held(raw, held.values(), node.devices)))
         log.info("GPUNode rebuilt from pods", node=node.name, reservations=len(held))
 
-    async def _carriers(self, seen: int) -> Sequence[Carrier]:
+    async def _reserved_pods(self, seen: int) -> Sequence[ReservedPod]:
         """As a read finds them that was begun later than `seen`; whoever needs one at the same time shares it."""
         if self._census is None or self._census.begun < seen:
             self._count += 1
-            self._census = Census(self._count, asyncio.ensure_future(self._witness.carriers()))
+            self._census = PodCensus(self._count, asyncio.ensure_future(self._pod_reader.reserved_pods()))
         census = self._census
         try:
             return await asyncio.shield(census.found)
         except Exception as exc:
             if self._census is census:
                 self._census = None
-            if isinstance(exc, WitnessAwayError):
-                raise StoreAwayError("pods cannot be listed") from exc
+            if isinstance(exc, PodReaderUnavailableError):
+                raise StoreUnavailableError("pods cannot be listed") from exc
             raise
 
-    async def _one_by_one(self, desk: Desk, turns: list[Turn], why: str) -> None:
+    async def _one_by_one(self, writer: NodeWriter, turns: list[PendingWrite], why: str) -> None:
         """The store refused the write of several moves: one bad one must not fail its neighbours."""
-        await self._read(desk.name)
+        await self._read(writer.name)
         if len(turns) > 1:
             for turn in turns:
-                await self._serve(desk, [turn])
+                await self._serve(writer, [turn])
             return
-        if desk.refusal != why:  # it is tried again with every claim
-            desk.refusal = why
-            log.error("the store refused a move", node=desk.name, move=type(turns[0].move).__name__, problem=why)
+        if writer.refusal != why:  # it is tried again with every claim
+            writer.refusal = why
+            log.error("the store refused a move", node=writer.name, move=type(turns[0].move).__name__, problem=why)
         turns[0].fail(PlacementRefusedError("the store refused it"))
 
-    def _in_time(self, turns: list[Turn]) -> list[Turn]:
+    def _in_time(self, turns: list[PendingWrite]) -> list[PendingWrite]:
         now = self._clock()
         for turn in turns:
             if now >= turn.answer_by:
                 turn.fail(DeadlinePassedError("nobody waits any more"))
         return [turn for turn in turns if not turn.done.done()]
 
-    async def _read_in_time(self, desk: Desk, turns: list[Turn]) -> None:
+    async def _read_in_time(self, writer: NodeWriter, turns: list[PendingWrite]) -> None:
         """Read until it works or nobody waits any more."""
         pause = 2 * PAUSE
         while self._in_time(turns):
             try:
-                await self._read(desk.name)
-            except StoreAwayError:
+                await self._read(writer.name)
+            except StoreUnavailableError:
                 pause = min(2 * pause, LONGEST_PAUSE)
                 await asyncio.sleep(pause)
             else:
@@ -605,9 +604,9 @@ def pod_of(held: Reservation) -> PodIdentity:
     return PodIdentity(held.namespace, held.pod_name or "", held.uid or "")
 
 
-def is_looked_at(turns: Sequence[Turn]) -> bool:
+def is_looked_at(turns: Sequence[PendingWrite]) -> bool:
     """Whether somebody sees to it that the object is as it should be, whatever is done."""
-    return any(isinstance(turn.move, Look) for turn in turns)
+    return any(isinstance(turn.move, Refresh) for turn in turns)
 
 
 def is_settled(node: GpuNode) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from attrs import evolve, frozen
 
-from webhook.core.pod import Spec, Wire
+from webhook.core.pod import Spec, WireStruct
 from webhook.core.reservation import Orphan
 from webhook.kube.gpu_node import MOST_SECONDS
 from webhook.runtime.clock import is_of_our_days
@@ -26,13 +26,13 @@ MOST_OF_A_BOOT_ID = 128
 BY_POD_GC = "DeletionByPodGC"
 
 
-class StateWire(Wire, frozen=True):
+class StateWire(WireStruct, frozen=True):
     waiting: Raw | None = None
     running: Raw | None = None
     terminated: Raw | None = None
 
 
-class ContainerStatusWire(Wire, frozen=True):
+class ContainerStatusWire(WireStruct, frozen=True):
     state: StateWire | None = None
     last_state: StateWire | None = None
     restart_count: int = 0
@@ -50,13 +50,13 @@ class ContainerStatusWire(Wire, frozen=True):
         return state.running is not None or (state.waiting is None and state.terminated is None)
 
 
-class ConditionWire(Wire, frozen=True):
+class UsedPodConditionWire(WireStruct, frozen=True):
     reason: str | None = None
 
 
-class StatusWire(Wire, frozen=True):
+class UsedPodStatusWire(WireStruct, frozen=True):
     phase: str | None = None
-    conditions: list[ConditionWire] | None = None
+    conditions: list[UsedPodConditionWire] | None = None
     init_container_statuses: list[ContainerStatusWire] | None = None
     container_statuses: list[ContainerStatusWire] | None = None
     ephemeral_container_statuses: list[ContainerStatusWire] | None = None
@@ -66,19 +66,19 @@ class StatusWire(Wire, frozen=True):
         return [one for found in lists for one in found or ()]
 
 
-class MetaWire(Wire, frozen=True):
+class UsedPodMetaWire(WireStruct, frozen=True):
     uid: str | None = None
     deletion_timestamp: str | None = None
     deletion_grace_period_seconds: int | None = None
 
 
-class PodWire(Wire, frozen=True):
-    metadata: MetaWire | None = None
+class UsedPodWire(WireStruct, frozen=True):
+    metadata: UsedPodMetaWire | None = None
     spec: Spec | None = None
-    status: StatusWire | None = None
+    status: UsedPodStatusWire | None = None
 
 
-class Use(StrEnum):
+class ContainerUse(StrEnum):
     """What one version of a pod's object says of its containers."""
 
     NEVER_BOUND = "never bound"
@@ -89,29 +89,29 @@ class Use(StrEnum):
     POSSIBLE = "possible"
 
 
-def use_in(raw: Raw) -> Use:
+def use_in(raw: Raw) -> ContainerUse:
     """The kubelet sets a phase that is final only when none of the pod's containers can run any more. A container that
     is terminated in any other phase may be started again."""
     try:
-        wire = msgspec.convert(raw, PodWire)
+        wire = msgspec.convert(raw, UsedPodWire)
     except msgspec.ValidationError:
-        return Use.POSSIBLE
-    status = wire.status or StatusWire()
+        return ContainerUse.POSSIBLE
+    status = wire.status or UsedPodStatusWire()
     if not (wire.spec and wire.spec.node_name):
-        return Use.NEVER_BOUND
+        return ContainerUse.NEVER_BOUND
     is_by_pod_gc = any(one.reason == BY_POD_GC for one in status.conditions or ())
     if status.phase not in TERMINAL or is_by_pod_gc or any(one.runs for one in status.containers()):
-        return Use.POSSIBLE
-    return Use.ENDED if status.container_statuses else Use.REJECTED
+        return ContainerUse.POSSIBLE
+    return ContainerUse.ENDED if status.container_statuses else ContainerUse.REJECTED
 
 
 def has_ended(raw: Raw) -> bool:
-    return use_in(raw) is Use.ENDED
+    return use_in(raw) is ContainerUse.ENDED
 
 
 def has_started(raw: Raw) -> bool:
     try:
-        status = msgspec.convert(raw, PodWire).status or StatusWire()
+        status = msgspec.convert(raw, UsedPodWire).status or UsedPodStatusWire()
     except msgspec.ValidationError:
         return True
     return any(one.has_started for one in status.containers())
@@ -120,10 +120,10 @@ def has_started(raw: Raw) -> bool:
 def grace_in(raw: Mapping[str, Any]) -> timedelta | None:
     """The longest grace period that the object names; None if it cannot be read. A probe may have one of its own."""
     try:
-        wire = msgspec.convert(raw, PodWire)
+        wire = msgspec.convert(raw, UsedPodWire)
     except msgspec.ValidationError:
         return None
-    meta, spec = wire.metadata or MetaWire(), wire.spec or Spec()
+    meta, spec = wire.metadata or UsedPodMetaWire(), wire.spec or Spec()
     longest = max(spec.longest_grace, meta.deletion_grace_period_seconds or 0)
     return timedelta(seconds=min(longest, MOST_SECONDS))
 
@@ -150,24 +150,26 @@ class Grace:
 
 
 @frozen
-class History:
+class PodHistory:
     """What is known of one pod from its first sight on."""
 
     grace: Grace
     has_started: bool
 
     @classmethod
-    def begun(cls, raw: Raw) -> "History":
-        is_late = is_being_deleted(raw) or use_in(raw) is Use.REJECTED
+    def begun(cls, raw: Raw) -> "PodHistory":
+        is_late = is_being_deleted(raw) or use_in(raw) is ContainerUse.REJECTED
         return cls(Grace(is_all=not is_late).and_of(raw), has_started(raw) or is_late)
 
-    def after(self, raw: Raw) -> "History":
-        return History(self.grace.and_of(raw), self.has_started or has_started(raw))
+    def after(self, raw: Raw) -> "PodHistory":
+        return PodHistory(self.grace.and_of(raw), self.has_started or has_started(raw))
 
     def is_over(self, raw: Raw) -> bool:
         """Whether this version of the pod, seen after all that came before, proves that its devices are not used."""
         use = use_in(raw)
-        return use in (Use.NEVER_BOUND, Use.ENDED) or (use is Use.REJECTED and not self.has_started)
+        return use in (ContainerUse.NEVER_BOUND, ContainerUse.ENDED) or (
+            use is ContainerUse.REJECTED and not self.has_started
+        )
 
 
 @frozen
@@ -179,19 +181,19 @@ class Departure:
     grace: Grace = Grace()
 
 
-class Histories:
+class PodHistories:
     """Of the pods of a list, and of all that a watch has told since."""
 
     def __init__(self) -> None:
-        self._known: dict[str, History] = {}
+        self._known: dict[str, PodHistory] = {}
 
     def listed(self, pods: Mapping[str, Raw]) -> None:
         """What happened between the end of the watch and the list was not seen."""
-        self._known = {uid: History.begun(raw) for uid, raw in pods.items()}
+        self._known = {uid: PodHistory.begun(raw) for uid, raw in pods.items()}
 
     def seen(self, uid: str, raw: Raw) -> None:
         known = self._known.get(uid)
-        self._known[uid] = History.begun(raw) if known is None else known.after(raw)
+        self._known[uid] = PodHistory.begun(raw) if known is None else known.after(raw)
 
     def is_over(self, uid: str, raw: Raw) -> bool:
         return self._of(uid, raw).is_over(raw)
@@ -209,15 +211,15 @@ class Histories:
     def forget(self, uid: str) -> None:
         self._known.pop(uid, None)
 
-    def _of(self, uid: str, raw: Raw) -> History:
-        return self._known.get(uid) or History.begun(raw)
+    def _of(self, uid: str, raw: Raw) -> PodHistory:
+        return self._known.get(uid) or PodHistory.begun(raw)
 
 
 # When a pod that went without proof has ended.
 
 
 @frozen
-class Patience:
+class OrphanTimes:
     """How long devices are kept from others where nobody has seen a pod's containers end."""
 
     # The longest grace period that a pod with devices may have, and a deletion.
@@ -234,7 +236,7 @@ class Patience:
 
 
 @frozen
-class NodeSight:
+class NodeSnapshot:
     """A node as it was just read."""
 
     boot_id: str = ""
@@ -243,9 +245,9 @@ class NodeSight:
     ready_since: datetime | None = None
 
     @classmethod
-    def of(cls, raw: Raw) -> "NodeSight":
+    def of(cls, raw: Raw) -> "NodeSnapshot":
         """Raises msgspec.ValidationError for what is no node."""
-        status = msgspec.convert(raw, NodeWire).status or NodeStatusWire()
+        status = msgspec.convert(raw, NodeBootWire).status or NodeBootStatusWire()
         ready = next((one for one in status.conditions or () if one.type == "Ready" and one.status == "True"), None)
         boot_id = ((status.node_info and status.node_info.boot_id) or "")[:MOST_OF_A_BOOT_ID]
         since = None if ready is None else ready.last_transition_time
@@ -257,32 +259,34 @@ class NodeInfoWire(msgspec.Struct, frozen=True):
     boot_id: str = msgspec.field(name="bootID", default="")
 
 
-class NodeConditionWire(Wire, frozen=True):
+class NodeReadyWire(WireStruct, frozen=True):
     type: str = ""
     status: str = ""
     last_transition_time: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
 
 
-class NodeStatusWire(Wire, frozen=True):
-    conditions: list[NodeConditionWire] | None = None
+class NodeBootStatusWire(WireStruct, frozen=True):
+    conditions: list[NodeReadyWire] | None = None
     node_info: NodeInfoWire | None = None
 
 
-class NodeWire(Wire, frozen=True):
-    status: NodeStatusWire | None = None
+class NodeBootWire(WireStruct, frozen=True):
+    status: NodeBootStatusWire | None = None
 
 
 @frozen
-class Watched:
+class OrphanObservation:
     """What the looks at one node have shown, by this process's own clock."""
 
-    sight: NodeSight | None
+    sight: NodeSnapshot | None
     # Since when every look has found the node ready, and since when none has found it.
     ready_since: datetime | None = None
     gone_since: datetime | None = None
 
     @classmethod
-    def after(cls, before: "Watched | None", sight: NodeSight | None, now: datetime) -> "Watched":
+    def after(
+        cls, before: "OrphanObservation | None", sight: NodeSnapshot | None, now: datetime
+    ) -> "OrphanObservation":
         if sight is None:
             return cls(None, gone_since=now if before is None or before.gone_since is None else before.gone_since)
         if not sight.is_ready:
@@ -292,7 +296,7 @@ class Watched:
             return cls(sight, ready_since=known)
         return cls(sight, ready_since=max(known, now if before.ready_since is None else before.ready_since))
 
-    def end_of(self, orphan: Orphan, patience: Patience) -> datetime | None:
+    def end_of(self, orphan: Orphan, patience: OrphanTimes) -> datetime | None:
         """When the orphan's devices may be offered again, by what is known now; None if that cannot be said."""
         if self.gone_since is not None:
             return max(self.gone_since, orphan.at) + max(patience.max_grace, orphan.grace) + patience.margin

@@ -6,37 +6,39 @@ from datetime import datetime, timedelta
 from webhook.core.device import DeviceUuid
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Placement, PodIdentity, PodProof, Reservation, ReservationId, ReservationRequest
 from webhook.ledger.lapses import Lapses
-from webhook.ledger.moves import Everything, Expire, Move, Name, Release, Take, Times, same_ask
+from webhook.ledger.moves import AllPending, BindPod, Expire, HoldSlots, Move, Release, Times, same_ask
 from webhook.ledger.pending import PendingGpus
-from webhook.ledger.shelf import Shelf
+from webhook.ledger.reservation_index import ReservationIndex
 from webhook.runtime.clock import Clock
 
 # Embedded, a uid is bound and its pod believed to exist in one step: a pending reservation has no pod.
-EVERYTHING = Everything()
+EVERYTHING = AllPending()
 
 
 class MemoryLedger:
     """Every method runs from its check to its write without awaiting: that is the lock."""
 
     def __init__(self, fleet: Fleet, clock: Clock, times: Times) -> None:
-        self._shelf = Shelf(fleet)
+        self._index = ReservationIndex(fleet)
         self._clock = clock
         self._times = times
         self.lapses = Lapses()
 
-    async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
+    async def reserve(
+        self, ask: ReservationRequest, placements: Sequence[Placement], *, answer_by: datetime
+    ) -> Reservation:
         now = self._clock()
         if now >= answer_by:
             raise DeadlinePassedError(ask.id)
         self._collect(now)
-        known = self._shelf.find(ask.id)
+        known = self._index.find(ask.id)
         if known is not None:
             return same_ask(known, ask)
         for placement in placements:
             try:
-                taken = self._moved(placement.node, Take(ask, placement, EVERYTHING), now)
+                taken = self._moved(placement.node, HoldSlots(ask, placement, EVERYTHING), now)
             except SlotsTakenError:
                 continue
             if taken is not None:
@@ -44,54 +46,35 @@ class MemoryLedger:
         raise SlotsTakenError(ask.id)
 
     def _moved(self, node: str, move: Move, now: datetime) -> Reservation | None:
-        return self._shelf.make(node, move, now, self._times)
+        return self._index.make(node, move, now, self._times)
 
     async def find(
         self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
     ) -> Reservation | None:
-        return self._shelf.find(reservation_id)
+        return self._index.find(reservation_id)
 
-    async def bind(
+    async def bind_to_pod(
         self,
+        proof: PodProof,
         reservation_id: ReservationId,
         pod: PodIdentity,
         *,
         node: str | None = None,
         grace: timedelta | None = None,
     ) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=False, grace=grace), node)
+        return self._bind(BindPod(reservation_id, pod, proof, grace), node)
 
-    async def finalize(
-        self,
-        reservation_id: ReservationId,
-        pod: PodIdentity,
-        *,
-        node: str | None = None,
-        grace: timedelta | None = None,
-    ) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=True, grace=grace), node)
-
-    async def confirm(
-        self,
-        reservation_id: ReservationId,
-        pod: PodIdentity,
-        *,
-        node: str | None = None,
-        grace: timedelta | None = None,
-    ) -> Reservation:
-        return self._named(Name(reservation_id, pod, exists=True, is_proven=True, grace=grace), node)
-
-    def _named(self, move: Name, node: str | None) -> Reservation:
-        known = self._shelf.find(move.reservation_id, node)
-        named = None if known is None else self._moved(known.node, move, self._clock())
-        if named is None:
+    def _bind(self, move: BindPod, node: str | None) -> Reservation:
+        known = self._index.find(move.reservation_id, node)
+        bound = None if known is None else self._moved(known.node, move, self._clock())
+        if bound is None:
             raise UnknownReservationError(move.reservation_id)
-        return named
+        return bound
 
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
     ) -> bool:
-        known = self._shelf.exactly(reservation_id, node)
+        known = self._index.exactly(reservation_id, node)
         if known is None:
             return False
         return self._moved(known.node, Release(known.id, pod, since or known.since), self._clock()) is not None
@@ -103,7 +86,7 @@ class MemoryLedger:
         """Nothing: a pod is believed to exist as soon as it is named."""
 
     def _collect(self, now: datetime) -> list[Reservation]:
-        past = list(self._shelf.past_deadline(now - self._times.clock_skew))
+        past = list(self._index.past_deadline(now - self._times.clock_skew))
         gone = [one for one in past if self._moved(one.node, Expire(one.id, EVERYTHING), now) is not None]
         for one in gone:
             seconds = self._times.pending_deadline.total_seconds()
@@ -111,25 +94,25 @@ class MemoryLedger:
         return gone
 
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
-        return self._shelf.lapsed(reservation_id, self._clock())
+        return self._index.lapsed(reservation_id, self._clock())
 
     @property
     def pending(self) -> PendingGpus:
-        return self._shelf.pending
+        return self._index.pending
 
     @property
     def unnamed(self) -> PendingGpus:
-        return self._shelf.unnamed
+        return self._index.unnamed
 
     @property
     def orphaned(self) -> PendingGpus:
-        return self._shelf.orphaned
+        return self._index.orphaned
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
-        return self._shelf.of_device(uuid)
+        return self._index.of_device(uuid)
 
     def of_pod(self, uid: str) -> Reservation | None:
-        return self._shelf.of_pod(uid)
+        return self._index.of_pod(uid)
 
     def reservations(self) -> Collection[Reservation]:
-        return self._shelf.all()
+        return self._index.all()

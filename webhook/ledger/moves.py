@@ -18,8 +18,18 @@ from webhook.core.errors import (
     SlotsTakenError,
     UnknownReservationError,
 )
-from webhook.core.reservation import Ask, Event, Orphan, Phase, Placement, PodIdentity, Reservation, ReservationId
-from webhook.ledger.carrier import Carrier, has_its_number
+from webhook.core.reservation import (
+    Orphan,
+    Phase,
+    Placement,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationEvent,
+    ReservationId,
+    ReservationRequest,
+)
+from webhook.ledger.reserved_pod import ReservedPod, has_its_number
 
 Stored = Mapping[ReservationId, Reservation]
 Held = dict[ReservationId, Reservation]
@@ -28,7 +38,7 @@ Held = dict[ReservationId, Reservation]
 Promise = tuple[str, ReservationId, str | None]
 
 
-class AgainError(Exception):
+class WriteAgainError(Exception):
     """The way has been cleared in this write; the move itself needs the next one."""
 
 
@@ -47,7 +57,7 @@ class Move(Protocol):
         """Change `held`; the reservation as it then is, or a LedgerError."""
 
 
-class Everything:
+class AllPending:
     """All that is still only promised is promised in vain: where a pod that exists is never only promised."""
 
     def __contains__(self, promise: object) -> bool:
@@ -55,10 +65,10 @@ class Everything:
 
 
 @frozen
-class Take:
+class HoldSlots:
     """Hold a placement, whole or not at all. What is promised `in_vain` no pod will come for."""
 
-    ask: Ask
+    ask: ReservationRequest
     placement: Placement
     in_vain: Container[Promise] = ()
 
@@ -113,8 +123,8 @@ def give_way(in_the_way: list[Reservation], stored: Stored, held: Held) -> None:
     if len(marked) < len(in_the_way):
         for one in in_the_way:
             if one.phase is not Phase.RELEASING:
-                held[one.id] = one.after(Event.DEADLINE_PASSED)
-        raise AgainError
+                held[one.id] = one.after(ReservationEvent.DEADLINE_PASSED)
+        raise WriteAgainError
     for one in marked:
         del held[one.id]
 
@@ -125,16 +135,15 @@ def is_stored_as_releasing(one: Reservation, stored: Stored) -> bool:
 
 
 @frozen
-class Name:
-    """The pod's uid has become known; with `exists`, somebody says that the pod exists; with `is_proven`, it does.
+class BindPod:
+    """Record whose a reservation is.
 
-    `grace` is the pod's own, said by who has the pod before it can be on a node; or one that a deletion asked for; or,
-    if it `is_longest`, one that is longer than what is waited for where none is stored."""
+    `grace` is the pod's own grace period, given before the pod can be on a node; or one that a deletion asked for; or,
+    if it `is_longest`, one that is longer than the default where none is stored."""
 
     reservation_id: ReservationId
     pod: PodIdentity
-    exists: bool
-    is_proven: bool = False
+    proof: PodProof
     grace: timedelta | None = None
     is_longest: bool = False
 
@@ -146,14 +155,14 @@ class Name:
             raise ReservationConflictError(self.reservation_id)
         # Its holder counts a reservation out before anybody else does. A hold that no pod was named for yet is still
         # there, so nobody has its devices: the review that names one is in time.
-        is_late = known.is_past_deadline(now + times.clock_skew) and not self.is_proven
-        if known.uid is None and not self.exists:
+        is_late = known.is_past_deadline(now + times.clock_skew) and self.proof is not PodProof.CONFIRMED
+        if known.uid is None and self.proof is PodProof.NAMED:
             is_late = False
         if known.phase is Phase.RELEASING or is_late:
             raise ReservationExpiredError(self.reservation_id)
         if known.phase is Phase.PENDING and known.uid is None:
             known = evolve(known, deadline=now + times.pending_deadline)
-        event = Event.POD_EXISTS if self.exists else Event.POD_NAMED
+        event = ReservationEvent.POD_NAMED if self.proof is PodProof.NAMED else ReservationEvent.POD_EXISTS
         named = held[known.id] = known.with_grace(self.grace, is_longest=self.is_longest).of_pod(self.pod).after(event)
         return named
 
@@ -162,32 +171,32 @@ class Name:
 class Adopt:
     """A pod exists and carries a reservation that is not known: it has its devices again, if nobody has them since."""
 
-    carrier: Carrier
+    reserved_pod: ReservedPod
     node: str
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
-        carrier = self.carrier
-        known = held.get(carrier.reservation_id)
+        reserved_pod = self.reserved_pod
+        known = held.get(reserved_pod.reservation_id)
         if known is not None:
-            if known.claim_digest != carrier.claim_digest:
+            if known.claim_digest != reserved_pod.claim_digest:
                 raise ReservationConflictError(known.id)
-            return Name(known.id, carrier.pod, exists=True, is_proven=True).apply(stored, held, now, times)
-        slots = tuple(sorted(Slot(uuid, first_free(uuid, held)) for uuid in carrier.uuids))
-        is_odd = not has_its_number(carrier.uuids, carrier.gpus)
-        if is_odd or any(collides(one, slots, carrier.is_shared) for one in held.values()):
-            raise SlotsTakenError(carrier.reservation_id)
+            return BindPod(known.id, reserved_pod.pod, PodProof.CONFIRMED).apply(stored, held, now, times)
+        slots = tuple(sorted(Slot(uuid, first_free(uuid, held)) for uuid in reserved_pod.uuids))
+        is_odd = not has_its_number(reserved_pod.uuids, reserved_pod.gpus)
+        if is_odd or any(collides(one, slots, reserved_pod.is_shared) for one in held.values()):
+            raise SlotsTakenError(reserved_pod.reservation_id)
         adopted = Reservation(
-            id=carrier.reservation_id,
-            namespace=carrier.pod.namespace,
-            claim_digest=carrier.claim_digest,
+            id=reserved_pod.reservation_id,
+            namespace=reserved_pod.pod.namespace,
+            claim_digest=reserved_pod.claim_digest,
             node=self.node,
             slots=slots,
             since=now,
             deadline=None,
             phase=Phase.FINALIZED,
-            pod_name=carrier.pod.name,
-            uid=carrier.pod.uid,
-            is_shared=carrier.is_shared,
+            pod_name=reserved_pod.pod.name,
+            uid=reserved_pod.pod.uid,
+            is_shared=reserved_pod.is_shared,
         )
         held[adopted.id] = adopted
         return adopted
@@ -200,7 +209,7 @@ def first_free(uuid: DeviceUuid, held: Held) -> int:
 
 
 @frozen
-class Look:
+class Refresh:
     """Nothing is changed; whoever waits for it has seen the object as it is now."""
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> None:
@@ -224,7 +233,7 @@ class Release:
             return None
         if self.orphan is not None and known.orphan != self.orphan and known.phase is not Phase.RELEASING:
             return None
-        return drop(known, stored, held, Event.POD_ENDED)
+        return drop(known, stored, held, ReservationEvent.POD_ENDED)
 
 
 @frozen
@@ -294,7 +303,7 @@ class Expire:
         known = held.get(self.reservation_id)
         if known is None or not may_give_way(known, now, times, self.in_vain):
             return None
-        return drop(known, stored, held, Event.DEADLINE_PASSED)
+        return drop(known, stored, held, ReservationEvent.DEADLINE_PASSED)
 
 
 def bound_to(held: Held, reservation_id: ReservationId, uid: str, since: datetime) -> Reservation | None:
@@ -305,16 +314,16 @@ def bound_to(held: Held, reservation_id: ReservationId, uid: str, since: datetim
     return known
 
 
-def drop(known: Reservation, stored: Stored, held: Held, event: Event) -> Reservation:
+def drop(known: Reservation, stored: Stored, held: Held, event: ReservationEvent) -> Reservation:
     if is_stored_as_releasing(known, stored):
         del held[known.id]
         return known
     if known.phase is not Phase.RELEASING:
         held[known.id] = known.after(event)
-    raise AgainError
+    raise WriteAgainError
 
 
-def same_ask(known: Reservation, ask: Ask) -> Reservation:
+def same_ask(known: Reservation, ask: ReservationRequest) -> Reservation:
     """What an earlier try of the same ask has made; another's under the same id is a conflict."""
     if known.phase is Phase.RELEASING or (known.namespace, known.claim_digest) != (ask.namespace, ask.claim_digest):
         raise ReservationConflictError(ask.id)

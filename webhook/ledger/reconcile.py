@@ -16,12 +16,12 @@ from attrs import evolve, frozen
 
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.kube.events import Events, Subject
-from webhook.ledger.carrier import Carrier, Sight
-from webhook.ledger.cluster import ClusterLedger, Witness, WitnessAwayError, pod_of
-from webhook.ledger.end_of_use import Departure, Histories, NodeSight, Patience
-from webhook.ledger.orphanage import Orphanage
+from webhook.ledger.cluster import ClusterLedger, PodReader, PodReaderUnavailableError, pod_of
+from webhook.ledger.end_of_use import Departure, NodeSnapshot, OrphanTimes, PodHistories
+from webhook.ledger.orphans import Orphans
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -50,7 +50,7 @@ class OnBindDeadline(StrEnum):
 
 
 @frozen
-class Waiting:
+class BindDeadline:
     """How long a pod's devices wait for it to be put on their node, and what comes then."""
 
     bind_deadline: timedelta = timedelta(minutes=5)
@@ -64,10 +64,10 @@ class Waiting:
         return self.bind_deadline + LAST_BINDING + 2 * self.clock_skew
 
 
-class Pods(Witness, Protocol):
+class PodRemover(PodReader, Protocol):
     """Pods that can be removed, by uid, and the nodes that they are on."""
 
-    async def node(self, name: str) -> NodeSight | None:
+    async def node(self, name: str) -> NodeSnapshot | None:
         """The node as it is now, by a quorum read; None if it is gone. Raises WitnessAwayError."""
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
@@ -81,11 +81,11 @@ class Reconciler:
     def __init__(
         self,
         ledger: ClusterLedger,
-        pods: Pods,
+        pods: PodRemover,
         events: Events,
         clock: Clock,
-        waiting: Waiting | None = None,
-        patience: Patience | None = None,
+        waiting: BindDeadline | None = None,
+        patience: OrphanTimes | None = None,
         is_closed: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`is_closed`: whether the pod of that uid can be bound no more, even where no review is asked."""
@@ -93,12 +93,12 @@ class Reconciler:
         self._api = pods
         self._events = events
         self._clock = clock
-        self._waiting = waiting or Waiting()
-        self._patience = patience or Patience()
-        self._orphanage = Orphanage(ledger, pods, events, clock, self._patience)
+        self._waiting = waiting or BindDeadline()
+        self._patience = patience or OrphanTimes()
+        self._orphanage = Orphans(ledger, pods, events, clock, self._patience)
         self._is_closed = is_closed
-        self._pods: dict[str, Carrier] = {}
-        self._histories = Histories()
+        self._pods: dict[str, ReservedPod] = {}
+        self._histories = PodHistories()
         self._deleted: dict[str, Departure] = {}  # by uid, until their reservations are gone
         self._failed: dict[str, datetime] = {}  # by uid, when pods that had been seen alive became final
         self._enough = MANY  # of them, until it is looked which are needed still
@@ -112,7 +112,7 @@ class Reconciler:
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         """A whole list. Who is not in it is asked for by name before anything is freed."""
-        found = [(one, raw) for raw in objects.values() if (one := Carrier.of(raw)) is not None]
+        found = [(one, raw) for raw in objects.values() if (one := ReservedPod.of(raw)) is not None]
         self._histories.listed({one.pod.uid: raw for one, raw in found})
         before, self._pods = self._pods, {one.pod.uid: self._with_history(one, raw) for one, raw in found}
         self._failed = {uid: at for uid, at in self._failed.items() if uid in self._pods}
@@ -124,7 +124,7 @@ class Reconciler:
         self.news.set()
 
     def changed(self, raw: Raw) -> None:
-        one = Carrier.of(raw)
+        one = ReservedPod.of(raw)
         if one is None:
             self._forget(raw)
             return
@@ -137,7 +137,7 @@ class Reconciler:
         if not self._is_at_rest(one):
             self.news.set()
 
-    def _note_failure(self, before: Carrier | None, one: Carrier) -> None:
+    def _note_failure(self, before: ReservedPod | None, one: ReservedPod) -> None:
         if one.is_final and before is not None and not before.is_final:
             self._failed[one.pod.uid] = self._clock()
 
@@ -171,7 +171,7 @@ class Reconciler:
         if self._pods.pop(uid, None) is not None:
             self.news.set()
 
-    def _with_history(self, one: Carrier, raw: Raw) -> Carrier:
+    def _with_history(self, one: ReservedPod, raw: Raw) -> ReservedPod:
         """What a last version alone does not prove, all that came before it may."""
         is_over = one.is_final and self._histories.is_over(one.pod.uid, raw)
         return one if one.has_ended == is_over else evolve(one, has_ended=is_over)
@@ -217,12 +217,12 @@ class Reconciler:
     async def _attempt(self, action: Awaitable[None], **about: str) -> None:
         try:
             await action
-        except (LedgerError, WitnessAwayError) as exc:
+        except (LedgerError, PodReaderUnavailableError) as exc:
             log.warning("left for the next pass", error=type(exc).__name__, **about)
         except Exception:  # a bug with one: the others are served
             log.exception("one of a pass failed", **about)
 
-    def _is_at_rest(self, one: Carrier) -> bool:
+    def _is_at_rest(self, one: ReservedPod) -> bool:
         """Nothing is to be done about nearly every pod, nearly always."""
         held = self._ledger.carried(one)
         if held is None or held.phase is not Phase.FINALIZED or held.uid != one.pod.uid or one.has_ended:
@@ -235,7 +235,7 @@ class Reconciler:
             return False
         return one.is_on_node or one.is_leaving or not self._is_past_bind_deadline(one, held)
 
-    async def _meet(self, one: Carrier) -> None:
+    async def _meet(self, one: ReservedPod) -> None:
         """A pod that exists and its reservation: confirmed while it runs, released when it has ended."""
         if one.pod.uid in self._look_again and self._look_again[one.pod.uid] > self._clock():
             return
@@ -258,7 +258,7 @@ class Reconciler:
             await self._unmark(one, held)
             return
         if held.phase is Phase.PENDING or held.uid is None:
-            await self._ledger.confirm(held.id, one.pod, node=held.node)
+            await self._ledger.bind_to_pod(PodProof.CONFIRMED, held.id, one.pod, node=held.node)
             log.info("reservation confirmed", reservation=held.id, pod=f"{one.pod.namespace}/{one.pod.name}")
         longer = self._longer_grace(one, held)
         if longer is not None:
@@ -266,25 +266,30 @@ class Reconciler:
         if not one.is_on_node and not one.is_leaving and self._is_past_bind_deadline(one, held):
             await self._give_up(one, held)
 
-    def _is_out_of_date(self, one: Carrier, held: Reservation) -> bool:
+    def _is_out_of_date(self, one: ReservedPod, held: Reservation) -> bool:
         """Its pod was created so late that it had been taken for gone, and has been alive since it was marked."""
         if held.orphan is None:
             return False
         return not one.is_final or held.orphan.at < self._failed.get(one.pod.uid, held.orphan.at)
 
-    async def _unmark(self, one: Carrier, held: Reservation) -> None:
+    async def _unmark(self, one: ReservedPod, held: Reservation) -> None:
         """The clock of an orphan must not run while its pod is alive. The watch may be far behind: the pod is asked
         for."""
         place, now = (held.node, held.id), self._clock()
         if self._ask_again.get(place, now) > now:
             return
         seen = await self._api.look(one.pod)
-        if seen is None or seen.carrier is None or not seen.carrier.carries(held) or seen.carrier.is_final:
+        if (
+            seen is None
+            or seen.reserved_pod is None
+            or not seen.reserved_pod.carries(held)
+            or seen.reserved_pod.is_final
+        ):
             self._ask_again[place] = now + PATIENCE
         elif await self._ledger.unmark(held):
             log.info("an orphan's pod is alive", reservation=held.id, node=held.node)
 
-    def _longer_grace(self, one: Carrier, held: Reservation) -> timedelta | None:
+    def _longer_grace(self, one: ReservedPod, held: Reservation) -> timedelta | None:
         """A deletion has asked for more than is stored, where no policy keeps it from that. Or nothing is stored, and
         the pod is from before the limit: its deletion may go unseen."""
         longest = self._histories.grace(one.pod.uid).longest
@@ -292,10 +297,10 @@ class Reconciler:
 
     # A pod that waits too long.
 
-    def _is_past_bind_deadline(self, one: Carrier, held: Reservation | None = None) -> bool:
+    def _is_past_bind_deadline(self, one: ReservedPod, held: Reservation | None = None) -> bool:
         return had_since(one, held) + self._waiting.bind_deadline <= self._clock()
 
-    async def _give_up(self, one: Carrier, held: Reservation) -> None:
+    async def _give_up(self, one: ReservedPod, held: Reservation) -> None:
         """Its devices go back. Where it is removed, its controller makes a new one. Where it stays, nobody may put it
         on a node any more, and its devices are free once no binding can be under way."""
         if self._is_removed(one):
@@ -308,7 +313,7 @@ class Reconciler:
             if seen is not None and not seen.is_on_node:
                 await self._release(held, one.pod, "not bound in time")
 
-    async def _remove_late(self, one: Carrier, held: Reservation) -> None:
+    async def _remove_late(self, one: ReservedPod, held: Reservation) -> None:
         place, now = (held.node, held.id), self._clock()
         if self._ask_again.get(place, now) > now:
             return
@@ -319,23 +324,23 @@ class Reconciler:
         self._tell_late(one, held)
         await self._api.remove(one.pod, seen.version)  # the watch will tell, and then its devices are free
 
-    def _tell_late(self, one: Carrier, held: Reservation) -> None:
+    def _tell_late(self, one: ReservedPod, held: Reservation) -> None:
         when = "once it is gone" if self._is_removed(one) else "once it can be bound no more"
         text = f"not on node {held.node} within {self._waiting.bind_deadline}: {','.join(held.uuids)} can be had {when}"
-        self._events.tell(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
+        self._events.record(Subject.of_pod(one.pod), Reason.BIND_DEADLINE_PASSED, text)
 
-    def _is_removed(self, one: Carrier) -> bool:
+    def _is_removed(self, one: ReservedPod) -> bool:
         """A pod that nobody would make anew is left for its owner to see why."""
         return self._waiting.afterwards is OnBindDeadline.REMOVE and one.has_controller
 
-    async def _as_told(self, one: Carrier) -> Sight | None:
+    async def _as_told(self, one: ReservedPod) -> PodSnapshot | None:
         """The living pod, if it is as the watch has said, which may be far behind."""
         seen = await self._api.look(one.pod)
-        return seen if seen is not None and seen.carrier == one else None
+        return seen if seen is not None and seen.reserved_pod == one else None
 
     # A pod without its reservation.
 
-    async def _miss(self, one: Carrier) -> None:
+    async def _miss(self, one: ReservedPod) -> None:
         """It has its devices again if nobody else does. It must not run with another's."""
         is_known_to_miss = one.pod.uid in self._look_again
         self._look_again[one.pod.uid] = self._clock() + PATIENCE
@@ -349,18 +354,18 @@ class Reconciler:
         if not is_known_to_miss:
             return
         text = f"{','.join(one.uuids)} on {one.node} is not reserved for this pod"
-        self._events.tell(Subject.of_pod(one.pod), Reason.RESERVATION_LOST, text)
+        self._events.record(Subject.of_pod(one.pod), Reason.RESERVATION_LOST, text)
         is_unsafe = one.is_on_node and not one.has_started
         is_doomed = is_unsafe or (not one.is_on_node and self._is_removed(one))
         seen = await self._as_told(one) if is_doomed and not one.is_leaving else None
         if seen is not None:
             await self._api.remove(one.pod, seen.version)
 
-    async def _restore(self, one: Carrier) -> None:
+    async def _restore(self, one: ReservedPod) -> None:
         if await self._ledger.adopt(one) is not None:
             del self._look_again[one.pod.uid]
             text = f"{','.join(one.uuids)} on {one.node} is reserved for this pod again"
-            self._events.tell(Subject.of_pod(one.pod), Reason.RESERVATION_RESTORED, text, is_warning=False)
+            self._events.record(Subject.of_pod(one.pod), Reason.RESERVATION_RESTORED, text, is_warning=False)
 
     # A reservation without its pod.
 
@@ -422,7 +427,7 @@ class Reconciler:
 
     async def _part_unnamed(self, held: Reservation) -> None:
         """Finalized is what has a pod. One without was written by hand; whose it could be, only a whole list tells."""
-        if held.phase is Phase.FINALIZED and not any(one.carries(held) for one in await self._api.carriers()):
+        if held.phase is Phase.FINALIZED and not any(one.carries(held) for one in await self._api.reserved_pods()):
             await self._release(held, PodIdentity(held.namespace, "", ""), "of no pod")
 
     async def _release(self, held: Reservation, pod: PodIdentity, why: str) -> None:
@@ -434,6 +439,6 @@ class Reconciler:
             log.info("reservation expired", reservation=held.id, node=held.node)
 
 
-def had_since(one: Carrier, held: Reservation | None) -> datetime:
+def had_since(one: ReservedPod, held: Reservation | None) -> datetime:
     """Since when a pod could have been put on its node: one that waited in the queue, since it was given its GPUs."""
     return one.created if held is None else max(one.created, held.since)

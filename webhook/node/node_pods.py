@@ -35,7 +35,7 @@ class NodeUnknownError(GpuwardenError):
 
 
 @frozen
-class Remains:
+class RemainingContainers:
     """What the runtime has of one pod: a sandbox or a container of it, which is alive or not."""
 
     uid: str
@@ -45,12 +45,12 @@ class Remains:
 
 
 @frozen
-class Look:
+class NodePodsSnapshot:
     """Of pods by uid, what the runtime has of them; and by name, which pods the kubelet wants to run. A kubelet that
     has heard that a pod's object is gone does not name the pod any more. Its containers may run, and a sync that it has
     begun may start them."""
 
-    remains: Mapping[str, Remains]
+    remains: Mapping[str, RemainingContainers]
     wanted: Collection[PodName]
 
 
@@ -63,7 +63,7 @@ class NodePods:
     kubelet: str
     own: str
 
-    async def look(self) -> Look:
+    async def look(self) -> NodePodsSnapshot:
         """The kubelet is asked first: of a pod that it does not name it begins no sync after that. Raises
         NodeUnknownError."""
         try:
@@ -76,13 +76,13 @@ class NodePods:
             raise NodeUnknownError(f"container runtime: it does not run this pod, {self.own}")
         if own.pod not in wanted:
             raise NodeUnknownError(f"kubelet: it does not name this pod, {'/'.join(own.pod)}")
-        return Look(remains, wanted)
+        return NodePodsSnapshot(remains, wanted)
 
     async def _wanted(self) -> frozenset[PodName]:
         with faults_of("kubelet"):
             return wanted_in(await asked(self.kubelet, LIST_PODS))
 
-    async def _remains(self) -> dict[str, Remains]:
+    async def _remains(self) -> dict[str, RemainingContainers]:
         with faults_of("container runtime"):
             sandboxes = await asked(self.runtime, LIST_SANDBOXES)
             return remains_in(sandboxes, await asked(self.runtime, LIST_CONTAINERS))
@@ -103,13 +103,13 @@ def wanted_in(pods: bytes) -> frozenset[PodName]:
     return frozenset(pod_name(as_bytes(value)) for number, value in fields_of(pods) if number == 1)
 
 
-def remains_in(sandboxes: bytes, containers: bytes) -> dict[str, Remains]:
+def remains_in(sandboxes: bytes, containers: bytes) -> dict[str, RemainingContainers]:
     """Of the runtime's two answers."""
-    found: dict[str, Remains] = {}
+    found: dict[str, RemainingContainers] = {}
     for one in (*each(sandboxes, of_sandbox), *each(containers, of_container)):
-        known = found.get(one.uid, Remains(one.uid, one.pod, is_alive=False))
+        known = found.get(one.uid, RemainingContainers(one.uid, one.pod, is_alive=False))
         ready = known.ready_sandboxes + one.ready_sandboxes
-        found[one.uid] = Remains(one.uid, known.pod, known.is_alive or one.is_alive, ready)
+        found[one.uid] = RemainingContainers(one.uid, known.pod, known.is_alive or one.is_alive, ready)
     return found
 
 
@@ -119,21 +119,23 @@ def pod_name(message: bytes) -> PodName:
     return as_text(found.get(2, b"")), as_text(found.get(1, b""))
 
 
-def each(answer: bytes, reading: Callable[[bytes], Remains | None]) -> Iterator[Remains]:
+def each(answer: bytes, reading: Callable[[bytes], RemainingContainers | None]) -> Iterator[RemainingContainers]:
     for number, value in fields_of(answer):
         if number == 1 and (one := reading(as_bytes(value))) is not None:
             yield one
 
 
-def of_sandbox(message: bytes) -> Remains:
+def of_sandbox(message: bytes) -> RemainingContainers:
     found = dict(fields_of(message))
     meta = dict(fields_of(as_bytes(found.get(2, b""))))
     pod = as_text(meta.get(3, b"")), as_text(meta.get(1, b""))
     state = as_int64(found.get(3, 0))
-    return Remains(as_text(meta.get(2, b"")), pod, is_alive=state != NOT_READY, ready_sandboxes=int(state == READY))
+    return RemainingContainers(
+        as_text(meta.get(2, b"")), pod, is_alive=state != NOT_READY, ready_sandboxes=int(state == READY)
+    )
 
 
-def of_container(message: bytes) -> Remains | None:
+def of_container(message: bytes) -> RemainingContainers | None:
     """None for one that no kubelet has made."""
     labels, state = {}, 0
     for number, value in fields_of(message):
@@ -145,4 +147,4 @@ def of_container(message: bytes) -> Remains | None:
     if UID not in labels:
         return None
     pod = labels.get(NAMESPACE, ""), labels.get(NAME, "")
-    return Remains(labels[UID], pod, is_alive=state != EXITED)
+    return RemainingContainers(labels[UID], pod, is_alive=state != EXITED)

@@ -6,7 +6,7 @@ from typing import Final
 
 from attrs import define, field
 
-from webhook.node.node_pods import Look, PodName, Remains
+from webhook.node.node_pods import NodePodsSnapshot, PodName, RemainingContainers
 
 # Two looks that agree are so far apart. By what the kubelet has read from the runtime it decides on a new sandbox. It
 # reads every second, and waits for that as a sync begins, so of the last sync it is older than the second look.
@@ -32,7 +32,7 @@ class SeenPod:
     # While unnamed it had a ready sandbox: no new one can follow.
     has_last_sandbox: bool = False
 
-    def see(self, found: Remains | None, *, is_named: bool, began: float, now: float) -> None:
+    def see(self, found: RemainingContainers | None, *, is_named: bool, began: float, now: float) -> None:
         if is_named:
             self.unnamed_since, self.gone_since, self.has_last_sandbox = None, None, False
             return
@@ -59,7 +59,7 @@ class PodEnds:
     # By uid.
     _pods: dict[str, SeenPod] = field(factory=dict)
 
-    def see(self, look: Look, began: float, now: float) -> Collection[str]:
+    def see(self, look: NodePodsSnapshot, began: float, now: float) -> Collection[str]:
         """The pods that have ended, by this look and those before. What a look shows may be as old as its beginning."""
         for uid, one in look.remains.items():
             self._pods.setdefault(uid, SeenPod(one.pod))
@@ -68,7 +68,7 @@ class PodEnds:
         self._forget(look, now)
         return [uid for uid, pod in self._pods.items() if pod.has_ended(began)]
 
-    def _forget(self, look: Look, now: float) -> None:
+    def _forget(self, look: NodePodsSnapshot, now: float) -> None:
         """What the runtime still has something of is not forgotten: it would be seen again, and end again."""
         gone = {uid: pod.gone_since for uid, pod in self._pods.items() if pod.gone_since is not None}
         old = [uid for uid, since in gone.items() if now - since >= KEPT.total_seconds()]

@@ -37,7 +37,7 @@ LAST_PART: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9]")
 
 
 @frozen
-class Kind(Generic[T]):
+class SettingKind(Generic[T]):
     """One sort of value: how it is read (`ValueError` says what is wrong), and what is allowed, for people."""
 
     allowed: str
@@ -355,7 +355,7 @@ def json_of(text: str) -> object:
         raise ValueError("this is not JSON") from exc
 
 
-def one_of(*words: str, refused: Mapping[str, str] = MappingProxyType({})) -> Kind[str]:
+def one_of(*words: str, refused: Mapping[str, str] = MappingProxyType({})) -> SettingKind[str]:
     def read(text: str) -> str:
         if text in refused:
             raise ValueError(f"{text!r} cannot be had: {refused[text]}")
@@ -363,10 +363,10 @@ def one_of(*words: str, refused: Mapping[str, str] = MappingProxyType({})) -> Ki
             raise ValueError(f"{text!r} is none of the words")
         return text
 
-    return Kind(", ".join(words), read)
+    return SettingKind(", ".join(words), read)
 
 
-def several_of(*words: str, refused: Mapping[str, str]) -> Kind[tuple[str, ...]]:
+def several_of(*words: str, refused: Mapping[str, str]) -> SettingKind[tuple[str, ...]]:
     one = one_of(*words, refused=refused)
 
     def read(text: str) -> tuple[str, ...]:
@@ -375,42 +375,44 @@ def several_of(*words: str, refused: Mapping[str, str]) -> Kind[tuple[str, ...]]
             raise ValueError(f"in {text!r} a word stands twice")
         return parts
 
-    return Kind(f"a comma list of: {one.allowed}", read, list)
+    return SettingKind(f"a comma list of: {one.allowed}", read, list)
 
 
-PORT: Final = Kind("0 to 65535; 0 picks a free one", read_port)
-FILE: Final = Kind("a readable file", read_file)
-DURATION: Final = Kind("`500ms`, `90s`, `5m`, `1h`, or a number of seconds; at most `168h`", read_duration)
-INTERVAL: Final = Kind(DURATION.allowed + "; not 0", read_interval)
-HOST: Final = Kind("an address or a name of this machine", read_host)
-ADDRESS: Final = Kind("`host:port`, or `:port` for no host in particular", read_address)
-URL: Final = Kind("a URL with http or https, without user, query or fragment", read_url)
-ANNOTATION_KEY: Final = Kind("an annotation key", read_annotation_key)
-LABEL_KEY: Final = Kind("a label key", read_label_key)
-NAMESPACE: Final = Kind("the name of a namespace", read_namespace)
-RESOURCE: Final = Kind("an extended resource, such as `nvidia.com/gpu`", read_resource)
-COUNT: Final = Kind("a whole number, 0 to 9999999", read_count)
-PERCENT: Final = Kind("a whole number, 0 to 100", read_percent)
-AUDIENCE: Final = Kind("one printable word", read_word)
-USERS: Final = Kind(
+PORT: Final = SettingKind("0 to 65535; 0 picks a free one", read_port)
+FILE: Final = SettingKind("a readable file", read_file)
+DURATION: Final = SettingKind("`500ms`, `90s`, `5m`, `1h`, or a number of seconds; at most `168h`", read_duration)
+INTERVAL: Final = SettingKind(DURATION.allowed + "; not 0", read_interval)
+HOST: Final = SettingKind("an address or a name of this machine", read_host)
+ADDRESS: Final = SettingKind("`host:port`, or `:port` for no host in particular", read_address)
+URL: Final = SettingKind("a URL with http or https, without user, query or fragment", read_url)
+ANNOTATION_KEY: Final = SettingKind("an annotation key", read_annotation_key)
+LABEL_KEY: Final = SettingKind("a label key", read_label_key)
+NAMESPACE: Final = SettingKind("the name of a namespace", read_namespace)
+RESOURCE: Final = SettingKind("an extended resource, such as `nvidia.com/gpu`", read_resource)
+COUNT: Final = SettingKind("a whole number, 0 to 9999999", read_count)
+PERCENT: Final = SettingKind("a whole number, 0 to 100", read_percent)
+AUDIENCE: Final = SettingKind("one printable word", read_word)
+USERS: Final = SettingKind(
     "a comma list of user names, such as `system:serviceaccount:kube-system:apiserver-webhook`", read_users, list
 )
-SCHEDULERS: Final = Kind("a comma list of names that pods may have in `schedulerName`", read_schedulers, list)
-SOCKET: Final = Kind("`unix:PATH` or `unix:///PATH`", read_socket)
-TRUST_DOMAIN_NAME: Final = Kind("the name of a trust domain, such as `example.org`", read_trust_domain)
-SPIFFE_ID: Final = Kind("a SPIFFE ID", read_spiffe_id)
-SPIRE_SERVER: Final = Kind("`HOST:PORT`, or `unix:PATH` for tests", read_spire_server)
-ATTESTORS: Final = Kind("a comma list of node attestors, such as `x509pop,tpm_devid`", read_attestors, list)
-NODE_NAMING: Final = Kind(
+SCHEDULERS: Final = SettingKind("a comma list of names that pods may have in `schedulerName`", read_schedulers, list)
+SOCKET: Final = SettingKind("`unix:PATH` or `unix:///PATH`", read_socket)
+TRUST_DOMAIN_NAME: Final = SettingKind("the name of a trust domain, such as `example.org`", read_trust_domain)
+SPIFFE_ID: Final = SettingKind("a SPIFFE ID", read_spiffe_id)
+SPIRE_SERVER: Final = SettingKind("`HOST:PORT`, or `unix:PATH` for tests", read_spire_server)
+ATTESTORS: Final = SettingKind("a comma list of node attestors, such as `x509pop,tpm_devid`", read_attestors, list)
+NODE_NAMING: Final = SettingKind(
     "`TYPE:PREFIX` of a selector, or an agent's SPIFFE ID with `{node}` in the place of the name", read_node_naming
 )
-HASH_NAMING: Final = Kind(
+HASH_NAMING: Final = SettingKind(
     "`TYPE:PREFIX` of a selector, or an agent's SPIFFE ID with `{hash}` in the place of the hash", read_hash_naming
 )
-TRUTH: Final = Kind("true, false", read_truth)
-HASHES: Final = Kind("a JSON object, node name to hash", read_hashes, dict)
-BUCKETS: Final = Kind("a JSON list of `{minScore, priorityClassName}`, scores from 0 to 100", read_buckets, Sequence)
-SCORES: Final = Kind("a JSON object, tenant to score from 0 to 100", read_scores, dict)
+TRUTH: Final = SettingKind("true, false", read_truth)
+HASHES: Final = SettingKind("a JSON object, node name to hash", read_hashes, dict)
+BUCKETS: Final = SettingKind(
+    "a JSON list of `{minScore, priorityClassName}`, scores from 0 to 100", read_buckets, Sequence
+)
+SCORES: Final = SettingKind("a JSON object, tenant to score from 0 to 100", read_scores, dict)
 LOG_LEVEL: Final = one_of(*LOG_LEVELS)
 INJECTION: Final = one_of("nvidia", "cuda")
 MAP_VISIBLE: Final = one_of("uuid", "index")
@@ -425,20 +427,20 @@ EVIDENCE: Final = several_of(
     "jwt-svid",
     refused={},
 )
-HTTPS_URL: Final = Kind("a URL with https, without user, query or fragment", read_https_url)
+HTTPS_URL: Final = SettingKind("a URL with https, without user, query or fragment", read_https_url)
 BUNDLE_PROFILE: Final = one_of("https_web", "https_spiffe")
-EVIDENCE_ID: Final = Kind(
+EVIDENCE_ID: Final = SettingKind(
     "a SPIFFE ID with {node} and {hash} in segments of their own, and {trust_domain} or the trust domain itself",
     read_evidence_id,
 )
-NODE: Final = Kind("the name of a node", read_node)
-LIFETIME: Final = Kind("`90s`, `5m`, `2160h`, or a number of seconds; not 0, at most `87600h`", read_lifetime)
-NAME: Final = Kind("the name of an object", read_name)
-OBJECT_NAMES: Final = Kind("a comma list of names of objects", read_names, list)
-HOSTS: Final = Kind("a comma list of addresses and DNS names", read_hosts, list)
-HOST_PATHS: Final = Kind(
+NODE: Final = SettingKind("the name of a node", read_node)
+LIFETIME: Final = SettingKind("`90s`, `5m`, `2160h`, or a number of seconds; not 0, at most `87600h`", read_lifetime)
+NAME: Final = SettingKind("the name of an object", read_name)
+OBJECT_NAMES: Final = SettingKind("a comma list of names of objects", read_names, list)
+HOSTS: Final = SettingKind("a comma list of addresses and DNS names", read_hosts, list)
+HOST_PATHS: Final = SettingKind(
     "a comma list of absolute paths of nodes, where neither devices, sockets, programs nor keys are",
     read_host_paths,
     list,
 )
-DIRECTORY: Final = Kind("a directory, made if it is not there", read_directory)
+DIRECTORY: Final = SettingKind("a directory, made if it is not there", read_directory)

@@ -19,7 +19,7 @@ import yaml
 from attrs import fields, frozen
 
 from webhook.core.errors import GpuwardenError
-from webhook.runtime.setting_kinds import Kind, read_file
+from webhook.runtime.setting_kinds import SettingKind, read_file
 
 PREFIX: Final = "GPUWARDEN_"
 EXPORT_PREFIX: Final = "GPUWARDEN_EXPORT_"
@@ -38,7 +38,7 @@ class SettingsError(GpuwardenError):
 
 
 def declared(
-    kind: Kind[Any],
+    kind: SettingKind[Any],
     about: str,
     *,
     short: str | None = None,
@@ -72,7 +72,7 @@ class Setting:
 
     name: str
     default: object
-    kind: Kind[Any]
+    kind: SettingKind[Any]
     about: str
     short: str | None
     older_variable: str | None
@@ -156,7 +156,7 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class Reader:
+class TableReader:
     """Reads a table of settings once, collecting mistakes.
 
     `elsewhere` are the beginnings of variables of ours that other tables look at.

@@ -67,10 +67,10 @@ from webhook.runtime.setting_kinds import (
 )
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
-    Reader,
     Retired,
     Setting,
     SettingsError,
+    TableReader,
     add_table,
     declared,
     flag_of,
@@ -638,7 +638,7 @@ def load(flags: Mapping[str, object], environ: Mapping[str, str] | None = None, 
     return SettingsReader(flags, process_environment() if environ is None else environ, also).read()
 
 
-class SettingsReader(Reader):
+class SettingsReader(TableReader):
     """Reads the settings of `serve` and its like, and looks at what does not go together."""
 
     table = SETTINGS

@@ -15,8 +15,8 @@ from typing import Protocol
 import structlog
 from attrs import evolve
 
-from webhook.admission.binding_door import BindingDoor
-from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError
+from webhook.admission.binding_check import BindingCheck
+from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
 from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, claim_of, recorded_claim
@@ -99,8 +99,8 @@ class Binder:
         world: World,
         fleet: Fleet,
         policy: EvidencePolicy,
-        claims: ClaimReading,
-        door: BindingDoor,
+        claims: ClaimReader,
+        door: BindingCheck,
         bindings: Bindings,
         pods: Living,
         volumes: Volumes,
@@ -114,7 +114,7 @@ class Binder:
         self._fleet = fleet
         self._policy = policy
         self._claims = claims
-        self._door = door
+        self._binding_check = door
         self._bindings = bindings
         self._pods = pods
         self._promises = Promises(world, volumes, clock)
@@ -300,7 +300,7 @@ class Binder:
         pod = waiter.identity
         try:
             async with asyncio.timeout(DOOR_TIMEOUT):
-                refused = await self._door.refusal_of(waiter.pod, Binding(pod, node, {}))
+                refused = await self._binding_check.refusal_of(waiter.pod, Binding(pod, node, {}))
         except (LedgerError, PodsUnavailableError, NamespacesUnavailableError, TimeoutError) as exc:
             log.warning("binding could not be checked", namespace=pod.namespace, name=pod.name, exc_info=exc)
             return Outcome.LOST, "the pod's reservation cannot be looked up at this moment"

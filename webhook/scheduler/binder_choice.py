@@ -13,7 +13,7 @@ from attrs import define, field, frozen
 
 from webhook.core import keys
 from webhook.core.claim import Claim, ClaimRecord
-from webhook.core.decide import EvidencePolicy, Question
+from webhook.core.decide import ClaimSearch, EvidencePolicy
 from webhook.core.fleet import Fleet
 from webhook.core.neighbours import BOUNDLESS, Bounds
 from webhook.core.node_fit import NOT_SELECTED, Needs, sentence
@@ -135,14 +135,14 @@ class Choice:
         heapq.heapify(nodes)
         return Ranking(world.reshaped, world.freed, world.neighbours.stage(shape.bounds), nodes, able, objections)
 
-    def _question(self, hashes: tuple[str, ...]) -> Question:
-        return Question(Claim(ClaimRecord(hashes=hashes)), self._fleet, self._policy)
+    def _question(self, hashes: tuple[str, ...]) -> ClaimSearch:
+        return ClaimSearch(Claim(ClaimRecord(hashes=hashes)), self._fleet, self._policy)
 
-    def _unproven(self, question: Question, node: str) -> str | None:
+    def _unproven(self, question: ClaimSearch, node: str) -> str | None:
         """What the node's evidence lacks."""
-        berth = self._fleet.berths.get(node)
-        found = None if berth is None else question.evidence_objection(berth)
-        return UNKNOWN if berth is None else found and found.said_of(question.claim)
+        indexed = self._fleet.indexed_nodes.get(node)
+        found = None if indexed is None else question.evidence_objection(indexed)
+        return UNKNOWN if indexed is None else found and found.said_of(question.claim)
 
     def _candidates(self, asked: NodesAsked) -> list[str]:
         """All nodes, or those few that the pod names."""

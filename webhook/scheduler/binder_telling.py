@@ -52,7 +52,7 @@ class Told:
         waiter.told, waiter.told_at = why, now
         if outcome is not None:
             self._count(outcome)
-        self._events.tell(Subject.of_pod(waiter.identity), Reason.FAILED_SCHEDULING, why)
+        self._events.record(Subject.of_pod(waiter.identity), Reason.FAILED_SCHEDULING, why)
         self._show(waiter, why, now)
 
     def _show(self, waiter: Waiter, why: str, now: datetime) -> None:
@@ -70,7 +70,7 @@ class Told:
             self._waiting.pop(pod.uid, None)
             log.info("pod bound", namespace=pod.namespace, name=pod.name, node=node)
             said = f"put {pod.namespace}/{pod.name} on {node}"
-            self._events.tell(Subject.of_pod(pod), Reason.SCHEDULED, said, is_warning=False)
+            self._events.record(Subject.of_pod(pod), Reason.SCHEDULED, said, is_warning=False)
         else:
             log.info("pod not bound", namespace=pod.namespace, name=pod.name, node=node, outcome=outcome)
 

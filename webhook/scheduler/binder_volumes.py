@@ -14,11 +14,11 @@ from attrs import evolve, frozen
 from webhook.core.device import Node
 from webhook.core.errors import GpuwardenError
 from webhook.core.nodes_asked import NAME_FIELD, Expression, NodeTerm, node_term
-from webhook.core.pod import Metadata, RequiredNodes, Requirement, Wire
+from webhook.core.pod import Metadata, RequiredNodes, Requirement, WireStruct
 from webhook.core.reservation import PodIdentity
-from webhook.kube.calls import LOST, MERGE_PATCH, answered, said_in
 from webhook.kube.client import ApiClient
-from webhook.kube.objects import decoded
+from webhook.kube.json_objects import decoded
+from webhook.kube.requests import LOST, MERGE_PATCH, answered, said_in
 
 REQUEST_TIMEOUT = 4.0
 CLAIM_PATH = "/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
@@ -125,11 +125,11 @@ class Volumes(Protocol):
         """Have it made for that node. Raises UnusableVolumeError and VolumesUnavailableError."""
 
 
-class NamedWire(Wire, frozen=True):
+class NamedWire(WireStruct, frozen=True):
     claim_name: str = ""
 
 
-class VolumeWire(Wire, frozen=True):
+class VolumeWire(WireStruct, frozen=True):
     """One of a pod's volumes."""
 
     name: str = ""
@@ -148,16 +148,16 @@ class ClaimMetaWire(Metadata, frozen=True):
     resource_version: str = ""
 
 
-class ClaimSpecWire(Wire, frozen=True):
+class ClaimSpecWire(WireStruct, frozen=True):
     volume_name: str | None = None
     storage_class_name: str | None = None
 
 
-class PhaseWire(Wire, frozen=True):
+class PhaseWire(WireStruct, frozen=True):
     phase: str | None = None
 
 
-class ClaimWire(Wire, frozen=True):
+class ClaimWire(WireStruct, frozen=True):
     kind: str
     metadata: ClaimMetaWire
     spec: ClaimSpecWire
@@ -172,21 +172,21 @@ class ClaimWire(Wire, frozen=True):
         return self.annotations.get(CLASS_ANNOTATION) or self.spec.storage_class_name or ""
 
 
-class VolumeAffinityWire(Wire, frozen=True):
+class VolumeAffinityWire(WireStruct, frozen=True):
     required: RequiredNodes | None = None
 
 
-class VolumeSpecWire(Wire, frozen=True):
+class VolumeSpecWire(WireStruct, frozen=True):
     node_affinity: VolumeAffinityWire | None = None
 
 
-class PersistentVolumeWire(Wire, frozen=True):
+class PersistentVolumeWire(WireStruct, frozen=True):
     kind: str
     metadata: Metadata
     spec: VolumeSpecWire
 
 
-class TopologyWire(Wire, frozen=True):
+class TopologyWire(WireStruct, frozen=True):
     match_label_expressions: list[Requirement] | None = None
 
     def term(self) -> NodeTerm:
@@ -194,7 +194,7 @@ class TopologyWire(Wire, frozen=True):
         return NodeTerm(tuple(Expression(one.key, "In", frozenset(one.values or ())) for one in asked), ())
 
 
-class StorageClassWire(Wire, frozen=True):
+class StorageClassWire(WireStruct, frozen=True):
     kind: str
     metadata: Metadata
     provisioner: str = ""

@@ -5,16 +5,16 @@ from typing import Any
 
 from webhook.core.neighbours import AffinityWire
 from webhook.core.node_fit import SpecWire
-from webhook.core.pod import Metadata, Wire
-from webhook.ledger.carrier import ENDED
+from webhook.core.pod import Metadata, WireStruct
+from webhook.ledger.reserved_pod import ENDED
 from webhook.scheduler.binder_volumes import VolumeWire
 
 
-class GateWire(Wire, frozen=True):
+class GateWire(WireStruct, frozen=True):
     name: str = ""
 
 
-class ConstraintWire(Wire, frozen=True):
+class ConstraintWire(WireStruct, frozen=True):
     when_unsatisfiable: str | None = None
 
 
@@ -29,7 +29,7 @@ class BoundSpecWire(SpecWire, frozen=True):
     volumes: list[VolumeWire] | None = None
 
 
-class PhaseWire(Wire, frozen=True):
+class PhaseWire(WireStruct, frozen=True):
     phase: str | None = None
 
 
@@ -38,7 +38,7 @@ class PodMetaWire(Metadata, frozen=True):
     resource_version: str = ""
 
 
-class PodWire(Wire, frozen=True):
+class PodWire(WireStruct, frozen=True):
     metadata: PodMetaWire
     spec: BoundSpecWire
     status: PhaseWire | None = None
@@ -48,11 +48,11 @@ class PodWire(Wire, frozen=True):
         return self.status is not None and self.status.phase in ENDED
 
 
-class AllocatableWire(Wire, frozen=True):
+class AllocatableWire(WireStruct, frozen=True):
     allocatable: dict[str, str | int | float | None] | None = None
 
 
-class NodeRoomWire(Wire, frozen=True):
+class NodeRoomWire(WireStruct, frozen=True):
     status: AllocatableWire | None = None
 
 

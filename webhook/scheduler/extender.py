@@ -7,15 +7,15 @@ from typing import Protocol
 import structlog
 from attrs import frozen
 
-from webhook.admission.binding_door import BindingDoor, recorded_reservation
-from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError
+from webhook.admission.binding_check import BindingCheck, recorded_reservation
+from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
 from webhook.admission.parts import Parts
 from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, believed, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import GpuwardenError, InvalidPodError, LedgerError
-from webhook.core.extender_wire import BindArgs, ExtenderArgs, PreemptArgs, Sifted, Victims
+from webhook.core.extender_wire import BindArgs, ExtenderArgs, FilterResult, PreemptArgs, Victims
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
@@ -23,7 +23,7 @@ from webhook.core.verdict import plain
 from webhook.ledger.pods import PodsUnavailableError
 from webhook.runtime.clock import Clock
 from webhook.scheduler import filter as sieve
-from webhook.scheduler.filter import Wish
+from webhook.scheduler.filter import NodeQuery
 
 log = structlog.get_logger(__name__)
 
@@ -69,16 +69,16 @@ class Extender:
 
     def __init__(self, parts: Parts, bindings: Bindings | None) -> None:
         self._fleet: Fleet = parts.fleet
-        self._policy: EvidencePolicy = parts.holder.policy
+        self._policy: EvidencePolicy = parts.reserver.policy
         self._ledger = parts.ledger
         self._pods = parts.pods
-        self._claims: ClaimReading = parts.rules.claims
+        self._claims: ClaimReader = parts.rules.claims
         self._bind_deadline = parts.rules.bind_deadline
         self._clock: Clock = parts.clock
         self._bindings = bindings
-        self._door = BindingDoor(parts.holder, parts.pods, self._claims, self._bind_deadline, parts.clock)
+        self._binding_check = BindingCheck(parts.reserver, parts.pods, self._claims, self._bind_deadline, parts.clock)
 
-    async def sift(self, args: ExtenderArgs) -> Sifted:
+    async def sift(self, args: ExtenderArgs) -> FilterResult:
         """Raises LedgerError where reservations cannot be looked up, NamespacesUnavailableError where namespaces can't;
         so do the others."""
         wish = await self._wish(args.pod)
@@ -103,7 +103,7 @@ class Extender:
         never = sieve.sifted(wish, args.victims, self._fleet, self._policy).unresolvable
         return {name: one for name, one in args.victims.items() if name not in never}
 
-    async def _wish(self, pod: Pod) -> Wish | Refused | None:
+    async def _wish(self, pod: Pod) -> NodeQuery | Refused | None:
         """What the pod wants of nodes; None if it wants nothing of ours."""
         try:
             recorded = recorded_claim(pod)
@@ -112,7 +112,7 @@ class Extender:
             log.info("claim refused", pod=f"{pod.meta.namespace}/{pod.display_name}", mistakes=exc.mistakes[:20])
             return Refused(sieve.unreadable(exc.mistakes))
         if recorded is None:
-            return None if asked is None else Wish(asked)
+            return None if asked is None else NodeQuery(asked)
         if not recorded.count:
             return proven_wish(recorded, asked)
         return await self._reserved_wish(pod, recorded)
@@ -121,13 +121,13 @@ class Extender:
         """What the pod asks for itself, within its namespace."""
         return claim_of(pod, await self._claims.within(pod.meta.namespace or ""))
 
-    async def _reserved_wish(self, pod: Pod, claim: Claim) -> Wish | Refused:
+    async def _reserved_wish(self, pod: Pod, claim: Claim) -> NodeQuery | Refused:
         held = await recorded_reservation(self._ledger, pod)
         if held is None or check.still_held(claim, held, pod) is not None:
             return Refused(sieve.NOT_RESERVED)
         if check.in_time(pod, held, self._clock(), self._bind_deadline) is not None:
             return Refused(sieve.TOO_LATE)
-        return Wish(claim, held.node, is_recorded=True)
+        return NodeQuery(claim, held.node, is_recorded=True)
 
     # Binding.
 
@@ -149,7 +149,7 @@ class Extender:
         there = where(living, args.pod)
         if there is not None:
             return "" if there == args.node else f"the pod is on {there} already"
-        refused = await self._door.refusal_of(living, Binding(args.pod, args.node, {}))
+        refused = await self._binding_check.refusal_of(living, Binding(args.pod, args.node, {}))
         if refused is not None:
             log.info("binding refused", pod=args.pod.name, node=args.node, reason=refused.reason)
             return refused.sentence
@@ -167,14 +167,14 @@ class Extender:
         return "" if where(living, pod) == node else problem
 
 
-def proven_wish(recorded: Claim, asked: Claim | None) -> Wish | Refused:
+def proven_wish(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
     """Of a record without GPUs."""
     claim = believed(recorded, asked)
     if claim is None:
         return Refused(
             sieve.unreadable([f"annotation {keys.CLAIM.name} names none of the hashes that the pod asks for"])
         )
-    return Wish(claim, is_recorded=True)
+    return NodeQuery(claim, is_recorded=True)
 
 
 def where(living: Pod | None, pod: PodIdentity) -> str | None:
@@ -184,7 +184,7 @@ def where(living: Pod | None, pod: PodIdentity) -> str | None:
     return living.body.node_name or None
 
 
-def refused_by(sifted: Sifted) -> Mapping[str, int]:
+def refused_by(sifted: FilterResult) -> Mapping[str, int]:
     """How many nodes each text speaks against. Texts that quote a pod count as one."""
     texts = (*sifted.failed.values(), *sifted.unresolvable.values())
     return Counter(text if text in sieve.TEXTS else sieve.UNREADABLE for text in texts)

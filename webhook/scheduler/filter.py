@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from attrs import frozen
 
-from webhook.core.cells import Berth, Row
 from webhook.core.claim import Claim
-from webhook.core.decide import EvidencePolicy, Objection, Question
-from webhook.core.extender_wire import MAX_SCORE, Sifted
+from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
+from webhook.core.extender_wire import MAX_SCORE, FilterResult
 from webhook.core.fleet import Fleet
+from webhook.core.fleet_index import ClassNodes, IndexedNode
 from webhook.core.reasons import Reason
 from webhook.core.verdict import plain
 
@@ -46,7 +46,7 @@ MAY_FREE_ITSELF = frozenset({SAID[Objection.FEWER_FREE]})
 
 
 @frozen
-class Wish:
+class NodeQuery:
     """What a pod wants of nodes: its claim, and the node where its GPUs are if some are reserved."""
 
     claim: Claim
@@ -61,18 +61,18 @@ class Wish:
         return not (record.hashes or record.requirements or record.node or record.shared)
 
 
-def passes_unseen(wish: Wish | None, policy: EvidencePolicy) -> bool:
+def passes_unseen(wish: NodeQuery | None, policy: EvidencePolicy) -> bool:
     """Whether there is nothing that we could hold against any node: no claim, or GPUs that somebody else counts."""
     if wish is None:
         return True
     return not wish.is_recorded and wish.is_of_gpus_alone and not policy.is_always_required
 
 
-def sifted(wish: Wish | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy) -> Sifted:
+def sifted(wish: NodeQuery | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy) -> FilterResult:
     """Each of the nodes in one list."""
     if wish is None or passes_unseen(wish, policy):
-        return Sifted(frozenset(names))
-    answers = Answers(wish, Question(wish.claim, fleet, policy))
+        return FilterResult(frozenset(names))
+    answers = FilterAnswers(wish, ClaimSearch(wish.claim, fleet, policy))
     passed: list[str] = []
     failed: dict[str, str] = {}
     unresolvable: dict[str, str] = {}
@@ -83,7 +83,7 @@ def sifted(wish: Wish | None, names: Collection[str], fleet: Fleet, policy: Evid
             failed[name] = text
         else:
             unresolvable[name] = text
-    return Sifted(frozenset(passed), failed, unresolvable)
+    return FilterResult(frozenset(passed), failed, unresolvable)
 
 
 def unreadable(mistakes: Sequence[str]) -> str:
@@ -91,15 +91,15 @@ def unreadable(mistakes: Sequence[str]) -> str:
     return plain(f"{UNREADABLE}: {Reason.INVALID_POD}: {'; '.join(mistakes)}", MAX_UNREADABLE)
 
 
-def refusing(names: Iterable[str], text: str) -> Sifted:
+def refusing(names: Iterable[str], text: str) -> FilterResult:
     """None of them will do."""
-    return Sifted(frozenset(), {}, dict.fromkeys(names, text))
+    return FilterResult(frozenset(), {}, dict.fromkeys(names, text))
 
 
-class Answers:
+class FilterAnswers:
     """What speaks against nodes, in words."""
 
-    def __init__(self, wish: Wish, question: Question) -> None:
+    def __init__(self, wish: NodeQuery, question: ClaimSearch) -> None:
         self._wish = wish
         self._question = question
         is_named = question.claim.place is not None or question.claim.nodes.node_name is not None
@@ -109,46 +109,48 @@ class Answers:
 
     def of(self, names: Iterable[str]) -> Iterator[str | None]:
         """Of each node, in their order."""
-        berths = self._question.fleet.berths
+        indexed_nodes = self._question.fleet.indexed_nodes
         if self._is_asked_of_each:
-            return (self._of_one(name, berths.get(name)) for name in names)
-        return self._of_many(map(berths.get, names))
+            return (self._of_one(name, indexed_nodes.get(name)) for name in names)
+        return self._of_many(map(indexed_nodes.get, names))
 
-    def _of_one(self, name: str, berth: Berth | None) -> str | None:
+    def _of_one(self, name: str, indexed: IndexedNode | None) -> str | None:
         if self._wish.reserved is not None and name != self._wish.reserved:
             return RESERVED_ELSEWHERE
-        if berth is None:
+        if indexed is None:
             return self._unknown
-        return self._against_node(berth) or self._against_devices(berth)
+        return self._against_node(indexed) or self._against_devices(indexed)
 
-    def _of_many(self, berths: Iterable[Berth | None]) -> Iterator[str | None]:
+    def _of_many(self, indexed_nodes: Iterable[IndexedNode | None]) -> Iterator[str | None]:
         """Nodes of a row differ in their devices alone, and those by shape: one of each row and shape is asked."""
-        rows: dict[Row, str | None] = {}
+        rows: dict[ClassNodes, str | None] = {}
         shapes: dict[int, str | None] = {}
-        for berth in berths:
-            if berth is None:
+        for indexed in indexed_nodes:
+            if indexed is None:
                 yield self._unknown
                 continue
-            if berth.row not in rows:
-                rows[berth.row] = self._against_node(berth)
-            text = rows[berth.row]
+            if indexed.row not in rows:
+                rows[indexed.row] = self._against_node(indexed)
+            text = rows[indexed.row]
             if text is None:
-                shape = berth.cell.shape
+                shape = indexed.cell.shape
                 if shape not in shapes:
-                    shapes[shape] = self._against_devices(berth)
+                    shapes[shape] = self._against_devices(indexed)
                 text = shapes[shape]
             yield text
 
-    def _against_node(self, berth: Berth) -> str | None:
+    def _against_node(self, indexed: IndexedNode) -> str | None:
         """Whatever devices it has."""
         question = self._question
-        return said(question.evidence_objection(berth) if self._wish.is_recorded else question.node_objection(berth))
+        return said(
+            question.evidence_objection(indexed) if self._wish.is_recorded else question.node_objection(indexed)
+        )
 
-    def _against_devices(self, berth: Berth) -> str | None:
+    def _against_devices(self, indexed: IndexedNode) -> str | None:
         if self._wish.is_recorded:
             return None
-        objection = self._question.devices_objection(berth)
-        is_uncounted = objection is Objection.FEWER_MATCHING and not berth.node.devices
+        objection = self._question.devices_objection(indexed)
+        is_uncounted = objection is Objection.FEWER_MATCHING and not indexed.node.devices
         return None if is_uncounted and is_counted_elsewhere(self._wish.claim) else said(objection)
 
 
@@ -162,17 +164,19 @@ def is_counted_elsewhere(claim: Claim) -> bool:
     return not (record.requirements or record.node or record.shared)
 
 
-def scores(wish: Wish | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy) -> list[tuple[str, int]]:
+def scores(
+    wish: NodeQuery | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy
+) -> list[tuple[str, int]]:
     """The fewer GPUs would be left free beside the pod's, the better: large gaps stay for large claims."""
     if wish is None or passes_unseen(wish, policy):
         return [(name, 0) for name in names]
-    question = Question(wish.claim, fleet, policy)
-    answers = zip(names, Answers(wish, question).of(names), strict=True)
-    return [(name, score(wish, fleet.berths[name], question) if text is None else 0) for name, text in answers]
+    question = ClaimSearch(wish.claim, fleet, policy)
+    answers = zip(names, FilterAnswers(wish, question).of(names), strict=True)
+    return [(name, score(wish, fleet.indexed_nodes[name], question) if text is None else 0) for name, text in answers]
 
 
-def score(wish: Wish, berth: Berth, question: Question) -> int:
+def score(wish: NodeQuery, indexed: IndexedNode, question: ClaimSearch) -> int:
     """Of a node that will do."""
     if wish.is_recorded or not wish.claim.count:
         return MAX_SCORE
-    return max(0, MAX_SCORE - max(0, question.room[berth.cell.shape])) if berth.node.devices else 0
+    return max(0, MAX_SCORE - max(0, question.room[indexed.cell.shape])) if indexed.node.devices else 0

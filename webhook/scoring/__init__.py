@@ -9,7 +9,7 @@ from webhook.core.hints import Advice, Features
 
 
 @frozen
-class Question:
+class ScoreRequest:
     """What a scorer is asked about one pod."""
 
     features: Features
@@ -28,7 +28,7 @@ class ScorerUnavailableError(GpuwardenError):
 class Scorer(Protocol):
     """Gives advice on pods."""
 
-    async def advise(self, question: Question, *, patience: float) -> Advice:
+    async def advise(self, question: ScoreRequest, *, patience: float) -> Advice:
         """Within so many seconds, or ScorerUnavailableError."""
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.hints import requests_gpus
 from webhook.core.pod import Pod
-from webhook.kube.view import View
+from webhook.kube.view import ObjectView
 
 Raw = dict[str, Any]
 
@@ -115,7 +115,7 @@ class WatchedPriorityClasses:
     """Hears of PriorityClass objects."""
 
     def __init__(self) -> None:
-        self.view: View[bool] = View(is_default)
+        self.view: ObjectView[bool] = ObjectView(is_default)
 
     @property
     def names(self) -> frozenset[str] | None:

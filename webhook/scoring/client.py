@@ -16,7 +16,7 @@ from webhook.core.hints import Advice
 from webhook.core.pod import Toleration
 from webhook.runtime.telemetry import Metrics
 from webhook.runtime.tls.certificate_source import trusting
-from webhook.scoring import Question, ScorerUnavailableError
+from webhook.scoring import ScoreRequest, ScorerUnavailableError
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +39,7 @@ Score = Annotated[float, msgspec.Meta(ge=0, le=100)]
 Listed = Annotated[list[str], msgspec.Meta(max_length=MAX_LISTED)]
 
 
-class SelectorWire(msgspec.Struct, frozen=True, rename="camel"):
+class HintSelectorWire(msgspec.Struct, frozen=True, rename="camel"):
     node_selector: Annotated[dict[str, str], msgspec.Meta(max_length=MAX_LISTED)] = {}
     tolerations: Annotated[list[Toleration], msgspec.Meta(max_length=MAX_LISTED)] = []
 
@@ -48,7 +48,7 @@ class AnswerWire(msgspec.Struct, frozen=True):
     """What is read of an answer, each member of its own type; others may be there."""
 
     priority_score: Score = 50
-    gpu_selector: SelectorWire = msgspec.field(default_factory=SelectorWire)
+    gpu_selector: HintSelectorWire = msgspec.field(default_factory=HintSelectorWire)
     avoid_co_locate_with: Listed = []
     terms: dict[str, Any] = {}
 
@@ -67,7 +67,7 @@ DECODER = msgspec.json.Decoder(AnswerWire)
 ENCODER = msgspec.json.Encoder(order="sorted")
 
 
-def body_of(question: Question) -> bytes:
+def body_of(question: ScoreRequest) -> bytes:
     features = question.features
     known = {
         "job_type": features.job_type,
@@ -116,7 +116,7 @@ class ScorerClient:
                 await task
         await self._http.aclose()
 
-    async def advise(self, question: Question, *, patience: float) -> Advice:
+    async def advise(self, question: ScoreRequest, *, patience: float) -> Advice:
         body = body_of(question)
         kept = self._kept.get(body)
         if kept is not None and self._monotonic() < kept[0]:

@@ -16,8 +16,8 @@ from webhook.core.fleet import Fleet
 from webhook.core.hints import (
     DEFAULT_BUCKETS,
     Bucket,
+    HintContext,
     Hints,
-    Surroundings,
     features_of,
     hints_of,
     is_to_be_scored,
@@ -28,7 +28,7 @@ from webhook.core.pod import Pod
 from webhook.core.review import Review
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
-from webhook.scoring import Question, Scorer, ScorerUnavailableError
+from webhook.scoring import Scorer, ScoreRequest, ScorerUnavailableError
 from webhook.scoring.candidates import EveryPriorityClass, PriorityClasses, RunningJobs, candidates
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ NO_CANDIDATES = (
 
 
 @frozen
-class Hinted:
+class HintResult:
     """What became of the question; without hints the warnings say why."""
 
     hints: Hints | None = None
@@ -51,7 +51,7 @@ class Hinted:
     # Whose they are, for the log.
     subject: Mapping[str, str] = field(factory=dict)
 
-    def while_waiting(self) -> "Hinted":
+    def while_waiting(self) -> "HintResult":
         """For a pod whose node is found later."""
         return self if self.hints is None else evolve(self, hints=self.hints.while_waiting())
 
@@ -66,7 +66,7 @@ class Hinted:
         )
 
 
-NOT_SCORED = Hinted()
+NOT_SCORED = HintResult()
 
 
 class Watching(Protocol):
@@ -79,7 +79,7 @@ class Watching(Protocol):
 
 
 @frozen
-class Hinting:
+class HintService:
     """Asks a scorer about pods that say what they do."""
 
     scorer: Scorer
@@ -109,25 +109,25 @@ class Hinting:
     async def close(self) -> None:
         await self.scorer.close()
 
-    async def hints(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> Hinted:
+    async def hints(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> HintResult:
         features = features_of(pod)
         if features is None or not is_to_be_scored(pod, claim) or was_hinted(pod, self.clock()):
             return NOT_SCORED
-        question = Question(features, candidates(self.fleet), self.jobs.colocated())
+        question = ScoreRequest(features, candidates(self.fleet), self.jobs.colocated())
         if not question.candidates:
             self.metrics.count_scoring("no-candidates")
-            return Hinted(warnings=(*features.warnings, NO_CANDIDATES))
+            return HintResult(warnings=(*features.warnings, NO_CANDIDATES))
         patience = min(self.timeout, SHARE * (answer_by - self.clock()).total_seconds())
         try:
             advice = await self.scorer.advise(question, patience=max(0.0, patience))
         except ScorerUnavailableError as exc:
             log.warning("Scheduler unavailable", uid=review.uid, outcome=exc.outcome, problem=str(exc))
-            return Hinted(warnings=(*features.warnings, f"{exc}: the pod goes on without hints"))
-        around = Surroundings(self.fleet.gpu_types, self.buckets, self.classes.names, self.classes.default)
+            return HintResult(warnings=(*features.warnings, f"{exc}: the pod goes on without hints"))
+        around = HintContext(self.fleet.gpu_types, self.buckets, self.classes.names, self.classes.default)
         hints = hints_of(advice, features, pod, around, self.clock())
         hints = hints if claim is not None else self._possible(hints, pod)
         subject = {"uid": review.uid, "namespace": review.namespace, "name": pod.display_name}
-        return Hinted(hints, subject={**subject, "job_type": features.job_type})
+        return HintResult(hints, subject={**subject, "job_type": features.job_type})
 
     def _possible(self, hints: Hints, pod: Pod) -> Hints:
         """For a pod that no place is looked for here: a selector has to leave it a node that it may be on."""

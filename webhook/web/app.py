@@ -9,14 +9,14 @@ from starlette.types import ASGIApp
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.telemetry import Metrics
 from webhook.web.admission import Admission
-from webhook.web.callers import Gate, Guard
+from webhook.web.callers import CallerGate, Guard
 from webhook.web.devices import Devices
 from webhook.web.evidence import EvidenceRoutes
 from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
 from webhook.web.health import Health
-from webhook.web.routes import Declared, Endpoint, application, get, post
+from webhook.web.routes import Endpoint, RouteDeclaration, application, get, post
 
 
 def tls_app(
@@ -28,7 +28,7 @@ def tls_app(
     metrics: Metrics,
     evidence: EvidenceRoutes | None = None,
     budgets: Budgets | None = None,
-    gate: Gate | None = None,
+    gate: CallerGate | None = None,
 ) -> ASGIApp:
     """What takes a token is here, and on no plain listener of a cluster."""
     proofs = (
@@ -62,7 +62,7 @@ def plain_app(
     health: Health,
     metrics: Metrics,
     budgets: Budgets | None = None,
-    gate: Gate | None = None,
+    gate: CallerGate | None = None,
 ) -> ASGIApp:
     """Where callers are asked who they are, only what is for everybody: a token in plain HTTP is everybody's."""
     return application(
@@ -74,12 +74,12 @@ def plain_app(
     )
 
 
-def summary(devices: Devices) -> Iterator[Declared]:
+def summary(devices: Devices) -> Iterator[RouteDeclaration]:
     yield get("/", devices.summary_page, Guard.OPEN)
     yield get("/devices", devices.summary, Guard.OPEN)
 
 
-def without_tokens(finalize: Finalize, devices: Devices) -> Iterator[Declared]:
+def without_tokens(finalize: Finalize, devices: Devices) -> Iterator[RouteDeclaration]:
     yield get("/", devices.page, Guard.PERSON)
     yield get("/devices", devices.listing, Guard.PERSON)
     yield post("/finalize", finalize.finalize, Guard.CALLER)
@@ -89,7 +89,7 @@ def probes_app(health: Health, metrics: Metrics) -> ASGIApp:
     return application(metrics, *probes(health, metrics))
 
 
-def probes(health: Health, metrics: Metrics) -> Iterator[Declared]:
+def probes(health: Health, metrics: Metrics) -> Iterator[RouteDeclaration]:
     """What names nobody and is open to everybody."""
 
     async def render(request: Request) -> Response:
@@ -110,7 +110,7 @@ def extender_app(
     health: Health,
     metrics: Metrics,
     budgets: Budgets | None = None,
-    gate: Gate | None = None,
+    gate: CallerGate | None = None,
 ) -> ASGIApp:
     return application(
         metrics,

@@ -71,7 +71,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Remembered(Generic[K, V]):
+class TtlCache(Generic[K, V]):
     """Answers for a while, and no more than so many."""
 
     def __init__(self, clock: Clock, lasting: timedelta, most: int) -> None:
@@ -102,7 +102,7 @@ class Reviewers:
     with_certificate: bool = False
 
 
-class Gate:
+class CallerGate:
     """Lets callers in to routes, by their guards; without an authority everybody."""
 
     def __init__(
@@ -116,10 +116,8 @@ class Gate:
         self._authority = authority
         self._reviewers = reviewers or Reviewers()
         self._schedulers_show_certificates = schedulers_show_certificates
-        self._callers: Remembered[tuple[str | None, bytes], Caller | None] = Remembered(
-            clock, REMEMBERED, MAX_REMEMBERED
-        )
-        self._rights: Remembered[tuple[Caller, Right], bool] = Remembered(clock, RIGHT_REMEMBERED, MAX_RIGHTS)
+        self._callers: TtlCache[tuple[str | None, bytes], Caller | None] = TtlCache(clock, REMEMBERED, MAX_REMEMBERED)
+        self._rights: TtlCache[tuple[Caller, Right], bool] = TtlCache(clock, RIGHT_REMEMBERED, MAX_RIGHTS)
 
     @property
     def asks(self) -> bool:

@@ -24,7 +24,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from webhook.admission.fleet_updater import Outdated
+from webhook.admission.fleet_updater import Staleness
 from webhook.core.caller import Caller, CallersUnavailableError
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.device_state import DeviceState, device_state, or_kept, reservation_state, state_of_free
@@ -40,7 +40,7 @@ from webhook.ledger.lapses import Lapse, Lapses
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import CountsSource, FleetCounts
 from webhook.web.body import error
-from webhook.web.callers import Gate, caller_of, list_pods
+from webhook.web.callers import CallerGate, caller_of, list_pods
 
 # Devices between two turns of the event loop: about a millisecond. Small enough, too, that a slice's tuples are gone
 # before the garbage collector (700 new ones) looks at them: once old, they would bring on collections of everything.
@@ -85,7 +85,7 @@ class Holders:
 
 
 @frozen
-class Snapshot:
+class DevicesSnapshot:
     """What there was at one moment, so that each UUID is told once whatever changes while it is told."""
 
     nodes: Sequence[Node]
@@ -97,7 +97,7 @@ class Snapshot:
     lapses: LapsesByDevice
 
 
-class Sighting(NamedTuple):
+class DevicesView(NamedTuple):
     """One device as it is shown. A tuple, because a page counts all of them to show two hundred."""
 
     device: Device
@@ -132,11 +132,11 @@ async def take_snapshot(
     *,
     needs_evidence: bool = False,
     lapses: Sequence[Lapse] = (),
-) -> Snapshot:
+) -> DevicesSnapshot:
     """`told` says whose names may be told: of the others no more is kept than that they hold a device."""
-    berths = [fleet.berths[name] for name in sorted(fleet.berths)]
-    nodes = [berth.node for berth in berths]
-    evidence = [berth.evidence for berth in berths]
+    indexed_nodes = [fleet.indexed_nodes[name] for name in sorted(fleet.indexed_nodes)]
+    nodes = [indexed.node for indexed in indexed_nodes]
+    evidence = [indexed.evidence for indexed in indexed_nodes]
     kept = frozenset(fleet.set_aside_devices)
     reservations = tuple(ledger.reservations())  # before the first await, so of the same moment
     homes, rivals = await find_homes(nodes)
@@ -145,7 +145,7 @@ async def take_snapshot(
     vanished = [uuid async for piece in unhurried(holders.first) for uuid in piece if uuid not in homes]
     if_free = await find_kept_back(nodes, evidence, now, needs_evidence=needs_evidence)
     told_of = by_device(one for one in lapses if one.reservation.namespace in named)
-    return Snapshot(nodes, rivals, holders, vanished, if_free, kept, told_of)
+    return DevicesSnapshot(nodes, rivals, holders, vanished, if_free, kept, told_of)
 
 
 async def find_kept_back(
@@ -192,7 +192,7 @@ def unnamed(reservation: Reservation) -> Reservation:
     return evolve(reservation, id=UNNAMED, namespace="", claim_digest="", pod_name=None, uid=None, name_prefix=None)
 
 
-def sightings(snapshot: Snapshot, now: datetime) -> Iterator[Sighting]:
+def sightings(snapshot: DevicesSnapshot, now: datetime) -> Iterator[DevicesView]:
     """Every device once: node by node, the vanished ones last."""
     for node in snapshot.nodes:
         home = (node.name,)
@@ -204,22 +204,22 @@ def sightings(snapshot: Snapshot, now: datetime) -> Iterator[Sighting]:
                 is_quarantined = len(nodes) > 1 or not device.is_healthy
                 own = or_kept(if_free, is_set_aside=device.uuid in snapshot.kept)
                 state = device_state(holders, now, is_quarantined=is_quarantined, if_free=own)
-                yield Sighting(device, nodes, holders, state)
+                yield DevicesView(device, nodes, holders, state)
     for uuid in snapshot.vanished:
         holders = snapshot.holders.of(uuid)
-        yield Sighting(Device(uuid), (holders[0].node,), holders, DeviceState.QUARANTINED, is_vanished=True)
+        yield DevicesView(Device(uuid), (holders[0].node,), holders, DeviceState.QUARANTINED, is_vanished=True)
 
 
 def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
     """By the clock, not by when the fleet was last told the time."""
-    berth = fleet.berths.get(name)
-    return state_of(berth.evidence if berth else None, now)
+    indexed = fleet.indexed_nodes.get(name)
+    return state_of(indexed.evidence if indexed else None, now)
 
 
 # As JSON.
 
 
-def described(seen: Sighting, now: datetime, evidence: EvidenceState, *, tells_pending_ids: bool = True) -> Json:
+def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, tells_pending_ids: bool = True) -> Json:
     """One device: the members that S4's users read first, our own beside them."""
     device = seen.device
     told: Json = {"node": seen.nodes[0], "labels": sorted(device.labels)}
@@ -358,11 +358,11 @@ class Query:
     def is_narrow(self) -> bool:
         return bool(self.state or self.node or self.text)
 
-    def is_about(self, seen: Sighting) -> bool:
+    def is_about(self, seen: DevicesView) -> bool:
         """Whether node and text fit; the state does not count, so that the page can say what other states hold."""
         return (not self.node or self.node in seen.nodes) and (not self.text or self._is_in(seen))
 
-    def _is_in(self, seen: Sighting) -> bool:
+    def _is_in(self, seen: DevicesView) -> bool:
         device = seen.device
         words = [device.uuid, device.model, device.serial, *seen.nodes, *device.labels]
         for holder in (one for one in seen.holders if one.id != UNNAMED):
@@ -389,9 +389,9 @@ class Findings:
     query: Query
     counts: Counter[DeviceState] = field(factory=Counter)  # whatever state is asked for
     found: int = 0
-    rows: list[Sighting] = field(factory=list)
+    rows: list[DevicesView] = field(factory=list)
 
-    def add_all(self, seen: Iterable[Sighting]) -> None:
+    def add_all(self, seen: Iterable[DevicesView]) -> None:
         query, wanted = self.query, self.query.rows
         for one in filter(query.is_about, seen) if query.is_narrow else seen:
             self.counts[one.state] += 1
@@ -463,9 +463,9 @@ class Devices:
         tells_pending_ids: bool = True,
         needs_evidence: bool = False,
         is_starting: Callable[[], bool] = lambda: False,
-        outdated: Callable[[], Outdated | None] = lambda: None,
+        outdated: Callable[[], Staleness | None] = lambda: None,
         lapses: Lapses | None = None,
-        gate: Gate | None = None,
+        gate: CallerGate | None = None,
         count: CountsSource = FleetCounts,
     ) -> None:
         """`tells_pending_ids`: whoever knows the id of a pending reservation can name a pod for it, where anybody may
@@ -479,7 +479,7 @@ class Devices:
         self._clock = clock
         self._notes = notes
         self._tells_pending_ids = tells_pending_ids
-        self._gate = gate or Gate(clock)
+        self._gate = gate or CallerGate(clock)
         self._count = count
         self._template = make_templates().get_template("devices.html")
         self._css = (resources.files("webhook.web") / "ui" / "devices.css").read_text(encoding="utf-8")
@@ -498,7 +498,9 @@ class Devices:
         """Numbers, and no names of anything: for everybody."""
         if problem := self._problem:
             return error(503, problem)
-        return JSONResponse({"nodes": len(self._fleet.berths), "devices": self._numbers()}, headers=COMMON_HEADERS)
+        return JSONResponse(
+            {"nodes": len(self._fleet.indexed_nodes), "devices": self._numbers()}, headers=COMMON_HEADERS
+        )
 
     async def summary_page(self, request: Request) -> Response:
         if problem := self._problem:
@@ -540,7 +542,7 @@ class Devices:
         snapshot = await self._seen_by(caller_of(request), now)
         return StreamingResponse(self._json(snapshot, now), media_type="application/json", headers=COMMON_HEADERS)
 
-    async def _json(self, snapshot: Snapshot, now: datetime) -> AsyncIterator[bytes]:
+    async def _json(self, snapshot: DevicesSnapshot, now: datetime) -> AsyncIterator[bytes]:
         opening = b"{"
         async for piece in unhurried(sightings(snapshot, now)):
             devices = {seen.device.uuid: self._described(seen, now, snapshot.lapses) for seen in piece}
@@ -548,7 +550,7 @@ class Devices:
             opening = b","
         yield b"{}" if opening == b"{" else b"}"
 
-    async def _seen_by(self, caller: Caller, now: datetime) -> Snapshot:
+    async def _seen_by(self, caller: Caller, now: datetime) -> DevicesSnapshot:
         told = partial(self._told, caller)
         lapses = self._lapses.since(now)
         return await take_snapshot(
@@ -569,15 +571,15 @@ class Devices:
         answers = await asyncio.gather(*map(may, asked))
         return {namespace for namespace, is_told in zip(asked, answers, strict=True) if is_told}
 
-    def _described(self, seen: Sighting, now: datetime, lapses: LapsesByDevice) -> Json:
+    def _described(self, seen: DevicesView, now: datetime, lapses: LapsesByDevice) -> Json:
         evidence = evidence_of(self._fleet, seen.nodes[0], now)
         told = described(seen, now, evidence, tells_pending_ids=self._tells_pending_ids)
         if expired := lapses.get(seen.device.uuid):
             told["expired"] = [lapsed(one, tells_id=self._tells_pending_ids) for one in expired]
-        berth = self._fleet.berths.get(seen.nodes[0])
-        if berth is not None and not berth.node.is_ready:
+        indexed = self._fleet.indexed_nodes.get(seen.nodes[0])
+        if indexed is not None and not indexed.node.is_ready:
             told["node-ready"] = False
-        if berth is not None and berth.node.is_cordoned:
+        if indexed is not None and indexed.node.is_cordoned:
             told["cordoned"] = True
         return told
 
@@ -599,7 +601,7 @@ class Devices:
         findings = await self._find(snapshot, query, now)
         return self._html(request, 200, findings, now, banner=banner, lapses=snapshot.lapses)
 
-    async def _find(self, snapshot: Snapshot, query: Query, now: datetime) -> Findings:
+    async def _find(self, snapshot: DevicesSnapshot, query: Query, now: datetime) -> Findings:
         findings = Findings(query)
         async for piece in unhurried(sightings(snapshot, now)):
             findings.add_all(piece)

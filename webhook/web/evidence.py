@@ -15,9 +15,9 @@ from webhook.core.names import is_object_name
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.attestation import Attestation
 from webhook.evidence.jwt.end_reports import MOST
-from webhook.evidence.jwt.jwt_svid import MAX_TOKEN, BadTokenError, Fault
+from webhook.evidence.jwt.jwt_svid import MAX_TOKEN, BadTokenError, TokenFault
 from webhook.evidence.jwt.proofs import ReplayedProofError, UnknownNodeError
-from webhook.evidence.jwt.trust_bundle import KeysAwayError
+from webhook.evidence.jwt.trust_bundle import KeysUnavailableError
 from webhook.web.body import RefusedBodyError, error, read_body
 from webhook.web.health import Health
 
@@ -25,10 +25,10 @@ log = structlog.get_logger(__name__)
 
 # A token, the uids of pods that have ended, and the JSON around them.
 MAX_BODY: Final = MAX_TOKEN + MOST * 128 + 1024
-STATUS: Final = {Fault.FORM: 400, Fault.SIZE: 413}
+STATUS: Final = {TokenFault.FORM: 400, TokenFault.SIZE: 413}
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProofBody(msgspec.Struct, frozen=True):
     """What a node posts."""
 
     token: str
@@ -60,7 +60,7 @@ class EvidenceRoutes:
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         try:
-            answer = msgspec.json.decode(await read_body(request, MAX_BODY), type=Answer)
+            answer = msgspec.json.decode(await read_body(request, MAX_BODY), type=ProofBody)
             evidence = await self._attestation.take(answer.token, answer.ended)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return error(400, 'the body has to be {"token": "…"}')
@@ -75,7 +75,7 @@ class EvidenceRoutes:
         except ReplayedProofError as exc:
             log.warning("proof refused", fault="replayed", problem=str(exc))
             return error(409, str(exc))
-        except KeysAwayError as exc:
+        except KeysUnavailableError as exc:
             log.debug("proof could not be checked", problem=str(exc))  # by anybody, with any key
             return error(503, "the proof cannot be checked at this moment")
         except EvidenceUnavailableError as exc:

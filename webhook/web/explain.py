@@ -14,7 +14,7 @@ from webhook.core.caller import CallersUnavailableError
 from webhook.core.verdict import plain
 from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
-from webhook.web.callers import Gate, caller_of, forbidden, list_pods
+from webhook.web.callers import CallerGate, caller_of, forbidden, list_pods
 from webhook.web.health import Health
 
 # A manifest; one that is larger is no pod that anybody has written. Each pod of a StatefulSet costs as much again.
@@ -24,8 +24,8 @@ MAX_MANIFEST = 2**18
 class Explain:
     """The route."""
 
-    def __init__(self, explainer: Explainer, health: Health, gate: Gate | None = None) -> None:
-        self._gate = gate or Gate(utc_now)
+    def __init__(self, explainer: Explainer, health: Health, gate: CallerGate | None = None) -> None:
+        self._gate = gate or CallerGate(utc_now)
         self._explainer = explainer
         self._health = health
         # Reviews are answered between two pods, whoever asks about many.

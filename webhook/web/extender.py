@@ -26,7 +26,7 @@ from webhook.runtime.http.budgets import SMALL
 from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import LEDGER_AWAY, NAMESPACE_AWAY, Extender, refused_by
 from webhook.web.body import RefusedBodyError, read_body
-from webhook.web.callers import Gate, bind_pods, caller_of
+from webhook.web.callers import CallerGate, bind_pods, caller_of
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
@@ -47,12 +47,12 @@ class NotAllowedError(GpuwardenError):
 class ExtenderRoutes:
     """`POST /filter`, `/prioritize`, `/preempt` and `/bind`."""
 
-    def __init__(self, extender: Extender, metrics: Metrics, health: Health, gate: Gate | None = None) -> None:
+    def __init__(self, extender: Extender, metrics: Metrics, health: Health, gate: CallerGate | None = None) -> None:
         """Callers with tokens are answered about pods that they may bind without us."""
         self._extender = extender
         self._metrics = metrics
         self._health = health
-        self._gate = gate or Gate(utc_now)
+        self._gate = gate or CallerGate(utc_now)
 
     async def filter(self, request: Request) -> Response:
         return await self._answered(request, "filter", self._filtered)

@@ -19,12 +19,12 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import PodIdentity, PodProof, Reservation, ReservationId
 from webhook.ledger import Ledger
 from webhook.ledger.pods import PodFacts, PodSource, PodsUnavailableError
 from webhook.runtime.clock import utc_now
 from webhook.web.body import RefusedBodyError, error, read_body
-from webhook.web.callers import Gate, caller_of, finalize_reservations, forbidden
+from webhook.web.callers import CallerGate, caller_of, finalize_reservations, forbidden
 from webhook.web.health import Health
 
 log = structlog.get_logger(__name__)
@@ -46,7 +46,7 @@ class RefusedFinalizeError(GpuwardenError):
 
 
 @frozen
-class Told:
+class FinalizeBody:
     """The five fields of a request."""
 
     pod: PodIdentity
@@ -54,7 +54,7 @@ class Told:
     uuids: tuple[DeviceUuid, ...]
 
     @classmethod
-    def parse(cls, body: bytes) -> "Told":
+    def parse(cls, body: bytes) -> "FinalizeBody":
         fields = fields_of(body)
         uuids = tuple(DeviceUuid(uuid.strip()) for uuid in fields["gpu-uuid"].split(","))
         pod = PodIdentity(fields["namespace"], fields["name"], fields["uid"])
@@ -95,20 +95,20 @@ class Finalize:
         pods: PodSource,
         facts: PodFacts,
         health: Health,
-        gate: Gate | None = None,
+        gate: CallerGate | None = None,
     ) -> None:
         self._ledger = ledger
         self._fleet = fleet
         self._pods = pods
         self._facts = facts
         self._health = health
-        self._gate = gate or Gate(utc_now)
+        self._gate = gate or CallerGate(utc_now)
 
     async def finalize(self, request: Request) -> Response:
         if not self._health.is_serving:
             return error(503, f"the server is {self._health.stage}")
         try:
-            told = Told.parse(await read_body(request, MAX_BODY))
+            told = FinalizeBody.parse(await read_body(request, MAX_BODY))
             if not await self._may_tell(caller_of(request), told.pod):
                 return forbidden(NOT_ALLOWED)
             await self._believe(told)
@@ -128,7 +128,7 @@ class Finalize:
             return True
         return await self._gate.may(caller, finalize_reservations(pod.namespace))
 
-    async def _believe(self, told: Told) -> None:
+    async def _believe(self, told: FinalizeBody) -> None:
         held = await self._held(told)
         if not held.may_be(told.pod):
             raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod")
@@ -137,10 +137,8 @@ class Finalize:
             raise RefusedFinalizeError(422, against)
         self._refuse_a_second(told.pod, held)
         try:
-            if self._pods.believes_reviews:
-                await self._ledger.finalize(held.id, told.pod, node=held.node)
-            else:
-                await self._ledger.confirm(held.id, told.pod, node=held.node)
+            proof = PodProof.REPORTED if self._pods.believes_reviews else PodProof.CONFIRMED
+            await self._ledger.bind_to_pod(proof, held.id, told.pod, node=held.node)
         except UnknownReservationError as exc:
             raise RefusedFinalizeError(404, f"reservation {held.id} is gone") from exc
         except ReservationConflictError as exc:
@@ -155,7 +153,7 @@ class Finalize:
         if other is not None and other.id != held.id:
             raise RefusedFinalizeError(409, f"the pod of uid {pod.uid} has reservation {other.id}")
 
-    async def _held(self, told: Told) -> Reservation:
+    async def _held(self, told: FinalizeBody) -> Reservation:
         """The reservation that holds the devices told, all of them under the id told."""
         held = await self._found(told)
         if held is None or not set(told.uuids) <= set(held.uuids):
@@ -164,13 +162,13 @@ class Finalize:
             raise RefusedFinalizeError(409, f"reservation {held.id} holds other GPUs as well: name one, or all")
         return held
 
-    def _not_held(self, told: Told, held: Collection[DeviceUuid]) -> RefusedFinalizeError:
+    def _not_held(self, told: FinalizeBody, held: Collection[DeviceUuid]) -> RefusedFinalizeError:
         uuid = next(one for one in told.uuids if one not in held)
         if self._ledger.of_device(uuid):
             return RefusedFinalizeError(409, f"{uuid} is held by another reservation")
         return RefusedFinalizeError(404, f"no reservation holds {uuid}")
 
-    async def _found(self, told: Told) -> Reservation | None:
+    async def _found(self, told: FinalizeBody) -> Reservation | None:
         """By the id told: known here, or on a node that says it has the device. A reservation is on one node, so where
         one of its devices can be, it is."""
         first = told.uuids[0]

@@ -14,13 +14,13 @@ from webhook.runtime.clock import utc_now
 from webhook.runtime.http.budgets import Budgets
 from webhook.runtime.telemetry import Metrics
 from webhook.web.body import HELD, error
-from webhook.web.callers import Gate, Guard
+from webhook.web.callers import CallerGate, Guard
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 @frozen
-class Declared:
+class RouteDeclaration:
     """A route, and whom it is for. Nothing else can be registered."""
 
     path: str
@@ -30,18 +30,18 @@ class Declared:
 
 
 def application(
-    metrics: Metrics, *routes: Declared, budgets: Budgets | None = None, gate: Gate | None = None
+    metrics: Metrics, *routes: RouteDeclaration, budgets: Budgets | None = None, gate: CallerGate | None = None
 ) -> ASGIApp:
-    gate = gate or Gate(utc_now)
+    gate = gate or CallerGate(utc_now)
     app = Starlette(
         routes=[Route(one.path, behind(gate, one), methods=[one.method]) for one in routes],
         exception_handlers={HTTPException: refused, Exception: broken},
     )
     app.router.redirect_slashes = False  # another path is another route, of which there is none
-    return Counted(Budgeted(app, budgets or Budgets()), metrics, routes)
+    return CountMiddleware(BudgetMiddleware(app, budgets or Budgets()), metrics, routes)
 
 
-def behind(gate: Gate, route: Declared) -> Endpoint:
+def behind(gate: CallerGate, route: RouteDeclaration) -> Endpoint:
     """The endpoint, for callers that the gate lets in. No body is read of others."""
 
     async def entered(request: Request) -> Response:
@@ -50,7 +50,7 @@ def behind(gate: Gate, route: Declared) -> Endpoint:
     return entered
 
 
-class Budgeted:
+class BudgetMiddleware:
     """Counts what the bodies of all requests take together, from their first byte until they are answered."""
 
     def __init__(self, app: ASGIApp, budgets: Budgets) -> None:
@@ -63,10 +63,10 @@ class Budgeted:
             await self._app(scope, receive, send)
 
 
-class Counted:
+class CountMiddleware:
     """Counts answers by route and status; paths that are no routes are one."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, declared: tuple[Declared, ...]) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, declared: tuple[RouteDeclaration, ...]) -> None:
         self.declared = declared
         self._app = app
         self._metrics = metrics
@@ -86,12 +86,12 @@ class Counted:
         await self._app(scope, receive, counting)
 
 
-def get(path: str, endpoint: Endpoint, guard: Guard) -> Declared:
-    return Declared(path, "GET", endpoint, guard)
+def get(path: str, endpoint: Endpoint, guard: Guard) -> RouteDeclaration:
+    return RouteDeclaration(path, "GET", endpoint, guard)
 
 
-def post(path: str, endpoint: Endpoint, guard: Guard) -> Declared:
-    return Declared(path, "POST", endpoint, guard)
+def post(path: str, endpoint: Endpoint, guard: Guard) -> RouteDeclaration:
+    return RouteDeclaration(path, "POST", endpoint, guard)
 
 
 async def refused(request: Request, exc: Exception) -> Response:

@@ -16,14 +16,14 @@ from tests.builders import NOW, device, node, raw_container
 from tests.heard import Heard
 from tests.ledger.fake_store import FakeStore, gpu_node
 from tests.ledger.test_cluster import KNOWN, Pods, Replica
-from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
+from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.admission.queue.queue import Queue
 from webhook.admission.queue.waiting_pods import WaitingPods
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.dress import waiting
 from webhook.core.fleet import Fleet
-from webhook.core.reservation import Ask, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Placement, PodIdentity, Reservation, ReservationId, ReservationRequest
 from webhook.ledger import Ledger
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
@@ -56,7 +56,7 @@ class Hall:
         self.now = NOW
         self.fleet, self.ledger = make(sizes, lambda: self.now)
         self.yard = Yard()
-        claims = ClaimReading(ClaimRules(), WatchedNamespaces(NobodyToAsk()))
+        claims = ClaimReader(ClaimRules(), WatchedNamespaces(NobodyToAsk()))
         self.pods = WaitingPods(claims, RULES)
         self.queue = Queue(
             self.pods,
@@ -156,7 +156,7 @@ async def test_behind_it_small_ones_do_not_wait_for_larger_ones(make: Making) ->
 
 async def test_one_that_no_gpu_would_serve_that_becomes_free_has_no_node_and_the_next_one_has(make: Making) -> None:
     hall = Hall(make, a=4, b=3)
-    broken = hall.fleet.berths["a"].node
+    broken = hall.fleet.indexed_nodes["a"].node
     devices = (evolve(broken.devices[0], is_healthy=False), *broken.devices[1:])
     hall.fleet.put(evolve(broken, devices=devices), NOW)
     await hall.come(1, 1, 4, 3)
@@ -177,10 +177,12 @@ async def test_a_lost_race_beside_it_does_not_end_on_its_node(make: Making, monk
     assert hall.first() == ("p4", 2, "b")
     reserve = hall.ledger.reserve
 
-    async def others_are_faster(ask: Ask, places: Sequence[Placement], *, answer_by: datetime) -> Reservation:
+    async def others_are_faster(
+        ask: ReservationRequest, places: Sequence[Placement], *, answer_by: datetime
+    ) -> Reservation:
         monkeypatch.undo()
         assert [place.node for place in places] == ["a"]
-        await reserve(Ask(ReservationId("other"), "ml", "d1"), places, answer_by=answer_by)
+        await reserve(ReservationRequest(ReservationId("other"), "ml", "d1"), places, answer_by=answer_by)
         return await reserve(ask, places, answer_by=answer_by)
 
     monkeypatch.setattr(hall.ledger, "reserve", others_are_faster)

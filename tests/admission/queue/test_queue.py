@@ -14,10 +14,10 @@ from tests import builders
 from tests.builders import HASH, NOW, Raw, device, node, raw_container
 from tests.heard import Heard
 from tests.ledger.test_cluster import ClusterBench
-from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
+from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.admission.queue.gates import GateError
-from webhook.admission.queue.queue import Queue, Round
-from webhook.admission.queue.waiting_pods import Demands, WaitingPods, is_waiting
+from webhook.admission.queue.queue import Queue, QueuePass
+from webhook.admission.queue.waiting_pods import DemandsListener, WaitingPods, is_waiting
 from webhook.core import check
 from webhook.core.claim import ClaimRules, recorded_claim
 from webhook.core.decide import EvidencePolicy, decide
@@ -25,12 +25,21 @@ from webhook.core.difference import Change
 from webhook.core.dress import DressRules, waiting
 from webhook.core.errors import LedgerUnavailableError, PlacementRefusedError
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper, SetId
-from webhook.core.lines import Waiter
+from webhook.core.gpu_map import MapOwner, SetId
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod
+from webhook.core.queue_order import QueuedPod
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Orphan, Phase, Placement, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import (
+    Orphan,
+    Phase,
+    Placement,
+    PodIdentity,
+    PodProof,
+    Reservation,
+    ReservationId,
+    ReservationRequest,
+)
 from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Abandon, Times
@@ -99,7 +108,9 @@ class Contested(MemoryLedger):
         super().__init__(*args)
         self.meanwhile: list[Callable[[], Awaitable[object]]] = []
 
-    async def reserve(self, ask: Ask, placements: Sequence[Placement], *, answer_by: datetime) -> Reservation:
+    async def reserve(
+        self, ask: ReservationRequest, placements: Sequence[Placement], *, answer_by: datetime
+    ) -> Reservation:
         if self.meanwhile:
             await self.meanwhile.pop()()
         return await super().reserve(ask, placements, answer_by=answer_by)
@@ -131,10 +142,10 @@ class Scene:
 
     def another(self) -> Queue:
         """As after a start: it knows what the watch tells and what the ledger has."""
-        self.claims = ClaimReading(ClaimRules(), self.namespaces)
+        self.claims = ClaimReader(ClaimRules(), self.namespaces)
         self.pods = WaitingPods(self.claims, RULES)
         self.pods.replaced(self.yard.pods)
-        self.demands = Demands(self.pods)
+        self.demands = DemandsListener(self.pods)
         return Queue(
             self.pods,
             self.ledger,
@@ -164,7 +175,7 @@ class Scene:
         if is_heard:
             self.demands.changed(raw)
 
-    def waiter(self, name: str) -> Waiter:
+    def waiter(self, name: str) -> QueuedPod:
         found = self.pods.lines.get(f"uid-{name}")
         assert found is not None
         return found
@@ -249,7 +260,7 @@ async def test_a_namespace_with_too_many_orphans_is_passed_over_until_they_end(s
     await scene.queue.step()
     (one,) = scene.ledger.reservations()
     pod = PodIdentity("ml", "gone", "uid-gone")
-    scene.ledger._shelf.make(
+    scene.ledger._index.make(
         one.node, Abandon(one.id, pod, one.since, Orphan(NOW, HOUR)), NOW, Times(HOUR, timedelta(seconds=5))
     )
     scene.come("next")
@@ -412,7 +423,7 @@ async def test_stopped_right_after_it_reserved_it_finds_what_it_reserved(scene: 
     scene.come("other")
     await scene.queue.step()
     scene.come("a", seconds=1)
-    ask = Ask(ReservationId("pod-uid-a"), "ml", scene.waiter("a").claim.digest, "a")
+    ask = ReservationRequest(ReservationId("pod-uid-a"), "ml", scene.waiter("a").claim.digest, "a")
     (left,) = {"GPU-0", "GPU-1"} - set(scene.opened().values())
     place = Placement("node-a", (builders.slot(left),))
     await scene.ledger.reserve(ask, [place], answer_by=NOW + timedelta(seconds=9))
@@ -434,7 +445,7 @@ async def test_what_an_earlier_creation_left_over_is_adopted(
     scene: Scene, name: str | None, seconds: int, is_adopted: bool
 ) -> None:
     scene.come("a")
-    ask = Ask(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, name)
+    ask = ReservationRequest(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, name)
     place = Placement("node-a", (builders.slot("GPU-1"),))
     await scene.ledger.reserve(ask, [place], answer_by=NOW + timedelta(seconds=9))
     scene.now += timedelta(seconds=seconds)
@@ -452,7 +463,9 @@ async def test_who_waits_is_told_when_the_reason_changes_and_not_in_every_pass(s
         await scene.queue.step()
     assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE)]
     scene.fleet.prove("node-a", builders.evidence("node-a"), scene.now)
-    await scene.ledger.reserve(Ask(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=NOW + timedelta(seconds=9))
+    await scene.ledger.reserve(
+        ReservationRequest(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=NOW + timedelta(seconds=9)
+    )
     for _ in range(3):
         await scene.queue.step()
     assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
@@ -641,7 +654,7 @@ async def test_a_reservation_on_a_node_without_evidence_does_not_hold_up_its_lin
 async def test_nothing_is_adopted_on_a_node_without_evidence() -> None:
     scene = two_proven_nodes()
     scene.come("a")
-    ask = Ask(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, "a")
+    ask = ReservationRequest(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, "a")
     await scene.ledger.reserve(ask, [ON_GPU_0], answer_by=LATER)
     scene.fleet.prove("node-a", None, NOW)
     await scene.queue.step()
@@ -653,7 +666,9 @@ async def test_nothing_is_adopted_on_a_node_without_evidence() -> None:
 
 async def test_a_reservation_for_another_claim_is_nobodys_own_whatever_its_id(scene: Scene) -> None:
     scene.come("a", 2)
-    await scene.ledger.reserve(Ask(ReservationId("pod-uid-a"), "ml", "forged"), [ON_GPU_0], answer_by=LATER)
+    await scene.ledger.reserve(
+        ReservationRequest(ReservationId("pod-uid-a"), "ml", "forged"), [ON_GPU_0], answer_by=LATER
+    )
     await scene.queue.step()
     assert scene.opened() == {"a": "GPU-0,GPU-1"}
     assert {one.claim_digest for one in scene.ledger.reservations()} != {"forged"}
@@ -661,9 +676,9 @@ async def test_a_reservation_for_another_claim_is_nobodys_own_whatever_its_id(sc
 
 async def test_a_reservation_that_names_a_waiting_pod_and_is_of_another_claim_is_given_back(scene: Scene) -> None:
     scene.come("a", 2)
-    forged = Ask(ReservationId("review-9"), "ml", "forged")
+    forged = ReservationRequest(ReservationId("review-9"), "ml", "forged")
     await scene.ledger.reserve(forged, [ON_GPU_0], answer_by=LATER)
-    await scene.ledger.bind(forged.id, builders.identity("a", "uid-a"))
+    await scene.ledger.bind_to_pod(PodProof.NAMED, forged.id, builders.identity("a", "uid-a"))
     await scene.queue.step()
     assert scene.opened() == {"a": "GPU-0,GPU-1"}
 
@@ -709,14 +724,14 @@ async def test_a_leader_whose_watch_is_behind_leaves_no_second_gpu_with_a_pod(sc
     bench = ClusterBench()
     second = bench.another()
     scene.come("a")
-    ask = Ask(ReservationId("pod-uid-a"), "ml", scene.waiter("a").claim.digest, "a")
+    ask = ReservationRequest(ReservationId("pod-uid-a"), "ml", scene.waiter("a").claim.digest, "a")
     await bench.reserve(ask, Placement("node-b", (builders.slot("GPU-b0"),)))
-    await bench.ledger.confirm(ask.id, builders.identity("a", "uid-a"))
+    await bench.ledger.bind_to_pod(PodProof.CONFIRMED, ask.id, builders.identity("a", "uid-a"))
     bench.pods.uids.add("uid-a")
     if has_acted:
         bench.now += timedelta(seconds=1)
         await bench.reserve(ask, Placement("node-a", (builders.slot("GPU-a0"),)), by=second)
-        await second.ledger.confirm(ask.id, builders.identity("a", "uid-a"))
+        await second.ledger.bind_to_pod(PodProof.CONFIRMED, ask.id, builders.identity("a", "uid-a"))
 
     async def read_anew() -> bool:
         for raw in bench.store.objects.values():
@@ -808,7 +823,7 @@ async def test_a_pass_over_many_kinds_lets_others_work(scene: Scene) -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(others())
-    await scene.queue._serve_all(Round(float("inf"), [], set()))
+    await scene.queue._serve_all(QueuePass(float("inf"), [], set()))
     task.cancel()
     assert worked >= 50
 
@@ -851,7 +866,7 @@ NEWS: dict[str, Callable[[Scene], object]] = {
     "evidence": lambda scene: scene.fleet.prove("node-a", builders.evidence("node-a"), NOW),
     "a-reservation": lambda scene: scene.fleet.hold(builders.reservation(builders.slot("GPU-1"))),
     "the-end-of-one": lambda scene: scene.fleet.free(builders.reservation(builders.slot("GPU-0"))),
-    "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0": Keeper("", SetId("set-1", "ml"))}}, {"node-a"}),
+    "a-map": lambda scene: scene.fleet.set_aside({"node-a": {"0": MapOwner("", SetId("set-1", "ml"))}}, {"node-a"}),
     "time": lambda scene: setattr(scene, "now", NOW + timedelta(seconds=5)),
 }
 
@@ -951,7 +966,9 @@ async def test_a_lost_race_is_decided_anew_at_once(scene: Scene) -> None:
         assert not isinstance(found, Deny)
         (place,) = found
         places.append(place.slots[0].uuid)
-        await super(Contested, scene.ledger).reserve(Ask(ReservationId("r1"), "ml", "d1"), [place], answer_by=LATER)
+        await super(Contested, scene.ledger).reserve(
+            ReservationRequest(ReservationId("r1"), "ml", "d1"), [place], answer_by=LATER
+        )
 
     scene.ledger.meanwhile.append(other)
     await scene.queue.step()
@@ -964,7 +981,9 @@ async def test_after_a_race_lost_for_good_small_claims_do_not_overtake(scene: Sc
     scene.come("small", 1, seconds=1)
 
     async def other() -> None:
-        await super(Contested, scene.ledger).reserve(Ask(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=LATER)
+        await super(Contested, scene.ledger).reserve(
+            ReservationRequest(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=LATER
+        )
 
     scene.ledger.meanwhile.append(other)
     await scene.queue.step()

@@ -33,7 +33,7 @@ from tests.evidence.jwt.tokens import (
 )
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence.jwt.jwt_bundle import parse_bundle
-from webhook.evidence.jwt.jwt_svid import BadTokenError, Examiner, Fault, Proof, check_signature
+from webhook.evidence.jwt.jwt_svid import BadTokenError, Proof, TokenFault, TokenVerifier, check_signature
 from webhook.evidence.jwt.nonce import Nonces
 from webhook.runtime.clock import utc_now
 
@@ -129,7 +129,7 @@ def asked(binary: Path, cases: list[Case], nonce: str) -> list[str]:
     return [one["id"] for one in json.loads(answer.stdout)]
 
 
-def verified(examiner: Examiner, keys: Mapping[str, jwt.PyJWK], text: str, now: datetime) -> Proof | Fault:
+def verified(examiner: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, now: datetime) -> Proof | TokenFault:
     try:
         proof = examiner.examined(text, now)
         check_signature(proof, keys.get(proof.token.key_id))
@@ -141,7 +141,7 @@ def verified(examiner: Examiner, keys: Mapping[str, jwt.PyJWK], text: str, now: 
 def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
     now, secret = utc_now(), b"k" * 32
     nonces = Nonces(lambda: (secret,), SKEW)
-    examiner = Examiner(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
+    examiner = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
     keys = parse_bundle(BUNDLE).keys
     world = World(KEY, FOREIGN, cache(lambda node: nonces.issue(node, now).text), now)
     seed = random.randrange(2**32)  # noqa: S311 - a corpus, no secret
@@ -149,7 +149,7 @@ def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
     theirs = asked(go_spiffe, cases, world.ours())
     assert len(theirs) == len(cases) >= 500
 
-    stricter: Counter[Fault] = Counter()
+    stricter: Counter[TokenFault] = Counter()
     both = 0
     for case, believed in zip(cases, theirs, strict=True):
         ours = verified(examiner, keys, case.token, now)
@@ -163,6 +163,6 @@ def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
     print(f"{len(cases)} tokens, good for both {both}, refused by us alone {dict(stricter)}, seed {seed}")  # noqa: T201
     assert both >= 100
     assert len(cases) - both - stricter.total() >= 250
-    assert not stricter[Fault.SIGNATURE]
-    assert not stricter[Fault.KEY]
-    assert not stricter[Fault.TRUST_DOMAIN]
+    assert not stricter[TokenFault.SIGNATURE]
+    assert not stricter[TokenFault.KEY]
+    assert not stricter[TokenFault.TRUST_DOMAIN]

@@ -13,7 +13,7 @@ from tests.e2e.kube import ApiError, Kube, forced_away
 from tests.e2e.people import GPU_NODES
 from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
 from tests.ledger.contract import ask, on, pod
-from webhook.core.reservation import ReservationId
+from webhook.core.reservation import PodProof, ReservationId
 from webhook.kube.client import connected
 from webhook.runtime.settings import Settings
 
@@ -57,7 +57,7 @@ async def test_a_hand_that_goes_round_us_cannot_give_a_held_device_away(
     bench: ApiBench, change: list[dict[str, Any]]
 ) -> None:
     await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a0"))
-    await bench.ledger.bind(ReservationId("r1"), pod(1))
+    await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
     before = await bench.held()
     with pytest.raises(ApiError) as refused:
         await bench.kube.patch(GPU_NODES, "node-a", change, subresource="status")

@@ -32,8 +32,8 @@ from tests.e2e.kube import (
 from tests.e2e.people import resource_of
 from tests.e2e.test_ledger import installed
 from tests.running import GPUWARDEN
-from webhook.admission.audit import Facts, Kind, Reading, findings
-from webhook.admission.maps import opted_in
+from webhook.admission.audit import AuditRules, Facts, FindingKind, findings
+from webhook.admission.placement_maps import opted_in
 from webhook.core import keys
 from webhook.core.claim import ClaimRules
 from webhook.core.dress import DressRules, Injection
@@ -45,8 +45,8 @@ EXEMPT = {"gpuwarden.io/isolation": "none"}
 ALLOWED = ("/data", "/mnt/datasets")
 
 
-def reading(*host_paths: str) -> Reading:
-    return Reading(ClaimRules(), DressRules(Injection.NVIDIA, "nvidia.com/gpu"), host_paths)
+def reading(*host_paths: str) -> AuditRules:
+    return AuditRules(ClaimRules(), DressRules(Injection.NVIDIA, "nvidia.com/gpu"), host_paths)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -94,7 +94,7 @@ async def is_refused(what: Awaitable[Raw]) -> bool:
 class JudgedPlace(Place):
     """Where each pod is judged by the policy and by the audit, and they agree."""
 
-    reading: Reading
+    reading: AuditRules
 
     async def made(self, content: Raw, **options: str) -> Raw:
         return await self._judged(super().made(content, **options), content)
@@ -126,7 +126,9 @@ class JudgedPlace(Place):
         ours = {self.namespace} if opted_in(namespace, keys.OPT_IN.name) else set()
         isolated = ours if is_isolated(namespace, NAMESPACE) else set()
         facts = Facts([pod] if pod else [], (), ours, isolated)
-        found = [one for one in findings(facts, utc_now(), needs_evidence=False) if one.kind is Kind.POD_NOT_ISOLATED]
+        found = [
+            one for one in findings(facts, utc_now(), needs_evidence=False) if one.kind is FindingKind.POD_NOT_ISOLATED
+        ]
         return pod.exposed if pod and found else ()
 
 

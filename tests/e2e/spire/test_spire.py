@@ -22,12 +22,12 @@ from tests.evidence.certificates import key_usage, names
 from tests.evidence.doubles import until
 from webhook.core.agent_naming import naming_of
 from webhook.core.evidence import state_of
-from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, Named
+from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, EvidenceIdParts
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt.jwt_svid import Examiner, check_signature
+from webhook.evidence.jwt.jwt_svid import TokenVerifier, check_signature
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
 from webhook.evidence.jwt.nonce import Nonces, one_process_only
-from webhook.evidence.spire.attested import Rules
+from webhook.evidence.spire.attested import AgentRules
 from webhook.evidence.spire.spire_server import SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
 from webhook.runtime.clock import utc_now
@@ -175,7 +175,7 @@ def register(spire: Spire, agent_id: str, spiffe_id: str, *options: str) -> None
 async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None:
     agent_id = await begun(spire)
     register(spire, agent_id, OURS)
-    rules = Rules(
+    rules = AgentRules(
         trust_domain=TRUST_DOMAIN,
         attestors=frozenset({"x509pop"}),
         node=naming_of("x509pop:san:node-name", "node"),
@@ -226,7 +226,7 @@ async def test_a_real_token_over_our_challenge_proves_its_node(spire: Spire) -> 
 
     await until(has_one)
     (token,) = await tokens()
-    proof = Examiner(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW).examined(token, utc_now())
-    assert proof.says == Named("node-1", HASH)
+    proof = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW).examined(token, utc_now())
+    assert proof.says == EvidenceIdParts("node-1", HASH)
     bundle = await WorkloadBundles(api, TRUST_DOMAIN).fetch()
     check_signature(proof, bundle.keys.get(proof.token.key_id))

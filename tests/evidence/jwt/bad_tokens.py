@@ -25,7 +25,7 @@ from tests.evidence.jwt.tokens import (
     seconds,
     token,
 )
-from webhook.evidence.jwt.jwt_svid import Fault
+from webhook.evidence.jwt.jwt_svid import TokenFault
 
 ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of P-256
 NODE: Final = "node-a"
@@ -148,20 +148,20 @@ def es512(w: World) -> str:
     return token(key, w.ours(), w.now)
 
 
-def cases() -> Iterator[tuple[str, Bad, Fault]]:
+def cases() -> Iterator[tuple[str, Bad, TokenFault]]:
     for alg in ("none", "None", "NONE", "nOnE"):
-        yield f"alg {alg}", unsigned(alg), Fault.FORM
-        yield f"alg {alg} with a signature", unsigned(alg, "AAAA"), Fault.ALGORITHM
-    yield "no signature", unsigned(ES256), Fault.FORM
+        yield f"alg {alg}", unsigned(alg), TokenFault.FORM
+        yield f"alg {alg} with a signature", unsigned(alg, "AAAA"), TokenFault.ALGORITHM
+    yield "no signature", unsigned(ES256), TokenFault.FORM
     for form in ("pem", "der", "x"):
-        yield f"HS256 under the public key's {form}", secret(form), Fault.ALGORITHM
+        yield f"HS256 under the public key's {form}", secret(form), TokenFault.ALGORITHM
     for alg in ("HS384", "HS512", "ES512", "PS256", "RS512", "EdDSA", "es256", "ES256K", ""):
-        yield f"alg {alg!r} claimed", with_header(alg=alg), Fault.ALGORITHM
-    yield "ES512 for real", es512, Fault.ALGORITHM
-    yield "alg of another kind of key", with_header(alg=RS256), Fault.ALGORITHM
-    yield "alg of another curve", with_header(alg="ES384"), Fault.ALGORITHM
-    yield "alg is a list", with_header(alg=[ES256]), Fault.ALGORITHM
-    yield "alg left out", with_header(alg=None), Fault.ALGORITHM
+        yield f"alg {alg!r} claimed", with_header(alg=alg), TokenFault.ALGORITHM
+    yield "ES512 for real", es512, TokenFault.ALGORITHM
+    yield "alg of another kind of key", with_header(alg=RS256), TokenFault.ALGORITHM
+    yield "alg of another curve", with_header(alg="ES384"), TokenFault.ALGORITHM
+    yield "alg is a list", with_header(alg=[ES256]), TokenFault.ALGORITHM
+    yield "alg left out", with_header(alg=None), TokenFault.ALGORITHM
     for name, value in (
         ("jwk", {"kty": "EC"}),
         ("jku", "https://attacker.example/keys"),
@@ -172,98 +172,98 @@ def cases() -> Iterator[tuple[str, Bad, Fault]]:
         ("cty", "JWT"),
         ("zip", "DEF"),
     ):
-        yield f"header {name}", with_header(**{name: value}), Fault.FORM
-    yield "typ of another thing", with_header(typ="at+jwt"), Fault.FORM
-    yield "typ is a list", with_header(typ=["JWT"]), Fault.FORM
-    yield "kid left out", with_header(kid=None), Fault.KEY
-    yield "kid empty", with_header(kid=""), Fault.KEY
-    yield "kid is a list", with_header(kid=["key-1"]), Fault.KEY
-    yield "kid unknown", with_header(kid="key-9"), Fault.KEY
-    yield "kid of the X.509 side", with_header(kid="x509"), Fault.KEY
-    yield "kid of a path", with_header(kid="../../key-1"), Fault.KEY
-    yield "key of another trust domain", signed_by_foreign(), Fault.SIGNATURE
-    yield "other trust domain", signed_by_foreign(sub=evidence_id(trust_domain="other.org")), Fault.TRUST_DOMAIN
-    yield "other trust domain, our key", with_claims(sub=evidence_id(trust_domain="other.org")), Fault.TRUST_DOMAIN
+        yield f"header {name}", with_header(**{name: value}), TokenFault.FORM
+    yield "typ of another thing", with_header(typ="at+jwt"), TokenFault.FORM
+    yield "typ is a list", with_header(typ=["JWT"]), TokenFault.FORM
+    yield "kid left out", with_header(kid=None), TokenFault.KEY
+    yield "kid empty", with_header(kid=""), TokenFault.KEY
+    yield "kid is a list", with_header(kid=["key-1"]), TokenFault.KEY
+    yield "kid unknown", with_header(kid="key-9"), TokenFault.KEY
+    yield "kid of the X.509 side", with_header(kid="x509"), TokenFault.KEY
+    yield "kid of a path", with_header(kid="../../key-1"), TokenFault.KEY
+    yield "key of another trust domain", signed_by_foreign(), TokenFault.SIGNATURE
+    yield "other trust domain", signed_by_foreign(sub=evidence_id(trust_domain="other.org")), TokenFault.TRUST_DOMAIN
+    yield "other trust domain, our key", with_claims(sub=evidence_id(trust_domain="other.org")), TokenFault.TRUST_DOMAIN
     yield (
         "trust domain with more behind",
         with_claims(sub=evidence_id(trust_domain="example.org.evil.com")),
-        Fault.TRUST_DOMAIN,
+        TokenFault.TRUST_DOMAIN,
     )
 
-    yield "signature as DER", with_signature(as_der), Fault.SIGNATURE
-    yield "signature of zeros", with_signature(lambda raw: bytes(64)), Fault.SIGNATURE
-    yield "signature of ones", with_signature(lambda raw: b"\xff" * 64), Fault.SIGNATURE
-    yield "r of zero", with_signature(lambda raw: bytes(32) + raw[32:]), Fault.SIGNATURE
-    yield "r past the order", with_signature(lambda raw: ORDER.to_bytes(32, "big") + raw[32:]), Fault.SIGNATURE
-    yield "signature short", with_signature(lambda raw: raw[:-1]), Fault.SIGNATURE
-    yield "signature long", with_signature(lambda raw: raw + b"\0"), Fault.SIGNATURE
-    yield "signature bent", with_signature(lambda raw: raw[:-1] + bytes([raw[-1] ^ 1])), Fault.SIGNATURE
-    yield "other payload under a good signature", other_payload, Fault.SIGNATURE
+    yield "signature as DER", with_signature(as_der), TokenFault.SIGNATURE
+    yield "signature of zeros", with_signature(lambda raw: bytes(64)), TokenFault.SIGNATURE
+    yield "signature of ones", with_signature(lambda raw: b"\xff" * 64), TokenFault.SIGNATURE
+    yield "r of zero", with_signature(lambda raw: bytes(32) + raw[32:]), TokenFault.SIGNATURE
+    yield "r past the order", with_signature(lambda raw: ORDER.to_bytes(32, "big") + raw[32:]), TokenFault.SIGNATURE
+    yield "signature short", with_signature(lambda raw: raw[:-1]), TokenFault.SIGNATURE
+    yield "signature long", with_signature(lambda raw: raw + b"\0"), TokenFault.SIGNATURE
+    yield "signature bent", with_signature(lambda raw: raw[:-1] + bytes([raw[-1] ^ 1])), TokenFault.SIGNATURE
+    yield "other payload under a good signature", other_payload, TokenFault.SIGNATURE
 
-    yield "padding", respelt(lambda text: text + "=="), Fault.FORM
-    yield "loose last bits", respelt(loose_last_bits), Fault.FORM
-    yield "line end", respelt(lambda text: text + "\n"), Fault.FORM
-    yield "space inside", respelt(lambda text: text[:20] + " " + text[20:]), Fault.FORM
-    yield "ordinary base64", respelt(lambda text: text.rpartition(".")[0] + "." + "+/" * 43), Fault.FORM
-    yield "four parts", respelt(lambda text: text + ".AAAA"), Fault.FORM
-    yield "two parts", respelt(lambda text: text.rpartition(".")[0]), Fault.FORM
-    yield "five parts, as if encrypted", respelt(lambda text: text + ".AAAA.AAAA"), Fault.FORM
-    yield "JSON instead", lambda w: json.dumps({"payload": w.good()}), Fault.FORM
-    yield "nothing", lambda w: "", Fault.FORM
-    yield "not ASCII", respelt(lambda text: text[:30] + "é" + text[31:]), Fault.FORM
-    yield "one megabyte", respelt(lambda text: text + "A" * 2**20), Fault.SIZE
-    yield "nine kibibytes, signed", with_claims(extra="x" * 9 * 1024), Fault.SIZE
-    yield "deep JSON", with_raw("extra", "[" * 5000), Fault.FORM
-    yield "header is a list", lambda w: put_together(b"[]", claims(w.ours(), w.now), w.key), Fault.FORM
-    yield "claims are a list", lambda w: put_together(header(w.key), b"[]", w.key), Fault.FORM
-    yield "claims are not JSON", lambda w: put_together(header(w.key), b"{", w.key), Fault.FORM
+    yield "padding", respelt(lambda text: text + "=="), TokenFault.FORM
+    yield "loose last bits", respelt(loose_last_bits), TokenFault.FORM
+    yield "line end", respelt(lambda text: text + "\n"), TokenFault.FORM
+    yield "space inside", respelt(lambda text: text[:20] + " " + text[20:]), TokenFault.FORM
+    yield "ordinary base64", respelt(lambda text: text.rpartition(".")[0] + "." + "+/" * 43), TokenFault.FORM
+    yield "four parts", respelt(lambda text: text + ".AAAA"), TokenFault.FORM
+    yield "two parts", respelt(lambda text: text.rpartition(".")[0]), TokenFault.FORM
+    yield "five parts, as if encrypted", respelt(lambda text: text + ".AAAA.AAAA"), TokenFault.FORM
+    yield "JSON instead", lambda w: json.dumps({"payload": w.good()}), TokenFault.FORM
+    yield "nothing", lambda w: "", TokenFault.FORM
+    yield "not ASCII", respelt(lambda text: text[:30] + "é" + text[31:]), TokenFault.FORM
+    yield "one megabyte", respelt(lambda text: text + "A" * 2**20), TokenFault.SIZE
+    yield "nine kibibytes, signed", with_claims(extra="x" * 9 * 1024), TokenFault.SIZE
+    yield "deep JSON", with_raw("extra", "[" * 5000), TokenFault.FORM
+    yield "header is a list", lambda w: put_together(b"[]", claims(w.ours(), w.now), w.key), TokenFault.FORM
+    yield "claims are a list", lambda w: put_together(header(w.key), b"[]", w.key), TokenFault.FORM
+    yield "claims are not JSON", lambda w: put_together(header(w.key), b"{", w.key), TokenFault.FORM
     yield (
         "claims in UTF-16",
         lambda w: put_together(header(w.key), json.dumps(claims(w.ours(), w.now)).encode("utf-16"), w.key),
-        Fault.FORM,
+        TokenFault.FORM,
     )
     for name, value in (("sub", '"x"'), ("aud", '["x"]'), ("exp", "1"), ("iat", "1")):
-        yield f"{name} twice", twice(name, value), Fault.FORM
+        yield f"{name} twice", twice(name, value), TokenFault.FORM
 
     for name in ("exp", "iat"):
         for text in ("true", "1.5", "1e400", '"1772452860"', "null", "[1]", "{}"):
-            yield f"{name} {text}", with_raw(name, text), Fault.TIME
+            yield f"{name} {text}", with_raw(name, text), TokenFault.TIME
         for text in ("NaN", "Infinity", "-Infinity"):
-            yield f"{name} {text}", with_raw(name, text), Fault.FORM
-        yield f"{name} left out", with_claims(**{name: None}), Fault.TIME
-        yield f"{name} of a hundred digits", with_raw(name, "1" + "0" * 100), Fault.TIME
-        yield f"{name} negative", with_claims(**{name: -1}), Fault.TIME
-    yield "exp of five thousand digits", with_raw("exp", "1" + "0" * 5000), Fault.FORM
-    yield "expired", with_times(iat=-25, exp=-5), Fault.TIME
-    yield "expired this second", with_times(iat=-20, exp=0), Fault.TIME
-    yield "of the future", with_times(iat=60, exp=90), Fault.TIME
-    yield "of the future, just past the skew", with_times(iat=6, exp=60), Fault.TIME
-    yield "old though not expired", with_times(iat=-31, exp=30), Fault.TIME
-    yield "good for a day", with_times(iat=0, exp=86400), Fault.TIME
-    yield "good for too long", with_times(iat=0, exp=91), Fault.TIME
-    yield "ends before it begins", with_times(iat=4, exp=3), Fault.TIME
-    yield "not before tomorrow", lambda w: w.good(nbf=w.at(days=1)), Fault.TIME
-    yield "nbf is text", with_claims(nbf="soon"), Fault.TIME
+            yield f"{name} {text}", with_raw(name, text), TokenFault.FORM
+        yield f"{name} left out", with_claims(**{name: None}), TokenFault.TIME
+        yield f"{name} of a hundred digits", with_raw(name, "1" + "0" * 100), TokenFault.TIME
+        yield f"{name} negative", with_claims(**{name: -1}), TokenFault.TIME
+    yield "exp of five thousand digits", with_raw("exp", "1" + "0" * 5000), TokenFault.FORM
+    yield "expired", with_times(iat=-25, exp=-5), TokenFault.TIME
+    yield "expired this second", with_times(iat=-20, exp=0), TokenFault.TIME
+    yield "of the future", with_times(iat=60, exp=90), TokenFault.TIME
+    yield "of the future, just past the skew", with_times(iat=6, exp=60), TokenFault.TIME
+    yield "old though not expired", with_times(iat=-31, exp=30), TokenFault.TIME
+    yield "good for a day", with_times(iat=0, exp=86400), TokenFault.TIME
+    yield "good for too long", with_times(iat=0, exp=91), TokenFault.TIME
+    yield "ends before it begins", with_times(iat=4, exp=3), TokenFault.TIME
+    yield "not before tomorrow", lambda w: w.good(nbf=w.at(days=1)), TokenFault.TIME
+    yield "nbf is text", with_claims(nbf="soon"), TokenFault.TIME
 
-    yield "jti is a number", with_claims(jti=1), Fault.FORM
-    yield "iss is a list", with_claims(iss=["https://spire"]), Fault.FORM
-    yield "aud of somebody else", with_claims(aud=["vault"]), Fault.NONCE
-    yield "aud empty", with_claims(aud=[]), Fault.AUDIENCE
-    yield "aud of an empty text", with_claims(aud=[""]), Fault.NONCE
-    yield "aud left out", with_claims(aud=None), Fault.AUDIENCE
-    yield "aud of a number", with_claims(aud=[1]), Fault.AUDIENCE
-    yield "aud as one text", lambda w: w.good(aud=w.ours()), Fault.AUDIENCE
-    yield "aud ours and another", lambda w: w.good(aud=[w.ours(), "vault"]), Fault.AUDIENCE
-    yield "aud another and ours", lambda w: w.good(aud=["vault", w.ours()]), Fault.AUDIENCE
-    yield "aud ours twice", lambda w: w.good(aud=[w.ours()] * 2), Fault.AUDIENCE
-    yield "aud of the prefix", with_claims(aud=["gpuwarden/nonce/"]), Fault.NONCE
-    yield "aud cut", lambda w: w.good(aud=[w.ours()[:-1]]), Fault.NONCE
-    yield "aud with more behind", lambda w: w.good(aud=[w.ours() + "A"]), Fault.NONCE
-    yield "aud bent", lambda w: w.good(aud=[w.ours()[:-1] + "*"]), Fault.NONCE
-    yield "aud of a nonce with two nodes", lambda w: w.good(aud=[w.nonce("node-a,node-b")]), Fault.NONCE
-    yield "aud of two hundred kilobytes", with_claims(aud=["x" * 200_000]), Fault.SIZE
-    yield "nonce of another node", lambda w: w.good(aud=[w.nonce("node-b")]), Fault.NONCE
-    yield "node of another nonce", with_claims(sub=evidence_id(node="node-b")), Fault.NONCE
+    yield "jti is a number", with_claims(jti=1), TokenFault.FORM
+    yield "iss is a list", with_claims(iss=["https://spire"]), TokenFault.FORM
+    yield "aud of somebody else", with_claims(aud=["vault"]), TokenFault.NONCE
+    yield "aud empty", with_claims(aud=[]), TokenFault.AUDIENCE
+    yield "aud of an empty text", with_claims(aud=[""]), TokenFault.NONCE
+    yield "aud left out", with_claims(aud=None), TokenFault.AUDIENCE
+    yield "aud of a number", with_claims(aud=[1]), TokenFault.AUDIENCE
+    yield "aud as one text", lambda w: w.good(aud=w.ours()), TokenFault.AUDIENCE
+    yield "aud ours and another", lambda w: w.good(aud=[w.ours(), "vault"]), TokenFault.AUDIENCE
+    yield "aud another and ours", lambda w: w.good(aud=["vault", w.ours()]), TokenFault.AUDIENCE
+    yield "aud ours twice", lambda w: w.good(aud=[w.ours()] * 2), TokenFault.AUDIENCE
+    yield "aud of the prefix", with_claims(aud=["gpuwarden/nonce/"]), TokenFault.NONCE
+    yield "aud cut", lambda w: w.good(aud=[w.ours()[:-1]]), TokenFault.NONCE
+    yield "aud with more behind", lambda w: w.good(aud=[w.ours() + "A"]), TokenFault.NONCE
+    yield "aud bent", lambda w: w.good(aud=[w.ours()[:-1] + "*"]), TokenFault.NONCE
+    yield "aud of a nonce with two nodes", lambda w: w.good(aud=[w.nonce("node-a,node-b")]), TokenFault.NONCE
+    yield "aud of two hundred kilobytes", with_claims(aud=["x" * 200_000]), TokenFault.SIZE
+    yield "nonce of another node", lambda w: w.good(aud=[w.nonce("node-b")]), TokenFault.NONCE
+    yield "node of another nonce", with_claims(sub=evidence_id(node="node-b")), TokenFault.NONCE
 
     for name, sub in (
         ("upper-case trust domain", evidence_id(trust_domain="Example.org")),
@@ -288,13 +288,13 @@ def cases() -> Iterator[tuple[str, Bad, Fault]]:
         ("nul", evidence_id() + "\0"),
         ("long", evidence_id(hash="a" * 2048)),
     ):
-        yield f"sub {name}", with_claims(sub=sub), Fault.SUBJECT
-    yield "sub of a workload", with_claims(sub="spiffe://example.org/ns/default/sa/web"), Fault.SUBJECT
-    yield "sub of the agent", with_claims(sub="spiffe://example.org/spire/agent/x509pop/node-a"), Fault.SUBJECT
-    yield "sub with more behind", with_claims(sub=evidence_id() + "/more"), Fault.SUBJECT
-    yield "sub without a hash", with_claims(sub="spiffe://example.org/evidence/node-a"), Fault.SUBJECT
-    yield "sub left out", with_claims(sub=None), Fault.SUBJECT
-    yield "sub is a list", with_claims(sub=[evidence_id()]), Fault.SUBJECT
+        yield f"sub {name}", with_claims(sub=sub), TokenFault.SUBJECT
+    yield "sub of a workload", with_claims(sub="spiffe://example.org/ns/default/sa/web"), TokenFault.SUBJECT
+    yield "sub of the agent", with_claims(sub="spiffe://example.org/spire/agent/x509pop/node-a"), TokenFault.SUBJECT
+    yield "sub with more behind", with_claims(sub=evidence_id() + "/more"), TokenFault.SUBJECT
+    yield "sub without a hash", with_claims(sub="spiffe://example.org/evidence/node-a"), TokenFault.SUBJECT
+    yield "sub left out", with_claims(sub=None), TokenFault.SUBJECT
+    yield "sub is a list", with_claims(sub=[evidence_id()]), TokenFault.SUBJECT
 
 
 BAD: Final = tuple(cases())

@@ -8,9 +8,9 @@ import pytest
 from tests.evidence.jwt.tokens import SigningKey, document
 from tests.fake_objects import FakeObjects
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt.cluster_proofs import ClusterMarks
+from webhook.evidence.jwt.cluster_proofs import ClusterBundleVersions
 from webhook.evidence.jwt.jwt_bundle import BadBundleError, JwtBundle, parse_bundle
-from webhook.evidence.jwt.trust_bundle import Marks, OwnMarks
+from webhook.evidence.jwt.trust_bundle import BundleVersions, MemoryBundleVersions
 
 KEY, OTHER = SigningKey.make("key-1"), SigningKey.make("key-2")
 NAME = "example.org"
@@ -26,12 +26,12 @@ def objects() -> FakeObjects:
 
 
 @pytest.fixture(params=["own", "cluster"])
-def marks(request: pytest.FixtureRequest, objects: FakeObjects) -> Marks:
-    return OwnMarks() if request.param == "own" else ClusterMarks(objects, NAME)
+def marks(request: pytest.FixtureRequest, objects: FakeObjects) -> BundleVersions:
+    return MemoryBundleVersions() if request.param == "own" else ClusterBundleVersions(objects, NAME)
 
 
 @pytest.mark.parametrize("later", [bundle(7), bundle(8), bundle(8, KEY, OTHER), bundle(700, OTHER)])
-async def test_a_bundle_goes_on(marks: Marks, later: JwtBundle) -> None:
+async def test_a_bundle_goes_on(marks: BundleVersions, later: JwtBundle) -> None:
     await marks.advance(bundle(7))
     await marks.advance(later)
 
@@ -41,7 +41,7 @@ async def test_a_bundle_goes_on(marks: Marks, later: JwtBundle) -> None:
     [bundle(6), bundle(0), bundle(7, KEY, OTHER), bundle(7, OTHER), bundle(None)],
     ids=["lower", "none", "one more key", "another key", "unnumbered"],
 )
-async def test_a_bundle_never_goes_back(marks: Marks, older: JwtBundle) -> None:
+async def test_a_bundle_never_goes_back(marks: BundleVersions, older: JwtBundle) -> None:
     await marks.advance(bundle(7))
     for _ in range(2):
         with pytest.raises(BadBundleError):
@@ -49,12 +49,12 @@ async def test_a_bundle_never_goes_back(marks: Marks, older: JwtBundle) -> None:
     await marks.advance(bundle(7))
 
 
-async def test_bundles_without_a_number_are_in_no_order(marks: Marks) -> None:
+async def test_bundles_without_a_number_are_in_no_order(marks: BundleVersions) -> None:
     for one in (bundle(None), bundle(None, OTHER), bundle(1)):
         await marks.advance(one)
 
 
-async def test_without_a_key_there_is_no_bundle(marks: Marks) -> None:
+async def test_without_a_key_there_is_no_bundle(marks: BundleVersions) -> None:
     with pytest.raises(BadBundleError):
         await marks.advance(parse_bundle(document(sequence=9)))
     await marks.advance(bundle(8))
@@ -64,41 +64,41 @@ async def test_without_a_key_there_is_no_bundle(marks: Marks) -> None:
 
 
 async def test_what_one_replica_has_seen_binds_all_and_those_that_come_after(objects: FakeObjects) -> None:
-    await ClusterMarks(objects, NAME).advance(bundle(7, KEY, OTHER))
-    await ClusterMarks(objects, NAME).advance(bundle(8))
+    await ClusterBundleVersions(objects, NAME).advance(bundle(7, KEY, OTHER))
+    await ClusterBundleVersions(objects, NAME).advance(bundle(8))
     with pytest.raises(BadBundleError, match="went back from sequence 8 to 7"):
-        await ClusterMarks(objects, NAME).advance(bundle(7, KEY, OTHER))
+        await ClusterBundleVersions(objects, NAME).advance(bundle(7, KEY, OTHER))
 
 
 async def test_the_same_is_written_once(objects: FakeObjects) -> None:
     for _ in range(3):
-        await ClusterMarks(objects, NAME).advance(bundle(7))
+        await ClusterBundleVersions(objects, NAME).advance(bundle(7))
     assert objects.done == [f"create {NAME}", f"status {NAME}"]
 
 
 async def test_after_the_object_is_deleted_a_rebuilt_server_may_begin_again(objects: FakeObjects) -> None:
-    marks = ClusterMarks(objects, NAME)
+    marks = ClusterBundleVersions(objects, NAME)
     await marks.advance(bundle(700))
     objects.remove(NAME)
     await marks.advance(bundle(1, OTHER))
     with pytest.raises(BadBundleError):
-        await ClusterMarks(objects, NAME).advance(bundle(0, OTHER))
+        await ClusterBundleVersions(objects, NAME).advance(bundle(0, OTHER))
 
 
 async def test_of_many_at_once_the_highest_stays(objects: FakeObjects) -> None:
-    every = [ClusterMarks(objects, NAME).advance(bundle(number)) for number in (3, 9, 1, 7, 5)]
+    every = [ClusterBundleVersions(objects, NAME).advance(bundle(number)) for number in (3, 9, 1, 7, 5)]
     await asyncio.gather(*every, return_exceptions=True)
     with pytest.raises(BadBundleError):
-        await ClusterMarks(objects, NAME).advance(bundle(8))
-    await ClusterMarks(objects, NAME).advance(bundle(9))
+        await ClusterBundleVersions(objects, NAME).advance(bundle(8))
+    await ClusterBundleVersions(objects, NAME).advance(bundle(9))
 
 
 async def test_who_is_overtaken_looks_again(objects: FakeObjects) -> None:
-    await ClusterMarks(objects, NAME).advance(bundle(7))
+    await ClusterBundleVersions(objects, NAME).advance(bundle(7))
     objects.overtaken = 2
-    await ClusterMarks(objects, NAME).advance(bundle(8))
+    await ClusterBundleVersions(objects, NAME).advance(bundle(8))
     with pytest.raises(BadBundleError):
-        await ClusterMarks(objects, NAME).advance(bundle(7))
+        await ClusterBundleVersions(objects, NAME).advance(bundle(7))
 
 
 class Overtaken(FakeObjects):
@@ -106,15 +106,15 @@ class Overtaken(FakeObjects):
 
     async def replace_status(self, raw: dict[str, Any]) -> dict[str, Any]:
         if raw["status"]["sequence"] == 8:
-            await ClusterMarks(self, NAME).advance(bundle(9))
+            await ClusterBundleVersions(self, NAME).advance(bundle(9))
         return await super().replace_status(raw)
 
 
 async def test_who_is_overtaken_by_a_later_one_does_not_take_it_back() -> None:
     objects = Overtaken()
-    await ClusterMarks(objects, NAME).advance(bundle(7))
+    await ClusterBundleVersions(objects, NAME).advance(bundle(7))
     with pytest.raises(BadBundleError, match="went back from sequence 9 to 8"):
-        await ClusterMarks(objects, NAME).advance(bundle(8))
+        await ClusterBundleVersions(objects, NAME).advance(bundle(8))
 
 
 @pytest.mark.parametrize("trouble", ["away", "refused", "always overtaken"])
@@ -123,12 +123,12 @@ async def test_where_it_cannot_be_known_no_bundle_is_taken(objects: FakeObjects,
     objects.refused = {NAME} if trouble == "refused" else set()
     objects.overtaken = 99 if trouble == "always overtaken" else 0
     with pytest.raises(EvidenceUnavailableError, match="how far the trust bundle has come"):
-        await ClusterMarks(objects, NAME).advance(bundle(7))
+        await ClusterBundleVersions(objects, NAME).advance(bundle(7))
 
 
 async def test_a_trust_domain_that_is_no_name_of_an_object_has_one_all_the_same(objects: FakeObjects) -> None:
     for domain in ("my_domain", "other_domain", "a..b", "-a"):
-        await ClusterMarks(objects, domain).advance(bundle(7))
+        await ClusterBundleVersions(objects, domain).advance(bundle(7))
     assert {raw["spec"]["trustDomain"] for raw in objects.objects.values()} == {
         "my_domain",
         "other_domain",

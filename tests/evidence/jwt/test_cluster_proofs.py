@@ -12,9 +12,9 @@ from tests.fake_objects import FakeObjects
 from webhook.core.evidence import Evidence
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.cluster_proofs import ClusterProofs
-from webhook.evidence.jwt.proofs import MemoryProofs, ProofBook, ReplayedProofError, UnknownNodeError
+from webhook.evidence.jwt.proofs import MemoryProofs, ProofStore, ReplayedProofError, UnknownNodeError
 from webhook.evidence.node_evidence import entry_in
-from webhook.kube.store import RefusedError, StaleError, StoreAwayError
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 
 SKEW = timedelta(seconds=5)
 LONG_AGO = NOW - timedelta(days=1)
@@ -38,7 +38,7 @@ class Nodes:
 
     async def born(self, name: str) -> datetime | None:
         if self.is_away:
-            raise StoreAwayError("away")
+            raise StoreUnavailableError("away")
         return self.born_at.get(name)
 
 
@@ -49,7 +49,7 @@ class Place:
         self.now = NOW
         self.objects, self.nodes = FakeObjects(), Nodes()
 
-    def book(self) -> ProofBook:
+    def book(self) -> ProofStore:
         raise NotImplementedError
 
     async def kept(self, name: str = "node-a") -> Evidence | None:
@@ -252,7 +252,7 @@ async def test_what_cannot_be_written_down_is_not_accepted(cluster: InCluster, f
     cluster.objects.overtaken = 99 if fault == "overtaken for ever" else 0
     with pytest.raises(EvidenceUnavailableError) as caught:
         await cluster.book().accept(proof())
-    assert isinstance(caught.value.__cause__, (StoreAwayError, RefusedError, StaleError))
+    assert isinstance(caught.value.__cause__, (StoreUnavailableError, RefusedError, StaleError))
 
 
 async def test_an_entry_that_is_no_proof_is_replaced(cluster: InCluster) -> None:

@@ -24,9 +24,9 @@ from tests.evidence.jwt.tokens import (
     seconds,
     token,
 )
-from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, Named
+from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, EvidenceIdParts
 from webhook.evidence.jwt.jwt_bundle import parse_bundle
-from webhook.evidence.jwt.jwt_svid import BadTokenError, Examiner, Fault, Proof, check_signature, read_token
+from webhook.evidence.jwt.jwt_svid import BadTokenError, Proof, TokenFault, TokenVerifier, check_signature, read_token
 from webhook.evidence.jwt.nonce import Nonces
 
 SKEW = timedelta(seconds=5)
@@ -39,7 +39,7 @@ BUNDLE = parse_bundle(
 )
 SECRET = b"k" * 32
 NONCES = Nonces(lambda: (SECRET,), SKEW)
-EXAMINER = Examiner(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), NONCES, SKEW)
+EXAMINER = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), NONCES, SKEW)
 
 
 def nonce(node: str = "node-a") -> str:
@@ -58,7 +58,7 @@ def proven(text: str, now: datetime = NOW) -> Proof:
 @pytest.mark.parametrize("key", [pytest.param(key, id=name) for name, key in KEYS.items()])
 def test_a_good_token_proves_its_node(key: SigningKey) -> None:
     proof = proven(token(key, nonce(), NOW))
-    assert (proof.says, proof.issued) == (Named("node-a", HASH), NOW)
+    assert (proof.says, proof.issued) == (EvidenceIdParts("node-a", HASH), NOW)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_what_the_standard_leaves_open_is_left_open(bad: dict[str, str | None]) 
 
 
 @pytest.mark.parametrize(("bad", "fault"), [pytest.param(bad, fault, id=name) for name, bad, fault in BAD])
-def test_no_bad_token_passes(bad: Bad, fault: Fault) -> None:
+def test_no_bad_token_passes(bad: Bad, fault: TokenFault) -> None:
     with pytest.raises(BadTokenError) as caught:
         proven(bad(WORLD))
     assert caught.value.fault is fault

@@ -10,7 +10,7 @@ from tests.builders import NOW, SECOND
 from tests.evidence.jwt.tokens import SigningKey, document
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_bundle import JwtBundle, parse_bundle
-from webhook.evidence.jwt.trust_bundle import OwnMarks, TrustBundle
+from webhook.evidence.jwt.trust_bundle import MemoryBundleVersions, TrustBundle
 
 KEY, OTHER = SigningKey.make("key-1"), SigningKey.make("key-2")
 HOUR = timedelta(hours=1)
@@ -73,7 +73,7 @@ async def test_a_bundle_that_went_back_is_not_taken() -> None:
     assert scene.told == ["renewed", "renewed", "refused"]
 
 
-class Forgetful(OwnMarks):
+class Forgetful(MemoryBundleVersions):
     """Of whoever keeps count, an object that somebody may delete."""
 
     def forget(self) -> None:

@@ -11,13 +11,21 @@ from tests.builders import NOW, SECOND
 from tests.evidence.doubles import agent
 from webhook.core.agent_naming import naming_of
 from webhook.core.evidence import Evidence, EvidenceState, state_of
-from webhook.evidence.spire.attested import Doubts, Row, Rules, Watchfulness, by_node, row_of, word_on
-from webhook.evidence.spire.spire_messages import Agent
+from webhook.evidence.spire.attested import (
+    AgentHistory,
+    AgentRow,
+    AgentRules,
+    Doubts,
+    by_node,
+    combined_evidence,
+    row_of,
+)
+from webhook.evidence.spire.spire_messages import AgentMessage
 
 TTL = timedelta(hours=1)
 MAX_AGE = timedelta(minutes=40)
 SKEW = timedelta(seconds=5)
-RULES = Rules(
+RULES = AgentRules(
     trust_domain="example.org",
     attestors=frozenset({"x509pop", "tpm"}),
     node=naming_of("x509pop:san:node-name", "node"),
@@ -33,18 +41,18 @@ def attested(ago: timedelta = timedelta(0), *args: Any, **members: Any) -> Any:
     return agent(*args, expires_at=NOW - ago + TTL, **members)
 
 
-def rows_of(raws: Sequence[Any], rules: Rules = RULES) -> list[Row]:
-    read = (row_of(Agent.parse(raw.SerializeToString()), rules) for raw in raws)
+def rows_of(raws: Sequence[Any], rules: AgentRules = RULES) -> list[AgentRow]:
+    read = (row_of(AgentMessage.parse(raw.SerializeToString()), rules) for raw in raws)
     return [row for row in read if row is not None]
 
 
-def said(raws: Sequence[Any], now: datetime = NOW, rules: Rules = RULES) -> dict[str, Evidence | None]:
+def said(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> dict[str, Evidence | None]:
     rows = rows_of(raws, rules)
-    doubts = Watchfulness(rules).doubts(rows, now)
-    return {node: word_on(node, of_node, rules, doubts, now) for node, of_node in by_node(rows).items()}
+    doubts = AgentHistory(rules).doubts(rows, now)
+    return {node: combined_evidence(node, of_node, rules, doubts, now) for node, of_node in by_node(rows).items()}
 
 
-def state(raws: Sequence[Any], now: datetime = NOW, rules: Rules = RULES) -> EvidenceState:
+def state(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> EvidenceState:
     return state_of(said(raws, now, rules).get("node-a"), now)
 
 
@@ -92,12 +100,12 @@ def test_an_svid_that_lives_longer_than_set_proves_nothing(ahead: timedelta, sta
 def test_an_svid_that_lives_longer_than_set_does_not_prove_anything_later_either() -> None:
     """Within the last `agent_ttl` of its life it looks as if it had just been made."""
     row = rows_of([attested(-23 * TTL)])
-    watchfulness = Watchfulness(RULES)
+    watchfulness = AgentHistory(RULES)
     watchfulness.doubts(row, NOW)
     later = NOW + 23 * TTL + SECOND
-    assert word_on("node-a", row, RULES, watchfulness.doubts(row, later), later) is None
+    assert combined_evidence("node-a", row, RULES, watchfulness.doubts(row, later), later) is None
     renewed = rows_of([attested(-23 * TTL - SECOND)])
-    assert word_on("node-a", renewed, RULES, watchfulness.doubts(renewed, later), later) is not None
+    assert combined_evidence("node-a", renewed, RULES, watchfulness.doubts(renewed, later), later) is not None
 
 
 @pytest.mark.parametrize(
@@ -224,11 +232,11 @@ def test_a_ban_is_of_its_node_alone() -> None:
 
 def seen(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
     """What is known of a node whose agent shows these serial numbers one after the other."""
-    watchfulness, found = Watchfulness(RULES), []
+    watchfulness, found = AgentHistory(RULES), []
     for number, serial in enumerate(serials):
         now = NOW + number * apart
         rows = rows_of([agent(serial=serial, expires_at=now + TTL)])
-        found.append(state_of(word_on("node-a", rows, RULES, watchfulness.doubts(rows, now), now), now))
+        found.append(state_of(combined_evidence("node-a", rows, RULES, watchfulness.doubts(rows, now), now), now))
     return found
 
 
@@ -259,4 +267,4 @@ def test_the_suspicion_ends_when_the_flapping_does() -> None:
 def test_doubts_about_others_are_nothing_to_a_node() -> None:
     rows = rows_of([attested()])
     doubts = Doubts(frozenset({"/spire/agent/x509pop/other"}))
-    assert state_of(word_on("node-a", rows, RULES, doubts, NOW), NOW) is EvidenceState.FRESH
+    assert state_of(combined_evidence("node-a", rows, RULES, doubts, NOW), NOW) is EvidenceState.FRESH

@@ -22,7 +22,7 @@ from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDoubl
 from tests.evidence.spire.test_attested import MAX_AGE, RULES, TTL
 from webhook.core.evidence import Evidence, state_of
 from webhook.evidence import EvidenceUnavailableError, StillAwayError
-from webhook.evidence.providers import Round
+from webhook.evidence.providers import ProviderPoll
 from webhook.evidence.spire.spire_server import SocketServer, SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
 from webhook.runtime.clock import utc_now
@@ -169,7 +169,7 @@ async def test_while_spire_is_away_the_last_answer_stands_until_its_own_end(scen
 
 async def test_an_outage_is_one_line_and_its_end_one_line_however_often_it_is_polled(scene: Scene) -> None:
     errors: list[str] = []
-    asked = Round([scene.provider], errors.append)
+    asked = ProviderPoll([scene.provider], errors.append)
     with capture_logs() as lines:
         await asked.answers()
         await scene.spire.stop()
@@ -288,7 +288,7 @@ async def test_a_spire_that_goes_down_in_the_middle_of_an_answer_is_away(scene: 
 async def test_who_may_not_list_agents_is_told_once(scene: Scene) -> None:
     scene.spire.readers = set()
     problem = "SPIRE: PERMISSION_DENIED: authorization denied for method ListAgents"
-    asked = Round([scene.provider], lambda name: None)
+    asked = ProviderPoll([scene.provider], lambda name: None)
     with capture_logs() as lines:
         for _ in range(3):
             scene.now += POLL

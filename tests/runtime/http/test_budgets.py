@@ -15,15 +15,15 @@ from webhook.runtime.http.budgets import (
     MIB,
     SMALL,
     Budgets,
-    Limits,
     OverloadedError,
     RefusedBodyError,
+    RequestLimits,
     derived_memory,
     weight,
 )
 
 # What is read is 2 MiB for small bodies and 8 for large ones, what is parsed 4 and 18.
-LIMITS = Limits(memory=32 * MIB, reviews=2, connections=2)
+LIMITS = RequestLimits(memory=32 * MIB, reviews=2, connections=2)
 
 
 async def read(budgets: Budgets, size: int, *, forever: bool = False) -> str:
@@ -189,21 +189,21 @@ def asking(since: float) -> Peer:
     ],
 )
 def test_a_connection_that_waits_for_its_peer_is_closed_for_a_new_one(peers: list[Peer], dismissed: int | None) -> None:
-    budgets = Budgets(Limits(connections=len(peers)))
+    budgets = Budgets(RequestLimits(connections=len(peers)))
     budgets.connections = dict.fromkeys(peers)
     assert budgets.has_room_for_connection(NOW) is (dismissed is not None)
     assert [peer.is_dismissed for peer in peers] == [number == dismissed for number in range(len(peers))]
 
 
 def test_the_last_places_are_for_probes() -> None:
-    budgets = Budgets(Limits(connections=8))
+    budgets = Budgets(RequestLimits(connections=8))
     budgets.connections = dict.fromkeys(waiting() for _ in range(6))
     assert not budgets.has_room_for_connection(NOW)
     for _ in range(2):
         assert budgets.has_room_for_connection(NOW, is_probe=True)
         budgets.connections[waiting()] = None
     assert not budgets.has_room_for_connection(NOW, is_probe=True)
-    assert [Limits(connections=number).reserve for number in (2, 64, 768)] == [0, 16, 16]
+    assert [RequestLimits(connections=number).reserve for number in (2, 64, 768)] == [0, 16, 16]
 
 
 SHAPES = {
@@ -248,5 +248,5 @@ def test_memory_is_derived_from_the_containers_limit(tmp_path: Path, written: st
 
 
 def test_what_is_set_counts() -> None:
-    assert Limits.chosen(10, 20, 30) == Limits(10 * MIB, 20, 30)
-    assert Limits.chosen(0, 0, 0).reviews == 512
+    assert RequestLimits.chosen(10, 20, 30) == RequestLimits(10 * MIB, 20, 30)
+    assert RequestLimits.chosen(0, 0, 0).reviews == 512

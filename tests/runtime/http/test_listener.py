@@ -26,7 +26,7 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from tests.h2_client import Answer, H2Client, LostError
-from webhook.runtime.http.budgets import Budgets, Limits
+from webhook.runtime.http.budgets import Budgets, RequestLimits
 from webhook.runtime.http.connection import Deadlines
 from webhook.runtime.http.listener import Listener
 
@@ -364,7 +364,7 @@ def test_a_big_body_is_answered_and_the_connection_lives_on(path: str, loop_fact
 async def test_a_peer_that_owes_a_body_makes_room_and_one_that_waits_for_its_answer_does_not() -> None:
     app = App()
     async with (
-        listening(app, budgets=Budgets(Limits(connections=3))) as listener,
+        listening(app, budgets=Budgets(RequestLimits(connections=3))) as listener,
         connected(listener, H1()) as asking,
         connected(listener, H1()) as owing,
         connected(listener, H2()) as owing_on_http2,
@@ -389,7 +389,7 @@ async def test_a_peer_that_owes_a_body_makes_room_and_one_that_waits_for_its_ans
 async def test_idle_peers_that_have_asked_outlive_those_that_send_half_a_request() -> None:
     app = App()
     async with (
-        listening(app, budgets=Budgets(Limits(connections=3))) as listener,
+        listening(app, budgets=Budgets(RequestLimits(connections=3))) as listener,
         connected(listener, H1()) as kept,
         AsyncExitStack() as stalled,
     ):
@@ -407,7 +407,7 @@ async def test_idle_peers_that_have_asked_outlive_those_that_send_half_a_request
 
 @on_both_loops
 async def test_probes_are_answered_while_all_other_places_are_taken() -> None:
-    app, budgets = App(), Budgets(Limits(connections=4))
+    app, budgets = App(), Budgets(RequestLimits(connections=4))
     async with (
         listening(app, budgets=budgets) as listener,
         listening(app, budgets=budgets, tls=False, is_for_probes=True) as probed,
@@ -785,7 +785,7 @@ async def test_a_peer_that_takes_no_answer_makes_room_for_others() -> None:
     windowless.initiate_connection()
     words = {":method": "GET", ":path": "/big/10", ":scheme": "https", ":authority": HOST}
     windowless.send_headers(1, list(words.items()), end_stream=True)
-    budgets = Budgets(Limits(connections=1))
+    budgets = Budgets(RequestLimits(connections=1))
     async with listening(App(), budgets=budgets) as listener, connected(listener, H2()) as (reader, writer):
         writer.write(windowless.data_to_send())
         await until(lambda: any(one.waits_since is not None and not one.is_idle for one in budgets.connections))
@@ -806,7 +806,7 @@ def half_a_request() -> bytes:
 @on_both_loops
 async def test_a_connection_that_has_not_begun_is_closed_for_another() -> None:
     """All that come in one turn of the loop are accepted before any of them is read."""
-    limits = Limits(connections=4)
+    limits = RequestLimits(connections=4)
     async with listening(App(), tls=False, budgets=Budgets(limits)) as listener, AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(connected(listener)) for _ in range(12)))
         streams = await stack.enter_async_context(connected(listener))

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from webhook.runtime.tls.certificates import certificates_in
-from webhook.runtime.tls.issuing import BACKDATED, Pair, new_ca, new_leaf
+from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf
 from webhook.runtime.tls.rotation import (
     BadStateError,
-    Coming,
-    Keep,
-    Leaving,
-    Publish,
-    Rules,
-    State,
+    CertificateState,
+    NextCa,
+    PreviousCa,
+    PublishBundle,
+    RotationRules,
+    WriteSecret,
     data_of,
     next_step,
     state_in,
@@ -28,14 +28,16 @@ from webhook.runtime.tls.rotation import (
 START = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)
 NAMES = ("gpuwarden", "gpuwarden.gpuwarden", "gpuwarden.gpuwarden.svc", "gpuwarden.gpuwarden.svc.cluster.local")
-RULES = Rules(names=NAMES, leaf_life=90 * DAY, renew_before=15 * DAY, ca_life=365 * DAY, settle=timedelta(minutes=1))
+RULES = RotationRules(
+    names=NAMES, leaf_life=90 * DAY, renew_before=15 * DAY, ca_life=365 * DAY, settle=timedelta(minutes=1)
+)
 
 
-def is_trusted(leaf: Pair, bundle: bytes) -> bool:
+def is_trusted(leaf: KeyPair, bundle: bytes) -> bool:
     return any(is_signed_by(leaf, ca) for ca in certificates_in(bundle))
 
 
-def is_signed_by(leaf: Pair, ca: x509.Certificate) -> bool:
+def is_signed_by(leaf: KeyPair, ca: x509.Certificate) -> bool:
     try:
         leaf.cert.verify_directly_issued_by(ca)
     except (ValueError, InvalidSignature):
@@ -48,7 +50,7 @@ class Place:
     """A Secret, webhook configurations, and the time. One actor, who may stop after any step."""
 
     now: datetime = START
-    state: State | None = None
+    state: CertificateState | None = None
     bundles: list[bytes] = field(factory=lambda: [b"", b""])
 
     def step(self) -> str | None:
@@ -56,11 +58,11 @@ class Place:
         match step:
             case None:
                 return None
-            case Keep(state, why):
+            case WriteSecret(state, why):
                 self.state = state_in(data_of(state))
                 assert self.state == state  # nothing is lost on the way
                 return why
-            case Publish(bundle):
+            case PublishBundle(bundle):
                 self.bundles = [bundle for _ in self.bundles]
                 return "published"
 
@@ -68,12 +70,12 @@ class Place:
         return list(iter(self.step, None))
 
     @property
-    def there(self) -> State:
+    def there(self) -> CertificateState:
         assert self.state is not None
         return self.state
 
     @property
-    def leaf(self) -> Pair:
+    def leaf(self) -> KeyPair:
         assert self.there.leaf is not None
         return self.there.leaf
 
@@ -113,7 +115,7 @@ def test_a_certificate_for_other_names_is_replaced_at_once() -> None:
     place.all_steps()
     other = evolve(RULES, names=(*NAMES, "10.0.0.1"))
     step = next_step(place.state, place.bundles, other, START)
-    assert isinstance(step, Keep)
+    assert isinstance(step, WriteSecret)
     assert step.why == "a new certificate"
 
 
@@ -179,8 +181,8 @@ def test_somebody_elses_ca_stays_trusted_while_its_certificate_may_be_served() -
 
 def test_what_is_kept_is_read_again() -> None:
     ca, other = (new_ca("one", (START, START + DAY)) for _ in range(2))
-    whole = State(
-        ca, new_leaf(ca, "leaf", NAMES, (START, START + DAY)), Coming(other, START), (Leaving(ca.cert, START),)
+    whole = CertificateState(
+        ca, new_leaf(ca, "leaf", NAMES, (START, START + DAY)), NextCa(other, START), (PreviousCa(ca.cert, START),)
     )
     for state in (whole, evolve(whole, coming=None), evolve(whole, signing=None, leaf=None), evolve(whole, leaving=())):
         assert state_in(data_of(state)) == state
@@ -201,15 +203,17 @@ def test_what_somebody_else_wrote_is_refused(change: dict[str, bytes]) -> None:
 
 
 # Several at once, each interrupted anywhere for any time. A new CA is due after ten days, and a leaf lasts ninety.
-OFTEN = Rules(names=NAMES, leaf_life=90 * DAY, renew_before=60 * DAY, ca_life=160 * DAY, settle=timedelta(minutes=1))
+OFTEN = RotationRules(
+    names=NAMES, leaf_life=90 * DAY, renew_before=60 * DAY, ca_life=160 * DAY, settle=timedelta(minutes=1)
+)
 
-Look = tuple[tuple[int, ...], tuple[bytes, ...], int, State | None]
+Look = tuple[tuple[int, ...], tuple[bytes, ...], int, CertificateState | None]
 
 
 @frozen
 class Written:
     at: datetime
-    leaf: Pair
+    leaf: KeyPair
     is_first: bool
 
 
@@ -219,7 +223,7 @@ class World:
 
     now: datetime = START
     version: int = 0
-    state: State | None = None
+    state: CertificateState | None = None
     configurations: list[tuple[int, bytes]] = field(factory=lambda: [(0, b""), (0, b"")])
     leaves: list[Written] = field(factory=list)
     # By configuration: since when which bundle.
@@ -237,16 +241,16 @@ class World:
             match next_step(state, [bundle for _, bundle in seen], OFTEN, self.now):
                 case None:
                     pass
-                case Keep(new):
+                case WriteSecret(new):
                     yield
                     self.write(version, new)
-                case Publish(bundle):
+                case PublishBundle(bundle):
                     for number, (at, _) in enumerate(seen):
                         yield
                         self.publish(number, at, bundle)
             yield
 
-    def write(self, version: int, state: State) -> None:
+    def write(self, version: int, state: CertificateState) -> None:
         if version != self.version:
             return
         known = self.state.leaf if self.state else None

@@ -7,9 +7,9 @@ from webhook.admission.queue.waiting_pods import is_waiting
 from webhook.core import keys
 from webhook.core.difference import Change
 from webhook.core.reservation import PodIdentity
-from webhook.kube.calls import JSON_PATCH, LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.kube.client import ApiClient
 from webhook.kube.pods import REQUEST_TIMEOUT, names_of, said_in
+from webhook.kube.requests import JSON_PATCH, LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.ledger.api_pods import pod_in
 from webhook.ledger.pods import PodsUnavailableError
 

@@ -12,9 +12,9 @@ from attrs import define, evolve
 from webhook.admission.queue.waiting_pods import WaitingPods
 from webhook.core import keys
 from webhook.core.difference import Change
-from webhook.core.dress import DressRules, Outfit, RawPod, changes, dressed
+from webhook.core.dress import Allocation, DressRules, RawPod, changes, dressed
 from webhook.core.errors import GpuwardenError
-from webhook.core.lines import Waiter
+from webhook.core.queue_order import QueuedPod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.kube.events import Events, Subject
@@ -34,7 +34,7 @@ class GateError(GpuwardenError):
     """Nothing can be done about the gate now; the text says why."""
 
 
-class Gates(Protocol):
+class GateClient(Protocol):
     """What is done to pods that wait. All raise GateError; a pod that is gone is no mistake."""
 
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
@@ -48,23 +48,23 @@ class Gates(Protocol):
 
 
 @define
-class Tries:
+class GateRetries:
     """When what failed is tried again."""
 
     not_before: datetime
     pause: timedelta = FIRST_PAUSE
 
 
-class Doorkeeper:
+class GateOpener:
     """Opens gates, and knows which could not be opened."""
 
-    def __init__(self, pods: WaitingPods, gates: Gates, rules: DressRules, events: Events, clock: Clock) -> None:
+    def __init__(self, pods: WaitingPods, gates: GateClient, rules: DressRules, events: Events, clock: Clock) -> None:
         self._pods = pods
         self._gates = gates
         self._rules = rules
         self._events = events
         self._clock = clock
-        self._tries: dict[str, Tries] = {}
+        self._tries: dict[str, GateRetries] = {}
 
     def forget_all_but(self, uids: Collection[str]) -> None:
         for uid in self._tries.keys() - set(uids):
@@ -83,10 +83,10 @@ class Doorkeeper:
 
     def try_later(self, uid: str) -> None:
         """It failed, and not by chance."""
-        tries = self._tries.setdefault(uid, Tries(self._clock()))
+        tries = self._tries.setdefault(uid, GateRetries(self._clock()))
         tries.not_before, tries.pause = self._clock() + tries.pause, min(2 * tries.pause, LONGEST_PAUSE)
 
-    async def open(self, waiter: Waiter, outfit: Outfit) -> None:
+    async def open(self, waiter: QueuedPod, outfit: Allocation) -> None:
         pod, raw, known = waiter.pod, self._pods.raws.get(waiter.pod.uid), self._pods.lines.get(waiter.pod.uid)
         if raw is None or known is None or known.claim != waiter.claim:
             return  # it is gone, and so will be what it holds; or has been changed meanwhile
@@ -99,10 +99,10 @@ class Doorkeeper:
         self._pods.forget(pod.uid, was_served=is_there)
         if is_there:
             text = f"{outfit.visible or 'proven'} on {outfit.nodes[0]}: the gate is open"
-            self._events.tell(Subject.of_pod(pod), Reason.GATE_OPENED, text, is_warning=False)
+            self._events.record(Subject.of_pod(pod), Reason.GATE_OPENED, text, is_warning=False)
 
 
-def opened(raw: RawPod, outfit: Outfit, rules: DressRules) -> list[Change]:
+def opened(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Change]:
     """All that a reservation means to a gated pod, on the condition that the pod is as it was seen. Its containers were
     blinded when it was created; an older version left some as they were, and nobody can change them now."""
     meta: dict[str, Any] = raw["metadata"]

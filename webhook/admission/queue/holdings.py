@@ -6,14 +6,14 @@ from datetime import timedelta
 
 import structlog
 
-from webhook.admission.queue.gates import GateError, Gates
+from webhook.admission.queue.gates import GateClient, GateError
 from webhook.admission.queue.waiting_pods import WaitingPods
 from webhook.core import check
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy
 from webhook.core.errors import LedgerError
 from webhook.core.fleet import Fleet
-from webhook.core.lines import OWN_IDS, Waiter
+from webhook.core.queue_order import OWN_IDS, QueuedPod
 from webhook.core.reservation import Phase, PodIdentity, Reservation
 from webhook.ledger import Ledger
 from webhook.runtime.clock import Clock
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 LONGEST_CREATION = timedelta(seconds=60)
 
 
-class Holdings:
+class QueueReservations:
     """By what the ledger had at the last look."""
 
     def __init__(
@@ -34,7 +34,7 @@ class Holdings:
         ledger: Ledger,
         fleet: Fleet,
         policy: EvidencePolicy,
-        gates: Gates,
+        gates: GateClient,
         clock: Clock,
     ) -> None:
         self._pods = pods
@@ -64,7 +64,7 @@ class Holdings:
             held.sort(key=lambda one: (one.phase is not Phase.FINALIZED, one.since, one.node))
         return held_by
 
-    def objection(self, waiter: Waiter, held: Reservation) -> str:
+    def objection(self, waiter: QueuedPod, held: Reservation) -> str:
         """Why the reservation is of no use to the pod."""
         claim, pod = waiter.claim, waiter.pod
         if held.claim_digest != claim.digest or not held.may_be(pod):
@@ -75,7 +75,7 @@ class Holdings:
         unproven = check.still_proven(claim, node, self._fleet, self._policy)
         if unproven is not None:
             return unproven.message
-        is_selected = claim.nodes.matches(node, self._fleet.berths[node].labels)
+        is_selected = claim.nodes.matches(node, self._fleet.indexed_nodes[node].labels)
         return "" if is_selected else f"node {node} is not what the pod selects any more"
 
     async def give_back(self, pod: PodIdentity, held: Reservation, why: str) -> bool:
@@ -92,7 +92,7 @@ class Holdings:
         log.info("given back behind a gate", reservation=held.id, pod=f"{pod.namespace}/{pod.name}", why=why)
         return is_free
 
-    def adopted(self, waiter: Waiter) -> Reservation | None:
+    def adopted(self, waiter: QueuedPod) -> Reservation | None:
         """What nobody else can come for: while this pod exists no other can be created under its name, and no creation
         lasts longer than the API server lets it."""
         left = self._left_over.get((waiter.pod.namespace, waiter.claim.digest), [])

@@ -15,16 +15,16 @@ from functools import partial
 import structlog
 from attrs import define, frozen
 
-from webhook.admission.namespaces import ClaimReading, NamespacesUnavailableError
-from webhook.admission.queue.gates import Action, Doorkeeper, Gates, some_at_once
-from webhook.admission.queue.holdings import Holdings
-from webhook.admission.queue.reports import Telling
+from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
+from webhook.admission.queue.gates import Action, GateClient, GateOpener, some_at_once
+from webhook.admission.queue.holdings import QueueReservations
+from webhook.admission.queue.reports import QueueReporter
 from webhook.admission.queue.waiting_pods import WaitingPods, identity_in
-from webhook.core import check, order
+from webhook.core import check, gpu_order
 from webhook.core.backfill import Ahead, node_left_to, placed
 from webhook.core.claim import Claim
-from webhook.core.decide import EvidencePolicy, Question
-from webhook.core.dress import DressRules, Outfit
+from webhook.core.decide import ClaimSearch, EvidencePolicy
+from webhook.core.dress import Allocation, DressRules
 from webhook.core.errors import (
     InvalidPodError,
     LedgerError,
@@ -33,10 +33,10 @@ from webhook.core.errors import (
     SlotsTakenError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.lines import Kind, Turns, Waiter, its_turn_is_later, reservation_id_of
 from webhook.core.pod import Pod
+from webhook.core.queue_order import ClaimKind, QueuedPod, TurnOrder, its_turn_is_later, reservation_id_of
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Phase, Placement, PodIdentity, Reservation
+from webhook.core.reservation import Phase, Placement, PodIdentity, PodProof, Reservation, ReservationRequest
 from webhook.core.verdict import Deny
 from webhook.kube.events import Events, Subject
 from webhook.ledger import Ledger
@@ -58,7 +58,7 @@ MOST_RACES = 8
 LOOK_AGAIN = timedelta(seconds=5)
 
 
-class Turn(Enum):
+class QueueTurn(Enum):
     """What came of a pod's turn, if nothing speaks against it."""
 
     SERVED = auto()
@@ -69,16 +69,16 @@ class Turn(Enum):
 
 
 @frozen
-class Looked:
+class UnservedKind:
     """A kind of which nobody could be served, by what there was to decide on."""
 
     fleet_changes: int
-    heads: tuple[Waiter, ...]
+    heads: tuple[QueuedPod, ...]
     at: datetime
 
 
 @frozen
-class Left:
+class BackfillNode:
     """Which node is left to the pod that is first among those of a kind that wait for devices to become free."""
 
     uid: str
@@ -86,7 +86,7 @@ class Left:
 
 
 @define
-class Round:
+class QueuePass:
     """One pass."""
 
     until: float
@@ -108,9 +108,9 @@ class Queue:
         ledger: Ledger,
         fleet: Fleet,
         policy: EvidencePolicy,
-        claims: ClaimReading,
+        claims: ClaimReader,
         rules: DressRules,
-        gates: Gates,
+        gates: GateClient,
         events: Events,
         clock: Clock,
         *,
@@ -135,13 +135,13 @@ class Queue:
         self._timer = timer
         self._orphans_per_namespace = orphans_per_namespace
         self._is_up_to_date = False
-        self._holdings = Holdings(pods, ledger, fleet, policy, gates, clock)
-        self._doorkeeper = Doorkeeper(pods, gates, rules, events, clock)
-        self._telling = Telling(pods, gates, events)
-        self._why: dict[Kind, dict[int, Deny]] = {}
-        self._left: dict[Kind, Left] = {}
-        self._looked: dict[Kind, Looked] = {}
-        self._next: Kind | None = None
+        self._holdings = QueueReservations(pods, ledger, fleet, policy, gates, clock)
+        self._doorkeeper = GateOpener(pods, gates, rules, events, clock)
+        self._telling = QueueReporter(pods, gates, events)
+        self._why: dict[ClaimKind, dict[int, Deny]] = {}
+        self._left: dict[ClaimKind, BackfillNode] = {}
+        self._looked: dict[ClaimKind, UnservedKind] = {}
+        self._next: ClaimKind | None = None
 
     def begin(self) -> None:
         """Elected: until now nobody cared how far behind the watches are."""
@@ -161,19 +161,19 @@ class Queue:
         if not self._is_up_to_date:
             return
         self._fleet.advance(self._clock())
-        now = Round(self._timer() + BUDGET, [], set())
+        now = QueuePass(self._timer() + BUDGET, [], set())
         await self._keep(now)
         now.until = self._timer() + BUDGET
         await self._serve_all(now)
         await some_at_once(now.opening)
         await self._telling.tell(self._why, now.served)
 
-    def _is_over(self, now: Round) -> bool:
+    def _is_over(self, now: QueuePass) -> bool:
         return len(now.opening) >= OPENED_AT_A_TIME or self._timer() >= now.until or not self._is_current()
 
     # What is held behind gates already.
 
-    async def _keep(self, now: Round) -> None:
+    async def _keep(self, now: QueuePass) -> None:
         """A pod that has its reservation needs no turn: its gate is opened, or what it cannot use is given back."""
         held_by = self._holdings.look()
         now.served.update(held_by)
@@ -187,7 +187,7 @@ class Queue:
                     await self._holdings.give_back(identity_in(raw), other, "the pod has another one")
             await self._keep_one(uid, held, now)
 
-    async def _keep_one(self, uid: str, held: Reservation, now: Round) -> None:
+    async def _keep_one(self, uid: str, held: Reservation, now: QueuePass) -> None:
         waiter, misfit = self._pods.lines.get(uid), self._pods.misfits.get(uid)
         if misfit is not None:
             await self._holdings.give_back(misfit[0], held, misfit[1].message)
@@ -211,11 +211,11 @@ class Queue:
         have the devices for as long as it had them."""
         self._doorkeeper.leave(pod.uid, self._bind_deadline)
         text = f"its gate was not opened within {self._bind_deadline}: {','.join(held.uuids)} can be had again"
-        self._events.tell(Subject.of_pod(pod), Reason.BIND_DEADLINE_PASSED, text)
+        self._events.record(Subject.of_pod(pod), Reason.BIND_DEADLINE_PASSED, text)
 
     # Whose turn it is.
 
-    async def _serve_all(self, now: Round) -> None:
+    async def _serve_all(self, now: QueuePass) -> None:
         """Kind by kind; the next pass goes on with those for whom there was no time."""
         kinds = self._pods.lines.kinds()
         self._why = {kind: self._why[kind] for kind in kinds if kind in self._why}
@@ -230,7 +230,7 @@ class Queue:
             await asyncio.sleep(0)
             await self._serve(kind, now)
 
-    async def _serve(self, kind: Kind, now: Round) -> None:
+    async def _serve(self, kind: ClaimKind, now: QueuePass) -> None:
         heads = tuple(self._pods.lines.heads(kind))
         if not heads or self._is_nothing_new(kind, heads):
             return
@@ -243,9 +243,9 @@ class Queue:
         kept = {} if is_all else {head.claim.count: before.get(head.claim.count) for head in heads}
         self._why[kind] = {count: one for count, one in {**kept, **why}.items() if one is not None}
         if is_all and len(why) == len(heads):
-            self._looked[kind] = Looked(changes, heads, self._clock())
+            self._looked[kind] = UnservedKind(changes, heads, self._clock())
 
-    def _is_nothing_new(self, kind: Kind, heads: tuple[Waiter, ...]) -> bool:
+    def _is_nothing_new(self, kind: ClaimKind, heads: tuple[QueuedPod, ...]) -> bool:
         looked = self._looked.get(kind)
         return (
             looked is not None
@@ -255,18 +255,18 @@ class Queue:
         )
 
     def _most(self, claim: Claim) -> int:
-        return Question(claim, self._fleet, self._policy).most()
+        return ClaimSearch(claim, self._fleet, self._policy).most()
 
-    async def _serve_line(self, heads: list[Waiter], now: Round, why: dict[int, Deny]) -> bool:
+    async def _serve_line(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
         """In the order of their turns, whatever number each wants. To the first one that waits for devices to become
         free a node is left, and those behind it have the others. Whether all have had their turn."""
-        turns, ahead = Turns(self._pods.lines, heads, self._first_of(heads)), None
+        turns, ahead = TurnOrder(self._pods.lines, heads, self._first_of(heads)), None
         while turns:
             waiter = turns.take()
             came = await self._turn_if_there(waiter, now, ahead)
-            if came is Turn.UNDECIDED:
+            if came is QueueTurn.UNDECIDED:
                 return False
-            if isinstance(came, Turn):
+            if isinstance(came, QueueTurn):
                 turns.goes_on(waiter)
             else:
                 why[waiter.claim.count] = came
@@ -278,23 +278,23 @@ class Queue:
                 return False
         return True
 
-    def _first_of(self, heads: list[Waiter]) -> Waiter | None:
+    def _first_of(self, heads: list[QueuedPod]) -> QueuedPod | None:
         """To whom a node is left already."""
         left = self._left.get(heads[0].kind) if heads else None
         waiter = None if left is None else self._pods.lines.get(left.uid)
         return waiter if waiter is not None and waiter.kind == heads[0].kind else None
 
-    def _left_to(self, waiter: Waiter) -> Ahead | None:
+    def _left_to(self, waiter: QueuedPod) -> Ahead | None:
         """None if no device that becomes free would serve it: then nobody takes anything from it."""
         left = self._left.get(waiter.kind)
         before = left.node if left is not None and left.uid == waiter.pod.uid else None
         node = node_left_to(waiter.claim, self._fleet, self._policy, before)
         if node is None:
             return None
-        self._left[waiter.kind] = Left(waiter.pod.uid, node)
+        self._left[waiter.kind] = BackfillNode(waiter.pod.uid, node)
         return Ahead(waiter.claim, node)
 
-    async def _look_at(self, heads: list[Waiter], now: Round, why: dict[int, Deny]) -> bool:
+    async def _look_at(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
         """Those who want more than any node has: they hold up nobody, and are told so when there is time."""
         known = self._why.get(heads[0].kind, {}) if heads else {}
         for head in sorted(heads, key=lambda one: one.claim.count in known):
@@ -305,49 +305,49 @@ class Queue:
                 why[head.claim.count] = came
         return True
 
-    async def _turn_if_there(self, waiter: Waiter, now: Round, ahead: Ahead | None = None) -> Turn | Deny:
+    async def _turn_if_there(self, waiter: QueuedPod, now: QueuePass, ahead: Ahead | None = None) -> QueueTurn | Deny:
         await asyncio.sleep(0)
         if waiter.pod.uid not in self._pods.lines or waiter.pod.uid in now.served:
-            return Turn.PASSED_OVER
+            return QueueTurn.PASSED_OVER
         return await self._turn(waiter, None, now, ahead)
 
     async def _turn(
-        self, waiter: Waiter, held: Reservation | None, now: Round, ahead: Ahead | None = None
-    ) -> Turn | Deny:
+        self, waiter: QueuedPod, held: Reservation | None, now: QueuePass, ahead: Ahead | None = None
+    ) -> QueueTurn | Deny:
         """Its place, and its gate among those to be opened; or why not."""
         if self._doorkeeper.is_to_wait(waiter.pod.uid):
-            return Turn.PASSED_OVER
+            return QueueTurn.PASSED_OVER
         held = held or self._holdings.adopted(waiter)
         if held is None and self._has_too_many_orphans(waiter):
             self._doorkeeper.try_later(waiter.pod.uid)
-            return Turn.PASSED_OVER
+            return QueueTurn.PASSED_OVER
         places = placed(waiter.claim, self._fleet, self._policy, ahead) if held is None else ()
         if isinstance(places, Deny):
             return places
         try:
             if await self._is_misfit(waiter):
-                return Turn.PASSED_OVER
+                return QueueTurn.PASSED_OVER
             outfit = await self._outfit(waiter, held, places, ahead)
         except (ReservationConflictError, PlacementRefusedError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
             log.warning("nothing can be held for it", pod=name, error=type(exc).__name__)
             self._doorkeeper.try_later(waiter.pod.uid)
-            return Turn.PASSED_OVER
+            return QueueTurn.PASSED_OVER
         except (LedgerError, NamespacesUnavailableError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
             log.warning("left for the next pass", pod=name, error=type(exc).__name__)
-            return Turn.UNDECIDED
+            return QueueTurn.UNDECIDED
         if isinstance(outfit, Deny):
             return outfit
         now.served.add(waiter.pod.uid)
         now.opening.append(partial(self._doorkeeper.open, waiter, outfit))
-        return Turn.SERVED
+        return QueueTurn.SERVED
 
-    def _has_too_many_orphans(self, waiter: Waiter) -> bool:
+    def _has_too_many_orphans(self, waiter: QueuedPod) -> bool:
         namespace, gpus = waiter.pod.namespace, waiter.claim.count
         return too_many_orphans(self._ledger.orphaned, namespace, gpus, self._orphans_per_namespace) is not None
 
-    async def _is_misfit(self, waiter: Waiter) -> bool:
+    async def _is_misfit(self, waiter: QueuedPod) -> bool:
         """Once more, by what its namespace demands at this moment: before anything is held for it."""
         raw = self._pods.raws.get(waiter.pod.uid)
         if raw is None:
@@ -362,26 +362,28 @@ class Queue:
         return refused is not None
 
     async def _outfit(
-        self, waiter: Waiter, held: Reservation | None, places: Sequence[Placement], ahead: Ahead | None
-    ) -> Outfit | Deny:
+        self, waiter: QueuedPod, held: Reservation | None, places: Sequence[Placement], ahead: Ahead | None
+    ) -> Allocation | Deny:
         claim, pod = waiter.claim, waiter.pod
         if not claim.count:
-            return Outfit(claim, tuple(sorted(place.node for place in places)), has_waited=True)
+            return Allocation(claim, tuple(sorted(place.node for place in places)), has_waited=True)
         known = await self._reserved(waiter, places, ahead) if held is None else held
         if isinstance(known, Deny):
             return known
         if known.phase is not Phase.FINALIZED or known.uid != pod.uid:
             raw = self._pods.raws.get(pod.uid)
             grace = None if raw is None else grace_in(raw)
-            known = await self._ledger.confirm(known.id, pod, node=known.node, grace=grace)
-        berth = self._fleet.berths.get(known.node)
-        uuids = order.as_mapped(claim, known.uuids, () if berth is None else berth.node.devices)
-        return Outfit(claim, (known.node,), known.id, uuids, has_waited=True)
+            known = await self._ledger.bind_to_pod(PodProof.CONFIRMED, known.id, pod, node=known.node, grace=grace)
+        indexed = self._fleet.indexed_nodes.get(known.node)
+        uuids = gpu_order.as_mapped(claim, known.uuids, () if indexed is None else indexed.node.devices)
+        return Allocation(claim, (known.node,), known.id, uuids, has_waited=True)
 
-    async def _reserved(self, waiter: Waiter, places: Sequence[Placement], ahead: Ahead | None) -> Reservation | Deny:
+    async def _reserved(
+        self, waiter: QueuedPod, places: Sequence[Placement], ahead: Ahead | None
+    ) -> Reservation | Deny:
         """Whoever is faster costs a fresh decision, and not the turn."""
         claim, pod = waiter.claim, waiter.pod
-        ask = Ask(reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared)
+        ask = ReservationRequest(reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared)
         for _ in range(MOST_RACES):
             try:
                 return await self._ledger.reserve(ask, places, answer_by=self._clock() + PATIENCE)

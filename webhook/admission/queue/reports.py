@@ -8,9 +8,9 @@ from itertools import islice
 
 import structlog
 
-from webhook.admission.queue.gates import GateError, Gates, some_at_once
+from webhook.admission.queue.gates import GateClient, GateError, some_at_once
 from webhook.admission.queue.waiting_pods import WaitingPods
-from webhook.core.lines import Kind
+from webhook.core.queue_order import ClaimKind
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny, plain
@@ -25,13 +25,13 @@ SAID_AGAIN_AT_A_TIME = 8
 MAX_SAID = 900
 
 # Why those of a kind wait who want so many.
-Reasons = Mapping[Kind, Mapping[int, Deny]]
+Reasons = Mapping[ClaimKind, Mapping[int, Deny]]
 
 
-class Telling:
+class QueueReporter:
     """Remembers what each pod was told last."""
 
-    def __init__(self, pods: WaitingPods, gates: Gates, events: Events) -> None:
+    def __init__(self, pods: WaitingPods, gates: GateClient, events: Events) -> None:
         self._pods = pods
         self._gates = gates
         self._events = events
@@ -49,7 +49,7 @@ class Telling:
         """Some of those for whom the reason has changed; the next pass goes on with the others."""
         for uid, (pod, refused) in islice(self._untold_misfits(), TOLD_AT_A_TIME):
             self._told[uid] = refused.reason
-            self._events.tell(Subject.of_pod(pod), refused.reason, refused.sentence)
+            self._events.record(Subject.of_pod(pod), refused.reason, refused.sentence)
         untold = list(islice(self._untold(why, served), TOLD_AT_A_TIME))
         unsaid = list(islice(self._still_unsaid({pod.uid for pod, _ in untold}, served), SAID_AGAIN_AT_A_TIME))
         with suppress(TimeoutError):
@@ -90,4 +90,4 @@ class Telling:
     async def _tell_one(self, pod: PodIdentity, refused: Deny) -> None:
         await self._say(pod, refused)
         self._told[pod.uid] = refused.reason
-        self._events.tell(Subject.of_pod(pod), refused.reason, f"waits: {refused.sentence}")
+        self._events.record(Subject.of_pod(pod), refused.reason, f"waits: {refused.sentence}")

@@ -4,14 +4,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from webhook.admission.namespaces import ClaimReading, bond_of
+from webhook.admission.namespaces import ClaimReader, bond_of
 from webhook.core import check, keys
 from webhook.core.claim import recorded_claim
 from webhook.core.dress import DressRules
 from webhook.core.errors import InvalidPodError
-from webhook.core.hashes import Bond
-from webhook.core.lines import Lines, Waiter
+from webhook.core.hashes import HashPolicy
 from webhook.core.pod import Pod
+from webhook.core.queue_order import QueuedPod, QueueOrder
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
@@ -29,13 +29,13 @@ class WaitingPods:
 
     def __init__(
         self,
-        claims: ClaimReading,
+        claims: ClaimReader,
         rules: DressRules,
         *,
-        lines: Lines | None = None,
+        lines: QueueOrder | None = None,
         has_come: Callable[[str], None] = nobody_cares,
     ) -> None:
-        self.lines = Lines() if lines is None else lines
+        self.lines = QueueOrder() if lines is None else lines
         self.raws: dict[str, Raw] = {}
         """All of them, those in the lines and the misfits."""
         self.misfits: dict[str, tuple[PodIdentity, Deny]] = {}
@@ -107,14 +107,14 @@ class WaitingPods:
     def _judge(self, uid: str, raw: Raw) -> None:
         self.raws[uid] = raw
         found = self._waiter(raw)
-        if isinstance(found, Waiter):
+        if isinstance(found, QueuedPod):
             self.misfits.pop(uid, None)
             self.lines.put(found)
         else:
             self.lines.drop(uid)
             self.misfits[uid] = found
 
-    def _waiter(self, raw: Raw) -> Waiter | tuple[PodIdentity, Deny]:
+    def _waiter(self, raw: Raw) -> QueuedPod | tuple[PodIdentity, Deny]:
         identity = identity_in(raw)
         try:
             pod = Pod.parse(raw)
@@ -127,15 +127,15 @@ class WaitingPods:
             return identity, Deny(Reason.INVALID_POD, "; ".join(exc.mistakes[:20]))
         if refused is not None:
             return identity, refused
-        return Waiter(identity, pod.meta.creation_timestamp or LONG_AGO, claim)
+        return QueuedPod(identity, pod.meta.creation_timestamp or LONG_AGO, claim)
 
 
-class Demands:
+class DemandsListener:
     """Hears of namespaces on behalf of the pods that wait in them; after whoever the pods are judged by."""
 
     def __init__(self, pods: WaitingPods) -> None:
         self._pods = pods
-        self._bonds: dict[str, Bond] = {}
+        self._bonds: dict[str, HashPolicy] = {}
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         there = {raw["metadata"]["name"]: bond_of(raw) for raw in objects.values()}

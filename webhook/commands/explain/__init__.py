@@ -35,7 +35,7 @@ UNKNOWN: Final = "unknown"
 
 
 @frozen
-class Asked:
+class ExplainRequest:
     """What somebody wants to know, and how it shall be told."""
 
     files: tuple[str, ...]
@@ -49,7 +49,7 @@ class Asked:
     key: Path | None = None
 
     @classmethod
-    def of(cls, words: Sequence[str], files: Sequence[str], **members: Any) -> "Asked":
+    def of(cls, words: Sequence[str], files: Sequence[str], **members: Any) -> "ExplainRequest":
         """Raises SettingsError if nothing is named, or no pod."""
         if words[:1] == [POD] and len(words) == 2:
             namespace, slash, name = words[1].partition("/")
@@ -66,7 +66,7 @@ class Asked:
 
 
 @frozen
-class Answer:
+class PodAnswer:
     """What was said of one pod."""
 
     raw: Json
@@ -78,7 +78,7 @@ class Answer:
         return {"admit": ADMIT, "deny": DENY}.get(self.told["verdict"], CANNOT_SAY)
 
 
-def run(asked: Asked, settings: Settings) -> int:
+def run(asked: ExplainRequest, settings: Settings) -> int:
     """Explain every pod. The exit status is the worst: 0 all are admitted, 1 one is denied, 2 one cannot be told."""
     answers, problems = asyncio.run(answered(asked, with_cluster(asked, settings)))
     for problem in problems:
@@ -92,7 +92,7 @@ def run(asked: Asked, settings: Settings) -> int:
     return max([*(one.status for one in answers), *([CANNOT_SAY] if problems else [])], default=CANNOT_SAY)
 
 
-def with_cluster(asked: Asked, settings: Settings) -> Settings:
+def with_cluster(asked: ExplainRequest, settings: Settings) -> Settings:
     """A cluster that is asked for and not named is that of the kubeconfig that kubectl would use. So it is where
     nothing is named and there is no inventory."""
     if not settings.is_embedded:
@@ -117,7 +117,7 @@ def by_current_context(settings: Settings) -> Settings:
     return evolve(settings, kubeconfig=DEFAULT_KUBECONFIG) if settings.is_embedded else settings
 
 
-async def answered(asked: Asked, settings: Settings) -> tuple[list[Answer], list[str]]:
+async def answered(asked: ExplainRequest, settings: Settings) -> tuple[list[PodAnswer], list[str]]:
     pods, problems = await pods_asked(asked, settings)
     if not pods:
         return [], problems
@@ -128,7 +128,7 @@ async def answered(asked: Asked, settings: Settings) -> tuple[list[Answer], list
 
 
 @asynccontextmanager
-async def source_of(asked: Asked, settings: Settings) -> AsyncIterator[Source]:
+async def source_of(asked: ExplainRequest, settings: Settings) -> AsyncIterator[Source]:
     """A server, if one is named; else a cluster, if one is; else the inventory file."""
     if settings.server is not None:
         credentials = await credentials_of(asked, settings)
@@ -144,7 +144,7 @@ async def source_of(asked: Asked, settings: Settings) -> AsyncIterator[Source]:
             yield source
 
 
-async def credentials_of(asked: Asked, settings: Settings) -> Credentials:
+async def credentials_of(asked: ExplainRequest, settings: Settings) -> Credentials:
     """Those that are named; else a kubeconfig's, if one is named: a server is shown nothing by default."""
     if asked.token_file is not None or asked.cert is not None:
         token = None if asked.token_file is None else read(str(asked.token_file)).strip()
@@ -154,18 +154,18 @@ async def credentials_of(asked: Asked, settings: Settings) -> Credentials:
     return await kubeconfig_credentials(settings, asked.context)
 
 
-async def explained(source: Source, raw: Json, file: str | None) -> Answer:
+async def explained(source: Source, raw: Json, file: str | None) -> PodAnswer:
     try:
         told = await source.explained(raw)
     except CannotSayError as exc:
         told = {"verdict": UNKNOWN, "reason": "CannotSay", "message": str(exc), "nodes": []}
-    return Answer(raw, {**told, "source": source.name}, file)
+    return PodAnswer(raw, {**told, "source": source.name}, file)
 
 
 # What is asked about.
 
 
-async def pods_asked(asked: Asked, settings: Settings) -> tuple[list[tuple[Json, str | None]], list[str]]:
+async def pods_asked(asked: ExplainRequest, settings: Settings) -> tuple[list[tuple[Json, str | None]], list[str]]:
     """The pods with the files that they are from, and what is wrong with the other files."""
     if asked.pod is not None:
         return [(await pod_in_cluster(settings, asked.context, *asked.pod), None)], []
@@ -208,7 +208,7 @@ def read(path: str) -> str:
 # How it is told.
 
 
-def as_json(answers: Sequence[Answer]) -> str:
+def as_json(answers: Sequence[PodAnswer]) -> str:
     """One object for one pod, else a list."""
     told = [one.told for one in answers]
     if len(answers) != 1:
@@ -217,7 +217,7 @@ def as_json(answers: Sequence[Answer]) -> str:
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
 
 
-def as_text(answer: Answer, *, is_named: bool) -> str:
+def as_text(answer: PodAnswer, *, is_named: bool) -> str:
     told = answer.told
     name = f"{name_of(answer.raw) or answer.file}: " if is_named else ""
     lines = [f"{name}{told['verdict']}: {told['message']} ({told['reason']})"]
@@ -234,7 +234,7 @@ def said_of(node: Json) -> str:
     return ", ".join(node["reasons"]) + (f": {node['hash']}" if node.get("hash") else "")
 
 
-def shown(answers: Sequence[Answer], asked: Asked) -> Iterator[str]:
+def shown(answers: Sequence[PodAnswer], asked: ExplainRequest) -> Iterator[str]:
     """The patches, or the pods as the API server would store them; of a pod that is not admitted, why not on stderr."""
     for one in answers:
         if one.status != ADMIT or "patch" not in one.told:

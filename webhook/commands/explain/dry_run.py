@@ -26,11 +26,11 @@ from webhook.core.pod import Pod
 from webhook.core.reasons import STATUS_CODES, Reason
 from webhook.core.reservation import Phase
 from webhook.evidence.node_evidence import NodeEvidence
-from webhook.kube.api_paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH
-from webhook.kube.calls import LOST, Reply, answered, exchanged
 from webhook.kube.client import ApiClient, connected, namespace_of_context
 from webhook.kube.gpu_node import GpuNode
-from webhook.kube.objects import object_in
+from webhook.kube.json_objects import object_in
+from webhook.kube.paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH
+from webhook.kube.requests import LOST, ApiReply, answered, exchanged
 from webhook.kube.watch import TROUBLE, whole_list
 from webhook.runtime.clock import Clock, utc_now
 from webhook.runtime.settings import Settings
@@ -55,7 +55,7 @@ NOT_ASKED: Final = (
 )
 
 
-class StatusWire(msgspec.Struct, frozen=True):
+class DryRunStatusWire(msgspec.Struct, frozen=True):
     """How the API server refuses."""
 
     reason: str = ""
@@ -71,7 +71,7 @@ class ReviewWire(msgspec.Struct, frozen=True):
 
 
 @frozen
-class Shown:
+class ListedObjects:
     """What GPUNodes and NodeEvidences say that the caller may list."""
 
     proven_hashes: dict[str, int]
@@ -86,7 +86,7 @@ class DryRuns:
         self._api = api
         self._namespace = namespace
         self._clock = clock
-        self._shown: Shown | str | None = None
+        self._shown: ListedObjects | str | None = None
 
     async def explained(self, raw: Json) -> Json:
         namespace = namespace_of(raw) or self._namespace
@@ -113,7 +113,7 @@ class DryRuns:
         try:
             if reply.status == 201:
                 return admitted(raw, object_in(reply.content), warnings)
-            status = msgspec.json.decode(reply.content, type=StatusWire)
+            status = msgspec.json.decode(reply.content, type=DryRunStatusWire)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
             raise CannotSayError(f"{where}: the API server answered {reply.status}, which cannot be read") from exc
         if status.reason == EXISTS:
@@ -123,7 +123,7 @@ class DryRuns:
         message = DENIED.sub("", status.message, count=1)
         return told("deny", status.reason, message, warnings, await self._hints(sent))
 
-    async def _is_verdict(self, reply: Reply, status: StatusWire, namespace: str) -> bool:
+    async def _is_verdict(self, reply: ApiReply, status: DryRunStatusWire, namespace: str) -> bool:
         """Whether it is the pod that is refused, and would be in a moment too."""
         if DENIED.match(status.message):
             return status.reason not in OF_THE_MOMENT
@@ -207,14 +207,14 @@ class DryRuns:
         except InvalidPodError:
             return []
         if claim is None or not (claim.record.hashes or claim.record.requirements):
-            return list(near_misses(pod, None, Shown({}, set())))
+            return list(near_misses(pod, None, ListedObjects({}, set())))
         if self._shown is None:
             self._shown = await self._listed()
         if isinstance(self._shown, str):
-            return [*near_misses(pod, None, Shown({}, set())), self._shown]
+            return [*near_misses(pod, None, ListedObjects({}, set())), self._shown]
         return list(near_misses(pod, known_of(claim, self._shown), self._shown))
 
-    async def _listed(self) -> Shown | str:
+    async def _listed(self) -> ListedObjects | str:
         try:
             nodes, _ = await whole_list(self._api, GPU_NODES_PATH)
             evidence, _ = await whole_list(self._api, NODE_EVIDENCES_PATH)
@@ -225,7 +225,7 @@ class DryRuns:
         for raw in evidence.values():
             for digest in self._hashes_of(raw):
                 proven[digest] = proven.get(digest, 0) + 1
-        return Shown(proven, labels)
+        return ListedObjects(proven, labels)
 
     def _hashes_of(self, raw: Json) -> Iterator[str]:
         try:
@@ -236,7 +236,7 @@ class DryRuns:
             yield word.hash
 
 
-def known_of(claim: Claim, shown: Shown) -> Claim | None:
+def known_of(claim: Claim, shown: ListedObjects) -> Claim | None:
     """Without a NodeEvidence nothing is known of hashes: evidence may be static, and in no object."""
     return claim if shown.proven_hashes or not claim.record.hashes else None
 

@@ -47,7 +47,7 @@ class Source(Protocol):
         """As `POST /explain` answers. Raises CannotSayError."""
 
 
-class Server:
+class ServerSource:
     """A running `gpuwarden serve`: the one whose answer counts."""
 
     def __init__(self, url: str, client: httpx.AsyncClient) -> None:
@@ -65,7 +65,7 @@ class Server:
         return answer_in(reply.content, self._url)
 
 
-class Own:
+class LocalSource:
     """This process, with the settings that it was given."""
 
     def __init__(self, name: str, explainer: Explainer) -> None:
@@ -103,7 +103,7 @@ async def server_source(url: str, ca: Path | None, credentials: Credentials) -> 
     headers = {} if credentials.token is None else {"Authorization": f"Bearer {credentials.token}"}
     context = presenting(trusting(ca), credentials)
     async with httpx.AsyncClient(verify=context, timeout=SERVER_TIMEOUT, trust_env=False, headers=headers) as client:
-        yield Server(url, client)
+        yield ServerSource(url, client)
 
 
 def presenting(context: ssl.SSLContext, credentials: Credentials) -> ssl.SSLContext:
@@ -119,7 +119,7 @@ def presenting(context: ssl.SSLContext, credentials: Credentials) -> ssl.SSLCont
 @asynccontextmanager
 async def file_source(settings: Settings) -> AsyncIterator[Source]:
     parts = embedded(settings, utc_now)
-    await parts.feed.load()
+    await parts.fleet_source.load()
     async with explaining(f"inventory {settings.inventory_file}", parts) as source:
         yield source
 
@@ -127,7 +127,7 @@ async def file_source(settings: Settings) -> AsyncIterator[Source]:
 @asynccontextmanager
 async def explaining(name: str, parts: Parts) -> AsyncIterator[Source]:
     try:
-        yield Own(name, Explainer(parts, Reviewer.of(parts)))
+        yield LocalSource(name, Explainer(parts, Reviewer.of(parts)))
     finally:
         if parts.hinting is not None:
             await parts.hinting.close()
@@ -149,9 +149,9 @@ async def kubeconfig_credentials(settings: Settings, context: str | None) -> Cre
 
 async def pod_in_cluster(settings: Settings, context: str | None, namespace: str, name: str) -> Json:
     """The pod as it is, without what its creation did not have. Raises CannotSayError."""
-    from webhook.kube.calls import LOST, POD_PATH, answered
     from webhook.kube.client import connected
-    from webhook.kube.objects import object_in
+    from webhook.kube.json_objects import object_in
+    from webhook.kube.requests import LOST, POD_PATH, answered
 
     where = f"pod {namespace}/{name}"
     async with await connected(settings, context=context) as api:

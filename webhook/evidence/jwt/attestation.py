@@ -13,11 +13,11 @@ from webhook.core.evidence import Evidence
 from webhook.core.evidence_id import EvidenceId, trust_domain_of
 from webhook.evidence.jwt.bundle_endpoint import BundleEndpoint, FileRoots, Roots, SpiffeTrust, WebTrust, WorkloadRoots
 from webhook.evidence.jwt.end_reports import EndReports
-from webhook.evidence.jwt.jwt_svid import SOURCE, BadTokenError, Examiner, check_signature
+from webhook.evidence.jwt.jwt_svid import SOURCE, BadTokenError, TokenVerifier, check_signature
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
 from webhook.evidence.jwt.nonce import BadKeyError, KeyFile, Nonce, Nonces, digest, one_process_only
-from webhook.evidence.jwt.proofs import ProofBook, ReplayedProofError, UnknownNodeError
-from webhook.evidence.jwt.trust_bundle import BundleSource, Marks, TrustBundle
+from webhook.evidence.jwt.proofs import ProofStore, ReplayedProofError, UnknownNodeError
+from webhook.evidence.jwt.trust_bundle import BundleSource, BundleVersions, TrustBundle
 from webhook.runtime.clock import Clock
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics
@@ -32,9 +32,9 @@ class Attestation:
     """All that the routes need."""
 
     nonces: Nonces
-    examiner: Examiner
+    examiner: TokenVerifier
     bundle: TrustBundle
-    book: ProofBook
+    book: ProofStore
     max_age: timedelta
     clock: Clock
     metrics: Metrics
@@ -112,10 +112,10 @@ def outcome_of(exc: GpuwardenError) -> str:
 
 def attestation_of(
     settings: Settings,
-    book: ProofBook,
+    book: ProofStore,
     clock: Clock,
     metrics: Metrics,
-    marks: Marks | None = None,
+    marks: BundleVersions | None = None,
     reports: EndReports | None = None,
 ) -> Attestation | None:
     """None where nodes are not challenged.
@@ -133,7 +133,7 @@ def attestation_of(
     bundle = TrustBundle(source, clock, settings.max_bundle_age, metrics.count_bundle, marks)
     return Attestation(
         nonces=nonces,
-        examiner=Examiner(evidence_id, nonces, settings.clock_skew),
+        examiner=TokenVerifier(evidence_id, nonces, settings.clock_skew),
         bundle=bundle,
         book=book,
         max_age=settings.max_evidence_age,

@@ -12,11 +12,11 @@ from webhook.core.errors import LedgerError
 from webhook.core.evidence import Evidence
 from webhook.core.names import is_object_name
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt.jwt_bundle import JwtBundle, Mark, check_succession
+from webhook.evidence.jwt.jwt_bundle import BundleVersion, JwtBundle, check_succession
 from webhook.evidence.jwt.jwt_svid import SOURCE
 from webhook.evidence.jwt.proofs import UnknownNodeError, check_birth, check_newer
 from webhook.evidence.node_evidence import API_VERSION, entry_in, new_node_evidence, with_entries
-from webhook.kube.api_objects import Objects, node_in
+from webhook.kube.api_objects import ObjectClient, node_in
 from webhook.kube.client import ApiClient
 from webhook.kube.store import Raw, StaleError
 
@@ -24,14 +24,14 @@ from webhook.kube.store import Raw, StaleError
 TRIES = 5
 
 
-class Births(Protocol):
+class NodeCreationTimes(Protocol):
     """Knows since when there are nodes."""
 
     async def born(self, name: str) -> datetime | None:
         """None if there is none of that name. Raises StoreAwayError."""
 
 
-class ApiBirths:
+class ApiNodeCreationTimes:
     """Node objects, by a quorum read: a node that was made anew a moment ago is another one."""
 
     def __init__(self, api: ApiClient) -> None:
@@ -45,7 +45,7 @@ class ApiBirths:
 class ClusterProofs:
     """The version that was read is the lock, and the API server's own rule for proofs the second one."""
 
-    def __init__(self, objects: Objects, nodes: Births, skew: timedelta) -> None:
+    def __init__(self, objects: ObjectClient, nodes: NodeCreationTimes, skew: timedelta) -> None:
         self._objects = objects
         self._nodes = nodes
         self._skew = skew
@@ -74,10 +74,10 @@ class ClusterProofs:
         raise StaleError(proof.node)
 
 
-class ClusterMarks:
+class ClusterBundleVersions:
     """One TrustBundle object for all replicas, and for those that come after. Who deletes it begins anew."""
 
-    def __init__(self, objects: Objects, trust_domain: str) -> None:
+    def __init__(self, objects: ObjectClient, trust_domain: str) -> None:
         self._objects = objects
         self._trust_domain = trust_domain
 
@@ -120,7 +120,7 @@ def new_trust_bundle(name: str, trust_domain: str) -> Raw:
     }
 
 
-def mark_in(raw: Raw) -> Mark | None:
+def mark_in(raw: Raw) -> BundleVersion | None:
     """None for an object that nobody has written further than to make it."""
     status = raw.get("status")
-    return None if not status else Mark(status["sequence"], status["keys"])
+    return None if not status else BundleVersion(status["sequence"], status["keys"])

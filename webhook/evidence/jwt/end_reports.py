@@ -21,7 +21,7 @@ def mark_of(uid: str) -> str:
     return hashlib.sha256(uid.encode()).hexdigest()
 
 
-class Orphans(Protocol):
+class OrphanLedger(Protocol):
     """The ledger, as far as it is needed here."""
 
     def orphans_on(self, node: str) -> Collection[Reservation]:
@@ -34,7 +34,7 @@ class Orphans(Protocol):
 class EndReports:
     """Asks nodes about their orphans, and writes down what they answer. The reconciler acts on it."""
 
-    def __init__(self, orphans: Orphans, skew: timedelta) -> None:
+    def __init__(self, orphans: OrphanLedger, skew: timedelta) -> None:
         self._orphans = orphans
         self._skew = skew
 

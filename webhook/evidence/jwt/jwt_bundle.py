@@ -27,14 +27,14 @@ class BadBundleError(GpuwardenError):
     """No bundle document, or none that may take the place of the one before."""
 
 
-class Wire(msgspec.Struct, frozen=True):
+class BundleWire(msgspec.Struct, frozen=True):
     keys: list[dict[str, Any]]
     spiffe_sequence: int | None = None
     spiffe_refresh_hint: int | None = None
 
 
 @frozen
-class Mark:
+class BundleVersion:
     """How far a trust domain's bundle has come: its number, and which keys have that number."""
 
     sequence: int
@@ -52,12 +52,12 @@ class JwtBundle:
     x509_roots: tuple[bytes, ...] = field(default=(), eq=False)
 
     @property
-    def mark(self) -> Mark | None:
+    def mark(self) -> BundleVersion | None:
         """None for a bundle without a number."""
         if self.sequence is None:
             return None
         spelt = msgspec.json.encode(sorted(self.fingerprints))
-        return Mark(self.sequence, hashlib.sha256(spelt).hexdigest())
+        return BundleVersion(self.sequence, hashlib.sha256(spelt).hexdigest())
 
 
 def parse_bundle(document: bytes, *, uses: frozenset[str | None] = frozenset({JWT_USE})) -> JwtBundle:
@@ -65,7 +65,7 @@ def parse_bundle(document: bytes, *, uses: frozenset[str | None] = frozenset({JW
     if len(document) > MAX_DOCUMENT:
         raise BadBundleError(f"the bundle is larger than {MAX_DOCUMENT} bytes")
     try:
-        wire = msgspec.json.decode(document, type=Wire)
+        wire = msgspec.json.decode(document, type=BundleWire)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
         raise BadBundleError("this is no bundle document") from exc
     found = [(str(raw.get("kid") or ""), raw) for raw in wire.keys if use_of(raw) in uses]
@@ -125,7 +125,7 @@ def roots(keys: Iterable[Mapping[str, Any]]) -> Iterable[bytes]:
                 raise BadBundleError("a root that is no certificate is in the bundle") from exc
 
 
-def check_succession(last: Mark | None, new: JwtBundle) -> None:
+def check_succession(last: BundleVersion | None, new: JwtBundle) -> None:
     """A sequence never goes back, and one number means one set of keys; a taken back key would come back otherwise."""
     if not new.keys:
         raise BadBundleError("there is no key in the bundle that could sign a token of ours")

@@ -13,7 +13,7 @@ import jwt
 from attrs import frozen
 
 from webhook.core.errors import GpuwardenError
-from webhook.core.evidence_id import EvidenceId, Named, trust_domain_of
+from webhook.core.evidence_id import EvidenceId, EvidenceIdParts, trust_domain_of
 from webhook.evidence.jwt.jwt_bundle import ALGORITHMS
 from webhook.evidence.jwt.nonce import BadNonceError, Nonces
 
@@ -29,7 +29,7 @@ MAX_LIFE: Final = timedelta(seconds=90)
 MAX_AGE: Final = timedelta(seconds=30)
 
 
-class Fault(StrEnum):
+class TokenFault(StrEnum):
     """Why a token is not taken, for the metrics."""
 
     FORM = "form"
@@ -47,13 +47,13 @@ class Fault(StrEnum):
 class BadTokenError(GpuwardenError):
     """The token proves nothing."""
 
-    def __init__(self, fault: Fault, text: str) -> None:
+    def __init__(self, fault: TokenFault, text: str) -> None:
         super().__init__(text)
         self.fault = fault
 
 
 @frozen
-class Token:
+class UnverifiedToken:
     """A token as it was read: nothing in it is believed yet."""
 
     algorithm: str
@@ -71,8 +71,8 @@ class Token:
 class Proof:
     """What a token says that only its signature is left to be seen of."""
 
-    token: Token
-    says: Named
+    token: UnverifiedToken
+    says: EvidenceIdParts
     challenged: datetime
 
     @property
@@ -80,20 +80,20 @@ class Proof:
         return datetime.fromtimestamp(self.token.issued, UTC)
 
 
-def read_token(text: str) -> Token:
+def read_token(text: str) -> UnverifiedToken:
     """Raises BadTokenError."""
     if len(text) > MAX_TOKEN:
-        raise BadTokenError(Fault.SIZE, f"the token is longer than {MAX_TOKEN} bytes")
+        raise BadTokenError(TokenFault.SIZE, f"the token is longer than {MAX_TOKEN} bytes")
     parts = text.split(".")
     if len(parts) != 3:
-        raise BadTokenError(Fault.FORM, "the token has not three parts")
+        raise BadTokenError(TokenFault.FORM, "the token has not three parts")
     header, claims, signature = (decoded(part) for part in parts)
     algorithm, key_id = read_header(json_object(header))
     found = json_object(claims)
     if any(not isinstance(found[name], str) for name in ("iss", "jti") if name in found):
-        raise BadTokenError(Fault.FORM, "iss and jti have to be text")
+        raise BadTokenError(TokenFault.FORM, "iss and jti have to be text")
     issued, expires = whole(found, "iat"), whole(found, "exp")
-    return Token(
+    return UnverifiedToken(
         algorithm=algorithm,
         key_id=key_id,
         subject=word(found, "sub"),
@@ -111,9 +111,9 @@ def decoded(part: str) -> bytes:
     try:
         raw = base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
     except ValueError as exc:
-        raise BadTokenError(Fault.FORM, "the token is not base64url") from exc
+        raise BadTokenError(TokenFault.FORM, "the token is not base64url") from exc
     if not raw or base64.urlsafe_b64encode(raw).decode().rstrip("=") != part:
-        raise BadTokenError(Fault.FORM, "the token is not base64url")
+        raise BadTokenError(TokenFault.FORM, "the token is not base64url")
     return raw
 
 
@@ -121,9 +121,9 @@ def json_object(raw: bytes) -> dict[str, Any]:
     try:
         found = json.loads(raw.decode(), object_pairs_hook=once_only, parse_constant=no_number)
     except (ValueError, RecursionError) as exc:
-        raise BadTokenError(Fault.FORM, "the token's parts are not JSON of one meaning") from exc
+        raise BadTokenError(TokenFault.FORM, "the token's parts are not JSON of one meaning") from exc
     if not isinstance(found, dict):
-        raise BadTokenError(Fault.FORM, "the token's parts are not JSON objects")
+        raise BadTokenError(TokenFault.FORM, "the token's parts are not JSON objects")
     return found
 
 
@@ -141,28 +141,28 @@ def no_number(text: str) -> None:
 def read_header(header: dict[str, Any]) -> tuple[str, str]:
     """No header that asks for more than a signature: no key in the token, no place to fetch one, nothing critical."""
     if not set(header) <= HEADER:
-        raise BadTokenError(Fault.FORM, "the token's header may have alg, kid and typ, nothing else")
+        raise BadTokenError(TokenFault.FORM, "the token's header may have alg, kid and typ, nothing else")
     algorithm, key_id, kind = header.get("alg"), header.get("kid"), header.get("typ", "JWT")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-        raise BadTokenError(Fault.ALGORITHM, f"the token's alg has to be one of {', '.join(sorted(ALGORITHMS))}")
+        raise BadTokenError(TokenFault.ALGORITHM, f"the token's alg has to be one of {', '.join(sorted(ALGORITHMS))}")
     if not isinstance(kind, str) or kind not in TYPES:
-        raise BadTokenError(Fault.FORM, "the token's typ has to be JWT, JOSE, or left out")
+        raise BadTokenError(TokenFault.FORM, "the token's typ has to be JWT, JOSE, or left out")
     if not isinstance(key_id, str) or not key_id:
-        raise BadTokenError(Fault.KEY, "the token names no key")
+        raise BadTokenError(TokenFault.KEY, "the token names no key")
     return algorithm, key_id
 
 
 def whole(claims: dict[str, Any], name: str) -> int:
     value = claims.get(name)
     if type(value) is not int:  # true is an int to isinstance
-        raise BadTokenError(Fault.TIME, f"{name} has to be a whole number of seconds")
+        raise BadTokenError(TokenFault.TIME, f"{name} has to be a whole number of seconds")
     return value
 
 
 def word(claims: dict[str, Any], name: str) -> str:
     value = claims.get(name)
     if not isinstance(value, str):
-        raise BadTokenError(Fault.SUBJECT, f"{name} has to be text")
+        raise BadTokenError(TokenFault.SUBJECT, f"{name} has to be text")
     return value
 
 
@@ -171,10 +171,10 @@ def only_audience(claims: dict[str, Any]) -> str:
         case [str() as only]:
             return only
         case _:
-            raise BadTokenError(Fault.AUDIENCE, "aud has to be a list of the challenge, and of nothing else")
+            raise BadTokenError(TokenFault.AUDIENCE, "aud has to be a list of the challenge, and of nothing else")
 
 
-class Examiner:
+class TokenVerifier:
     """Looks at tokens that should prove nodes of one trust domain."""
 
     def __init__(self, evidence_id: EvidenceId, nonces: Nonces, skew: timedelta) -> None:
@@ -189,43 +189,43 @@ class Examiner:
         try:
             challenged = self._nonces.check(token.audience, says.node, now)
         except BadNonceError as exc:
-            raise BadTokenError(Fault.NONCE, str(exc)) from exc
+            raise BadTokenError(TokenFault.NONCE, str(exc)) from exc
         self._check_times(token, now)
         return Proof(token, says, challenged)
 
-    def _named(self, subject: str) -> Named:
+    def _named(self, subject: str) -> EvidenceIdParts:
         domain = trust_domain_of(subject)
         if domain is None:
-            raise BadTokenError(Fault.SUBJECT, "sub is no SPIFFE ID")
+            raise BadTokenError(TokenFault.SUBJECT, "sub is no SPIFFE ID")
         if domain != self._id.trust_domain:
-            raise BadTokenError(Fault.TRUST_DOMAIN, "sub is of another trust domain")
+            raise BadTokenError(TokenFault.TRUST_DOMAIN, "sub is of another trust domain")
         says = self._id.read(subject)
         if says is None:
-            raise BadTokenError(Fault.SUBJECT, "sub is not the ID of a node's evidence")
+            raise BadTokenError(TokenFault.SUBJECT, "sub is not the ID of a node's evidence")
         return says
 
-    def _check_times(self, token: Token, now: datetime) -> None:
+    def _check_times(self, token: UnverifiedToken, now: datetime) -> None:
         seconds = now.timestamp()
         life = token.expires - token.issued
         if token.expires <= seconds:
-            raise BadTokenError(Fault.TIME, "the token has expired")
+            raise BadTokenError(TokenFault.TIME, "the token has expired")
         if token.issued > seconds + self._skew or token.not_before > seconds + self._skew:
-            raise BadTokenError(Fault.TIME, "the token is of the future")
+            raise BadTokenError(TokenFault.TIME, "the token is of the future")
         if not 0 < life <= MAX_LIFE.total_seconds():
             raise BadTokenError(
-                Fault.TIME,
+                TokenFault.TIME,
                 f"the token is good for {min(life, 10**9)} s, which may be {MAX_LIFE.total_seconds():g} s at most: "
                 "give its registration entry a jwtSVIDTTL of 60 s",
             )
         if seconds - token.issued > MAX_AGE.total_seconds():
-            raise BadTokenError(Fault.TIME, "the token is too old")
+            raise BadTokenError(TokenFault.TIME, "the token is too old")
 
 
 def check_signature(proof: Proof, key: jwt.PyJWK | None) -> None:
     """The key decides the algorithm; the token may only agree. Raises BadTokenError."""
     if key is None:
-        raise BadTokenError(Fault.KEY, "the token's key is none of the trust domain's")
+        raise BadTokenError(TokenFault.KEY, "the token's key is none of the trust domain's")
     if key.algorithm_name != proof.token.algorithm:
-        raise BadTokenError(Fault.ALGORITHM, "the token's alg does not fit its key")
+        raise BadTokenError(TokenFault.ALGORITHM, "the token's alg does not fit its key")
     if not key.Algorithm.verify(proof.token.signed, key.key, proof.token.signature):
-        raise BadTokenError(Fault.SIGNATURE, "the token's signature is wrong")
+        raise BadTokenError(TokenFault.SIGNATURE, "the token's signature is wrong")

@@ -20,7 +20,7 @@ class UnknownNodeError(GpuwardenError):
     """There is no such node, or it is not the one that the proof was made on."""
 
 
-class ProofBook(Protocol):
+class ProofStore(Protocol):
     """Keeps the last proof of each node."""
 
     async def accept(self, proof: Evidence) -> None:

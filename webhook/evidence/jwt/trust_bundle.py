@@ -10,7 +10,7 @@ import jwt
 import structlog
 
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt.jwt_bundle import BadBundleError, JwtBundle, Mark, check_succession
+from webhook.evidence.jwt.jwt_bundle import BadBundleError, BundleVersion, JwtBundle, check_succession
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -23,7 +23,7 @@ FIRST_PAUSE: Final = timedelta(seconds=1)
 LOOKS_A_WORD: Final = 30
 
 
-class KeysAwayError(EvidenceUnavailableError):
+class KeysUnavailableError(EvidenceUnavailableError):
     """No bundle is good at this moment. Each look that found none has said so."""
 
 
@@ -37,7 +37,7 @@ class BundleSource(Protocol):
         """What was fetched is in use from now on."""
 
 
-class Marks(Protocol):
+class BundleVersions(Protocol):
     """Knows how far the bundle has come."""
 
     async def advance(self, bundle: JwtBundle) -> None:
@@ -48,11 +48,11 @@ class Marks(Protocol):
         """
 
 
-class OwnMarks:
+class MemoryBundleVersions:
     """As far as this process has seen it."""
 
     def __init__(self) -> None:
-        self._last: Mark | None = None
+        self._last: BundleVersion | None = None
 
     async def advance(self, bundle: JwtBundle) -> None:
         check_succession(self._last, bundle)
@@ -68,10 +68,10 @@ class TrustBundle:
         clock: Clock,
         max_age: timedelta,
         tell: Callable[[str], None],
-        marks: Marks | None = None,
+        marks: BundleVersions | None = None,
     ) -> None:
         self._source = source
-        self._marks = marks or OwnMarks()
+        self._marks = marks or MemoryBundleVersions()
         self._clock = clock
         self._max_age = max_age
         self._tell = tell
@@ -90,7 +90,7 @@ class TrustBundle:
                     await self._refresh()
                     known = self._known(key_id)
         if self._current is None:
-            raise KeysAwayError("the keys of the trust domain are not known at this moment")
+            raise KeysUnavailableError("the keys of the trust domain are not known at this moment")
         return known
 
     async def refresh(self) -> None:

@@ -14,7 +14,7 @@ from attrs import frozen
 
 from webhook.core.agent_naming import Naming
 from webhook.core.evidence import Evidence
-from webhook.evidence.spire.spire_messages import Agent
+from webhook.evidence.spire.spire_messages import AgentMessage
 
 SOURCE: Final = "spire-server"
 
@@ -28,7 +28,7 @@ TOO_MANY_CHANGES: Final = 3
 
 
 @frozen
-class Rules:
+class AgentRules:
     """What of a row is believed."""
 
     trust_domain: str
@@ -41,7 +41,7 @@ class Rules:
 
 
 @frozen
-class Row:
+class AgentRow:
     """One agent that says it is on a node, by an attestor that counts."""
 
     id: str
@@ -63,7 +63,7 @@ class Row:
         return now < self.expires_at
 
 
-def row_of(agent: Agent, rules: Rules) -> Row | None:
+def row_of(agent: AgentMessage, rules: AgentRules) -> AgentRow | None:
     """None for what counts for nothing, a ban included."""
     is_ours = agent.trust_domain == rules.trust_domain and agent.attestation_type in rules.attestors
     if not is_ours or not agent.path.startswith(f"/spire/agent/{agent.attestation_type}/"):
@@ -72,7 +72,7 @@ def row_of(agent: Agent, rules: Rules) -> Row | None:
     if not any(map(NODE_NAME.fullmatch, nodes)) or not (is_dateable or agent.is_banned):
         return None
     expires_at = datetime.fromtimestamp(agent.expires_at if is_dateable else 1, UTC)
-    return Row(
+    return AgentRow(
         id=agent.path,
         nodes=nodes,
         hashes=rules.hash.values(agent),
@@ -91,18 +91,20 @@ class Doubts:
     # Agents whose key is used by two machines.
     shared: frozenset[str] = frozenset()
     # Their end says nothing about their age.
-    overlong: frozenset[Row] = frozenset()
+    overlong: frozenset[AgentRow] = frozenset()
 
 
-def by_node(rows: Iterable[Row]) -> Mapping[str, list[Row]]:
-    found: dict[str, list[Row]] = defaultdict(list)
+def by_node(rows: Iterable[AgentRow]) -> Mapping[str, list[AgentRow]]:
+    found: dict[str, list[AgentRow]] = defaultdict(list)
     for row in rows:
         for node in filter(NODE_NAME.fullmatch, row.nodes):
             found[node].append(row)
     return found
 
 
-def word_on(node: str, rows: Collection[Row], rules: Rules, doubts: Doubts, now: datetime) -> Evidence | None:
+def combined_evidence(
+    node: str, rows: Collection[AgentRow], rules: AgentRules, doubts: Doubts, now: datetime
+) -> Evidence | None:
     """What all rows of one node say together. A ban stays until the agent is evicted, whoever else says what."""
     if any(row.is_banned for row in rows):
         return Evidence(node, "", SOURCE, is_banned=True)
@@ -114,30 +116,30 @@ def word_on(node: str, rows: Collection[Row], rules: Rules, doubts: Doubts, now:
     return None if newest is None else evidence_of(node, newest, rules)
 
 
-def agree(live: Collection[Row]) -> bool:
+def agree(live: Collection[AgentRow]) -> bool:
     """Nobody has a way to tell which of two agents is the node: all that are live have to say the same."""
     return not any(row.contradicts_itself for row in live) and len({row.hashes for row in live}) <= 1
 
 
-def proves(row: Row) -> bool:
+def proves(row: AgentRow) -> bool:
     return row.is_dated and len(row.hashes) == 1 and all(map(HASH.fullmatch, row.hashes))
 
 
-def evidence_of(node: str, row: Row, rules: Rules) -> Evidence:
+def evidence_of(node: str, row: AgentRow, rules: AgentRules) -> Evidence:
     """It begins a clock skew early: there must be no gap where somebody's clock is behind."""
     until = min(row.attested_at + rules.max_age, row.expires_at)
     return Evidence(node, min(row.hashes), SOURCE, since=row.attested_at - rules.skew, until=until)
 
 
-class Watchfulness:
+class AgentHistory:
     """What shows only over time: agents that share a key, and SVIDs that live longer than they are said to."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: AgentRules) -> None:
         self._rules = rules
         self._serials: dict[str, tuple[str, tuple[datetime, ...]]] = {}
-        self._overlong: frozenset[Row] = frozenset()
+        self._overlong: frozenset[AgentRow] = frozenset()
 
-    def doubts(self, rows: Collection[Row], now: datetime) -> Doubts:
+    def doubts(self, rows: Collection[AgentRow], now: datetime) -> Doubts:
         """What is doubted of these, which are all there are now."""
         # Remembered: as its end comes nearer such a row would look right, and freshly attested.
         self._overlong = frozenset(
@@ -147,7 +149,7 @@ class Watchfulness:
         shared = (id for id, (_, changes) in self._serials.items() if len(changes) >= TOO_MANY_CHANGES)
         return Doubts(frozenset(shared), self._overlong)
 
-    def _changes(self, row: Row, now: datetime) -> tuple[str, tuple[datetime, ...]]:
+    def _changes(self, row: AgentRow, now: datetime) -> tuple[str, tuple[datetime, ...]]:
         """The serial number, and when it has changed of late. One machine attests anew at half the life of its SVID."""
         serial, changes = self._serials.get(row.id, (row.serial, ()))
         recent = tuple(one for one in changes if now - one < self._rules.agent_ttl / 4)

@@ -26,14 +26,14 @@ def list_agents_request(page_size: int, page_token: str) -> bytes:
 
 
 @frozen
-class Page:
+class AgentPage:
     """Some of the agents, each as it stood on the wire, and where to go on. The last page names no token."""
 
     agents: tuple[bytes, ...]
     next_token: str
 
     @classmethod
-    def parse(cls, message: bytes) -> "Page":
+    def parse(cls, message: bytes) -> "AgentPage":
         agents, token = [], ""
         for number, value in fields_of(message):
             if number == 1:
@@ -44,20 +44,20 @@ class Page:
 
 
 @frozen
-class Selector:
+class AgentSelector:
     """One thing that an attestor found out about an agent."""
 
     type: str
     value: str
 
     @classmethod
-    def parse(cls, message: bytes) -> "Selector":
+    def parse(cls, message: bytes) -> "AgentSelector":
         found = {number: value for number, value in fields_of(message) if number in (1, 2)}
         return cls(as_text(found.get(1, b"")), as_text(found.get(2, b"")))
 
 
 @frozen
-class Agent:
+class AgentMessage:
     """One row of the server's registry of agents."""
 
     trust_domain: str
@@ -66,16 +66,16 @@ class Agent:
     serial: str
     # Seconds since 1970.
     expires_at: int
-    selectors: tuple[Selector, ...]
+    selectors: tuple[AgentSelector, ...]
     is_banned: bool
     can_reattest: bool
 
     @classmethod
-    def parse(cls, message: bytes) -> "Agent":
+    def parse(cls, message: bytes) -> "AgentMessage":
         found, selectors = {}, []
         for number, value in fields_of(message):
             if number == SELECTORS:
-                selectors.append(Selector.parse(as_bytes(value)))
+                selectors.append(AgentSelector.parse(as_bytes(value)))
             else:
                 found[number] = value
         name = dict(fields_of(as_bytes(found.get(1, b""))))

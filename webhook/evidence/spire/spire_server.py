@@ -13,9 +13,18 @@ from grpclib.client import Channel
 from webhook.core.evidence import Evidence
 from webhook.evidence import EvidenceUnavailableError, StillAwayError
 from webhook.evidence.rpc import CallFailedError, RawCodec, ask, faults_of
-from webhook.evidence.spire.attested import SOURCE, Doubts, Row, Rules, Watchfulness, by_node, row_of, word_on
+from webhook.evidence.spire.attested import (
+    SOURCE,
+    AgentHistory,
+    AgentRow,
+    AgentRules,
+    Doubts,
+    by_node,
+    combined_evidence,
+    row_of,
+)
 from webhook.evidence.spire.spiffe_tls import client_context
-from webhook.evidence.spire.spire_messages import LIST_AGENTS, Agent, Page, list_agents_request
+from webhook.evidence.spire.spire_messages import LIST_AGENTS, AgentMessage, AgentPage, list_agents_request
 from webhook.evidence.spire.workload_api import OwnIdentity
 from webhook.runtime.clock import Clock
 
@@ -38,7 +47,7 @@ class UnsettledError(CallFailedError):
     """The list of agents changes faster than it can be read."""
 
 
-class Server(Protocol):
+class SpireConnection(Protocol):
     """A way to SPIRE Server."""
 
     def connected(self) -> AbstractAsyncContextManager[Channel]:
@@ -81,8 +90,8 @@ class SpireServer:
 
     def __init__(
         self,
-        server: Server,
-        rules: Rules,
+        server: SpireConnection,
+        rules: AgentRules,
         clock: Clock,
         every: timedelta,
         *,
@@ -99,10 +108,10 @@ class SpireServer:
         self._deadline = deadline
         self._patience = patience
         self._chance = chance
-        self._watchfulness = Watchfulness(rules)
+        self._watchfulness = AgentHistory(rules)
         self._told = Doubts()
         self._problem = ""
-        self._read: Mapping[bytes, Row | None] = {}
+        self._read: Mapping[bytes, AgentRow | None] = {}
         self._due: datetime | None = None
         self._asking: asyncio.Task[None] | None = None
         self._said: Mapping[str, Evidence] | None = None
@@ -151,7 +160,7 @@ class SpireServer:
         self._problem = ""
         await self._take_in(rows)
 
-    async def _all_rows(self, channel: Channel) -> list[Row]:
+    async def _all_rows(self, channel: Channel) -> list[AgentRow]:
         """Of one walk in which nobody was met twice: pages are no snapshot."""
         for _ in range(WALKS):
             read = await self._walk(channel)
@@ -161,26 +170,26 @@ class SpireServer:
                 return rows
         raise UnsettledError("SPIRE: agents change faster than they can be read")
 
-    async def _walk(self, channel: Channel) -> dict[bytes, Row | None]:
+    async def _walk(self, channel: Channel) -> dict[bytes, AgentRow | None]:
         """Every agent, as it stood on the wire. What was read before is not read again."""
-        read: dict[bytes, Row | None] = {}
+        read: dict[bytes, AgentRow | None] = {}
         token, tokens = "", set[str]()
         while token not in tokens:
             tokens.add(token)
-            page = Page.parse(await ask(channel, LIST_AGENTS, list_agents_request(self._page_size, token)))
+            page = AgentPage.parse(await ask(channel, LIST_AGENTS, list_agents_request(self._page_size, token)))
             for raw in page.agents:
-                read[raw] = self._read[raw] if raw in self._read else row_of(Agent.parse(raw), self._rules)
+                read[raw] = self._read[raw] if raw in self._read else row_of(AgentMessage.parse(raw), self._rules)
             token = page.next_token
             if not token:
                 return read
         raise UnsettledError("SPIRE: the pages of agents go round in a circle")
 
-    async def _take_in(self, rows: list[Row]) -> None:
+    async def _take_in(self, rows: list[AgentRow]) -> None:
         now = self._clock()
         doubts = self._watchfulness.doubts(rows, now)
         before, said = self._said or {}, dict[str, Evidence]()
         for number, (node, of_node) in enumerate(by_node(rows).items()):
-            word = word_on(node, of_node, self._rules, doubts, now)
+            word = combined_evidence(node, of_node, self._rules, doubts, now)
             if word is not None:
                 said[node] = before[node] if before.get(node) == word else word
             if number % NODES_AT_A_TIME == NODES_AT_A_TIME - 1:

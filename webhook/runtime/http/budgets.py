@@ -50,7 +50,7 @@ def weight(body: bytes) -> int:
 
 
 @frozen
-class Limits:
+class RequestLimits:
     """How much there may be of each."""
 
     memory: int = LARGEST_MEMORY  # bytes
@@ -63,7 +63,9 @@ class Limits:
         return min(RESERVE, self.connections // 4)
 
     @classmethod
-    def chosen(cls, memory_mib: int, reviews: int, connections: int, cgroup_limit: Path = CGROUP_LIMIT) -> "Limits":
+    def chosen(
+        cls, memory_mib: int, reviews: int, connections: int, cgroup_limit: Path = CGROUP_LIMIT
+    ) -> "RequestLimits":
         """What was set; 0 stands for what suits this process."""
         default = cls()
         return cls(
@@ -108,7 +110,7 @@ class Share:
 
 
 @define(eq=False)
-class Room:
+class MemoryBudget:
     """Bytes that parsed bodies may take together; who finds no room waits for the next one to end."""
 
     limit: int
@@ -172,12 +174,12 @@ def turn_to_go(one: Connected, now: float) -> tuple[int, float] | None:
 class Budgets:
     """The budgets of a process. All listeners share them."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: RequestLimits | None = None) -> None:
+        self.limits = limits or RequestLimits()
         memory = self.limits.memory
         # While they are read, and once they are parsed.
-        self.small, self.parsed_small = Share(memory // 16, 0), Room(memory // 8)
-        self.large, self.parsed_large = Share(memory // 4, STALLED_AFTER), Room(memory * 9 // 16)
+        self.small, self.parsed_small = Share(memory // 16, 0), MemoryBudget(memory // 8)
+        self.large, self.parsed_large = Share(memory // 4, STALLED_AFTER), MemoryBudget(memory * 9 // 16)
         self.turn = asyncio.Lock()
         self.reviews = 0
         self.connections: dict[Connected, None] = {}
@@ -230,7 +232,7 @@ class Body:
         self._taken = 0
         self._size = 0
         self._needed = 0
-        self._room: Room | None = None
+        self._room: MemoryBudget | None = None
         self._reading: asyncio.Timeout | None = None
         self._has_given_way = False
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from webhook.runtime.tls.issuing import BACKDATED, Pair, new_ca, new_leaf, pair_in, serves
+from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf, pair_in, serves
 
 CA_LIFE = timedelta(days=730)
 LEAF_LIFE = timedelta(days=90)  # a third of the CA's life is more than this: a leaf never outlives its CA
@@ -25,7 +25,7 @@ class DevCertificates:
     key: Path
 
 
-def is_young(pair: Pair, now: datetime) -> bool:
+def is_young(pair: KeyPair, now: datetime) -> bool:
     """Whether more than a third of its life is left."""
     begin = pair.cert.not_valid_before_utc
     return begin <= now and pair.end - now > (pair.end - begin) / 3
@@ -59,7 +59,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield  # closing the file lets go of the lock
 
 
-def _load_pair(cert_path: Path, key_path: Path) -> Pair | None:
+def _load_pair(cert_path: Path, key_path: Path) -> KeyPair | None:
     """The pair in these files, or None if it is missing, damaged or not a pair: then it is made anew."""
     try:
         return pair_in(cert_path.read_bytes(), key_path.read_bytes())
@@ -67,7 +67,7 @@ def _load_pair(cert_path: Path, key_path: Path) -> Pair | None:
         return None
 
 
-def _store_pair(pair: Pair, cert_path: Path, key_path: Path) -> None:
+def _store_pair(pair: KeyPair, cert_path: Path, key_path: Path) -> None:
     _write_atomically(key_path, pair.key_pem, mode=0o600)
     _write_atomically(cert_path, pair.cert_pem, mode=0o644)
 

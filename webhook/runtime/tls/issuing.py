@@ -19,7 +19,7 @@ Span = tuple[datetime, datetime]
 
 
 @frozen
-class Pair:
+class KeyPair:
     """A certificate and its key: the one that it names, so the certificate says which pair it is."""
 
     cert: x509.Certificate
@@ -40,7 +40,7 @@ class Pair:
         return self.cert.not_valid_after_utc
 
 
-def pair_in(cert_pem: bytes, key_pem: bytes) -> Pair | None:
+def pair_in(cert_pem: bytes, key_pem: bytes) -> KeyPair | None:
     """The pair, or None if something else is there."""
     try:
         cert = certificates_in(cert_pem)[0]
@@ -49,10 +49,10 @@ def pair_in(cert_pem: bytes, key_pem: bytes) -> Pair | None:
         return None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
         return None
-    return Pair(cert, key)
+    return KeyPair(cert, key)
 
 
-def new_ca(title: str, span: Span) -> Pair:
+def new_ca(title: str, span: Span) -> KeyPair:
     key = ec.generate_private_key(ec.SECP256R1())
     # The serial number in the name: after a renewal a client that knows only the old CA says "unknown issuer",
     # which is clearer than a bad signature by a CA of the same name.
@@ -64,10 +64,10 @@ def new_ca(title: str, span: Span) -> Pair:
     builder = builder.add_extension(
         x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False
     )
-    return Pair(builder.sign(key, hashes.SHA256()), key)
+    return KeyPair(builder.sign(key, hashes.SHA256()), key)
 
 
-def new_leaf(ca: Pair, title: str, names: Sequence[str], span: Span) -> Pair:
+def new_leaf(ca: KeyPair, title: str, names: Sequence[str], span: Span) -> KeyPair:
     """A server's certificate; it ends with its CA at the latest."""
     key = ec.generate_private_key(ec.SECP256R1())
     span = (span[0], min(span[1], ca.end))
@@ -80,7 +80,7 @@ def new_leaf(ca: Pair, title: str, names: Sequence[str], span: Span) -> Pair:
         ca.cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     )
     builder = builder.add_extension(authority, critical=False)
-    return Pair(builder.sign(ca.key, hashes.SHA256()), key)
+    return KeyPair(builder.sign(ca.key, hashes.SHA256()), key)
 
 
 def serves(cert: x509.Certificate, ca: x509.Certificate, names: Sequence[str]) -> bool:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import serialization
 
 from webhook.core.errors import GpuwardenError
 from webhook.runtime.tls.certificates import certificates_in
-from webhook.runtime.tls.issuing import BACKDATED, Pair, new_ca, new_leaf, pair_in, serves
+from webhook.runtime.tls.issuing import BACKDATED, KeyPair, new_ca, new_leaf, pair_in, serves
 
 CERT, KEY, BUNDLE = "tls.crt", "tls.key", "ca.crt"
 SIGNING, COMING, REST = "signing-ca", "coming-ca", "rotation.json"
@@ -27,7 +27,7 @@ class BadStateError(GpuwardenError):
 
 
 @frozen
-class Rules:
+class RotationRules:
     """How long things last."""
 
     names: tuple[str, ...]
@@ -39,16 +39,16 @@ class Rules:
 
 
 @frozen
-class Coming:
+class NextCa:
     """A CA that signs nothing yet: first everybody has to trust it."""
 
-    pair: Pair
+    pair: KeyPair
     # Since when every configuration has named it.
     announced: datetime | None = None
 
 
 @frozen
-class Leaving:
+class PreviousCa:
     """A CA that signs nothing any more, trusted until its last leaf has ended."""
 
     cert: x509.Certificate
@@ -56,16 +56,16 @@ class Leaving:
 
 
 @frozen
-class State:
+class CertificateState:
     """What is kept. Where somebody else's CA was trusted at the beginning, there is no leaf until ours is too."""
 
-    signing: Pair | None = None
-    leaf: Pair | None = None
-    coming: Coming | None = None
-    leaving: tuple[Leaving, ...] = ()
+    signing: KeyPair | None = None
+    leaf: KeyPair | None = None
+    coming: NextCa | None = None
+    leaving: tuple[PreviousCa, ...] = ()
 
     @property
-    def coming_pair(self) -> Pair | None:
+    def coming_pair(self) -> KeyPair | None:
         return None if self.coming is None else self.coming.pair
 
     @property
@@ -78,73 +78,75 @@ class State:
 
 
 @frozen
-class Keep:
+class WriteSecret:
     """Write this state, if nobody has written another one since."""
 
-    state: State
+    state: CertificateState
     why: str
 
 
 @frozen
-class Publish:
+class PublishBundle:
     """Write this bundle into every configuration, if it is as it was seen."""
 
     bundle: bytes
 
 
-Step = Keep | Publish
+Step = WriteSecret | PublishBundle
 
 
-def next_step(state: State | None, published: Sequence[bytes], rules: Rules, now: datetime) -> Step | None:
+def next_step(
+    state: CertificateState | None, published: Sequence[bytes], rules: RotationRules, now: datetime
+) -> Step | None:
     """None: for this moment all is done. `published` is what the configurations say, which was read before the state:
     so nobody can write an older bundle over a newer one."""
     if state is None:
-        return Keep(begun(published, rules, now), "begun")
+        return WriteSecret(begun(published, rules, now), "begun")
     if any(bundle != state.bundle for bundle in published):
         return publishing(state)
     return rotating(state, rules, now) or renewing(state, rules, now) or dropping(state, now)
 
 
-def begun(published: Sequence[bytes], rules: Rules, now: datetime) -> State:
+def begun(published: Sequence[bytes], rules: RotationRules, now: datetime) -> CertificateState:
     """CAs of somebody else stay trusted as long as a leaf of theirs might last, and ours is announced beside them."""
     ca = new_ca("admission CA", (now - BACKDATED, now + rules.ca_life))
     found = {cert for bundle in published for cert in readable_certificates(bundle) if cert.not_valid_after_utc > now}
     if found:
         until = now + rules.leaf_life
-        leaving = tuple(Leaving(cert, min(until, cert.not_valid_after_utc)) for cert in found)
-        return State(coming=Coming(ca), leaving=leaving)
-    return State(signing=ca, leaf=leaf_of(ca, rules, now))
+        leaving = tuple(PreviousCa(cert, min(until, cert.not_valid_after_utc)) for cert in found)
+        return CertificateState(coming=NextCa(ca), leaving=leaving)
+    return CertificateState(signing=ca, leaf=leaf_of(ca, rules, now))
 
 
-def publishing(state: State) -> Step:
+def publishing(state: CertificateState) -> Step:
     """A CA that was announced and is missing again begins its wait anew."""
     coming = state.coming
     if coming is not None and coming.announced is not None:
-        return Keep(evolve(state, coming=Coming(coming.pair)), "an announcement was taken back")
-    return Publish(state.bundle)
+        return WriteSecret(evolve(state, coming=NextCa(coming.pair)), "an announcement was taken back")
+    return PublishBundle(state.bundle)
 
 
-def rotating(state: State, rules: Rules, now: datetime) -> Step | None:
+def rotating(state: CertificateState, rules: RotationRules, now: datetime) -> Step | None:
     coming, signing = state.coming, state.signing
     if coming is None:
         if signing is not None and now + rules.leaf_life + rules.renew_before <= signing.end:
             return None
         ca = new_ca("admission CA", (now - BACKDATED, now + rules.ca_life))
-        return Keep(evolve(state, coming=Coming(ca)), "a new CA is announced")
+        return WriteSecret(evolve(state, coming=NextCa(ca)), "a new CA is announced")
     if coming.announced is None:
-        return Keep(evolve(state, coming=evolve(coming, announced=now)), "the new CA has been announced")
+        return WriteSecret(evolve(state, coming=evolve(coming, announced=now)), "the new CA has been announced")
     if now < coming.announced + rules.settle:
         return None
-    return Keep(promoted(state, coming.pair, rules, now), "the new CA signs")
+    return WriteSecret(promoted(state, coming.pair, rules, now), "the new CA signs")
 
 
-def promoted(state: State, ca: Pair, rules: Rules, now: datetime) -> State:
+def promoted(state: CertificateState, ca: KeyPair, rules: RotationRules, now: datetime) -> CertificateState:
     """The newest leaf ends last, for none outlives its CA."""
-    gone = () if state.signing is None or state.leaf is None else (Leaving(state.signing.cert, state.leaf.end),)
-    return State(signing=ca, leaf=leaf_of(ca, rules, now), leaving=(*gone, *state.leaving))
+    gone = () if state.signing is None or state.leaf is None else (PreviousCa(state.signing.cert, state.leaf.end),)
+    return CertificateState(signing=ca, leaf=leaf_of(ca, rules, now), leaving=(*gone, *state.leaving))
 
 
-def renewing(state: State, rules: Rules, now: datetime) -> Step | None:
+def renewing(state: CertificateState, rules: RotationRules, now: datetime) -> Step | None:
     signing, leaf = state.signing, state.leaf
     if signing is None or signing.end <= now:
         return None
@@ -153,17 +155,17 @@ def renewing(state: State, rules: Rules, now: datetime) -> Step | None:
     is_old = leaf is not None and leaf.end - now <= rules.renew_before and leaf.end < signing.end
     if not (is_wrong or is_old):
         return None
-    return Keep(evolve(state, leaf=leaf_of(signing, rules, now)), "a new certificate")
+    return WriteSecret(evolve(state, leaf=leaf_of(signing, rules, now)), "a new certificate")
 
 
-def dropping(state: State, now: datetime) -> Step | None:
+def dropping(state: CertificateState, now: datetime) -> Step | None:
     left = tuple(one for one in state.leaving if one.until > now)
     if len(left) == len(state.leaving):
         return None
-    return Keep(evolve(state, leaving=left), "an old CA is trusted no more")
+    return WriteSecret(evolve(state, leaving=left), "an old CA is trusted no more")
 
 
-def leaf_of(ca: Pair, rules: Rules, now: datetime) -> Pair:
+def leaf_of(ca: KeyPair, rules: RotationRules, now: datetime) -> KeyPair:
     return new_leaf(ca, longest(rules.names), rules.names, (now - BACKDATED, now + rules.leaf_life))
 
 
@@ -182,7 +184,7 @@ def readable_certificates(pem: bytes) -> list[x509.Certificate]:
 # How it is kept: the data of a Secret, or files.
 
 
-class Rest(msgspec.Struct, frozen=True, omit_defaults=True):
+class WaitUntil(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is neither a certificate nor a key."""
 
     announced: datetime | None = None
@@ -198,7 +200,7 @@ class Left(msgspec.Struct, frozen=True):
 NAMES: Final = (CERT, KEY, BUNDLE, *(f"{ca}.{part}" for ca in (SIGNING, COMING) for part in ("crt", "key")), REST)
 
 
-def data_of(state: State) -> dict[str, bytes]:
+def data_of(state: CertificateState) -> dict[str, bytes]:
     pairs = {SIGNING: state.signing, COMING: state.coming_pair}
     data = {BUNDLE: state.bundle}
     for name, pair in pairs.items():
@@ -207,29 +209,29 @@ def data_of(state: State) -> dict[str, bytes]:
     if state.leaf is not None:
         data |= {CERT: state.leaf.cert_pem, KEY: state.leaf.key_pem}
     left = tuple(Left(one.cert.public_bytes(serialization.Encoding.PEM).decode(), one.until) for one in state.leaving)
-    rest = Rest(state.coming.announced if state.coming else None, left)
+    rest = WaitUntil(state.coming.announced if state.coming else None, left)
     return {**data, REST: msgspec.json.encode(rest)}
 
 
-def state_in(data: Mapping[str, bytes]) -> State | None:
+def state_in(data: Mapping[str, bytes]) -> CertificateState | None:
     """None where nothing has been written by us yet."""
     if REST not in data:
         return None
     try:
-        rest = msgspec.json.decode(data[REST], type=Rest)
-        leaving = tuple(Leaving(certificates_in(one.cert.encode())[0], one.until) for one in rest.leaving)
+        rest = msgspec.json.decode(data[REST], type=WaitUntil)
+        leaving = tuple(PreviousCa(certificates_in(one.cert.encode())[0], one.until) for one in rest.leaving)
     except (msgspec.DecodeError, ValueError) as exc:
         raise BadStateError(f"{REST} is not what was written there") from exc
     coming = pair_at(data, f"{COMING}.crt", f"{COMING}.key")
-    return State(
+    return CertificateState(
         signing=pair_at(data, f"{SIGNING}.crt", f"{SIGNING}.key"),
         leaf=pair_at(data, CERT, KEY),
-        coming=None if coming is None else Coming(coming, rest.announced),
+        coming=None if coming is None else NextCa(coming, rest.announced),
         leaving=leaving,
     )
 
 
-def pair_at(data: Mapping[str, bytes], cert: str, key: str) -> Pair | None:
+def pair_at(data: Mapping[str, bytes], cert: str, key: str) -> KeyPair | None:
     if not data.get(cert) and not data.get(key):
         return None
     pair = pair_in(data.get(cert, b""), data.get(key, b""))

@@ -4,11 +4,11 @@ import structlog
 
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
-from webhook.kube.calls import LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.kube.client import ApiClient
 from webhook.kube.pods import REQUEST_TIMEOUT, names_of, said_in
+from webhook.kube.requests import LOST, MERGE_PATCH, POD_PATH, answered
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
-from webhook.scheduler.waking import AlarmAwayError, NotWokenError
+from webhook.scheduler.wakeups import NotWokenError, WakerUnavailableError
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +69,7 @@ class ApiConditions:
         return status < 400
 
 
-class ApiAlarm:
+class ApiPodWaker:
     """Wakes pods in the API server."""
 
     def __init__(self, api: ApiClient) -> None:
@@ -82,7 +82,7 @@ class ApiAlarm:
                 self._api, "PATCH", POD_PATH, names_of(pod), patch, seconds=REQUEST_TIMEOUT, kind=MERGE_PATCH
             )
         except LOST as exc:
-            raise AlarmAwayError("the API server cannot be reached") from exc
+            raise WakerUnavailableError("the API server cannot be reached") from exc
         if status >= 400 and status not in (404, 409):  # gone, or of another uid
             is_away = status == 429 or status >= 500
-            raise (AlarmAwayError if is_away else NotWokenError)(said_in(status, body))
+            raise (WakerUnavailableError if is_away else NotWokenError)(said_in(status, body))

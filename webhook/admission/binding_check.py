@@ -1,45 +1,31 @@
 """Whether a pod may be put on a node at this moment: shared by the reviews of Bindings and by our own binding."""
 
 from datetime import timedelta
-from typing import Protocol
 
-from webhook.admission.holding import Holder
-from webhook.admission.namespaces import ClaimReading
+from webhook.admission.namespaces import ClaimReader
+from webhook.admission.reserving import Reserver
 from webhook.core import check, keys
 from webhook.core.binding import Binding
 from webhook.core.claim import Claim, believed, claim_of, recorded_claim
 from webhook.core.errors import ReservationConflictError, ReservationExpiredError, UnknownReservationError
 from webhook.core.pod import Pod
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Phase, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.core.verdict import Deny
 from webhook.ledger import Ledger
 from webhook.ledger.pods import PodSource
 from webhook.runtime.clock import Clock
 
 
-class Name(Protocol):
-    """How a ledger is told whose a reservation is."""
-
-    async def __call__(
-        self,
-        reservation_id: ReservationId,
-        pod: PodIdentity,
-        *,
-        node: str | None = None,
-        grace: timedelta | None = None,
-    ) -> Reservation: ...
-
-
-class BindingDoor:
+class BindingCheck:
     """The last look before a pod is on a node. May raise InvalidPodError, LedgerError, PodsUnavailableError and
     NamespacesUnavailableError."""
 
     def __init__(
-        self, holder: Holder, pods: PodSource, claims: ClaimReading, bind_deadline: timedelta, clock: Clock
+        self, reserver: Reserver, pods: PodSource, claims: ClaimReader, bind_deadline: timedelta, clock: Clock
     ) -> None:
-        self._holder = holder
-        self._ledger = holder.ledger
+        self._reserver = reserver
+        self._ledger = reserver.ledger
         self._pods = pods
         self._claims = claims
         self._bind_deadline = bind_deadline
@@ -70,7 +56,7 @@ class BindingDoor:
     async def _dressed(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
         """What a pod was promised at its creation holds at this moment too."""
         held = await recorded_reservation(self._ledger, living, is_fresh=True)
-        fleet, policy = self._holder.fleet, self._holder.policy
+        fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
         refused = (
             check.still_held(claim, held, living)
@@ -80,7 +66,7 @@ class BindingDoor:
         )
         # From here on it may run: that its reservation was only pending would be taken for proof that it never did.
         if refused is None and held is not None and held.phase is Phase.PENDING and not is_dry_run:
-            refused = await named(self._ledger.confirm, held, check.identity_of(living))
+            refused = await bind_to_pod(self._ledger, PodProof.CONFIRMED, held, check.identity_of(living))
         return refused
 
     async def _without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
@@ -92,17 +78,17 @@ class BindingDoor:
                 f"metadata.annotations[{keys.CLAIM.name}]: names none of the hashes that the pod has to have",
                 hint="create the pod anew",
             )
-        self._holder.fleet.advance(self._clock())
-        return check.still_proven(claim, binding.node, self._holder.fleet, self._holder.policy)
+        self._reserver.fleet.advance(self._clock())
+        return check.still_proven(claim, binding.node, self._reserver.fleet, self._reserver.policy)
 
     async def _undressed(self, binding: Binding, living: Pod) -> Deny | None:
         """A pod that no review of ours has seen, and that asks for evidence all the same."""
         claim = claim_of(living, await self._claims.within(binding.pod.namespace))
-        policy = self._holder.policy
+        policy = self._reserver.policy
         if claim is None or not (claim.hashes or policy.is_always_required):
             return None
-        self._holder.fleet.advance(self._clock())
-        return check.still_proven(claim, binding.node, self._holder.fleet, policy)
+        self._reserver.fleet.advance(self._clock())
+        return check.still_proven(claim, binding.node, self._reserver.fleet, policy)
 
 
 async def recorded_reservation(ledger: Ledger, pod: Pod, *, is_fresh: bool = False) -> Reservation | None:
@@ -112,11 +98,13 @@ async def recorded_reservation(ledger: Ledger, pod: Pod, *, is_fresh: bool = Fal
     return await ledger.find(reservation_id, node=node, is_fresh=is_fresh) if reservation_id else None
 
 
-async def named(name: Name, held: Reservation, pod: PodIdentity, grace: timedelta | None = None) -> Deny | None:
+async def bind_to_pod(
+    ledger: Ledger, proof: PodProof, held: Reservation, pod: PodIdentity, grace: timedelta | None = None
+) -> Deny | None:
     """Tell the ledger whose a reservation is, and what the pod's grace period is, if it is on no node yet."""
     reservation_id = held.id
     try:
-        await name(reservation_id, pod, node=held.node, grace=grace)
+        await ledger.bind_to_pod(proof, reservation_id, pod, node=held.node, grace=grace)
     except UnknownReservationError:
         return no_reservation(reservation_id)
     except ReservationExpiredError:

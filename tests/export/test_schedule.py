@@ -5,8 +5,8 @@ import itertools
 
 from attrs import define
 
-from webhook.export.turns import LONGEST_PAUSE, Turns, pause_after
-from webhook.kube.calls import Limit
+from webhook.export.schedule import LONGEST_PAUSE, Schedule, pause_after
+from webhook.kube.requests import RateLimit
 
 
 @define
@@ -19,7 +19,7 @@ class Hand:
         return self.time
 
 
-async def is_idle(turns: Turns) -> bool:
+async def is_idle(turns: Schedule) -> bool:
     try:
         async with asyncio.timeout(0.02):
             turns.done(await turns.take())
@@ -30,7 +30,7 @@ async def is_idle(turns: Turns) -> bool:
 
 async def test_the_first_that_is_due_comes_first_and_each_once() -> None:
     hand = Hand()
-    turns = Turns(hand.now)
+    turns = Schedule(hand.now)
     for name, after in (("b", 2.0), ("a", 1.0), ("c", 3.0), ("b", 5.0), ("c", 0.5)):
         turns.put(name, after)
     assert (len(turns), turns.waiting) == (3, 0)
@@ -43,7 +43,7 @@ async def test_the_first_that_is_due_comes_first_and_each_once() -> None:
 
 async def test_nobody_is_with_two_workers_at_once() -> None:
     hand = Hand()
-    turns = Turns(hand.now)
+    turns = Schedule(hand.now)
     turns.put("a")
     assert await turns.take() == "a"
     turns.put("a")
@@ -65,7 +65,7 @@ class Counted(str):
 async def test_whoever_waits_looks_through_nothing() -> None:
     """Sixteen wait for one of ten thousand, and fifty things happen."""
     hand = Hand()
-    turns = Turns(hand.now)
+    turns = Schedule(hand.now)
     for number in range(10_000):
         turns.put(Counted(number), 600.0)
     waiting = [asyncio.create_task(turns.take()) for _ in range(16)]
@@ -85,7 +85,7 @@ async def test_whoever_waits_looks_through_nothing() -> None:
 
 async def test_what_is_due_while_it_is_with_somebody_comes_at_its_time() -> None:
     hand = Hand()
-    turns = Turns(hand.now)
+    turns = Schedule(hand.now)
     turns.put("a", 5.0)
     turns.put("a")
     assert await turns.take() == "a"
@@ -101,7 +101,7 @@ async def test_what_is_due_while_it_is_with_somebody_comes_at_its_time() -> None
 
 
 async def test_what_is_forgotten_does_not_come() -> None:
-    turns = Turns(Hand().now)
+    turns = Schedule(Hand().now)
     turns.put("a")
     turns.forget("a")
     assert await is_idle(turns)
@@ -109,7 +109,7 @@ async def test_what_is_forgotten_does_not_come() -> None:
 
 
 async def test_who_waits_is_woken_by_what_comes() -> None:
-    turns = Turns(asyncio.get_running_loop().time)
+    turns = Schedule(asyncio.get_running_loop().time)
     waiting = asyncio.ensure_future(turns.take())
     await asyncio.sleep(0.01)
     turns.put("a", 0.01)
@@ -125,12 +125,12 @@ def test_pauses_grow_and_end_growing() -> None:
 
 async def test_so_many_requests_at_once_and_then_so_many_a_second() -> None:
     hand = Hand()
-    limit = Limit(0.001, 20, hand.now)
+    limit = RateLimit(0.001, 20, hand.now)
     async with asyncio.timeout(60):
         for _ in range(20):
             await limit.turn()
     loop = asyncio.get_running_loop()
-    limit = Limit(100.0, 1, loop.time)
+    limit = RateLimit(100.0, 1, loop.time)
     began = loop.time()
     for _ in range(20):
         await limit.turn()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.builders import Raw
-from webhook.kube.objects import decoded, object_in, without_managed_fields
+from webhook.kube.json_objects import decoded, object_in, without_managed_fields
 
 DEEPEST = 10_000  # that the API server itself reads
 

@@ -10,12 +10,12 @@ import pytest
 from tests import builders
 from tests.admission.test_namespaces import Api, namespace
 from tests.builders import HASH, NOW, OTHER_HASH, SECOND, Raw, device, node, raw_container, raw_pod, reservation, slot
-from webhook.admission.namespaces import ClaimReading, WatchedNamespaces
+from webhook.admission.namespaces import ClaimReader, WatchedNamespaces
 from webhook.core.claim import ClaimRules
 from webhook.core.decide import EvidencePolicy
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import PodIdentity
-from webhook.scheduler.waking import MAX_FAILURES, AlarmAwayError, NotWokenError, Waking
+from webhook.scheduler.wakeups import MAX_FAILURES, NotWokenError, WakerUnavailableError, Wakeups
 
 OURS = "0/3 nodes are available: 2 attestation hash differs from the required one, 1 Insufficient cpu."
 OTHERS = "0/3 nodes are available: 3 Insufficient cpu."
@@ -33,7 +33,7 @@ class FakeAlarm:
     async def wake(self, pod: PodIdentity, at: str) -> None:
         self.asked += 1
         if self.is_away:
-            raise AlarmAwayError("away")
+            raise WakerUnavailableError("away")
         if pod.uid in self.refused:
             raise NotWokenError("a policy is against it")
         assert datetime.fromisoformat(at) >= NOW
@@ -43,12 +43,12 @@ class FakeAlarm:
 class Scene:
     """One node with two GPUs, a clock that the test turns, and pods that wait."""
 
-    def __init__(self, fleet: Fleet | None = None, claims: ClaimReading | None = None) -> None:
+    def __init__(self, fleet: Fleet | None = None, claims: ClaimReader | None = None) -> None:
         self.now = NOW
         self.alarm = FakeAlarm()
         self.fleet = fleet or builders.fleet(node("node-a", device("GPU-a0"), device("GPU-a1")))
-        self.waking = Waking(
-            self.fleet, EvidencePolicy(), claims or ClaimReading(ClaimRules()), self.alarm, lambda: self.now
+        self.waking = Wakeups(
+            self.fleet, EvidencePolicy(), claims or ClaimReader(ClaimRules()), self.alarm, lambda: self.now
         )
 
     def prove(self, hash_: str | None = HASH, name: str = "node-a", **members: Any) -> None:
@@ -86,7 +86,7 @@ async def test_evidence_that_arrives_wakes_those_that_asked_for_it() -> None:
 async def test_a_pod_waits_for_what_its_namespace_trusts() -> None:
     namespaces = WatchedNamespaces(Api())
     namespaces.view.changed(namespace(builders.NAMESPACE, OTHER_HASH))
-    scene = Scene(claims=ClaimReading(ClaimRules(), namespaces))
+    scene = Scene(claims=ClaimReader(ClaimRules(), namespaces))
     scene.waking.changed(waiting(hash_=f"{HASH},{OTHER_HASH}"))
     scene.prove(HASH)
     assert await scene.woken() == []

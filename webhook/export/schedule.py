@@ -11,7 +11,7 @@ FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 1000.0
 
 
-class Turns:
+class Schedule:
     """What is due, by name. There is one entry a name, so it is bounded by the names there are."""
 
     def __init__(self, now: Callable[[], float]) -> None:

@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from tests import builders
 from tests.builders import NOW, raw_container
-from webhook.core.lines import OWN_IDS, Kind, Lines, Turns, Waiter, reservation_id_of
+from webhook.core.queue_order import OWN_IDS, ClaimKind, QueuedPod, QueueOrder, TurnOrder, reservation_id_of
 from webhook.core.reservation import PodIdentity
 
 
 def waiter(
     number: int, gpus: int = 1, second: int = 0, asked: Mapping[str, str] | None = None, namespace: str = "ml"
-) -> Waiter:
+) -> QueuedPod:
     claim = builders.claim(builders.raw_pod(raw_container(gpus=gpus), annotations=asked))
-    return Waiter(PodIdentity(namespace, f"p{number}", f"uid-{number:03}"), NOW + timedelta(seconds=second), claim)
+    return QueuedPod(PodIdentity(namespace, f"p{number}", f"uid-{number:03}"), NOW + timedelta(seconds=second), claim)
 
 
-def of_hash(number: int, digest: int, namespace: str = "ml") -> Waiter:
+def of_hash(number: int, digest: int, namespace: str = "ml") -> QueuedPod:
     """Of a kind of its own, if the number is."""
     return waiter(number, second=number, asked={"gpuwarden.io/required-hash": f"sha256:{digest}"}, namespace=namespace)
 
@@ -32,7 +32,7 @@ def test_a_kind_is_all_that_is_asked_but_how_many() -> None:
 
 
 def test_the_heads_are_the_oldest_of_each_number() -> None:
-    lines = Lines()
+    lines = QueueOrder()
     for one in (waiter(3, 1, 5), waiter(1, 1, 7), waiter(2, 8, 6)):
         lines.put(one)
     (kind,) = lines.kinds()
@@ -41,18 +41,18 @@ def test_the_heads_are_the_oldest_of_each_number() -> None:
 
 
 def test_who_wants_something_else_now_stands_in_another_line() -> None:
-    lines = Lines()
+    lines = QueueOrder()
     lines.put(waiter(1))
     lines.put(waiter(1, asked={"gpuwarden.io/required-hash": "sha256:aa"}))
     assert len(lines) == 1
     (kind,) = lines.kinds()
     assert kind.hashes == {"sha256:aa"}
-    assert isinstance(kind, Kind)
+    assert isinstance(kind, ClaimKind)
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3), st.integers(0, 4), st.booleans()), max_size=40))
 def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, bool]]) -> None:
-    lines, plain = Lines(), dict[str, Waiter]()
+    lines, plain = QueueOrder(), dict[str, QueuedPod]()
     for number, gpus, second, stays in moves:
         one = waiter(number, gpus, second)
         if stays:
@@ -72,11 +72,11 @@ def test_lines_say_what_a_plain_list_would_say(moves: list[tuple[int, int, int, 
 
 
 def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
-    lines = Lines()
+    lines = QueueOrder()
     for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
         lines.put(one)
     (kind,) = lines.kinds()
-    turns, taken = Turns(lines, lines.heads(kind)), []
+    turns, taken = TurnOrder(lines, lines.heads(kind)), []
     while turns:
         taken.append(turns.take())
         turns.goes_on(taken[-1])
@@ -84,13 +84,13 @@ def test_turns_are_taken_by_age_whatever_number_each_wants() -> None:
 
 
 def test_turns_go_round_by_namespace_whatever_number_each_wants() -> None:
-    lines = Lines()
+    lines = QueueOrder()
     for one in (waiter(1, 8, 1), waiter(2, 1, 2), waiter(3, 8, 3), waiter(4, 1, 4, namespace="cv")):
         lines.put(one)
     (kind,) = lines.kinds()
     assert [head.pod.name for head in lines.heads(kind)] == ["p1", "p4"]
     assert lines.counts(kind) == [1, 8]
-    turns, taken = Turns(lines, lines.heads(kind)), []
+    turns, taken = TurnOrder(lines, lines.heads(kind)), []
     while turns:
         taken.append(turns.take())
         turns.goes_on(taken[-1])
@@ -104,7 +104,7 @@ def test_turns_go_round_by_namespace_whatever_number_each_wants() -> None:
 
 def test_kinds_take_turns_by_namespace_too() -> None:
     """Pods that are each of a kind of their own bring no more turns."""
-    lines = Lines()
+    lines = QueueOrder()
     for number in range(1, 5):
         lines.put(of_hash(number, number))
     lines.put(of_hash(5, 5, "cv"))
@@ -118,7 +118,7 @@ def test_kinds_take_turns_by_namespace_too() -> None:
 
 
 def test_a_kind_that_nothing_can_be_had_for_takes_one_turn_of_its_namespace_at_the_most() -> None:
-    lines = Lines()
+    lines = QueueOrder()
     for number in range(1, 51):
         lines.put(of_hash(number, 1))
     lines.put(of_hash(51, 2))
@@ -128,7 +128,7 @@ def test_a_kind_that_nothing_can_be_had_for_takes_one_turn_of_its_namespace_at_t
 
 
 def test_ten_thousand_in_a_line_are_put_in_order_quickly() -> None:
-    lines = Lines()
+    lines = QueueOrder()
     for number in range(10_000):
         lines.put(waiter(number, 1 + number % 8, number, namespace=f"ns-{number % 100}"))
     (kind,) = lines.kinds()
@@ -140,11 +140,11 @@ def test_ten_thousand_in_a_line_are_put_in_order_quickly() -> None:
 
 
 def test_to_whom_a_node_is_left_has_the_first_turn_and_no_second_one() -> None:
-    lines = Lines()
+    lines = QueueOrder()
     for one in (waiter(1, 1, 1), waiter(2, 8, 2), waiter(3, 8, 3), waiter(4, 1, 4)):
         lines.put(one)
     (kind,) = lines.kinds()
-    turns, taken = Turns(lines, lines.heads(kind), lines.get("uid-003")), []
+    turns, taken = TurnOrder(lines, lines.heads(kind), lines.get("uid-003")), []
     while turns:
         taken.append(turns.take())
         turns.goes_on(taken[-1])
@@ -152,11 +152,11 @@ def test_to_whom_a_node_is_left_has_the_first_turn_and_no_second_one() -> None:
 
 
 def test_whoever_waits_holds_up_those_that_want_as_many_or_more_and_nobody_else() -> None:
-    lines = Lines()
+    lines = QueueOrder()
     for one in (waiter(1, 4, 1), waiter(2, 8, 2), waiter(3, 1, 3), waiter(4, 4, 4), waiter(5, 2, 5)):
         lines.put(one)
     (kind,) = lines.kinds()
-    turns = Turns(lines, lines.heads(kind))
+    turns = TurnOrder(lines, lines.heads(kind))
     first = turns.take()
     assert [one.pod.name for one in turns.held_up_by(first)] == ["p2"]
     assert [turns.take().pod.name for _ in range(len(turns))] == ["p3", "p5"]

@@ -8,16 +8,16 @@ import pytest
 
 from tests import builders
 from tests.builders import NOW
-from webhook.admission.holding import Holder
+from webhook.admission.reserving import Reserver
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.errors import DeadlinePassedError, SlotsTakenError
 from webhook.core.fleet import Fleet
-from webhook.core.lines import Waiter
 from webhook.core.nodes_asked import NodesAsked
+from webhook.core.queue_order import QueuedPod
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import PodIdentity, Reservation, ReservationId, ReservationRequest
 from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Times
@@ -44,14 +44,14 @@ class Asked(Fleet):
 ZONE = builders.required_affinity(builders.term(builders.expression("kubernetes.io/hostname", "NotIn", "node-x")))
 
 
-def holder(fleet: Fleet, *, always: bool = False) -> Holder:
+def holder(fleet: Fleet, *, always: bool = False) -> Reserver:
     ledger = MemoryLedger(fleet, lambda: NOW, Times(DEADLINE, SKEW))
-    return Holder(fleet, ledger, EvidencePolicy(is_always_required=always), lambda: NOW, Metrics())
+    return Reserver(fleet, ledger, EvidencePolicy(is_always_required=always), lambda: NOW, Metrics())
 
 
-def waiter(count: int, **members: Any) -> Waiter:
+def waiter(count: int, **members: Any) -> QueuedPod:
     claim = builders.claim(builders.raw_pod(builders.raw_container(gpus=count), **members))
-    return Waiter(PodIdentity("ml", f"p{count}", f"uid-{count}"), NOW + timedelta(seconds=count), claim)
+    return QueuedPod(PodIdentity("ml", f"p{count}", f"uid-{count}"), NOW + timedelta(seconds=count), claim)
 
 
 def sized(name: str, gpus: int, **members: Any) -> Node:
@@ -83,7 +83,7 @@ def test_who_wants_no_gpu_waits_behind_nobody_who_does_and_holds_up_nobody() -> 
     assert house.others_first(waiter(1, **asked).claim) is not None
     assert house.others_first(only_proven) is None
     house.lines.drop("uid-2")
-    house.lines.put(Waiter(PodIdentity("ml", "p0", "uid-0"), NOW, only_proven))
+    house.lines.put(QueuedPod(PodIdentity("ml", "p0", "uid-0"), NOW, only_proven))
     assert house.others_first(waiter(1, **asked).claim) is None
 
 
@@ -130,7 +130,7 @@ def test_a_mapped_pod_holds_up_those_of_its_place_where_its_gpus_are(
         "annotations": {"gpuwarden.io/gpu-map": text},
         "owners": [builders.stateful_set("web")],
     }
-    first = Waiter(PodIdentity("ml", "web-0", "uid-0"), NOW, builders.claim(builders.raw_pod(**mapped)))
+    first = QueuedPod(PodIdentity("ml", "web-0", "uid-0"), NOW, builders.claim(builders.raw_pod(**mapped)))
     house.lines.put(first)
     assert (house.others_first(first.claim) is not None) is holds_up
 
@@ -158,7 +158,7 @@ class BehindLedger(MemoryLedger):
 
     tries = 0
 
-    async def reserve(self, ask: Ask, *_: object, answer_by: datetime) -> Reservation:
+    async def reserve(self, ask: ReservationRequest, *_: object, answer_by: datetime) -> Reservation:
         await asyncio.sleep(0)
         self.tries += 1
         if utc_now() >= answer_by:
@@ -170,9 +170,9 @@ async def test_what_cannot_be_had_over_and_over_is_waited_for_and_keeps_nobody_e
     fleet = Fleet()
     fleet.put(Node("node-a", devices=(Device(DeviceUuid("GPU-0")),)), utc_now())
     ledger = BehindLedger(fleet, utc_now, Times(DEADLINE, SKEW))
-    holder = Holder(fleet, ledger, EvidencePolicy(), utc_now, Metrics())
-    ask = Ask(ReservationId("r1"), "ml", CLAIM.digest)
-    denied = await holder.hold(ask, CLAIM, answer_by=utc_now() + timedelta(seconds=0.5))
+    reserver = Reserver(fleet, ledger, EvidencePolicy(), utc_now, Metrics())
+    ask = ReservationRequest(ReservationId("r1"), "ml", CLAIM.digest)
+    denied = await reserver.hold(ask, CLAIM, answer_by=utc_now() + timedelta(seconds=0.5))
     assert isinstance(denied, Deny)
     assert denied.reason is Reason.DEADLINE_PASSED
     assert 3 <= ledger.tries <= 30

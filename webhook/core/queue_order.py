@@ -17,7 +17,7 @@ from webhook.core.gpu_map import MapEntry, SetId
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, ReservationId
-from webhook.core.rounds import Rounds, Turn
+from webhook.core.round_robin import RoundRobin, Turn
 from webhook.core.verdict import Deny
 
 # Begins the ids of reservations that are made for pods in the lines. A review's uid never begins so.
@@ -30,7 +30,7 @@ def reservation_id_of(pod: PodIdentity) -> ReservationId:
 
 
 @frozen(cache_hash=True)
-class Kind:
+class ClaimKind:
     """What claims of a kind agree in: they can be served from the same devices."""
 
     hashes: frozenset[str]
@@ -43,46 +43,46 @@ class Kind:
     of_set: SetId | None
 
     @classmethod
-    def of(cls, claim: Claim) -> "Kind":
+    def of(cls, claim: Claim) -> "ClaimKind":
         record, of_set = claim.record, claim.of_set if claim.is_mapped else None
         asked = claim.hashes, claim.requirements, claim.is_shared
         return cls(*asked, claim.place, record.unmapped, claim.nodes, of_set)
 
 
 @frozen(order=False)
-class Waiter:
+class QueuedPod:
     """A pod that waits, since when it has existed, and for what."""
 
     pod: PodIdentity
     created: datetime
     claim: Claim
-    kind: Kind = field(init=False, eq=False, repr=False)
+    kind: ClaimKind = field(init=False, eq=False, repr=False)
 
     @kind.default
-    def _kind(self) -> Kind:
-        return Kind.of(self.claim)
+    def _kind(self) -> ClaimKind:
+        return ClaimKind.of(self.claim)
 
     @property
     def turn(self) -> Turn:
         return self.created, self.pod.uid
 
 
-class Line:
+class KindQueue:
     """Those of one kind, in the order of their turns."""
 
     def __init__(self) -> None:
-        self.rounds = Rounds()
+        self.rounds = RoundRobin()
         self._counts: dict[str, int] = {}
         self._members: Counter[int] = Counter()
         self._order: tuple[str, ...] = ()
         self._by_count: dict[int, list[str]] = {}
 
-    def put(self, waiter: Waiter) -> None:
+    def put(self, waiter: QueuedPod) -> None:
         self._counts[waiter.pod.uid] = waiter.claim.count
         self._members[waiter.claim.count] += 1
         self.rounds.put(waiter.pod.namespace, waiter.turn)
 
-    def drop(self, waiter: Waiter, *, was_served: bool) -> None:
+    def drop(self, waiter: QueuedPod, *, was_served: bool) -> None:
         count = self._counts.pop(waiter.pod.uid)
         self._members[count] -= 1
         if not self._members[count]:
@@ -104,14 +104,14 @@ class Line:
         return self._by_count
 
 
-class Lines:
+class QueueOrder:
     """Waiters by kind, and within a kind by how many GPUs each wants. Turns go round by namespace, among those of a
     kind and among kinds."""
 
     def __init__(self) -> None:
-        self._waiters: dict[str, Waiter] = {}
-        self._lines: dict[Kind, Line] = {}
-        self._places = Places()
+        self._waiters: dict[str, QueuedPod] = {}
+        self._lines: dict[ClaimKind, KindQueue] = {}
+        self._places = KindOrder()
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -119,7 +119,7 @@ class Lines:
     def __contains__(self, uid: str) -> bool:
         return uid in self._waiters
 
-    def put(self, waiter: Waiter) -> None:
+    def put(self, waiter: QueuedPod) -> None:
         known = self._waiters.get(waiter.pod.uid)
         if known is not None and (known.kind, known.claim.count, known.turn) == (
             waiter.kind,
@@ -130,7 +130,7 @@ class Lines:
             return
         self.drop(waiter.pod.uid)
         self._waiters[waiter.pod.uid] = waiter
-        self._lines.setdefault(waiter.kind, Line()).put(waiter)
+        self._lines.setdefault(waiter.kind, KindQueue()).put(waiter)
         self._places.put(waiter)
 
     def drop(self, uid: str, *, was_served: bool = False) -> None:
@@ -147,29 +147,29 @@ class Lines:
     def uids(self) -> set[str]:
         return set(self._waiters)
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[ClaimKind]:
         """In the order in which they are served."""
         return self._places.kinds()
 
-    def get(self, uid: str) -> Waiter | None:
+    def get(self, uid: str) -> QueuedPod | None:
         return self._waiters.get(uid)
 
-    def counts(self, kind: Kind) -> list[int]:
+    def counts(self, kind: ClaimKind) -> list[int]:
         """How many GPUs those of the kind want, each number once."""
         line = self._lines.get(kind)
         return [] if line is None else sorted(line.counts)
 
-    def places(self, kind: Kind) -> dict[str, int]:
+    def places(self, kind: ClaimKind) -> dict[str, int]:
         """At which place in its line each is, by uid."""
         line = self._lines.get(kind)
         return {} if line is None else {uid: place for place, uid in enumerate(line.rounds.order())}
 
-    def heads(self, kind: Kind) -> list[Waiter]:
+    def heads(self, kind: ClaimKind) -> list[QueuedPod]:
         """The first of each number of GPUs, in the order of their turns."""
         line = self._lines.get(kind)
         return [] if line is None else [self._waiters[uids[0]] for uids in line.by_count().values()]
 
-    def behind(self, waiter: Waiter) -> Iterator[Waiter]:
+    def behind(self, waiter: QueuedPod) -> Iterator[QueuedPod]:
         """It and those after it that want exactly the same."""
         line = self._lines.get(waiter.kind)
         uids = [] if line is None else line.by_count().get(waiter.claim.count, [])
@@ -177,24 +177,24 @@ class Lines:
         return (self._waiters[uid] for uid in after if uid in self._waiters)
 
 
-class Places:
+class KindOrder:
     """Which kind is served first: each namespace has one place for each kind that it waits in."""
 
     def __init__(self) -> None:
-        self._rounds = Rounds()
-        self._waiting: dict[tuple[Kind, str], dict[str, Turn]] = {}
-        self._turns: dict[tuple[Kind, str], Turn] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._rounds = RoundRobin()
+        self._waiting: dict[tuple[ClaimKind, str], dict[str, Turn]] = {}
+        self._turns: dict[tuple[ClaimKind, str], Turn] = {}
+        self._kinds: dict[str, ClaimKind] = {}
         self._ids = map(str, count())
 
-    def put(self, waiter: Waiter) -> None:
+    def put(self, waiter: QueuedPod) -> None:
         place = waiter.kind, waiter.pod.namespace
         waiting = self._waiting.setdefault(place, {})
         waiting[waiter.pod.uid] = waiter.turn
         if len(waiting) == 1:
             self._take(place, waiter.created)
 
-    def drop(self, waiter: Waiter, *, was_served: bool) -> None:
+    def drop(self, waiter: QueuedPod, *, was_served: bool) -> None:
         place = waiter.kind, waiter.pod.namespace
         waiting = self._waiting[place]
         created, _ = waiting.pop(waiter.pod.uid)
@@ -207,20 +207,20 @@ class Places:
         if not waiting:
             del self._waiting[place]
 
-    def _take(self, place: tuple[Kind, str], created: datetime) -> None:
+    def _take(self, place: tuple[ClaimKind, str], created: datetime) -> None:
         kind, namespace = place
         turn = created, next(self._ids)
         self._turns[place], self._kinds[turn[1]] = turn, kind
         self._rounds.put(namespace, turn)
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[ClaimKind]:
         return list(dict.fromkeys(self._kinds[one] for one in self._rounds.order()))
 
 
-class Turns:
+class TurnOrder:
     """One pass over those of a kind: whose turn it is, whatever number each wants."""
 
-    def __init__(self, lines: Lines, heads: Iterable[Waiter], first: Waiter | None = None) -> None:
+    def __init__(self, lines: QueueOrder, heads: Iterable[QueuedPod], first: QueuedPod | None = None) -> None:
         """`first`, to whom a node is left, stays the first until it is served."""
         heads = list(heads)
         self._lines = {head.claim.count: lines.behind(head) for head in heads}
@@ -229,7 +229,7 @@ class Turns:
             others = (one for one in self._lines[first.claim.count] if one.pod.uid != first.pod.uid)
             self._lines[first.claim.count] = chain([first], others)
             self._places[first.pod.uid] = -1
-        self._next: list[tuple[int, Waiter]] = []
+        self._next: list[tuple[int, QueuedPod]] = []
         for number in self._lines:
             self._come(number)
 
@@ -242,14 +242,14 @@ class Turns:
         if following is not None:
             heapq.heappush(self._next, (self._places[following.pod.uid], following))
 
-    def take(self) -> Waiter:
+    def take(self) -> QueuedPod:
         return heapq.heappop(self._next)[1]
 
-    def goes_on(self, waiter: Waiter) -> None:
+    def goes_on(self, waiter: QueuedPod) -> None:
         """Its turn is over, and holds up nobody."""
         self._come(waiter.claim.count)
 
-    def held_up_by(self, waiter: Waiter) -> list[Waiter]:
+    def held_up_by(self, waiter: QueuedPod) -> list[QueuedPod]:
         """It waits for devices to become free, and those behind it that want as many or more wait as well."""
         held_up = [one for _, one in self._next if one.claim.count >= waiter.claim.count]
         self._next = [turn for turn in self._next if turn[1].claim.count < waiter.claim.count]

@@ -45,7 +45,7 @@ HOUSEKEEPING = 0.25
 
 
 @frozen
-class Limits:
+class PendingLimits:
     """0 is no limit."""
 
     gpus_per_namespace: int = 0
@@ -57,7 +57,7 @@ class Limits:
 
 
 @define(eq=False)
-class Waiter:
+class WaitingReview:
     """A review that waits for room. `token` says what it has got."""
 
     namespace: str
@@ -66,7 +66,7 @@ class Waiter:
     token: Token | None = None
 
 
-class Room:
+class PendingLimiter:
     """Lets reviews in, at once or in their turn."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Room:
         ledger: Ledger,
         fleet: Fleet,
         clock: Clock,
-        limits: Limits,
+        limits: PendingLimits,
         is_known: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`is_known`: whether there is such a namespace, as far as was heard. All others are one, or whoever invents
@@ -86,7 +86,7 @@ class Room:
         self._is_known = is_known
         self._entering = PendingGpus()
         self._tokens = itertools.count()
-        self._lines: dict[str, deque[Waiter]] = {}
+        self._lines: dict[str, deque[WaitingReview]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
@@ -157,7 +157,7 @@ class Room:
         name = namespace if self._is_known(namespace) else ""
         if not self._makes_way(len(self._lines.get(name, ()))):
             return None
-        waiter = Waiter(namespace, gpus, asyncio.get_running_loop().create_future())
+        waiter = WaitingReview(namespace, gpus, asyncio.get_running_loop().create_future())
         self._lines.setdefault(name, deque()).append(waiter)
         self._begin()
         token: Token | None = None
@@ -186,7 +186,7 @@ class Room:
             last.granted.set_result(None)
         return True
 
-    def _leaves(self, name: str, waiter: Waiter) -> None:
+    def _leaves(self, name: str, waiter: WaitingReview) -> None:
         line = self._lines.get(name, deque())
         if waiter in line:
             line.remove(waiter)
@@ -215,7 +215,7 @@ class Room:
                 if line:
                     self._lines[name] = line
 
-    def _let_in(self, waiter: Waiter) -> None:
+    def _let_in(self, waiter: WaitingReview) -> None:
         if not waiter.granted.done():  # else its review was ended a moment ago
             waiter.token = self._enter(waiter.namespace, waiter.gpus)
             waiter.granted.set_result(None)

@@ -10,9 +10,9 @@ from attrs import evolve
 
 from webhook.core.device import DeviceUuid
 from webhook.core.fleet import Fleet
-from webhook.core.lines import OWN_IDS
-from webhook.core.reservation import Ask, Phase, Placement, Reservation, ReservationId
-from webhook.ledger.moves import AgainError, Move, Times
+from webhook.core.queue_order import OWN_IDS
+from webhook.core.reservation import Phase, Placement, Reservation, ReservationId, ReservationRequest
+from webhook.ledger.moves import Move, Times, WriteAgainError
 from webhook.ledger.pending import PendingGpus
 from webhook.runtime.clock import LONG_AGO
 
@@ -35,7 +35,7 @@ def rank(one: Reservation) -> tuple[bool, datetime, str]:
     return one.phase is not Phase.FINALIZED, one.since, one.node
 
 
-class Shelf:
+class ReservationIndex:
     """Reservations by node and id, by pod and by device. The fleet hears of every change."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -75,7 +75,7 @@ class Shelf:
             held = dict(stored)
             try:
                 result = move.apply(stored, held, now, times)
-            except AgainError:
+            except WriteAgainError:
                 stored = held
                 continue
             self.replace(node, held)
@@ -139,7 +139,7 @@ class Shelf:
         self._fleet.free(one)
 
     @contextmanager
-    def wished(self, ask: Ask, placement: Placement) -> Iterator[None]:
+    def wished(self, ask: ReservationRequest, placement: Placement) -> Iterator[None]:
         """Meanwhile no other decision here wants the same. After it the fleet sees what is really held: that may be
         what was offered and turned out not to be free."""
         wish = Reservation(

@@ -13,14 +13,14 @@ from webhook.core.nodes_asked import Labels
 Thing = TypeVar("Thing", bound=Hashable)
 
 
-class Kind(NamedTuple):
+class DeviceKind(NamedTuple):
     """All that a claim can ask of a device."""
 
     labels: frozenset[str]
     is_shared: bool
 
 
-class Stock(NamedTuple):
+class DeviceStock(NamedTuple):
     """Devices of one kind on a node."""
 
     kind: int
@@ -28,7 +28,7 @@ class Stock(NamedTuple):
     total: int
 
 
-Shape = tuple[Stock, ...]
+Shape = tuple[DeviceStock, ...]
 
 
 @frozen
@@ -41,7 +41,7 @@ class NodeClass:
     labels: tuple[tuple[str, str], ...]
 
 
-class Cell(NamedTuple):
+class NodeGroup(NamedTuple):
     """Which class and shape the nodes of a cell have."""
 
     node_class: int
@@ -57,7 +57,7 @@ FEWER_MATCHING = -2
 FEWER_FREE = -1
 
 
-class Row:
+class ClassNodes:
     """The nodes of a group that share a class: how many, and which ones of each shape."""
 
     __slots__ = ("count", "shapes")
@@ -79,16 +79,16 @@ class Row:
 
 
 @define(eq=False)
-class Berth:
+class IndexedNode:
     """One node and its place in the index."""
 
     node: Node
     evidence: Evidence | None
     state: EvidenceState
     groups: tuple[Group, ...]
-    cell: Cell
+    cell: NodeGroup
     kinds: tuple[int, ...] = ()  # of its devices, in their order
-    row: Row = field(factory=Row)  # of the narrowest of its groups
+    row: ClassNodes = field(factory=ClassNodes)  # of the narrowest of its groups
 
     @property
     def labels(self) -> Labels:

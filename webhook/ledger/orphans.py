@@ -11,7 +11,7 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Orphan, Phase, PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
 from webhook.ledger.cluster import ClusterLedger
-from webhook.ledger.end_of_use import Departure, NodeSight, Patience, Watched
+from webhook.ledger.end_of_use import Departure, NodeSnapshot, OrphanObservation, OrphanTimes
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -20,23 +20,25 @@ log = structlog.get_logger(__name__)
 PAUSE = timedelta(seconds=10)
 
 
-class Nodes(Protocol):
+class NodeReader(Protocol):
     """Knows for certain how a node is: by a quorum read, never by a cache."""
 
-    async def node(self, name: str) -> NodeSight | None:
+    async def node(self, name: str) -> NodeSnapshot | None:
         """The node as it is now; None if it is gone. Raises WitnessAwayError."""
 
 
-class Orphanage:
+class Orphans:
     """Takes orphans in, and releases them. Its methods raise LedgerError and WitnessAwayError."""
 
-    def __init__(self, ledger: ClusterLedger, nodes: Nodes, events: Events, clock: Clock, patience: Patience) -> None:
+    def __init__(
+        self, ledger: ClusterLedger, nodes: NodeReader, events: Events, clock: Clock, patience: OrphanTimes
+    ) -> None:
         self._ledger = ledger
         self._nodes = nodes
         self._events = events
         self._clock = clock
         self._patience = patience
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, OrphanObservation] = {}
         self._next_look: dict[str, datetime] = {}
 
     async def take_in(self, held: Reservation, pod: PodIdentity, departure: Departure) -> None:
@@ -55,7 +57,7 @@ class Orphanage:
         when = "once its kubelet is back" if until is None else f"at {until:%Y-%m-%dT%H:%M:%SZ} or later"
         text = f"{gpus_of(held)}: pod {pod.namespace}/{pod.name} is gone and its containers may still run; free {when}"
         text += ", or as soon as `attest` on the node says that nothing of the pod is left"
-        self._events.tell(Subject.of_node(held.node), Reason.GPU_ORPHANED, text)
+        self._events.record(Subject.of_node(held.node), Reason.GPU_ORPHANED, text)
 
     def by_node(self) -> Mapping[str, Sequence[Reservation]]:
         """The orphans that are known here. Nodes without any are forgotten."""
@@ -88,16 +90,16 @@ class Orphanage:
             else:
                 self._next_look[node] = min(self._next_look[node], end)
 
-    async def _look(self, node: str) -> Watched:
+    async def _look(self, node: str) -> OrphanObservation:
         sight = await self._nodes.node(node)
-        watched = self._watched[node] = Watched.after(self._watched.get(node), sight, self._clock())
+        watched = self._watched[node] = OrphanObservation.after(self._watched.get(node), sight, self._clock())
         return watched
 
     async def _release(self, held: Reservation, why: str) -> None:
         if await self._ledger.release_orphan(held):
             log.info("orphan released", reservation=held.id, node=held.node, why=why)
             text = f"{gpus_of(held)} of pod {held.namespace}/{held.pod_name} can be had again: {why}"
-            self._events.tell(Subject.of_node(held.node), Reason.ORPHAN_ENDED, text, is_warning=False)
+            self._events.record(Subject.of_node(held.node), Reason.ORPHAN_ENDED, text, is_warning=False)
 
 
 def gpus_of(held: Reservation) -> str:

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import NOW
-from webhook.core.rounds import Rounds, Turn
+from webhook.core.round_robin import RoundRobin, Turn
 
 
 class Line:
     """Members named by their namespace and number, each later than those before it."""
 
     def __init__(self) -> None:
-        self.rounds = Rounds()
+        self.rounds = RoundRobin()
         self.members: dict[str, tuple[str, Turn]] = {}
         self._came = 0
 
@@ -174,7 +174,7 @@ def test_the_first_of_each_namespace_is_served_within_one_round(came: list[tuple
 @given(st.lists(STEPS, max_size=60))
 def test_a_copy_of_what_is_there_has_each_namespace_in_its_own_order(steps: list[tuple[str, str | int, int]]) -> None:
     """As after a change of the leader."""
-    line, again = Line(), Rounds()
+    line, again = Line(), RoundRobin()
     for step in steps:
         played(line, step)
     for namespace, turn in line.members.values():

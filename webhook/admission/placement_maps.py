@@ -11,10 +11,10 @@ from attrs import frozen
 from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
-from webhook.core.gpu_map import Keeper, SetId, parse_map
+from webhook.core.gpu_map import MapOwner, SetId, parse_map
 from webhook.core.reasons import Reason
 from webhook.kube.events import Events, Subject
-from webhook.kube.view import View
+from webhook.kube.view import ObjectView
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +25,7 @@ Raw = dict[str, Any]
 # A node as a map names it, and a GPU of it as the map does.
 Place = tuple[str, str]
 Named = frozenset[Place]
-Kept = frozenset[tuple[Place, Keeper]]
+Kept = frozenset[tuple[Place, MapOwner]]
 Key = tuple[str, str]
 """Of a set: namespace and name."""
 
@@ -44,32 +44,32 @@ def may_keep(raw: Mapping[str, Any], opt_in: str) -> bool:
 
 
 @frozen
-class MappedSet:
+class MappedStatefulSet:
     """What matters of a StatefulSet."""
 
-    keeper: Keeper
+    keeper: MapOwner
     text: str | None
     ordinals: range
 
     @classmethod
-    def of(cls, raw: Raw) -> "MappedSet":
+    def of(cls, raw: Raw) -> "MappedStatefulSet":
         meta = raw["metadata"]
         one = SetId(meta.get("uid") or "", meta.get("namespace") or "")
-        return cls(Keeper(meta.get("creationTimestamp") or "", one), map_of(raw), ordinals_of(raw))
+        return cls(MapOwner(meta.get("creationTimestamp") or "", one), map_of(raw), ordinals_of(raw))
 
 
-class MappedSets:
+class MappedStatefulSets:
     """Hears of StatefulSets and namespaces. A set keeps the GPUs of its ordinals, whether their pods exist or not,
     where its namespace may keep any."""
 
     def __init__(self, fleet: Fleet, opt_in: str = keys.OPT_IN.name) -> None:
-        self.namespaces: View[bool] = View(partial(may_keep, opt_in=opt_in))
+        self.namespaces: ObjectView[bool] = ObjectView(partial(may_keep, opt_in=opt_in))
         self._fleet = fleet
-        self._sets: dict[Key, MappedSet] = {}
+        self._sets: dict[Key, MappedStatefulSet] = {}
         self._named: dict[Key, Named] = {}
         self._counted: dict[Key, Kept] = {}
-        self._keepers: dict[Place, set[Keeper]] = {}
-        self._mapped: dict[str, dict[str, Keeper]] = {}
+        self._keepers: dict[Place, set[MapOwner]] = {}
+        self._mapped: dict[str, dict[str, MapOwner]] = {}
 
     # What the watch of StatefulSets tells.
 
@@ -92,7 +92,7 @@ class MappedSets:
         """A set changes with each pod of it that comes or goes; what matters of it hardly ever does."""
         news: list[Key] = []
         for raw in raws:
-            key, one = key_of(raw), MappedSet.of(raw)
+            key, one = key_of(raw), MappedStatefulSet.of(raw)
             if self._sets.get(key) == one:
                 continue
             self._sets[key] = one
@@ -145,10 +145,10 @@ class MappedSets:
             del self._mapped[node]
 
 
-class NamespaceNews:
+class MapNamespaceListener:
     """Hears of namespaces on behalf of the sets in them."""
 
-    def __init__(self, sets: MappedSets) -> None:
+    def __init__(self, sets: MappedStatefulSets) -> None:
         self._sets = sets
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
@@ -215,7 +215,7 @@ def plain_name(gpu: str) -> str:
     return str(int(gpu)) if gpu.isdecimal() and len(gpu) <= 4 else gpu
 
 
-class NodeNames:
+class NodeNameConflicts:
     """Tells each node concerned of logical names in conflict: several nodes have one as their label, or it is the name
     of another node."""
 
@@ -229,8 +229,8 @@ class NodeNames:
         for value, names in conflicts.items():
             for name in names:
                 if (value, name) not in self._told:
-                    text = conflict(value, name, names, is_real=value in self._fleet.berths)
-                    self._events.tell(Subject.of_node(name), Reason.AMBIGUOUS_NODE, text)
+                    text = conflict(value, name, names, is_real=value in self._fleet.indexed_nodes)
+                    self._events.record(Subject.of_node(name), Reason.AMBIGUOUS_NODE, text)
         self._told = {(value, name) for value, names in conflicts.items() for name in names}
 
 

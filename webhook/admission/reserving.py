@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from datetime import datetime, timedelta
 
-from webhook.admission.room import Limits, Room
+from webhook.admission.pending_limits import PendingLimiter, PendingLimits
 from webhook.core.claim import Claim
-from webhook.core.decide import MAX_PLACEMENTS, EvidencePolicy, Question, decide
+from webhook.core.decide import MAX_PLACEMENTS, ClaimSearch, EvidencePolicy, decide
 from webhook.core.errors import (
     DeadlinePassedError,
     LedgerUnavailableError,
@@ -15,9 +15,9 @@ from webhook.core.errors import (
     SlotsTakenError,
 )
 from webhook.core.fleet import Fleet
-from webhook.core.lines import Kind, Lines, its_turn_is_later
+from webhook.core.queue_order import ClaimKind, QueueOrder, its_turn_is_later
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Placement, Reservation
+from webhook.core.reservation import Placement, Reservation, ReservationRequest
 from webhook.core.verdict import Deny
 from webhook.ledger import Ledger
 from webhook.runtime.clock import Clock
@@ -31,7 +31,7 @@ PAUSE, LONGEST = 0.01, 0.25
 FOR_THE_WRITE = timedelta(seconds=1)
 
 
-class Holder:
+class Reserver:
     """Finds a place for a claim and holds it. Where anybody may post a review, `limits` say how many GPUs may be
     held for pods that nobody has seen."""
 
@@ -43,7 +43,7 @@ class Holder:
         clock: Clock,
         metrics: Metrics,
         *,
-        limits: Limits | None = None,
+        limits: PendingLimits | None = None,
         is_known: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`is_known`: whether there is such a namespace, as far as was heard."""
@@ -52,8 +52,8 @@ class Holder:
         self.policy = policy
         self._clock = clock
         self._metrics = metrics
-        self._room = Room(ledger, fleet, clock, limits or Limits(), is_known)
-        self.lines = Lines()
+        self._room = PendingLimiter(ledger, fleet, clock, limits or PendingLimits(), is_known)
+        self.lines = QueueOrder()
         """The claims that wait already, where somebody tells of them."""
 
     def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
@@ -67,12 +67,12 @@ class Holder:
 
         One question for all of them: they differ in how many they want, and in nothing else.
         """
-        counts = self.lines.counts(Kind.of(claim)) if len(self.lines) and claim.count else []
+        counts = self.lines.counts(ClaimKind.of(claim)) if len(self.lines) and claim.count else []
         counts = [count for count in counts if count]
         if not counts:
             return None
         self.fleet.advance(self._clock())
-        most = Question(claim, self.fleet, self.policy).most()
+        most = ClaimSearch(claim, self.fleet, self.policy).most()
         first = next((count for count in counts if count <= most), None)
         return None if first is None else its_turn_is_later(claim, first)
 
@@ -89,7 +89,7 @@ class Holder:
         )
 
     async def hold(
-        self, ask: Ask, claim: Claim, *, answer_by: datetime, patience: timedelta | None = None
+        self, ask: ReservationRequest, claim: Claim, *, answer_by: datetime, patience: timedelta | None = None
     ) -> Reservation | Deny:
         """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding. It waits for
         room as long as `patience` says, or as the review allows."""
@@ -115,7 +115,7 @@ class Holder:
     async def hold_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
         """Exactly what was promised under that id, if nobody has it since. Raises LedgerError."""
         self.fleet.advance(self._clock())
-        ask = Ask(
+        ask = ReservationRequest(
             lapsed.id,
             lapsed.namespace,
             lapsed.claim_digest,
@@ -136,7 +136,7 @@ class Holder:
                 return conflict(ask)
         return None
 
-    async def _held(self, ask: Ask, claim: Claim, answer_by: datetime) -> Reservation | Deny:
+    async def _held(self, ask: ReservationRequest, claim: Claim, answer_by: datetime) -> Reservation | Deny:
         most = 1  # the best one is nearly always still free
         tries = 0
         while True:
@@ -176,5 +176,5 @@ def lapsed_for_good(lapsed: Reservation) -> Deny:
     )
 
 
-def conflict(ask: Ask) -> Deny:
+def conflict(ask: ReservationRequest) -> Deny:
     return Deny(Reason.RESERVATION_CONFLICT, f"reservation {ask.id} exists and is of another claim")

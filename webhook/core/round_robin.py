@@ -8,7 +8,7 @@ from datetime import datetime
 Turn = tuple[datetime, str]
 
 
-class Rounds:
+class RoundRobin:
     """Each namespace has one turn in a round; within a namespace the order is that of coming.
 
     A member's round is one more than that of the member before it in its namespace, and no earlier than the round that

@@ -13,7 +13,7 @@ from webhook.core.claim import ClaimRecord
 from webhook.core.device import DeviceUuid
 from webhook.core.dress import REFERENCE
 from webhook.core.errors import InvalidPodError
-from webhook.core.pod import EnvVar, Metadata, Pod, Wire
+from webhook.core.pod import EnvVar, Metadata, Pod, WireStruct
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger.end_of_use import has_ended
 from webhook.runtime.clock import LONG_AGO
@@ -23,27 +23,27 @@ Raw = dict[str, Any]
 ENDED = frozenset({"Succeeded", "Failed"})
 
 
-class StatusWire(Wire, frozen=True):
+class ReservedPodStatusWire(WireStruct, frozen=True):
     phase: str | None = None
 
 
-class SpecWire(Wire, frozen=True):
+class ReservedPodSpecWire(WireStruct, frozen=True):
     node_name: str | None = None
 
 
-class MetaWire(Metadata, frozen=True):
+class ReservedPodMetaWire(Metadata, frozen=True):
     resource_version: str = ""
     deletion_timestamp: datetime | None = None
 
 
-class PodWire(Wire, frozen=True):
-    metadata: MetaWire | None = None
-    spec: SpecWire | None = None
-    status: StatusWire | None = None
+class ReservedPodWire(WireStruct, frozen=True):
+    metadata: ReservedPodMetaWire | None = None
+    spec: ReservedPodSpecWire | None = None
+    status: ReservedPodStatusWire | None = None
 
 
 @frozen
-class Carrier:
+class ReservedPod:
     """What matters of such a pod. What it says of itself is believed only as far as a ledger says the same."""
 
     pod: PodIdentity
@@ -64,12 +64,12 @@ class Carrier:
     has_controller: bool = False
 
     @classmethod
-    def of(cls, raw: Raw) -> "Carrier | None":
+    def of(cls, raw: Raw) -> "ReservedPod | None":
         """None if the pod carries no reservation, or one that cannot be its: of more or fewer devices than it was to
         have, or of any though it was to have none."""
         try:
-            wire = msgspec.convert(raw, PodWire)
-            meta = wire.metadata or MetaWire()
+            wire = msgspec.convert(raw, ReservedPodWire)
+            meta = wire.metadata or ReservedPodMetaWire()
             annotations = meta.annotations or {}
             record = ClaimRecord.parse(annotations.get(keys.CLAIM.name) or "")
         except (msgspec.ValidationError, InvalidPodError):
@@ -103,10 +103,10 @@ class Carrier:
 
 
 @frozen
-class Sight:
+class PodSnapshot:
     """A pod as it was found, whether it carries a reservation or not."""
 
-    carrier: Carrier | None
+    reserved_pod: ReservedPod | None
     # Behind our gate it waits for its reservation to be written into it.
     is_gated: bool
     node: str
@@ -116,15 +116,15 @@ class Sight:
     version: str = ""
 
     @classmethod
-    def of(cls, raw: Raw) -> "Sight":
+    def of(cls, raw: Raw) -> "PodSnapshot":
         """Raises msgspec.ValidationError for what is no pod."""
-        wire, pod = msgspec.convert(raw, PodWire), msgspec.convert(raw, Pod)
+        wire, pod = msgspec.convert(raw, ReservedPodWire), msgspec.convert(raw, Pod)
         return cls(
-            carrier=Carrier.of(raw),
+            reserved_pod=ReservedPod.of(raw),
             is_gated=pod.is_gated,
             node=pod.body.node_name or "",
             has_ended=has_ended(raw),
-            version=(wire.metadata or MetaWire()).resource_version,
+            version=(wire.metadata or ReservedPodMetaWire()).resource_version,
             told=tuple(one for _, container in pod.containers() for one in visible_env(container)),
         )
 
@@ -146,12 +146,12 @@ def may_mean(one: EnvVar, held: Reservation) -> bool:
 
 def carries_other(raw: Raw, held: Reservation) -> str | None:
     """What in the pod itself speaks against its having that reservation, in words; None if it carries just that."""
-    carrier = Carrier.of(raw)
-    if carrier is None:
+    reserved_pod = ReservedPod.of(raw)
+    if reserved_pod is None:
         return "carries no reservation that could be its own"
-    if carrier.reservation_id != held.id:
-        return f"carries reservation {carrier.reservation_id}, not {held.id}"
-    if set(carrier.uuids) != set(held.uuids):
+    if reserved_pod.reservation_id != held.id:
+        return f"carries reservation {reserved_pod.reservation_id}, not {held.id}"
+    if set(reserved_pod.uuids) != set(held.uuids):
         return f"carries other GPUs than reservation {held.id} holds"
     return None
 

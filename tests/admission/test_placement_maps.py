@@ -7,7 +7,7 @@ import pytest
 from tests import builders
 from tests.builders import NOW, Raw, device, node, raw_container
 from tests.heard import Heard
-from webhook.admission.maps import MappedSets, NamespaceNews, NodeNames, not_kept
+from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets, NodeNameConflicts, not_kept
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.fleet import Fleet
@@ -37,8 +37,8 @@ class Scene:
     def __init__(self, shares: int = 1, opt_in: str = "gpuwarden.io/enabled") -> None:
         devices = [device(f"GPU-{k}", index=k, serial=f"9000{k}", shares=shares) for k in range(3)]
         self.fleet = builders.fleet(node("node-a", *devices, labels={"zone": "a"}))
-        self.sets = MappedSets(self.fleet, opt_in)
-        self.news = NamespaceNews(self.sets)
+        self.sets = MappedStatefulSets(self.fleet, opt_in)
+        self.news = MapNamespaceListener(self.sets)
         self.news.changed({"metadata": {"name": "ml", "resourceVersion": "1", "labels": OPTED_IN}})
 
     def serves(self, claim: Claim) -> bool:
@@ -172,7 +172,7 @@ def test_a_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:
 @pytest.mark.parametrize("late", ["0=node-a:0", "0=node-a:GPU-0", "7=rack-1:90000"], ids=["index", "uuid", "serial"])
 @pytest.mark.parametrize("is_heard_first", [True, False], ids=["late-first", "early-first"])
 def test_of_two_sets_the_older_keeps_the_gpu_by_whatever_name(scene: Scene, late: str, is_heard_first: bool) -> None:
-    devices = scene.fleet.berths["node-a"].node.devices
+    devices = scene.fleet.indexed_nodes["node-a"].node.devices
     scene.fleet.put(node("node-a", *devices, labels={"gpu-node-name": "rack-1"}), NOW)
     early, other = stateful_set("0=rack-1:0"), stateful_set(late, "late", created="2026-01-02")
     for raw in (other, early) if is_heard_first else (early, other):
@@ -250,7 +250,7 @@ def test_a_changed_map_and_one_that_nobody_can_read(scene: Scene) -> None:
 def test_a_node_that_comes_later_or_is_labelled_later_is_the_maps_too(scene: Scene) -> None:
     scene.sets.changed(stateful_set("0=rack-1:0,1"))
     assert scene.free() == 3
-    devices = scene.fleet.berths["node-a"].node.devices
+    devices = scene.fleet.indexed_nodes["node-a"].node.devices
     scene.fleet.put(node("node-a", *devices, labels={"gpu-node-name": "rack-1"}), NOW)
     assert scene.free() == 1
     scene.fleet.put(node("node-a", *devices), NOW)
@@ -273,7 +273,7 @@ def test_a_map_is_not_read_again_whenever_something_else_of_its_set_changes(scen
 @pytest.mark.defect("S1-12")
 async def test_a_logical_name_of_two_nodes_is_told_on_both_once() -> None:
     fleet, heard = Fleet(), Heard()
-    names = NodeNames(fleet, heard)
+    names = NodeNameConflicts(fleet, heard)
     for name in ("node-a", "node-b"):
         fleet.put(node(name, labels={"gpu-node-name": "rack-1"}), NOW)
         await names.step()
@@ -288,7 +288,7 @@ async def test_a_logical_name_of_two_nodes_is_told_on_both_once() -> None:
 
 async def test_a_label_that_is_another_nodes_name_is_told_on_both_nodes() -> None:
     fleet, heard = Fleet(), Heard()
-    names = NodeNames(fleet, heard)
+    names = NodeNameConflicts(fleet, heard)
     fleet.put(node("node-a", labels={"gpu-node-name": "node-a"}), NOW)
     await names.step()
     assert heard.told == []

@@ -5,7 +5,7 @@ from kubernetes.aio import client
 
 from tests.builders import Raw, identity
 from tests.scheduler.api_server import ApiServer
-from webhook.scheduler.api_pods import ApiConditions
+from webhook.scheduler.api import ApiConditions
 
 
 @pytest.mark.parametrize(

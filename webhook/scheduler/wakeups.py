@@ -12,7 +12,7 @@ import msgspec
 import structlog
 from attrs import define, field
 
-from webhook.admission.namespaces import ClaimReading
+from webhook.admission.namespaces import ClaimReader
 from webhook.core import check
 from webhook.core.claim import Claim, claim_of, recorded_claim
 from webhook.core.decide import EvidencePolicy, decide
@@ -20,7 +20,7 @@ from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.keys import NODE
 from webhook.core.nodes_asked import NodesAsked
-from webhook.core.pod import Pod, Wire
+from webhook.core.pod import Pod, WireStruct
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
 from webhook.runtime.clock import Clock
@@ -46,37 +46,37 @@ class NotWokenError(GpuwardenError):
     """The pod could not be woken now; the text says why."""
 
 
-class AlarmAwayError(NotWokenError):
+class WakerUnavailableError(NotWokenError):
     """Nor could any other."""
 
 
-class Alarm(Protocol):
+class PodWaker(Protocol):
     """Can wake a pod."""
 
     async def wake(self, pod: PodIdentity, at: str) -> None:
         """By a change of its annotations; a pod that is gone is no mistake. Raises NotWokenError."""
 
 
-class ConditionWire(Wire, frozen=True):
+class UnschedulableConditionWire(WireStruct, frozen=True):
     type: str = ""
     status: str = ""
     reason: str | None = None
     message: str | None = None
 
 
-class StatusWire(Wire, frozen=True):
-    conditions: list[ConditionWire] | None = None
+class UnschedulableStatusWire(WireStruct, frozen=True):
+    conditions: list[UnschedulableConditionWire] | None = None
 
 
-class WaitingWire(Wire, frozen=True):
-    status: StatusWire | None = None
+class UnschedulablePodWire(WireStruct, frozen=True):
+    status: UnschedulableStatusWire | None = None
 
 
 Wanted = tuple[str, NodesAsked, str | None]
 
 
 @define(eq=False)
-class Waiter:
+class UnschedulablePod:
     """A pod that waits, and what it was last known to wait for."""
 
     identity: PodIdentity
@@ -94,16 +94,18 @@ class Waiter:
         return self.claim.record.text(), self.claim.nodes, self.reserved
 
 
-class Waking:
+class Wakeups:
     """Hears of pods from a watch; `step` wakes those for which something has changed for the better."""
 
-    def __init__(self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimReading, alarm: Alarm, clock: Clock) -> None:
+    def __init__(
+        self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimReader, alarm: PodWaker, clock: Clock
+    ) -> None:
         self._fleet = fleet
         self._policy = policy
         self._claims = claims
         self._alarm = alarm
         self._clock = clock
-        self._waiters: dict[str, Waiter] = {}
+        self._waiters: dict[str, UnschedulablePod] = {}
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -129,7 +131,7 @@ class Waking:
     def deleted(self, raw: Raw) -> None:
         self._waiters.pop(str(raw["metadata"].get("uid")), None)
 
-    def _waiter(self, raw: Raw) -> Waiter | None:
+    def _waiter(self, raw: Raw) -> UnschedulablePod | None:
         try:
             pod = Pod.parse(raw)
             recorded = recorded_claim(pod)
@@ -139,7 +141,9 @@ class Waking:
         if claim is None:
             return None
         is_held = recorded is not None and recorded.count
-        return Waiter(check.identity_of(pod), claim, (pod.annotations.get(NODE.name) or None) if is_held else None)
+        return UnschedulablePod(
+            check.identity_of(pod), claim, (pod.annotations.get(NODE.name) or None) if is_held else None
+        )
 
     # What is done about it.
 
@@ -153,7 +157,7 @@ class Waking:
             if failures >= MAX_FAILURES:
                 return
 
-    def _due(self, now: datetime) -> Iterator[Waiter]:
+    def _due(self, now: datetime) -> Iterator[UnschedulablePod]:
         """Those that something could be had for. Who was looked at moves to the end, so that all get their turn."""
         answers: dict[Wanted, frozenset[str]] = {}
         for uid in list(self._waiters)[:LOOKED_AT]:
@@ -163,7 +167,7 @@ class Waking:
             if is_due(waiter, answers[waiter.wanted], now):
                 yield waiter
 
-    def _nodes_for(self, waiter: Waiter) -> frozenset[str]:
+    def _nodes_for(self, waiter: UnschedulablePod) -> frozenset[str]:
         """Some of the nodes that would do at this moment."""
         claim, reserved = waiter.claim, waiter.reserved
         if reserved is not None:
@@ -172,14 +176,14 @@ class Waking:
         found = self._decided(claim)
         if claim.count and not found and sieve.is_counted_elsewhere(claim):
             without = Claim(msgspec.structs.replace(claim.record, gpus=0), claim.nodes)
-            found = {name for name in self._decided(without) if not self._fleet.berths[name].node.devices}
+            found = {name for name in self._decided(without) if not self._fleet.indexed_nodes[name].node.devices}
         return frozenset(found)
 
     def _decided(self, claim: Claim) -> Collection[str]:
         places = decide(claim, self._fleet, self._policy, most=MOST)
         return () if isinstance(places, Deny) else {place.node for place in places}
 
-    async def _wake(self, waiter: Waiter, now: datetime) -> bool:
+    async def _wake(self, waiter: UnschedulablePod, now: datetime) -> bool:
         """Whether others can be woken."""
         waiter.not_before = now + waiter.pause
         waiter.pause = min(2 * waiter.pause, LONGEST)
@@ -188,12 +192,12 @@ class Waking:
             await self._alarm.wake(pod, now.isoformat(timespec="milliseconds"))
         except NotWokenError as exc:
             log.warning("pod not woken", namespace=pod.namespace, name=pod.name, problem=str(exc))
-            return not isinstance(exc, AlarmAwayError)
+            return not isinstance(exc, WakerUnavailableError)
         log.info("pod woken", namespace=pod.namespace, name=pod.name)
         return True
 
 
-def is_due(waiter: Waiter, will_do: frozenset[str], now: datetime) -> bool:
+def is_due(waiter: UnschedulablePod, will_do: frozenset[str], now: datetime) -> bool:
     """Whether to wake it now, given the nodes that will do; a node that did not before makes it sooner."""
     if will_do - waiter.will_do:
         waiter.pause = SHORTEST
@@ -208,7 +212,7 @@ def waits_for_us(raw: Raw) -> bool:
     if (raw.get("spec") or {}).get("nodeName") or raw["metadata"].get("deletionTimestamp"):
         return False
     try:
-        status = msgspec.convert(raw, WaitingWire).status
+        status = msgspec.convert(raw, UnschedulablePodWire).status
     except msgspec.ValidationError:
         return False
     return any(

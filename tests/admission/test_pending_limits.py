@@ -7,15 +7,15 @@ from datetime import timedelta
 import pytest
 
 from tests.builders import NOW
-from webhook.admission.holding import FOR_THE_WRITE, Holder
-from webhook.admission.room import HINT, Limits
+from webhook.admission.pending_limits import HINT, PendingLimits
+from webhook.admission.reserving import FOR_THE_WRITE, Reserver
 from webhook.core.claim import Claim, ClaimRecord
 from webhook.core.decide import EvidencePolicy
 from webhook.core.device import Device, DeviceUuid, Node
 from webhook.core.errors import LedgerUnavailableError
 from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
-from webhook.core.reservation import Ask, Orphan, PodIdentity, Reservation, ReservationId
+from webhook.core.reservation import Orphan, PodIdentity, PodProof, Reservation, ReservationId, ReservationRequest
 from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
 from webhook.ledger.moves import Abandon, Times
@@ -50,13 +50,13 @@ class House:
             fleet.put(Node(f"node-{n}", devices=tuple(Device(DeviceUuid(f"GPU-{n}-{k}")) for k in range(8))), NOW)
         self.ledger = SlowLedger(fleet, lambda: self.now, Times(DEADLINE, SKEW))
         self.known = {"ml", "other", "third"}
-        self.holder = Holder(
+        self.holder = Reserver(
             fleet,
             self.ledger,
             EvidencePolicy(is_always_required=False),
             lambda: self.now,
             Metrics(),
-            limits=Limits(limit, percent, orphans, most_waiting),
+            limits=PendingLimits(limit, percent, orphans, most_waiting),
             is_known=lambda name: name in self.known,
         )
 
@@ -64,11 +64,13 @@ class House:
         self, number: int, namespace: str = "ml", *, gpus: int = 1, patience: timedelta = timedelta(0)
     ) -> Reservation | Deny:
         claim = Claim(ClaimRecord(gpus=gpus))
-        ask = Ask(ReservationId(f"r{number}"), namespace, claim.digest)
+        ask = ReservationRequest(ReservationId(f"r{number}"), namespace, claim.digest)
         return await self.holder.hold(ask, claim, answer_by=self.now + FOR_THE_WRITE + patience)
 
     async def pod_comes(self, number: int, namespace: str = "ml") -> None:
-        await self.ledger.finalize(ReservationId(f"r{number}"), PodIdentity(namespace, f"pod-{number}", f"u{number}"))
+        await self.ledger.bind_to_pod(
+            PodProof.REPORTED, ReservationId(f"r{number}"), PodIdentity(namespace, f"pod-{number}", f"u{number}")
+        )
 
 
 async def settled() -> None:
@@ -128,7 +130,7 @@ async def test_the_same_review_again_finds_its_reservation_in_a_full_namespace()
 async def test_a_uid_that_anybody_could_make_up_makes_no_room() -> None:
     house = House(limit=1)
     await house.ask(1)
-    await house.ledger.bind(ReservationId("r1"), PodIdentity("ml", "a", "uid-1"))
+    await house.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), PodIdentity("ml", "a", "uid-1"))
     assert reasons(await house.ask(2)) == [FULL]
 
 
@@ -188,7 +190,9 @@ async def test_pods_that_were_named_make_room_for_more_and_never_for_all() -> No
     house = House(percent=50, nodes=2)
     for number in range(8):
         if isinstance(await house.ask(number), Reservation):
-            await house.ledger.bind(ReservationId(f"r{number}"), PodIdentity("ml", f"p{number}", f"u{number}"))
+            await house.ledger.bind_to_pod(
+                PodProof.NAMED, ReservationId(f"r{number}"), PodIdentity("ml", f"p{number}", f"u{number}")
+            )
     assert house.ledger.pending.gpus_in("ml") == 5
     assert reasons(await house.ask(9, "other")) == [None]
 
@@ -373,4 +377,4 @@ def orphaned(house: House, number: int) -> None:
     """Its pod was deleted by force."""
     (one,) = (one for one in house.ledger.reservations() if one.id == f"r{number}")
     gone = Abandon(one.id, PodIdentity("ml", f"pod-{number}", f"u{number}"), one.since, Orphan(NOW, timedelta(hours=1)))
-    house.ledger._shelf.make(one.node, gone, NOW, Times(DEADLINE, SKEW))
+    house.ledger._index.make(one.node, gone, NOW, Times(DEADLINE, SKEW))

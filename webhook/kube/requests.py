@@ -12,7 +12,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
-from webhook.kube.objects import decoded, object_in
+from webhook.kube.json_objects import decoded, object_in
 
 Raw = dict[str, Any]
 REQUEST_TIMEOUT: Final = 10.0
@@ -25,7 +25,7 @@ NODE_PATH: Final = "/api/v1/nodes/{name}"
 LOST: Final = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
-class ApiAwayError(GpuwardenError):
+class ApiUnavailableError(GpuwardenError):
     """The API server did not answer, or not this time."""
 
 
@@ -42,7 +42,7 @@ class SaidWire(msgspec.Struct, frozen=True):
 
 
 @frozen
-class Reply:
+class ApiReply:
     """What the API server has answered, with its `Warning` headers."""
 
     status: int
@@ -50,7 +50,7 @@ class Reply:
     warnings: tuple[str, ...] = ()
 
 
-class Limit:
+class RateLimit:
     """So many requests a second, and so many at once after a rest."""
 
     def __init__(self, rate: float, burst: int, now: Callable[[], float]) -> None:
@@ -97,10 +97,10 @@ async def exchanged(
     seconds: float,
     kind: str = JSON,
     query: Mapping[str, str] | None = None,
-) -> Reply:
+) -> ApiReply:
     """The same with the warnings."""
     if not all(map(is_object_name, names.values())):
-        return Reply(404, b"")
+        return ApiReply(404, b"")
     request = await api.param_serialize(  # which reads the token from its file
         method=method,
         resource_path=path,
@@ -112,13 +112,13 @@ async def exchanged(
     )
     answer = await api.call_api(*request, _request_timeout=seconds)
     async with answer.response as response:
-        return Reply(response.status, await response.read(), tuple(response.headers.getall("Warning", ())))
+        return ApiReply(response.status, await response.read(), tuple(response.headers.getall("Warning", ())))
 
 
-class Calls:
+class RateLimitedClient:
     """Requests with the credentials of `api`."""
 
-    def __init__(self, api: client.ApiClient, limit: Limit, longest: float = REQUEST_TIMEOUT) -> None:
+    def __init__(self, api: client.ApiClient, limit: RateLimit, longest: float = REQUEST_TIMEOUT) -> None:
         self._api = api
         self._limit = limit
         self._longest = longest
@@ -132,17 +132,17 @@ class Calls:
         except ApiException as exc:
             status, content = exc.status or 0, b""
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
-            raise ApiAwayError(f"the API server did not answer: {type(exc).__name__}") from exc
+            raise ApiUnavailableError(f"the API server did not answer: {type(exc).__name__}") from exc
         if status == 404:
             return None
         if status in (400, 401, 403, 409, 422):
             raise ApiRefusesError(status, said_in(content))
         if not 200 <= status < 300:
-            raise ApiAwayError(f"the API server answered {status}")
+            raise ApiUnavailableError(f"the API server answered {status}")
         try:
             return object_in(content)
         except msgspec.DecodeError as exc:
-            raise ApiAwayError("the API server's answer cannot be read") from exc
+            raise ApiUnavailableError("the API server's answer cannot be read") from exc
 
 
 def said_in(content: bytes) -> str:
