@@ -13,11 +13,12 @@ from typing import Any
 import structlog
 
 from tests.export.records import batch, later, use
-from webhook.export.delivery import Delivery, RetryPauses
+from webhook.export.delivery import Delivery
 from webhook.export.outbox import opener
 from webhook.export.postgres import PostgresExporter
 from webhook.export.records import Batch
 from webhook.export.targets import PostgresTarget
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import utc_now
 
 GPUS = 4
@@ -30,9 +31,9 @@ def numbered(number: int) -> Batch:
 
 
 async def run(told: dict[str, Any]) -> None:
-    pauses = RetryPauses(timedelta(milliseconds=20), timedelta(milliseconds=200))
+    backoff = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=200))
     exporter = PostgresExporter(PostgresTarget(**told["target"]))
-    delivery = Delivery([exporter], opener(Path(told["outbox"])), utc_now, pauses=pauses)
+    delivery = Delivery([exporter], opener(Path(told["outbox"])), utc_now, backoff=backoff)
     running = asyncio.create_task(delivery.run())
     for number in range(told["first"], told["count"]):
         await delivery.take(numbered(number))

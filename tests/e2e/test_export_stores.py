@@ -34,7 +34,7 @@ from tests.export.killed import Cluster as KnownCluster
 from tests.export.records import NOW, batch, later, reading, use
 from tests.running import GPUWARDEN
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, RetryPauses, check
+from webhook.export.delivery import Delivery, check
 from webhook.export.history import PastUse, UseQuery, answer
 from webhook.export.outbox import opener
 from webhook.export.postgres import MIGRATION_LOCK, PostgresExporter
@@ -43,11 +43,12 @@ from webhook.export.s3 import ObjectExporter
 from webhook.export.tables import Tables
 from webhook.export.targets import ObjectTarget, PostgresTarget
 from webhook.export.uses import OpenUses, UseRecorder
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import utc_now
 
 # A space, a quote and a backslash: each breaks a connection string that is pasted together.
 PASSWORD = "a b'c\\"
-QUICK = RetryPauses(timedelta(milliseconds=10), timedelta(milliseconds=200))
+QUICK = Backoff(timedelta(milliseconds=10), timedelta(milliseconds=200))
 PATIENCE = timedelta(seconds=120)
 
 # What an exporter before us has made.
@@ -341,7 +342,7 @@ class TestATableOfS2:
     ) -> None:
         monkeypatch.setattr("webhook.export.delivery.LIMIT", timedelta(seconds=2))
         exporter = PostgresExporter(target_of(postgres, name))
-        delivery = Delivery([exporter], opener(None), utc_now, pauses=QUICK)
+        delivery = Delivery([exporter], opener(None), utc_now, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
         with holding(postgres, f"SELECT pg_advisory_xact_lock({MIGRATION_LOCK})"):
             await delivery.take(batch())
@@ -536,7 +537,7 @@ class TestADatabaseThatGoesAway:
     async def away(self, postgres: Postgres, table: str, outbox: Path | None, seconds: float) -> None:
         """Batches keep coming while the database crashes, stays away and comes back."""
         exporter = PostgresExporter(target_of(postgres, table))
-        delivery = Delivery([exporter], opener(outbox), utc_now, pauses=QUICK)
+        delivery = Delivery([exporter], opener(outbox), utc_now, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
         for number in range(100):
             await delivery.take(numbered(number))
@@ -574,7 +575,7 @@ async def test_what_was_on_its_way_at_the_end_is_not_written_after_it(
     """Whoever gives its lease back after `drain` has written its last; the next process writes the rest."""
     async with exporting(target_of(postgres, table)) as exporter:
         await exporter.export(numbered(0))
-    delivery = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, pauses=QUICK)
+    delivery = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, backoff=QUICK)
     running = asyncio.create_task(delivery.run())
     with locked_table(postgres, table):
         await delivery.take(numbered(1))
@@ -583,7 +584,7 @@ async def test_what_was_on_its_way_at_the_end_is_not_written_after_it(
         await running
     await until(lambda: waiting_for_locks(postgres) == 0)
     assert rows(postgres, table) == str(GPUS)
-    heir = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, pauses=QUICK)
+    heir = Delivery([PostgresExporter(target_of(postgres, table))], opener(tmp_path), utc_now, backoff=QUICK)
     assert await heir.drain(PATIENCE) == 0
     assert rows(postgres, table) == str(2 * GPUS)
 
@@ -596,7 +597,7 @@ async def test_a_use_that_ended_while_nobody_led_is_closed_by_whoever_is_elected
     other = {"GPU-1/0": {**HELD, "reservation": "r-2", "uid": "u-2"}}
     for number, held in enumerate(({"GPU-1/0": HELD}, other)):
         exporter = PostgresExporter(target_of(postgres, table))
-        delivery = Delivery([exporter], opener(tmp_path / f"{number}"), utc_now, pauses=QUICK)
+        delivery = Delivery([exporter], opener(tmp_path / f"{number}"), utc_now, backoff=QUICK)
         uses = UseRecorder(
             "prod",
             KnownCluster(),
@@ -692,7 +693,7 @@ async def test_a_disk_that_is_full_is_a_reason_and_what_was_taken_before_is_stor
     postgres: Postgres, table: str, small_disk: Path
 ) -> None:
     exporter = PostgresExporter(target_of(postgres, table))
-    delivery = Delivery([exporter], opener(small_disk), utc_now, pauses=QUICK)
+    delivery = Delivery([exporter], opener(small_disk), utc_now, backoff=QUICK)
     taken = 0
     with pytest.raises(ExportError, match=r"^postgres: the outbox cannot be written: No space left on device$"):  # noqa: PT012
         for number in range(100):
@@ -807,7 +808,7 @@ class TestObjectStore:
         self, object_store: ObjectStore, bucket: str
     ) -> None:
         exporter = ObjectExporter(self.target(object_store, bucket))
-        delivery = Delivery([exporter], opener(None), utc_now, pauses=QUICK)
+        delivery = Delivery([exporter], opener(None), utc_now, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
         await delivery.take(batch("before"))
         await until(lambda: delivery.states["s3"].waiting.batches == 0)
@@ -837,7 +838,7 @@ async def test_a_dead_database_does_not_hold_up_the_objects(object_store: Object
         ObjectExporter(ObjectTarget("alone", options=options)),
         PostgresExporter(nowhere),
     ]
-    delivery = Delivery(exporters, opener(tmp_path), utc_now, pauses=QUICK)
+    delivery = Delivery(exporters, opener(tmp_path), utc_now, backoff=QUICK)
     running = asyncio.create_task(delivery.run())
     for number in range(5):
         await delivery.take(batch(f"{number}"))

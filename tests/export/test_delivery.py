@@ -13,12 +13,13 @@ import pytest
 from tests.export.doubles import DeafBatchStore, GatheringExporter, MemoryExporter, SlowBatchStore
 from tests.export.records import NOW, batch, reading, use
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, DeliveryObserver, RetryPauses, check, together
+from webhook.export.delivery import Delivery, DeliveryObserver, check, together
 from webhook.export.outbox import MemoryBatchStore, Outbox, OutboxInUseError, opener
 from webhook.export.records import Batch, Use
 from webhook.export.stdout import StdoutExporter
+from webhook.runtime.backoff import Backoff
 
-QUICK = RetryPauses(timedelta(milliseconds=1), timedelta(milliseconds=20))
+QUICK = Backoff(timedelta(milliseconds=1), timedelta(milliseconds=20))
 PATIENCE = timedelta(seconds=30)
 
 
@@ -28,7 +29,7 @@ def clock() -> datetime:
 
 @asynccontextmanager
 async def delivering(*exporters: Exporter, directory: Path | None = None, **options: Any) -> AsyncIterator[Delivery]:
-    delivery = Delivery(exporters, opener(directory), clock, **{"pauses": QUICK, **options})
+    delivery = Delivery(exporters, opener(directory), clock, **{"backoff": QUICK, **options})
     running = asyncio.create_task(delivery.run())
     try:
         yield delivery
@@ -82,8 +83,8 @@ async def test_tries_become_rarer_and_never_stop() -> None:
     """A second of trying in vain costs a handful of tries."""
     dead = MemoryExporter()
     dead.fault = ExportError("down")
-    pauses = RetryPauses(timedelta(milliseconds=20), timedelta(milliseconds=200))
-    async with delivering(dead, pauses=pauses) as delivery:
+    backoff = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=200))
+    async with delivering(dead, backoff=backoff) as delivery:
         await delivery.take(batch())
         begun = asyncio.get_running_loop().time()
         await until(lambda: len(dead.given) >= 8)
@@ -184,7 +185,7 @@ async def test_an_outbox_that_cannot_be_read_for_a_moment_is_read_again_and_all_
         [store],
         lambda name: Outbox(batches if name == "memory" else MemoryBatchStore()),
         clock,
-        pauses=QUICK,
+        backoff=QUICK,
         heard=DeliveryObserver(failed=lambda *o: failed.append(o)),
     )
     for number in range(150):
@@ -217,7 +218,7 @@ class TestOneThatWouldRatherTakeManyAtOnce:
 
         store, refused = BuggyGatheringExporter(), list[str]()
         heard = DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id))
-        delivery = Delivery([store], opener(None), clock, pauses=QUICK, heard=heard)
+        delivery = Delivery([store], opener(None), clock, backoff=QUICK, heard=heard)
         for one in (batch("0", gpus=1), Batch("bad", (reading(7),)), batch("2", gpus=1)):
             await delivery.take(one)
         assert await delivery.drain(PATIENCE) == 0
@@ -232,7 +233,7 @@ class TestOneThatWouldRatherTakeManyAtOnce:
             [store],
             opener(None),
             clock,
-            pauses=QUICK,
+            backoff=QUICK,
             heard=DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id)),
         )
         await delivery.take(batch("bad"))
@@ -245,7 +246,7 @@ class TestTaking:
     async def test_an_outbox_that_is_full_is_named_and_the_others_have_it(self, tmp_path: Path) -> None:
         dead, well = MemoryExporter("dead"), MemoryExporter("well")
         dead.fault = ExportError("down")
-        delivery = Delivery([dead, well], opener(tmp_path, bound=1500), clock, pauses=QUICK)
+        delivery = Delivery([dead, well], opener(tmp_path, bound=1500), clock, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
         await delivery.take(batch("0"))
         await until(lambda: len(well.stored) == 1)
@@ -330,7 +331,7 @@ class TestTheEnd:
     async def test_a_run_ends_without_a_word_where_something_is_left(self) -> None:
         store = MemoryExporter()
         store.fault = ExportError("down")
-        delivery = Delivery([store], opener(None), clock, pauses=QUICK)
+        delivery = Delivery([store], opener(None), clock, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
         await delivery.take(batch())
         assert await delivery.drain(timedelta(milliseconds=10)) == 1
@@ -340,7 +341,7 @@ class TestTheEnd:
     async def test_a_store_that_is_down_gets_one_more_try_and_costs_no_more_than_the_deadline(self) -> None:
         store = MemoryExporter()
         store.fault = ExportError("down")
-        delivery = Delivery([store], opener(None), clock, pauses=RetryPauses(timedelta(hours=1), timedelta(hours=1)))
+        delivery = Delivery([store], opener(None), clock, backoff=Backoff(timedelta(hours=1), timedelta(hours=1)))
         running = asyncio.create_task(delivery.run())
         await delivery.take(batch())
         await store.is_asked.wait()

@@ -1,11 +1,10 @@
 """Who is to be done when, each at most once at a time; and the limit on requests."""
 
 import asyncio
-import itertools
 
 from attrs import define
 
-from webhook.export.schedule import LONGEST_PAUSE, Schedule, pause_after
+from webhook.export.schedule import Schedule
 from webhook.kube.requests import RateLimit
 
 
@@ -114,13 +113,6 @@ async def test_who_waits_is_woken_by_what_comes() -> None:
     await asyncio.sleep(0.01)
     turns.put("a", 0.01)
     assert await asyncio.wait_for(waiting, 10) == "a"
-
-
-def test_pauses_grow_and_end_growing() -> None:
-    pauses = [pause_after(failures) for failures in range(1, 40)]
-    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0]
-    assert pauses[-1] == LONGEST_PAUSE
-    assert all(one <= other for one, other in itertools.pairwise(pauses))
 
 
 async def test_so_many_requests_at_once_and_then_so_many_a_second() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from datetime import timedelta
 
 import pytest
 from kubernetes.aio import client
@@ -14,8 +15,8 @@ from starlette.routing import Route
 
 from tests.builders import Raw
 from webhook.assembly.cluster import outdated_by
-from webhook.kube import watch as watching
 from webhook.kube.watch import Trimmed, Watch
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.http.listener import Listener
 
 PATH = "/api/v1/configmaps"
@@ -129,6 +130,7 @@ def page(*names: str, rest: str = "") -> Response:
     return JSONResponse({"kind": "ConfigMapList", "apiVersion": "v1", "metadata": metadata, "items": items})
 
 
+QUICK = Backoff(timedelta(milliseconds=1), timedelta(milliseconds=10))
 EXPIRED = JSONResponse({"kind": "Status", "code": 410, "reason": "Expired"}, status_code=410)
 BROKEN = JSONResponse({"kind": "Status", "code": 500}, status_code=500)
 TORN = Response(b'{"kind": "ConfigMapList", "items": [', media_type="application/json")
@@ -136,10 +138,7 @@ TORN = Response(b'{"kind": "ConfigMapList", "items": [', media_type="application
 
 @pytest.mark.parametrize("failure", [EXPIRED, BROKEN, TORN], ids=["expired", "broken", "torn"])
 @pytest.mark.parametrize("trimmed", [None, lambda raw: raw], ids=["as it is", "trimmed"])
-async def test_half_a_list_is_no_list(
-    failure: Response, trimmed: Trimmed | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watching, "FIRST_PAUSE", 0.001)
+async def test_half_a_list_is_no_list(failure: Response, trimmed: Trimmed | None) -> None:
     half = [page("a", rest="more"), failure]
     answers = [*half, failure, page("a", rest="more"), page("b"), *half, failure, page("a")]
     asked, states = [], []
@@ -156,7 +155,7 @@ async def test_half_a_list_is_no_list(
         return answers[len(asked) - 1]
 
     async with answering(answer) as port, client_of(port) as api, asyncio.timeout(20):
-        watch = Watch(api, PATH, listening, trimmed=trimmed)
+        watch = Watch(api, PATH, listening, trimmed=trimmed, backoff=QUICK)
         running = asyncio.create_task(watch.run())
         await is_done.wait()
         running.cancel()

@@ -38,10 +38,11 @@ from webhook.core.reservation import (
 from webhook.core.verdict import Deny
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.kube.store import RefusedError, StoreUnavailableError
-from webhook.ledger.cluster import PATIENCE, ClusterLedger, PodReader, PodReaderUnavailableError
+from webhook.ledger.cluster import BACKOFF, PATIENCE, ClusterLedger, PodReader, PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.moves import Times
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import LONG_AGO
 from webhook.runtime.telemetry import Metrics
 
@@ -111,9 +112,11 @@ class Pods:
 class Replica:
     """One process over a store that others use too."""
 
-    def __init__(self, store: FakeStore, pods: PodReader, clock: Callable[[], datetime]) -> None:
+    def __init__(
+        self, store: FakeStore, pods: PodReader, clock: Callable[[], datetime], backoff: Backoff = BACKOFF
+    ) -> None:
         self.fleet = Fleet()
-        self.ledger = ClusterLedger(self.fleet, store, pods, clock, Times(PENDING_DEADLINE, CLOCK_SKEW))
+        self.ledger = ClusterLedger(self.fleet, store, pods, clock, Times(PENDING_DEADLINE, CLOCK_SKEW), backoff)
         self.watch = Watch(store, self.ledger.learn)
         for raw in store.objects.values():
             node = GpuNode.parse(raw)

@@ -11,7 +11,6 @@ from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
-import pytest
 from attrs import define
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -49,6 +48,7 @@ from webhook.ledger.orphans import PAUSE as LOOK
 from webhook.ledger.pods import PodsUnavailableError
 from webhook.ledger.reconcile import PATIENCE, BindDeadline, OnBindDeadline, Reconciler
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import LONG_AGO
 from webhook.runtime.telemetry import Metrics
 
@@ -69,6 +69,7 @@ BEFORE_IT_IS_GONE = st.sampled_from([200, 5, "crash", "start over", "kubelet die
 SHORT = st.sampled_from([1, 12, 49, 58, 100, 140, 255])
 # Of what there is to be heard: so many events, or all.
 HEARD = st.sampled_from([None, 0, 1, 3, None])
+QUICK = Backoff(timedelta(milliseconds=0.1), timedelta(milliseconds=1))
 
 
 class ApiServer:
@@ -171,7 +172,7 @@ class Process:
     def __init__(self, world: "World", which: int) -> None:
         self.world, self.which = world, which
         self.api, self.store = world.api, world.store
-        self.replica = Replica(world.store, world.api, self.clock)
+        self.replica = Replica(world.store, world.api, self.clock, QUICK)
         self.ledger = self.replica.ledger
         waiting = BindDeadline(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
         patience = OrphanTimes(timedelta(seconds=MAX_GRACE), MARGIN)
@@ -279,7 +280,6 @@ class World(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.quiet = ExitStack()
         self.quiet.enter_context(capture_logs())  # to write out what is logged takes longer than all the rest
-        self.quiet.enter_context(pytest.MonkeyPatch.context()).setattr("webhook.ledger.cluster.PAUSE", 0.0001)
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.api, self.store = ApiServer(), FakeStore()
         for name in DEVICES:

@@ -27,7 +27,7 @@ from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.end_reports import mark_of
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.jwt.nonce import PREFIX
-from webhook.node.attest import FIRST_PAUSE, Attester, EndReporter, NotAttestedError, jittered
+from webhook.node.attest import BACKOFF, Attester, EndReporter, NotAttestedError
 from webhook.node.node_pods import NodePods
 from webhook.node.pod_ends import LONGEST_SYNC
 
@@ -234,11 +234,11 @@ async def test_after_a_proof_it_comes_back_at_half_of_it(agent: JwtWorkloadApiDo
     async with endpoint(context(ca), b"{}") as server:
         pauses = await slept(attester(agent, server, ca), 4, server, {2: http(both), 3: http(b"{}")})
     assert 0.8 * 1200 <= pauses[2] <= 1200
-    assert pauses[3] <= FIRST_PAUSE.total_seconds()
+    assert pauses[3] <= BACKOFF.first.total_seconds()
 
 
 def test_many_nodes_do_not_come_back_at_once() -> None:
-    assert len({jittered(timedelta(minutes=20)) for _ in range(100)}) == 100
+    assert len({BACKOFF.jittered(timedelta(minutes=20)) for _ in range(100)}) == 100
 
 
 # Ends of orphaned pods.

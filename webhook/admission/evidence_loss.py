@@ -29,6 +29,7 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
 from webhook.ledger.reserved_pod import ENDED, ReservedPodMetaWire, ReservedPodWire
+from webhook.runtime.backoff import Backoff, Retry
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import EvidenceCounts
 
@@ -40,8 +41,7 @@ Raw = dict[str, Any]
 # interruption, and a word that was taken away by hand is written anew.
 SETTLED = timedelta(seconds=2)
 # Between two tries at one pod or node: doubling, up to a minute.
-FIRST_PAUSE = timedelta(seconds=2)
-LONGEST_PAUSE = timedelta(minutes=1)
+BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
 # What one pass does: more would keep other work of the process waiting.
 AT_A_TIME = 50
 # Classes of nodes that the metrics tell apart.
@@ -148,17 +148,6 @@ class LostEvidence:
     is_told: bool = False
 
 
-@define
-class EvictionRetries:
-    """When something that could not be done is tried again."""
-
-    not_before: datetime
-    pause: timedelta = FIRST_PAUSE
-
-    def again(self, now: datetime) -> None:
-        self.not_before, self.pause = now + self.pause, min(2 * self.pause, LONGEST_PAUSE)
-
-
 class EvidenceLoss:
     """Hears of pods from a watch, goes by the fleet, and acts in `step`."""
 
@@ -194,7 +183,7 @@ class EvidenceLoss:
         self._losses: dict[str, LostEvidence] = {}
         # Pods whose node was seen to suit what they ask: who asks for something else later has not lost it.
         self._were_proven: set[tuple[str, frozenset[str]]] = set()
-        self._tries: dict[str, EvictionRetries] = {}
+        self._tries: dict[str, Retry] = {}
 
     # What the watch tells.
 
@@ -303,7 +292,7 @@ class EvidenceLoss:
         failures = 0
         for what in due[:AT_A_TIME]:
             # After a success too: the watch needs its time to tell.
-            self._tries.setdefault(what, EvictionRetries(now)).again(now)
+            self._tries.setdefault(what, Retry(now)).postpone(now, BACKOFF)
             try:
                 await wanted[what]()
             except EvictionError as exc:

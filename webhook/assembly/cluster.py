@@ -45,7 +45,7 @@ from webhook.kube.paths import (
     TRUST_BUNDLES,
 )
 from webhook.kube.view import ListenerGroup
-from webhook.kube.watch import LONGEST_PAUSE, Watch, WatchListener
+from webhook.kube.watch import BACKOFF, Watch, WatchListener
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.runtime.clock import Clock
@@ -57,7 +57,7 @@ from webhook.scoring.hints import HintService
 log = structlog.get_logger(__name__)
 
 # A watch that is interrupted is tried again at least as often.
-PATIENCE = LONGEST_PAUSE
+PATIENCE = BACKOFF.longest.total_seconds()
 
 
 def clustered(settings: Settings, clock: Clock, api: ApiClient, pods: ApiPods) -> Parts:

@@ -47,6 +47,7 @@ from webhook.kube.pod_exec import PodExec
 from webhook.kube.requests import ApiRefusesError, RateLimit, RateLimitedClient
 from webhook.kube.view import ObjectView
 from webhook.kube.watch import Watch
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.listener import Listener
 from webhook.runtime.process import stop_signal
@@ -67,7 +68,8 @@ DRAIN: Final = timedelta(seconds=20)
 MARGIN: Final = timedelta(seconds=1)
 # How often an outbox is tried that another process has not let go of yet.
 OUTBOX_PAUSE: Final = 0.5
-USES_PAUSE, USES_LONGEST_PAUSE = 0.5, 5.0
+USES_PAUSE: Final = 0.5
+USES_BACKOFF: Final = Backoff(timedelta(seconds=1), timedelta(seconds=5))
 # Stores are asked this often at most, however often somebody asks for our readiness, and have this long to answer.
 CHECK_EVERY: Final = 2.0
 CHECK_LONGEST: Final = 5.0
@@ -448,14 +450,14 @@ class ExportProcess:
     async def _follow_uses(self) -> None:
         """A bug in one pass must not end them all. What fails every time is told once, and tried less often."""
         told: str | None = None
-        pause = USES_PAUSE
+        failures = 0
         while True:
             problem = await self._problem_with_uses()
             if problem is not None and problem != told:
                 log.warning("uses left for the next pass", problem=problem)
             told = problem
-            pause = USES_PAUSE if problem is None else min(2 * pause, USES_LONGEST_PAUSE)
-            await asyncio.sleep(pause)
+            failures = 0 if problem is None else failures + 1
+            await asyncio.sleep(USES_BACKOFF.seconds(failures) if failures else USES_PAUSE)
 
     async def _problem_with_uses(self) -> str | None:
         """Of one pass; None if there was none."""

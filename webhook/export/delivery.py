@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import random
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,25 +14,16 @@ from attrs import evolve, field, frozen
 from webhook.export import Exporter, ExportError
 from webhook.export.outbox import Backlog, Outbox, OutboxEntry
 from webhook.export.records import Batch, Use
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
 # Every try is longer than what an exporter allows itself.
 LIMIT: Final = timedelta(minutes=2)
+BACKOFF: Final = Backoff(timedelta(seconds=1), timedelta(minutes=1), jitter=(0.5, 1.0))
 # Of an exporter that has what it was given, and is given it once more because another did not take it.
 REMEMBERED: Final = 4096
-
-
-@frozen
-class RetryPauses:
-    """Between tries that fail: twice as long each time, and somewhat less than said, to keep out of step."""
-
-    first: timedelta = timedelta(seconds=1)
-    longest: timedelta = timedelta(minutes=1)
-
-    def after(self, pause: timedelta) -> timedelta:
-        return min(2 * pause, self.longest)
 
 
 @frozen
@@ -90,13 +80,13 @@ class ExporterQueue:
     """One exporter and what it is owed of one kind of records."""
 
     def __init__(
-        self, exporter: Exporter, outbox: Outbox, clock: Clock, heard: DeliveryObserver, pauses: RetryPauses
+        self, exporter: Exporter, outbox: Outbox, clock: Clock, heard: DeliveryObserver, backoff: Backoff
     ) -> None:
         self.exporter = exporter
         self._outbox = outbox
         self._clock = clock
         self._heard = heard
-        self._pauses = pauses
+        self._backoff = backoff
         self._at_once = exporter.records_at_once if isinstance(exporter, Gathering) else 0
         self._stored: OrderedDict[str, None] = OrderedDict()
         self._news = asyncio.Event()
@@ -115,17 +105,19 @@ class ExporterQueue:
 
     async def run(self) -> None:
         """Until all is stored that was taken before `finish`."""
-        pause = self._pauses.first
+        failures = 0
         while await self._is_owed():
             try:
                 await self._deliver(await asyncio.to_thread(self._outbox.first, self._at_once))
             except ExportError as exc:
                 self._note(exc)
-                await self._rest(pause)
-                pause = self._pauses.first if self._last_orders.is_set() else self._pauses.after(pause)
+                failures += 1
+                await self._rest(failures)
+                if self._last_orders.is_set():
+                    failures = 0
             else:
                 self._error = None
-                pause = self._pauses.first
+                failures = 0
 
     def finish(self) -> None:
         self._last_orders.set()
@@ -195,9 +187,9 @@ class ExporterQueue:
         log.warning("batches not stored", exporter=self.exporter.name, problem=self._error, waiting=waiting)
         self._heard.failed(self.exporter.name, self._error)
 
-    async def _rest(self, pause: timedelta) -> None:
+    async def _rest(self, failures: int) -> None:
         """Cut short by the end, for one more try; from then on as long as ever."""
-        seconds = pause.total_seconds() * random.uniform(0.5, 1.0)  # noqa: S311 - to keep out of step
+        seconds = self._backoff.seconds(failures)
         if self._last_orders.is_set():
             await asyncio.sleep(seconds)
             return
@@ -219,10 +211,10 @@ class Delivery:
         clock: Clock,
         *,
         heard: DeliveryObserver | None = None,
-        pauses: RetryPauses | None = None,
+        backoff: Backoff = BACKOFF,
     ) -> None:
         """`opened` is `outbox.opener(directory)`. Raises ExportError where an outbox cannot be kept."""
-        heard, pauses = heard or DeliveryObserver(), pauses or RetryPauses()
+        heard = heard or DeliveryObserver()
         self._exporters = exporters
         with ExitStack() as stack:  # one that cannot be opened must not keep the others from whoever comes next
 
@@ -231,7 +223,7 @@ class Delivery:
                 for one in exporters:
                     outbox = opened(one.name + suffix)
                     stack.callback(outbox.close)
-                    found.append(ExporterQueue(one, outbox, clock, heard, pauses))
+                    found.append(ExporterQueue(one, outbox, clock, heard, backoff))
                 return found
 
             # A store that has no place for the one kind holds up nothing of the other.

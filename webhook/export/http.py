@@ -1,7 +1,6 @@
 """Records by POST to an endpoint, in the form and with the headers that S2's exporter has."""
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
@@ -15,13 +14,14 @@ from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
 from webhook.export.targets import HttpTarget, is_read_on_the_way, newest
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
 USER_AGENT: Final = "gpuid-http-exporter/1.0"
 TRIES: Final = 3
-FIRST_PAUSE, LONGEST_PAUSE = timedelta(milliseconds=500), timedelta(seconds=10)
+BACKOFF = Backoff(timedelta(milliseconds=500), timedelta(seconds=10), jitter=(0.8, 1.2))
 # What is said in an error, of an answer of which no more is read.
 MAX_SAID, MAX_ANSWER = 300, 64 * 1024
 
@@ -85,15 +85,14 @@ class HttpExporter:
 
     async def _send(self, records: Sequence[dict[str, Any]], kind: str, key: str) -> None:
         content = msgspec.json.encode(records)
-        pause = FIRST_PAUSE
-        for tries_left in reversed(range(TRIES)):
+        for failures in range(1, TRIES + 1):
             try:
                 await self._post(content, kind, key, len(records))
             except TryAgainError as exc:
-                if not tries_left:
+                if failures == TRIES:
                     raise
-                await self._sleep(jittered(max(pause, min(exc.after or pause, LONGEST_PAUSE))))
-                pause *= 2
+                pause = BACKOFF.pause(failures)
+                await self._sleep(BACKOFF.jittered(max(pause, min(exc.after or pause, BACKOFF.longest))))
             else:
                 return
 
@@ -154,7 +153,3 @@ def retry_after(reply: httpx.Response, clock: Clock) -> timedelta | None:
         return max(parsedate_to_datetime(said) - clock(), timedelta())
     except (TypeError, ValueError):
         return None
-
-
-def jittered(pause: timedelta) -> float:
-    return pause.total_seconds() * random.uniform(0.8, 1.2)  # noqa: S311 - to keep out of step

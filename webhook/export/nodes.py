@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -11,12 +11,12 @@ from attrs import frozen
 from webhook.core import keys
 from webhook.export.labels import label_patch
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError, RateLimitedClient
+from webhook.runtime.backoff import Backoff
 
 Raw = dict[str, Any]
 # S2's: so many tries, with these pauses between them, within the time that a pod has.
 TRIES: Final = 5
-FIRST_PAUSE: Final = 2.0
-LONGEST_PAUSE: Final = 45.0
+BACKOFF: Final = Backoff(timedelta(seconds=2), timedelta(seconds=45))
 
 
 class ExportNodeMetadataWire(msgspec.Struct, frozen=True):
@@ -102,11 +102,9 @@ class ApiNode:
 
         Raises ApiRefusesError at once, ApiAwayError after the last try.
         """
-        pause = FIRST_PAUSE
         for one in range(TRIES):
             if one:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                await asyncio.sleep(BACKOFF.seconds(one))
             try:
                 return await self._say(name, node, labels, gpus)
             except ApiUnavailableError:

@@ -27,7 +27,7 @@ from webhook.export.reading import (
     readings_of,
 )
 from webhook.export.records import Batch
-from webhook.export.schedule import Schedule, pause_after
+from webhook.export.schedule import BACKOFF, Schedule
 from webhook.inventory.node_gpus import NodeGpus
 from webhook.inventory.nvidia_smi import MAX_SIZE, Smi, UnreadableSmiError, parse
 from webhook.kube.pod_exec import ExecError
@@ -306,7 +306,7 @@ class GpuReader:
         """One failure is counted once; it is tried again, less and less often."""
         self._told.failed(reason)
         failures = self._failures.get(pod.name, 0) + 1
-        pause = pause_after(failures)
+        pause = BACKOFF.seconds(failures)
         log.warning(
             "node not read", node=pod.node, pod=pod.name, reason=reason, problem=text, again_in_s=round(pause, 1)
         )

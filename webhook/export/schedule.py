@@ -4,11 +4,13 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Final
 
+from webhook.runtime.backoff import Backoff
+
 # After failures, as S2: soon at first, then less and less often. A pod that is refused for good is asked rarely.
-FIRST_PAUSE: Final = 0.5
-LONGEST_PAUSE: Final = 1000.0
+BACKOFF: Final = Backoff(timedelta(seconds=0.5), timedelta(seconds=1000))
 
 
 class Schedule:
@@ -81,7 +83,3 @@ class Schedule:
                 await self._news.wait()
         except TimeoutError:
             return
-
-
-def pause_after(failures: int) -> float:
-    return float(min(FIRST_PAUSE * 2 ** min(failures - 1, 20), LONGEST_PAUSE))

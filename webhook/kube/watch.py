@@ -5,9 +5,9 @@ what is known stays known until a later answer says otherwise.
 """
 
 import asyncio
-import random
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Protocol
 
 import aiohttp
@@ -20,6 +20,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from webhook.core.errors import GpuwardenError
 from webhook.kube.json_objects import Raw, decoded, object_in
 from webhook.kube.requests import LOST
+from webhook.runtime.backoff import Backoff
 
 log = structlog.get_logger(__name__)
 
@@ -38,8 +39,7 @@ LONGEST_LINE = 2**26
 # A watch that ends sooner may have been ended by somebody who would always end it so soon.
 SOON = 1.0
 # After a failure: soon, then less and less often. A server that comes back is noticed within this.
-FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 5.0
+BACKOFF = Backoff(timedelta(seconds=0.1), timedelta(seconds=5), jitter=(0.5, 1.5))
 
 TROUBLE = (*LOST, msgspec.DecodeError)
 
@@ -72,10 +72,12 @@ class Watch:
         only: Mapping[str, str] | None = None,
         trimmed: Trimmed | None = None,
         silence: float = SILENCE,
+        backoff: Backoff = BACKOFF,
     ) -> None:
         """`only`: the selectors of a query, where not all objects are wanted; `trimmed`: what the listener wants of
         each in a list, which may be of many thousands."""
         self._silence = silence
+        self._backoff = backoff
         self._api = api
         self.path = path
         self._only = dict(only or {})
@@ -91,7 +93,7 @@ class Watch:
 
     async def run(self) -> None:
         """For ever."""
-        pause = FIRST_PAUSE
+        failures = 0
         loop = asyncio.get_running_loop()
         while True:
             begun = loop.time()
@@ -100,7 +102,7 @@ class Watch:
                     await self._list()
                 async for event in self._events():
                     self._tell(event)
-                    pause = FIRST_PAUSE
+                    failures = 0
                 if loop.time() - begun >= SOON:
                     continue
             except StartOverError:
@@ -111,8 +113,8 @@ class Watch:
                 log.debug("watch interrupted", path=self.path, exc_info=exc)
                 if isinstance(exc, ApiException) and exc.status == 410:
                     self._start_over()
-            await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
-            pause = min(2 * pause, LONGEST_PAUSE)
+            failures += 1
+            await asyncio.sleep(self._backoff.seconds(failures))
 
     @property
     def behind_for(self) -> float:

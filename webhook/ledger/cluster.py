@@ -6,7 +6,6 @@ what is really there: a move that was made already is found made.
 """
 
 import asyncio
-import random
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
@@ -60,6 +59,7 @@ from webhook.ledger.pending import PendingGpus
 from webhook.ledger.reservation_index import ReservationIndex
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.ledger.store import GpuNodeStore
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -67,9 +67,8 @@ log = structlog.get_logger(__name__)
 # For moves that no review waits for.
 PATIENCE = timedelta(seconds=10)
 # Between two tries on one object: long enough for the others' writes, shorter than anybody's patience.
-PAUSE = 0.02
-# And the longest, where the store does not answer or says that it is asked too much.
-LONGEST_PAUSE = 0.5
+# The longest pause is for a store that does not answer or is overloaded.
+BACKOFF = Backoff(timedelta(seconds=0.02), timedelta(seconds=0.5), jitter=(0.5, 1.5))
 # How long after a pod was named it is asked whether it exists, while reviews wait for room; and of how many at once.
 EARLY = (timedelta(seconds=0.5), timedelta(seconds=2), timedelta(seconds=6))
 ASKED_AT_ONCE = 32
@@ -133,7 +132,16 @@ class PodCensus:
 class ClusterLedger:
     """Any number of these may share a store."""
 
-    def __init__(self, fleet: Fleet, store: GpuNodeStore, pod_reader: PodReader, clock: Clock, times: Times) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        store: GpuNodeStore,
+        pod_reader: PodReader,
+        clock: Clock,
+        times: Times,
+        backoff: Backoff = BACKOFF,
+    ) -> None:
+        self._backoff = backoff
         self._index = ReservationIndex(fleet)
         self._store = store
         self._pod_reader = pod_reader
@@ -460,7 +468,7 @@ class ClusterLedger:
 
     async def _serve(self, writer: NodeWriter, turns: list[PendingWrite]) -> None:
         """All turns to their end: made, failed, or out of time."""
-        is_current, pause = writer.node is None, PAUSE
+        is_current, failures = writer.node is None, 1
         if writer.node is None:
             await self._read(writer.name)
         while turns := self._in_time(turns):
@@ -485,8 +493,8 @@ class ClusterLedger:
                 await self._one_by_one(writer, turns, str(exc))
                 return
             except (StaleError, StoreUnavailableError) as exc:
-                pause = min(2 * pause, LONGEST_PAUSE) if isinstance(exc, StoreUnavailableError) else PAUSE
-                await asyncio.sleep(pause * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
+                failures = failures + 1 if isinstance(exc, StoreUnavailableError) else 1
+                await asyncio.sleep(self._backoff.seconds(failures))
                 await self._read_in_time(writer, turns)
                 is_current = True
                 continue
@@ -582,13 +590,13 @@ class ClusterLedger:
 
     async def _read_in_time(self, writer: NodeWriter, turns: list[PendingWrite]) -> None:
         """Read until it works or nobody waits any more."""
-        pause = 2 * PAUSE
+        failures = 2
         while self._in_time(turns):
             try:
                 await self._read(writer.name)
             except StoreUnavailableError:
-                pause = min(2 * pause, LONGEST_PAUSE)
-                await asyncio.sleep(pause)
+                failures += 1
+                await asyncio.sleep(self._backoff.seconds(failures))
             else:
                 return
 

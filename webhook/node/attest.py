@@ -27,6 +27,7 @@ from webhook.evidence.jwt.nonce import is_ours
 from webhook.inventory.local_gpus import local_gpus
 from webhook.node.node_pods import NodePods
 from webhook.node.pod_ends import PodEnds
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import configure_logging
 from webhook.runtime.tls.certificate_source import trusting
@@ -34,7 +35,8 @@ from webhook.runtime.tls.certificate_source import trusting
 log = structlog.get_logger(__name__)
 
 TIMEOUT: Final = httpx.Timeout(10.0)
-FIRST_PAUSE, LONGEST_PAUSE = timedelta(seconds=1), timedelta(seconds=60)
+# Somewhat less than the pause: many nodes that started together come back one by one.
+BACKOFF: Final = Backoff(timedelta(seconds=1), timedelta(seconds=60), jitter=(0.8, 1.0))
 # An answer of ours has some hundred bytes.
 MAX_ANSWER: Final = 64 * 1024
 MAX_SAID: Final = 300
@@ -69,7 +71,7 @@ class Proven(msgspec.Struct, frozen=True):
 
     @property
     def half_life(self) -> timedelta:
-        return max((self.until - self.since) / 2, FIRST_PAUSE)
+        return max((self.until - self.since) / 2, BACKOFF.first)
 
 
 @frozen
@@ -149,18 +151,19 @@ class Attester:
 
     async def run(self, sleep: Sleep = asyncio.sleep) -> None:
         """For ever: at half of each proof's life, sooner and sooner again less often where it fails."""
-        pause = FIRST_PAUSE
+        failures = 0
         while True:
             try:
                 proven = await self.attest()
             except GpuwardenError as exc:
+                failures += 1
+                pause = BACKOFF.pause(failures)
                 log.warning("node not proven", node=self.node, problem=str(exc), again_in=pause.total_seconds())
-                await sleep(jittered(pause))
-                pause = min(2 * pause, LONGEST_PAUSE)
+                await sleep(BACKOFF.jittered(pause))
             else:
                 log.info("node proven", node=self.node, hash=proven.hash, until=proven.until)
-                pause = FIRST_PAUSE
-                await sleep(jittered(proven.half_life))
+                failures = 0
+                await sleep(BACKOFF.jittered(proven.half_life))
 
 
 class EndReporter:
@@ -206,11 +209,6 @@ class EndReporter:
     async def _look(self) -> Collection[str]:
         began = self._clock()
         return self._ends.see(await self._pods.look(), began, self._clock())
-
-
-def jittered(pause: timedelta) -> float:
-    """Somewhat less: many nodes that started together come back one by one."""
-    return pause.total_seconds() * random.uniform(0.8, 1.0)  # noqa: S311 - to keep out of step
 
 
 async def bounded(reply: httpx.Response) -> bytes:

@@ -23,6 +23,7 @@ from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, WireStruct
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
+from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
 from webhook.scheduler import filter as sieve
 
@@ -31,8 +32,7 @@ log = structlog.get_logger(__name__)
 Raw = dict[str, Any]
 
 # A pod is woken this often at the most, and this seldom while a node would do that its scheduler refuses.
-SHORTEST = timedelta(seconds=2)
-LONGEST = timedelta(minutes=1)
+BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))
 # What one pass does: more would keep other work of the process waiting.
 AT_A_TIME = 200
 LOOKED_AT = 1000
@@ -85,7 +85,7 @@ class UnschedulablePod:
     reserved: str | None
     will_do: frozenset[str] = frozenset()
     not_before: datetime | None = None
-    pause: timedelta = SHORTEST
+    failures: int = 0
     wanted: Wanted = field(init=False)
     """Pods that are alike in this have the same answer."""
 
@@ -185,8 +185,8 @@ class Wakeups:
 
     async def _wake(self, waiter: UnschedulablePod, now: datetime) -> bool:
         """Whether others can be woken."""
-        waiter.not_before = now + waiter.pause
-        waiter.pause = min(2 * waiter.pause, LONGEST)
+        waiter.failures += 1
+        waiter.not_before = now + BACKOFF.pause(waiter.failures)
         pod = waiter.identity
         try:
             await self._alarm.wake(pod, now.isoformat(timespec="milliseconds"))
@@ -200,9 +200,9 @@ class Wakeups:
 def is_due(waiter: UnschedulablePod, will_do: frozenset[str], now: datetime) -> bool:
     """Whether to wake it now, given the nodes that will do; a node that did not before makes it sooner."""
     if will_do - waiter.will_do:
-        waiter.pause = SHORTEST
+        waiter.failures = 0
         if waiter.not_before is not None:
-            waiter.not_before = min(waiter.not_before, now + SHORTEST)
+            waiter.not_before = min(waiter.not_before, now + BACKOFF.first)
     waiter.will_do = will_do
     return bool(will_do) and (waiter.not_before is None or waiter.not_before <= now)
 

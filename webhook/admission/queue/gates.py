@@ -3,11 +3,11 @@ after a pause where that fails."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Protocol
 
 import structlog
-from attrs import define, evolve
+from attrs import evolve
 
 from webhook.admission.queue.waiting_pods import WaitingPods
 from webhook.core import keys
@@ -18,6 +18,7 @@ from webhook.core.queue_order import QueuedPod
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.kube.events import Events, Subject
+from webhook.runtime.backoff import Backoff, Retry
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -26,8 +27,7 @@ Action = Callable[[], Awaitable[None]]
 
 AT_ONCE = 16
 # Between two tries at one gate: doubling, up to half a minute.
-FIRST_PAUSE = timedelta(seconds=1)
-LONGEST_PAUSE = timedelta(seconds=30)
+BACKOFF = Backoff(timedelta(seconds=1), timedelta(seconds=30))
 
 
 class GateError(GpuwardenError):
@@ -47,14 +47,6 @@ class GateClient(Protocol):
         """Whether this very pod is there and waits behind our gate, by a quorum read."""
 
 
-@define
-class GateRetries:
-    """When what failed is tried again."""
-
-    not_before: datetime
-    pause: timedelta = FIRST_PAUSE
-
-
 class GateOpener:
     """Opens gates, and knows which could not be opened."""
 
@@ -64,7 +56,7 @@ class GateOpener:
         self._rules = rules
         self._events = events
         self._clock = clock
-        self._tries: dict[str, GateRetries] = {}
+        self._tries: dict[str, Retry] = {}
 
     def forget_all_but(self, uids: Collection[str]) -> None:
         for uid in self._tries.keys() - set(uids):
@@ -83,8 +75,8 @@ class GateOpener:
 
     def try_later(self, uid: str) -> None:
         """It failed, and not by chance."""
-        tries = self._tries.setdefault(uid, GateRetries(self._clock()))
-        tries.not_before, tries.pause = self._clock() + tries.pause, min(2 * tries.pause, LONGEST_PAUSE)
+        now = self._clock()
+        self._tries.setdefault(uid, Retry(now)).postpone(now, BACKOFF)
 
     async def open(self, waiter: QueuedPod, outfit: Allocation) -> None:
         pod, raw, known = waiter.pod, self._pods.raws.get(waiter.pod.uid), self._pods.lines.get(waiter.pod.uid)
