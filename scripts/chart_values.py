@@ -1,5 +1,5 @@
 """The values of the chart, declared once. `make chart` writes chart/values.yaml,
-chart/values.schema.json and docs/configure.md from here; a test compares.
+chart/values.schema.json and docs/reference/configure.md from here; a test compares.
 
 What gpuwarden itself takes as settings is not repeated: `settings` and `export.settings` follow the commands' tables.
 """
@@ -533,7 +533,7 @@ def nested(found: Iterable[Value]) -> dict[str, Any]:
 
 HEAD: Final = "# Written by `make chart` from scripts/chart_values.py, which is where a value is changed.\n"
 GROUPS: Final = {
-    "settings": "What gpuwarden itself goes by, in all processes: docs/settings.md. What is not set has the default.",
+    "settings": "Settings of all processes: docs/reference/settings.md. A setting that is absent has its default.",
     "serve": "`gpuwarden serve`.",
     "reconcile": "`gpuwarden reconcile`.",
     "attest": "`gpuwarden attest`, on every node.",
@@ -597,7 +597,7 @@ REFERENCE: Final = """\
 
 Written by `make chart` from `scripts/chart_values.py`. Values that are not here are refused, and so are combinations
 that cannot work: each with one sentence. What gpuwarden itself takes (`settings.*`) is explained in
-[settings.md](settings.md); how to install is in [install.md](install.md).
+[settings.md](settings.md); how to install is in [install.md](../how-to/install.md).
 
 | value | default | what it does |
 |---|---|---|
@@ -636,5 +636,5 @@ def written() -> dict[Path, str]:
         CHART / "values.yaml": values_yaml(),
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
         CHART / "files/moved.yaml": moved_yaml(),
-        ROOT / "docs/configure.md": reference(),
+        ROOT / "docs/reference/configure.md": reference(),
     }

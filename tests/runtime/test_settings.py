@@ -651,7 +651,7 @@ def test_what_is_shown_can_be_read_back(there: Path, tmp_path: Path) -> None:
 
 
 def test_the_written_reference_is_the_one_of_this_version() -> None:
-    assert (ROOT / "docs" / "settings.md").read_text() == settings.reference()
+    assert (ROOT / "docs" / "reference" / "settings.md").read_text() == settings.reference()
 
 
 @pytest.mark.parametrize(
