@@ -12,7 +12,7 @@ import yaml
 
 from tests.chart.rendering import rendered
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 CONSOLE = re.compile(r"^```console\n\$ ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MODULES = {"make demo": ["scripts.demo"], ".venv/bin/gpuwarden": ["webhook.cli"], "gpuwarden": ["webhook.cli"]}
