@@ -36,11 +36,28 @@ def anchors(page: Path) -> set[str]:
 
 @each_document
 def test_every_test_that_is_named_exists(document: Path) -> None:
-    """In the file that stands before it, if one does."""
-    for path, name in TEST.findall(document.read_text()):
-        assert not path or (ROOT / path).exists(), path
-        sources = (ROOT / path).read_text() if path.endswith(".py") else ALL_TESTS
-        assert not name or re.search(rf"(def|class) {name}\b|^{name} =", sources, re.MULTILINE), f"{path}::{name}"
+    """A `::test` without a file is in the file that the same line names before it."""
+    for line in document.read_text().splitlines():
+        file = None
+        for path, name in TEST.findall(line):
+            file = path or file
+            assert not path or (ROOT / path).exists(), path
+            sources = (ROOT / file).read_text() if file and file.endswith(".py") else ALL_TESTS
+            assert not name or re.search(rf"(def|class) {name}\b|^{name} =", sources, re.MULTILINE), f"{file}::{name}"
+
+
+def test_every_promise_names_its_tests() -> None:
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", (ROOT / "docs/explanation/promises.md").read_text(), re.MULTILINE)
+    assert len(rows) > 100
+    for promise, tests in rows:
+        named = re.findall(r"`([^`]*)`", tests)
+        assert promise == "promise" or named, promise
+        assert all(re.match(r"(tests/[\w/]+\.py)?(::\w+)?$|make [a-z-]+$", one) for one in named), promise
+
+
+def test_every_module_that_the_architecture_names_exists() -> None:
+    for path in re.findall(r"`([\w/]+(?:\.py|/))`", (ROOT / "ARCHITECTURE.md").read_text()):
+        assert (ROOT / "webhook" / path).exists() or (ROOT / path).exists(), path
 
 
 def test_every_attack_is_in_the_threat_model() -> None:
