@@ -5,7 +5,7 @@ What gpuwarden itself takes as settings is not repeated: `settings` and `export.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -126,13 +126,23 @@ OWN_EXPORT_SETTINGS: Final = frozenset(
 )
 
 
-def setting_values(prefix: str, table: Sequence[Setting], own: frozenset[str]) -> Iterator[Value]:
+# What processes of the chart do where a setting is absent.
+IN_CLUSTER: Final = settings.Settings(in_cluster=True)
+
+
+def default_in_cluster(one: Setting) -> object:
+    return settings.in_effect(IN_CLUSTER, one.name)
+
+
+def setting_values(
+    prefix: str, table: Sequence[Setting], own: frozenset[str], default_of: Callable[[Setting], object]
+) -> Iterator[Value]:
     for one in table:
         if one.name in own or not one.in_file:
             continue
         if one.kind is FILE:
             raise ValueError(f"{one.name} names a file: the chart has to say how it gets into the Pod")
-        default = plain(one.default)
+        default = plain(default_of(one))
         shown = "" if default in (None, {}) else in_words(default)
         about = one.about[0].upper() + one.about[1:] + f" ({one.kind.allowed.replace('`', '')})."
         yield Value(f"{prefix}.{one.key}", None, form_of(one.kind), about, is_setting=True, shown=shown)
@@ -433,7 +443,7 @@ EXPORT: Final = [
         NAME,
         "Secret whose keys become variables, such as AWS_ACCESS_KEY_ID, for exporterType s3.",
     ),
-    *setting_values("export.settings", export_settings.TABLE, OWN_EXPORT_SETTINGS),
+    *setting_values("export.settings", export_settings.TABLE, OWN_EXPORT_SETTINGS, lambda one: one.default),
 ]
 CERTS: Final = [
     one
@@ -445,7 +455,7 @@ CERTS: Final = [
 def values() -> list[Value]:
     return [
         *COMMON,
-        *setting_values("settings", settings.SETTINGS, OWN_SETTINGS),
+        *setting_values("settings", settings.SETTINGS, OWN_SETTINGS, default_in_cluster),
         *SERVE,
         *WEBHOOKS,
         *TLS,
