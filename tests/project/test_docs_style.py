@@ -27,8 +27,6 @@ NOT_YET: frozenset[str] = frozenset(
         "docs/how-to/attest.md",
         "docs/how-to/bind.md",
         "docs/how-to/extender.md",
-        "docs/how-to/install.md",
-        "docs/how-to/operate.md",
         "docs/how-to/scoring.md",
         "docs/how-to/spire.md",
         "docs/how-to/supply-chain.md",
