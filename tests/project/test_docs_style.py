@@ -22,7 +22,6 @@ NOT_YET: frozenset[str] = frozenset(
     {
         "docs/decisions/0013-a-scheduler-that-obeys-reservations.md",
         "docs/explanation/proof.md",
-        "docs/explanation/queue.md",
         "docs/explanation/threat-model.md",
         "docs/how-to/attest.md",
         "docs/how-to/bind.md",
@@ -33,7 +32,6 @@ NOT_YET: frozenset[str] = frozenset(
         "docs/moving/binder.md",
         "docs/reference/configure.md",
         "docs/reference/export-stores.md",
-        "docs/reference/pods.md",
         "docs/reference/reasons.md",
         "docs/reference/settings-export.md",
         "docs/reference/settings.md",
