@@ -26,13 +26,10 @@ NOT_YET: frozenset[str] = frozenset(
         "docs/how-to/attest.md",
         "docs/how-to/bind.md",
         "docs/how-to/extender.md",
-        "docs/how-to/scoring.md",
-        "docs/how-to/spire.md",
         "docs/how-to/supply-chain.md",
         "docs/moving/binder.md",
         "docs/reference/configure.md",
         "docs/reference/export-stores.md",
-        "docs/reference/reasons.md",
         "docs/reference/settings-export.md",
         "docs/reference/settings.md",
     }
