@@ -260,7 +260,7 @@ def targets(found: Raw, slack: float = 1.0) -> list[Target]:
     return [
         Target("decision, p99 at 100,000 GPUs over p99 at 100", found["ratio_decide_p99"], 2 * slack, "x"),
         Target("decision, p99 at 100,000 GPUs", largest["decide_us"]["p99"] / 1e3, 1 * slack, " ms"),
-        # Not flat, and admitted: `docs/decisions/0001-the-decision-looks-at-cells.md`.
+        # Not flat, and admitted: `docs/decisions/0001-group-equal-nodes.md`.
         Target(
             "decision that asks nodes one by one, p50 at 100,000 GPUs", one_by_one(found, largest), 100 * slack, " ms"
         ),

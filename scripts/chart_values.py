@@ -1,11 +1,11 @@
 """The values of the chart, declared once. `make chart` writes chart/values.yaml,
-chart/values.schema.json and docs/configure.md from here; a test compares.
+chart/values.schema.json and docs/reference/configure.md from here; a test compares.
 
 What gpuwarden itself takes as settings is not repeated: `settings` and `export.settings` follow the commands' tables.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,15 +42,15 @@ PEM: Final[Schema] = {"type": "string", "pattern": r"^(\s*-----BEGIN CERTIFICATE
 
 @frozen
 class Value:
-    """One value: where it stands, what it is if nobody says, its form, and what it does."""
+    """One value: its path, default, form and description."""
 
     path: str
     default: Any
     form: Schema
     about: str
-    # Not in values.yaml but for a comment: a setting of a command, which has a default of its own.
+    # A setting of a command, which has its own default: only a comment in values.yaml.
     is_setting: bool = field(default=False, kw_only=True)
-    # The default as people read it, where it is another's.
+    # The default of a setting, as the reference shows it.
     shown: str | None = field(default=None, kw_only=True)
 
 
@@ -85,28 +85,28 @@ def component(
     resources: Mapping[str, Any],
     tolerations: Sequence[Mapping[str, Any]] = (),
 ) -> list[Value]:
-    """What is there to say of every process."""
+    """The values that every process has."""
     found = [Value(f"{name}.enabled", on, BOOL, about)]
     if replicas is not None:
-        only = "of which one acts" if name in ("reconcile", "bind", "export", "certs") else "all of them at work"
-        found.append(Value(f"{name}.replicas", replicas, COUNTED, f"Pods of it, {only}."))
+        only = "one is active" if name in ("reconcile", "bind", "export", "certs") else "all are active"
+        found.append(Value(f"{name}.replicas", replicas, COUNTED, f"Number of Pods; {only}."))
     return [
         *found,
-        Value(f"{name}.resources", dict(resources), OBJECT, "Requests and limits of its container."),
-        Value(f"{name}.serviceAccountName", "", NAME, "Its service account, if not named by the chart."),
-        Value(f"{name}.priorityClassName", "", NAME, "Instead of the common one."),
-        Value(f"{name}.podAnnotations", {}, TEXTS, "Besides the common ones."),
-        Value(f"{name}.podLabels", {}, TEXTS, "Besides the common ones."),
-        Value(f"{name}.nodeSelector", {}, TEXTS, "Instead of the common one."),
-        Value(f"{name}.tolerations", [*tolerations], OBJECTS, "Instead of the common ones."),
-        Value(f"{name}.affinity", {}, OBJECT, "Instead of the common one."),
-        Value(f"{name}.env", [], OBJECTS, "More variables of the container, as in a Pod."),
-        Value(f"{name}.volumes", [], OBJECTS, "More volumes, as in a Pod."),
-        Value(f"{name}.volumeMounts", [], OBJECTS, "Where they are mounted."),
+        Value(f"{name}.resources", dict(resources), OBJECT, "Requests and limits of the container."),
+        Value(f"{name}.serviceAccountName", "", NAME, "Name of its service account; empty: the chart chooses it."),
+        Value(f"{name}.priorityClassName", "", NAME, "Overrides the common priorityClassName."),
+        Value(f"{name}.podAnnotations", {}, TEXTS, "Added to the common podAnnotations."),
+        Value(f"{name}.podLabels", {}, TEXTS, "Added to the common podLabels."),
+        Value(f"{name}.nodeSelector", {}, TEXTS, "Overrides the common nodeSelector."),
+        Value(f"{name}.tolerations", [*tolerations], OBJECTS, "Overrides the common tolerations."),
+        Value(f"{name}.affinity", {}, OBJECT, "Overrides the common affinity."),
+        Value(f"{name}.env", [], OBJECTS, "Additional environment variables of the container, as in a Pod."),
+        Value(f"{name}.volumes", [], OBJECTS, "Additional volumes, as in a Pod."),
+        Value(f"{name}.volumeMounts", [], OBJECTS, "Additional volume mounts of the container."),
     ]
 
 
-# The chart says these itself, by other values.
+# The chart sets these through other values.
 OWN_SETTINGS: Final = frozenset(
     (
         *("config", "host", "port", "ui_port", "extender_port", "drain_timeout", "tls_cert", "tls_key", "client_ca"),
@@ -126,160 +126,205 @@ OWN_EXPORT_SETTINGS: Final = frozenset(
 )
 
 
-def setting_values(prefix: str, table: Sequence[Setting], own: frozenset[str]) -> Iterator[Value]:
+# What processes of the chart do where a setting is absent.
+IN_CLUSTER: Final = settings.Settings(in_cluster=True)
+
+
+def default_in_cluster(one: Setting) -> object:
+    return settings.in_effect(IN_CLUSTER, one.name)
+
+
+def setting_values(
+    prefix: str, table: Sequence[Setting], own: frozenset[str], default_of: Callable[[Setting], object]
+) -> Iterator[Value]:
     for one in table:
         if one.name in own or not one.in_file:
             continue
         if one.kind is FILE:
             raise ValueError(f"{one.name} names a file: the chart has to say how it gets into the Pod")
-        default = plain(one.default)
+        default = plain(default_of(one))
         shown = "" if default in (None, {}) else in_words(default)
         about = one.about[0].upper() + one.about[1:] + f" ({one.kind.allowed.replace('`', '')})."
         yield Value(f"{prefix}.{one.key}", None, form_of(one.kind), about, is_setting=True, shown=shown)
 
 
 COMMON: Final = [
-    Value("nameOverride", "", NAME, "Instead of the chart's name in the names of objects."),
-    Value("fullnameOverride", "", NAME, "Instead of release and chart name in the names of objects."),
-    Value("commonLabels", {}, TEXTS, "Labels of every object and every Pod."),
-    Value("image.repository", "gpuwarden", {"type": "string", "minLength": 1}, "The image, with its registry."),
-    Value("image.tag", "", TEXT, "Its tag; empty: the chart's appVersion."),
-    Value("image.digest", "", {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"}, "Instead of a tag."),
-    Value("image.pullPolicy", "IfNotPresent", one_of("Always", "IfNotPresent", "Never"), "When it is pulled."),
-    Value("imagePullSecrets", [], OBJECTS, "Secrets for its registry, as in a Pod: a list of `{name: …}`."),
-    Value("serviceAccount.create", True, BOOL, "Whether the chart makes the service accounts."),
-    Value("serviceAccount.annotations", {}, TEXTS, "Annotations of all of them."),
-    Value("rbac.create", True, BOOL, "Whether it makes their roles. Without them nothing works."),
+    Value("nameOverride", "", NAME, "Replaces the chart's name in the names of objects."),
+    Value("fullnameOverride", "", NAME, "Replaces the names of release and chart in the names of objects."),
+    Value("commonLabels", {}, TEXTS, "Labels of all objects and Pods."),
+    Value("image.repository", "gpuwarden", {"type": "string", "minLength": 1}, "Image repository, with its registry."),
+    Value("image.tag", "", TEXT, "Image tag; empty: the chart's appVersion."),
+    Value(
+        "image.digest",
+        "",
+        {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+        "Image digest; overrides the tag.",
+    ),
+    Value("image.pullPolicy", "IfNotPresent", one_of("Always", "IfNotPresent", "Never"), "Image pull policy."),
+    Value("imagePullSecrets", [], OBJECTS, "Pull secrets for the registry, as in a Pod: a list of `{name: …}`."),
+    Value("serviceAccount.create", True, BOOL, "Create the service accounts."),
+    Value("serviceAccount.annotations", {}, TEXTS, "Annotations of all service accounts."),
+    Value("rbac.create", True, BOOL, "Create the roles and bindings of the service accounts, which gpuwarden needs."),
     Value("podAnnotations", {}, TEXTS, "Annotations of all Pods."),
     Value("podLabels", {}, TEXTS, "Labels of all Pods."),
-    Value("podSecurityContext", UNPRIVILEGED, OBJECT, "Who the Pods run as."),
-    Value("securityContext", HARDENED, OBJECT, "What their containers may do."),
-    Value("nodeSelector", {}, TEXTS, "Nodes for all Deployments."),
-    Value("tolerations", [], OBJECTS, "Taints that all Deployments tolerate."),
-    Value("affinity", {}, OBJECT, "Instead of keeping a component's Pods on different nodes where that can be."),
+    Value("podSecurityContext", UNPRIVILEGED, OBJECT, "Security context of all Pods."),
+    Value("securityContext", HARDENED, OBJECT, "Security context of all containers."),
+    Value("nodeSelector", {}, TEXTS, "Node selector of all Deployments."),
+    Value("tolerations", [], OBJECTS, "Tolerations of all Deployments."),
+    Value(
+        "affinity",
+        {},
+        OBJECT,
+        "Affinity of all Deployments; replaces the preferred anti-affinity between Pods of a component.",
+    ),
     Value(
         "topologySpreadConstraints",
         [{"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "ScheduleAnyway"}],
         OBJECTS,
-        "How a component's Pods are spread; the selector is the component's.",
+        "Topology spread constraints of all Deployments; the chart adds each component's selector.",
     ),
-    Value("priorityClassName", "system-cluster-critical", NAME, "Of all Pods, but of a component that names its own."),
-    Value("drainSeconds", 25, SECONDS, "How long requests in flight may take once a Pod is to end."),
     Value(
-        "preStopSeconds", 5, SECONDS, "How long `serve` goes on taking requests before that: until nobody sends any."
+        "priorityClassName",
+        "system-cluster-critical",
+        NAME,
+        "Priority class of all Pods, unless a component overrides it.",
     ),
-    Value("podDisruptionBudget.enabled", True, BOOL, "Whether evictions leave all but some Pods of a component alone."),
-    Value("podDisruptionBudget.maxUnavailable", 1, {"type": ["integer", "string"]}, "How many may be evicted at once."),
+    Value("drainSeconds", 25, SECONDS, "Time that requests in progress may take when a Pod ends."),
+    Value(
+        "preStopSeconds",
+        5,
+        SECONDS,
+        "Time that an ending `serve` still accepts requests, until clients use other replicas.",
+    ),
+    Value("podDisruptionBudget.enabled", True, BOOL, "Create a PodDisruptionBudget for each component."),
+    Value(
+        "podDisruptionBudget.maxUnavailable",
+        1,
+        {"type": ["integer", "string"]},
+        "Number of Pods of a component that may be evicted at once.",
+    ),
 ]
 
 SERVE: Final = [
-    *component("serve", "Answers admission reviews.", on=True, replicas=2, resources=asking("100m", "128Mi", "512Mi")),
-    Value("service.type", "ClusterIP", one_of("ClusterIP", "NodePort", "LoadBalancer"), "Of the Service of `serve`."),
-    Value("service.port", 443, PORT_NUMBER, "Where the API server calls it."),
+    *component(
+        "serve",
+        "Run `serve`, which answers admission reviews.",
+        on=True,
+        replicas=2,
+        resources=asking("100m", "128Mi", "512Mi"),
+    ),
+    Value(
+        "service.type", "ClusterIP", one_of("ClusterIP", "NodePort", "LoadBalancer"), "Type of the Service of `serve`."
+    ),
+    Value("service.port", 443, PORT_NUMBER, "Port of that Service, which the API server calls."),
     Value("service.annotations", {}, TEXTS, "Annotations of that Service."),
     Value(
         "service.uiPort",
         8080,
         PORT_NUMBER,
-        "Health, metrics and the number of devices there; every component has this port.",
+        "Port for health, metrics and the number of devices, in every component.",
     ),
     Value(
         "extender.enabled",
         False,
         BOOL,
-        "Whether the Service leads schedulers to the extender, and Pods that wait are woken.",
+        "Offer the scheduler extender in the Service, and wake waiting Pods.",
     ),
-    Value("extender.port", 8444, PORT_NUMBER, "Its port of the Service."),
+    Value("extender.port", 8444, PORT_NUMBER, "Port of the extender in the Service."),
     Value(
         "extender.plainPort",
         0,
         {"type": "integer", "minimum": 0, "maximum": 65535},
-        "A port of the Service with /filter in plain HTTP, for a scheduler that speaks no TLS: whoever is between "
-        "the two decides in its place. 0: none.",
+        "Port of the Service with /filter in plain HTTP, for a scheduler without TLS. An attacker between the two can "
+        "change the decision. 0: none.",
     ),
-    Value("extender.bind", False, BOOL, "Whether `serve` may bind, for schedulers with `bindVerb`."),
-    Value("extender.clientCa", "", PEM, "CAs of the client certificates that schedulers show (PEM)."),
+    Value("extender.bind", False, BOOL, "Allow `serve` to bind pods, for schedulers with `bindVerb`."),
+    Value("extender.clientCa", "", PEM, "CAs of the schedulers' client certificates (PEM)."),
     Value(
         "inventory",
         {},
         OBJECT,
-        "Nodes and devices, instead of the nodes' annotations; the form is that of examples/inventory.yaml.",
+        "Nodes and devices; replaces the nodes' annotations. Same format as examples/inventory.yaml.",
     ),
 ]
 
 WEBHOOKS: Final = [
-    Value("webhooks.enabled", True, BOOL, "Whether the API server sends pods. It may be switched on later."),
+    Value("webhooks.enabled", True, BOOL, "Create the webhook configurations. You may enable this later."),
     Value(
         "webhooks.failurePolicy",
         "Fail",
         one_of("Fail", "Ignore"),
-        "What becomes of pods that ask for GPUs while no replica answers. With Ignore they are created as they came, "
-        "unproven and without a reservation; who is bound to a node does not depend on it.",
+        "Effect of an outage on pods that ask for GPUs. With Ignore they are created unchanged, without evidence and "
+        "without a reservation. Does not affect Bindings.",
     ),
     Value(
         "webhooks.moreSchedulers",
         [],
         {"type": "array", "items": {"type": "string", "pattern": "^[A-Za-z0-9@:._/-]+$"}},
-        "Users besides system:kube-scheduler and our own whose Bindings go on while no replica answers: schedulers "
-        "that keep a pod's node affinity, and nobody else.",
+        "Additional users, besides system:kube-scheduler and gpuwarden's own, whose Bindings are allowed during an "
+        "outage. Name only schedulers that respect a pod's node affinity.",
     ),
     Value(
-        "webhooks.timeoutSeconds", 10, {"type": "integer", "minimum": 1, "maximum": 30}, "The API server's patience."
+        "webhooks.timeoutSeconds", 10, {"type": "integer", "minimum": 1, "maximum": 30}, "Timeout of the webhook calls."
     ),
     Value(
         "webhooks.optInLabel",
         "gpuwarden.io/enabled",
         {"type": "string", "minLength": 1},
-        "The label whose value `true` opts a namespace in.",
+        "Label that opts a namespace in with the value `true`.",
     ),
     Value(
-        "webhooks.excludedNamespaces", [], WORDS, "Never reviewed, besides kube-system and the release's own namespace."
+        "webhooks.excludedNamespaces",
+        [],
+        WORDS,
+        "Namespaces that are never reviewed, besides kube-system and the release's own.",
     ),
-    Value("webhooks.aksAdmissionsEnforcerDisabled", True, BOOL, "Tells AKS to leave the webhook configurations alone."),
+    Value(
+        "webhooks.aksAdmissionsEnforcerDisabled", True, BOOL, "Prevent AKS from changing the webhook configurations."
+    ),
     Value(
         "webhooks.clientCa",
         "",
         PEM,
-        "CA of the API server's client certificate, which /mutate and /validate demand (PEM).",
+        "CA of the API server's client certificate, which /mutate and /validate then require (PEM).",
     ),
-    Value(
-        "policies.protect", True, BOOL, "ValidatingAdmissionPolicies that keep what gpuwarden wrote from other hands."
-    ),
+    Value("policies.protect", True, BOOL, "Create ValidatingAdmissionPolicies that protect what gpuwarden writes."),
     Value(
         "policies.strip",
         "auto",
         one_of("auto", "true", "false"),
-        "A MutatingAdmissionPolicy that takes forged annotations off; auto: where Kubernetes is 1.36 or newer.",
+        "Create a MutatingAdmissionPolicy that removes forged annotations; auto: on Kubernetes 1.36 or newer.",
     ),
     Value(
         "policies.isolate",
         True,
         BOOL,
-        "ValidatingAdmissionPolicies that refuse pods of opted-in namespaces that could open devices by themselves: "
-        "privileged, SYS_ADMIN and its like, hostPID, any hostPath that hostPaths does not allow, annotations by "
-        "which runtimes inject devices. Namespaces labelled gpuwarden.io/isolation=none are exempt.",
+        "Create ValidatingAdmissionPolicies that refuse pods of opted-in namespaces that could open devices by "
+        "themselves: privileged, SYS_ADMIN and similar capabilities, hostPID, any hostPath that hostPaths does not "
+        "allow, annotations by which runtimes inject devices. Namespaces labelled gpuwarden.io/isolation=none are "
+        "exempt.",
     ),
     Value(
         "policies.hostPaths",
         [],
         {"type": "array", "items": {"type": "string", "pattern": f"^{HOST_PATH}$"}},
-        "Directories of nodes that pods of opted-in namespaces may mount by hostPath, with all that is in them, "
-        "read-only. Name none that a tenant can write to in another way: a link in it leads anywhere.",
+        "Directories of nodes that pods of opted-in namespaces may mount by hostPath, with everything below them, "
+        "read-only. Do not name one that a tenant can write to in another way: a symbolic link in it leads anywhere.",
     ),
     Value(
         "policies.blind",
         "auto",
         one_of("auto", "policy", "webhook", "nobody"),
-        "Who writes NVIDIA_VISIBLE_DEVICES=void into containers of opted-in namespaces whose pods ask for nothing. "
-        "policy: two MutatingAdmissionPolicies, which about halve the rate at which pods can be created there; "
-        "webhook: every pod and debug container of these namespaces is sent to gpuwarden; auto: policy where "
-        "Kubernetes is 1.36 or newer and settings.injection is nvidia, else nobody.",
+        "Which component writes NVIDIA_VISIBLE_DEVICES=void into containers of opted-in namespaces whose pods have no "
+        "claim. policy: two MutatingAdmissionPolicies, which about halve the rate of pod creation there; webhook: the "
+        "API server sends every pod and debug container of these namespaces to gpuwarden; nobody: none; auto: policy "
+        "if Kubernetes is 1.36 or newer and settings.injection is nvidia, else nobody.",
     ),
     Value(
         "crds.install",
         True,
         BOOL,
-        "Whether the CRDs come with the chart. `helm uninstall` leaves them, for they hold the reservations.",
+        "Install the CRDs. `helm uninstall` keeps them, because they contain the reservations.",
     ),
 ]
 
@@ -288,7 +333,7 @@ TLS: Final = [
         "tls.mode",
         "selfManaged",
         one_of("selfManaged", "certManager", "existingSecret"),
-        "Who makes the serving certificate.",
+        "Issuer of the serving certificate.",
     ),
     Value("tls.existingSecret", "", NAME, "For existingSecret: a Secret with tls.crt and tls.key."),
     Value("tls.caBundle", "", TEXT, "For existingSecret: the CA of that certificate, PEM or base64 of it."),
@@ -298,14 +343,24 @@ TLS: Final = [
         one_of("Issuer", "ClusterIssuer"),
         "For certManager: the kind of the issuer.",
     ),
-    Value("tls.certManager.issuer.name", "", NAME, "And its name; empty: a CA of the release's own."),
-    Value("tls.duration", "2160h", GO_DURATION, "For certManager: how long a certificate is good."),
-    Value("tls.renewBefore", "360h", GO_DURATION, "For certManager: when it is renewed."),
+    Value(
+        "tls.certManager.issuer.name",
+        "",
+        NAME,
+        "For certManager: the name of the issuer; empty: the release has its own CA.",
+    ),
+    Value("tls.duration", "2160h", GO_DURATION, "For certManager: lifetime of a certificate."),
+    Value(
+        "tls.renewBefore",
+        "360h",
+        GO_DURATION,
+        "For certManager: time before the end at which a certificate is renewed.",
+    ),
 ]
 
 RECONCILE: Final = component(
     "reconcile",
-    "Confirms, releases and expires reservations; writes inventory and evidence.",
+    "Run `reconcile`, which confirms, releases and expires reservations, and writes inventory and evidence.",
     on=True,
     replicas=2,
     resources=asking("100m", "128Mi", "512Mi"),
@@ -314,81 +369,86 @@ RECONCILE: Final = component(
 ATTEST: Final = [
     *component(
         "attest",
-        "Proves each node to `serve`, for settings.evidence jwt-svid.",
+        "Run `attest`, which proves each node to `serve`, for settings.evidence jwt-svid.",
         on=False,
         replicas=None,
         resources=asking("10m", "64Mi", "128Mi"),
-        # A node with a taint has to prove itself too, and above all one that bears ours for lack of evidence.
+        # A tainted node must prove itself too, especially one with our own taint for lost evidence.
         tolerations=[{"operator": "Exists"}],
     ),
     Value(
         "attest.runtimeSocket",
         "",
         PATH_OR_EMPTY,
-        "The container runtime's socket on the nodes, such as /run/containerd/containerd.sock: then it runs as root, "
-        "and tells which orphaned pods have ended. Empty: off.",
+        "The container runtime's socket on the nodes, such as /run/containerd/containerd.sock. `attest` then runs as "
+        "root and reports which orphaned pods have ended. Empty: off.",
     ),
     Value(
         "attest.podResourcesDirectory",
         "/var/lib/kubelet/pod-resources",
         TEXT,
-        "Directory of the kubelet's PodResources socket on the nodes, for the same.",
+        "Directory of the kubelet's PodResources socket on the nodes, for the same purpose.",
     ),
     Value(
         "spire.socketDirectory", "/run/spire/agent-sockets", TEXT, "Directory of the SPIRE agent's socket on the nodes."
     ),
-    Value("spire.csiDriver", "", NAME, "A CSI driver that mounts it instead, such as csi.spiffe.io."),
+    Value("spire.csiDriver", "", NAME, "CSI driver that mounts that socket instead, such as csi.spiffe.io."),
     Value(
         "spire.mountPath",
         "/spiffe-workload-api",
         TEXT,
-        "Where it is in the Pods; settings.spireWorkloadApi is under it.",
+        "Mount path of that directory in the Pods; settings.spireWorkloadApi is below it.",
     ),
-    Value("nonceKey.existingSecret", "", NAME, "Secret with the key of the challenges; empty: one is made and kept."),
-    Value("nonceKey.key", "nonce.key", TEXT, "Under which key of the Secret it is."),
+    Value(
+        "nonceKey.existingSecret",
+        "",
+        NAME,
+        "Secret with the key of the challenges; empty: the chart creates one and keeps it.",
+    ),
+    Value("nonceKey.key", "nonce.key", TEXT, "Key of that Secret."),
     Value("bundleEndpointCa", "", PEM, "CAs of settings.bundleEndpoint (PEM)."),
     Value("scorerCa", "", PEM, "CAs of an https settings.scorer (PEM)."),
 ]
 
 NETWORK: Final = [
-    Value("networkPolicy.enabled", False, BOOL, "NetworkPolicies, for a network that enforces them."),
+    Value("networkPolicy.enabled", False, BOOL, "Create NetworkPolicies, for a network that enforces them."),
     Value(
         "networkPolicy.apiServer.cidrs",
         ["0.0.0.0/0", "::/0"],
         WORDS,
-        "Where the API server is, and whence it calls: it is in no Pod that a selector could name. Until this is "
-        "narrowed to it, nobody is kept from `serve`.",
+        "Addresses of the API server, which is not a Pod that a selector could match. By default every client can "
+        "reach `serve`: restrict it to the API server.",
     ),
-    Value("networkPolicy.apiServer.ports", [443, 6443], PORTS, "And at which ports."),
+    Value("networkPolicy.apiServer.ports", [443, 6443], PORTS, "Ports of the API server."),
     Value(
         "networkPolicy.scrapers",
         [{"namespaceSelector": {}}],
         OBJECTS,
-        "Who may reach metrics: peers of a NetworkPolicy. A peer that is everybody does not reach `score`.",
+        "Peers of a NetworkPolicy that may read metrics. A peer that matches every Pod does not reach `score`.",
     ),
     Value(
         "networkPolicy.extraEgress",
         [],
         OBJECTS,
-        "More egress rules for all components. The ports that settings name (SPIRE Server, bundle endpoint, scorer, "
-        "stores) are open already; where a Service leads to another port, or a bucket is not at 443, say it.",
+        "Additional egress rules for all components. The ports in the settings (SPIRE Server, bundle endpoint, scorer, "
+        "stores) are open already. Add a port if a Service forwards to another one, or a bucket is not at 443.",
     ),
 ]
 
 MONITORING: Final = [
-    Value("serviceMonitor.enabled", False, BOOL, "A ServiceMonitor for the Prometheus operator."),
+    Value("serviceMonitor.enabled", False, BOOL, "Create a ServiceMonitor for the Prometheus operator."),
     Value("serviceMonitor.labels", {}, TEXTS, "Labels by which Prometheus selects it."),
-    Value("serviceMonitor.interval", "30s", TEXT, "How often it is scraped."),
-    Value("prometheusRule.enabled", False, BOOL, "The alerts, as a PrometheusRule."),
+    Value("serviceMonitor.interval", "30s", TEXT, "Scrape interval."),
+    Value("prometheusRule.enabled", False, BOOL, "Create a PrometheusRule with the alerts."),
     Value("prometheusRule.labels", {}, TEXTS, "Labels by which Prometheus selects it."),
-    Value("dashboard.enabled", False, BOOL, "A Grafana dashboard in a ConfigMap."),
+    Value("dashboard.enabled", False, BOOL, "Create a ConfigMap with a Grafana dashboard."),
     Value("dashboard.labels", {"grafana_dashboard": "1"}, TEXTS, "Labels by which Grafana's sidecar finds it."),
-    Value("priorityClasses.create", False, BOOL, "PriorityClasses for scored pods."),
+    Value("priorityClasses.create", False, BOOL, "Create PriorityClasses for scored pods."),
     Value(
         "priorityClasses.classes",
         {"gpu-ultra": 1000, "gpu-high": 750, "gpu-medium": 500, "gpu-default": 250},
         {"type": "object", "additionalProperties": {"type": "integer", "maximum": 1000000000}},
-        "Their names and values; yours are added to these, and null takes one of these away.",
+        "Names and values of the PriorityClasses. Yours are added; null removes one.",
     ),
 ]
 
@@ -401,7 +461,7 @@ BIND: Final = component(
 )
 SCORE: Final = component(
     "score",
-    "A small scorer; `serve` asks it unless settings.scorer names another.",
+    "Run `score`, a small scorer. `serve` asks it unless settings.scorer names another.",
     on=False,
     replicas=2,
     resources=asking("50m", "96Mi", "256Mi"),
@@ -409,7 +469,7 @@ SCORE: Final = component(
 EXPORT: Final = [
     *component(
         "export",
-        "Brings serial numbers of GPUs, and who used which, to stores.",
+        "Run `export`, which sends serial numbers and uses of GPUs to stores.",
         on=False,
         replicas=2,
         resources=asking("100m", "128Mi", "1Gi"),
@@ -418,22 +478,22 @@ EXPORT: Final = [
         "export.outbox",
         {"emptyDir": {}},
         {"type": "object", "minProperties": 1},
-        "What holds records that are not stored yet: a volume's source, as in a Pod. An emptyDir ends with its Pod.",
+        "Volume for records that are not stored yet, as in a Pod. An emptyDir is deleted with its Pod.",
     ),
-    Value("export.credentials.http", "", NAME, "Secret whose `token` the store is shown, for exporterType http."),
+    Value("export.credentials.http", "", NAME, "Secret with the `token` for the store, for exporterType http."),
     Value(
         "export.credentials.postgres",
         "",
         NAME,
-        "Secret with `username` and `password` of the database, and `host` unless postgresHost says it.",
+        "Secret with `username` and `password` of the database, and `host` unless postgresHost is set.",
     ),
     Value(
         "export.credentials.s3",
         "",
         NAME,
-        "Secret whose keys become variables, such as AWS_ACCESS_KEY_ID, for exporterType s3.",
+        "Secret whose keys become environment variables, such as AWS_ACCESS_KEY_ID, for exporterType s3.",
     ),
-    *setting_values("export.settings", export_settings.TABLE, OWN_EXPORT_SETTINGS),
+    *setting_values("export.settings", export_settings.TABLE, OWN_EXPORT_SETTINGS, lambda one: one.default),
 ]
 CERTS: Final = [
     one
@@ -445,7 +505,7 @@ CERTS: Final = [
 def values() -> list[Value]:
     return [
         *COMMON,
-        *setting_values("settings", settings.SETTINGS, OWN_SETTINGS),
+        *setting_values("settings", settings.SETTINGS, OWN_SETTINGS, default_in_cluster),
         *SERVE,
         *WEBHOOKS,
         *TLS,
@@ -462,7 +522,7 @@ def values() -> list[Value]:
 
 PART: Final = "each component has its own: serve, reconcile, bind, export, score, attest, certs"
 
-# Of the charts gpu-scheduler and scheduler-webhook. What is not here works under its name.
+# Values of the charts gpu-scheduler and scheduler-webhook. All others work under the same name.
 MOVED: Final = [
     Moved("replicaCount", "replicaCount is serve.replicas (and reconcile.replicas, bind.replicas, …)"),
     Moved("resources", "resources is serve.resources: " + PART),
@@ -471,23 +531,24 @@ MOVED: Final = [
     Moved("volumeMounts", "volumeMounts is serve.volumeMounts: " + PART),
     Moved(
         "livenessProbe",
-        "livenessProbe is the chart's: /healthz at service.uiPort, of which only the times could differ",
+        "livenessProbe is fixed: /healthz at service.uiPort",
     ),
     Moved(
         "readinessProbe",
-        "readinessProbe is the chart's: /readyz at service.uiPort, of which only the times could differ",
+        "readinessProbe is fixed: /readyz at service.uiPort",
     ),
     Moved(
-        "autoscaling", "autoscaling is not the chart's: a HorizontalPodAutoscaler of your own may scale the Deployment"
+        "autoscaling",
+        "autoscaling is not part of this chart: create your own HorizontalPodAutoscaler for the Deployment",
     ),
     Moved("serviceAccount.name", "serviceAccount.name is serve.serviceAccountName: " + PART),
     Moved(
         "serviceAccount.automount",
-        "serviceAccount.automount is fixed: a Pod that asks the API server mounts its token, another does not",
+        "serviceAccount.automount is fixed: only Pods that use the API server mount a token",
     ),
     Moved(
         "service.targetPort",
-        "service.targetPort is fixed: the container listens where service.port, service.uiPort and extender.port lead",
+        "service.targetPort is fixed: service.port, service.uiPort and extender.port lead to the container's ports",
     ),
     Moved("service.name", "service.name is fixed: the ports are called https, http and extender"),
     Moved("scheduler.name", "scheduler.name is settings.schedulerName"),
@@ -498,11 +559,11 @@ MOVED: Final = [
     Moved(
         "webhook.timeoutSeconds",
         "webhook.timeoutSeconds is settings.scorerTimeout, such as 5s; "
-        "webhooks.timeoutSeconds is the API server's patience",
+        "webhooks.timeoutSeconds is the timeout of the webhook calls",
     ),
     Moved("webhook.enableMutation", "webhook.enableMutation is settings.hintPods"),
     Moved("webhook.priorityBuckets", "webhook.priorityBuckets is settings.priorityBuckets"),
-    Moved("webhook.rules", "webhook.rules is fixed: what has to be seen for a promise to hold is seen"),
+    Moved("webhook.rules", "webhook.rules is fixed: gpuwarden needs to review these objects"),
     Moved(
         "webhook.namespaceSelector",
         "webhook.namespaceSelector is webhooks.optInLabel; scheduler.radix.ai/enabled=true opts in too",
@@ -511,7 +572,7 @@ MOVED: Final = [
     Moved("webhook.admissionReviewVersions", "webhook.admissionReviewVersions is fixed: v1"),
     Moved("tls.certManager.enabled", "tls.certManager.enabled is tls.mode=certManager"),
     Moved(
-        "cert-manager", "cert-manager is no part of this chart: install it by its own, then set tls.mode=certManager"
+        "cert-manager", "cert-manager is not part of this chart: install it separately, then set tls.mode=certManager"
     ),
 ]
 
@@ -531,9 +592,9 @@ def nested(found: Iterable[Value]) -> dict[str, Any]:
     return tree
 
 
-HEAD: Final = "# Written by `make chart` from scripts/chart_values.py, which is where a value is changed.\n"
+HEAD: Final = "# Written by `make chart` from scripts/chart_values.py. Change values there.\n"
 GROUPS: Final = {
-    "settings": "What gpuwarden itself goes by, in all processes: docs/settings.md. What is not set has the default.",
+    "settings": "Settings of all processes: docs/reference/settings.md. A setting that is absent has its default.",
     "serve": "`gpuwarden serve`.",
     "reconcile": "`gpuwarden reconcile`.",
     "attest": "`gpuwarden attest`, on every node.",
@@ -576,7 +637,7 @@ def schema() -> Schema:
                 "properties"
             ]
         place[last] = {"description": f"Moved: {one.sentence}."}
-    # Helm gives a chart that is another's part this value.
+    # Helm passes this value to sub-charts.
     whole["properties"]["global"] = {"type": "object"}
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "gpuwarden", **whole}
 
@@ -595,9 +656,9 @@ def schema_of(tree: Mapping[str, Any]) -> Schema:
 REFERENCE: Final = """\
 # Values of the chart
 
-Written by `make chart` from `scripts/chart_values.py`. Values that are not here are refused, and so are combinations
-that cannot work: each with one sentence. What gpuwarden itself takes (`settings.*`) is explained in
-[settings.md](settings.md); how to install is in [install.md](install.md).
+`make chart` writes this page from `scripts/chart_values.py`. The chart refuses unknown values and combinations that
+cannot work, with a message. [settings.md](settings.md) describes `settings.*`, [install.md](../how-to/install.md) the
+installation.
 
 | value | default | what it does |
 |---|---|---|
@@ -605,8 +666,8 @@ that cannot work: each with one sentence. What gpuwarden itself takes (`settings
 MOVED_HEAD: Final = """
 ## Values of older charts
 
-The charts `gpu-scheduler` and `scheduler-webhook` had these. Setting one stops the installation with this sentence; all
-others of theirs have the same name here.
+The charts `gpu-scheduler` and `scheduler-webhook` had these values. If you set one, the installation stops with this
+message. All other values of these charts have the same name here.
 
 | value | now |
 |---|---|
@@ -631,10 +692,10 @@ def moved_yaml() -> str:
 
 
 def written() -> dict[Path, str]:
-    """Every file that is made from here, and its text."""
+    """The text of each generated file."""
     return {
         CHART / "values.yaml": values_yaml(),
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
         CHART / "files/moved.yaml": moved_yaml(),
-        ROOT / "docs/configure.md": reference(),
+        ROOT / "docs/reference/configure.md": reference(),
     }

@@ -15,7 +15,7 @@ from webhook.export import kinds as export_kinds
 from webhook.export import settings as export_settings
 from webhook.runtime import setting_kinds as kinds
 from webhook.runtime.setting_kinds import SettingKind
-from webhook.runtime.settings import SETTINGS, Settings, load
+from webhook.runtime.settings import SETTINGS, Settings, in_effect, load
 
 SAID = [one for one in values() if one.is_setting and one.shown]
 
@@ -45,23 +45,23 @@ def loaded(values: Raw, tmp_path: Path) -> dict[str, Settings | export_settings.
     return chosen
 
 
-# What a ledger in memory needs, which is the default outside of a cluster.
-ALONE: Raw = {
-    "serve.replicas": 1,
-    "reconcile.enabled": False,
-    "webhooks.enabled": False,
-    "inventory": {"nodes": []},
-}
 ALL: Raw = {"bind.enabled": True, "score.enabled": True, "export.enabled": True, "export.settings.clusterName": "prod"}
 
 
-def test_every_default_that_is_shown_may_be_said_and_is_taken(tmp_path: Path) -> None:
-    found = loaded({**ALL, **ALONE, **{one.path: shown(one) for one in SAID}}, tmp_path)
-    assert found.keys() == {"serve", "bind", "score", "export", "certs"}
+def test_every_default_that_is_shown_may_be_said_and_changes_nothing(tmp_path: Path) -> None:
+    for name in ("said", "unsaid"):
+        (tmp_path / name).mkdir()
+    found = loaded({**ALL, **{one.path: shown(one) for one in SAID}}, tmp_path / "said")
+    unsaid = loaded(ALL, tmp_path / "unsaid")
+    assert found.keys() == {"serve", "reconcile", "bind", "score", "export", "certs"}
     said = {one.path for one in SAID}
+    serve, before = found["serve"], unsaid["serve"]
+    assert isinstance(serve, Settings)
+    assert isinstance(before, Settings)
+    assert serve.keeps_in_cluster
     for each in SETTINGS:
         if f"settings.{each.key}" in said:
-            assert getattr(found["serve"], each.name) == each.default, each.name
+            assert in_effect(serve, each.name) == in_effect(before, each.name), each.name
     for each in export_settings.TABLE:
         if f"export.settings.{each.key}" in said:
             assert getattr(found["export"], each.name) == each.default, each.name

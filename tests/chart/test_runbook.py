@@ -9,13 +9,15 @@ from tests.project.test_alerts import RULES
 from webhook.core.reasons import Reason
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
-PAGES = [DOCS / name for name in ("install.md", "operate.md", "configure.md", "threat-model.md")]
+OPERATE = DOCS / "how-to" / "operate.md"
+THREAT_MODEL = DOCS / "explanation" / "threat-model.md"
+PAGES = [DOCS / "how-to" / "install.md", OPERATE, DOCS / "reference" / "configure.md", THREAT_MODEL]
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
 def rows(heading: str) -> set[str]:
     """The first cells of a section's table, each word by itself."""
-    section = (DOCS / "operate.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = OPERATE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
     return {word.strip() for cell in cells for word in cell.split(",")}
 
@@ -35,6 +37,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_files_that_the_threat_model_names_are_there() -> None:
-    named = re.findall(r"`(tests/[\w/.-]+)`", (DOCS / "threat-model.md").read_text())
+    named = re.findall(r"`(tests/[\w/.-]+)`", THREAT_MODEL.read_text())
     assert named
     assert [name for name in named if not (DOCS.parent / name).exists()] == []

@@ -83,7 +83,7 @@ async def release(cluster: Cluster, kube: Kube, tmp_path: Path) -> AsyncIterator
 
 
 async def everything_away(cluster: Cluster, kube: Kube) -> None:
-    """What docs/install.md says to do after `helm uninstall`."""
+    """What docs/how-to/install.md says to do after `helm uninstall`."""
     for each in await found(kube, GPU_NODES):
         await kube.patch(GPU_NODES, each["metadata"]["name"], {"metadata": {"finalizers": None}})
     for each in await found(kube, CRDS):
@@ -454,7 +454,7 @@ async def a_version_is_added_and_taken_back(kube: Kube, release: Release, namesp
 
 
 async def nothing_is_left(cluster: Cluster, kube: Kube, release: Release) -> None:
-    """`helm uninstall` takes what it brought but the definitions; what is then to be done is in docs/install.md."""
+    """`helm uninstall` removes what it installed but the CRDs; docs/how-to/install.md says what is left to delete."""
     done = await asyncio.to_thread(release.helm, "uninstall", release.name, "--wait")
     assert done.returncode == 0, done.stderr
     await release.end()
@@ -463,7 +463,7 @@ async def nothing_is_left(cluster: Cluster, kube: Kube, release: Release) -> Non
         lambda names: all(name.startswith("customresourcedefinition.") for name in names),
     )
     assert await names_of(kube, SECRETS) == set()  # the key of our CA is gone
-    # The processes make these, and docs/install.md names them.
+    # The processes make these, and docs/how-to/install.md names them.
     assert await names_of(kube, LEASES) == {"gpuwarden-reconcile", "gpuwarden-bind", "gpuid-leader"}
     # No door of ours stands in anybody's way any more.
     async with new_namespace(kube, ENABLED) as namespace:

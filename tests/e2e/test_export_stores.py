@@ -505,8 +505,9 @@ class TestHistory:
 
 
 def asked_in_docs(postgres: Postgres, table: str, after: datetime, before: datetime) -> set[str]:
-    """The pods, by the question in docs/history.md, of that time."""
-    (question,) = re.findall(r"^SELECT .*?;$", (ROOT / "docs" / "history.md").read_text(), re.DOTALL | re.MULTILINE)
+    """The pods, by the question in docs/how-to/history.md, of that time."""
+    page = ROOT / "docs" / "how-to" / "history.md"
+    (question,) = re.findall(r"^SELECT .*?;$", page.read_text(), re.DOTALL | re.MULTILINE)
     for old, new in (
         ("gpu_history", Tables.named(table).view.as_string()),
         ("SELECT node, pod, owner, evidence_hash, since, until", "SELECT pod"),

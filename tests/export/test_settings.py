@@ -291,7 +291,7 @@ def test_secrets_have_no_flag() -> None:
 
 
 def test_the_reference_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "settings-export.md").read_text() == settings.reference()
+    assert (ROOT / "docs" / "reference" / "settings-export.md").read_text() == settings.reference()
 
 
 def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:

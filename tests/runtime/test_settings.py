@@ -650,8 +650,30 @@ def test_what_is_shown_can_be_read_back(there: Path, tmp_path: Path) -> None:
     assert settings.load({"config": str(path)}, {}) == evolve(before, config=path)
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, {"in_cluster": "true"}, {"kubeconfig": __file__}], ids=["embedded", "pod", "cluster"]
+)
+def test_defaults_that_are_shown_and_read_back_change_nothing(flags: dict[str, str], tmp_path: Path) -> None:
+    before = settings.load(flags, {})
+    path = tmp_path / "shown.yaml"
+    path.write_text(settings.as_yaml(before))
+    after = settings.load({"config": str(path), **flags}, {})
+    assert in_effect_of(after) == in_effect_of(before)
+
+
+def in_effect_of(found: Settings) -> tuple[object, ...]:
+    """The settings whose default depends on whether there is a cluster."""
+    return (
+        found.keeps_in_cluster,
+        found.evidence_required_of,
+        found.pending_deadline_in_effect,
+        found.pending_limit,
+        found.pending_percent,
+    )
+
+
 def test_the_written_reference_is_the_one_of_this_version() -> None:
-    assert (ROOT / "docs" / "settings.md").read_text() == settings.reference()
+    assert (ROOT / "docs" / "reference" / "settings.md").read_text() == settings.reference()
 
 
 @pytest.mark.parametrize(

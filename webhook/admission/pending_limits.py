@@ -236,7 +236,9 @@ def small(counted: Iterable[Mapping[int, int]], pool: int) -> int:
     return sum(size * number for sizes in counted for size, number in sizes.items() if 2 * size <= pool)
 
 
-HINT = "try again in some seconds; where callers of /mutate prove who they are there is no limit (docs/access.md)"
+HINT = (
+    "try again in some seconds; where callers of /mutate prove who they are there is no limit (docs/how-to/access.md)"
+)
 
 
 def namespace_full(namespace: str, limit: int) -> Deny:

@@ -1,7 +1,7 @@
 """The JSON patch that makes one document of another, in time linear in what was not shared between them.
 
 `jsonpatch` looks for moves and the least edits of lists; over the lists of a pod made to hurt, that takes minutes.
-`docs/decisions/0005-a-difference-of-our-own.md`.
+`docs/decisions/0005-own-json-patch.md`.
 """
 
 from collections.abc import Iterator

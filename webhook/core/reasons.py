@@ -1,6 +1,6 @@
 """Why a review was denied, or what else became of a pod or a node: one word each.
 
-The same word stands in the status, the metric, the event and docs/reasons.md.
+The same word stands in the status, the metric, the event and docs/reference/reasons.md.
 """
 
 from enum import StrEnum

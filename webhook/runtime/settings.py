@@ -782,8 +782,16 @@ def api_server_of_pod(environ: Mapping[str, str]) -> str | None:
 
 
 def in_effect(settings: Settings, name: str) -> object:
-    """What is gone by, where nothing is said and the default is another in a cluster."""
+    """The value of a setting; if it is not set, the default, which can be another one in a cluster."""
+    if settings.sources.get(name, "default") != "default":
+        return getattr(settings, name)
     match name:
+        case "ledger":
+            return "cluster" if settings.keeps_in_cluster else "memory"
+        case "pending_per_namespace":
+            return settings.pending_limit
+        case "pending_share":
+            return settings.pending_percent
         case "require_evidence":
             return settings.evidence_required_of
         case "pending_deadline":

@@ -1,1 +1,1 @@
-"""Attacks on a real control plane. Each module is one row of docs/threat-model.md."""
+"""Attacks on a real control plane. Each module is one row of docs/explanation/threat-model.md."""
