@@ -1,10 +1,10 @@
 """Namespaces in the API server."""
 
 from webhook.admission.namespaces import NamespacesUnavailableError
+from webhook.core.raw import Raw
 from webhook.kube.api_objects import NotTheOneError, the_one
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
 from webhook.kube.requests import LOST, answered
-from webhook.kube.store import Raw
 
 
 class ApiNamespaces:

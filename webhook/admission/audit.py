@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 from attrs import field, frozen
@@ -19,10 +18,10 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.isolation import ClaimName, refusals
 from webhook.core.pod import Pod
+from webhook.core.raw import Raw
 from webhook.core.reservation import Phase, Reservation
 from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
 
-Raw = dict[str, Any]
 # A pod may be created this long after its reservation, and be heard of later still.
 SETTLED = timedelta(minutes=2)
 MOST_FIELDS = 4

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from attrs import frozen
 
@@ -11,12 +10,11 @@ from webhook.admission.audit import AuditedPod, AuditRules, Facts, FindingKind, 
 from webhook.admission.placement_maps import map_of, may_keep, opted_in
 from webhook.core.fleet import Fleet
 from webhook.core.isolation import is_isolated
+from webhook.core.raw import Raw
 from webhook.kube.view import ObjectView
 from webhook.kube.watch import key_of
 from webhook.ledger import Ledger
 from webhook.runtime.clock import Clock
-
-Raw = dict[str, Any]
 
 
 class AuditedPods:

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
 
 import msgspec
 import structlog
@@ -26,6 +25,7 @@ from webhook.core.errors import InvalidPodError, LedgerError
 from webhook.core.evidence import EvidenceState
 from webhook.core.fleet import Fleet
 from webhook.core.pod import Pod
+from webhook.core.raw import Raw
 from webhook.core.reservation import Reservation
 from webhook.kube.api_objects import ObjectClient
 from webhook.kube.store import StaleError
@@ -36,7 +36,6 @@ from webhook.runtime.clock import LONG_AGO, Clock
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 Ends = dict[tuple[str, str], datetime]
 
 NAME = "gpuwarden"

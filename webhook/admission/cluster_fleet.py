@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
 
 import msgspec
 import structlog
@@ -11,13 +10,12 @@ from attrs import evolve
 from webhook.core.device import Device, Node
 from webhook.core.evidence import Evidence, is_older
 from webhook.core.fleet import Fleet
+from webhook.core.raw import Raw
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.kube.node import born_of, node_of
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
-
-Raw = dict[str, Any]
 
 
 class ClusterFleet:

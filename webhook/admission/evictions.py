@@ -1,12 +1,12 @@
 """What is done in the API server to nodes and pods whose evidence has ended: a taint, an eviction."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import structlog
 
 from webhook.admission.evidence_loss import EvictionError
 from webhook.core import keys
+from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity
 from webhook.kube.api_objects import NotTheOneError, the_one
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
@@ -15,7 +15,6 @@ from webhook.kube.requests import JSON, LOST, MERGE_PATCH, NODE_PATH, POD_PATH, 
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 
 GONE, CONFLICT = 404, 409
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -25,6 +25,7 @@ from webhook.core.evidence_changes import Changes
 from webhook.core.fleet import Fleet
 from webhook.core.fleet_index import IndexedNode
 from webhook.core.pod import OwnerReference, Pod
+from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.kube.events import Events, Subject
@@ -35,7 +36,6 @@ from webhook.runtime.telemetry import EvidenceCounts
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 
 # What the watches say has to stay so for as long before anybody acts: they catch up with what was missed after an
 # interruption, and a word that was taken away by hand is written anew.

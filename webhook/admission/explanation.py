@@ -3,7 +3,7 @@
 The verdict comes from the code that answers reviews, so the two cannot differ.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from webhook.admission.manifest_pods import mapping, namespace_of
 from webhook.admission.namespaces import NamespacesUnavailableError
@@ -16,11 +16,11 @@ from webhook.core.dress import asked_anew
 from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.near_misses import near_misses
 from webhook.core.pod import Pod
+from webhook.core.raw import Raw
 from webhook.core.reasons import STATUS_CODES, Reason
 from webhook.core.reservation import Phase, Reservation
 from webhook.core.verdict import Admit, Deny, Rehearsal, Verdict
 
-Json = dict[str, Any]
 DEFAULT_NAMESPACE = "default"
 # The status code of denials that a part of ours is the reason of, and not the pod.
 UNAVAILABLE = 503
@@ -33,7 +33,7 @@ class CannotExplainError(GpuwardenError):
 class DryRunner(Protocol):
     """Answers dry runs, as the API server would ask them."""
 
-    async def rehearsed(self, raw: Json, namespace: str) -> Rehearsal:
+    async def rehearsed(self, raw: Raw, namespace: str) -> Rehearsal:
         """Nothing is reserved and nothing is counted."""
 
 
@@ -44,7 +44,7 @@ class Explainer:
         self._parts = parts
         self._rehearsing = rehearsing
 
-    async def explained(self, raw: Json) -> Json:
+    async def explained(self, raw: Raw) -> Raw:
         """Of a pod that exists and has its GPUs, which those are; of any other, what would become of its creation.
 
         Raises CannotExplainError.
@@ -63,14 +63,14 @@ class Explainer:
             told["nodes"] = self._nodes(claim)
         return told
 
-    def _held(self, raw: Json, namespace: str) -> Reservation | None:
+    def _held(self, raw: Raw, namespace: str) -> Reservation | None:
         uid = mapping(raw, "metadata").get("uid")
         found = self._parts.ledger.of_pod(uid) if isinstance(uid, str) and uid else None
         if found is None or found.namespace != namespace or found.phase is Phase.RELEASING:
             return None
         return found
 
-    async def _read(self, raw: Json, namespace: str) -> tuple[Pod | None, Claim | None]:
+    async def _read(self, raw: Raw, namespace: str) -> tuple[Pod | None, Claim | None]:
         """As far as it can be read: what is wrong with it has been said."""
         pod: Pod | None = None
         try:
@@ -82,12 +82,12 @@ class Explainer:
     async def _claims(self, namespace: str) -> ClaimRules:
         return await self._parts.rules.claims.within(namespace)
 
-    def _nodes(self, claim: Claim) -> list[Json]:
+    def _nodes(self, claim: Claim) -> list[Raw]:
         fleet, policy = self._parts.fleet, self._parts.reserver.policy
         return [self._node(fit, claim) for fit in explain(claim, fleet, policy)]
 
-    def _node(self, fit: NodeFit, claim: Claim) -> Json:
-        told: Json = {
+    def _node(self, fit: NodeFit, claim: Claim) -> Raw:
+        told: Raw = {
             "name": fit.name,
             "fits": fit.fits,
             "reasons": [] if fit.objection is None else [fit.objection.said_of(claim)],
@@ -108,8 +108,8 @@ def result(
     message: str,
     warnings: tuple[str, ...] = (),
     hints: tuple[str, ...] = (),
-    patch: tuple[Json, ...] = (),
-) -> Json:
+    patch: tuple[Raw, ...] = (),
+) -> Raw:
     return {
         "verdict": "deny" if isinstance(verdict, Deny) else "admit",
         "reason": verdict.reason,

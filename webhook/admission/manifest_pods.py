@@ -7,8 +7,8 @@ import yaml
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.keys import POD_INDEX_LABEL
+from webhook.core.raw import Raw
 
-Json = dict[str, Any]
 PLURALS = ("List", "PodList")
 # More pods of one StatefulSet tell nobody anything new.
 MOST_ORDINALS = 100
@@ -18,15 +18,15 @@ class UnreadableManifestError(GpuwardenError):
     """There is nothing in the text that could be explained."""
 
 
-def namespace_of(raw: Json) -> str:
+def namespace_of(raw: Raw) -> str:
     """Where the pod would be created; empty if it does not say."""
     found = mapping(raw, "metadata").get("namespace")
     return found if isinstance(found, str) else ""
 
 
-def pods_of(text: str) -> list[Json]:
+def pods_of(text: str) -> list[Raw]:
     """The pods of a manifest, and those that its controllers would make."""
-    pods: list[Json] = []
+    pods: list[Raw] = []
     try:
         documents = list(yaml.safe_load_all(text))
     except (yaml.YAMLError, ValueError) as exc:  # a date that is none is a ValueError
@@ -39,12 +39,12 @@ def pods_of(text: str) -> list[Json]:
     return pods
 
 
-def pods_in(item: Json) -> list[Json]:
+def pods_in(item: Raw) -> list[Raw]:
     """The pod itself, which need not say that it is one, or those that its controller would make."""
     return [item] if "kind" not in item and mapping(item, "spec") else pods_made_by(item)
 
 
-def pods_made_by(item: Any) -> list[Json]:
+def pods_made_by(item: Any) -> list[Raw]:
     """One where all are alike; of a StatefulSet each, for a map says something else of each."""
     template = template_of(item)
     if template is None:
@@ -55,20 +55,20 @@ def pods_made_by(item: Any) -> list[Json]:
     return list(pods_of_set(item, template)) if item.get("kind") == "StatefulSet" else [named_after(item, template)]
 
 
-def in_namespace_of(item: Json, template: Json) -> Json:
+def in_namespace_of(item: Raw, template: Raw) -> Raw:
     own = mapping(template, "metadata")
     namespace = namespace_of(item)
     return {**template, "metadata": {**own, "namespace": namespace}} if namespace else template
 
 
-def named_after(item: Json, template: Json) -> Json:
+def named_after(item: Raw, template: Raw) -> Raw:
     own, name = mapping(template, "metadata"), mapping(item, "metadata").get("name")
     if not isinstance(name, str) or not name or own.get("name") or own.get("generateName"):
         return template
     return {**template, "metadata": {**own, "generateName": f"{name}-"}}
 
 
-def pods_of_set(item: Json, template: Json) -> Iterator[Json]:
+def pods_of_set(item: Raw, template: Raw) -> Iterator[Raw]:
     """A set that is scaled to none is asked about its first pod."""
     spec, meta = mapping(item, "spec"), mapping(item, "metadata")
     name, uid = meta.get("name") or "", meta.get("uid") or ""
@@ -85,7 +85,7 @@ def counted(found: Any, default: int) -> int:
     return found if type(found) is int and found >= 0 else default
 
 
-def name_of(raw: Json) -> str:
+def name_of(raw: Raw) -> str:
     meta = mapping(raw, "metadata")
     return str(meta.get("name") or meta.get("generateName") or "")
 
@@ -98,7 +98,7 @@ def items_of(document: Any) -> list[Any]:
     return items if isinstance(items, list) else []
 
 
-def template_of(item: Any) -> Json | None:
+def template_of(item: Any) -> Raw | None:
     if not isinstance(item, dict):
         return None
     if item.get("kind") == "Pod":
@@ -108,7 +108,7 @@ def template_of(item: Any) -> Json | None:
     return mapping(job or spec, "template") or None
 
 
-def mapping(whole: Json, *steps: str) -> Json:
+def mapping(whole: Raw, *steps: str) -> Raw:
     """What stands there if it is a mapping."""
     found: Any = whole
     for step in steps:

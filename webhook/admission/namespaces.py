@@ -8,9 +8,8 @@ from attrs import evolve, field, frozen
 from webhook.core.claim import ClaimRules
 from webhook.core.errors import GpuwardenError
 from webhook.core.hashes import NO_BOND, HashPolicy
+from webhook.core.raw import Raw
 from webhook.kube.view import ObjectView
-
-Raw = dict[str, Any]
 
 
 class NamespacesUnavailableError(GpuwardenError):

@@ -12,6 +12,7 @@ from webhook.core import keys
 from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId, parse_map
+from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.kube.events import Events, Subject
 from webhook.kube.view import ObjectView
@@ -21,7 +22,6 @@ log = structlog.get_logger(__name__)
 # Nodes that one event names.
 MOST_NAMED = 4
 
-Raw = dict[str, Any]
 # A node as a map names it, and a GPU of it as the map does.
 Place = tuple[str, str]
 Named = frozenset[Place]

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -16,6 +16,7 @@ from webhook.assembly.parts import rules_of
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
 from webhook.core.isolation import ClaimName, is_isolated, refused_volume
+from webhook.core.raw import Raw
 from webhook.core.reservation import Reservation, ReservationId
 from webhook.evidence.node_evidence import NodeEvidence, UnreadableEvidenceError
 from webhook.kube.client import ApiClient, ApiException, connected
@@ -34,7 +35,6 @@ from webhook.runtime.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 Kept = TypeVar("Kept")
 Volumes = dict[ClaimName, str]
 """Where PersistentVolumes lead that no tenant could make, by the claims that are bound to them."""

@@ -18,6 +18,7 @@ import structlog
 from attrs import frozen
 
 from webhook.core.errors import GpuwardenError
+from webhook.core.raw import Raw
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient, connected
 from webhook.kube.json_objects import object_in
 from webhook.kube.requests import JSON, JSON_PATCH, LOST, MERGE_PATCH, answered
@@ -44,7 +45,6 @@ from webhook.web.probes import Probes
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 
 NOT_FOUND, CONFLICT = 404, 409
 SECRETS_PATH = "/api/v1/namespaces/{namespace}/secrets"

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from webhook.core.errors import GpuwardenError
+from webhook.core.raw import Raw
 from webhook.evidence.node_evidence import NodeEvidence
 from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, DeliveryObserver, ExporterState, check
@@ -58,7 +59,6 @@ from webhook.web.routes import application, get
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 STOPPED, LOST = 0, 1
 # Of <malloc.h>.
 M_ARENA_MAX: Final = -8

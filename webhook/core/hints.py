@@ -18,8 +18,7 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.keys import Key
 from webhook.core.nodes_asked import Labels
 from webhook.core.pod import Metadata, Pod, Toleration, WireStruct
-
-Json = dict[str, Any]
+from webhook.core.raw import Raw
 
 # What a pod that asks for a GPU and does not say how much memory is taken to need.
 DEFAULT_MEMORY_GB = 40.0
@@ -303,7 +302,7 @@ def is_valid(one: Toleration) -> bool:
 # How a pod looks with them.
 
 
-def hinted(raw: RawPod, hints: Hints, *, writes_aliases: bool = True) -> Json:
+def hinted(raw: RawPod, hints: Hints, *, writes_aliases: bool = True) -> Raw:
     """The pod with the hints merged in; whatever it said itself stays."""
     return {
         **raw,
@@ -312,7 +311,7 @@ def hinted(raw: RawPod, hints: Hints, *, writes_aliases: bool = True) -> Json:
     }
 
 
-def hinted_metadata(meta: Json, hints: Hints, *, writes_aliases: bool) -> Json:
+def hinted_metadata(meta: Raw, hints: Hints, *, writes_aliases: bool) -> Raw:
     written: tuple[tuple[Key, str], ...] = (
         (keys.PRIORITY_SCORE, hints.score),
         (keys.CHOSEN_GPU, hints.chosen_gpu),
@@ -327,7 +326,7 @@ def hinted_metadata(meta: Json, hints: Hints, *, writes_aliases: bool) -> Json:
     return {**meta, "annotations": annotations}
 
 
-def hinted_spec(raw: Json, hints: Hints) -> Json:
+def hinted_spec(raw: Raw, hints: Hints) -> Raw:
     spec = dict(raw)
     if hints.priority_class is not None:
         # What the priority plugin had set before it knew of the class; a number that is not the class's is refused.
@@ -343,7 +342,7 @@ def hinted_spec(raw: Json, hints: Hints) -> Json:
     return spec
 
 
-def raw_toleration(one: Toleration) -> Json:
+def raw_toleration(one: Toleration) -> Raw:
     members = {
         "key": one.key,
         "operator": one.operator,
@@ -357,7 +356,7 @@ def raw_toleration(one: Toleration) -> Json:
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 
 
-def avoiding(affinity: Json, job_types: Iterable[str]) -> Json:
+def avoiding(affinity: Raw, job_types: Iterable[str]) -> Raw:
     """A wish, beside all that the pod wishes or demands itself."""
     apart = affinity.get("podAntiAffinity") or {}
     own = apart.get(PREFERRED) or []
@@ -365,7 +364,7 @@ def avoiding(affinity: Json, job_types: Iterable[str]) -> Json:
     return {**affinity, "podAntiAffinity": {**apart, PREFERRED: [*own, *added]}}
 
 
-def apart_from(job_type: str) -> Json:
+def apart_from(job_type: str) -> Raw:
     selector = {"matchExpressions": [{"key": keys.JOB_TYPE, "operator": "In", "values": [job_type]}]}
     term = {"labelSelector": selector, "topologyKey": keys.HOSTNAME_LABEL}
     return {"weight": 100, "podAffinityTerm": term}
@@ -387,7 +386,7 @@ class JobWire(WireStruct, frozen=True):
     spec: JobSpecWire | None = None
 
 
-def handed_down(raw: Mapping[str, Any]) -> Json:
+def handed_down(raw: Mapping[str, Any]) -> Raw:
     """The Job whose pods say of their work what it says itself; what their template says wins."""
     try:
         job = msgspec.convert(raw, JobWire)

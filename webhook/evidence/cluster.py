@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
 
 import msgspec
 import structlog
 from attrs import evolve
 
 from webhook.core.evidence import Evidence, combined, is_older
+from webhook.core.raw import Raw
 from webhook.evidence import EvidenceProvider
 from webhook.evidence.node_evidence import (
     ENDLESS,
@@ -31,7 +31,6 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 POLL_EVERY = timedelta(seconds=5)
 AT_A_TIME = 200
 TRIES = 3

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from attrs import evolve, frozen
@@ -10,9 +10,9 @@ from attrs import evolve, frozen
 from webhook.core import keys
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, combined
+from webhook.core.raw import Raw
 from webhook.runtime.clock import is_of_our_days
 
-Raw = dict[str, Any]
 API_VERSION = "gpuwarden.io/v1alpha1"
 # Only what somebody wrote down may be without an end.
 ENDLESS = frozenset({"static"})

@@ -3,17 +3,17 @@
 import asyncio
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
 from attrs import frozen
 
 from webhook.core import keys
+from webhook.core.raw import Raw
 from webhook.export.labels import label_patch
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError, RateLimitedClient
 from webhook.runtime.backoff import Backoff
 
-Raw = dict[str, Any]
 # S2's: so many tries, with these pauses between them, within the time that a pod has.
 TRIES: Final = 5
 BACKOFF: Final = Backoff(timedelta(seconds=2), timedelta(seconds=45))

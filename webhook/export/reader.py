@@ -12,6 +12,7 @@ import structlog
 from attrs import field, frozen
 
 from webhook.core.errors import GpuwardenError
+from webhook.core.raw import Raw
 from webhook.export import ExportError
 from webhook.export.labels import wanted_labels
 from webhook.export.nodes import NodeSeen
@@ -36,7 +37,6 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 COMMAND: Final = ("/bin/sh", "-c", "nvidia-smi -q -x")
 # S2's: pods that become ready together are not read together.
 SPREAD: Final = 0.2

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 import structlog
@@ -19,6 +19,7 @@ from attrs import evolve, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
+from webhook.core.raw import Raw
 from webhook.core.reservation import Reservation
 from webhook.export import ExportError
 from webhook.export.files import Flush, write_whole
@@ -29,7 +30,6 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 Key = tuple[str, str]  # reservation and UUID
 # How many nodes are seen to in one pass.
 AT_A_TIME: Final = 500

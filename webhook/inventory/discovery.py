@@ -7,7 +7,7 @@ What a reservation holds is never dropped: while its device is not reported, it 
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from attrs import evolve, frozen
@@ -15,6 +15,7 @@ from attrs import evolve, frozen
 from webhook.core import keys
 from webhook.core.device import Device, DeviceUuid, Inventory
 from webhook.core.evidence import Evidence
+from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.inventory import InventoryUnavailableError
 from webhook.inventory.file import InventoryFile
@@ -28,7 +29,6 @@ from webhook.kube.view import ObjectView
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 # How many nodes are seen to in one step: others want their turn too.
 AT_A_TIME = 200
 AT_ONCE = 8

@@ -1,11 +1,10 @@
 """What `kubectl get gpunodes` shows of free devices: whether a pod could be given them, in `status.offer`."""
 
-from typing import Any
-
 import structlog
 
 from webhook.core.fleet import Fleet
 from webhook.core.offer import word_of
+from webhook.core.raw import Raw
 from webhook.kube.api_objects import ObjectClient
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.kube.view import ObjectView
@@ -13,7 +12,6 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 # In one pass: where many nodes change at once, other work has its turn in between.
 AT_A_TIME = 20
 

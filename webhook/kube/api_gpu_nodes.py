@@ -4,9 +4,10 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.names import is_object_name
+from webhook.core.raw import Raw
 from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated, written
 from webhook.kube.paths import GPU_NODES
-from webhook.kube.store import Raw, StoreUnavailableError
+from webhook.kube.store import StoreUnavailableError
 
 
 class ApiGpuNodes:

@@ -10,10 +10,11 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
+from webhook.core.raw import Raw
 from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated
 from webhook.kube.json_objects import decoded, object_in
 from webhook.kube.requests import NODE_PATH, answered
-from webhook.kube.store import Raw, RefusedError, StoreUnavailableError
+from webhook.kube.store import RefusedError, StoreUnavailableError
 
 # Enough to see which field it is about.
 MAX_SAID = 400

@@ -14,8 +14,9 @@ from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config import kube_config
 
 from webhook.core.errors import GpuwardenError
+from webhook.core.raw import Raw
 from webhook.core.verdict import plain
-from webhook.kube.store import Raw, RefusedError, StaleError, StoreUnavailableError
+from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.runtime.settings import Settings
 
 # Where Kubernetes puts a Pod's service account.

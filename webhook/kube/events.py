@@ -3,12 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from attrs import frozen
 from kubernetes.aio import client
 
+from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.kube.requests import LOST, answered
@@ -16,7 +17,6 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 
 EVENTS_PATH = "/api/v1/namespaces/{namespace}/events"
 COMPONENT = "gpuwarden"

@@ -12,10 +12,10 @@ from attrs import evolve, frozen
 
 from webhook.core.device import Device, DeviceUuid, Slot, is_uuid
 from webhook.core.errors import GpuwardenError
+from webhook.core.raw import Raw
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
 from webhook.runtime.clock import LONG_AGO, is_of_our_days
 
-Raw = dict[str, Any]
 API_VERSION = "gpuwarden.io/v1alpha1"
 # Keeps a deleted object as long as something is held on it.
 FINALIZER = "gpuwarden.io/held"

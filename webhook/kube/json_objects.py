@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgspec
 
-Raw = dict[str, Any]
+from webhook.core.raw import Raw
 
 # What may be nested deeper than a reader without end can follow: of the kinds that we read, nothing else takes what it
 # is given. An object's own, and nothing of ours. In a text the quotes of `"managedFields":` would be escaped.

@@ -8,17 +8,17 @@ import math
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import structlog
 from attrs import frozen
 
+from webhook.core.raw import Raw
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 LEASES: Final = "/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 LEASE: Final = LEASES + "/{name}"
 

@@ -1,14 +1,13 @@
 """The form of a Node object."""
 
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from webhook.core.device import Node, Taint
 from webhook.core.pod import WireStruct
-
-Raw = dict[str, Any]
+from webhook.core.raw import Raw
 
 
 class TaintWire(WireStruct, frozen=True):

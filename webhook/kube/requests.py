@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -12,9 +12,9 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
+from webhook.core.raw import Raw
 from webhook.kube.json_objects import decoded, object_in
 
-Raw = dict[str, Any]
 REQUEST_TIMEOUT: Final = 10.0
 JSON: Final = "application/json"
 MERGE_PATCH: Final = "application/merge-patch+json"

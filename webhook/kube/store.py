@@ -1,10 +1,6 @@
 """What a write to the API server comes to: written, refused, stale, or unknown."""
 
-from typing import Any
-
 from webhook.core.errors import LedgerError, LedgerUnavailableError
-
-Raw = dict[str, Any]
 
 
 class StaleError(LedgerError):

@@ -1,16 +1,16 @@
 """What a watch has told of objects without a namespace, by name, and which of them are news."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import structlog
 
 from webhook.core.errors import GpuwardenError
+from webhook.core.raw import Raw
 from webhook.kube.watch import WatchListener
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 Kept = TypeVar("Kept")
 
 

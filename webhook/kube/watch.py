@@ -18,7 +18,8 @@ from kubernetes.aio import client
 from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.errors import GpuwardenError
-from webhook.kube.json_objects import Raw, decoded, object_in
+from webhook.core.raw import Raw
+from webhook.kube.json_objects import decoded, object_in
 from webhook.kube.requests import LOST
 from webhook.runtime.backoff import Backoff
 

@@ -5,12 +5,12 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from webhook.core.pod import Pod
+from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity, Reservation
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
 from webhook.kube.json_objects import object_in
 from webhook.kube.paths import PODS_PATH
 from webhook.kube.requests import LOST, NODE_PATH, POD_PATH, answered
-from webhook.kube.store import Raw
 from webhook.kube.watch import TROUBLE, whole_list
 from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot

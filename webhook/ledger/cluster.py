@@ -25,6 +25,7 @@ from webhook.core.errors import (
     UnknownReservationError,
 )
 from webhook.core.fleet import Fleet
+from webhook.core.raw import Raw
 from webhook.core.reservation import (
     Orphan,
     Phase,
@@ -35,7 +36,7 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.kube.gpu_node import GpuNode, Raw, UnreadableGpuNodeError, name_in, with_finalizer, with_held
+from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, name_in, with_finalizer, with_held
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.ledger.moves import (
     Abandon,

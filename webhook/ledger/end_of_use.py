@@ -14,11 +14,11 @@ import msgspec
 from attrs import evolve, frozen
 
 from webhook.core.pod import Spec, WireStruct
+from webhook.core.raw import Raw
 from webhook.core.reservation import Orphan
 from webhook.kube.gpu_node import MOST_SECONDS
 from webhook.runtime.clock import is_of_our_days
 
-Raw = dict[str, Any]
 TERMINAL = frozenset({"Succeeded", "Failed"})
 # What a GPUNode has room for.
 MOST_OF_A_BOOT_ID = 128

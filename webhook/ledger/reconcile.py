@@ -9,12 +9,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from attrs import evolve, frozen
 
 from webhook.core.errors import LedgerError, ReservationConflictError, ReservationExpiredError, SlotsTakenError
+from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, Reservation, ReservationId
 from webhook.kube.events import Events, Subject
@@ -26,7 +27,6 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 Place = tuple[str, ReservationId]
 
 # A pod whose reservation is missing is looked at this often, and is not removed before: whoever is restoring a node's

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 import msgspec
 from attrs import frozen
@@ -14,11 +13,11 @@ from webhook.core.device import DeviceUuid
 from webhook.core.dress import REFERENCE
 from webhook.core.errors import InvalidPodError
 from webhook.core.pod import EnvVar, Metadata, Pod, WireStruct
+from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger.end_of_use import has_ended
 from webhook.runtime.clock import LONG_AGO
 
-Raw = dict[str, Any]
 # Nobody starts containers of a pod in these phases any more. Whether they have ended is another question: `end_of_use`.
 ENDED = frozenset({"Succeeded", "Failed"})
 

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from webhook.kube.store import Raw
+from webhook.core.raw import Raw
 
 
 class GpuNodeStore(Protocol):

@@ -18,6 +18,7 @@ from webhook.core.neighbours import Company, Neighbours
 from webhook.core.node_fit import Needs, Room, in_thousandths
 from webhook.core.nodes_asked import Labels, NodesAsked
 from webhook.core.pod import Pod
+from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity
 from webhook.kube.node import node_of
 from webhook.runtime.clock import LONG_AGO
@@ -25,8 +26,6 @@ from webhook.scheduler.binder_volumes import Wanted
 from webhook.scheduler.binder_wire import AllocatableWire, NodeRoomWire, PodWire, beyond_us
 
 log = structlog.get_logger(__name__)
-
-Raw = dict[str, Any]
 
 
 @frozen

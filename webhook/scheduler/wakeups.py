@@ -6,7 +6,7 @@ was asked may have known less than we do. Any change of the pod brings it back i
 
 from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import structlog
@@ -21,6 +21,7 @@ from webhook.core.fleet import Fleet
 from webhook.core.keys import NODE
 from webhook.core.nodes_asked import NodesAsked
 from webhook.core.pod import Pod, WireStruct
+from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
 from webhook.runtime.backoff import Backoff
@@ -29,7 +30,6 @@ from webhook.scheduler import filter as sieve
 
 log = structlog.get_logger(__name__)
 
-Raw = dict[str, Any]
 
 # A pod is woken this often at the most, and this seldom while a node would do that its scheduler refuses.
 BACKOFF = Backoff(timedelta(seconds=2), timedelta(minutes=1))

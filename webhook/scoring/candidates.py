@@ -3,7 +3,7 @@ review waits."""
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from webhook.core import keys
 from webhook.core.claim import recorded_or_none
@@ -11,9 +11,8 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.fleet import Fleet
 from webhook.core.hints import requests_gpus
 from webhook.core.pod import Pod
+from webhook.core.raw import Raw
 from webhook.kube.view import ObjectView
-
-Raw = dict[str, Any]
 
 # More models than any cluster has; a label that counts something is no model.
 MAX_CANDIDATES = 256

@@ -13,7 +13,7 @@ from datetime import datetime
 from functools import partial
 from importlib import resources
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlencode
 
 import jinja2
@@ -32,6 +32,7 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence, EvidenceState, state_of
 from webhook.core.fleet import Fleet
 from webhook.core.keys import S4_DOMAIN
+from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Reservation, ReservationId
 from webhook.core.verdict import plain
@@ -56,7 +57,6 @@ AT_ONCE = 16
 Thing = TypeVar("Thing")
 # Of these namespaces, those whose names may be told.
 Told = Callable[[Collection[str]], Awaitable[Collection[str]]]
-Json = dict[str, Any]
 LapsesByDevice = dict[DeviceUuid, list[Lapse]]
 
 NOT_CHECKED = "callers cannot be checked at this moment"
@@ -219,10 +219,10 @@ def evidence_of(fleet: Fleet, name: str, now: datetime) -> EvidenceState:
 # As JSON.
 
 
-def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, tells_pending_ids: bool = True) -> Json:
+def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, tells_pending_ids: bool = True) -> Raw:
     """One device: the members that S4's users read first, our own beside them."""
     device = seen.device
-    told: Json = {"node": seen.nodes[0], "labels": sorted(device.labels)}
+    told: Raw = {"node": seen.nodes[0], "labels": sorted(device.labels)}
     if seen.holders:
         told["assignment"] = assignment(foremost(seen.holders, now), tells_pending_ids=tells_pending_ids)
     told["state"] = seen.state
@@ -238,9 +238,9 @@ def described(seen: DevicesView, now: datetime, evidence: EvidenceState, *, tell
     return told
 
 
-def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> Json:
+def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> Raw:
     """S4's `assignment`. A name without a uid is only what a review said, and no pod need ever bear it."""
-    told: Json = {"exists?": reservation.phase is Phase.FINALIZED}
+    told: Raw = {"exists?": reservation.phase is Phase.FINALIZED}
     if reservation.id == UNNAMED:
         return told | {"state": state_told(reservation)}
     told |= {"namespace": reservation.namespace, "uid": reservation.uid}
@@ -252,10 +252,10 @@ def assignment(reservation: Reservation, *, tells_pending_ids: bool = True) -> J
     return told
 
 
-def lapsed(lapse: Lapse, *, tells_id: bool) -> Json:
+def lapsed(lapse: Lapse, *, tells_id: bool) -> Raw:
     """A reservation that ended a short while ago, and why."""
     one = lapse.reservation
-    told: Json = {"namespace": one.namespace}
+    told: Raw = {"namespace": one.namespace}
     if one.pod_name:
         told["name"] = one.pod_name
     if tells_id:
@@ -571,7 +571,7 @@ class Devices:
         answers = await asyncio.gather(*map(may, asked))
         return {namespace for namespace, is_told in zip(asked, answers, strict=True) if is_told}
 
-    def _described(self, seen: DevicesView, now: datetime, lapses: LapsesByDevice) -> Json:
+    def _described(self, seen: DevicesView, now: datetime, lapses: LapsesByDevice) -> Raw:
         evidence = evidence_of(self._fleet, seen.nodes[0], now)
         told = described(seen, now, evidence, tells_pending_ids=self._tells_pending_ids)
         if expired := lapses.get(seen.device.uuid):

@@ -12,12 +12,11 @@ from webhook.core.errors import InvalidPodError
 from webhook.core.hashes import HashPolicy
 from webhook.core.pod import Pod
 from webhook.core.queue_order import QueuedPod, QueueOrder
+from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
 from webhook.runtime.clock import LONG_AGO
-
-Raw = dict[str, Any]
 
 
 def nobody_cares(uid: str) -> None:

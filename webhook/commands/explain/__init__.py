@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from jsonpatch import JsonPatchException, apply_patch
 from jsonpointer import JsonPointerException
 
-from webhook.admission.manifest_pods import Json, UnreadableManifestError, mapping, name_of, namespace_of, pods_of
+from webhook.admission.manifest_pods import UnreadableManifestError, mapping, name_of, namespace_of, pods_of
 from webhook.commands.explain.sources import (
     CannotSayError,
     Credentials,
@@ -26,6 +26,7 @@ from webhook.commands.explain.sources import (
 )
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
+from webhook.core.raw import Raw
 from webhook.runtime.settings import Settings, SettingsError
 
 ADMIT, DENY, CANNOT_SAY = 0, 1, 2
@@ -69,8 +70,8 @@ class ExplainRequest:
 class PodAnswer:
     """What was said of one pod."""
 
-    raw: Json
-    told: Json
+    raw: Raw
+    told: Raw
     file: str | None = None
 
     @property
@@ -154,7 +155,7 @@ async def credentials_of(asked: ExplainRequest, settings: Settings) -> Credentia
     return await kubeconfig_credentials(settings, asked.context)
 
 
-async def explained(source: Source, raw: Json, file: str | None) -> PodAnswer:
+async def explained(source: Source, raw: Raw, file: str | None) -> PodAnswer:
     try:
         told = await source.explained(raw)
     except CannotSayError as exc:
@@ -165,11 +166,11 @@ async def explained(source: Source, raw: Json, file: str | None) -> PodAnswer:
 # What is asked about.
 
 
-async def pods_asked(asked: ExplainRequest, settings: Settings) -> tuple[list[tuple[Json, str | None]], list[str]]:
+async def pods_asked(asked: ExplainRequest, settings: Settings) -> tuple[list[tuple[Raw, str | None]], list[str]]:
     """The pods with the files that they are from, and what is wrong with the other files."""
     if asked.pod is not None:
         return [(await pod_in_cluster(settings, asked.context, *asked.pod), None)], []
-    pods: list[tuple[Json, str | None]] = []
+    pods: list[tuple[Raw, str | None]] = []
     problems = []
     for path in asked.files:
         try:
@@ -184,7 +185,7 @@ async def pods_asked(asked: ExplainRequest, settings: Settings) -> tuple[list[tu
     return pods, problems
 
 
-def pods_in_file(path: str) -> list[Json]:
+def pods_in_file(path: str) -> list[Raw]:
     """At least one. Raises UnreadableManifestError or OSError."""
     found = pods_of(read(path))
     if not found:
@@ -192,7 +193,7 @@ def pods_in_file(path: str) -> list[Json]:
     return found
 
 
-def in_namespace(raw: Json, namespace: str | None) -> Json:
+def in_namespace(raw: Raw, namespace: str | None) -> Raw:
     if namespace is None or namespace_of(raw):
         return raw
     return {**raw, "metadata": {**mapping(raw, "metadata"), "namespace": namespace}}
@@ -213,7 +214,7 @@ def as_json(answers: Sequence[PodAnswer]) -> str:
     told = [one.told for one in answers]
     if len(answers) != 1:
         told = [{"pod": name_of(one.raw), "file": one.file, **one.told} for one in answers]
-    found: Json | list[Json] = told if len(answers) != 1 else told[0]
+    found: Raw | list[Raw] = told if len(answers) != 1 else told[0]
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
 
 
@@ -228,7 +229,7 @@ def as_text(answer: PodAnswer, *, is_named: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def said_of(node: Json) -> str:
+def said_of(node: Raw) -> str:
     if node["fits"]:
         return ", ".join(node["devices"]) or "fits"
     return ", ".join(node["reasons"]) + (f": {node['hash']}" if node.get("hash") else "")
@@ -249,10 +250,10 @@ def shown(answers: Sequence[PodAnswer], asked: ExplainRequest) -> Iterator[str]:
             yield ("---\n" if len(answers) > 1 else "") + yaml.safe_dump(thing, sort_keys=False)
 
 
-def patched(raw: Json, patch: list[Json]) -> Json:
+def patched(raw: Raw, patch: list[Raw]) -> Raw:
     """As the API server does it."""
     try:
-        done: Json = apply_patch(raw, patch)
+        done: Raw = apply_patch(raw, patch)
     except (JsonPatchException, JsonPointerException) as exc:
         raise CannotSayError(f"the patch does not fit the pod: {exc}") from exc
     return done

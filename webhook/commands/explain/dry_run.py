@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from attrs import frozen
@@ -23,6 +23,7 @@ from webhook.core.errors import GpuwardenError, InvalidPodError
 from webhook.core.evidence import EvidenceState, state_of
 from webhook.core.near_misses import near_misses
 from webhook.core.pod import Pod
+from webhook.core.raw import Raw
 from webhook.core.reasons import STATUS_CODES, Reason
 from webhook.core.reservation import Phase
 from webhook.evidence.node_evidence import NodeEvidence
@@ -35,7 +36,6 @@ from webhook.kube.watch import TROUBLE, whole_list
 from webhook.runtime.clock import Clock, utc_now
 from webhook.runtime.settings import Settings
 
-Json = dict[str, Any]
 PODS_OF: Final = "/api/v1/namespaces/{namespace}/pods"
 SET_PATH: Final = "/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}"
 GPU_NODE_PATH: Final = GPU_NODES_PATH + "/{name}"
@@ -88,7 +88,7 @@ class DryRuns:
         self._clock = clock
         self._shown: ListedObjects | str | None = None
 
-    async def explained(self, raw: Json) -> Json:
+    async def explained(self, raw: Raw) -> Raw:
         namespace = namespace_of(raw) or self._namespace
         held = await self._held(raw, namespace)
         if held is not None:
@@ -149,7 +149,7 @@ class DryRuns:
         except (*LOST, msgspec.MsgspecError, UnicodeDecodeError):
             return False
 
-    async def _held(self, raw: Json, namespace: str) -> Json | None:
+    async def _held(self, raw: Raw, namespace: str) -> Raw | None:
         """Of a pod that is there and has GPUs, which those are."""
         meta = mapping(raw, "metadata")
         annotations = mapping(meta, "annotations")
@@ -173,7 +173,7 @@ class DryRuns:
                 return told("admit", Reason.ADMITTED, sentence_of(one))
         return None
 
-    async def _with_set(self, sent: Json, namespace: str) -> Json:
+    async def _with_set(self, sent: Raw, namespace: str) -> Raw:
         """The API server takes no owner without a uid; that of a set decides whose the GPUs of its map are."""
         owners = mapping(sent, "metadata").get("ownerReferences")
         if not isinstance(owners, list) or all(not isinstance(one, dict) or one.get("uid") for one in owners):
@@ -184,7 +184,7 @@ class DryRuns:
         ]
         return {**sent, "metadata": {**sent["metadata"], "ownerReferences": named}}
 
-    async def _uid(self, owner: Json, namespace: str) -> str:
+    async def _uid(self, owner: Raw, namespace: str) -> str:
         """Any, of a set that is not there yet."""
         status, content = await self._got(SET_PATH, {"namespace": namespace, "name": str(owner.get("name"))})
         try:
@@ -199,7 +199,7 @@ class DryRuns:
         except LOST as exc:
             raise CannotSayError(f"the API server did not answer: {str(exc) or type(exc).__name__}") from exc
 
-    async def _hints(self, sent: Json) -> list[str]:
+    async def _hints(self, sent: Raw) -> list[str]:
         """What was probably meant, of the pod as it is written: what its namespace demands is in the message."""
         try:
             pod = Pod.parse(sent)
@@ -227,7 +227,7 @@ class DryRuns:
                 proven[digest] = proven.get(digest, 0) + 1
         return ListedObjects(proven, labels)
 
-    def _hashes_of(self, raw: Json) -> Iterator[str]:
+    def _hashes_of(self, raw: Raw) -> Iterator[str]:
         try:
             word = NodeEvidence.parse(raw).word
         except GpuwardenError:
@@ -241,14 +241,14 @@ def known_of(claim: Claim, shown: ListedObjects) -> Claim | None:
     return claim if shown.proven_hashes or not claim.record.hashes else None
 
 
-def devices_of(raw: Json) -> Iterator[Iterable[str]]:
+def devices_of(raw: Raw) -> Iterator[Iterable[str]]:
     try:
         yield from (one.labels for one in GpuNode.parse(raw).devices)
     except GpuwardenError:
         return
 
 
-def creatable(raw: Json, namespace: str) -> Json:
+def creatable(raw: Raw, namespace: str) -> Raw:
     """As it can be sent: without what the API server has written into a pod that is there, whose name is taken."""
     own = mapping(raw, "metadata")
     meta = {key: value for key, value in own.items() if key not in WRITTEN}
@@ -266,7 +266,7 @@ def creatable(raw: Json, namespace: str) -> Json:
     return {**kept, "apiVersion": "v1", "kind": "Pod", "metadata": meta}
 
 
-def is_of_set(meta: Json) -> bool:
+def is_of_set(meta: Raw) -> bool:
     """The name says which ordinal it is."""
     owners = meta.get("ownerReferences")
     return isinstance(owners, list) and any(
@@ -274,7 +274,7 @@ def is_of_set(meta: Json) -> bool:
     )
 
 
-def admitted(raw: Json, made: Json, warnings: list[str]) -> Json:
+def admitted(raw: Raw, made: Raw, warnings: list[str]) -> Raw:
     """By what is in the pod that would be stored."""
     stored = {key: value for key, value in made.items() if key != "status"}
     stored["metadata"] = {key: value for key, value in mapping(made, "metadata").items() if key not in WRITTEN}
@@ -296,7 +296,7 @@ def admitted(raw: Json, made: Json, warnings: list[str]) -> Json:
     return told("admit", Reason.ADMITTED, f"{claim.sentence}: {has}", warnings, nodes=nodes, patch=patch)
 
 
-def asks(raw: Json) -> bool:
+def asks(raw: Raw) -> bool:
     try:
         return claim_of(Pod.parse(raw), ClaimRules()) is not None
     except InvalidPodError:
@@ -315,11 +315,11 @@ def told(
     message: str,
     warnings: Iterable[str] = (),
     hints: Iterable[str] = (),
-    nodes: Iterable[Json] = (),
-    patch: list[Json] | None = None,
-) -> Json:
+    nodes: Iterable[Raw] = (),
+    patch: list[Raw] | None = None,
+) -> Raw:
     """The form of `POST /explain`."""
-    found: Json = {
+    found: Raw = {
         "verdict": verdict,
         "reason": str(reason) or "Refused",
         "message": message,

@@ -15,11 +15,11 @@ from webhook.admission.parts import Parts
 from webhook.admission.reviewer import Reviewer
 from webhook.assembly.parts import embedded
 from webhook.core.errors import GpuwardenError
+from webhook.core.raw import Raw
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 from webhook.runtime.tls.certificate_source import trusting
 
-Json = dict[str, Any]
 # The API server gives a webhook 10 seconds; a scorer may use most of them.
 SERVER_TIMEOUT: Final = httpx.Timeout(30.0)
 MOST_SAID: Final = 300
@@ -43,7 +43,7 @@ class Source(Protocol):
 
     name: str
 
-    async def explained(self, raw: Json) -> Json:
+    async def explained(self, raw: Raw) -> Raw:
         """As `POST /explain` answers. Raises CannotSayError."""
 
 
@@ -55,7 +55,7 @@ class ServerSource:
         self._url = f"{url.rstrip('/')}/explain"
         self._client = client
 
-    async def explained(self, raw: Json) -> Json:
+    async def explained(self, raw: Raw) -> Raw:
         try:
             reply = await self._client.post(self._url, json=raw)
         except (httpx.HTTPError, ValueError) as exc:  # ValueError: what JSON has no form for
@@ -72,7 +72,7 @@ class LocalSource:
         self.name = name
         self._explainer = explainer
 
-    async def explained(self, raw: Json) -> Json:
+    async def explained(self, raw: Raw) -> Raw:
         try:
             told = await self._explainer.explained(raw)
         except CannotExplainError as exc:
@@ -87,10 +87,10 @@ def problem_in(reply: httpx.Response) -> str:
         return reply.text[:MOST_SAID]
 
 
-def answer_in(content: bytes, url: str) -> Json:
+def answer_in(content: bytes, url: str) -> Raw:
     """Only `verdict`, `reason`, `message` and `nodes` are there in every version."""
     try:
-        found = msgspec.json.decode(content, type=Json)
+        found = msgspec.json.decode(content, type=Raw)
     except (msgspec.DecodeError, RecursionError) as exc:
         raise CannotSayError(f"{url} gave no answer that can be read") from exc
     if found.get("verdict") not in ("admit", "deny") or not isinstance(found.get("nodes"), list):
@@ -147,7 +147,7 @@ async def kubeconfig_credentials(settings: Settings, context: str | None) -> Cre
         return Credentials(token or None, Path(cert) if cert else None, Path(key) if key else None)
 
 
-async def pod_in_cluster(settings: Settings, context: str | None, namespace: str, name: str) -> Json:
+async def pod_in_cluster(settings: Settings, context: str | None, namespace: str, name: str) -> Raw:
     """The pod as it is, without what its creation did not have. Raises CannotSayError."""
     from webhook.kube.client import connected
     from webhook.kube.json_objects import object_in
@@ -168,7 +168,7 @@ async def pod_in_cluster(settings: Settings, context: str | None, namespace: str
         raise CannotSayError(f"{where}: the API server's answer cannot be read") from exc
 
 
-def as_created(raw: Mapping[str, Any]) -> Json:
+def as_created(raw: Mapping[str, Any]) -> Raw:
     """Its uid stays: by that the reservation that it has is found."""
     found = raw.get("metadata")
     meta = {key: value for key, value in (found if isinstance(found, dict) else {}).items() if key not in SERVERS}

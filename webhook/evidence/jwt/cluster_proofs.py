@@ -11,6 +11,7 @@ from webhook.core import keys
 from webhook.core.errors import LedgerError
 from webhook.core.evidence import Evidence
 from webhook.core.names import is_object_name
+from webhook.core.raw import Raw
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_bundle import BundleVersion, JwtBundle, check_succession
 from webhook.evidence.jwt.jwt_svid import SOURCE
@@ -18,7 +19,7 @@ from webhook.evidence.jwt.proofs import UnknownNodeError, check_birth, check_new
 from webhook.evidence.node_evidence import API_VERSION, entry_in, new_node_evidence, with_entries
 from webhook.kube.api_objects import ObjectClient, node_in
 from webhook.kube.client import ApiClient
-from webhook.kube.store import Raw, StaleError
+from webhook.kube.store import StaleError
 
 # Others write the entries of other sources of the same object.
 TRIES = 5
