@@ -13,9 +13,10 @@ from typing import Any, Final, NoReturn
 
 import webhook
 from webhook.core.errors import GpuwardenError
+from webhook.core.names import is_label_key
 from webhook.runtime import settings
 from webhook.runtime.clock import utc_now
-from webhook.runtime.setting_kinds import NAMESPACE, is_qualified, read_interval, read_namespace, read_url
+from webhook.runtime.setting_kinds import NAMESPACE, read_interval, read_namespace, read_url
 from webhook.runtime.settings import Settings, SettingsError
 
 FAILED: Final = 1
@@ -415,7 +416,7 @@ def manifests(args: Namespace) -> int:
         except ValueError:
             mistakes.append(f"flag --{name}: {text!r} is not a name; allowed: {NAMESPACE.allowed}, or one like it")
     alias = args.required_hash_alias
-    if alias is not None and not is_qualified(alias):
+    if alias is not None and not is_label_key(alias):
         mistakes.append(f"flag --required-hash-alias: {alias!r} is not an annotation key")
     if args.url is not None and not is_https(args.url):
         mistakes.append(f"flag --url: {args.url!r} is not a URL with https")

@@ -8,13 +8,13 @@ from types import MappingProxyType
 from attrs import frozen
 
 from webhook.core.errors import InvalidPodError
+from webhook.core.names import is_label_name
 
 MAX_LINES = 10_000
 MAX_MISTAKES = 50
 # All pods of a set have the same map, and each is reviewed several times.
 MAPS_KEPT = 8
 
-NODE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 ORDINAL = re.compile(r"[0-9]{1,64}")
 GPU_TOKEN = re.compile(r"[0-9]{1,20}|(GPU|MIG)-[A-Za-z0-9._/-]{1,128}")
 
@@ -91,7 +91,7 @@ def parse_line(line: str, earlier: Container[int]) -> dict[int, MapEntry]:
     if not colon:
         raise MapLineError("syntax", "no ':' after the node")
     node = node.strip(" \t")
-    if not NODE.fullmatch(node):
+    if not is_label_name(node):
         raise MapLineError("node", f"{node[:70]!r} is not a node name")
     if int(ordinal) in earlier:
         raise MapLineError("duplicate-ordinal", f"ordinal {int(ordinal)} stands on an earlier line too")

@@ -16,6 +16,7 @@ from webhook.core.claim import Claim
 from webhook.core.dress import RawPod
 from webhook.core.errors import InvalidPodError
 from webhook.core.keys import Key
+from webhook.core.names import is_label_key, is_label_value
 from webhook.core.nodes_asked import Labels
 from webhook.core.pod import Metadata, Pod, Toleration, WireStruct
 from webhook.core.raw import Raw
@@ -28,12 +29,6 @@ INTEGER = re.compile(r"\+?\d{1,9}", re.ASCII)
 # What one feature may be long; more is no name of a job or a team.
 MAX_FEATURE = 253
 
-# Kubernetes' own rules (apimachinery, util/validation).
-LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
-LABEL_KEY = re.compile(
-    r"((?=[^/]{1,253}/)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
-    r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-)
 MAX_SECONDS = 2**31
 EFFECTS = ("", "NoSchedule", "PreferNoSchedule", "NoExecute")
 
@@ -230,7 +225,7 @@ class AdviceReader:
         self.pod = pod
         self.around = around
         self.warnings: list[str] = list(features.warnings)
-        if not is_label(features.job_type):
+        if not is_label_value(features.job_type):
             self.warnings.append(
                 f"{keys.JOB_TYPE}: {features.job_type[:63]!r} cannot be a label, so other pods cannot avoid this one"
             )
@@ -254,7 +249,7 @@ class AdviceReader:
                 self.warnings.append(f"no node has {asked}={value}, which the scorer chose: it is left out")
             elif own.get(key, value) != value:
                 self.warnings.append(f"nodeSelector {key}={own[key]} stays; the scorer would have {value}")
-            elif not LABEL_KEY.fullmatch(key) or not is_label(value):
+            elif not is_label_key(key) or not is_label_value(value):
                 self.warnings.append(f"{key}={value} is no label: it is left out")
             else:
                 yield key, value
@@ -277,26 +272,22 @@ class AdviceReader:
 
     def avoid(self) -> Iterator[str]:
         for job_type in dict.fromkeys(self.advice.avoid):
-            if job_type and is_label(job_type):
+            if job_type and is_label_value(job_type):
                 yield job_type
             else:
                 self.warnings.append(f"{job_type[:63]!r} cannot be a label, so no pod of that kind can be avoided")
 
 
-def is_label(value: str) -> bool:
-    return len(value) <= 63 and LABEL_VALUE.fullmatch(value) is not None
-
-
 def is_valid(one: Toleration) -> bool:
     """By Kubernetes' rules for tolerations. One without a key tolerates everything: no scorer may say so."""
-    if not one.key or not LABEL_KEY.fullmatch(one.key) or (one.effect or "") not in EFFECTS:
+    if not one.key or not is_label_key(one.key) or (one.effect or "") not in EFFECTS:
         return False
     seconds = one.toleration_seconds
     if seconds is not None and (one.effect != "NoExecute" or abs(seconds) > MAX_SECONDS):
         return False
     if one.operator == "Exists":
         return not one.value
-    return one.operator in (None, "", "Equal") and is_label(one.value or "")
+    return one.operator in (None, "", "Equal") and is_label_value(one.value or "")
 
 
 # How a pod looks with them.
@@ -321,7 +312,7 @@ def hinted_metadata(meta: Raw, hints: Hints, *, writes_aliases: bool) -> Raw:
     for key, value in written:
         annotations.update(dict.fromkeys(key.names if writes_aliases else (key.name,), value))
     labels = meta.get("labels") or {}
-    if is_label(hints.job_type) and keys.JOB_TYPE not in labels:
+    if is_label_value(hints.job_type) and keys.JOB_TYPE not in labels:
         return {**meta, "annotations": annotations, "labels": {**labels, keys.JOB_TYPE: hints.job_type}}
     return {**meta, "annotations": annotations}
 

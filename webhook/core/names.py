@@ -1,12 +1,31 @@
-"""Which names objects of the API server can have: what else is given as one leads to no object, or to another path."""
+"""Which names and labels the API server takes: Kubernetes' own rules (apimachinery, util/validation).
+
+Any other text leads to no object, or to another path.
+"""
 
 import re
 from typing import Final
 
-MOST: Final = 253
+MAX_SUBDOMAIN: Final = 253
+MAX_LABEL: Final = 63
 SUBDOMAIN: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+LABEL: Final = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 
 
 def is_object_name(name: str) -> bool:
-    """Of pods, namespaces, nodes and our own objects alike: a DNS subdomain."""
-    return len(name) <= MOST and SUBDOMAIN.fullmatch(name) is not None
+    """The name of a pod, namespace, node or custom resource: a DNS subdomain."""
+    return len(name) <= MAX_SUBDOMAIN and SUBDOMAIN.fullmatch(name) is not None
+
+
+def is_label_key(key: str) -> bool:
+    """The key of a label, annotation or extended resource: a name, with a DNS subdomain before a slash or without."""
+    prefix, slash, name = key.rpartition("/")
+    return is_label_name(name) and (not slash or is_object_name(prefix))
+
+
+def is_label_value(value: str) -> bool:
+    return not value or is_label_name(value)
+
+
+def is_label_name(name: str) -> bool:
+    return len(name) <= MAX_LABEL and LABEL.fullmatch(name) is not None

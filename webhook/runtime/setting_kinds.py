@@ -17,7 +17,7 @@ from webhook.core.agent_naming import naming_of
 from webhook.core.evidence_id import TRUST_DOMAIN, check_template, trust_domain_of
 from webhook.core.hashes import hashes_in
 from webhook.core.host_paths import mistake_in
-from webhook.core.names import is_object_name
+from webhook.core.names import is_label_key, is_object_name
 
 T = TypeVar("T")
 
@@ -32,8 +32,6 @@ DURATION_FORM: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)")
 UNITS: Final = {"ms": "milliseconds", "s": "seconds", "": "seconds", "m": "minutes", "h": "hours"}
 
 WORD: Final = re.compile(r"[!-+\--~]{1,253}")  # no comma: words stand in lists
-# Kubernetes' own rule (apimachinery, util/validation).
-LAST_PART: Final = re.compile(r"([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9]")
 
 
 @frozen
@@ -150,20 +148,14 @@ def read_node(text: str) -> str:
     return text
 
 
-def is_qualified(text: str) -> bool:
-    """Whether Kubernetes takes it as the key of an annotation."""
-    prefix, slash, name = text.rpartition("/")
-    return LAST_PART.fullmatch(name) is not None and (not slash or is_object_name(prefix))
-
-
 def read_annotation_key(text: str) -> str:
-    if not is_qualified(text):
+    if not is_label_key(text):
         raise ValueError(f"{text!r} is not an annotation key")
     return text
 
 
 def read_label_key(text: str) -> str:
-    if not is_qualified(text):
+    if not is_label_key(text):
         raise ValueError(f"{text!r} is not a label key")
     return text
 
@@ -205,7 +197,7 @@ def read_directory(text: str) -> Path:
 def read_resource(text: str) -> str:
     # Quota counts it as requests.<name>, which therefore has to be a name too, and may not be one already.
     is_native = "/" not in text or "kubernetes.io/" in text
-    if is_native or text.startswith("requests.") or not is_qualified(f"requests.{text}"):
+    if is_native or text.startswith("requests.") or not is_label_key(f"requests.{text}"):
         raise ValueError(f"{text!r} is not an extended resource")
     return text
 

@@ -14,11 +14,11 @@ from attrs import frozen
 
 from webhook.core.agent_naming import Naming
 from webhook.core.evidence import Evidence
+from webhook.core.names import is_object_name
 from webhook.evidence.spire.spire_messages import AgentMessage
 
 SOURCE: Final = "spire-server"
 
-NODE_NAME: Final = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 # A pod that asks for one of several separates them by commas; blanks are nobody's. Case is not ours to change.
 HASH: Final = re.compile(r"[!-+\--~]{1,256}")
 # Later is not a date that arithmetic can be done with.
@@ -69,7 +69,7 @@ def row_of(agent: AgentMessage, rules: AgentRules) -> AgentRow | None:
     if not is_ours or not agent.path.startswith(f"/spire/agent/{agent.attestation_type}/"):
         return None
     nodes, is_dateable = rules.node.values(agent), 0 < agent.expires_at < MAX_EXPIRY
-    if not any(map(NODE_NAME.fullmatch, nodes)) or not (is_dateable or agent.is_banned):
+    if not any(map(is_object_name, nodes)) or not (is_dateable or agent.is_banned):
         return None
     expires_at = datetime.fromtimestamp(agent.expires_at if is_dateable else 1, UTC)
     return AgentRow(
@@ -97,7 +97,7 @@ class Doubts:
 def by_node(rows: Iterable[AgentRow]) -> Mapping[str, list[AgentRow]]:
     found: dict[str, list[AgentRow]] = defaultdict(list)
     for row in rows:
-        for node in filter(NODE_NAME.fullmatch, row.nodes):
+        for node in filter(is_object_name, row.nodes):
             found[node].append(row)
     return found
 

@@ -16,6 +16,7 @@ from attrs import field, frozen
 
 from webhook.core import keys
 from webhook.core.host_paths import mistake_in
+from webhook.core.names import is_label_key
 from webhook.kube.install import crds
 
 Manifest = dict[str, Any]
@@ -55,7 +56,6 @@ RECONCILER, BINDER, EXPORTER = "gpuwarden-reconcile", "gpuwarden-bind", "gpuward
 # Names of labels, annotations and resources; what else could stand in a quoted word of CEL has no place there.
 # A user's name, where it can stand in a quoted word of CEL.
 USER_NAME = re.compile(r"[A-Za-z0-9@:._/-]+")
-QUALIFIED_NAME = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 
 
 class Blinds(StrEnum):
@@ -104,7 +104,7 @@ class Installation:
     names: Mapping[str, str] = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        wrong = [name for name in self._given() if not QUALIFIED_NAME.fullmatch(name)]
+        wrong = [name for name in self._given() if not is_label_key(name)]
         if wrong:
             raise ValueError(f"{', '.join(map(repr, wrong))}: not the name of a label, an annotation or a resource")
         strange = [name for name in self.schedulers if not USER_NAME.fullmatch(name)]
