@@ -271,64 +271,6 @@ async def test_twenty_thousand_reviews_over_one_http2_connection(tmp_path: Path)
     assert (allowed, code) == (total, 0)
 
 
-async def idle_client(running: Running, idle: float) -> None:
-    """As the API server: a connection rests for 90 s, and is used again."""
-    kept = httpx.Limits(keepalive_expiry=None)  # by itself the client would open a new connection after 5 s
-    async with running.client(http2=False, timeout=10, limits=kept) as client:
-        for uid in ("idle-1", "idle-2"):
-            reply = await client.post("/mutate", json=gpu_review(uid))
-            assert reply.json()["response"]["allowed"]
-            stream = reply.extensions["network_stream"]
-            if uid == "idle-1":
-                first = stream.get_extra_info("client_addr")
-                await asyncio.sleep(idle)
-        assert stream.get_extra_info("client_addr") == first  # the same connection, not a new one
-
-
-async def closed_after(running: Running, first: bytes, *, tls: bool, drip: bytes = b"") -> float:
-    """Seconds until the server hangs up on a peer that starts with `first` and drips on."""
-    options: dict[str, Any] = {"ssl": running.trust, "server_hostname": "localhost"} if tls else {}
-    reader, writer = await asyncio.open_connection("127.0.0.1", running.port, **options)
-    started = time.monotonic()
-    writer.write(first)
-    ended = asyncio.create_task(reader.read())
-    try:
-        while not ended.done() and time.monotonic() - started < 60:
-            if drip:
-                writer.write(drip)
-            await asyncio.wait({ended}, timeout=0.5)
-    finally:
-        ended.cancel()
-        await asyncio.gather(ended, return_exceptions=True)
-        writer.close()
-    return time.monotonic() - started
-
-
-@pytest.mark.defect("S1-15")
-async def test_idle_silent_and_slow_peers(tmp_path: Path) -> None:
-    """All at once, as they would come; meanwhile reviews are answered in time."""
-    post = b"POST /mutate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
-    with serving(tmp_path, INVENTORY, ["--log-level", "warn"]) as running:
-        idle = asyncio.gather(*(idle_client(running, 90) for _ in range(4)))
-        hostile = asyncio.gather(
-            closed_after(running, b"", tls=False),
-            closed_after(running, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", tls=False),
-            closed_after(running, b"POST /mutate HTTP/1.1\r\n", tls=True, drip=b"X-Slow: 1\r\n"),
-            closed_after(running, post + b"\r\n{", tls=True, drip=b" "),
-        )
-        slowest = 0.0
-        while not hostile.done():
-            started = time.monotonic()
-            assert await admitted(running, "in-between")
-            slowest = max(slowest, time.monotonic() - started)
-            await asyncio.sleep(0.2)
-        assert max(await hostile) < 45
-        assert slowest < 5  # on a machine that has other things to do as well
-        await idle
-        code, _, _ = running.stop()
-    assert code == 0
-
-
 def test_a_stop_is_heard_while_the_api_server_is_waited_for(tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and nobody listens

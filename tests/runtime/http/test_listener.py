@@ -492,6 +492,12 @@ async def test_a_failing_app_is_a_500_and_one_line_in_the_log() -> None:
 # Slow and wrong peers.
 
 
+def test_default_deadlines_outlast_the_api_server_and_cut_off_slow_peers() -> None:
+    deadlines = Deadlines()
+    assert deadlines.keep_alive > 90  # the API server keeps an idle connection for as long
+    assert max(deadlines.handshake, deadlines.headers, deadlines.body, deadlines.write) <= 30
+
+
 @on_both_loops
 async def test_a_dripping_request_is_cut_off_while_another_is_answered_at_once() -> None:
     async with (
