@@ -1,23 +1,29 @@
 """Which routes of a cluster's listeners ask who the caller is: all of them, one by one."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from tests.web.house import House
 from tests.web.test_callers import ApiServer
 from webhook.admission.explanation import Explainer
 from webhook.admission.reviewer import Reviewer
+from webhook.runtime.telemetry import Metrics
 from webhook.scheduler.extender import Extender
 from webhook.web.admission import Admission
 from webhook.web.app import extender_app, plain_app, tls_app
-from webhook.web.callers import CallerGate, Reviewers
+from webhook.web.callers import CallerGate, Guard, Reviewers
 from webhook.web.devices import Devices
 from webhook.web.explain import Explain
 from webhook.web.extender import ExtenderRoutes
 from webhook.web.finalize import Finalize
+from webhook.web.routes import RouteDeclaration, UnguardedRouteError, application, get
 
 PROBES = [("GET", "/healthz"), ("GET", "/readyz")]
 OPEN = {
@@ -59,6 +65,20 @@ def apps(house: House) -> dict[str, ASGIApp]:
         "plain": plain_app(finalize, devices, health, parts.metrics, gate=gate),
         "extender": extender_app(extender, health, parts.metrics, gate=gate),
     }
+
+
+async def endpoint(request: Request) -> Response:
+    return Response()
+
+
+@pytest.mark.parametrize(
+    "route",
+    [Route("/new", endpoint), RouteDeclaration("/new", "GET", endpoint, guard=cast(Guard, None))],
+    ids=["a route of Starlette", "a declaration without a guard"],
+)
+def test_a_server_with_a_route_without_a_guard_does_not_start(route: Any) -> None:
+    with pytest.raises(UnguardedRouteError, match="/new"):
+        application(Metrics(), get("/old", endpoint, Guard.OPEN), route)
 
 
 @pytest.mark.parametrize("listener", ["tls", "plain", "extender"])

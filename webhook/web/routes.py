@@ -19,6 +19,10 @@ from webhook.web.callers import CallerGate, Guard
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
+class UnguardedRouteError(Exception):
+    """A route does not say who may call it."""
+
+
 @frozen
 class RouteDeclaration:
     """A route, and whom it is for. Nothing else can be registered."""
@@ -32,6 +36,11 @@ class RouteDeclaration:
 def application(
     metrics: Metrics, *routes: RouteDeclaration, budgets: Budgets | None = None, gate: CallerGate | None = None
 ) -> ASGIApp:
+    """Raises UnguardedRouteError, so that the server does not start."""
+    unguarded = [route for route in routes if not isinstance(getattr(route, "guard", None), Guard)]
+    if unguarded:
+        paths = ", ".join(str(getattr(route, "path", route)) for route in unguarded)
+        raise UnguardedRouteError(f"no guard declared for {paths}")
     gate = gate or CallerGate(utc_now)
     app = Starlette(
         routes=[Route(one.path, behind(gate, one), methods=[one.method]) for one in routes],
