@@ -31,7 +31,7 @@ from webhook.kube import pods
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.json_objects import decoded, object_in
 from webhook.kube.node import node_of
-from webhook.kube.requests import said_in
+from webhook.kube.requests import error_message
 from webhook.ledger.api_pods import pod_in
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
@@ -113,13 +113,13 @@ PARSERS = (
     Parser("Namespace", stored(objects.namespace), "namespaces", UNREADABLE),
     Parser("node whose kubelet lives", stored(NodeSnapshot.of), "nodes", UNREADABLE),
     Parser("node with readings", stored(discovery.said_by), "nodes", UNREADABLE),
-    Parser("node of the exporter", stored(export_nodes.trimmed_node), "nodes", UNREADABLE),
-    Parser("pod of the exporter", stored(reader.pod_seen), "pods", UNREADABLE),
+    Parser("node of the exporter", stored(export_nodes.trim_node), "nodes", UNREADABLE),
+    Parser("pod of the exporter", stored(reader.parse_pod), "pods", UNREADABLE),
     Parser("GPUNode of the exporter", stored(uses.HeldDevices.parse), "gpunodes", UNREADABLE),
     Parser("resident pod", stored(lambda one: evidence_loss.BoundPod.of(one, RULES)), "pods", UNREADABLE),
     Parser("pod that waits for a scheduler", stored(wakeups.waits_for_us), "pods", UNREADABLE),
-    Parser("refusal of a Binding", lambda content: pods.said_in(409, content), "refusals"),
-    Parser("refusal of a request", said_in, "refusals"),
+    Parser("refusal of a Binding", lambda content: pods.error_message(409, content), "refusals"),
+    Parser("refusal of a request", error_message, "refusals"),
     Parser("refusal of an object", answers.refused_object, "refusals"),
     Parser("TrustBundle", stored(objects.trust_bundle), "trustbundles", UNREADABLE),
     Parser("TokenReview", answers.token_review, "tokenreviews", (CallersUnavailableError,)),

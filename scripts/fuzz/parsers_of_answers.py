@@ -125,7 +125,7 @@ def scorers_answer(content: bytes) -> object:
 def refused_object(content: bytes) -> object:
     exc = ApiException(status=409, reason="Conflict")
     vars(exc)["body"] = content  # as the client library leaves it
-    return api_objects.said_in(exc)
+    return api_objects.error_message(exc)
 
 
 def certificate_bundle(content: bytes) -> object:

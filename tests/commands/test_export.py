@@ -16,8 +16,8 @@ from webhook.commands.export import NodesView, StoreHealth, hash_in, node_words,
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.measured import ExportMetrics
-from webhook.export.nodes import trimmed_node
-from webhook.export.reader import pod_seen, trimmed_pod
+from webhook.export.nodes import trim_node
+from webhook.export.reader import parse_pod, trim_pod
 from webhook.web.callers import Guard
 from webhook.web.health import Stage
 from webhook.web.routes import application, get
@@ -139,7 +139,7 @@ def test_what_matters_of_a_node_and_of_its_evidence() -> None:
     ],
 )
 def test_what_is_kept_of_a_pod_in_a_long_list_is_what_is_looked_at(raw: dict[str, Any]) -> None:
-    assert pod_seen(trimmed_pod(raw)) == pod_seen(raw)
+    assert parse_pod(trim_pod(raw)) == parse_pod(raw)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_is_kept_of_a_node_in_a_long_list_is_what_is_looked_at(
     notes: dict[str, str] | None, more: dict[str, Any]
 ) -> None:
     raw = {"metadata": {"name": "n", "resourceVersion": "7", "annotations": notes}, **more}
-    kept = trimmed_node(raw)
+    kept = trim_node(raw)
     assert node_words(kept) == node_words(raw)
     assert (kept["metadata"]["name"], kept["metadata"]["resourceVersion"]) == ("n", "7")
     assert "long" not in str(kept)

@@ -36,7 +36,7 @@ from tests.running import GPUWARDEN, Running, reconciling, serving
 from webhook.admission.evictions import ApiEvictor
 from webhook.core.reservation import PodIdentity
 from webhook.kube import requests as api_requests
-from webhook.kube.client import connected
+from webhook.kube.client import connect
 from webhook.kube.install.policies import Installation, rbac
 from webhook.runtime.settings import Settings
 from webhook.scheduler.binder_volumes import CLAIM_PATH, CLASS_PATH, VOLUME_PATH
@@ -362,11 +362,11 @@ async def test_who_binds_may_read_claims_volumes_and_classes_by_name_and_give_a_
         ("PATCH", VOLUME_PATH, 403),
         ("PATCH", CLASS_PATH, 403),
     )
-    async with await connected(settings) as api, new_namespace(kube) as namespace:
+    async with await connect(settings) as api, new_namespace(kube) as namespace:
         for verb, path, code in tries:
             names: dict[str, str] = {"namespace": namespace, "name": "nowhere"}
             body: Raw | None = {} if verb == "PATCH" else None
-            status, _ = await api_requests.answered(
+            status, _ = await api_requests.request_json(
                 api, verb, path, names, body, seconds=10, kind=api_requests.MERGE_PATCH
             )
             assert (verb, path, status) == (verb, path, code)
@@ -376,7 +376,7 @@ async def test_who_reconciles_may_do_what_lost_evidence_asks_for(cluster: Cluste
     node = NODE_NAMES[1]
     before = (await kube.get(NODES, node))["spec"].get("taints", [])
     settings = Settings(kubeconfig=cluster.service_account_kubeconfig(OURS, "gpuwarden-reconcile"))
-    async with await connected(settings) as api, new_namespace(kube) as namespace:
+    async with await connect(settings) as api, new_namespace(kube) as namespace:
         measures = ApiEvictor(api)
         for _ in range(2):  # what is so already is no mistake
             await measures.taint(node, wanted=True)
@@ -508,7 +508,7 @@ async def probes_are_not_asked(*processes: Running) -> None:
 # Where nobody has to prove who he is.
 
 
-async def answered(running: Running, namespace: str, uid: str) -> tuple[bool, str]:
+async def request_json(running: Running, namespace: str, uid: str) -> tuple[bool, str]:
     asked = {**review(namespace)["request"], "uid": uid}
     async with httpx.AsyncClient(base_url=running.urls["https"], verify=running.trust, trust_env=False) as client:
         body = {**review(namespace), "request": asked}
@@ -524,8 +524,8 @@ async def test_forged_reviews_fill_one_namespace_for_a_while_and_leave_the_other
     limits = ["--pending-per-namespace", "1", "--pending-deadline", "3s", "--clock-skew", "1s"]
     with served(cluster, tmp_path / "serve", *limits) as running:
         await wait_until(lambda: is_dressed(kube, namespace))
-        assert await answered(running, "forged", "f1") == (True, "")
-        assert await answered(running, "forged", "f2") == (False, "NamespaceFull")
+        assert await request_json(running, "forged", "f1") == (True, "")
+        assert await request_json(running, "forged", "f2") == (False, "NamespaceFull")
         made = await kube.create(PODS, pod("real", gpus=1), namespace)
         assert made["metadata"]["annotations"]["gpuwarden.io/gpu-uuid"]
-        await wait_until(lambda: answered(running, "forged", "f3"), lambda seen: seen == (True, ""))
+        await wait_until(lambda: request_json(running, "forged", "f3"), lambda seen: seen == (True, ""))

@@ -41,7 +41,7 @@ from tests.e2e.test_ledger import GPU_NODES
 from tests.running import GPUWARDEN, Running, reconciling
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
-from webhook.kube.client import connected
+from webhook.kube.client import connect
 from webhook.runtime.settings import Settings
 from webhook.scheduler.api import ApiBindings
 from webhook.scheduler.binder_volumes import SELECTED_NODE
@@ -350,7 +350,7 @@ async def test_a_pod_that_is_made_anew_under_its_old_name_is_decided_anew(scene:
 async def test_a_binding_is_of_this_very_pod_as_it_was_seen(scene: Scene, cluster: Cluster) -> None:
     meta = (await scene.create("very", schedulerName="nobody"))["metadata"]
     very, version = PodIdentity(scene.namespace, "very", meta["uid"]), meta["resourceVersion"]
-    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+    async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         bindings = ApiBindings(api)
         for one, seen in ((evolve(very, uid="of-the-one-before"), version), (very, "1")):
             with pytest.raises(BindingRefusedError) as refused:

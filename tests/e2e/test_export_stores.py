@@ -35,7 +35,7 @@ from tests.export.records import NOW, batch, later, reading, use
 from tests.running import GPUWARDEN
 from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, check
-from webhook.export.history import PastUse, UseQuery, answer
+from webhook.export.history import PastUse, UseQuery, find_uses
 from webhook.export.outbox import opener
 from webhook.export.postgres import MIGRATION_LOCK, PostgresExporter
 from webhook.export.records import Batch
@@ -126,7 +126,7 @@ class TestPostgres:
         async with exporting(target_of(postgres, table, password="wrong")) as exporter:
             with pytest.raises(ExportError, match="password authentication failed") as caught:
                 await exporter.export(batch())
-        assert not caught.value.is_lasting
+        assert not caught.value.is_permanent
 
     async def test_a_password_whose_file_has_changed_is_the_new_one(
         self, postgres: Postgres, table: str, tmp_path: Path
@@ -165,7 +165,7 @@ class TestPostgres:
                 await exporter.export(batch(uses=(use(),)))
         assert rows(postgres, name) == "2"
         assert rows(postgres, name, suffix="_history") == "1"
-        found = await answer(target_of(postgres, name), UseQuery.asked(serial="1760000000011"))
+        found = await find_uses(target_of(postgres, name), UseQuery.asked(serial="1760000000011"))
         assert [one.reservation for one in found] == ["reservation-0"]
 
     async def test_a_new_table_has_s2s_columns_and_indexes_and_ours(self, postgres: Postgres) -> None:
@@ -381,7 +381,7 @@ class TestATableOfS2:
 @pytest.mark.defect("S2-19")
 class TestHistory:
     async def asked(self, postgres: Postgres, table: str, **question: str) -> list[PastUse]:
-        return list(await answer(target_of(postgres, table), UseQuery.asked(**question)))
+        return list(await find_uses(target_of(postgres, table), UseQuery.asked(**question)))
 
     @pytest.fixture
     async def past(self, postgres: Postgres, table: str) -> str:

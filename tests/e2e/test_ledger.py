@@ -20,7 +20,7 @@ from webhook.core.errors import SlotsTakenError, UnknownReservationError
 from webhook.core.fleet import Fleet
 from webhook.core.reservation import Placement, PodProof, Reservation, ReservationId, ReservationRequest
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
-from webhook.kube.client import connected
+from webhook.kube.client import connect
 from webhook.kube.gpu_node import GpuNode, with_held
 from webhook.kube.install.crds import manifests
 from webhook.ledger.cluster import ClusterLedger
@@ -79,7 +79,7 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
     await installed(kube)
     for raw in (NODE_A, NODE_B):
         await kube.create(GPU_NODES, copy.deepcopy(raw))
-    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+    async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         yield ApiBench(api, kube)
     for raw in (NODE_A, NODE_B):
         await forced_away(kube, GPU_NODES, raw["metadata"]["name"])

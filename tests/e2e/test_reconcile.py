@@ -16,7 +16,7 @@ from webhook.admission.cluster_fleet import ClusterFleet, GpuNodesListener
 from webhook.core.claim import ClaimRecord
 from webhook.core.errors import SlotsTakenError
 from webhook.core.reservation import ReservationId, ReservationRequest
-from webhook.kube.client import connected
+from webhook.kube.client import connect
 from webhook.kube.events import ApiEvents
 from webhook.kube.paths import GPU_NODES_PATH, PODS_PATH
 from webhook.kube.watch import Watch
@@ -32,7 +32,7 @@ RECORD = ClaimRecord(gpus=1)
 @pytest.fixture
 async def reconciling(cluster: Cluster, bench: ApiBench) -> AsyncIterator[ApiBench]:  # noqa: F811 - the fixture
     """A reconciler at work on what a watch of all pods tells it."""
-    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+    async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         await wait_until(
             ApiPods(api).reserved_pods, lambda found: not found
         )  # those of earlier tests are on their way out

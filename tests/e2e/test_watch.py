@@ -7,7 +7,7 @@ import pytest
 
 from scripts.controlplane.cluster import Cluster
 from tests.e2e.kube import CONFIG_MAPS, NAMESPACES, PODS, SERVICE_ACCOUNTS, Kube, Raw, pod, pod_in_phase, wait_until
-from webhook.kube.client import connected
+from webhook.kube.client import connect
 from webhook.kube.watch import Watch, key_of
 from webhook.runtime.settings import Settings
 
@@ -40,7 +40,7 @@ class View:
 @pytest.fixture
 async def watching(cluster: Cluster) -> AsyncIterator[tuple[Watch, View]]:
     view = View()
-    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+    async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         watch = Watch(api, "/api/v1/configmaps", view)
         task = asyncio.create_task(watch.run())
         await asyncio.wait_for(watch.ready.wait(), 30)
@@ -75,7 +75,7 @@ async def test_a_long_list_comes_whole(cluster: Cluster, kube: Kube, namespace: 
 
     await asyncio.gather(*(create(names[start::16]) for start in range(16)))
     view = View()
-    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+    async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         task = asyncio.create_task(Watch(api, "/api/v1/configmaps", view).run())
         await wait_until(lambda: shows(view, namespace, **dict.fromkeys(names, "x")))
         task.cancel()

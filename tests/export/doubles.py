@@ -39,7 +39,7 @@ class MemoryExporter:
         await self._may_go_on.wait()
         await self.check()
         if batch.id in self.refuses:
-            raise ExportError("it makes no sense", is_lasting=True)
+            raise ExportError("it makes no sense", is_permanent=True)
         self.stored[batch.id] = batch
 
     async def check(self) -> None:

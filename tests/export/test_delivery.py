@@ -13,7 +13,7 @@ import pytest
 from tests.export.doubles import DeafBatchStore, GatheringExporter, MemoryExporter, SlowBatchStore
 from tests.export.records import NOW, batch, reading, use
 from webhook.export import Exporter, ExportError
-from webhook.export.delivery import Delivery, DeliveryObserver, check, together
+from webhook.export.delivery import Delivery, DeliveryObserver, check, merged
 from webhook.export.outbox import MemoryBatchStore, Outbox, OutboxInUseError, opener
 from webhook.export.records import Batch, Use
 from webhook.export.stdout import StdoutExporter
@@ -227,7 +227,7 @@ class TestOneThatWouldRatherTakeManyAtOnce:
     async def test_one_that_is_refused_is_told_from_its_neighbours(self) -> None:
         refused: list[str] = []
         store = GatheringExporter()
-        together_id = together([batch("bad"), batch("good")]).id
+        together_id = merged([batch("bad"), batch("good")]).id
         store.refuses = {"bad", together_id}
         delivery = Delivery(
             [store],
@@ -451,8 +451,8 @@ async def test_the_same_reading_taken_by_another_process_too_is_the_same_batch(t
 
 def test_several_batches_as_one_have_all_their_records_and_an_id_of_their_own() -> None:
     several: Sequence[Batch] = [batch("0"), Batch("1", (reading(7),))]
-    whole = together(several)
+    whole = merged(several)
     assert whole.readings == (reading(0), reading(1), reading(7))
     assert whole.id not in {"0", "1"}
-    assert together(several) == whole
-    assert together(several[:1]) is several[0]
+    assert merged(several) == whole
+    assert merged(several[:1]) is several[0]

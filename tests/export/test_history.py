@@ -7,7 +7,7 @@ import pytest
 
 from tests.export.records import NOW, later
 from webhook.core.errors import GpuwardenError
-from webhook.export.history import PastUse, UseQuery, query, shown
+from webhook.export.history import PastUse, UseQuery, rendered, use_query
 from webhook.export.tables import Tables
 
 
@@ -50,14 +50,14 @@ def test_a_question_about_nothing_is_refused() -> None:
 
 
 def test_what_is_asked_goes_by_parameters_and_names_are_quoted() -> None:
-    text = query(Tables.named('a"b'), UseQuery.asked(serial="'; DROP", hash="x")).as_string()
+    text = use_query(Tables.named('a"b'), UseQuery.asked(serial="'; DROP", hash="x")).as_string()
     assert 'FROM "a""b_history" WHERE gpu_uuid IN' in text
     assert "DROP" not in text
     assert "AND evidence_hash = %(hash)s ORDER BY" in text
 
 
 def test_as_text_it_is_a_table_with_what_fits() -> None:
-    assert shown([past_use(), past_use(until=None, owner=None, pod=None)], "text").splitlines() == [
+    assert rendered([past_use(), past_use(until=None, owner=None, pod=None)], "text").splitlines() == [
         "SINCE                        UNTIL                        CLUSTER  NODE   SERIAL         GPU_UUID"
         "  POD          OWNER      EVIDENCE_HASH",
         "2026-01-01T00:00:00.123456Z  2026-01-01T01:00:00.123456Z  prod     gpu-a  1760000000011  GPU-0   "
@@ -68,19 +68,19 @@ def test_as_text_it_is_a_table_with_what_fits() -> None:
 
 
 def test_a_terminal_is_told_nothing_by_what_is_shown() -> None:
-    said = shown([past_use(node="\x1b]0;owned\x07", serial="1\r2", pod="\u202ea", owner="Job/\x9b2J")], "text")
+    said = rendered([past_use(node="\x1b]0;owned\x07", serial="1\r2", pod="\u202ea", owner="Job/\x9b2J")], "text")
     assert all(line.isprintable() for line in said.splitlines())
     assert r"\x1b]0;owned\x07" in said
     assert r"train/\u202ea" in said
 
 
 def test_none_is_said_in_a_sentence() -> None:
-    assert shown([], "text") == "No such use is known."
-    assert json.loads(shown([], "json")) == []
+    assert rendered([], "text") == "No such use is known."
+    assert json.loads(rendered([], "json")) == []
 
 
 def test_as_json_it_is_all_there_is() -> None:
-    (one,) = json.loads(shown([past_use(until=None)], "json"))
+    (one,) = json.loads(rendered([past_use(until=None)], "json"))
     assert one["until"] is None
     assert one["since"] == "2026-01-01T00:00:00.123456Z"
     assert one["chassis"] == "1820000000042"

@@ -123,7 +123,7 @@ async def test_one_that_does_not_recover_is_left_alone_after_a_few_tries(order: 
     async with listening(order) as endpoint, posting(endpoint, slept) as exporter:
         with pytest.raises(ExportError) as caught:
             await exporter.export(batch())
-    assert not caught.value.is_lasting
+    assert not caught.value.is_permanent
     assert len(endpoint.requests) == TRIES
     assert 0.4 <= slept.seconds[0] <= 0.6
     assert 0.8 <= slept.seconds[1] <= 1.2
@@ -148,7 +148,7 @@ async def test_a_body_that_it_will_not_have_is_sent_once(status: int) -> None:
     async with listening(status) as endpoint, posting(endpoint) as exporter:
         with pytest.raises(ExportError, match=f"the endpoint answered {status}") as caught:
             await exporter.export(batch())
-    assert caught.value.is_lasting
+    assert caught.value.is_permanent
     assert len(endpoint.requests) == 1
 
 
@@ -157,7 +157,7 @@ async def test_what_an_operator_can_put_right_is_tried_again_later(status: int) 
     async with listening(status, headers={"Location": "/elsewhere"}) as endpoint, posting(endpoint) as exporter:
         with pytest.raises(ExportError, match=f"the endpoint answered {status}") as caught:
             await exporter.export(batch())
-    assert not caught.value.is_lasting
+    assert not caught.value.is_permanent
     assert len(endpoint.requests) == 1
 
 

@@ -10,7 +10,7 @@ import pytest
 import trustme
 from structlog.testing import capture_logs
 
-from webhook.export.postgres import PostgresExporter, connected
+from webhook.export.postgres import PostgresExporter, connect
 from webhook.export.targets import PostgresTarget
 
 UNVERIFIED = "the database's certificate is not checked against its name"
@@ -81,7 +81,7 @@ async def test_the_root_certificate_that_is_set_decides_who_the_database_is(tmp_
     try:
         at = target("verify-full", "localhost", port=listening.port, sslrootcert=str(tmp_path / "ca.crt"))
         with pytest.raises(psycopg.OperationalError) as caught:
-            await connected(at)
+            await connect(at)
     finally:
         listening.close()
     assert listening.has_shaken.is_set() == is_its_own

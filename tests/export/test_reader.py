@@ -13,7 +13,7 @@ from attrs import define, evolve, field
 from tests.export.smi import Card, dead, document, gb200_tray, h100_host
 from webhook.export.delivery import ExporterState
 from webhook.export.measured import ExportCollector, ExportMetrics
-from webhook.export.nodes import NodeSeen
+from webhook.export.nodes import ExportedNode
 from webhook.export.outbox import Backlog
 from webhook.export.reader import LEAST_BETWEEN, LONG, FailureObserver, GpuReader, ReadingPlan
 from webhook.export.records import Batch, Reading
@@ -38,7 +38,7 @@ class House:
 
     plan: ReadingPlan = PLAN
     says: Callable[[str], bytes] = lambda _: document(gb200_tray())
-    nodes: dict[str, NodeSeen] = field(factory=dict)
+    nodes: dict[str, ExportedNode] = field(factory=dict)
     pods: dict[str, Raw] = field(factory=dict)
     labels: dict[str, Mapping[str, str]] = field(factory=dict)
     batches: list[Batch] = field(factory=list)
@@ -76,13 +76,13 @@ class House:
         self.before_answer()
         return content
 
-    async def get(self, name: str) -> NodeSeen | None:
+    async def get(self, name: str) -> ExportedNode | None:
         return self.nodes.get(name)
 
     async def pod(self, namespace: str, name: str) -> Raw | None:
         return self.pods.get(name)
 
-    async def say(self, name: str, node: NodeSeen, labels: Mapping[str, str], gpus: str) -> bool:
+    async def say(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
         await asyncio.sleep(self.labels_take)
         if self.refuses_labels is not None:
             raise self.refuses_labels
@@ -98,7 +98,7 @@ class House:
         """The watch tells of it."""
         self.pods[raw["metadata"]["name"]] = raw
         node = raw["spec"]["nodeName"]
-        self.nodes.setdefault(node, NodeSeen(f"uid-{node}", "aws:///zone/i-1", "boot-1", {}, None))
+        self.nodes.setdefault(node, ExportedNode(f"uid-{node}", "aws:///zone/i-1", "boot-1", {}, None))
         self.reader.changed(raw)
 
     @property
@@ -214,7 +214,7 @@ async def test_a_gpu_whose_serial_is_not_known_is_exported_under_its_uuid(said: 
 @pytest.mark.parametrize("provider_id", [None, ""])
 async def test_a_node_without_a_provider_is_called_na_and_read_once(provider_id: str | None) -> None:
     house = House()
-    house.nodes["node-a"] = NodeSeen("uid", provider_id, "boot-1", {}, None)
+    house.nodes["node-a"] = ExportedNode("uid", provider_id, "boot-1", {}, None)
     async with house.working():
         house.see(plugin_pod())
         await until(lambda: house.batches)
@@ -379,7 +379,7 @@ async def test_of_long_texts_one_is_parsed_at_a_time() -> None:
 async def test_an_annotation_with_a_time_that_no_calendar_has_is_read_over() -> None:
     house = House()
     text = '{"time":"0001-01-01T00:00:00+14:00","gpus":[{"index":0,"serial":"1"}],"pod":"u-1","boot":"boot-1"}'
-    house.nodes["node-a"] = NodeSeen("uid", "aws:///zone/i-1", "boot-1", {}, text)
+    house.nodes["node-a"] = ExportedNode("uid", "aws:///zone/i-1", "boot-1", {}, text)
     async with house.working():
         house.see(plugin_pod())
         await until(lambda: house.batches)

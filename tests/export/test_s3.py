@@ -178,7 +178,7 @@ async def test_a_store_that_fails_is_a_fault_with_a_reason_and_without_a_secret(
     async with listening(order) as endpoint:
         with pytest.raises(ExportError, match=reason) as caught:
             await exporter(endpoint, seconds=0.5).export(batch())
-    assert not caught.value.is_lasting
+    assert not caught.value.is_permanent
     assert "hush" not in str(caught.value)
 
 

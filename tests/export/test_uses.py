@@ -15,7 +15,7 @@ from tests.export.doubles import WatchedDisk
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError, uses
 from webhook.export.records import Batch, Use
-from webhook.export.uses import GpuNames, HeldDevices, NotedUse, OpenUses, UsePodFacts, UseRecorder, trimmed_gpu_node
+from webhook.export.uses import GpuNames, HeldDevices, NotedUse, OpenUses, UsePodFacts, UseRecorder, trim_gpu_node
 from webhook.kube.gpu_node import GpuNode
 
 Raw = dict[str, Any]
@@ -510,8 +510,8 @@ def test_what_a_gpu_node_says_of_its_serials_is_found_by_uuid() -> None:
 @pytest.mark.parametrize("held", [None, {"GPU-1/0": entry()}])
 def test_what_is_kept_of_a_gpu_node_in_a_long_list_is_what_is_looked_at(spec: Raw | None, held: Raw | None) -> None:
     raw = {**raw_node(held), "spec": spec}
-    assert HeldDevices.parse(trimmed_gpu_node(raw)) == HeldDevices.parse(raw)
-    assert "labels" not in str(trimmed_gpu_node(raw))
+    assert HeldDevices.parse(trim_gpu_node(raw)) == HeldDevices.parse(raw)
+    assert "labels" not in str(trim_gpu_node(raw))
 
 
 def test_what_is_open_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from webhook.core.caller import Caller, CallersUnavailableError, Right
 from webhook.kube.api_callers import ApiCallers
-from webhook.kube.client import BadCaError, BadKubeconfigError, NotInAPodError, connected
+from webhook.kube.client import BadCaError, BadKubeconfigError, NotInAPodError, connect
 from webhook.runtime import settings
 from webhook.runtime.clock import utc_now
 from webhook.runtime.http.listener import Listener
@@ -96,7 +96,7 @@ def in_a_pod(port: int) -> Settings:
 
 
 async def test_a_pod_shows_the_token_that_is_mounted_at_that_moment(api_server: ApiServer, mounted: Path) -> None:
-    async with await connected(in_a_pod(api_server.port), mounted) as api:
+    async with await connect(in_a_pod(api_server.port), mounted) as api:
         await ApiCallers(api).caller_of("x")
         rotate(mounted, "second")
         await ApiCallers(api).caller_of("x")
@@ -105,7 +105,7 @@ async def test_a_pod_shows_the_token_that_is_mounted_at_that_moment(api_server: 
 
 async def test_a_pod_believes_the_ca_that_is_mounted_and_no_other(api_server: ApiServer, mounted: Path) -> None:
     trustme.CA().cert_pem.write_to_path(mounted / "ca.crt")
-    async with await connected(in_a_pod(api_server.port), mounted) as api:
+    async with await connect(in_a_pod(api_server.port), mounted) as api:
         with pytest.raises(CallersUnavailableError):
             await ApiCallers(api).caller_of("x")
     assert api_server.shown == []
@@ -115,12 +115,12 @@ async def test_a_pod_believes_the_ca_that_is_mounted_and_no_other(api_server: Ap
 async def test_a_pod_without_its_service_account_says_what_is_missing(mounted: Path, name: str) -> None:
     (mounted / name).unlink()
     with pytest.raises(NotInAPodError, match=f"--in-cluster: no service account is mounted here, .*{name} not found"):
-        await connected(in_a_pod(443), mounted)
+        await connect(in_a_pod(443), mounted)
 
 
 async def test_what_is_no_pod_says_so(mounted: Path) -> None:
     with pytest.raises(NotInAPodError, match="so this is no Pod"):
-        await connected(settings.load({"in_cluster": "true"}, {}), mounted)
+        await connect(settings.load({"in_cluster": "true"}, {}), mounted)
 
 
 # Whose a token is.
@@ -132,7 +132,7 @@ OURS: dict[str, Any] = {"authenticated": True, "user": USER, "audiences": ["gpuw
 
 @pytest.fixture
 async def api(api_server: ApiServer, mounted: Path) -> AsyncIterator[client.ApiClient]:
-    async with await connected(in_a_pod(api_server.port), mounted) as api:
+    async with await connect(in_a_pod(api_server.port), mounted) as api:
         yield api
 
 
@@ -252,7 +252,7 @@ async def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
     ca.write_bytes(base64.b64encode(CA.cert_pem.bytes()))
     chosen = Settings(kubernetes_url="https://127.0.0.1:1", access_token=token, ca_certificate=ca)
     with pytest.raises(BadCaError, match=re.escape(f"{ca} holds no CA certificate in PEM")):
-        await connected(chosen)
+        await connect(chosen)
 
 
 async def test_a_ca_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ async def test_a_ca_that_is_not_there_is_named(tmp_path: Path) -> None:
     token.write_text("t")
     chosen = Settings(kubernetes_url="https://127.0.0.1:1", access_token=token, ca_certificate=tmp_path / "ca")
     with pytest.raises(BadCaError, match=re.escape(f"{tmp_path / 'ca'} cannot be read: No such file")):
-        await connected(chosen)
+        await connect(chosen)
 
 
 WHOLE = """\
@@ -288,7 +288,7 @@ async def test_a_kubeconfig_that_cannot_be_used_is_named(tmp_path: Path, content
     file = tmp_path / "kubeconfig"
     file.write_bytes(content)
     with pytest.raises(BadKubeconfigError, match=re.escape(f"{file} is no kubeconfig that can be used: ")):
-        await connected(Settings(kubeconfig=file))
+        await connect(Settings(kubeconfig=file))
 
 
 async def test_a_kubeconfig_may_name_a_ca_that_is_not_there(tmp_path: Path) -> None:
@@ -296,4 +296,4 @@ async def test_a_kubeconfig_may_name_a_ca_that_is_not_there(tmp_path: Path) -> N
     lost = WHOLE.replace("cluster: {", f"cluster: {{certificate-authority: {tmp_path / 'lost'}, ")
     file.write_text(f"{lost}current-context: a\n")
     with pytest.raises(BadKubeconfigError, match="lost"):
-        await connected(Settings(kubeconfig=file))
+        await connect(Settings(kubeconfig=file))

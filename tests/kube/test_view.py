@@ -27,11 +27,11 @@ def view() -> ObjectView[int]:
 
 def test_only_what_matters_is_news(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1, 7))
-    assert (view.get("a"), view.take_news()) == (7, ["a"])
+    assert (view.get("a"), view.take_changes()) == (7, ["a"])
     view.changed(raw("a", 2, 7))
-    assert view.take_news() == []
+    assert view.take_changes() == []
     view.changed(raw("a", 3, 8))
-    assert view.take_news() == ["a"]
+    assert view.take_changes() == ["a"]
 
 
 def test_what_a_write_was_answered_is_not_undone_by_a_watch_that_lags(view: ObjectView[int]) -> None:
@@ -43,18 +43,18 @@ def test_what_a_write_was_answered_is_not_undone_by_a_watch_that_lags(view: Obje
 
 def test_what_is_deleted_is_news_once(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1))
-    view.take_news()
+    view.take_changes()
     view.deleted(raw("a", 2))
     view.deleted(raw("a", 2))
-    assert ("a" in view, view.take_news()) == (False, ["a"])
+    assert ("a" in view, view.take_changes()) == (False, ["a"])
 
 
 def test_a_list_is_all_there_is(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1))
     view.changed(raw("b", 2))
-    view.take_news()
+    view.take_changes()
     view.replaced({"/b": raw("b", 2), "/c": raw("c", 3)})
-    assert (view.names(), sorted(view.take_news())) == ({"b", "c"}, ["a", "c"])
+    assert (view.names(), sorted(view.take_changes())) == ({"b", "c"}, ["a", "c"])
 
 
 def test_a_list_is_right_though_its_versions_are_older(view: ObjectView[int]) -> None:
@@ -83,7 +83,7 @@ def test_several_hear_the_same(tell: Callable[[Any], None]) -> None:
     views: list[ObjectView[int]] = [ObjectView(size_of), ObjectView(size_of)]
     for one in views:
         one.changed(raw("b", 1))
-        one.take_news()
+        one.take_changes()
     tell(ListenerGroup(*views))
-    news = [one.take_news() for one in views]
+    news = [one.take_changes() for one in views]
     assert news[0] == news[1] != []

@@ -12,7 +12,7 @@ from webhook.core.evidence import Evidence, is_older
 from webhook.core.fleet import Fleet
 from webhook.core.raw import Raw
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
-from webhook.kube.node import born_of, node_of
+from webhook.kube.node import creation_time_of, node_of
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -34,7 +34,7 @@ class ClusterFleet:
 
     def know_node(self, raw: Raw) -> None:
         try:
-            node, born = node_of(raw), born_of(raw)
+            node, born = node_of(raw), creation_time_of(raw)
         except msgspec.ValidationError as exc:
             log.warning("Node left as it was known", exc_info=exc)
             return

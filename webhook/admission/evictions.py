@@ -8,10 +8,10 @@ from webhook.admission.evidence_loss import EvictionError
 from webhook.core import keys
 from webhook.core.raw import Raw
 from webhook.core.reservation import PodIdentity
-from webhook.kube.api_objects import NotTheOneError, the_one
+from webhook.kube.api_objects import UnexpectedObjectError, checked_object
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
-from webhook.kube.pods import names_of, said_in
-from webhook.kube.requests import JSON, LOST, MERGE_PATCH, NODE_PATH, POD_PATH, answered
+from webhook.kube.pods import error_message, path_names
+from webhook.kube.requests import JSON, MERGE_PATCH, NODE_PATH, POD_PATH, REQUEST_ERRORS, request_json
 
 log = structlog.get_logger(__name__)
 
@@ -42,8 +42,8 @@ class ApiEvictor:
     async def _read(self, node: str) -> Raw | None:
         body = await self._answered("GET", NODE_PATH, {"name": node}, fine=(GONE,))
         try:
-            return None if body is None else the_one(200, body, "Node", node)
-        except NotTheOneError as exc:
+            return None if body is None else checked_object(200, body, "Node", node)
+        except UnexpectedObjectError as exc:
             raise EvictionError(str(exc)) from exc
 
     async def _answered(
@@ -58,13 +58,13 @@ class ApiEvictor:
     ) -> bytes | None:
         """What the API server says; None where it refuses in a way that is no mistake."""
         try:
-            status, said = await answered(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
-        except LOST as exc:
+            status, said = await request_json(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
+        except REQUEST_ERRORS as exc:
             raise EvictionError("the API server cannot be reached") from exc
         if status in fine:
             return None
         if status >= 400:
-            raise EvictionError(said_in(status, said))
+            raise EvictionError(error_message(status, said))
         return said
 
     async def evict(self, pod: PodIdentity) -> None:
@@ -72,7 +72,7 @@ class ApiEvictor:
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
-            "metadata": names_of(pod),
+            "metadata": path_names(pod),
             "deleteOptions": {"preconditions": {"uid": pod.uid}},
         }
-        await self._answered("POST", f"{POD_PATH}/eviction", names_of(pod), body, fine=(GONE, CONFLICT))
+        await self._answered("POST", f"{POD_PATH}/eviction", path_names(pod), body, fine=(GONE, CONFLICT))

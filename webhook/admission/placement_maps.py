@@ -85,7 +85,7 @@ class MappedStatefulSets:
 
     def refresh(self) -> None:
         """Namespaces may have been labelled, or are no longer."""
-        news = set(self.namespaces.take_news())
+        news = set(self.namespaces.take_changes())
         self._settle([key for key in self._named if key[0] in news])
 
     def _read(self, raws: Iterable[Raw]) -> None:

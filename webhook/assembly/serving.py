@@ -48,12 +48,12 @@ async def assembled(settings: Settings) -> AsyncIterator[Assembly]:
     from webhook.assembly.cluster import clustered
     from webhook.kube.api_callers import ApiCallers  # the client takes half a second to import
     from webhook.kube.api_objects import ApiObjects
-    from webhook.kube.client import connected
+    from webhook.kube.client import connect
     from webhook.kube.paths import BINDING_ENDS
     from webhook.ledger.api_pods import ApiPods
     from webhook.scheduler.api import ApiBindings
 
-    async with await connected(settings) as api:
+    async with await connect(settings) as api:
         pods, callers = ApiPods(api), ApiCallers(api)
         if settings.keeps_in_cluster:
             parts = clustered(settings, utc_now, api, pods)

@@ -19,8 +19,8 @@ from webhook.core.isolation import ClaimName, is_isolated, refused_volume
 from webhook.core.raw import Raw
 from webhook.core.reservation import Reservation, ReservationId
 from webhook.evidence.node_evidence import NodeEvidence, UnreadableEvidenceError
-from webhook.kube.client import ApiClient, ApiException, connected
-from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, name_in
+from webhook.kube.client import ApiClient, ApiException, connect
+from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, object_name
 from webhook.kube.paths import (
     GPU_NODES_PATH,
     NAMESPACES_PATH,
@@ -29,7 +29,7 @@ from webhook.kube.paths import (
     STATEFUL_SETS_PATH,
     VOLUMES_PATH,
 )
-from webhook.kube.watch import TROUBLE, pages
+from webhook.kube.watch import WATCH_ERRORS, pages
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings
 
@@ -71,7 +71,7 @@ def run(settings: Settings, context: str | None, output: str) -> int:
 
 async def audited(settings: Settings, context: str | None) -> list[Finding]:
     """What is found twice: of two lists that are not of one moment, something may only be under way."""
-    async with await connected(settings, context=context) as api:
+    async with await connect(settings, context=context) as api:
         volumes = await refused_volumes_in(api)
         first = await looked(api, settings, volumes)
         if not first:
@@ -94,9 +94,9 @@ async def facts_of(api: ApiClient, settings: Settings, volumes: Volumes) -> Fact
     pods: list[AuditedPod] = [one async for one in kept(api, PODS_PATH, reading.pod)]
     after = await ledger_in(api)
     namespaces = [raw async for raw in kept(api, NAMESPACES_PATH, lambda raw: raw)]
-    keeping = {name_in(raw) for raw in namespaces if may_keep(raw, settings.opt_in_label)}
-    ours = {name_in(raw) for raw in namespaces if opted_in(raw, settings.opt_in_label)}
-    isolated = {name_in(raw) for raw in namespaces if is_isolated(raw, settings.own_namespace)}
+    keeping = {object_name(raw) for raw in namespaces if may_keep(raw, settings.opt_in_label)}
+    ours = {object_name(raw) for raw in namespaces if opted_in(raw, settings.opt_in_label)}
+    isolated = {object_name(raw) for raw in namespaces if is_isolated(raw, settings.own_namespace)}
     mapped = [one async for one in kept(api, STATEFUL_SETS_PATH, mapped_set)]
     return Facts(
         pods=pods,
@@ -118,7 +118,7 @@ async def kept(api: ApiClient, path: str, matters: Callable[[Raw], Kept | None])
                 found = matters(raw)
                 if found is not None:
                     yield found
-    except TROUBLE as exc:
+    except WATCH_ERRORS as exc:
         status = exc.status if isinstance(exc, ApiException) else None
         said = f"answered {status}" if status is not None else type(exc).__name__
         error = MayNotReadError if status == FORBIDDEN else CannotReadError
@@ -141,7 +141,7 @@ async def ledger_in(api: ApiClient) -> LedgerSnapshot:
         try:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError:
-            unreadable.append(f"gpunode {name_in(raw)}")
+            unreadable.append(f"gpunode {object_name(raw)}")
             continue
         held.update({(one.id, one.node): one for one in node.reservations.values()})
     return LedgerSnapshot(held, tuple(unreadable))
@@ -150,9 +150,9 @@ async def ledger_in(api: ApiClient) -> LedgerSnapshot:
 def evidence_in(raw: Raw) -> tuple[str, Evidence | None] | None:
     """What all sources say together. An object that cannot be read proves nothing."""
     try:
-        return name_in(raw), NodeEvidence.parse(raw).word
+        return object_name(raw), NodeEvidence.parse(raw).word
     except UnreadableEvidenceError:
-        return name_in(raw), None
+        return object_name(raw), None
 
 
 def mapped_set(raw: Raw) -> tuple[str, str] | None:

@@ -18,12 +18,12 @@ from webhook.core.fleet import Fleet
 from webhook.evidence.cluster import EvidenceView
 from webhook.evidence.static import StaticEvidence, written_by_hand
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
-from webhook.kube.client import ApiClient, connected
-from webhook.kube.election import lead_again_and_again
+from webhook.kube.client import ApiClient, connect
+from webhook.kube.election import run_while_elected
 from webhook.kube.events import ApiEvents
 from webhook.kube.paths import GPU_NODES_PATH, NAMESPACES_PATH, NODE_EVIDENCES_PATH, NODES_PATH, PODS_PATH
 from webhook.kube.view import ListenerGroup
-from webhook.kube.watch import TROUBLE, Watch, opened
+from webhook.kube.watch import WATCH_ERRORS, Watch, opened
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.runtime.clock import utc_now
@@ -55,7 +55,7 @@ async def schedule(settings: Settings) -> None:
     configure_logging(settings.log_level)
     stop = stop_signal()
     health = SchedulerHealth()
-    async with await connected(settings) as api, Probes(settings, health).listening() as probes:
+    async with await connect(settings) as api, Probes(settings, health).listening() as probes:
         await until(stop, work(settings, api, probes, health))
     log.info("stopped")
 
@@ -73,7 +73,7 @@ async def work(settings: Settings, api: ApiClient, probes: Probes, health: "Sche
             await watch.ready.wait()
         log.info("watching", nodes=len(parts.world.rooms), waiting=len(parts.world.waiters))
         probes.begin()
-        await lead_again_and_again(settings, api, LEASE, lambda: leading(parts.binder, parts.news), parts.rest)
+        await run_while_elected(settings, api, LEASE, lambda: leading(parts.binder, parts.news), parts.rest)
 
 
 class Parts:
@@ -159,7 +159,7 @@ class Pulse:
         try:
             async with asyncio.timeout(PULSE_TIMEOUT), await opened(self._api, "/version", {}, PULSE_TIMEOUT):
                 return True
-        except TROUBLE as exc:
+        except WATCH_ERRORS as exc:
             log.warning("the API server does not answer", error=type(exc).__name__)
             return False
 

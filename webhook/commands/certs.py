@@ -19,9 +19,9 @@ from attrs import frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
-from webhook.kube.client import REQUEST_TIMEOUT, ApiClient, connected
+from webhook.kube.client import REQUEST_TIMEOUT, ApiClient, connect
 from webhook.kube.json_objects import object_in
-from webhook.kube.requests import JSON, JSON_PATCH, LOST, MERGE_PATCH, answered
+from webhook.kube.requests import JSON, JSON_PATCH, MERGE_PATCH, REQUEST_ERRORS, request_json
 from webhook.kube.watch import Watch
 from webhook.runtime.clock import utc_now
 from webhook.runtime.process import rest, stop_signal, until
@@ -129,7 +129,7 @@ async def one_round(place: CertificateStore, rules: RotationRules) -> Certificat
 async def ensure(settings: Settings) -> None:
     """Once: afterwards there is a certificate, and every configuration that is there trusts it."""
     configure_logging(settings.log_level)
-    async with await connected(settings) as api:
+    async with await connect(settings) as api:
         state = await all_rounds(ApiCertificateStore(api, settings), rules_of(settings))
     write_out(settings, state)
 
@@ -148,7 +148,7 @@ async def keep(settings: Settings) -> None:
     configure_logging(settings.log_level)
     stop = stop_signal()
     news = ConfigurationListener()
-    async with await connected(settings) as api, Probes(settings).listening() as probes:
+    async with await connect(settings) as api, Probes(settings).listening() as probes:
         looking = look_again_and_again(settings, ApiCertificateStore(api, settings), probes, news.there)
         watches = (watch.run() for watch in watches_of(settings, api, news))
         await until(stop, all_of(looking, *watches))
@@ -305,8 +305,8 @@ class ApiCertificateStore:
     ) -> Raw | None:
         """What the API server says; None where it refuses in a way that is no mistake."""
         try:
-            status, said = await answered(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
-        except LOST as exc:
+            status, said = await request_json(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
+        except REQUEST_ERRORS as exc:
             raise CertificatesError("the API server cannot be reached") from exc
         if status in fine:
             return None

@@ -25,23 +25,23 @@ from webhook.evidence.node_evidence import NodeEvidence
 from webhook.export import Exporter, ExportError
 from webhook.export.delivery import Delivery, DeliveryObserver, ExporterState, check
 from webhook.export.measured import ExportCollector, ExportMetrics
-from webhook.export.nodes import ApiNode, node_seen, trimmed_node
+from webhook.export.nodes import ApiNode, parse_node, trim_node
 from webhook.export.outbox import OutboxInUseError, opener
-from webhook.export.reader import FailureObserver, GpuReader, ReadingPlan, trimmed_pod
+from webhook.export.reader import FailureObserver, GpuReader, ReadingPlan, trim_pod
 from webhook.export.reading import (
     NO_MACHINE,
     ReadingSource,
-    nameless,
     node_gpus,
     readings_of,
+    unidentified,
 )
 from webhook.export.records import Batch, Use, raw_reading
 from webhook.export.settings import ExportSettings
-from webhook.export.uses import GpuNames, OpenUses, UsePodFacts, UseRecorder, trimmed_gpu_node, trimmed_object
+from webhook.export.uses import GpuNames, OpenUses, UsePodFacts, UseRecorder, trim_gpu_node, trim_object
 from webhook.inventory.node_annotations import UnreadableDevicesError
 from webhook.inventory.node_gpus import GpuWire, gpus_in
 from webhook.inventory.nvidia_smi import MAX_SIZE, parse
-from webhook.kube.client import ApiClient, connected
+from webhook.kube.client import ApiClient, connect
 from webhook.kube.lease import Candidate, LeaseTerms
 from webhook.kube.paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH, NODES_PATH
 from webhook.kube.pod_exec import PodExec
@@ -81,7 +81,7 @@ def read_file(path: str, cluster: str, node: str, machine: str | None) -> int:
     found = node_gpus(parse(content_of(path)), "", None, utc_now())
     for record in readings_of(found, ReadingSource(cluster, node, machine or NO_MACHINE, source)):
         sys.stdout.write(msgspec.json.encode(raw_reading(record)).decode() + "\n")
-    if dropped := nameless(found):
+    if dropped := unidentified(found):
         sys.stderr.write(f"gpuwarden export: no record of {', '.join(dropped)}: without serial and UUID\n")
     return STOPPED
 
@@ -110,7 +110,7 @@ async def export(settings: ExportSettings) -> int:
     for note in settings.notes:
         log.warning("setting passed over", problem=note)
     stop = stop_signal()
-    async with await connected(settings.connection()) as api, ExportProcess(settings, api).listening() as process:
+    async with await connect(settings.connection()) as api, ExportProcess(settings, api).listening() as process:
         ended = await process.run(stop)
     log.info("stopped", exit_code=ended)
     return ended
@@ -127,7 +127,7 @@ class NodeFacts:
 
 def node_words(raw: Raw) -> NodeFacts:
     try:
-        seen = node_seen(raw)
+        seen = parse_node(raw)
     except msgspec.ValidationError as exc:
         raise GpuwardenError(f"the Node cannot be read: {exc}") from exc
     return NodeFacts(seen.boot_id, None if seen.gpus is None else zlib.compress(seen.gpus.encode()))
@@ -156,12 +156,12 @@ class NodesView(ObjectView[NodeFacts]):
         found = self.get(name)
         if found is not None:
             self._reader.booted(name, found.boot)
-        self.take_news()
+        self.take_changes()
 
     def forget(self, name: str) -> None:
         super().forget(name)
         self._reader.forget_node(name)
-        self.take_news()
+        self.take_changes()
 
     def gpu(self, node: str, uuid: str) -> GpuWire | None:
         found = self.get(node)
@@ -309,11 +309,11 @@ class ExportProcess:
             recalled=self._recalled,
         )
         pods = f"/api/v1/namespaces/{settings.namespace}/pods"
-        nodes_watch = Watch(api, NODES_PATH, self._nodes_view, trimmed=trimmed_node)
-        gpu_nodes_watch = Watch(api, GPU_NODES_PATH, self._uses.gpu_nodes, trimmed=trimmed_gpu_node)
+        nodes_watch = Watch(api, NODES_PATH, self._nodes_view, trimmed=trim_node)
+        gpu_nodes_watch = Watch(api, GPU_NODES_PATH, self._uses.gpu_nodes, trimmed=trim_gpu_node)
         wanted = {"labelSelector": settings.label_selector}
-        self._watches = [Watch(api, pods, self._reader, wanted, trimmed_pod), nodes_watch]
-        self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence, trimmed=trimmed_object)]
+        self._watches = [Watch(api, pods, self._reader, wanted, trim_pod), nodes_watch]
+        self._history_watches = [gpu_nodes_watch, Watch(api, NODE_EVIDENCES_PATH, evidence, trimmed=trim_object)]
         # Elections are not held up by what else there is to ask.
         urgent = RateLimitedClient(
             api, RateLimit(50, 100, loop.time), longest=settings.lease_renew_deadline.total_seconds()

@@ -24,12 +24,12 @@ from webhook.evidence.cluster import EvidenceView
 from webhook.inventory.offers import Offers
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiObjects
-from webhook.kube.client import ApiClient, connected
-from webhook.kube.election import lead_again_and_again
+from webhook.kube.client import ApiClient, connect
+from webhook.kube.election import run_while_elected
 from webhook.kube.events import ApiEvents
 from webhook.kube.paths import BINDING_ENDS, GPU_NODES, GPU_NODES_PATH, NAMESPACES_PATH, PODS_PATH, STATEFUL_SETS_PATH
 from webhook.kube.view import ListenerGroup
-from webhook.kube.watch import TROUBLE, Watch, whole_list
+from webhook.kube.watch import WATCH_ERRORS, Watch, whole_list
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import OrphanTimes
@@ -55,7 +55,7 @@ async def reconcile(settings: Settings) -> None:
     """Until SIGTERM or SIGINT. Whoever is not elected watches too, and is ready when it is."""
     configure_logging(settings.log_level)
     stop = stop_signal()
-    async with await connected(settings) as api, Probes(settings).listening() as probes:
+    async with await connect(settings) as api, Probes(settings).listening() as probes:
         await until(stop, work(settings, api, probes))
     log.info("stopped")
 
@@ -177,7 +177,7 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
             ends.begin()
             await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
 
-        await lead_again_and_again(settings, api, LEASE, lead, ledger.rest)
+        await run_while_elected(settings, api, LEASE, lead, ledger.rest)
 
 
 async def read_anew(api: ApiClient, ledger: ClusterLedger, waiting_pods: WaitingPods) -> bool:
@@ -187,7 +187,7 @@ async def read_anew(api: ApiClient, ledger: ClusterLedger, waiting_pods: Waiting
     try:
         gpu_nodes, _ = await whole_list(api, GPU_NODES_PATH)
         pods, _ = await whole_list(api, PODS_PATH, ON_NO_NODE)
-    except TROUBLE as exc:
+    except WATCH_ERRORS as exc:
         log.warning("queue not read anew", error=type(exc).__name__)
         return False
     for raw in gpu_nodes.values():

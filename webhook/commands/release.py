@@ -14,12 +14,12 @@ from webhook.core.fleet import Fleet
 from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, Reservation
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
-from webhook.kube.client import ApiClient, ApiException, connected
+from webhook.kube.client import ApiClient, ApiException, connect
 from webhook.kube.events import CLUSTER_NAMESPACE, EVENTS_PATH, REQUEST_TIMEOUT, QueuedEvent, Subject, event_of
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.kube.paths import GPU_NODES_PATH
-from webhook.kube.requests import LOST, answered
-from webhook.kube.watch import TROUBLE, pages
+from webhook.kube.requests import REQUEST_ERRORS, request_json
+from webhook.kube.watch import WATCH_ERRORS, pages
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.orphans import gpus_of
@@ -39,7 +39,7 @@ def run(settings: Settings, context: str | None, wanted: Sequence[str]) -> int:
 
 
 async def released(settings: Settings, context: str | None, wanted: Sequence[str]) -> list[Reservation]:
-    async with await connected(settings, context=context) as api:
+    async with await connect(settings, context=context) as api:
         ledger = ClusterLedger(Fleet(), ApiGpuNodes(api), ApiPods(api), utc_now, times_of(settings))
         held = await held_in(api, ledger)
         chosen = [orphan_of(one, held) for one in wanted]
@@ -59,7 +59,7 @@ async def held_in(api: ApiClient, ledger: ClusterLedger) -> list[Reservation]:
                 except UnreadableGpuNodeError:
                     continue
                 ledger.learn(raw)
-    except TROUBLE as exc:
+    except WATCH_ERRORS as exc:
         answer = f"answered {exc.status}" if isinstance(exc, ApiException) else "did not answer"
         raise NotReleasedError(f"GPUNodes cannot be listed: the API server {answer}") from exc
     return held
@@ -90,10 +90,10 @@ async def release(api: ApiClient, ledger: ClusterLedger, one: Reservation) -> No
     text = f"{gpus_of(one)} of pod {one.namespace}/{one.pod_name} can be had again: an operator has released it"
     happening = QueuedEvent(Subject.of_node(one.node), Reason.ORPHAN_ENDED, text, is_warning=False, at=utc_now())
     try:
-        status, _ = await answered(
+        status, _ = await request_json(
             api, "POST", EVENTS_PATH, {"namespace": CLUSTER_NAMESPACE}, event_of(happening), seconds=REQUEST_TIMEOUT
         )
-    except LOST:
+    except REQUEST_ERRORS:
         status = 0
     if not 200 <= status < 300:
         sys.stderr.write("gpuwarden release: no Event could be written\n")

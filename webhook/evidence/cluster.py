@@ -24,7 +24,7 @@ from webhook.evidence.node_evidence import (
 )
 from webhook.evidence.providers import ProviderPoll
 from webhook.kube.api_objects import NodeExistence, ObjectClient
-from webhook.kube.node import born_of
+from webhook.kube.node import creation_time_of
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.kube.view import ObjectView
 from webhook.runtime.clock import Clock
@@ -117,7 +117,7 @@ class EvidenceWriter:
         return any(not has_entry(raw, one) for one in (*pushing, *self._round.unanswered))
 
     def _news(self) -> list[str]:
-        news = [*self.view.take_news(), *self.births.take_news()]
+        news = [*self.view.take_changes(), *self.births.take_changes()]
         for name in news:
             raw = self.view.get(name)
             self._met.update((one, name) for one in self._awaited if raw is not None and has_entry(raw, one))
@@ -222,7 +222,7 @@ class EvidenceWriter:
 
 def birth_of(raw: Raw) -> datetime | None:
     try:
-        return born_of(raw)
+        return creation_time_of(raw)
     except msgspec.ValidationError:
         return None
 
@@ -284,6 +284,6 @@ class EvidenceView:
         self._show_news()
 
     def _show_news(self) -> None:
-        for name in self._view.take_news():
+        for name in self._view.take_changes():
             for one in self._listeners:
                 one(name)

@@ -9,9 +9,9 @@ from webhook.export.records import Batch
 class ExportError(GpuwardenError):
     """A batch could not be stored. `is_lasting`: it is no use to try the same again."""
 
-    def __init__(self, reason: str, *, is_lasting: bool = False) -> None:
+    def __init__(self, reason: str, *, is_permanent: bool = False) -> None:
         super().__init__(reason)
-        self.is_lasting = is_lasting
+        self.is_permanent = is_permanent
 
 
 class Exporter(Protocol):

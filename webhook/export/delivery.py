@@ -54,14 +54,14 @@ class ExporterState:
 
 
 @runtime_checkable
-class Gathering(Protocol):
+class BatchingExporter(Protocol):
     """An exporter that would rather take many batches at once, and does not mind how they are put together."""
 
     records_at_once: int
 
 
 @runtime_checkable
-class Preparing(Protocol):
+class PreparingExporter(Protocol):
     """An exporter that has something to do first, which may take longer than any try."""
 
     async def prepare(self) -> None:
@@ -69,7 +69,7 @@ class Preparing(Protocol):
 
 
 @runtime_checkable
-class Remembering(Protocol):
+class QueryableExporter(Protocol):
     """An exporter that can be asked what it was told."""
 
     def open_uses(self, cluster: str) -> AsyncIterator[Use]:
@@ -87,7 +87,7 @@ class ExporterQueue:
         self._clock = clock
         self._heard = heard
         self._backoff = backoff
-        self._at_once = exporter.records_at_once if isinstance(exporter, Gathering) else 0
+        self._at_once = exporter.records_at_once if isinstance(exporter, BatchingExporter) else 0
         self._stored: OrderedDict[str, None] = OrderedDict()
         self._news = asyncio.Event()
         self._last_orders = asyncio.Event()
@@ -139,9 +139,9 @@ class ExporterQueue:
     async def _deliver(self, entries: Sequence[tuple[OutboxEntry, Batch]]) -> None:
         """All of them at once, or one by one where one among them is refused. Raises ExportError."""
         try:
-            await self._export(together([batch for _, batch in entries]))
+            await self._export(merged([batch for _, batch in entries]))
         except ExportError as exc:
-            if not exc.is_lasting:
+            if not exc.is_permanent:
                 raise
             if len(entries) > 1:
                 for one in entries:
@@ -162,7 +162,7 @@ class ExporterQueue:
         if not batch.size:
             return
         try:
-            if isinstance(self.exporter, Preparing):
+            if isinstance(self.exporter, PreparingExporter):
                 await self.exporter.prepare()
             async with asyncio.timeout(LIMIT.total_seconds()):
                 await self.exporter.export(batch)
@@ -174,7 +174,7 @@ class ExporterQueue:
             raise ExportError(f"the system refuses: {exc}") from exc
         except Exception as exc:  # a bug with one batch must not end the delivery of all others
             log.exception("exporting failed", exporter=self.exporter.name, batch=batch.id)
-            raise ExportError(f"a bug: {type(exc).__name__}", is_lasting=True) from exc
+            raise ExportError(f"a bug: {type(exc).__name__}", is_permanent=True) from exc
 
     def _remember(self, batch: Batch) -> None:
         self._stored[batch.id] = None
@@ -244,7 +244,7 @@ class Delivery:
         given = [(lane, evolve(batch, uses=())) for lane in self._readings if batch.readings]
         given += [(lane, evolve(batch, readings=())) for lane in self._uses if batch.uses]
         with self._taking():
-            said = await asyncio.gather(*(said_by(lane.take(part)) for lane, part in given))
+            said = await asyncio.gather(*(error_of(lane.take(part)) for lane, part in given))
         if problems := [f"{lane.exporter.name}: {text}" for (lane, _), text in zip(given, said, strict=True) if text]:
             raise ExportError("; ".join(dict.fromkeys(problems)))
 
@@ -282,7 +282,7 @@ class Delivery:
         """Those that the stores have no end of, as far as stores can be asked. Raises ExportError, also while such a
         store is owed something: that may be the end."""
         for lane in self._uses:
-            if isinstance(lane.exporter, Remembering):
+            if isinstance(lane.exporter, QueryableExporter):
                 if lane.state.waiting.batches:
                     raise ExportError(f"{lane.exporter.name} is asked what it knows once it has what waits for it")
                 async for use in lane.exporter.open_uses(cluster):
@@ -323,7 +323,7 @@ class Delivery:
 async def check(exporters: Sequence[Exporter], states: Mapping[str, ExporterState]) -> None:
     """Raises ExportError that names those that could store nothing at this moment, and those that have not stored what
     waits for them: a store may answer and take nothing."""
-    said = await asyncio.gather(*(said_by(one.check()) for one in exporters))
+    said = await asyncio.gather(*(error_of(one.check()) for one in exporters))
     problems = {one.name: text for one, text in zip(exporters, said, strict=True) if text}
     for name, state in states.items():
         if state.error is not None and state.waiting.batches:
@@ -332,7 +332,7 @@ async def check(exporters: Sequence[Exporter], states: Mapping[str, ExporterStat
         raise ExportError("; ".join(f"{name}: {text}" for name, text in problems.items()))
 
 
-async def said_by(done: Awaitable[None]) -> str | None:
+async def error_of(done: Awaitable[None]) -> str | None:
     """Why it could not be done."""
     try:
         await done
@@ -341,7 +341,7 @@ async def said_by(done: Awaitable[None]) -> str | None:
     return None
 
 
-def together(batches: Sequence[Batch]) -> Batch:
+def merged(batches: Sequence[Batch]) -> Batch:
     """Several as one; one stays itself."""
     if len(batches) == 1:
         return batches[0]

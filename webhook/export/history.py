@@ -12,7 +12,7 @@ from psycopg.rows import kwargs_row
 
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
-from webhook.export.postgres import connected, limit, said
+from webhook.export.postgres import connect, error_message, set_statement_timeout
 from webhook.export.records import raw_time
 from webhook.export.tables import Tables
 from webhook.export.targets import PostgresTarget
@@ -75,23 +75,23 @@ COLUMNS: Final = tuple(field.name for field in fields(PastUse))
 SHOWN: Final = ("since", "until", "cluster", "node", "serial", "gpu_uuid", "pod", "owner", "evidence_hash")
 
 
-async def answer(target: PostgresTarget, question: UseQuery) -> Sequence[PastUse]:
+async def find_uses(target: PostgresTarget, question: UseQuery) -> Sequence[PastUse]:
     """The newest first. Raises ExportError."""
     tables = Tables.named(target.table)
     try:
-        async with await connected(target) as connection, connection.transaction():
-            await limit(connection, target.statement_timeout)
+        async with await connect(target) as connection, connection.transaction():
+            await set_statement_timeout(connection, target.statement_timeout)
             async with connection.cursor(row_factory=kwargs_row(PastUse)) as cursor:
-                await cursor.execute(query(tables, question), {**asdict(question), "most": MOST})
+                await cursor.execute(use_query(tables, question), {**asdict(question), "most": MOST})
                 return await cursor.fetchall()
     except psycopg.errors.UndefinedTable as exc:
         problem = f"there is no history in {target.table}_history: an exporter that may migrate makes it"
         raise ExportError(problem) from exc
     except psycopg.Error as exc:
-        raise ExportError(said(exc)) from exc
+        raise ExportError(error_message(exc)) from exc
 
 
-def query(tables: Tables, question: UseQuery) -> sql.Composed:
+def use_query(tables: Tables, question: UseQuery) -> sql.Composed:
     """By a serial, the GPUs are found first that ever had it: the view itself would have to look at every use."""
     names = {"table": beside_parameters(tables.readings), "uses": beside_parameters(tables.uses)}
     asked = [name for name, value in asdict(question).items() if value is not None]
@@ -121,7 +121,7 @@ CONDITIONS: Final[Mapping[str, Any]] = {
 }
 
 
-def shown(uses: Sequence[PastUse], form: Form) -> str:
+def rendered(uses: Sequence[PastUse], form: Form) -> str:
     if form == "json":
         return msgspec.json.format(msgspec.json.encode([raw(use) for use in uses]), indent=2).decode()
     if not uses:

@@ -13,7 +13,7 @@ import structlog
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_seconds, raw_use
-from webhook.export.targets import HttpTarget, is_read_on_the_way, newest
+from webhook.export.targets import HttpTarget, current_secret, sends_token_in_plain
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
 
@@ -54,7 +54,7 @@ class HttpExporter:
         """Raises GpuwardenError where the token cannot be said."""
         if target.token is not None and not can_be_said(target.token):
             raise GpuwardenError("the token of the http exporter is no line of printable ASCII")
-        if is_read_on_the_way(target):
+        if sends_token_in_plain(target):
             log.warning("everybody on the way can read the token", endpoint=target.endpoint, hint="use https")
         self._target = target
         self._clock = clock
@@ -113,7 +113,7 @@ class HttpExporter:
         said = f"the endpoint answered {reply.status_code}: {reply.text[:MAX_SAID]}"
         if reply.is_server_error or reply.status_code in PASSING:
             raise TryAgainError(said, retry_after(reply, self._clock))
-        raise ExportError(said, is_lasting=reply.status_code in LASTING)
+        raise ExportError(said, is_permanent=reply.status_code in LASTING)
 
     async def _asked(self, request: httpx.Request) -> httpx.Response:
         """The answer, whole. Raises TryAgainError."""
@@ -132,7 +132,7 @@ class HttpExporter:
     def _token(self) -> dict[str, str]:
         if self._target.token is None:
             return {}
-        found = newest(self._target.token, self._target.token_file)
+        found = current_secret(self._target.token, self._target.token_file)
         return {"Authorization": f"Bearer {found if can_be_said(found) else self._target.token}"}
 
 

@@ -45,7 +45,7 @@ class ExportNodeWire(msgspec.Struct, frozen=True):
 
 
 @frozen
-class NodeSeen:
+class ExportedNode:
     """One node at one moment."""
 
     uid: str
@@ -56,9 +56,9 @@ class NodeSeen:
     created: datetime | None = None
 
 
-def node_seen(raw: object) -> NodeSeen:
+def parse_node(raw: object) -> ExportedNode:
     wire = msgspec.convert(raw, ExportNodeWire)
-    return NodeSeen(
+    return ExportedNode(
         uid=wire.metadata.uid,
         provider_id=wire.spec.provider_id if wire.spec else None,
         boot_id=(wire.status.node_info.boot_id or None) if wire.status and wire.status.node_info else None,
@@ -68,7 +68,7 @@ def node_seen(raw: object) -> NodeSeen:
     )
 
 
-def trimmed_node(raw: Raw) -> Raw:
+def trim_node(raw: Raw) -> Raw:
     """What matters of it between its readings: a Node has all its images too."""
     meta, info = raw["metadata"], (raw.get("status") or {}).get("nodeInfo") or {}
     notes = {name: text for name, text in (meta.get("annotations") or {}).items() if name == keys.NODE_GPUS}
@@ -85,9 +85,9 @@ class ApiNode:
     def __init__(self, calls: RateLimitedClient) -> None:
         self._call = calls.call
 
-    async def get(self, name: str) -> NodeSeen | None:
+    async def get(self, name: str) -> ExportedNode | None:
         raw = await self._call("GET", "/api/v1/nodes/{name}", {"name": name})
-        return None if raw is None else node_seen(raw)
+        return None if raw is None else parse_node(raw)
 
     async def pod(self, namespace: str, name: str) -> Raw | None:
         path = "/api/v1/namespaces/{namespace}/pods/{name}"
@@ -97,7 +97,7 @@ class ApiNode:
         """Whether there is such a kind of object. Raises ApiAwayError, ApiRefusesError."""
         return await self._call("GET", path + "?limit=1", {}) is not None
 
-    async def say(self, name: str, node: NodeSeen, labels: Mapping[str, str], gpus: str) -> bool:
+    async def say(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
         """These labels of ours and no others, and this annotation. Whether something had to be written.
 
         Raises ApiRefusesError at once, ApiAwayError after the last try.
@@ -112,7 +112,7 @@ class ApiNode:
                     raise
         return False
 
-    async def _say(self, name: str, node: NodeSeen, labels: Mapping[str, str], gpus: str) -> bool:
+    async def _say(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
         metadata: Raw = {"uid": node.uid}  # of this node, and not of one made anew under its name
         if changes := label_patch(labels, node.labels):
             metadata["labels"] = changes

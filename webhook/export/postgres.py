@@ -31,7 +31,7 @@ from webhook.export.tables import (
     use_row,
     width,
 )
-from webhook.export.targets import PostgresTarget, is_here, newest
+from webhook.export.targets import PostgresTarget, current_secret, is_local
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +91,7 @@ class PostgresExporter:
         """Raises GpuwardenError where the table cannot be called so."""
         self._target = target
         self._tables = Tables.named(target.table)
-        if target.sslmode != "verify-full" and not is_here(target.host):
+        if target.sslmode != "verify-full" and not is_local(target.host):
             log.warning(
                 "the database's certificate is not checked against its name",
                 sslmode=target.sslmode,
@@ -117,12 +117,12 @@ class PostgresExporter:
     async def check(self) -> None:
         """By a connection of its own, which does not wait for a batch that is on its way."""
         try:
-            connection = await connected(self._target)
+            connection = await connect(self._target)
             async with connection:
                 found = await connection.execute(MAY_INSERT, [self._tables.readings.as_string()])
                 row = await found.fetchone()
         except psycopg.Error as exc:
-            raise ExportError(said(exc)) from exc
+            raise ExportError(error_message(exc)) from exc
         may_insert = None if row is None else row[0]
         if may_insert is None and not self._target.auto_migrate:
             raise ExportError(self._no_table())
@@ -132,9 +132,9 @@ class PostgresExporter:
     async def open_uses(self, cluster: str) -> AsyncIterator[Use]:
         """By a connection of its own, and row by row: there may be as many as there are GPUs."""
         try:
-            connection = await connected(self._target)
+            connection = await connect(self._target)
             async with connection, connection.transaction():
-                await limit(connection, self._target.statement_timeout)
+                await set_statement_timeout(connection, self._target.statement_timeout)
                 columns = await columns_of(connection, self._tables.uses, USE_COLUMNS)
                 if len(columns) < len(USE_COLUMNS):
                     return
@@ -147,7 +147,7 @@ class PostgresExporter:
                     async for use in cursor.stream(query):
                         yield evolve(use, chassis=None) if use.chassis == UNKNOWN else use
         except psycopg.Error as exc:
-            raise ExportError(said(exc)) from exc
+            raise ExportError(error_message(exc)) from exc
 
     async def close(self) -> None:
         async with self._turn:
@@ -160,7 +160,7 @@ class PostgresExporter:
             yield
         except psycopg.Error as exc:
             await self._drop()
-            raise ExportError(said(exc)) from exc
+            raise ExportError(error_message(exc)) from exc
         except TimeoutError as exc:
             await self._drop()
             raise ExportError("the database does not answer") from exc
@@ -174,7 +174,7 @@ class PostgresExporter:
             await session.connection.close()
 
     async def _open(self) -> Session:
-        connection = await connected(self._target)
+        connection = await connect(self._target)
         try:
             if self._target.auto_migrate and not self._is_migrated:
                 await migrate(connection, self._tables)
@@ -211,7 +211,7 @@ class PostgresExporter:
             await self._insert(session.connection, to, rows)
         except (psycopg.DataError, psycopg.IntegrityError) as exc:
             if len(rows) == 1:
-                log.warning("row refused", table=to.table.as_string(), row=dict(rows[0]), problem=said(exc))
+                log.warning("row refused", table=to.table.as_string(), row=dict(rows[0]), problem=error_message(exc))
                 return
             half = len(rows) // 2
             await self._store(session, to, rows[:half])
@@ -226,7 +226,7 @@ class PostgresExporter:
             "on_conflict": to.on_conflict,
         }
         async with connection.transaction():
-            await limit(connection, self._target.statement_timeout)
+            await set_statement_timeout(connection, self._target.statement_timeout)
             create = "CREATE TEMP TABLE IF NOT EXISTS {staging} ({definition}) ON COMMIT DELETE ROWS"
             await connection.execute(sql.SQL(create).format(**names))
             async with (
@@ -248,18 +248,20 @@ class PostgresExporter:
         text = clipped(value.replace("\0", ""), min(width(kind) or MAX_INDEXED, MAX_INDEXED))
         if text != value and column not in self._clipped:
             self._clipped.add(column)
-            log.warning("texts are clipped to what a column takes", column=column, length=len(value), said=text)
+            log.warning(
+                "texts are clipped to what a column takes", column=column, length=len(value), error_message=text
+            )
         return text
 
 
-async def connected(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
+async def connect(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
     """Everything by its own parameter, so that a password may be any text. Raises psycopg.Error."""
     return await AsyncConnection.connect(
         host=target.host,
         port=target.port,
         dbname=target.db,
         user=target.user,
-        password=newest(target.password, target.password_file),
+        password=current_secret(target.password, target.password_file),
         sslmode=target.sslmode,
         sslrootcert=target.sslrootcert,
         connect_timeout=max(2, round(target.connect_timeout.total_seconds())),
@@ -279,14 +281,14 @@ async def migrate(connection: AsyncConnection[tuple[Any, ...]], tables: Tables) 
     transaction, so that no lock is held longer than for the one thing that needs it."""
     for statement in tables.statements():
         async with connection.transaction():
-            await limit(connection, timedelta(0))
+            await set_statement_timeout(connection, timedelta(0))
             await connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK])
             patience = str(round(LOCK_PATIENCE.total_seconds() * 1000))
             await connection.execute("SELECT set_config('lock_timeout', %s, true)", [patience])
             await connection.execute(statement)
 
 
-async def limit(connection: AsyncConnection[tuple[Any, ...]], longest: timedelta) -> None:
+async def set_statement_timeout(connection: AsyncConnection[tuple[Any, ...]], longest: timedelta) -> None:
     """Of each statement in this transaction; 0 is no limit."""
     await connection.execute(
         "SELECT set_config('statement_timeout', %s, true), set_config('client_min_messages', 'warning', true)",
@@ -303,6 +305,6 @@ async def columns_of(
     return {name: kinds[name] for name in wanted if name in kinds}
 
 
-def said(exc: psycopg.Error) -> str:
+def error_message(exc: psycopg.Error) -> str:
     """In one line; it names no password, but may name whose it is."""
     return " ".join(str(exc).split()) or type(exc).__name__

@@ -15,17 +15,17 @@ from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
 from webhook.export import ExportError
 from webhook.export.labels import wanted_labels
-from webhook.export.nodes import NodeSeen
+from webhook.export.nodes import ExportedNode
 from webhook.export.reading import (
     NothingToReadError,
     ReadingSource,
     annotation,
     batch_of,
     machine_of,
-    nameless,
     node_gpus,
     read_before,
     readings_of,
+    unidentified,
 )
 from webhook.export.records import Batch
 from webhook.export.schedule import BACKOFF, Schedule
@@ -74,7 +74,7 @@ class PluginPodWire(msgspec.Struct, frozen=True):
 
 
 @frozen
-class PodSeen:
+class PluginPod:
     """A pod of the device plugin."""
 
     name: str
@@ -83,14 +83,14 @@ class PodSeen:
     is_eligible: bool
 
 
-def pod_seen(raw: Raw) -> PodSeen:
+def parse_pod(raw: Raw) -> PluginPod:
     """Raises msgspec.ValidationError."""
     wire = msgspec.convert(raw, PluginPodWire)
     status = wire.status or PluginStatusWire()
     containers = status.container_statuses or []
     is_ready = len(containers) == len(wire.spec.containers) and all(one.ready for one in containers)
     is_going = wire.metadata.deletion_timestamp is not None
-    return PodSeen(
+    return PluginPod(
         name=wire.metadata.name,
         uid=wire.metadata.uid,
         node=wire.spec.node_name or "",
@@ -98,7 +98,7 @@ def pod_seen(raw: Raw) -> PodSeen:
     )
 
 
-def trimmed_pod(raw: Raw) -> Raw:
+def trim_pod(raw: Raw) -> Raw:
     """What `pod_seen` looks at."""
     meta, spec, status = raw["metadata"], raw["spec"], raw.get("status") or {}
     return {
@@ -119,11 +119,11 @@ class Exec(Protocol):
 class ExportNodes(Protocol):
     """All raise ApiAwayError or ApiRefusesError."""
 
-    async def get(self, name: str) -> NodeSeen | None: ...
+    async def get(self, name: str) -> ExportedNode | None: ...
 
     async def pod(self, namespace: str, name: str) -> Raw | None: ...
 
-    async def say(self, name: str, node: NodeSeen, labels: Mapping[str, str], gpus: str) -> bool: ...
+    async def say(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool: ...
 
 
 @frozen
@@ -184,7 +184,7 @@ class GpuReader:
         # A thread goes on when whoever waits for it gives up, so it is threads that there is one of.
         self._parsing = ThreadPoolExecutor(1, "parsing")
         self.turns = Schedule(now)
-        self._pods: dict[str, PodSeen] = {}
+        self._pods: dict[str, PluginPod] = {}
         self._boots: dict[str, str | None] = {}
         self._done: dict[str, LastReading] = {}
         self._failures: dict[str, int] = {}
@@ -208,7 +208,7 @@ class GpuReader:
 
     def changed(self, raw: Raw) -> None:
         try:
-            pod = pod_seen(raw)
+            pod = parse_pod(raw)
         except msgspec.ValidationError as exc:
             log.warning("pod cannot be read", problem=str(exc))
             return
@@ -293,7 +293,7 @@ class GpuReader:
         else:
             self._succeed(pod, done)
 
-    def _succeed(self, pod: PodSeen, done: LastReading) -> None:
+    def _succeed(self, pod: PluginPod, done: LastReading) -> None:
         if self._pods.get(pod.name) is None:
             return
         self._done[pod.name] = done
@@ -302,7 +302,7 @@ class GpuReader:
             age = (self._clock() - done.time).total_seconds()
             self._put(pod.name, max(0.0, self._plan.resync.total_seconds() - max(0.0, age)))
 
-    def _fail(self, pod: PodSeen, reason: str, text: str) -> None:
+    def _fail(self, pod: PluginPod, reason: str, text: str) -> None:
         """One failure is counted once; it is tried again, less and less often."""
         self._told.failed(reason)
         failures = self._failures.get(pod.name, 0) + 1
@@ -314,7 +314,7 @@ class GpuReader:
             self._failures[pod.name] = failures
             self.turns.put(pod.name, pause)
 
-    async def _read(self, pod: PodSeen) -> LastReading:
+    async def _read(self, pod: PluginPod) -> LastReading:
         node = await self._nodes.get(pod.node)
         if node is None:
             raise ReplacedError("its node is gone")
@@ -333,7 +333,7 @@ class GpuReader:
             await self._take(batch_of(readings))
         return LastReading(pod.uid, node.boot_id, pod.node, found.time)
 
-    def _as_read_before(self, pod: PodSeen, node: NodeSeen) -> NodeGpus | None:
+    def _as_read_before(self, pod: PluginPod, node: ExportedNode) -> NodeGpus | None:
         """Another process, or this one before it was restarted, has read it; unless it is time to read it again."""
         try:
             found = read_before(node.gpus, pod.uid, node.boot_id, now=self._clock(), created=node.created)
@@ -343,7 +343,7 @@ class GpuReader:
         is_old = bool(self._plan.resync) and self._clock() - found.time >= self._plan.resync
         return None if is_old else found
 
-    async def _ask(self, pod: PodSeen, node: NodeSeen) -> NodeGpus:
+    async def _ask(self, pod: PluginPod, node: ExportedNode) -> NodeGpus:
         content = await self._exec.run(self._plan.namespace, pod.name, self._plan.container, COMMAND, MAX_SIZE)
         time = self._clock()
         smi = await self._smi(content)
@@ -351,7 +351,7 @@ class GpuReader:
         if now is None or now["metadata"].get("uid") != pod.uid or now["spec"].get("nodeName") != pod.node:
             raise ReplacedError("the pod is not the one that was asked")
         found = node_gpus(smi, pod.uid, node.boot_id, time)
-        if dropped := nameless(found):
+        if dropped := unidentified(found):
             log.warning("devices without serial and UUID are not exported", node=pod.node, devices=dropped)
         if self._plan.labels:
             await self._write(pod, node, smi, found)
@@ -362,7 +362,7 @@ class GpuReader:
             return self._parsed(content)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, self._parsed, content)
 
-    async def _write(self, pod: PodSeen, node: NodeSeen, smi: Smi, found: NodeGpus) -> None:
+    async def _write(self, pod: PluginPod, node: ExportedNode, smi: Smi, found: NodeGpus) -> None:
         """What the node is called by. That the API server refuses it keeps nothing from being exported."""
         wanted = wanted_labels(smi.gpus)
         for note in wanted.notes:

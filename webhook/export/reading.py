@@ -64,12 +64,12 @@ def node_gpus(smi: Smi, pod_uid: str, boot_id: str | None, time: datetime) -> No
                 chassis=one.chassis,
                 mig=one.is_mig,
             )
-            for one, uuid in zip(smi.gpus, names(smi.gpus), strict=True)
+            for one, uuid in zip(smi.gpus, unique_uuids(smi.gpus), strict=True)
         ],
     )
 
 
-def names(gpus: Sequence[Gpu]) -> list[str | None]:
+def unique_uuids(gpus: Sequence[Gpu]) -> list[str | None]:
     """The UUIDs, without those that name nothing, or two."""
     uuids = [one.uuid if one.uuid is not None and is_uuid(one.uuid) else None for one in gpus]
     times = Counter(uuids)
@@ -106,7 +106,7 @@ def readings_of(found: NodeGpus, source: ReadingSource) -> tuple[Reading, ...]:
     )
 
 
-def nameless(found: NodeGpus) -> Sequence[str]:
+def unidentified(found: NodeGpus) -> Sequence[str]:
     """How the devices are called that no record can be made of."""
     return [one.pci or f"number {one.index}" for one in found.gpus if one.serial is None and one.uuid is None]
 

@@ -37,7 +37,7 @@ from webhook.export.kinds import (
     WORDS,
     WORKERS,
 )
-from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_here, secret_in
+from webhook.export.targets import HttpTarget, ObjectTarget, PostgresTarget, is_local, read_secret
 from webhook.runtime.setting_kinds import FILE, HOST, NAMESPACE, TRUTH
 from webhook.runtime.setting_table import (
     EXPORT_PREFIX,
@@ -306,7 +306,7 @@ class ExportSettings:
 
 
 def secret(text: str | None, file: Path | None) -> str | None:
-    return text if file is None else secret_in(file)
+    return text if file is None else read_secret(file)
 
 
 TABLE: Final = settings_of(ExportSettings, EXPORT_PREFIX)
@@ -389,7 +389,7 @@ class ExportReader(TableReader):
             return False
         has_token = bool(values.get("http_auth_token")) or "http_auth_token_file" in self.given
         endpoint = urlsplit(values.get("http_endpoint") or "")
-        return has_token and endpoint.scheme == "http" and not is_here(endpoint.hostname or "")
+        return has_token and endpoint.scheme == "http" and not is_local(endpoint.hostname or "")
 
     def _missing(self, values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if self._part is not None:

@@ -58,28 +58,28 @@ class ObjectTarget:
         return self.bucket if "://" in self.bucket else f"s3://{self.bucket}"
 
 
-def secret_in(file: Path) -> str:
+def read_secret(file: Path) -> str:
     """Raises OSError, UnicodeDecodeError."""
     return file.read_text().strip("\r\n")
 
 
-def newest(known: str, file: Path | None) -> str:
+def current_secret(known: str, file: Path | None) -> str:
     """A secret as its file has it at this moment; while that cannot be read, as it was when the process began."""
     if file is None:
         return known
     try:
-        return secret_in(file)
+        return read_secret(file)
     except (OSError, UnicodeDecodeError):
         return known
 
 
-def is_read_on_the_way(target: HttpTarget) -> bool:
+def sends_token_in_plain(target: HttpTarget) -> bool:
     """Whether its token is, by whoever is there."""
     endpoint = urlsplit(target.endpoint)
-    return target.token is not None and endpoint.scheme == "http" and not is_here(endpoint.hostname or "")
+    return target.token is not None and endpoint.scheme == "http" and not is_local(endpoint.hostname or "")
 
 
-def is_here(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether what goes there stays on this machine: to the directory of a socket, or by loopback."""
     if host.startswith("/") or host == "localhost":
         return True

@@ -98,14 +98,14 @@ def packed(content: object) -> bytes:
     return zlib.compress(msgspec.json.encode(content))
 
 
-def trimmed_gpu_node(raw: Raw) -> Raw:
+def trim_gpu_node(raw: Raw) -> Raw:
     """Of its devices what they are called: the rest of them is more than half of it."""
-    trimmed, spec = trimmed_object(raw), raw.get("spec") or {}
+    trimmed, spec = trim_object(raw), raw.get("spec") or {}
     devices = [{key: one[key] for key in ("uuid", "serial") if key in one} for one in spec.get("devices") or ()]
     return {**trimmed, "spec": {"devices": devices}}
 
 
-def trimmed_object(raw: Raw) -> Raw:
+def trim_object(raw: Raw) -> Raw:
     """Without who wrote which field."""
     return {**raw, "metadata": {name: one for name, one in raw["metadata"].items() if name != "managedFields"}}
 
@@ -232,7 +232,7 @@ class UseRecorder:
             self._todo.update(dict.fromkeys([*self.gpu_nodes.names(), *sorted(self._open.nodes())]))
             self._has_begun = True
         problems = await self._recall()
-        self._todo.update(dict.fromkeys(self.gpu_nodes.take_news()))
+        self._todo.update(dict.fromkeys(self.gpu_nodes.take_changes()))
         problems += await self._each(self._todo, self._settle)
         problems += await self._each(self._owed, self._tell)
         if problems:

@@ -225,7 +225,7 @@ class Discovery:
         self._todo.update(dict.fromkeys(await self._written.refresh()))
         if not (self._written.is_known and self._is_current()):
             return
-        self._todo.update(dict.fromkeys([*self.nodes.take_news(), *self.gpu_nodes.take_news()]))
+        self._todo.update(dict.fromkeys([*self.nodes.take_changes(), *self.gpu_nodes.take_changes()]))
         batch, self._failures = list(self._todo)[:AT_A_TIME], 0
         done = await asyncio.gather(*map(self._attempt, batch), return_exceptions=True)
         left = done.count(False)
@@ -296,7 +296,7 @@ class Discovery:
             if what.devices:
                 self.gpu_nodes.changed(await self._objects.create(new_gpu_node(name, what.devices.values())))
                 log.info("GPUNode created", node=name, devices=len(what.devices))
-        elif known is not None and not known.is_leaving:  # one that leaves offers nothing, and a new one follows it
+        elif known is not None and not known.is_being_deleted:  # a GPUNode being deleted offers no devices
             await self._write(raw, known, what)
 
     async def _write(self, raw: Raw, known: GpuNode, what: WantedDevices) -> None:
@@ -339,7 +339,12 @@ class Discovery:
             text = "the Node is gone; what is reserved on it stays so until its pods are gone too"
             self._tell_once(known.name, Reason.NODE_GONE, text)
             return
-        if known.is_rebuilt and not known.is_leaving and is_ours(raw) and await self._api_nodes.is_gone(known.name):
+        if (
+            known.is_rebuilt
+            and not known.is_being_deleted
+            and is_ours(raw)
+            and await self._api_nodes.is_gone(known.name)
+        ):
             await self._objects.delete(raw)
             log.info("GPUNode deleted with its Node", node=known.name)
 

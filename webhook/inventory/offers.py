@@ -36,7 +36,7 @@ class Offers:
 
     async def step(self) -> None:
         self._fleet.advance(self._clock())
-        if self.view.take_news() or self._fleet.changes != self._looked_at:
+        if self.view.take_changes() or self._fleet.changes != self._looked_at:
             self._looked_at = self._fleet.changes
             self._written = {name: word for name, word in self._written.items() if name in self.view}
             self._due = {name: word for name in self.view.names() if (word := self._wanted(name))}

@@ -4,7 +4,7 @@ from kubernetes.aio import client
 
 from webhook.core.caller import Caller, CallersUnavailableError, Right
 from webhook.kube.client import REQUEST_TIMEOUT
-from webhook.kube.requests import LOST
+from webhook.kube.requests import REQUEST_ERRORS
 
 # What the client library raises at an answer that is not what was asked for.
 UNREADABLE = (ValueError, TypeError, AttributeError, RecursionError)
@@ -43,7 +43,7 @@ class ApiCallers:
         review = client.V1SubjectAccessReview(spec=spec)
         try:
             answer = await self._permissions.create_subject_access_review(review, _request_timeout=REQUEST_TIMEOUT)
-        except (*LOST, *UNREADABLE) as exc:
+        except (*REQUEST_ERRORS, *UNREADABLE) as exc:
             raise CallersUnavailableError("the API server cannot be asked") from exc
         return bool(answer.status and answer.status.allowed)
 
@@ -54,7 +54,7 @@ class ApiCallers:
         review = client.V1TokenReview(spec=client.V1TokenReviewSpec(token=token, audiences=audiences))
         try:
             answer = await self._reviews.create_token_review(review, _request_timeout=REQUEST_TIMEOUT)
-        except (*LOST, *UNREADABLE) as exc:
+        except (*REQUEST_ERRORS, *UNREADABLE) as exc:
             raise CallersUnavailableError("the API server cannot be asked") from exc
         status = answer.status
         if not (status and status.authenticated):

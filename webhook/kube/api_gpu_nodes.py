@@ -5,7 +5,7 @@ from kubernetes.aio.client.exceptions import ApiException
 
 from webhook.core.names import is_object_name
 from webhook.core.raw import Raw
-from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated, written
+from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated_errors, translated_write_errors
 from webhook.kube.paths import GPU_NODES
 from webhook.kube.store import StoreUnavailableError
 
@@ -20,7 +20,7 @@ class ApiGpuNodes:
         if not is_object_name(name):  # it comes from an annotation, and `..` is the path of something else
             return None
         try:
-            async with translated():
+            async with translated_errors():
                 return as_raw(
                     await self._objects.get_cluster_custom_object(*GPU_NODES, name, _request_timeout=REQUEST_TIMEOUT),
                     name,
@@ -32,7 +32,7 @@ class ApiGpuNodes:
 
     async def put(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with written():
+        async with translated_write_errors():
             return as_raw(
                 await self._objects.replace_cluster_custom_object(
                     *GPU_NODES, name, raw, _request_timeout=REQUEST_TIMEOUT
@@ -41,7 +41,7 @@ class ApiGpuNodes:
 
     async def put_status(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with written():
+        async with translated_write_errors():
             return as_raw(
                 await self._objects.replace_cluster_custom_object_status(
                     *GPU_NODES, name, only_status(raw), _request_timeout=REQUEST_TIMEOUT

@@ -11,9 +11,9 @@ from kubernetes.aio.client.exceptions import ApiException
 from webhook.core.errors import GpuwardenError
 from webhook.core.names import is_object_name
 from webhook.core.raw import Raw
-from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated
+from webhook.kube.client import REQUEST_TIMEOUT, as_raw, translated_errors
 from webhook.kube.json_objects import decoded, object_in
-from webhook.kube.requests import NODE_PATH, answered
+from webhook.kube.requests import NODE_PATH, request_json
 from webhook.kube.store import RefusedError, StoreUnavailableError
 
 # Enough to see which field it is about.
@@ -59,7 +59,7 @@ class ApiObjects:
         if not is_object_name(name):
             return None
         try:
-            async with explained():
+            async with errors_with_message():
                 return as_raw(
                     await self._objects.get_cluster_custom_object(*self._kind, name, _request_timeout=REQUEST_TIMEOUT),
                     name,
@@ -70,14 +70,14 @@ class ApiObjects:
             raise
 
     async def create(self, raw: Raw) -> Raw:
-        async with explained():
+        async with errors_with_message():
             return as_raw(
                 await self._objects.create_cluster_custom_object(*self._kind, raw, _request_timeout=REQUEST_TIMEOUT)
             )
 
     async def replace(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with explained():
+        async with errors_with_message():
             return as_raw(
                 await self._objects.replace_cluster_custom_object(
                     *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
@@ -86,7 +86,7 @@ class ApiObjects:
 
     async def replace_status(self, raw: Raw) -> Raw:
         name = raw["metadata"]["name"]
-        async with explained():
+        async with errors_with_message():
             return as_raw(
                 await self._objects.replace_cluster_custom_object_status(
                     *self._kind, name, raw, _request_timeout=REQUEST_TIMEOUT
@@ -97,7 +97,7 @@ class ApiObjects:
         meta = raw["metadata"]
         only = client.V1Preconditions(uid=meta["uid"], resource_version=meta["resourceVersion"])
         try:
-            async with explained():
+            async with errors_with_message():
                 await self._objects.delete_cluster_custom_object(
                     *self._kind,
                     meta["name"],
@@ -116,34 +116,34 @@ class ApiNodes:
         self._api = api
 
     async def is_gone(self, name: str) -> bool:
-        return await node_in(self._api, name) is None
+        return await get_node(self._api, name) is None
 
 
-async def node_in(api: client.ApiClient, name: str) -> Raw | None:
+async def get_node(api: client.ApiClient, name: str) -> Raw | None:
     """The Node as it is now; None if there is none. Raises StoreAwayError."""
-    async with translated():
-        status, body = await answered(api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
+    async with translated_errors():
+        status, body = await request_json(api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
     if status == 404:
         return None
     try:
-        return the_one(status, body, "Node", name)
-    except NotTheOneError as exc:
+        return checked_object(status, body, "Node", name)
+    except UnexpectedObjectError as exc:
         raise StoreUnavailableError(str(exc)) from exc
 
 
-class NotTheOneError(GpuwardenError):
+class UnexpectedObjectError(GpuwardenError):
     """An answer that is not the object that was asked for."""
 
 
-def the_one(status: int, body: bytes, kind: str, name: str) -> Raw:
+def checked_object(status: int, body: bytes, kind: str, name: str) -> Raw:
     """The object that was asked for: its name may come from whoever sends reviews, and `..` is the path of another."""
     try:
         raw = object_in(body)
         is_the_one = (status, raw["kind"], raw["metadata"]["name"]) == (200, kind, name)
     except (msgspec.DecodeError, KeyError, TypeError) as exc:
-        raise NotTheOneError(f"the API server answered {status}, and no {kind}") from exc
+        raise UnexpectedObjectError(f"the API server answered {status}, and no {kind}") from exc
     if not is_the_one:
-        raise NotTheOneError(f"the API server answered {status}, and not with that {kind}")
+        raise UnexpectedObjectError(f"the API server answered {status}, and not with that {kind}")
     return raw
 
 
@@ -152,18 +152,18 @@ def is_not_found(exc: StoreUnavailableError) -> bool:
 
 
 @asynccontextmanager
-async def explained() -> AsyncIterator[None]:
+async def errors_with_message() -> AsyncIterator[None]:
     """Refusals with what the API server says of them: an operator has to find the field."""
     try:
-        async with translated():
+        async with translated_errors():
             yield
     except RefusedError as exc:
         if isinstance(exc.__cause__, ApiException):
-            raise RefusedError(said_in(exc.__cause__)) from exc
+            raise RefusedError(error_message(exc.__cause__)) from exc
         raise
 
 
-def said_in(exc: ApiException) -> str:
+def error_message(exc: ApiException) -> str:
     try:
         text: bytes | str = exc.body or b""
         said: Said = decoded(text if isinstance(text, bytes) else text.encode(), Said)

@@ -49,7 +49,7 @@ class NotInAPodError(GpuwardenError):
     """There is no service account to be used."""
 
 
-async def connected(settings: Settings, mounted: Path = MOUNTED, *, context: str | None = None) -> client.ApiClient:
+async def connect(settings: Settings, mounted: Path = MOUNTED, *, context: str | None = None) -> client.ApiClient:
     """A client by kubeconfig, by the three flags of S4, or by the service account of the Pod that this is.
 
     `context` is of the kubeconfig; not named, it is the current one."""
@@ -116,7 +116,7 @@ def token_reader(path: Path) -> RefreshKey:
 
 
 @asynccontextmanager
-async def translated() -> AsyncIterator[None]:
+async def translated_errors() -> AsyncIterator[None]:
     """The API server's refusals in the ledger's words. A request without an answer may have been carried out."""
     try:
         yield
@@ -131,11 +131,11 @@ async def translated() -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def written() -> AsyncIterator[None]:
+async def translated_write_errors() -> AsyncIterator[None]:
     """The same of writes that somebody waits for: what the API server would refuse again is refused, not lost, so that
     another node is tried at once."""
     try:
-        async with translated():
+        async with translated_errors():
             yield
     except StoreUnavailableError as exc:
         cause = exc.__cause__

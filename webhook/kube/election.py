@@ -29,7 +29,7 @@ Lead = Callable[[], Awaitable[None]]
 Rest = Callable[[], Awaitable[object]]
 
 
-async def lead_again_and_again(settings: Settings, api: client.ApiClient, lease: str, lead: Lead, rest: Rest) -> None:
+async def run_while_elected(settings: Settings, api: client.ApiClient, lease: str, lead: Lead, rest: Rest) -> None:
     """Be elected, lead until the Lease is lost, and stand again. An API server that is away ends a leadership too.
 
     `lead` runs for ever and is cancelled when the Lease is lost, or when this is: then the Lease is given back, once
@@ -51,11 +51,11 @@ async def lead_once(candidate: Candidate, lead: Lead, rest: Rest) -> None:
     try:
         await asyncio.wait((leading, holding), return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
-        await ended(leading, holding)
-        await give_back(candidate, rest)
+        await cancel_and_wait(leading, holding)
+        await release_lease(candidate, rest)
         raise
     is_lost = holding.done()
-    await ended(leading, holding)
+    await cancel_and_wait(leading, holding)
     if is_lost:
         log.warning("no longer leading")
         holding.result()
@@ -64,7 +64,7 @@ async def lead_once(candidate: Candidate, lead: Lead, rest: Rest) -> None:
     await asyncio.sleep((candidate.left + 2 * candidate.terms.retry_period).total_seconds())
 
 
-async def give_back(candidate: Candidate, rest: Rest) -> None:
+async def release_lease(candidate: Candidate, rest: Rest) -> None:
     """Another may have it at once: not before the last write has been answered. A Lease that is not given back in time
     ends by itself."""
     try:
@@ -75,7 +75,7 @@ async def give_back(candidate: Candidate, rest: Rest) -> None:
         log.warning("the Lease is left to end by itself", identity=candidate.identity)
 
 
-async def ended(*tasks: "asyncio.Future[Any]") -> None:
+async def cancel_and_wait(*tasks: "asyncio.Future[Any]") -> None:
     """Cancelled, and over."""
     while going_on := [task for task in tasks if not task.done()]:
         for task in going_on:

@@ -12,7 +12,7 @@ from kubernetes.aio import client
 from webhook.core.raw import Raw
 from webhook.core.reasons import Reason
 from webhook.core.reservation import PodIdentity
-from webhook.kube.requests import LOST, answered
+from webhook.kube.requests import REQUEST_ERRORS, request_json
 from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -102,10 +102,10 @@ class ApiEvents:
             one = await self._waiting.get()
             names = {"namespace": one.subject.namespace or CLUSTER_NAMESPACE}
             try:
-                status, _ = await answered(
+                status, _ = await request_json(
                     self._api, "POST", EVENTS_PATH, names, event_of(one), seconds=REQUEST_TIMEOUT
                 )
-            except LOST as exc:
+            except REQUEST_ERRORS as exc:
                 log.warning("event lost", reason=one.reason, error=type(exc).__name__)
             else:
                 if status >= 400:

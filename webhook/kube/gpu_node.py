@@ -99,11 +99,11 @@ class GpuNode:
     # Whether what is held here is known: an object that is new says nothing of the pods that are there already.
     is_rebuilt: bool
     # Being deleted: it stays as long as something is held, and gives nothing any more.
-    is_leaving: bool = False
+    is_being_deleted: bool = False
     # Whether it cannot go before we let it.
-    is_kept: bool = False
+    has_finalizer: bool = False
     # Whether the numbers that `kubectl get gn` shows are right, where it says any.
-    is_counted: bool = True
+    has_correct_counts: bool = True
 
     @classmethod
     def parse(cls, raw: Raw) -> "GpuNode":
@@ -112,11 +112,11 @@ class GpuNode:
             version = int(wire.metadata.resource_version)
         except (msgspec.ValidationError, ValueError) as exc:
             raise UnreadableGpuNodeError(f"GPUNode cannot be read: {exc}") from exc
-        name, is_leaving = wire.metadata.name, wire.metadata.deletion_timestamp is not None
+        name, is_being_deleted = wire.metadata.name, wire.metadata.deletion_timestamp is not None
         devices = tuple(map(device, (wire.spec and wire.spec.devices) or ()))
         # Stored before the definition demanded the form of a UUID: such a device is known and given to nobody.
         devices = tuple(one if is_uuid(one.uuid) else evolve(one, is_healthy=False) for one in devices)
-        if is_leaving:
+        if is_being_deleted:
             devices = tuple(evolve(one, is_healthy=False) for one in devices)
         held = wire.status and wire.status.held
         furthest = reservations(name, held or {}, max)
@@ -128,13 +128,13 @@ class GpuNode:
             reservations=furthest,
             stored=furthest if is_even else reservations(name, held or {}, min),
             is_rebuilt=held is not None,
-            is_leaving=is_leaving,
-            is_kept=FINALIZER in (wire.metadata.finalizers or ()),
-            is_counted=is_counted(wire.status, devices, furthest.values()),
+            is_being_deleted=is_being_deleted,
+            has_finalizer=FINALIZER in (wire.metadata.finalizers or ()),
+            has_correct_counts=has_correct_counts(wire.status, devices, furthest.values()),
         )
 
 
-def name_in(raw: Raw) -> str:
+def object_name(raw: Raw) -> str:
     """Of an object that may be none of ours; empty if it says none."""
     meta = raw.get("metadata")
     return str(meta.get("name") or "") if isinstance(meta, dict) else ""
@@ -268,7 +268,9 @@ def numbers_of(devices: Iterable[Device], held: Collection[Reservation]) -> Numb
     return Numbers(total, taken.total(), free)
 
 
-def is_counted(status: GpuNodeStatusWire | None, devices: Iterable[Device], held: Collection[Reservation]) -> bool:
+def has_correct_counts(
+    status: GpuNodeStatusWire | None, devices: Iterable[Device], held: Collection[Reservation]
+) -> bool:
     if status is None or status.total is None:
         return True
     said = (status.total, status.taken, status.free)
@@ -276,8 +278,8 @@ def is_counted(status: GpuNodeStatusWire | None, devices: Iterable[Device], held
     return said == (right.total, right.taken, right.free)
 
 
-def with_finalizer(raw: Raw, *, is_kept: bool) -> Raw:
+def with_finalizer(raw: Raw, *, has_finalizer: bool) -> Raw:
     """The object as one that cannot go, or as one that may."""
     meta = raw["metadata"]
     others = [one for one in meta.get("finalizers") or () if one != FINALIZER]
-    return {**raw, "metadata": {**meta, "finalizers": [*others, FINALIZER] if is_kept else others}}
+    return {**raw, "metadata": {**meta, "finalizers": [*others, FINALIZER] if has_finalizer else others}}

@@ -55,5 +55,5 @@ def node_of(raw: Raw) -> Node:
     )
 
 
-def born_of(raw: Raw) -> datetime | None:
+def creation_time_of(raw: Raw) -> datetime | None:
     return msgspec.convert(raw, NodeWire).metadata.creation_timestamp

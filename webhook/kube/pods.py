@@ -16,11 +16,11 @@ class StatusWire(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-def names_of(pod: PodIdentity) -> dict[str, str]:
+def path_names(pod: PodIdentity) -> dict[str, str]:
     return {"namespace": pod.namespace, "name": pod.name}
 
 
-def said_in(status: int, body: bytes) -> str:
+def error_message(status: int, body: bytes) -> str:
     try:
         said: str = decoded(body, StatusWire).message
     except msgspec.DecodeError:

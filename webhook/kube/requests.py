@@ -22,7 +22,7 @@ JSON_PATCH: Final = "application/json-patch+json"
 POD_PATH: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
 NODE_PATH: Final = "/api/v1/nodes/{name}"
 # What the client library raises where no good answer came.
-LOST: Final = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
+REQUEST_ERRORS: Final = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
 class ApiUnavailableError(GpuwardenError):
@@ -68,7 +68,7 @@ class RateLimit:
             await asyncio.sleep(late)
 
 
-async def answered(
+async def request_json(
     api: client.ApiClient,
     method: str,
     path: str,
@@ -83,11 +83,11 @@ async def answered(
 
     By paths: the client's methods for pods and nodes load a module for every kind of object there is, 24 MiB of them.
     """
-    reply = await exchanged(api, method, path, names, body, seconds=seconds, kind=kind)
+    reply = await send_request(api, method, path, names, body, seconds=seconds, kind=kind)
     return reply.status, reply.content
 
 
-async def exchanged(
+async def send_request(
     api: client.ApiClient,
     method: str,
     path: str,
@@ -128,7 +128,7 @@ class RateLimitedClient:
         await self._limit.turn()
         kind = MERGE_PATCH if method == "PATCH" else JSON
         try:
-            status, content = await answered(self._api, method, path, names, body, seconds=self._longest, kind=kind)
+            status, content = await request_json(self._api, method, path, names, body, seconds=self._longest, kind=kind)
         except ApiException as exc:
             status, content = exc.status or 0, b""
         except (aiohttp.ClientError, TimeoutError, OSError) as exc:
@@ -136,7 +136,7 @@ class RateLimitedClient:
         if status == 404:
             return None
         if status in (400, 401, 403, 409, 422):
-            raise ApiRefusesError(status, said_in(content))
+            raise ApiRefusesError(status, error_message(content))
         if not 200 <= status < 300:
             raise ApiUnavailableError(f"the API server answered {status}")
         try:
@@ -145,7 +145,7 @@ class RateLimitedClient:
             raise ApiUnavailableError("the API server's answer cannot be read") from exc
 
 
-def said_in(content: bytes) -> str:
+def error_message(content: bytes) -> str:
     try:
         return ": " + str(decoded(content, SaidWire).message)[:400]
     except msgspec.DecodeError:

@@ -35,7 +35,7 @@ class ObjectView(Generic[Kept]):
     def names(self) -> set[str]:
         return set(self._kept)
 
-    def take_news(self) -> list[str]:
+    def take_changes(self) -> list[str]:
         """The names of what has come, gone or changed in what matters since this was last asked."""
         news, self._news = self._news, {}
         return list(news)

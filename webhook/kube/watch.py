@@ -20,7 +20,7 @@ from kubernetes.aio.client.exceptions import ApiException
 from webhook.core.errors import GpuwardenError
 from webhook.core.raw import Raw
 from webhook.kube.json_objects import decoded, object_in
-from webhook.kube.requests import LOST
+from webhook.kube.requests import REQUEST_ERRORS
 from webhook.runtime.backoff import Backoff
 
 log = structlog.get_logger(__name__)
@@ -42,7 +42,7 @@ SOON = 1.0
 # After a failure: soon, then less and less often. A server that comes back is noticed within this.
 BACKOFF = Backoff(timedelta(seconds=0.1), timedelta(seconds=5), jitter=(0.5, 1.5))
 
-TROUBLE = (*LOST, msgspec.DecodeError)
+WATCH_ERRORS = (*REQUEST_ERRORS, msgspec.DecodeError)
 
 
 class StartOverError(GpuwardenError):
@@ -108,7 +108,7 @@ class Watch:
                     continue
             except StartOverError:
                 self._start_over()
-            except TROUBLE as exc:
+            except WATCH_ERRORS as exc:
                 self._lose()
                 log.warning("watch interrupted", path=self.path, error=type(exc).__name__)
                 log.debug("watch interrupted", path=self.path, exc_info=exc)

@@ -10,8 +10,8 @@ from webhook.core.reservation import PodIdentity, Reservation
 from webhook.kube.client import REQUEST_TIMEOUT, ApiClient
 from webhook.kube.json_objects import object_in
 from webhook.kube.paths import PODS_PATH
-from webhook.kube.requests import LOST, NODE_PATH, POD_PATH, answered
-from webhook.kube.watch import TROUBLE, whole_list
+from webhook.kube.requests import NODE_PATH, POD_PATH, REQUEST_ERRORS, request_json
+from webhook.kube.watch import WATCH_ERRORS, whole_list
 from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
@@ -64,10 +64,10 @@ class ApiPods:
 
     async def _read(self, namespace: str, name: str) -> Raw | None:
         try:
-            status, body = await answered(
+            status, body = await request_json(
                 self._api, "GET", POD_PATH, {"namespace": namespace, "name": name}, seconds=REQUEST_TIMEOUT
             )
-        except LOST as exc:
+        except REQUEST_ERRORS as exc:
             raise PodsUnavailableError("the API server cannot be reached") from exc
         if status == 404:
             return None
@@ -81,7 +81,7 @@ class ApiPods:
     async def _all(self) -> Collection[Raw]:
         try:
             raws, _ = await whole_list(self._api, PODS_PATH)
-        except TROUBLE as exc:
+        except WATCH_ERRORS as exc:
             raise PodReaderUnavailableError("pods cannot be listed") from exc
         return raws.values()
 
@@ -98,22 +98,22 @@ class ApiPods:
 
     async def node(self, name: str) -> NodeSnapshot | None:
         try:
-            status, body = await answered(self._api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
+            status, body = await request_json(self._api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
             if status == 404:
                 return None
             raw = object_in(body) if status == 200 else {}
             if (raw.get("kind"), raw.get("metadata", {}).get("name")) != ("Node", name):
                 raise PodReaderUnavailableError(f"the API server answered {status} with something else than that node")
             return NodeSnapshot.of(raw)
-        except (*LOST, msgspec.MsgspecError, AttributeError) as exc:
+        except (*REQUEST_ERRORS, msgspec.MsgspecError, AttributeError) as exc:
             raise PodReaderUnavailableError("the node cannot be read") from exc
 
     async def remove(self, pod: PodIdentity, version: str) -> None:
         names = {"namespace": pod.namespace, "name": pod.name}
         body = {"preconditions": {"uid": pod.uid, "resourceVersion": version}}
         try:
-            status, _ = await answered(self._api, "DELETE", POD_PATH, names, body, seconds=REQUEST_TIMEOUT)
-        except LOST as exc:
+            status, _ = await request_json(self._api, "DELETE", POD_PATH, names, body, seconds=REQUEST_TIMEOUT)
+        except REQUEST_ERRORS as exc:
             raise PodReaderUnavailableError("the pod cannot be removed") from exc
         if status >= 400 and status not in (404, 409):  # gone, or another by now
             raise PodReaderUnavailableError("the pod cannot be removed")

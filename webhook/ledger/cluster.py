@@ -36,7 +36,7 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, name_in, with_finalizer, with_held
+from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, object_name, with_finalizer, with_held
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.ledger.moves import (
     Abandon,
@@ -163,7 +163,7 @@ class ClusterLedger:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError as exc:
             log.warning("GPUNode cannot be read", problem=str(exc))
-            self.forget(name_in(raw))  # nothing can be written there
+            self.forget(object_name(raw))  # nothing can be written there
             return
         writer = self._writer(node.name)
         if writer.node is not None and writer.node.version >= node.version:
@@ -319,9 +319,11 @@ class ClusterLedger:
             writer is not None
             and writer.raw is not None
             and writer.node is not None
-            and not is_kept_rightly(writer.node)
+            and not has_expected_finalizer(writer.node)
         ):
-            self.learn(await self._store.put(with_finalizer(writer.raw, is_kept=not writer.node.is_leaving)))
+            self.learn(
+                await self._store.put(with_finalizer(writer.raw, has_finalizer=not writer.node.is_being_deleted))
+            )
 
     async def collect(
         self, now: datetime, *, never_came: Callable[[Reservation], bool] = lambda _: False
@@ -487,7 +489,7 @@ class ClusterLedger:
                     continue
                 held: Held = dict(writer.node.reservations)
                 made, again, doubtful = self._apply(writer.node, held, turns, is_current=is_current)
-                if held != writer.node.stored or (not writer.node.is_counted and is_looked_at(turns)):
+                if held != writer.node.stored or (not writer.node.has_correct_counts and is_looked_at(turns)):
                     self.learn(await self._store.put_status(with_held(writer.raw, held.values(), writer.node.devices)))
                     is_current, writer.refusal = True, ""
             except RefusedError as exc:
@@ -525,7 +527,7 @@ class ClusterLedger:
         doubtful: list[PendingWrite] = []
         now = self._clock()
         for turn in turns:
-            if node.is_leaving and isinstance(turn.move, HoldSlots) and turn.move.ask.id not in held:
+            if node.is_being_deleted and isinstance(turn.move, HoldSlots) and turn.move.ask.id not in held:
                 turn.fail(SlotsTakenError(f"GPUNode {node.name} is being deleted"))
                 continue
             try:
@@ -620,8 +622,8 @@ def is_looked_at(turns: Sequence[PendingWrite]) -> bool:
 
 def is_settled(node: GpuNode) -> bool:
     """Whether it says what is held and how much that is, and goes neither too early nor never."""
-    return node.is_rebuilt and node.is_counted and is_kept_rightly(node)
+    return node.is_rebuilt and node.has_correct_counts and has_expected_finalizer(node)
 
 
-def is_kept_rightly(node: GpuNode) -> bool:
-    return not (node.is_kept and not node.reservations) if node.is_leaving else node.is_kept
+def has_expected_finalizer(node: GpuNode) -> bool:
+    return not (node.has_finalizer and not node.reservations) if node.is_being_deleted else node.has_finalizer

@@ -5,8 +5,8 @@ import structlog
 from webhook.core import keys
 from webhook.core.reservation import PodIdentity
 from webhook.kube.client import ApiClient
-from webhook.kube.pods import REQUEST_TIMEOUT, names_of, said_in
-from webhook.kube.requests import LOST, MERGE_PATCH, POD_PATH, answered
+from webhook.kube.pods import REQUEST_TIMEOUT, error_message, path_names
+from webhook.kube.requests import MERGE_PATCH, POD_PATH, REQUEST_ERRORS, request_json
 from webhook.scheduler.extender import BindingLostError, BindingRefusedError
 from webhook.scheduler.wakeups import NotWokenError, WakerUnavailableError
 
@@ -23,16 +23,16 @@ class ApiBindings:
 
     async def bind(self, pod: PodIdentity, node: str, version: str = "") -> None:
         conditions = {"uid": pod.uid, "resourceVersion": version}
-        meta = {**names_of(pod), **{what: value for what, value in conditions.items() if value}}
+        meta = {**path_names(pod), **{what: value for what, value in conditions.items() if value}}
         binding = {"metadata": meta, "target": {"apiVersion": "v1", "kind": "Node", "name": node}}
         try:
-            status, body = await answered(
-                self._api, "POST", f"{POD_PATH}/binding", names_of(pod), binding, seconds=REQUEST_TIMEOUT
+            status, body = await request_json(
+                self._api, "POST", f"{POD_PATH}/binding", path_names(pod), binding, seconds=REQUEST_TIMEOUT
             )
-        except LOST as exc:
+        except REQUEST_ERRORS as exc:
             raise BindingLostError("the API server cannot be reached") from exc
         if status >= 400:
-            raise BindingRefusedError(said_in(status, body), status)
+            raise BindingRefusedError(error_message(status, body), status)
 
 
 class ApiConditions:
@@ -52,20 +52,22 @@ class ApiConditions:
         }
         patch = {"metadata": {"uid": pod.uid, "resourceVersion": version}, "status": {"conditions": [condition]}}
         try:
-            status, body = await answered(
+            status, body = await request_json(
                 self._api,
                 "PATCH",
                 f"{POD_PATH}/status",
-                names_of(pod),
+                path_names(pod),
                 patch,
                 seconds=REQUEST_TIMEOUT,
                 kind=STRATEGIC_MERGE_PATCH,
             )
-        except LOST as exc:
+        except REQUEST_ERRORS as exc:
             log.warning("condition lost", namespace=pod.namespace, name=pod.name, error=type(exc).__name__)
             return False
         if status >= 400 and status not in (404, 409):  # gone, or not as it was
-            log.warning("condition refused", namespace=pod.namespace, name=pod.name, problem=said_in(status, body))
+            log.warning(
+                "condition refused", namespace=pod.namespace, name=pod.name, problem=error_message(status, body)
+            )
         return status < 400
 
 
@@ -78,11 +80,11 @@ class ApiPodWaker:
     async def wake(self, pod: PodIdentity, at: str) -> None:
         patch = {"metadata": {"uid": pod.uid, "annotations": {keys.WOKEN_AT: at}}}
         try:
-            status, body = await answered(
-                self._api, "PATCH", POD_PATH, names_of(pod), patch, seconds=REQUEST_TIMEOUT, kind=MERGE_PATCH
+            status, body = await request_json(
+                self._api, "PATCH", POD_PATH, path_names(pod), patch, seconds=REQUEST_TIMEOUT, kind=MERGE_PATCH
             )
-        except LOST as exc:
+        except REQUEST_ERRORS as exc:
             raise WakerUnavailableError("the API server cannot be reached") from exc
         if status >= 400 and status not in (404, 409):  # gone, or of another uid
             is_away = status == 429 or status >= 500
-            raise (WakerUnavailableError if is_away else NotWokenError)(said_in(status, body))
+            raise (WakerUnavailableError if is_away else NotWokenError)(error_message(status, body))

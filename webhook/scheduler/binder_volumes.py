@@ -18,7 +18,7 @@ from webhook.core.pod import Metadata, RequiredNodes, Requirement, WireStruct
 from webhook.core.reservation import PodIdentity
 from webhook.kube.client import ApiClient
 from webhook.kube.json_objects import decoded
-from webhook.kube.requests import LOST, MERGE_PATCH, answered, said_in
+from webhook.kube.requests import MERGE_PATCH, REQUEST_ERRORS, error_message, request_json
 
 REQUEST_TIMEOUT = 4.0
 CLAIM_PATH = "/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
@@ -242,7 +242,7 @@ class ApiVolumes:
         names = {"namespace": pod.namespace, "name": unmade.claim}
         meta = {"uid": unmade.uid, "resourceVersion": unmade.version, "annotations": {SELECTED_NODE: node}}
         try:
-            status, body = await answered(
+            status, body = await request_json(
                 self._api,
                 "PATCH",
                 CLAIM_PATH,
@@ -251,17 +251,17 @@ class ApiVolumes:
                 seconds=REQUEST_TIMEOUT,
                 kind=MERGE_PATCH,
             )
-        except LOST as exc:
+        except REQUEST_ERRORS as exc:
             raise VolumesUnavailableError("the API server cannot be reached") from exc
         if status in (404, 409) or status >= 500:  # gone, not as it was, or not now
             raise VolumesUnavailableError(f"the API server answered {status}")
         if status >= 400:
-            raise UnusableVolumeError(f"claim {unmade.claim} cannot be given a node{said_in(body)}")
+            raise UnusableVolumeError(f"claim {unmade.claim} cannot be given a node{error_message(body)}")
 
     async def _read(self, path: str, names: dict[str, str], form: type[Known]) -> Known | None:
         try:
-            status, body = await answered(self._api, "GET", path, names, seconds=REQUEST_TIMEOUT)
-        except LOST as exc:
+            status, body = await request_json(self._api, "GET", path, names, seconds=REQUEST_TIMEOUT)
+        except REQUEST_ERRORS as exc:
             raise VolumesUnavailableError("the API server cannot be reached") from exc
         if status == 404:
             return None

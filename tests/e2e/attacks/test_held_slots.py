@@ -14,7 +14,7 @@ from tests.e2e.people import GPU_NODES
 from tests.e2e.test_ledger import NODE_A, NODE_B, ApiBench, installed
 from tests.ledger.contract import ask, on, pod
 from webhook.core.reservation import PodProof, ReservationId
-from webhook.kube.client import connected
+from webhook.kube.client import connect
 from webhook.runtime.settings import Settings
 
 
@@ -23,7 +23,7 @@ async def bench(cluster: Cluster, kube: Kube) -> AsyncIterator[ApiBench]:
     await installed(kube)
     for raw in (NODE_A, NODE_B):
         await kube.create(GPU_NODES, copy.deepcopy(raw))
-    async with await connected(Settings(kubeconfig=cluster.kubeconfig)) as api:
+    async with await connect(Settings(kubeconfig=cluster.kubeconfig)) as api:
         yield ApiBench(api, kube)
     for raw in (NODE_A, NODE_B):
         await forced_away(kube, GPU_NODES, raw["metadata"]["name"])

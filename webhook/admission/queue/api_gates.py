@@ -8,8 +8,8 @@ from webhook.core import keys
 from webhook.core.difference import Change
 from webhook.core.reservation import PodIdentity
 from webhook.kube.client import ApiClient
-from webhook.kube.pods import REQUEST_TIMEOUT, names_of, said_in
-from webhook.kube.requests import JSON_PATCH, LOST, MERGE_PATCH, POD_PATH, answered
+from webhook.kube.pods import REQUEST_TIMEOUT, error_message, path_names
+from webhook.kube.requests import JSON_PATCH, MERGE_PATCH, POD_PATH, REQUEST_ERRORS, request_json
 from webhook.ledger.api_pods import pod_in
 from webhook.ledger.pods import PodsUnavailableError
 
@@ -30,13 +30,13 @@ class ApiGates:
 
     async def is_shut(self, pod: PodIdentity) -> bool:
         try:
-            status, body = await answered(self._api, "GET", POD_PATH, names_of(pod), seconds=REQUEST_TIMEOUT)
-        except LOST as exc:
+            status, body = await request_json(self._api, "GET", POD_PATH, path_names(pod), seconds=REQUEST_TIMEOUT)
+        except REQUEST_ERRORS as exc:
             raise GateError("the API server cannot be reached") from exc
         if status == GONE:
             return False
         if status >= 400:
-            raise GateError(said_in(status, body))
+            raise GateError(error_message(status, body))
         try:
             raw = pod_in(body, pod.namespace, pod.name)
         except PodsUnavailableError as exc:
@@ -46,11 +46,11 @@ class ApiGates:
     async def _patch(self, pod: PodIdentity, patch: list[Change] | dict[str, Any], kind: str) -> bool:
         """Whether there was a pod of that name."""
         try:
-            status, body = await answered(
-                self._api, "PATCH", POD_PATH, names_of(pod), patch, seconds=REQUEST_TIMEOUT, kind=kind
+            status, body = await request_json(
+                self._api, "PATCH", POD_PATH, path_names(pod), patch, seconds=REQUEST_TIMEOUT, kind=kind
             )
-        except LOST as exc:
+        except REQUEST_ERRORS as exc:
             raise GateError("the API server cannot be reached") from exc
         if status >= 400 and status != GONE:
-            raise GateError(said_in(status, body))
+            raise GateError(error_message(status, body))
         return status != GONE

@@ -27,12 +27,12 @@ from webhook.core.raw import Raw
 from webhook.core.reasons import STATUS_CODES, Reason
 from webhook.core.reservation import Phase
 from webhook.evidence.node_evidence import NodeEvidence
-from webhook.kube.client import ApiClient, connected, namespace_of_context
+from webhook.kube.client import ApiClient, connect, namespace_of_context
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.json_objects import object_in
 from webhook.kube.paths import GPU_NODES_PATH, NODE_EVIDENCES_PATH
-from webhook.kube.requests import LOST, ApiReply, answered, exchanged
-from webhook.kube.watch import TROUBLE, whole_list
+from webhook.kube.requests import REQUEST_ERRORS, ApiReply, request_json, send_request
+from webhook.kube.watch import WATCH_ERRORS, whole_list
 from webhook.runtime.clock import Clock, utc_now
 from webhook.runtime.settings import Settings
 
@@ -96,7 +96,7 @@ class DryRuns:
         sent = await self._with_set(creatable(raw, namespace), namespace)
         where = f"a dry run in namespace {namespace}"
         try:
-            reply = await exchanged(
+            reply = await send_request(
                 self._api,
                 "POST",
                 PODS_OF,
@@ -105,7 +105,7 @@ class DryRuns:
                 seconds=TIMEOUT,
                 query={"dryRun": "All", "fieldValidation": "Warn"},
             )
-        except LOST as exc:
+        except REQUEST_ERRORS as exc:
             raise CannotSayError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
         except (ValueError, TypeError, RecursionError) as exc:  # what JSON has no form for
             raise CannotSayError(f"{where}: the pod cannot be sent: {type(exc).__name__}") from exc
@@ -144,9 +144,9 @@ class DryRuns:
             "spec": {"resourceAttributes": asked},
         }
         try:
-            _, content = await answered(self._api, "POST", REVIEWS_PATH, {}, body, seconds=TIMEOUT)
+            _, content = await request_json(self._api, "POST", REVIEWS_PATH, {}, body, seconds=TIMEOUT)
             return msgspec.json.decode(content, type=ReviewWire).status.allowed
-        except (*LOST, msgspec.MsgspecError, UnicodeDecodeError):
+        except (*REQUEST_ERRORS, msgspec.MsgspecError, UnicodeDecodeError):
             return False
 
     async def _held(self, raw: Raw, namespace: str) -> Raw | None:
@@ -195,8 +195,8 @@ class DryRuns:
 
     async def _got(self, path: str, names: dict[str, str]) -> tuple[int, bytes]:
         try:
-            return await answered(self._api, "GET", path, names, seconds=TIMEOUT)
-        except LOST as exc:
+            return await request_json(self._api, "GET", path, names, seconds=TIMEOUT)
+        except REQUEST_ERRORS as exc:
             raise CannotSayError(f"the API server did not answer: {str(exc) or type(exc).__name__}") from exc
 
     async def _hints(self, sent: Raw) -> list[str]:
@@ -218,7 +218,7 @@ class DryRuns:
         try:
             nodes, _ = await whole_list(self._api, GPU_NODES_PATH)
             evidence, _ = await whole_list(self._api, NODE_EVIDENCES_PATH)
-        except TROUBLE:
+        except WATCH_ERRORS:
             return "which hashes and labels there are is told to who may list GPUNodes and NodeEvidences"
         labels = {label for raw in nodes.values() for one in devices_of(raw) for label in one}
         proven: dict[str, int] = {}
@@ -333,6 +333,6 @@ def told(
 @asynccontextmanager
 async def cluster_source(settings: Settings, context: str | None) -> AsyncIterator[Source]:
     """The API server, with the caller's own rights."""
-    async with await connected(settings, context=context) as api:
+    async with await connect(settings, context=context) as api:
         own = None if settings.kubeconfig is None else namespace_of_context(settings.kubeconfig, context)
         yield DryRuns(api, own or DEFAULT_NAMESPACE, utc_now)

@@ -138,9 +138,9 @@ async def explaining(name: str, parts: Parts) -> AsyncIterator[Source]:
 
 async def kubeconfig_credentials(settings: Settings, context: str | None) -> Credentials:
     """Those that the kubeconfig has for its API server."""
-    from webhook.kube.client import connected
+    from webhook.kube.client import connect
 
-    async with await connected(settings, context=context) as api:
+    async with await connect(settings, context=context) as api:
         configuration = api.configuration
         token = configuration.api_key.get("BearerToken", "").removeprefix("Bearer ").strip()
         cert, key = configuration.cert_file, configuration.key_file
@@ -149,16 +149,16 @@ async def kubeconfig_credentials(settings: Settings, context: str | None) -> Cre
 
 async def pod_in_cluster(settings: Settings, context: str | None, namespace: str, name: str) -> Raw:
     """The pod as it is, without what its creation did not have. Raises CannotSayError."""
-    from webhook.kube.client import connected
+    from webhook.kube.client import connect
     from webhook.kube.json_objects import object_in
-    from webhook.kube.requests import LOST, POD_PATH, answered
+    from webhook.kube.requests import POD_PATH, REQUEST_ERRORS, request_json
 
     where = f"pod {namespace}/{name}"
-    async with await connected(settings, context=context) as api:
+    async with await connect(settings, context=context) as api:
         try:
             names = {"namespace": namespace, "name": name}
-            status, content = await answered(api, "GET", POD_PATH, names, seconds=10.0)
-        except LOST as exc:
+            status, content = await request_json(api, "GET", POD_PATH, names, seconds=10.0)
+        except REQUEST_ERRORS as exc:
             raise CannotSayError(f"{where}: the API server did not answer: {str(exc) or type(exc).__name__}") from exc
     if status != 200:
         raise CannotSayError(f"{where}: the API server answered {status}")

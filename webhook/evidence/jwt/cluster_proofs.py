@@ -17,7 +17,7 @@ from webhook.evidence.jwt.jwt_bundle import BundleVersion, JwtBundle, check_succ
 from webhook.evidence.jwt.jwt_svid import SOURCE
 from webhook.evidence.jwt.proofs import UnknownNodeError, check_birth, check_newer
 from webhook.evidence.node_evidence import API_VERSION, entry_in, new_node_evidence, with_entries
-from webhook.kube.api_objects import ObjectClient, node_in
+from webhook.kube.api_objects import ObjectClient, get_node
 from webhook.kube.client import ApiClient
 from webhook.kube.store import StaleError
 
@@ -39,7 +39,7 @@ class ApiNodeCreationTimes:
         self._api = api
 
     async def born(self, name: str) -> datetime | None:
-        node = await node_in(self._api, name)
+        node = await get_node(self._api, name)
         return None if node is None else datetime.fromisoformat(node["metadata"]["creationTimestamp"])
 
 
