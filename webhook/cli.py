@@ -345,7 +345,7 @@ def history(args: Namespace) -> int:
     from webhook.export import settings as export_settings
     from webhook.export.history import UseQuery, find_uses, rendered
 
-    question = UseQuery.asked(serial=args.serial, uuid=args.uuid, pod=args.pod, hash=args.hash)
+    question = UseQuery.from_flags(serial=args.serial, uuid=args.uuid, pod=args.pod, hash=args.hash)
     chosen = export_settings.load(vars(args), also=args.unknown, part=export_settings.HISTORY)
     args.has_run = True
     complain(args.parser.prog, chosen.notes)

@@ -12,7 +12,7 @@ import pytest
 from tests.export.smi import Card, dead, document, gb200_tray
 from tests.export.test_reader import plugin_pod
 from tests.running import refusing
-from webhook.commands.export import NodesView, StoreHealth, hash_in, node_words, time_to_drain
+from webhook.commands.export import NodesView, StoreHealth, evidence_hash, node_facts, time_to_drain
 from webhook.core.errors import GpuwardenError
 from webhook.export import ExportError
 from webhook.export.measured import ExportMetrics
@@ -119,12 +119,12 @@ def test_what_cannot_be_done_is_said_and_nothing_is_printed(
 def test_what_matters_of_a_node_and_of_its_evidence() -> None:
     info = {"nodeInfo": {"bootID": "b"}}
     raw = {"metadata": {"name": "n", "annotations": {"gpuwarden.io/gpus": "{}"}}, "status": info}
-    assert node_words(raw).boot == "b"
+    assert node_facts(raw).boot == "b"
     with pytest.raises(GpuwardenError):
-        node_words({"metadata": {"name": "n", "labels": 3}})
+        node_facts({"metadata": {"name": "n", "labels": 3}})
     entry = {"hash": "sha256:aa", "banned": False, "conflict": False}
-    assert hash_in({"metadata": {"name": "n"}, "status": {"sources": {"static": entry}}}) == "sha256:aa"
-    assert hash_in({"metadata": {"name": "n"}}) is None
+    assert evidence_hash({"metadata": {"name": "n"}, "status": {"sources": {"static": entry}}}) == "sha256:aa"
+    assert evidence_hash({"metadata": {"name": "n"}}) is None
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_what_is_kept_of_a_node_in_a_long_list_is_what_is_looked_at(
 ) -> None:
     raw = {"metadata": {"name": "n", "resourceVersion": "7", "annotations": notes}, **more}
     kept = trim_node(raw)
-    assert node_words(kept) == node_words(raw)
+    assert node_facts(kept) == node_facts(raw)
     assert (kept["metadata"]["name"], kept["metadata"]["resourceVersion"]) == ("n", "7")
     assert "long" not in str(kept)
     assert "images" not in str(kept)

@@ -165,7 +165,7 @@ class TestPostgres:
                 await exporter.export(batch(uses=(use(),)))
         assert rows(postgres, name) == "2"
         assert rows(postgres, name, suffix="_history") == "1"
-        found = await find_uses(target_of(postgres, name), UseQuery.asked(serial="1760000000011"))
+        found = await find_uses(target_of(postgres, name), UseQuery.from_flags(serial="1760000000011"))
         assert [one.reservation for one in found] == ["reservation-0"]
 
     async def test_a_new_table_has_s2s_columns_and_indexes_and_ours(self, postgres: Postgres) -> None:
@@ -381,7 +381,7 @@ class TestATableOfS2:
 @pytest.mark.defect("S2-19")
 class TestHistory:
     async def asked(self, postgres: Postgres, table: str, **question: str) -> list[PastUse]:
-        return list(await find_uses(target_of(postgres, table), UseQuery.asked(**question)))
+        return list(await find_uses(target_of(postgres, table), UseQuery.from_flags(**question)))
 
     @pytest.fixture
     async def past(self, postgres: Postgres, table: str) -> str:

@@ -97,11 +97,11 @@ async def test_what_is_refused_for_good_does_not_stand_in_the_way() -> None:
     store.refuses = {"bad"}
     refused: list[tuple[str, str, str]] = []
     stored: list[str] = []
-    heard = DeliveryObserver(
+    observer = DeliveryObserver(
         stored=lambda exporter, one: stored.append(one.id),
         refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)),
     )
-    async with delivering(store, heard=heard) as delivery:
+    async with delivering(store, observer=observer) as delivery:
         for name in ("before", "bad", "after"):
             await delivery.take(batch(name))
         await until(lambda: len(stored) == 2)
@@ -119,9 +119,9 @@ class BuggyExporter(MemoryExporter):
 
 async def test_a_batch_that_breaks_an_exporter_is_set_aside_and_the_next_is_stored(tmp_path: Path) -> None:
     refused: list[tuple[str, str, str]] = []
-    heard = DeliveryObserver(refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)))
+    observer = DeliveryObserver(refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)))
     store = BuggyExporter()
-    async with delivering(store, directory=tmp_path, heard=heard) as delivery:
+    async with delivering(store, directory=tmp_path, observer=observer) as delivery:
         for name in ("before", "bad", "after"):
             await delivery.take(batch(name))
         await until(lambda: list(store.stored) == ["before", "after"])
@@ -162,8 +162,8 @@ async def test_a_bug_in_delivery_itself_ends_the_run_and_is_not_hidden() -> None
     def stored(_exporter: str, one: Batch) -> None:
         raise ZeroDivisionError(one.id)
 
-    heard = DeliveryObserver(stored=stored)
-    delivery = Delivery([MemoryExporter(), MemoryExporter("well")], opener(None), clock, heard=heard)
+    observer = DeliveryObserver(stored=stored)
+    delivery = Delivery([MemoryExporter(), MemoryExporter("well")], opener(None), clock, observer=observer)
     await delivery.take(batch())
     with pytest.raises(ZeroDivisionError, match="batch-0"):
         async with asyncio.timeout(PATIENCE.total_seconds()):
@@ -173,7 +173,7 @@ async def test_a_bug_in_delivery_itself_ends_the_run_and_is_not_hidden() -> None
 async def test_each_failed_try_is_heard_of() -> None:
     store, failed = MemoryExporter(), list[tuple[str, str]]()
     store.fault = ExportError("down")
-    async with delivering(store, heard=DeliveryObserver(failed=lambda *what: failed.append(what))) as delivery:
+    async with delivering(store, observer=DeliveryObserver(failed=lambda *what: failed.append(what))) as delivery:
         await delivery.take(batch())
         await until(lambda: len(failed) >= 3)
         assert set(failed) == {("memory", "down")}
@@ -186,7 +186,7 @@ async def test_an_outbox_that_cannot_be_read_for_a_moment_is_read_again_and_all_
         lambda name: Outbox(batches if name == "memory" else MemoryBatchStore()),
         clock,
         backoff=QUICK,
-        heard=DeliveryObserver(failed=lambda *o: failed.append(o)),
+        observer=DeliveryObserver(failed=lambda *o: failed.append(o)),
     )
     for number in range(150):
         await delivery.take(batch(f"{number}"))
@@ -217,8 +217,8 @@ class TestOneThatWouldRatherTakeManyAtOnce:
                 await super().export(batch)
 
         store, refused = BuggyGatheringExporter(), list[str]()
-        heard = DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id))
-        delivery = Delivery([store], opener(None), clock, backoff=QUICK, heard=heard)
+        observer = DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id))
+        delivery = Delivery([store], opener(None), clock, backoff=QUICK, observer=observer)
         for one in (batch("0", gpus=1), Batch("bad", (reading(7),)), batch("2", gpus=1)):
             await delivery.take(one)
         assert await delivery.drain(PATIENCE) == 0
@@ -234,7 +234,7 @@ class TestOneThatWouldRatherTakeManyAtOnce:
             opener(None),
             clock,
             backoff=QUICK,
-            heard=DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id)),
+            observer=DeliveryObserver(refused=lambda _, one, reason: refused.append(one.id)),
         )
         await delivery.take(batch("bad"))
         await delivery.take(batch("good"))
@@ -246,7 +246,7 @@ class TestTaking:
     async def test_an_outbox_that_is_full_is_named_and_the_others_have_it(self, tmp_path: Path) -> None:
         dead, well = MemoryExporter("dead"), MemoryExporter("well")
         dead.fault = ExportError("down")
-        delivery = Delivery([dead, well], opener(tmp_path, bound=1500), clock, backoff=QUICK)
+        delivery = Delivery([dead, well], opener(tmp_path, max_bytes=1500), clock, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
         await delivery.take(batch("0"))
         await until(lambda: len(well.stored) == 1)

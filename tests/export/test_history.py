@@ -35,22 +35,22 @@ def past_use(**changes: Any) -> PastUse:
 
 
 def test_a_pod_is_asked_for_by_namespace_and_name() -> None:
-    assert UseQuery.asked(pod="train/job-0") == UseQuery(namespace="train", pod="job-0")
+    assert UseQuery.from_flags(pod="train/job-0") == UseQuery(namespace="train", pod="job-0")
 
 
 @pytest.mark.parametrize("pod", ["job-0", "/job-0", "train/"])
 def test_a_pod_without_either_is_refused(pod: str) -> None:
     with pytest.raises(GpuwardenError, match="allowed: NAMESPACE/NAME"):
-        UseQuery.asked(pod=pod)
+        UseQuery.from_flags(pod=pod)
 
 
 def test_a_question_about_nothing_is_refused() -> None:
     with pytest.raises(GpuwardenError, match="say what to look for: --serial, --pod, --hash or --uuid"):
-        UseQuery.asked()
+        UseQuery.from_flags()
 
 
 def test_what_is_asked_goes_by_parameters_and_names_are_quoted() -> None:
-    text = use_query(Tables.named('a"b'), UseQuery.asked(serial="'; DROP", hash="x")).as_string()
+    text = use_query(Tables.named('a"b'), UseQuery.from_flags(serial="'; DROP", hash="x")).as_string()
     assert 'FROM "a""b_history" WHERE gpu_uuid IN' in text
     assert "DROP" not in text
     assert "AND evidence_hash = %(hash)s ORDER BY" in text

@@ -15,7 +15,7 @@ from tests.export.killed import COUNT
 from tests.export.records import NOW, batch, later, use
 from webhook.export import ExportError
 from webhook.export.outbox import (
-    BOUND_IN_MEMORY,
+    MAX_BYTES_IN_MEMORY,
     Backlog,
     BatchStore,
     DirectoryBatchStore,
@@ -72,7 +72,7 @@ class TestWhatIsPromised:
     def test_it_takes_nothing_beyond_its_bound_and_takes_again_once_there_is_room(self, store: BatchStore) -> None:
         size = Outbox(MemoryBatchStore())
         size.put(batch("0"), NOW)
-        outbox = Outbox(store, bound=2 * size.waiting.size)
+        outbox = Outbox(store, max_bytes=2 * size.waiting.size)
         outbox.put(batch("0"), NOW)
         outbox.put(batch("1"), NOW)
         with pytest.raises(ExportError, match="the outbox is full"):
@@ -119,7 +119,7 @@ class TestWhileOneIsWritten:
         one = Outbox(MemoryBatchStore())
         one.put(batch("0"), NOW)
         store = SlowBatchStore()
-        outbox = Outbox(store, bound=one.waiting.size)
+        outbox = Outbox(store, max_bytes=one.waiting.size)
         writing = threading.Thread(target=outbox.put, args=(batch("0"), NOW))
         writing.start()
         assert store.is_asked.wait(30)
@@ -132,11 +132,11 @@ class TestWhileOneIsWritten:
 
 def test_what_is_kept_in_memory_leaves_room_for_the_process() -> None:
     """A Pod has a limit of some hundred MiB for all its exporters and both kinds; a disk has more."""
-    assert BOUND_IN_MEMORY == 16 * 1024 * 1024
+    assert MAX_BYTES_IN_MEMORY == 16 * 1024 * 1024
     outbox = opener(None)("dead")
-    big = batch(gpus=1, node="n" * (BOUND_IN_MEMORY - 4096))
+    big = batch(gpus=1, node="n" * (MAX_BYTES_IN_MEMORY - 4096))
     assert outbox.put(big, NOW)
-    with pytest.raises(ExportError, match=f"of {BOUND_IN_MEMORY} bytes wait"):
+    with pytest.raises(ExportError, match=f"of {MAX_BYTES_IN_MEMORY} bytes wait"):
         outbox.put(batch("next", gpus=100), NOW)
 
 

@@ -15,7 +15,7 @@ from webhook.export.delivery import ExporterState
 from webhook.export.measured import ExportCollector, ExportMetrics
 from webhook.export.nodes import ExportedNode
 from webhook.export.outbox import Backlog
-from webhook.export.reader import LEAST_BETWEEN, LONG, FailureObserver, GpuReader, ReadingPlan
+from webhook.export.reader import MIN_INTERVAL, PARSE_IN_THREAD, FailureObserver, GpuReader, ReadingPlan
 from webhook.export.records import Batch, Reading
 from webhook.inventory.nvidia_smi import Smi, parse
 from webhook.kube.pod_exec import ExecError
@@ -56,9 +56,9 @@ class House:
 
     def __attrs_post_init__(self) -> None:
         loop = asyncio.get_running_loop()
-        told = FailureObserver(failed=self._failed)
+        observer = FailureObserver(failed=self._failed)
         self.reader = GpuReader(
-            self.plan, self, self, self._take, lambda: self.now, lambda: loop.time() + self.ahead, told, self.parse
+            self.plan, self, self, self._take, lambda: self.now, lambda: loop.time() + self.ahead, observer, self.parse
         )
 
     def _failed(self, reason: str) -> None:
@@ -82,7 +82,7 @@ class House:
     async def pod(self, namespace: str, name: str) -> Raw | None:
         return self.pods.get(name)
 
-    async def say(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
+    async def write_metadata(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
         await asyncio.sleep(self.labels_take)
         if self.refuses_labels is not None:
             raise self.refuses_labels
@@ -92,7 +92,7 @@ class House:
 
     def skip(self, seconds: float) -> None:
         self.ahead += seconds
-        self.reader.turns.put("nobody")  # whoever waits looks at the clock again
+        self.reader.schedule.put("nobody")  # whoever waits looks at the clock again
 
     def see(self, raw: Raw) -> None:
         """The watch tells of it."""
@@ -124,7 +124,7 @@ async def until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
 
 async def settled(house: House) -> None:
     """Nothing is due, nothing is under way."""
-    await until(lambda: not len(house.reader.turns))
+    await until(lambda: not len(house.reader.schedule))
     await asyncio.sleep(0.05)
 
 
@@ -299,7 +299,7 @@ async def test_nobody_is_read_without_pause_however_short_the_time_is() -> None:
         house.now += timedelta(seconds=1)
         await asyncio.sleep(0.1)
         assert house.execs == ["p"]
-        house.skip(LEAST_BETWEEN)
+        house.skip(MIN_INTERVAL)
         await until(lambda: len(house.batches) == 2)
 
 
@@ -314,7 +314,7 @@ async def test_a_boot_that_is_told_of_has_the_node_read_again() -> None:
         assert len(house.execs) == 1
         house.nodes["node-a"] = evolve(house.nodes["node-a"], boot_id="boot-2")
         house.reader.booted("node-a", "boot-2")
-        house.skip(LEAST_BETWEEN)
+        house.skip(MIN_INTERVAL)
         await until(lambda: len(house.batches) == 2)
     assert {one.boot_id for one in house.batches[1].readings} == {"boot-2"}
 
@@ -347,7 +347,7 @@ async def test_whoever_flips_what_it_says_of_itself_is_not_read_without_pause(
             flip(house, number)
             await asyncio.sleep(0.01)
         assert house.execs == ["p"]
-        house.skip(LEAST_BETWEEN)
+        house.skip(MIN_INTERVAL)
         await until(lambda: len(house.batches) == 2)
         await settled(house)
         assert house.execs == ["p", "p"]
@@ -355,7 +355,7 @@ async def test_whoever_flips_what_it_says_of_itself_is_not_read_without_pause(
 
 async def test_of_long_texts_one_is_parsed_at_a_time() -> None:
     """Each takes many times its size, and there are as many as workers."""
-    long = document(h100_host()) + b" " * LONG
+    long = document(h100_host()) + b" " * PARSE_IN_THREAD
     at_once, most, lock = 0, 0, threading.Lock()
 
     def counting(content: bytes) -> Smi:
@@ -471,10 +471,10 @@ def test_what_waits_and_how_old_the_readings_are_can_be_seen() -> None:
 @pytest.mark.defect("S2-14")
 async def test_a_thousand_generations_of_a_pod_leave_as_many_series_as_one() -> None:
     metrics = ExportMetrics()
-    metrics.know(["stdout"])
+    metrics.initialize_counters(["stdout"])
     house = House(says=complains, count=metrics.count_not_read)
     reader = house.reader
-    metrics.show(ExportCollector(lambda: reader.turns.waiting, lambda: reader.last_reads, dict, lambda: NOW))
+    metrics.show(ExportCollector(lambda: reader.schedule.waiting, lambda: reader.last_reads, dict, lambda: NOW))
     series = set()
     async with house.working(8):
         for generation in range(1000):
@@ -485,4 +485,4 @@ async def test_a_thousand_generations_of_a_pod_leave_as_many_series_as_one() -> 
                 series.add(len(metrics.render()[0].splitlines()))
             house.reader.deleted(raw)
     assert len(series) == 1
-    assert len(house.reader.turns) == 0
+    assert len(house.reader.schedule) == 0

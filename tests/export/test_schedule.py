@@ -18,10 +18,10 @@ class Hand:
         return self.time
 
 
-async def is_idle(turns: Schedule) -> bool:
+async def is_idle(schedule: Schedule) -> bool:
     try:
         async with asyncio.timeout(0.02):
-            turns.done(await turns.take())
+            schedule.done(await schedule.take())
     except TimeoutError:
         return True
     return False
@@ -29,26 +29,26 @@ async def is_idle(turns: Schedule) -> bool:
 
 async def test_the_first_that_is_due_comes_first_and_each_once() -> None:
     hand = Hand()
-    turns = Schedule(hand.now)
+    schedule = Schedule(hand.now)
     for name, after in (("b", 2.0), ("a", 1.0), ("c", 3.0), ("b", 5.0), ("c", 0.5)):
-        turns.put(name, after)
-    assert (len(turns), turns.waiting) == (3, 0)
-    assert await is_idle(turns)
+        schedule.put(name, after)
+    assert (len(schedule), schedule.waiting) == (3, 0)
+    assert await is_idle(schedule)
     hand.time = 10.0
-    assert turns.waiting == 3
-    assert [await turns.take() for _ in range(3)] == ["c", "a", "b"]
-    assert await is_idle(turns)
+    assert schedule.waiting == 3
+    assert [await schedule.take() for _ in range(3)] == ["c", "a", "b"]
+    assert await is_idle(schedule)
 
 
 async def test_nobody_is_with_two_workers_at_once() -> None:
     hand = Hand()
-    turns = Schedule(hand.now)
-    turns.put("a")
-    assert await turns.take() == "a"
-    turns.put("a")
-    assert await is_idle(turns)
-    turns.done("a")
-    assert await turns.take() == "a"
+    schedule = Schedule(hand.now)
+    schedule.put("a")
+    assert await schedule.take() == "a"
+    schedule.put("a")
+    assert await is_idle(schedule)
+    schedule.done("a")
+    assert await schedule.take() == "a"
 
 
 class Counted(str):
@@ -64,18 +64,18 @@ class Counted(str):
 async def test_whoever_waits_looks_through_nothing() -> None:
     """Sixteen wait for one of ten thousand, and fifty things happen."""
     hand = Hand()
-    turns = Schedule(hand.now)
+    schedule = Schedule(hand.now)
     for number in range(10_000):
-        turns.put(Counted(number), 600.0)
-    waiting = [asyncio.create_task(turns.take()) for _ in range(16)]
+        schedule.put(Counted(number), 600.0)
+    waiting = [asyncio.create_task(schedule.take()) for _ in range(16)]
     await asyncio.sleep(0)
     Counted.looks = 0
     for number in range(50):
-        turns.put(Counted(f"new-{number}"), 300.0)
+        schedule.put(Counted(f"new-{number}"), 300.0)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert 0 < Counted.looks < 5_000
-    turns.put("now")
+    schedule.put("now")
     done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     assert [one.result() for one in done] == ["now"]
     for one in rest:
@@ -84,34 +84,34 @@ async def test_whoever_waits_looks_through_nothing() -> None:
 
 async def test_what_is_due_while_it_is_with_somebody_comes_at_its_time() -> None:
     hand = Hand()
-    turns = Schedule(hand.now)
-    turns.put("a", 5.0)
-    turns.put("a")
-    assert await turns.take() == "a"
-    turns.put("a", 5.0)
-    turns.put("b", 1.0)
-    turns.done("a")
-    assert await is_idle(turns)
+    schedule = Schedule(hand.now)
+    schedule.put("a", 5.0)
+    schedule.put("a")
+    assert await schedule.take() == "a"
+    schedule.put("a", 5.0)
+    schedule.put("b", 1.0)
+    schedule.done("a")
+    assert await is_idle(schedule)
     hand.time = 1.0
-    assert await turns.take() == "b"
-    assert await is_idle(turns)
+    assert await schedule.take() == "b"
+    assert await is_idle(schedule)
     hand.time = 5.0
-    assert await turns.take() == "a"
+    assert await schedule.take() == "a"
 
 
 async def test_what_is_forgotten_does_not_come() -> None:
-    turns = Schedule(Hand().now)
-    turns.put("a")
-    turns.forget("a")
-    assert await is_idle(turns)
-    assert len(turns) == 0
+    schedule = Schedule(Hand().now)
+    schedule.put("a")
+    schedule.forget("a")
+    assert await is_idle(schedule)
+    assert len(schedule) == 0
 
 
 async def test_who_waits_is_woken_by_what_comes() -> None:
-    turns = Schedule(asyncio.get_running_loop().time)
-    waiting = asyncio.ensure_future(turns.take())
+    schedule = Schedule(asyncio.get_running_loop().time)
+    waiting = asyncio.ensure_future(schedule.take())
     await asyncio.sleep(0.01)
-    turns.put("a", 0.01)
+    schedule.put("a", 0.01)
     assert await asyncio.wait_for(waiting, 10) == "a"
 
 

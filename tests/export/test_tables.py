@@ -4,7 +4,7 @@ import pytest
 
 from tests.export.records import later, reading, use
 from webhook.core.errors import GpuwardenError
-from webhook.export.tables import Tables, clipped, one_of_each, reading_row, width
+from webhook.export.tables import Tables, clipped, merged_uses, reading_row, width
 
 
 @pytest.mark.defect("S2-10")
@@ -59,18 +59,18 @@ def test_what_is_missing_is_no_null_in_the_key() -> None:
 
 class TestOneOfEach:
     def test_a_beginning_and_its_end_are_one(self) -> None:
-        assert one_of_each([use(), use(until=later(60))]) == [use(until=later(60))]
+        assert merged_uses([use(), use(until=later(60))]) == [use(until=later(60))]
 
     def test_whatever_comes_first(self) -> None:
-        assert one_of_each([use(until=later(60)), use()]) == [use(until=later(60))]
+        assert merged_uses([use(until=later(60)), use()]) == [use(until=later(60))]
 
     def test_an_end_that_was_said_stays(self) -> None:
-        assert one_of_each([use(until=later(60)), use(until=later(90))]) == [use(until=later(60))]
+        assert merged_uses([use(until=later(60)), use(until=later(90))]) == [use(until=later(60))]
 
     def test_what_only_one_of_them_knows_is_known(self) -> None:
-        whole = one_of_each([use(serial="1", pod=None), use(since=later(-5), chassis="2")])
+        whole = merged_uses([use(serial="1", pod=None), use(since=later(-5), chassis="2")])
         assert whole == [use(serial="1", chassis="2", since=later(-5))]
 
     def test_two_gpus_of_a_reservation_are_two_uses(self) -> None:
         both = [use(), use(gpu_uuid="GPU-1")]
-        assert one_of_each(both) == both
+        assert merged_uses(both) == both

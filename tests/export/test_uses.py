@@ -220,7 +220,7 @@ async def test_an_end_is_of_the_moment_it_came_also_while_nobody_takes_it(house:
 async def test_what_nobody_ever_takes_does_not_grow_without_end(house: House) -> None:
     house.refuses = True
     with capture_logs() as logs:
-        for number in range(uses.MOST_UNTOLD + 5):
+        for number in range(uses.MAX_ENDED_PER_NODE + 5):
             house.now += timedelta(seconds=1)
             house.holds({"GPU-1/0": entry(f"r-{number}", f"u-{number}")})
             with pytest.raises(ExportError):
@@ -228,8 +228,8 @@ async def test_what_nobody_ever_takes_does_not_grow_without_end(house: House) ->
     house.refuses = False
     house.holds({})
     await house.uses.step()
-    assert len(house.told) == uses.MOST_UNTOLD
-    assert house.told[-1].reservation == f"r-{uses.MOST_UNTOLD + 4}"
+    assert len(house.told) == uses.MAX_ENDED_PER_NODE
+    assert house.told[-1].reservation == f"r-{uses.MAX_ENDED_PER_NODE + 4}"
     assert {line["event"] for line in logs} == {"uses forgotten: no outbox takes them"}
 
 
@@ -264,7 +264,7 @@ async def test_while_a_gpu_node_is_gone_its_pods_are_asked_about_rarely(house: H
     for _ in range(50):
         await house.uses.step()
     assert house.asked == asked
-    house.now += uses.ASK_AGAIN
+    house.now += uses.POD_CHECK_INTERVAL
     await house.uses.step()
     assert house.asked == asked + 1
 
@@ -396,7 +396,7 @@ class TestAnotherOneIsElected:
         assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
     async def test_where_the_node_is_gone_too_the_pod_decides(self, heir: House) -> None:
-        heir.pods["u-1"] = UsePodFacts(is_there=False)
+        heir.pods["u-1"] = UsePodFacts(exists=False)
         heir.crash = ""
         heir.start()
         heir.relist([])
@@ -483,12 +483,12 @@ async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until is None
     house.pods["u-1"] = UsePodFacts("nobody can be asked")
-    house.now += uses.ASK_AGAIN
+    house.now += uses.POD_CHECK_INTERVAL
     with pytest.raises(GpuwardenError):
         await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until is None
-    house.pods["u-1"] = UsePodFacts(is_there=False)
-    house.now += uses.ASK_AGAIN
+    house.pods["u-1"] = UsePodFacts(exists=False)
+    house.now += uses.POD_CHECK_INTERVAL
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"].until == house.now
 
@@ -516,7 +516,7 @@ def test_what_is_kept_of_a_gpu_node_in_a_long_list_is_what_is_looked_at(spec: Ra
 
 def test_what_is_open_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(tmp_path: Path) -> None:
     disk = WatchedDisk(tmp_path)
-    OpenUses(tmp_path, disk.flush).keep("node-a", {("r-1", "GPU-1"): NotedUse(EXPECTED)})
+    OpenUses(tmp_path, disk.flush).save("node-a", {("r-1", "GPU-1"): NotedUse(EXPECTED)})
     size = (tmp_path / "node-a.json").stat().st_size
     assert size > 100
     assert disk.flushes == [("node-a.json.new", {"node-a.json.new": size}), ("", {"node-a.json": size})]

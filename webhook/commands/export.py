@@ -125,7 +125,7 @@ class NodeFacts:
     gpus: bytes | None
 
 
-def node_words(raw: Raw) -> NodeFacts:
+def node_facts(raw: Raw) -> NodeFacts:
     try:
         seen = parse_node(raw)
     except msgspec.ValidationError as exc:
@@ -145,7 +145,7 @@ class NodesView(ObjectView[NodeFacts]):
     """Nodes as a watch tells of them, and who is told of new boots."""
 
     def __init__(self, reader: BootListener) -> None:
-        super().__init__(node_words)
+        super().__init__(node_facts)
         self._reader = reader
         # Of the node that was asked about last: what its annotation was, and what it said of each UUID.
         self._gpus: tuple[str, bytes, Mapping[str, GpuWire]] = ("", b"", {})
@@ -193,7 +193,7 @@ class ClusterFacts:
     async def pod(self, namespace: str, name: str, uid: str) -> UsePodFacts:
         raw = await self._nodes.pod(namespace, name) if namespace and name else None
         if raw is None or raw["metadata"].get("uid") != uid:
-            return UsePodFacts(is_there=False)
+            return UsePodFacts(exists=False)
         owners = [one for one in raw["metadata"].get("ownerReferences") or () if one.get("controller")]
         return UsePodFacts(owner=f"{owners[0]['kind']}/{owners[0]['name']}" if owners else None)
 
@@ -209,7 +209,7 @@ class ClusterFacts:
         return self._evidence.get(node)
 
 
-def hash_in(raw: Raw) -> str | None:
+def evidence_hash(raw: Raw) -> str | None:
     word = NodeEvidence.parse(raw).word
     return word.hash or None if word is not None else None
 
@@ -244,21 +244,21 @@ class StoreHealth(Health):
         super().__init__()
         self._check = check
         self._every = every
-        self._asked: asyncio.Task[str | None] | None = None
-        self._asked_at = 0.0
+        self._check_task: asyncio.Task[str | None] | None = None
+        self._checked_at = 0.0
 
     async def ready(self, request: Request) -> Response:
         if not self.is_serving:
             return await super().ready(request)
         now = asyncio.get_running_loop().time()
-        if self._asked is None or now - self._asked_at > self._every:
-            self._asked, self._asked_at = asyncio.ensure_future(self._ask()), now
-        problem = await asyncio.shield(self._asked)
+        if self._check_task is None or now - self._checked_at > self._every:
+            self._check_task, self._checked_at = asyncio.ensure_future(self._check_stores()), now
+        problem = await asyncio.shield(self._check_task)
         if problem is None:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "unready", "problem": problem}, status_code=503, headers={"Retry-After": "1"})
 
-    async def _ask(self) -> str | None:
+    async def _check_stores(self) -> str | None:
         try:
             async with asyncio.timeout(CHECK_LONGEST):
                 await self._check()
@@ -277,7 +277,7 @@ class ExportProcess:
         self._settings = settings
         self._api = api
         self._metrics = ExportMetrics()
-        self._metrics.know(list(settings.exporter_type))
+        self._metrics.initialize_counters(list(settings.exporter_type))
         self._exporters = exporters_of(settings)
         # Opened by whoever is elected: several may have one directory, one after the other.
         self._open_outbox = opener(settings.outbox)
@@ -293,10 +293,10 @@ class ExportProcess:
             resync=settings.resync,
             labels=settings.labels,
         )
-        told = FailureObserver(failed=self._metrics.count_not_read)
-        self._reader = GpuReader(plan, self._exec, self._nodes, self._take, utc_now, loop.time, told)
+        observer = FailureObserver(failed=self._metrics.count_not_read)
+        self._reader = GpuReader(plan, self._exec, self._nodes, self._take, utc_now, loop.time, observer)
         self._nodes_view = NodesView(self._reader)
-        evidence: ObjectView[str | None] = ObjectView(hash_in)
+        evidence: ObjectView[str | None] = ObjectView(evidence_hash)
         words = ClusterFacts(self._nodes, self._nodes_view, lambda: self._uses, evidence)
         kept = None if settings.outbox is None else settings.outbox / "uses"
         self._uses = UseRecorder(
@@ -306,7 +306,7 @@ class ExportProcess:
             self._take,
             utc_now,
             is_current=lambda: all(one.is_current for one in (nodes_watch, gpu_nodes_watch)),
-            recalled=self._recalled,
+            stored_open_uses=self._stored_open_uses,
         )
         pods = f"/api/v1/namespaces/{settings.namespace}/pods"
         nodes_watch = Watch(api, NODES_PATH, self._nodes_view, trimmed=trim_node)
@@ -323,7 +323,9 @@ class ExportProcess:
             urgent, settings.lease_namespace, settings.lease_name, settings.pod_name, terms, utc_now, loop.time
         )
         self._metrics.show(
-            ExportCollector(lambda: self._reader.turns.waiting, lambda: self._reader.last_reads, self._states, utc_now)
+            ExportCollector(
+                lambda: self._reader.schedule.waiting, lambda: self._reader.last_reads, self._states, utc_now
+            )
         )
         self._health = StoreHealth(self._check)
         self._listener = Listener(self._app(), host=settings.host, port=settings.server_port)
@@ -390,15 +392,15 @@ class ExportProcess:
 
     async def _opened(self) -> Delivery:
         """Once whoever had the outboxes before has ended. Raises ExportError where there cannot be any."""
-        heard = DeliveryObserver(stored=self._stored, failed=self._not_stored, refused=self._refused)
-        told = False
+        observer = DeliveryObserver(stored=self._stored, failed=self._not_stored, refused=self._refused)
+        logged = False
         while True:
             try:
-                return await asyncio.to_thread(Delivery, self._exporters, self._open_outbox, utc_now, heard=heard)
+                return await asyncio.to_thread(Delivery, self._exporters, self._open_outbox, utc_now, observer=observer)
             except OutboxInUseError as exc:
-                if not told:
+                if not logged:
                     log.warning("waiting for the outbox", problem=str(exc))
-                told = True
+                logged = True
             await asyncio.sleep(OUTBOX_PAUSE)
 
     async def _work(
@@ -438,7 +440,7 @@ class ExportProcess:
             raise ExportError("nothing is taken by a process that stands by")
         await self._delivery.take(batch)
 
-    async def _recalled(self) -> AsyncIterator[Use]:
+    async def _stored_open_uses(self) -> AsyncIterator[Use]:
         if self._delivery is not None:
             async for use in self._delivery.open_uses(self._settings.cluster_name or ""):
                 yield use
@@ -449,13 +451,13 @@ class ExportProcess:
 
     async def _follow_uses(self) -> None:
         """A bug in one pass must not end them all. What fails every time is told once, and tried less often."""
-        told: str | None = None
+        logged: str | None = None
         failures = 0
         while True:
             problem = await self._problem_with_uses()
-            if problem is not None and problem != told:
+            if problem is not None and problem != logged:
                 log.warning("uses left for the next pass", problem=problem)
-            told = problem
+            logged = problem
             failures = 0 if problem is None else failures + 1
             await asyncio.sleep(USES_BACKOFF.seconds(failures) if failures else USES_PAUSE)
 

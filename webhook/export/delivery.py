@@ -20,10 +20,10 @@ from webhook.runtime.clock import Clock
 log = structlog.get_logger(__name__)
 
 # Every try is longer than what an exporter allows itself.
-LIMIT: Final = timedelta(minutes=2)
+EXPORT_TIMEOUT: Final = timedelta(minutes=2)
 BACKOFF: Final = Backoff(timedelta(seconds=1), timedelta(minutes=1), jitter=(0.5, 1.0))
 # Of an exporter that has what it was given, and is given it once more because another did not take it.
-REMEMBERED: Final = 4096
+MAX_STORED_IDS: Final = 4096
 
 
 @frozen
@@ -45,7 +45,7 @@ class ExporterState:
     # Why the last try failed; None once one has succeeded.
     error: str | None = None
 
-    def with_also(self, other: "ExporterState") -> "ExporterState":
+    def merged_with(self, other: "ExporterState") -> "ExporterState":
         """Of two kinds of records as one."""
         mine, theirs = self.waiting, other.waiting
         oldest = min((one.oldest for one in (mine, theirs) if one.oldest is not None), default=None)
@@ -80,60 +80,60 @@ class ExporterQueue:
     """One exporter and what it is owed of one kind of records."""
 
     def __init__(
-        self, exporter: Exporter, outbox: Outbox, clock: Clock, heard: DeliveryObserver, backoff: Backoff
+        self, exporter: Exporter, outbox: Outbox, clock: Clock, observer: DeliveryObserver, backoff: Backoff
     ) -> None:
         self.exporter = exporter
         self._outbox = outbox
         self._clock = clock
-        self._heard = heard
+        self._observer = observer
         self._backoff = backoff
         self._at_once = exporter.records_at_once if isinstance(exporter, BatchingExporter) else 0
         self._stored: OrderedDict[str, None] = OrderedDict()
-        self._news = asyncio.Event()
-        self._last_orders = asyncio.Event()
-        self._error: str | None = None
+        self._changed = asyncio.Event()
+        self._finishing = asyncio.Event()
+        self._last_error: str | None = None
 
     @property
     def state(self) -> ExporterState:
-        return ExporterState(self._outbox.waiting, self._error)
+        return ExporterState(self._outbox.waiting, self._last_error)
 
     async def take(self, batch: Batch) -> None:
         """Raises ExportError."""
         if batch.id not in self._stored:
             await asyncio.to_thread(self._outbox.put, batch, self._clock())
-            self._news.set()
+            self._changed.set()
 
     async def run(self) -> None:
         """Until all is stored that was taken before `finish`."""
         failures = 0
-        while await self._is_owed():
+        while await self._wait_for_batch():
             try:
                 await self._deliver(await asyncio.to_thread(self._outbox.first, self._at_once))
             except ExportError as exc:
-                self._note(exc)
+                self._record_failure(exc)
                 failures += 1
-                await self._rest(failures)
-                if self._last_orders.is_set():
+                await self._pause(failures)
+                if self._finishing.is_set():
                     failures = 0
             else:
-                self._error = None
+                self._last_error = None
                 failures = 0
 
     def finish(self) -> None:
-        self._last_orders.set()
-        self._news.set()
+        self._finishing.set()
+        self._changed.set()
 
     async def close(self) -> None:
         await asyncio.to_thread(self._outbox.close)
 
-    async def _is_owed(self) -> bool:
+    async def _wait_for_batch(self) -> bool:
         """Waits for a batch; False if there is none and none will come."""
         while not self._outbox.waiting.batches:
-            if self._last_orders.is_set():
+            if self._finishing.is_set():
                 return False
-            self._news.clear()
+            self._changed.clear()
             if not self._outbox.waiting.batches:
-                await self._news.wait()
+                await self._changed.wait()
         return True
 
     async def _deliver(self, entries: Sequence[tuple[OutboxEntry, Batch]]) -> None:
@@ -151,12 +151,12 @@ class ExporterQueue:
                 log.warning("batch refused for good", exporter=self.exporter.name, batch=batch.id, problem=str(exc))
                 await asyncio.to_thread(self._outbox.refuse, entry)
                 self._remember(batch)
-                self._heard.refused(self.exporter.name, batch, str(exc))
+                self._observer.refused(self.exporter.name, batch, str(exc))
             return
         await asyncio.to_thread(self._outbox.done, [entry for entry, _ in entries])
         for _, batch in entries:
             self._remember(batch)
-            self._heard.stored(self.exporter.name, batch)
+            self._observer.stored(self.exporter.name, batch)
 
     async def _export(self, batch: Batch) -> None:
         if not batch.size:
@@ -164,10 +164,10 @@ class ExporterQueue:
         try:
             if isinstance(self.exporter, PreparingExporter):
                 await self.exporter.prepare()
-            async with asyncio.timeout(LIMIT.total_seconds()):
+            async with asyncio.timeout(EXPORT_TIMEOUT.total_seconds()):
                 await self.exporter.export(batch)
         except TimeoutError as exc:
-            raise ExportError(f"no end after {LIMIT.total_seconds():.0f} s") from exc
+            raise ExportError(f"no end after {EXPORT_TIMEOUT.total_seconds():.0f} s") from exc
         except ExportError:
             raise
         except OSError as exc:  # of the system that we run on, so no matter of this batch
@@ -178,24 +178,24 @@ class ExporterQueue:
 
     def _remember(self, batch: Batch) -> None:
         self._stored[batch.id] = None
-        while len(self._stored) > REMEMBERED:
+        while len(self._stored) > MAX_STORED_IDS:
             self._stored.popitem(last=False)
 
-    def _note(self, exc: ExportError) -> None:
-        self._error = str(exc)
+    def _record_failure(self, exc: ExportError) -> None:
+        self._last_error = str(exc)
         waiting = self._outbox.waiting.batches
-        log.warning("batches not stored", exporter=self.exporter.name, problem=self._error, waiting=waiting)
-        self._heard.failed(self.exporter.name, self._error)
+        log.warning("batches not stored", exporter=self.exporter.name, problem=self._last_error, waiting=waiting)
+        self._observer.failed(self.exporter.name, self._last_error)
 
-    async def _rest(self, failures: int) -> None:
+    async def _pause(self, failures: int) -> None:
         """Cut short by the end, for one more try; from then on as long as ever."""
         seconds = self._backoff.seconds(failures)
-        if self._last_orders.is_set():
+        if self._finishing.is_set():
             await asyncio.sleep(seconds)
             return
         try:
             async with asyncio.timeout(seconds):
-                await self._last_orders.wait()
+                await self._finishing.wait()
         except TimeoutError:
             return
 
@@ -210,42 +210,44 @@ class Delivery:
         opened: Callable[[str], Outbox],
         clock: Clock,
         *,
-        heard: DeliveryObserver | None = None,
+        observer: DeliveryObserver | None = None,
         backoff: Backoff = BACKOFF,
     ) -> None:
         """`opened` is `outbox.opener(directory)`. Raises ExportError where an outbox cannot be kept."""
-        heard = heard or DeliveryObserver()
+        observer = observer or DeliveryObserver()
         self._exporters = exporters
         with ExitStack() as stack:  # one that cannot be opened must not keep the others from whoever comes next
 
-            def lanes(suffix: str) -> list[ExporterQueue]:
+            def open_queues(suffix: str) -> list[ExporterQueue]:
                 found = []
                 for one in exporters:
                     outbox = opened(one.name + suffix)
                     stack.callback(outbox.close)
-                    found.append(ExporterQueue(one, outbox, clock, heard, backoff))
+                    found.append(ExporterQueue(one, outbox, clock, observer, backoff))
                 return found
 
             # A store that has no place for the one kind holds up nothing of the other.
-            self._readings, self._uses = lanes(""), lanes("-use")
+            self._reading_queues, self._use_queues = open_queues(""), open_queues("-use")
             stack.pop_all()
-        self._lanes = [*self._readings, *self._uses]
+        self._queues = [*self._reading_queues, *self._use_queues]
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ending = False
-        self._being_taken = 0
-        self._all_taken = asyncio.Event()
-        self._all_taken.set()
+        self._takes_in_progress = 0
+        self._takes_done = asyncio.Event()
+        self._takes_done.set()
 
     async def take(self, batch: Batch) -> None:
         """Kept for every exporter when this returns. Raises ExportError that names those that it could not be kept
         for; the others have it, and the same batch may be given again."""
         if self._is_ending:
             raise ExportError("nothing is taken any more: the process is ending")
-        given = [(lane, evolve(batch, uses=())) for lane in self._readings if batch.readings]
-        given += [(lane, evolve(batch, readings=())) for lane in self._uses if batch.uses]
-        with self._taking():
-            said = await asyncio.gather(*(error_of(lane.take(part)) for lane, part in given))
-        if problems := [f"{lane.exporter.name}: {text}" for (lane, _), text in zip(given, said, strict=True) if text]:
+        parts = [(queue, evolve(batch, uses=())) for queue in self._reading_queues if batch.readings]
+        parts += [(queue, evolve(batch, readings=())) for queue in self._use_queues if batch.uses]
+        with self._counted_take():
+            errors = await asyncio.gather(*(error_of(queue.take(part)) for queue, part in parts))
+        if problems := [
+            f"{queue.exporter.name}: {text}" for (queue, _), text in zip(parts, errors, strict=True) if text
+        ]:
             raise ExportError("; ".join(dict.fromkeys(problems)))
 
     async def run(self) -> None:
@@ -267,49 +269,49 @@ class Delivery:
         self._is_ending = True
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline.total_seconds()):
-                await self._all_taken.wait()
-                for lane in self._lanes:
-                    lane.finish()
+                await self._takes_done.wait()
+                for queue in self._queues:
+                    queue.finish()
                 self._start()
                 await asyncio.wait(self._tasks)
         await self._end()
-        left = sum(lane.state.waiting.batches for lane in self._lanes)
+        left = sum(queue.state.waiting.batches for queue in self._queues)
         await asyncio.gather(*(one.close() for one in self._exporters))
-        await asyncio.gather(*(lane.close() for lane in self._lanes))
+        await asyncio.gather(*(queue.close() for queue in self._queues))
         return left
 
     async def open_uses(self, cluster: str) -> AsyncIterator[Use]:
         """Those that the stores have no end of, as far as stores can be asked. Raises ExportError, also while such a
         store is owed something: that may be the end."""
-        for lane in self._uses:
-            if isinstance(lane.exporter, QueryableExporter):
-                if lane.state.waiting.batches:
-                    raise ExportError(f"{lane.exporter.name} is asked what it knows once it has what waits for it")
-                async for use in lane.exporter.open_uses(cluster):
+        for queue in self._use_queues:
+            if isinstance(queue.exporter, QueryableExporter):
+                if queue.state.waiting.batches:
+                    raise ExportError(f"{queue.exporter.name} is asked what it knows once it has what waits for it")
+                async for use in queue.exporter.open_uses(cluster):
                     yield use
 
     @property
     def states(self) -> Mapping[str, ExporterState]:
         found: dict[str, ExporterState] = {}
-        for lane in self._lanes:
-            found[lane.exporter.name] = found.get(lane.exporter.name, ExporterState()).with_also(lane.state)
+        for queue in self._queues:
+            found[queue.exporter.name] = found.get(queue.exporter.name, ExporterState()).merged_with(queue.state)
         return found
 
     @contextmanager
-    def _taking(self) -> Iterator[None]:
+    def _counted_take(self) -> Iterator[None]:
         """What is half taken when the end begins is waited for: whoever gave it may be told that it is kept."""
-        self._being_taken += 1
-        self._all_taken.clear()
+        self._takes_in_progress += 1
+        self._takes_done.clear()
         try:
             yield
         finally:
-            self._being_taken -= 1
-            if not self._being_taken:
-                self._all_taken.set()
+            self._takes_in_progress -= 1
+            if not self._takes_in_progress:
+                self._takes_done.set()
 
     def _start(self) -> None:
         if not self._tasks:
-            self._tasks = [asyncio.create_task(lane.run()) for lane in self._lanes]
+            self._tasks = [asyncio.create_task(queue.run()) for queue in self._queues]
 
     async def _end(self) -> None:
         tasks, self._tasks = self._tasks, []
@@ -323,8 +325,8 @@ class Delivery:
 async def check(exporters: Sequence[Exporter], states: Mapping[str, ExporterState]) -> None:
     """Raises ExportError that names those that could store nothing at this moment, and those that have not stored what
     waits for them: a store may answer and take nothing."""
-    said = await asyncio.gather(*(error_of(one.check()) for one in exporters))
-    problems = {one.name: text for one, text in zip(exporters, said, strict=True) if text}
+    errors = await asyncio.gather(*(error_of(one.check()) for one in exporters))
+    problems = {one.name: text for one, text in zip(exporters, errors, strict=True) if text}
     for name, state in states.items():
         if state.error is not None and state.waiting.batches:
             problems.setdefault(name, f"not stored: {state.error}")

@@ -18,7 +18,7 @@ from webhook.export.tables import Tables
 from webhook.export.targets import PostgresTarget
 
 # More than anybody reads; whoever wants all of it has the view.
-MOST: Final = 10_000
+MAX_ROWS: Final = 10_000
 
 Form = Literal["text", "json"]
 FORMS: Final[tuple[Form, ...]] = get_args(Form)
@@ -35,7 +35,7 @@ class UseQuery:
     hash: str | None = None
 
     @classmethod
-    def asked(
+    def from_flags(
         cls, *, serial: str | None = None, uuid: str | None = None, pod: str | None = None, hash: str | None = None
     ) -> "UseQuery":
         """Raises GpuwardenError."""
@@ -72,17 +72,17 @@ class PastUse:
 
 COLUMNS: Final = tuple(field.name for field in fields(PastUse))
 # What fits a terminal; all of it is in the JSON form.
-SHOWN: Final = ("since", "until", "cluster", "node", "serial", "gpu_uuid", "pod", "owner", "evidence_hash")
+TEXT_COLUMNS: Final = ("since", "until", "cluster", "node", "serial", "gpu_uuid", "pod", "owner", "evidence_hash")
 
 
-async def find_uses(target: PostgresTarget, question: UseQuery) -> Sequence[PastUse]:
+async def find_uses(target: PostgresTarget, query: UseQuery) -> Sequence[PastUse]:
     """The newest first. Raises ExportError."""
     tables = Tables.named(target.table)
     try:
         async with await connect(target) as connection, connection.transaction():
             await set_statement_timeout(connection, target.statement_timeout)
             async with connection.cursor(row_factory=kwargs_row(PastUse)) as cursor:
-                await cursor.execute(use_query(tables, question), {**asdict(question), "most": MOST})
+                await cursor.execute(use_query(tables, query), {**asdict(query), "most": MAX_ROWS})
                 return await cursor.fetchall()
     except psycopg.errors.UndefinedTable as exc:
         problem = f"there is no history in {target.table}_history: an exporter that may migrate makes it"
@@ -91,10 +91,10 @@ async def find_uses(target: PostgresTarget, question: UseQuery) -> Sequence[Past
         raise ExportError(error_message(exc)) from exc
 
 
-def use_query(tables: Tables, question: UseQuery) -> sql.Composed:
+def use_query(tables: Tables, query: UseQuery) -> sql.Composed:
     """By a serial, the GPUs are found first that ever had it: the view itself would have to look at every use."""
     names = {"table": beside_parameters(tables.readings), "uses": beside_parameters(tables.uses)}
-    asked = [name for name, value in asdict(question).items() if value is not None]
+    asked = [name for name, value in asdict(query).items() if value is not None]
     return sql.SQL(
         "SELECT {columns} FROM {view} WHERE {conditions} ORDER BY since DESC, cluster, node, gpu_uuid LIMIT %(most)s"
     ).format(
@@ -126,11 +126,11 @@ def rendered(uses: Sequence[PastUse], form: Form) -> str:
         return msgspec.json.format(msgspec.json.encode([raw(use) for use in uses]), indent=2).decode()
     if not uses:
         return "No such use is known."
-    rows = [[name.upper() for name in SHOWN], *([cell(use, name) for name in SHOWN] for use in uses)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(SHOWN))]
+    rows = [[name.upper() for name in TEXT_COLUMNS], *([cell_text(use, name) for name in TEXT_COLUMNS] for use in uses)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(TEXT_COLUMNS))]
     lines = ["  ".join(text.ljust(size) for text, size in zip(row, widths, strict=True)).rstrip() for row in rows]
-    if len(uses) == MOST:
-        lines.append(f"These are the newest {MOST}; there may be more.")
+    if len(uses) == MAX_ROWS:
+        lines.append(f"These are the newest {MAX_ROWS}; there may be more.")
     return "\n".join(lines)
 
 
@@ -139,7 +139,7 @@ def raw(use: PastUse) -> Mapping[str, Any]:
     return asdict(use) | times
 
 
-def cell(use: PastUse, name: str) -> str:
+def cell_text(use: PastUse, name: str) -> str:
     match name:
         case "since":
             return raw_time(use.since)

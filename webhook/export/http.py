@@ -23,12 +23,12 @@ USER_AGENT: Final = "gpuid-http-exporter/1.0"
 TRIES: Final = 3
 BACKOFF = Backoff(timedelta(milliseconds=500), timedelta(seconds=10), jitter=(0.8, 1.2))
 # What is said in an error, of an answer of which no more is read.
-MAX_SAID, MAX_ANSWER = 300, 64 * 1024
+MAX_ERROR_TEXT, MAX_ANSWER = 300, 64 * 1024
 
 # The same again would be answered the same: what is wrong is what was sent.
-LASTING: Final = frozenset({400, 413, 415, 422})
+PERMANENT: Final = frozenset({400, 413, 415, 422})
 # It may be better in a moment.
-PASSING: Final = frozenset({408, 425, 429})
+TRANSIENT: Final = frozenset({408, 425, 429})
 
 Sleep = Callable[[float], Awaitable[object]]
 
@@ -41,7 +41,7 @@ class TryAgainError(ExportError):
         self.after = after
 
 
-def can_be_said(token: str) -> bool:
+def is_header_value(token: str) -> bool:
     return token.isascii() and token.isprintable()
 
 
@@ -52,7 +52,7 @@ class HttpExporter:
 
     def __init__(self, target: HttpTarget, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
         """Raises GpuwardenError where the token cannot be said."""
-        if target.token is not None and not can_be_said(target.token):
+        if target.token is not None and not is_header_value(target.token):
             raise GpuwardenError("the token of the http exporter is no line of printable ASCII")
         if sends_token_in_plain(target):
             log.warning("everybody on the way can read the token", endpoint=target.endpoint, hint="use https")
@@ -74,7 +74,9 @@ class HttpExporter:
         """Whether it answers: HEAD, whatever it says to that, but for a token that it does not know and faults of its
         own."""
         try:
-            reply = await self._asked(self._client.build_request("HEAD", self._target.endpoint, headers=self._token()))
+            reply = await self._exchange(
+                self._client.build_request("HEAD", self._target.endpoint, headers=self._token())
+            )
         except TryAgainError as exc:
             raise ExportError(str(exc)) from exc
         if reply.status_code == 401 or reply.status_code in {500, 502, 503, 504}:
@@ -107,21 +109,21 @@ class HttpExporter:
             "X-Record-Kind": kind,
         }
         request = self._client.build_request("POST", self._target.endpoint, headers=headers, content=content)
-        reply = await self._asked(request)
+        reply = await self._exchange(request)
         if reply.is_success:
             return
-        said = f"the endpoint answered {reply.status_code}: {reply.text[:MAX_SAID]}"
-        if reply.is_server_error or reply.status_code in PASSING:
-            raise TryAgainError(said, retry_after(reply, self._clock))
-        raise ExportError(said, is_permanent=reply.status_code in LASTING)
+        message = f"the endpoint answered {reply.status_code}: {reply.text[:MAX_ERROR_TEXT]}"
+        if reply.is_server_error or reply.status_code in TRANSIENT:
+            raise TryAgainError(message, retry_after(reply, self._clock))
+        raise ExportError(message, is_permanent=reply.status_code in PERMANENT)
 
-    async def _asked(self, request: httpx.Request) -> httpx.Response:
+    async def _exchange(self, request: httpx.Request) -> httpx.Response:
         """The answer, whole. Raises TryAgainError."""
         try:
             async with asyncio.timeout(self._target.timeout.total_seconds()):
                 reply = await self._client.send(request, stream=True)
                 try:
-                    return await bounded(reply)
+                    return await read_bounded(reply)
                 finally:
                     await reply.aclose()
         except TimeoutError as exc:
@@ -133,10 +135,10 @@ class HttpExporter:
         if self._target.token is None:
             return {}
         found = current_secret(self._target.token, self._target.token_file)
-        return {"Authorization": f"Bearer {found if can_be_said(found) else self._target.token}"}
+        return {"Authorization": f"Bearer {found if is_header_value(found) else self._target.token}"}
 
 
-async def bounded(reply: httpx.Response) -> httpx.Response:
+async def read_bounded(reply: httpx.Response) -> httpx.Response:
     """The reply with what it says; what is beyond the bound is read and forgotten."""
     content = bytearray()
     async for chunk in reply.aiter_bytes():
@@ -146,10 +148,10 @@ async def bounded(reply: httpx.Response) -> httpx.Response:
 
 
 def retry_after(reply: httpx.Response, clock: Clock) -> timedelta | None:
-    said = reply.headers.get("retry-after", "")
-    if said.isdecimal() and len(said) < 6:
-        return timedelta(seconds=int(said))
+    message = reply.headers.get("retry-after", "")
+    if message.isdecimal() and len(message) < 6:
+        return timedelta(seconds=int(message))
     try:
-        return max(parsedate_to_datetime(said) - clock(), timedelta())
+        return max(parsedate_to_datetime(message) - clock(), timedelta())
     except (TypeError, ValueError):
         return None

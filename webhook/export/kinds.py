@@ -74,7 +74,7 @@ def read_true_or_not(text: str) -> bool:
     return text.lower() == "true"
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
+def integer_between(least: int, most: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not re.fullmatch(r"[0-9]{1,7}", text) or not least <= int(text) <= most:
             raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
@@ -148,7 +148,7 @@ def read_text(text: str) -> str:
     return text
 
 
-def words(*known: str) -> Callable[[str], str]:
+def one_of(*known: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in known:
             raise ValueError(f"{text!r} is none of the words")
@@ -163,9 +163,9 @@ PATIENCE: Final = SettingKind("`30s`, `1m30s`; not 0, at most `10m`", read_patie
 GO_TRUTH: Final = SettingKind("1, t, true, 0, f, false, and these in capitals", read_go_truth)
 MIGRATE: Final = SettingKind("`true`; anything else is false", read_true_or_not)
 ENDPOINT: Final = SettingKind("a URL with http or https, without user or fragment", read_endpoint)
-WORKERS: Final = SettingKind("1 to 100", whole(1, 100))
+WORKERS: Final = SettingKind("1 to 100", integer_between(1, 100))
 RATE: Final = SettingKind("a number above 0", read_rate)
-BURST: Final = SettingKind("a whole number, not less than the rate", whole(1, 9_999_999))
+BURST: Final = SettingKind("a whole number, not less than the rate", integer_between(1, 9_999_999))
 SERVER_PORT: Final = SettingKind("1000 to 65535; 0, as a flag, picks a free one", read_server_port)
 STORE_PORT: Final = SettingKind("1 to 65535", read_store_port)
 SELECTOR: Final = SettingKind("a label selector; empty is every pod", read_selector)
@@ -176,10 +176,10 @@ LENIENT_LOG_LEVEL: Final = SettingKind("debug, info, warn, error; any other word
 PARTITION_PATTERN: Final = SettingKind("text with %Y, %m, %d, %H", read_partition)
 DIRECTORY: Final = SettingKind("a directory, which is made", Path)
 TEXT: Final = SettingKind("any text", read_text)
-OBJECT_FORMAT: Final = SettingKind("csv, parquet", words("csv", "parquet"))
+OBJECT_FORMAT: Final = SettingKind("csv, parquet", one_of("csv", "parquet"))
 # Not FILE: libpq reads it, anew for each connection.
 ROOT_CERTIFICATES: Final = SettingKind("a file with certificates in PEM", read_text)
 SSL_MODE: Final = SettingKind(
     "disable, allow, prefer, require, verify-ca, verify-full",
-    words("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),
+    one_of("disable", "allow", "prefer", "require", "verify-ca", "verify-full"),
 )

@@ -12,7 +12,7 @@ DOMAIN: Final = "gpuid.github.com/"
 # What Kubernetes takes as a label's value.
 MAX_VALUE: Final = 63
 NOT_ALLOWED: Final = re.compile(r"[^A-Za-z0-9\-_.]")
-ENDS: Final = "-_."
+EDGE_CHARACTERS: Final = "-_."
 
 Labels = dict[str, str]
 
@@ -36,10 +36,10 @@ def wanted_labels(gpus: Iterable[Gpu]) -> WantedLabels:
     notes: list[str] = []
 
     def put(key: str, text: str) -> None:
-        value = cleaned(text)
+        value = label_value(text)
         if len(value) > MAX_VALUE:
             notes.append(f"{key}: {len(value)} characters, cut to {MAX_VALUE}")
-            value = value[:MAX_VALUE].rstrip(ENDS)
+            value = value[:MAX_VALUE].rstrip(EDGE_CHARACTERS)
         found[DOMAIN + key] = value
 
     for place, (name, serials) in enumerate(groups):
@@ -64,9 +64,9 @@ def grouped(gpus: Iterable[Gpu]) -> Sequence[tuple[str | None, Sequence[str]]]:
     return [(name, sorted(serials[name])) for name in sorted(serials, key=lambda name: texts[name])]
 
 
-def cleaned(text: str) -> str:
+def label_value(text: str) -> str:
     """`na` where nothing is left that a label may hold."""
-    return NOT_ALLOWED.sub("-", known(text) or "").strip(ENDS) or "na"
+    return NOT_ALLOWED.sub("-", known(text) or "").strip(EDGE_CHARACTERS) or "na"
 
 
 def label_patch(wanted: Mapping[str, str], present: Mapping[str, str]) -> dict[str, str | None]:

@@ -47,7 +47,7 @@ class ExportMetrics(Metrics):
             registry=self.registry,
         )
 
-    def know(self, exporters: list[str]) -> None:
+    def initialize_counters(self, exporters: list[str]) -> None:
         """From now on these are counted from 0."""
         for name in exporters:
             self._success.labels(name)

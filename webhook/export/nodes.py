@@ -97,22 +97,22 @@ class ApiNode:
         """Whether there is such a kind of object. Raises ApiAwayError, ApiRefusesError."""
         return await self._call("GET", path + "?limit=1", {}) is not None
 
-    async def say(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
+    async def write_metadata(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
         """These labels of ours and no others, and this annotation. Whether something had to be written.
 
         Raises ApiRefusesError at once, ApiAwayError after the last try.
         """
-        for one in range(TRIES):
-            if one:
-                await asyncio.sleep(BACKOFF.seconds(one))
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(BACKOFF.seconds(attempt))
             try:
-                return await self._say(name, node, labels, gpus)
+                return await self._write_metadata(name, node, labels, gpus)
             except ApiUnavailableError:
-                if one == TRIES - 1:
+                if attempt == TRIES - 1:
                     raise
         return False
 
-    async def _say(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
+    async def _write_metadata(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
         metadata: Raw = {"uid": node.uid}  # of this node, and not of one made anew under its name
         if changes := label_patch(labels, node.labels):
             metadata["labels"] = changes

@@ -22,14 +22,14 @@ from webhook.export.records import Batch
 log = structlog.get_logger(__name__)
 
 # Of each kind of records. A batch of 8 GPUs has 3 KiB: a fleet of 10,000 nodes for four readings.
-BOUND: Final = 128 * 1024 * 1024
+MAX_BYTES: Final = 128 * 1024 * 1024
 # Where there is no disk for it, it is a Pod's memory, which four exporters may be owed at once, two kinds each.
-BOUND_IN_MEMORY: Final = 16 * 1024 * 1024
+MAX_BYTES_IN_MEMORY: Final = 16 * 1024 * 1024
 # Batches that a store has refused for good, kept for a person to look at.
 MAX_REFUSED: Final = 100
 
-WAITING, REFUSED, TORN = ".batch", ".refused", ".torn"
-NAME: Final = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.batch")
+WAITING, REFUSED, CORRUPT = ".batch", ".refused", ".torn"
+FILE_NAME: Final = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.batch")
 
 
 class OutboxInUseError(ExportError):
@@ -115,15 +115,15 @@ class DirectoryBatchStore:
         """Raises ExportError."""
         self._directory = directory
         self._flush = flush
-        make(directory)
+        make_directory(directory)
         try:
-            self._lock = locked(directory / "lock")
+            self._lock = lock_file(directory / "lock")
             for unfinished in directory.glob(f"*{NEW}"):
                 unfinished.unlink()
         except BlockingIOError as exc:
             raise OutboxInUseError(f"another process works with the outbox in {directory}") from exc
         except OSError as exc:
-            raise cannot_be_kept(directory, exc) from exc
+            raise directory_error(directory, exc) from exc
 
     def put(self, name: str, content: bytes) -> None:
         path = self._directory / name
@@ -148,27 +148,27 @@ class DirectoryBatchStore:
             old.unlink(missing_ok=True)
 
     def names(self) -> Sequence[str]:
-        return sorted(path.name for path in self._directory.glob(f"*{WAITING}") if NAME.fullmatch(path.name))
+        return sorted(path.name for path in self._directory.glob(f"*{WAITING}") if FILE_NAME.fullmatch(path.name))
 
     def close(self) -> None:
         os.close(self._lock)
 
 
-def make(directory: Path) -> None:
+def make_directory(directory: Path) -> None:
     """Raises ExportError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except FileExistsError as exc:
         raise ExportError(f"the outbox cannot be kept in {directory}: it is no directory") from exc
     except OSError as exc:
-        raise cannot_be_kept(directory, exc) from exc
+        raise directory_error(directory, exc) from exc
 
 
-def cannot_be_kept(directory: Path, exc: OSError) -> ExportError:
+def directory_error(directory: Path, exc: OSError) -> ExportError:
     return ExportError(f"the outbox cannot be kept in {directory}: {exc.strerror}")
 
 
-def locked(path: Path) -> int:
+def lock_file(path: Path) -> int:
     """A descriptor that keeps others out until it is closed. Raises BlockingIOError where another is in."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -185,13 +185,13 @@ class Outbox:
     Whoever waits for such a thread may be cancelled, and the thread goes on: hence the lock.
     """
 
-    def __init__(self, store: BatchStore, bound: int = BOUND) -> None:
+    def __init__(self, store: BatchStore, max_bytes: int = MAX_BYTES) -> None:
         """Raises ExportError."""
         self._store = store
-        self._bound = bound
+        self._max_bytes = max_bytes
         self._entries: dict[str, OutboxEntry] = {}
         self._size = 0
-        self._arriving: dict[str, int] = {}
+        self._writing: dict[str, int] = {}
         self._number = 0
         self._lock = threading.Lock()
         self.waiting = Backlog()
@@ -199,22 +199,22 @@ class Outbox:
             self._number = max(self._number, int(name.split("-", 1)[0]))
             found = self._read(name)
             if found is not None:
-                kept, size = found
-                self._add(OutboxEntry(kept.batch.id, name, size, kept.batch.size, kept.taken))
+                stored, size = found
+                self._add_entry(OutboxEntry(stored.batch.id, name, size, stored.batch.size, stored.taken))
 
     def put(self, batch: Batch, now: datetime) -> bool:
         """Kept when this returns; False if it was already. Raises ExportError where it cannot be kept."""
-        kept = StoredBatch(now.astimezone(UTC), batch)
-        content = encoded(kept)
+        stored = StoredBatch(now.astimezone(UTC), batch)
+        content = encoded(stored)
         name = self._reserve(batch.id, len(content))
         if name is None:
             return False
         try:
             self._store.put(name, content)
         except OSError as exc:
-            self._arrived(batch.id)
+            self._finish_write(batch.id)
             raise ExportError(f"the outbox cannot be written: {exc.strerror}") from exc
-        self._arrived(batch.id, OutboxEntry(batch.id, name, len(content), batch.size, kept.taken))
+        self._finish_write(batch.id, OutboxEntry(batch.id, name, len(content), batch.size, stored.taken))
         return True
 
     def _reserve(self, batch_id: str, size: int) -> str | None:
@@ -223,19 +223,19 @@ class Outbox:
         with self._lock:
             if batch_id in self._entries:
                 return None
-            if batch_id in self._arriving:
+            if batch_id in self._writing:
                 raise ExportError(f"batch {batch_id} is given twice at once")
-            if self._size + sum(self._arriving.values()) + size > self._bound:
-                raise ExportError(f"the outbox is full: {self._size} of {self._bound} bytes wait")
-            self._arriving[batch_id] = size
+            if self._size + sum(self._writing.values()) + size > self._max_bytes:
+                raise ExportError(f"the outbox is full: {self._size} of {self._max_bytes} bytes wait")
+            self._writing[batch_id] = size
             self._number += 1
             return f"{self._number:012d}-{hashlib.sha256(batch_id.encode()).hexdigest()[:16]}{WAITING}"
 
-    def _arrived(self, batch_id: str, entry: OutboxEntry | None = None) -> None:
+    def _finish_write(self, batch_id: str, entry: OutboxEntry | None = None) -> None:
         with self._lock:
-            del self._arriving[batch_id]
+            del self._writing[batch_id]
             if entry is not None:
-                self._add(entry)
+                self._add_entry(entry)
 
     def first(self, records: int = 0) -> Sequence[tuple[OutboxEntry, Batch]]:
         """The oldest, and as many after it as have together no more than so many records. Raises ExportError."""
@@ -245,25 +245,25 @@ class Outbox:
                 records -= entry.records
                 if found and records < 0:
                     break
-                kept = self._read(entry.name)
-                if kept is None:
+                stored = self._read(entry.name)
+                if stored is None:
                     self._forget(entry)
                 else:
-                    found.append((entry, kept[0].batch))
+                    found.append((entry, stored[0].batch))
             return found
 
     def done(self, entries: Iterable[OutboxEntry]) -> None:
         """They are stored."""
         with self._lock:
             for entry in entries:
-                with told(entry):
+                with logged_errors(entry):
                     self._store.remove(entry.name)
                 self._forget(entry)
 
     def refuse(self, entry: OutboxEntry) -> None:
         """The store will never take it."""
         with self._lock:
-            with told(entry):
+            with logged_errors(entry):
                 self._store.set_aside(entry.name, REFUSED)
             self._forget(entry)
 
@@ -271,17 +271,17 @@ class Outbox:
         with self._lock:
             self._store.close()
 
-    def _add(self, entry: OutboxEntry) -> None:
+    def _add_entry(self, entry: OutboxEntry) -> None:
         self._entries[entry.id] = entry
         self._size += entry.size
-        self._count()
+        self._update_backlog()
 
     def _forget(self, entry: OutboxEntry) -> None:
         if self._entries.pop(entry.id, None) is not None:
             self._size -= entry.size
-        self._count()
+        self._update_backlog()
 
-    def _count(self) -> None:
+    def _update_backlog(self) -> None:
         oldest = next((entry.taken for entry in self._entries.values()), None)
         self.waiting = Backlog(len(self._entries), self._size, oldest)
 
@@ -298,13 +298,13 @@ class Outbox:
             raise ExportError(f"the outbox cannot be read: {name}: {exc.strerror}") from exc
         except (ValueError, RecursionError) as exc:
             log.warning("batch in the outbox cannot be read", file=name, problem=str(exc))
-            with told(name):
-                self._store.set_aside(name, TORN)
+            with logged_errors(name):
+                self._store.set_aside(name, CORRUPT)
             return None
 
 
 @contextmanager
-def told(what: OutboxEntry | str) -> Iterator[None]:
+def logged_errors(what: OutboxEntry | str) -> Iterator[None]:
     """A disk that does not let go of a file costs a line in the log: what comes back after a restart is stored again,
     which changes nothing."""
     try:
@@ -313,8 +313,8 @@ def told(what: OutboxEntry | str) -> Iterator[None]:
         log.warning("file of the outbox stays", file=what if isinstance(what, str) else what.name, problem=exc.strerror)
 
 
-def encoded(kept: StoredBatch) -> bytes:
-    content = msgspec.json.encode(kept)
+def encoded(stored: StoredBatch) -> bytes:
+    content = msgspec.json.encode(stored)
     return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
 
 
@@ -326,17 +326,17 @@ def decoded(content: bytes) -> StoredBatch:
     return msgspec.json.decode(body, type=StoredBatch)
 
 
-def opener(directory: Path | None, bound: int | None = None) -> Callable[[str], Outbox]:
+def opener(directory: Path | None, max_bytes: int | None = None) -> Callable[[str], Outbox]:
     """Opens an outbox by its name. Raises ExportError where there cannot be one."""
     if directory is not None:
-        make(directory)
+        make_directory(directory)
 
     def opened(name: str) -> Outbox:
         if directory is None:
-            return Outbox(MemoryBatchStore(), bound or BOUND_IN_MEMORY)
+            return Outbox(MemoryBatchStore(), max_bytes or MAX_BYTES_IN_MEMORY)
         store = DirectoryBatchStore(directory / name)
         try:
-            return Outbox(store, bound or BOUND)
+            return Outbox(store, max_bytes or MAX_BYTES)
         except ExportError:
             store.close()
             raise

@@ -25,7 +25,7 @@ from webhook.export.tables import (
     USE_COLUMNS,
     Tables,
     clipped,
-    one_of_each,
+    merged_uses,
     reading_row,
     upsert,
     use_row,
@@ -35,7 +35,7 @@ from webhook.export.targets import PostgresTarget, current_secret, is_local
 
 log = structlog.get_logger(__name__)
 
-COLUMNS_OF: Final[LiteralString] = """
+COLUMN_TYPES: Final[LiteralString] = """
 SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a
 WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0 AND NOT a.attisdropped"""
 
@@ -43,9 +43,9 @@ MAY_INSERT: Final[LiteralString] = "SELECT has_table_privilege(to_regclass(%s), 
 # Of all processes that migrate this database: "gpuwarden", as a number.
 MIGRATION_LOCK: Final = 0x67707577
 # A peer that is gone is noticed by this time, not when TCP gives up, a quarter of an hour later.
-TCP_PATIENCE: Final = timedelta(seconds=30)
+TCP_TIMEOUT: Final = timedelta(seconds=30)
 # Whoever wants to write waits behind us while we wait for a lock that a migration needs.
-LOCK_PATIENCE: Final = timedelta(seconds=5)
+LOCK_TIMEOUT: Final = timedelta(seconds=5)
 
 Row = Mapping[str, Any]
 
@@ -99,20 +99,20 @@ class PostgresExporter:
             )
         self._session: Session | None = None
         self._is_migrated = False
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._clipped: set[str] = set()
 
     async def prepare(self) -> None:
         """A connection, and all the tables: the indexes of a large one may take hours."""
-        async with self._turn, self._translated():
+        async with self._lock, self._translated_errors():
             self._session = self._session or await self._open()
 
     async def export(self, batch: Batch) -> None:
-        async with self._turn, self._translated():
+        async with self._lock, self._translated_errors():
             session = self._session = self._session or await self._open()
             await self._store(session, session.readings, [reading_row(one) for one in batch.readings])
             if session.uses is not None:
-                await self._store(session, session.uses, [use_row(one) for one in one_of_each(batch.uses)])
+                await self._store(session, session.uses, [use_row(one) for one in merged_uses(batch.uses)])
 
     async def check(self) -> None:
         """By a connection of its own, which does not wait for a batch that is on its way."""
@@ -135,13 +135,13 @@ class PostgresExporter:
             connection = await connect(self._target)
             async with connection, connection.transaction():
                 await set_statement_timeout(connection, self._target.statement_timeout)
-                columns = await columns_of(connection, self._tables.uses, USE_COLUMNS)
+                columns = await column_types(connection, self._tables.uses, USE_COLUMNS)
                 if len(columns) < len(USE_COLUMNS):
                     return
                 query = sql.SQL("SELECT {columns} FROM {uses} WHERE cluster = {cluster} AND until IS NULL").format(
                     columns=sql.SQL(", ").join(map(sql.Identifier, USE_COLUMNS)),
                     uses=self._tables.uses,
-                    cluster=sql.Literal(self._fitted("cluster", cluster, columns["cluster"])),
+                    cluster=sql.Literal(self._clip_to_column("cluster", cluster, columns["cluster"])),
                 )
                 async with connection.cursor(row_factory=class_row(Use)) as cursor:
                     async for use in cursor.stream(query):
@@ -150,25 +150,25 @@ class PostgresExporter:
             raise ExportError(error_message(exc)) from exc
 
     async def close(self) -> None:
-        async with self._turn:
-            await self._drop()
+        async with self._lock:
+            await self._disconnect()
 
     @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
+    async def _translated_errors(self) -> AsyncIterator[None]:
         """After a failure, and where the wait was given up, nobody knows what the connection is in the middle of."""
         try:
             yield
         except psycopg.Error as exc:
-            await self._drop()
+            await self._disconnect()
             raise ExportError(error_message(exc)) from exc
         except TimeoutError as exc:
-            await self._drop()
+            await self._disconnect()
             raise ExportError("the database does not answer") from exc
         except BaseException:
-            await self._drop()
+            await self._disconnect()
             raise
 
-    async def _drop(self) -> None:
+    async def _disconnect(self) -> None:
         session, self._session = self._session, None
         if session is not None:
             await session.connection.close()
@@ -180,20 +180,20 @@ class PostgresExporter:
                 await migrate(connection, self._tables)
                 self._is_migrated = True
             async with asyncio.timeout(self._target.statement_timeout.total_seconds()):
-                return await self._found(connection)
+                return await self._inspect(connection)
         except BaseException:
             await connection.close()
             raise
 
-    async def _found(self, connection: AsyncConnection[tuple[Any, ...]]) -> Session:
-        columns = await columns_of(connection, self._tables.readings, S2_COLUMNS + OWN_COLUMNS)
+    async def _inspect(self, connection: AsyncConnection[tuple[Any, ...]]) -> Session:
+        columns = await column_types(connection, self._tables.readings, S2_COLUMNS + OWN_COLUMNS)
         if not columns:
             self._is_migrated = False
             raise ExportError(self._no_table())
         if missing := [name for name in S2_COLUMNS if name not in columns]:
             raise ExportError(f"table {self._target.table} has no column {', '.join(missing)}")
         readings = Destination(self._tables.readings, columns, sql.SQL("ON CONFLICT DO NOTHING"))
-        columns = await columns_of(connection, self._tables.uses, USE_COLUMNS)
+        columns = await column_types(connection, self._tables.uses, USE_COLUMNS)
         if not columns:
             self._is_migrated = False
             log.warning("uses of GPUs are not stored: their table is missing", table=f"{self._target.table}_use")
@@ -234,14 +234,16 @@ class PostgresExporter:
                 cursor.copy(sql.SQL("COPY {staging} ({columns}) FROM STDIN").format(**names)) as copy,
             ):
                 for row in rows:
-                    await copy.write_row([self._fitted(name, row[name], kind) for name, kind in to.columns.items()])
+                    await copy.write_row(
+                        [self._clip_to_column(name, row[name], kind) for name, kind in to.columns.items()]
+                    )
             await connection.execute(
                 sql.SQL("INSERT INTO {table} AS old ({columns}) SELECT {columns} FROM {staging} {on_conflict}").format(
                     **names
                 )
             )
 
-    def _fitted(self, column: str, value: Any, kind: str) -> Any:
+    def _clip_to_column(self, column: str, value: Any, kind: str) -> Any:
         """A text that the column takes, and an index on it."""
         if not isinstance(value, str):
             return value
@@ -265,10 +267,10 @@ async def connect(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
         sslmode=target.sslmode,
         sslrootcert=target.sslrootcert,
         connect_timeout=max(2, round(target.connect_timeout.total_seconds())),
-        tcp_user_timeout=round(TCP_PATIENCE.total_seconds() * 1000),
+        tcp_user_timeout=round(TCP_TIMEOUT.total_seconds() * 1000),
         # While nothing is sent, as where an index is made, only these notice it.
-        keepalives_idle=round(TCP_PATIENCE.total_seconds()),
-        keepalives_interval=round(TCP_PATIENCE.total_seconds() / 3),
+        keepalives_idle=round(TCP_TIMEOUT.total_seconds()),
+        keepalives_interval=round(TCP_TIMEOUT.total_seconds() / 3),
         keepalives_count=3,
         application_name="gpuwarden",
         autocommit=True,
@@ -283,7 +285,7 @@ async def migrate(connection: AsyncConnection[tuple[Any, ...]], tables: Tables) 
         async with connection.transaction():
             await set_statement_timeout(connection, timedelta(0))
             await connection.execute("SELECT pg_advisory_xact_lock(%s)", [MIGRATION_LOCK])
-            patience = str(round(LOCK_PATIENCE.total_seconds() * 1000))
+            patience = str(round(LOCK_TIMEOUT.total_seconds() * 1000))
             await connection.execute("SELECT set_config('lock_timeout', %s, true)", [patience])
             await connection.execute(statement)
 
@@ -296,11 +298,11 @@ async def set_statement_timeout(connection: AsyncConnection[tuple[Any, ...]], lo
     )
 
 
-async def columns_of(
+async def column_types(
     connection: AsyncConnection[tuple[Any, ...]], table: sql.Identifier, wanted: Sequence[str]
 ) -> Mapping[str, str]:
     """Those of a table that are wanted, and of what type they are; none if there is no such table."""
-    found = await connection.execute(COLUMNS_OF, [table.as_string()])
+    found = await connection.execute(COLUMN_TYPES, [table.as_string()])
     kinds = dict(await found.fetchall())
     return {name: kinds[name] for name in wanted if name in kinds}
 

@@ -39,12 +39,12 @@ log = structlog.get_logger(__name__)
 
 COMMAND: Final = ("/bin/sh", "-c", "nvidia-smi -q -x")
 # S2's: pods that become ready together are not read together.
-SPREAD: Final = 0.2
+MAX_INITIAL_DELAY: Final = 0.2
 # Larger texts are parsed beside the loop, one at a time: each takes many times its size.
-LONG: Final = 1024 * 1024
+PARSE_IN_THREAD: Final = 1024 * 1024
 # Seconds between the beginnings of two readings of a pod, whatever happens to it: its kubelet says when it is ready and
 # when it has booted, and would have us read and store without pause. A failure is tried again sooner, a few times.
-LEAST_BETWEEN: Final = 10.0
+MIN_INTERVAL: Final = 10.0
 
 
 class PluginContainerWire(msgspec.Struct, frozen=True):
@@ -123,7 +123,7 @@ class ExportNodes(Protocol):
 
     async def pod(self, namespace: str, name: str) -> Raw | None: ...
 
-    async def say(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool: ...
+    async def write_metadata(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool: ...
 
 
 @frozen
@@ -170,7 +170,7 @@ class GpuReader:
         take: Callable[[Batch], Awaitable[None]],
         clock: Clock,
         now: Callable[[], float],
-        told: FailureObserver | None = None,
+        observer: FailureObserver | None = None,
         parsed: Callable[[bytes], Smi] = parse,
     ) -> None:
         self._plan = plan
@@ -179,22 +179,22 @@ class GpuReader:
         self._take = take
         self._clock = clock
         self._now = now
-        self._told = told or FailureObserver()
+        self._observer = observer or FailureObserver()
         self._parsed = parsed
         # A thread goes on when whoever waits for it gives up, so it is threads that there is one of.
         self._parsing = ThreadPoolExecutor(1, "parsing")
-        self.turns = Schedule(now)
+        self.schedule = Schedule(now)
         self._pods: dict[str, PluginPod] = {}
         self._boots: dict[str, str | None] = {}
-        self._done: dict[str, LastReading] = {}
+        self._last_readings: dict[str, LastReading] = {}
         self._failures: dict[str, int] = {}
         # When each was last begun with, the oldest first, and no longer than that matters.
-        self._begun: dict[str, float] = {}
+        self._last_started: dict[str, float] = {}
 
     @property
     def last_reads(self) -> Mapping[str, datetime]:
         """Of each node that there is a pod on, when it was last read."""
-        return {done.node: done.time for name, done in self._done.items() if name in self._pods}
+        return {done.node: done.time for name, done in self._last_readings.items() if name in self._pods}
 
     # What the watch of pods tells.
 
@@ -217,94 +217,94 @@ class GpuReader:
             self._forget(pod.name)
         self._pods[pod.name] = pod
         if pod.is_eligible and (before is None or before.uid != pod.uid or not before.is_eligible):
-            self._put(pod.name, random.uniform(0, SPREAD))  # noqa: S311 - to keep out of step
+            self._schedule_read(pod.name, random.uniform(0, MAX_INITIAL_DELAY))  # noqa: S311 - to keep out of step
 
     def deleted(self, raw: Raw) -> None:
         self._forget(raw["metadata"]["name"])
 
     def _forget(self, name: str) -> None:
         self._pods.pop(name, None)
-        self._done.pop(name, None)
+        self._last_readings.pop(name, None)
         self._failures.pop(name, None)
-        self.turns.forget(name)
+        self.schedule.forget(name)
 
     def booted(self, node: str, boot: str | None) -> None:
         """What the watch of nodes tells: a machine that has started anew may be another one."""
         if self._boots.get(node, boot) != boot:
             for pod in self._pods.values():
                 if pod.node == node:
-                    self._put(pod.name)
+                    self._schedule_read(pod.name)
         self._boots[node] = boot
 
     def forget_node(self, node: str) -> None:
         self._boots.pop(node, None)
 
-    def _put(self, name: str, after: float = 0.0) -> None:
+    def _schedule_read(self, name: str, after: float = 0.0) -> None:
         """Something has happened to it: then, or when it may be read again."""
         now = self._now()
-        self.turns.put(name, max(after, self._begun.get(name, now - LEAST_BETWEEN) + LEAST_BETWEEN - now))
+        self.schedule.put(name, max(after, self._last_started.get(name, now - MIN_INTERVAL) + MIN_INTERVAL - now))
 
-    def _begin(self, name: str) -> None:
+    def _note_start(self, name: str) -> None:
         now = self._now()
-        self._begun.pop(name, None)
-        self._begun[name] = now
-        for other, at in list(self._begun.items()):
-            if at > now - LEAST_BETWEEN:
+        self._last_started.pop(name, None)
+        self._last_started[name] = now
+        for other, at in list(self._last_started.items()):
+            if at > now - MIN_INTERVAL:
                 break
-            del self._begun[other]
+            del self._last_started[other]
 
     # What workers do.
 
     async def work(self) -> None:
         """For ever."""
         while True:
-            name = await self.turns.take()
+            name = await self.schedule.take()
             try:
-                await self._see_to(name)
+                await self._process(name)
             finally:
-                self.turns.done(name)
+                self.schedule.done(name)
 
-    async def _see_to(self, name: str) -> None:
+    async def _process(self, name: str) -> None:
         pod = self._pods.get(name)
         if pod is None or not pod.is_eligible:
             return
-        self._begin(name)
+        self._note_start(name)
         try:
             async with asyncio.timeout(self._plan.timeout.total_seconds()):
                 done = await self._read(pod)
         except ReplacedError as exc:
-            self._told.failed("replaced")
+            self._observer.failed("replaced")
             log.info("reading dropped", pod=name, node=pod.node, problem=str(exc))
         except TimeoutError:
-            self._fail(pod, "timeout", f"not done within {self._plan.timeout.total_seconds():g} s")
+            self._record_failure(pod, "timeout", f"not done within {self._plan.timeout.total_seconds():g} s")
         except ExecError as exc:
-            self._fail(pod, exc.reason, str(exc))
+            self._record_failure(pod, exc.reason, str(exc))
         except UnreadableSmiError as exc:
-            self._fail(pod, "unreadable", str(exc))
+            self._record_failure(pod, "unreadable", str(exc))
         except ApiUnavailableError as exc:
-            self._fail(pod, "unavailable", str(exc))
+            self._record_failure(pod, "unavailable", str(exc))
         except ApiRefusesError as exc:
-            self._fail(pod, "forbidden", str(exc))
+            self._record_failure(pod, "forbidden", str(exc))
         except ExportError as exc:
-            self._fail(pod, "outbox", str(exc))
+            self._record_failure(pod, "outbox", str(exc))
         except Exception:  # a bug with one pod must not end the reading of all others
             log.exception("reading failed", pod=name, node=pod.node)
-            self._fail(pod, "bug", "see above")
+            self._record_failure(pod, "bug", "see above")
         else:
-            self._succeed(pod, done)
+            self._record_success(pod, done)
 
-    def _succeed(self, pod: PluginPod, done: LastReading) -> None:
+    def _record_success(self, pod: PluginPod, done: LastReading) -> None:
         if self._pods.get(pod.name) is None:
             return
-        self._done[pod.name] = done
+        self._last_readings[pod.name] = done
         self._failures.pop(pod.name, None)
         if self._plan.resync:
             age = (self._clock() - done.time).total_seconds()
-            self._put(pod.name, max(0.0, self._plan.resync.total_seconds() - max(0.0, age)))
+            self._schedule_read(pod.name, max(0.0, self._plan.resync.total_seconds() - max(0.0, age)))
 
-    def _fail(self, pod: PluginPod, reason: str, text: str) -> None:
+    def _record_failure(self, pod: PluginPod, reason: str, text: str) -> None:
         """One failure is counted once; it is tried again, less and less often."""
-        self._told.failed(reason)
+        self._observer.failed(reason)
         failures = self._failures.get(pod.name, 0) + 1
         pause = BACKOFF.seconds(failures)
         log.warning(
@@ -312,7 +312,7 @@ class GpuReader:
         )
         if self._pods.get(pod.name) is not None:
             self._failures[pod.name] = failures
-            self.turns.put(pod.name, pause)
+            self.schedule.put(pod.name, pause)
 
     async def _read(self, pod: PluginPod) -> LastReading:
         node = await self._nodes.get(pod.node)
@@ -325,15 +325,15 @@ class GpuReader:
             source=f"{self._plan.namespace}/{pod.name}",
             boot_id=node.boot_id,
         )
-        found = self._as_read_before(pod, node)
+        found = self._reading_from_node(pod, node)
         if found is None:
-            found = await self._ask(pod, node)
+            found = await self._run_nvidia_smi(pod, node)
         readings = readings_of(found, source)
         if readings:
             await self._take(batch_of(readings))
         return LastReading(pod.uid, node.boot_id, pod.node, found.time)
 
-    def _as_read_before(self, pod: PluginPod, node: ExportedNode) -> NodeGpus | None:
+    def _reading_from_node(self, pod: PluginPod, node: ExportedNode) -> NodeGpus | None:
         """Another process, or this one before it was restarted, has read it; unless it is time to read it again."""
         try:
             found = read_before(node.gpus, pod.uid, node.boot_id, now=self._clock(), created=node.created)
@@ -343,10 +343,10 @@ class GpuReader:
         is_old = bool(self._plan.resync) and self._clock() - found.time >= self._plan.resync
         return None if is_old else found
 
-    async def _ask(self, pod: PluginPod, node: ExportedNode) -> NodeGpus:
+    async def _run_nvidia_smi(self, pod: PluginPod, node: ExportedNode) -> NodeGpus:
         content = await self._exec.run(self._plan.namespace, pod.name, self._plan.container, COMMAND, MAX_SIZE)
         time = self._clock()
-        smi = await self._smi(content)
+        smi = await self._parse(content)
         now = await self._nodes.pod(self._plan.namespace, pod.name)
         if now is None or now["metadata"].get("uid") != pod.uid or now["spec"].get("nodeName") != pod.node:
             raise ReplacedError("the pod is not the one that was asked")
@@ -354,22 +354,22 @@ class GpuReader:
         if dropped := unidentified(found):
             log.warning("devices without serial and UUID are not exported", node=pod.node, devices=dropped)
         if self._plan.labels:
-            await self._write(pod, node, smi, found)
+            await self._label_node(pod, node, smi, found)
         return found
 
-    async def _smi(self, content: bytes) -> Smi:
-        if len(content) < LONG:
+    async def _parse(self, content: bytes) -> Smi:
+        if len(content) < PARSE_IN_THREAD:
             return self._parsed(content)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, self._parsed, content)
 
-    async def _write(self, pod: PluginPod, node: ExportedNode, smi: Smi, found: NodeGpus) -> None:
+    async def _label_node(self, pod: PluginPod, node: ExportedNode, smi: Smi, found: NodeGpus) -> None:
         """What the node is called by. That the API server refuses it keeps nothing from being exported."""
         wanted = wanted_labels(smi.gpus)
         for note in wanted.notes:
             log.warning("label is not the whole serial", node=pod.node, label=note)
         try:
-            if await self._nodes.say(pod.node, node, wanted.labels, annotation(found)):
+            if await self._nodes.write_metadata(pod.node, node, wanted.labels, annotation(found)):
                 log.info("node labelled", node=pod.node, gpus=len(smi.gpus))
         except ApiRefusesError as exc:
-            self._told.failed("label_refused")
+            self._observer.failed("label_refused")
             log.warning("node not labelled", node=pod.node, problem=str(exc))

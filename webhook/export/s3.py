@@ -33,10 +33,10 @@ PLACEHOLDERS: Final = ("%Y", "%m", "%d", "%H")
 
 # Beyond that the delivery tries again, and says so.
 RETRIES: Final = 2
-MAX_SAID: Final = 300
+MAX_ERROR_TEXT: Final = 300
 CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 # As S3 and Google say it, and as Azure does.
-MAY_NOT_LIST: Final = ("AccessDenied", "AuthorizationPermissionMismatch")
+LIST_DENIED: Final = ("AccessDenied", "AuthorizationPermissionMismatch")
 
 
 class ObjectExporter:
@@ -48,11 +48,11 @@ class ObjectExporter:
         """Raises GpuwardenError where the URL, the options or what keys begin with make no sense, or Parquet is asked
         for and not there."""
         if "://" in target.bucket:
-            parts_of("the bucket's URL", urlsplit(target.bucket).path)
+            path_parts("the bucket's URL", urlsplit(target.bucket).path)
         self._target = evolve(
             target,
-            prefix=joined("the prefix", target.prefix),
-            partition_pattern=joined("the pattern", target.partition_pattern),
+            prefix=clean_path("the prefix", target.prefix),
+            partition_pattern=clean_path("the pattern", target.partition_pattern),
         )
         self._render = RENDERERS[target.form]
         self._columns = S2_COLUMNS + OWN_COLUMNS if target.own_columns else S2_COLUMNS
@@ -61,7 +61,7 @@ class ObjectExporter:
         try:
             self._store = store_of(target)
         except (BaseError, ValueError, TypeError) as exc:
-            raise GpuwardenError(f"{target.url} cannot be used as an object store: {said(exc)}") from exc
+            raise GpuwardenError(f"{target.url} cannot be used as an object store: {error_message(exc)}") from exc
 
     async def export(self, batch: Batch) -> None:
         if batch.readings:
@@ -77,8 +77,8 @@ class ObjectExporter:
             async for _ in self._store.list(prefix=self._directory("") + ".nothing"):
                 pass
         except (BaseError, OSError) as exc:
-            if code_in(exc) not in MAY_NOT_LIST:
-                raise ExportError(said(exc)) from exc
+            if error_code(exc) not in LIST_DENIED:
+                raise ExportError(error_message(exc)) from exc
 
     async def close(self) -> None:
         """The store keeps no connection of ours that would have to be ended."""
@@ -105,7 +105,7 @@ class ObjectExporter:
                 use_multipart=False,
             )
         except (BaseError, OSError) as exc:
-            raise ExportError(said(exc)) from exc
+            raise ExportError(error_message(exc)) from exc
 
     def _directory(self, kind: str) -> str:
         """Uses are beside the readings' prefix, not under it: whoever reads all that is there reads one kind."""
@@ -113,15 +113,15 @@ class ObjectExporter:
         return f"{whole}/" if whole else ""
 
 
-def joined(what: str, text: str) -> str:
+def clean_path(what: str, text: str) -> str:
     """Without empty parts, which no key of ours can have."""
-    found = "/".join(parts_of(what, text))
+    found = "/".join(path_parts(what, text))
     if found != text.strip("/"):
-        log.warning("keys have no empty parts", of=what, said=text, written=found)
+        log.warning("keys have no empty parts", of=what, error_message=text, written=found)
     return found
 
 
-def parts_of(what: str, text: str) -> Sequence[str]:
+def path_parts(what: str, text: str) -> Sequence[str]:
     """Raises GpuwardenError: with some, a key would be refused, or be in another place than the one that is named."""
     parts = [part for part in text.split("/") if part]
     for part in parts:
@@ -161,7 +161,7 @@ def object_name(time: datetime, batch: str) -> str:
 Rows = Sequence[Mapping[str, Any]]
 
 
-def as_csv(columns: Sequence[str], rows: Rows, has_header: bool) -> tuple[bytes, str]:
+def to_csv(columns: Sequence[str], rows: Rows, has_header: bool) -> tuple[bytes, str]:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     if has_header:
@@ -170,7 +170,7 @@ def as_csv(columns: Sequence[str], rows: Rows, has_header: bool) -> tuple[bytes,
     return text.getvalue().encode(), "text/csv"
 
 
-def as_parquet(columns: Sequence[str], rows: Rows, _has_header: bool) -> tuple[bytes, str]:
+def to_parquet(columns: Sequence[str], rows: Rows, _has_header: bool) -> tuple[bytes, str]:
     """Text, but for the numbers: index and minor."""
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
@@ -191,16 +191,16 @@ def check_parquet() -> None:
         raise GpuwardenError("Parquet needs more than is installed: pip install 'gpuwarden[parquet]'") from exc
 
 
-RENDERERS: Final = {"csv": as_csv, "parquet": as_parquet}
+RENDERERS: Final = {"csv": to_csv, "parquet": to_parquet}
 
 
-def said(exc: Exception) -> str:
+def error_message(exc: Exception) -> str:
     """What the store calls it, and the first line of the rest: below are the same words over and over."""
-    code = code_in(exc)
-    first = str(exc).strip().split("\n", 1)[0][:MAX_SAID]
+    code = error_code(exc)
+    first = str(exc).strip().split("\n", 1)[0][:MAX_ERROR_TEXT]
     return f"{code}: {first}" if code else first
 
 
-def code_in(exc: Exception) -> str | None:
+def error_code(exc: Exception) -> str | None:
     found = CODE.search(str(exc))
     return found[1] if found else None

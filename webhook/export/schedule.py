@@ -23,7 +23,7 @@ class Schedule:
         self._heap: list[tuple[float, int, str]] = []
         self._numbers = itertools.count()
         self._busy: set[str] = set()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._due)
@@ -41,11 +41,11 @@ class Schedule:
             return
         self._due[name] = at
         if name not in self._busy:
-            self._enter(name)
+            self._push(name)
 
-    def _enter(self, name: str) -> None:
+    def _push(self, name: str) -> None:
         heapq.heappush(self._heap, (self._due[name], next(self._numbers), name))
-        self._news.set()
+        self._changed.set()
 
     def forget(self, name: str) -> None:
         self._due.pop(name, None)
@@ -60,12 +60,12 @@ class Schedule:
                 del self._due[name]
                 self._busy.add(name)
                 return name
-            await self._rest(now)
+            await self._wait(now)
 
     def done(self, name: str) -> None:
         self._busy.discard(name)
         if name in self._due:
-            self._enter(name)
+            self._push(name)
 
     def _drop_stale(self) -> None:
         """Of what is due sooner than it was, forgotten or with somebody, until the first is none of these."""
@@ -75,11 +75,11 @@ class Schedule:
                 return
             heapq.heappop(self._heap)
 
-    async def _rest(self, now: float) -> None:
+    async def _wait(self, now: float) -> None:
         """Until the first is due, or there is another. Many wait here for each that comes, so nothing is searched."""
-        self._news.clear()
+        self._changed.clear()
         try:
             async with asyncio.timeout(max(0.0, self._heap[0][0] - now) if self._heap else None):
-                await self._news.wait()
+                await self._changed.wait()
         except TimeoutError:
             return

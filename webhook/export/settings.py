@@ -326,7 +326,7 @@ class Part:
     are plain words, which others set too."""
 
     needs: tuple[str, ...]
-    looks_at: tuple[str, ...] = ()
+    also_reads: tuple[str, ...] = ()
 
 
 ONE_READING: Final = Part(needs=("cluster_name",))
@@ -356,8 +356,8 @@ class ExportReader(TableReader):
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         if self._part is not None:
-            asked = {"config", *self._part.needs, *self._part.looks_at}
-            self.given = {name: one for name, one in self.given.items() if name in asked}
+            used = {"config", *self._part.needs, *self._part.also_reads}
+            self.given = {name: one for name, one in self.given.items() if name in used}
         yield from super()._values()
 
     def check_together(self, values: Mapping[str, Any]) -> None:

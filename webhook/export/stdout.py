@@ -18,7 +18,7 @@ from webhook.export.records import Batch, raw_reading, raw_time, raw_use
 READING, COMPLETED = "gpu serial number reading", "export completed"
 USE: Final = "gpu use"
 # How long a try that was given up waits for the pipe until it notices.
-LOOKS_EVERY: Final = timedelta(milliseconds=100)
+POLL_INTERVAL: Final = timedelta(milliseconds=100)
 
 
 class StdoutExporter:
@@ -34,15 +34,15 @@ class StdoutExporter:
         self._stream = sys.stdout if stream is None else stream
         # Which batch was broken off, and how many of its lines were written.
         self._begun = ("", 0)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     async def export(self, batch: Batch) -> None:
         """Whoever reads may be slow or asleep: a thread waits for it, and writes nothing once this has ended."""
-        writing = Writing(self._turn)
+        attempt = WriteAttempt(self._lock)
         try:
-            await asyncio.to_thread(self._write, batch, writing)
+            await asyncio.to_thread(self._write, batch, attempt)
         finally:
-            writing.give_up()
+            attempt.cancel()
 
     async def check(self) -> None:
         if self._stream.closed:
@@ -51,12 +51,12 @@ class StdoutExporter:
     async def close(self) -> None:
         """Stdout is the process's."""
 
-    def _write(self, batch: Batch, writing: "Writing") -> None:
+    def _write(self, batch: Batch, attempt: "WriteAttempt") -> None:
         name, written = self._begun
         written = written if name == batch.id else 0
         try:
-            for line in list(map(as_line, lines(batch)))[written:]:
-                if not writing.wrote(self._stream, line):
+            for line in list(map(json_line, records_of(batch)))[written:]:
+                if not attempt.write_line(self._stream, line):
                     return
                 written += 1
                 self._begun = (batch.id, written)
@@ -65,24 +65,24 @@ class StdoutExporter:
         self._begun = ("", 0)
 
 
-class Writing:
+class WriteAttempt:
     """One try to write a batch, which can be given up from another thread."""
 
     def __init__(self, turn: threading.Lock) -> None:
-        self._turn = turn
-        self._is_given_up = False
+        self._lock = turn
+        self._is_cancelled = False
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Nothing is written after."""
-        with self._turn:
-            self._is_given_up = True
+        with self._lock:
+            self._is_cancelled = True
 
-    def wrote(self, stream: TextIO, line: str) -> bool:
+    def write_line(self, stream: TextIO, line: str) -> bool:
         """Whether it did, and was not given up. A line is written when the pipe has room, so that it takes no time."""
         while True:
             is_free = has_room(stream)
-            with self._turn:
-                if self._is_given_up:
+            with self._lock:
+                if self._is_cancelled:
                     return False
                 if is_free:
                     stream.write(line)
@@ -98,19 +98,19 @@ def has_room(stream: TextIO) -> bool:
         return True  # in memory
     waiting = select.poll()
     waiting.register(descriptor, select.POLLOUT)
-    return bool(waiting.poll(LOOKS_EVERY.total_seconds() * 1000))
+    return bool(waiting.poll(POLL_INTERVAL.total_seconds() * 1000))
 
 
-def lines(batch: Batch) -> Sequence[Mapping[str, Any]]:
+def records_of(batch: Batch) -> Sequence[Mapping[str, Any]]:
     """Every line has one `time`; the last line's is that of the latest record."""
     latest = max(
         [reading.time for reading in batch.readings] + [use.until or use.since for use in batch.uses], default=None
     )
     return [
-        *({**said(READING), **raw_reading(reading)} for reading in batch.readings),
-        *({**said(USE), **raw_use(use), "time": raw_time(use.until or use.since)} for use in batch.uses),
+        *({**log_fields(READING), **raw_reading(reading)} for reading in batch.readings),
+        *({**log_fields(USE), **raw_use(use), "time": raw_time(use.until or use.since)} for use in batch.uses),
         {
-            **said(COMPLETED),
+            **log_fields(COMPLETED),
             "records": batch.size,
             "batch": batch.id,
             "time": None if latest is None else raw_time(latest),
@@ -118,9 +118,9 @@ def lines(batch: Batch) -> Sequence[Mapping[str, Any]]:
     ]
 
 
-def said(message: str) -> Mapping[str, str]:
+def log_fields(message: str) -> Mapping[str, str]:
     return {"level": "INFO", "msg": message, "service": "gpuid"}
 
 
-def as_line(members: Mapping[str, Any]) -> str:
+def json_line(members: Mapping[str, Any]) -> str:
     return msgspec.json.encode(members).decode() + "\n"

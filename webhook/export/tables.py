@@ -216,16 +216,16 @@ def use_row(use: Use) -> Mapping[str, Any]:
     return {name: getattr(use, name) for name in USE_COLUMNS} | {"chassis": use.chassis or UNKNOWN}
 
 
-def one_of_each(uses: Iterable[Use]) -> Sequence[Use]:
+def merged_uses(uses: Iterable[Use]) -> Sequence[Use]:
     """What several records say of one use, as one: an end that was said once stays."""
     found: dict[tuple[str, str, str], Use] = {}
     for use in uses:
         key = (use.cluster, use.reservation, use.gpu_uuid)
-        found[key] = use if key not in found else joined(found[key], use)
+        found[key] = use if key not in found else merged_use(found[key], use)
     return list(found.values())
 
 
-def joined(old: Use, new: Use) -> Use:
+def merged_use(old: Use, new: Use) -> Use:
     known = {name: getattr(old, name) for name in USE_COLUMNS if getattr(new, name) is None}
     return (
         evolve(new, **known, since=min(old.since, new.since))

@@ -32,13 +32,13 @@ log = structlog.get_logger(__name__)
 
 Key = tuple[str, str]  # reservation and UUID
 # How many nodes are seen to in one pass.
-AT_A_TIME: Final = 500
+NODES_PER_STEP: Final = 500
 # Of one node, for which there is no room in an outbox. Beyond that the oldest are lost, and the log says so.
-MOST_UNTOLD: Final = 1000
+MAX_ENDED_PER_NODE: Final = 1000
 # Where a GPUNode is gone and its pods are not, nobody tells of their end: they are asked about.
-ASK_AGAIN: Final = timedelta(seconds=5)
+POD_CHECK_INTERVAL: Final = timedelta(seconds=5)
 # For a store to say which uses it has no end of, of as many GPUs as there are. It may have stopped in the middle.
-RECALL_LONGEST: Final = timedelta(seconds=60)
+LOAD_TIMEOUT: Final = timedelta(seconds=60)
 
 
 @frozen
@@ -46,7 +46,7 @@ class UsePodFacts:
     """What is known of a pod beside its name."""
 
     owner: str | None = None
-    is_there: bool = True
+    exists: bool = True
 
 
 @frozen
@@ -72,29 +72,29 @@ class UseFacts(Protocol):
 class HeldDevices:
     """What matters of a GPUNode: who holds what, and what its GPUs are called. Packed: both are rarely looked at."""
 
-    packed_reservations: bytes
+    compressed_reservations: bytes
     # By UUID: they are wanted where a node's own reading does not say them.
-    packed_serials: bytes
+    compressed_serials: bytes
     is_rebuilt: bool
 
     @classmethod
     def parse(cls, raw: Raw) -> "HeldDevices":
         node = GpuNode.parse(raw)
         return cls(
-            packed_reservations=packed([one for one in node.reservations.values() if one.uid is not None]),
-            packed_serials=packed({one.uuid: one.serial for one in node.devices if one.serial}),
+            compressed_reservations=compressed([one for one in node.reservations.values() if one.uid is not None]),
+            compressed_serials=compressed({one.uuid: one.serial for one in node.devices if one.serial}),
             is_rebuilt=node.is_rebuilt,
         )
 
     @property
     def reservations(self) -> Sequence[Reservation]:
-        return msgspec.json.decode(zlib.decompress(self.packed_reservations), type=list[Reservation])
+        return msgspec.json.decode(zlib.decompress(self.compressed_reservations), type=list[Reservation])
 
     def serial_of(self, uuid: str) -> str | None:
-        return msgspec.json.decode(zlib.decompress(self.packed_serials), type=dict[str, str]).get(uuid)
+        return msgspec.json.decode(zlib.decompress(self.compressed_serials), type=dict[str, str]).get(uuid)
 
 
-def packed(content: object) -> bytes:
+def compressed(content: object) -> bytes:
     return zlib.compress(msgspec.json.encode(content))
 
 
@@ -114,7 +114,7 @@ class NotedUse(msgspec.Struct, frozen=True):
     """A use as it is written down: what has been told is told no more, until it ends."""
 
     use: Use
-    is_told: bool = False
+    is_exported: bool = msgspec.field(name="is_told", default=False)  # the name in files of earlier builds
 
 
 class OpenUses:
@@ -142,13 +142,13 @@ class OpenUses:
     def nodes(self) -> set[str]:
         return set(self._all)
 
-    def of(self, node: str) -> Mapping[Key, NotedUse]:
-        packed = self._all.get(node)
-        return {} if packed is None else by_key(decoded(zlib.decompress(packed)))
+    def of_node(self, node: str) -> Mapping[Key, NotedUse]:
+        compressed = self._all.get(node)
+        return {} if compressed is None else by_key(decoded(zlib.decompress(compressed)))
 
-    def keep(self, node: str, uses: Mapping[Key, NotedUse]) -> None:
+    def save(self, node: str, uses: Mapping[Key, NotedUse]) -> None:
         """These are kept when this returns, and no others of the node. Raises ExportError: then nothing has changed."""
-        if uses == self.of(node):
+        if uses == self.of_node(node):
             return
         if self._directory is not None:
             try:
@@ -203,65 +203,69 @@ class UseRecorder:
         take: Callable[[Batch], Awaitable[None]],
         clock: Clock,
         is_current: Callable[[], bool],
-        recalled: Callable[[], AsyncIterator[Use]] | None = None,
+        stored_open_uses: Callable[[], AsyncIterator[Use]] | None = None,
     ) -> None:
         """`recalled` is what the stores have no end of, and raises ExportError where they cannot be asked."""
         self._cluster = cluster
-        self._known = known
+        self._facts = known
         self._open = open_uses
         self._take = take
         self._clock = clock
         self._is_current = is_current
-        self._recalled = recalled
+        self._stored_open_uses = stored_open_uses
         self.gpu_nodes: ObjectView[HeldDevices] = ObjectView(HeldDevices.parse)
         # Nodes that are to be looked at, and nodes of which something is to be told.
-        self._todo: dict[str, None] = {}
-        self._owed: dict[str, None] = {}
+        self._changed_nodes: dict[str, None] = {}
+        self._unexported_nodes: dict[str, None] = {}
         # Nodes whose GPUNode is gone, and when their pods are asked about next.
-        self._gone: dict[str, datetime] = {}
-        self._has_begun = False
+        self._next_checks: dict[str, datetime] = {}
+        self._is_started = False
 
     async def step(self) -> None:
         """One pass over what is news. What cannot be done now is left for the next one and holds up nothing else;
         then the first of the reasons is raised, a GpuwardenError."""
         if not self._is_current():
             return
-        if not self._has_begun:
+        if not self._is_started:
             await asyncio.to_thread(self._open.read)
-            self._owed.update(dict.fromkeys(sorted(self._open.nodes())))
-            self._todo.update(dict.fromkeys([*self.gpu_nodes.names(), *sorted(self._open.nodes())]))
-            self._has_begun = True
-        problems = await self._recall()
-        self._todo.update(dict.fromkeys(self.gpu_nodes.take_changes()))
-        problems += await self._each(self._todo, self._settle)
-        problems += await self._each(self._owed, self._tell)
+            self._unexported_nodes.update(dict.fromkeys(sorted(self._open.nodes())))
+            self._changed_nodes.update(dict.fromkeys([*self.gpu_nodes.names(), *sorted(self._open.nodes())]))
+            self._is_started = True
+        problems = await self._load_from_stores()
+        self._changed_nodes.update(dict.fromkeys(self.gpu_nodes.take_changes()))
+        problems += await self._each(self._changed_nodes, self._update_node)
+        problems += await self._each(self._unexported_nodes, self._export)
         if problems:
             raise problems[0]
 
-    async def _recall(self) -> list[GpuwardenError]:
+    async def _load_from_stores(self) -> list[GpuwardenError]:
         """Once: what others have told the stores and we do not know of. What is still held we tell ourselves, so that
         stores that cannot be asked hear of it."""
-        if self._recalled is None:
+        if self._stored_open_uses is None:
             return []
         found: dict[str, dict[Key, NotedUse]] = {}
         try:
-            async with asyncio.timeout(RECALL_LONGEST.total_seconds()):
-                async for use in self._recalled():
+            async with asyncio.timeout(LOAD_TIMEOUT.total_seconds()):
+                async for use in self._stored_open_uses():
                     key = (use.reservation, use.gpu_uuid)
                     # Whoever may write rows names nodes, and a node names a file.
-                    if is_object_name(use.node) and key not in self._open.of(use.node) and not self._is_held(use):
-                        found.setdefault(use.node, {})[key] = NotedUse(use, is_told=True)
+                    if (
+                        is_object_name(use.node)
+                        and key not in self._open.of_node(use.node)
+                        and not self._is_reserved(use)
+                    ):
+                        found.setdefault(use.node, {})[key] = NotedUse(use, is_exported=True)
             for node, uses in found.items():
-                await asyncio.to_thread(self._open.keep, node, {**self._open.of(node), **uses})
-                self._todo[node] = None
+                await asyncio.to_thread(self._open.save, node, {**self._open.of_node(node), **uses})
+                self._changed_nodes[node] = None
         except TimeoutError:
             return [ExportError("no store says in time which uses have no end")]
         except GpuwardenError as exc:
             return [exc]
-        self._recalled = None
+        self._stored_open_uses = None
         return []
 
-    def _is_held(self, use: Use) -> bool:
+    def _is_reserved(self, use: Use) -> bool:
         node = self.gpu_nodes.get(use.node)
         held = node.reservations if node is not None else ()
         return any(one.id == use.reservation and use.gpu_uuid in one.uuids for one in held)
@@ -269,7 +273,7 @@ class UseRecorder:
     async def _each(self, names: dict[str, None], done: Callable[[str], Awaitable[None]]) -> list[GpuwardenError]:
         """Some of them. Those that fail come last next time."""
         problems = []
-        for name in list(names)[:AT_A_TIME]:
+        for name in list(names)[:NODES_PER_STEP]:
             del names[name]
             try:
                 await done(name)
@@ -280,11 +284,11 @@ class UseRecorder:
                 log.exception("uses of a node not followed", node=name)
         return problems
 
-    async def _settle(self, name: str) -> None:
-        node, known = self.gpu_nodes.get(name), self._open.of(name)
+    async def _update_node(self, name: str) -> None:
+        node, known = self.gpu_nodes.get(name), self._open.of_node(name)
         if node is None:
-            return await self._settle_gone(name, known)
-        self._gone.pop(name, None)
+            return await self._update_deleted_node(name, known)
+        self._next_checks.pop(name, None)
         if not node.is_rebuilt:
             return None  # what is held there is not known yet; it is news when it is
         held: dict[Key, Reservation] = {(one.id, uuid): one for one in node.reservations for uuid in one.uuids}
@@ -293,50 +297,50 @@ class UseRecorder:
         pods = {one.id: await self._pod_of(one) for one in {one.id: one for one in begun.values()}.values()}
         for key, one in begun.items():
             new[key] = NotedUse(self._begun(name, *key, one, pods[one.id]))
-        return await self._keep(name, new)
+        return await self._save(name, new)
 
-    async def _settle_gone(self, name: str, known: Mapping[Key, NotedUse]) -> None:
+    async def _update_deleted_node(self, name: str, known: Mapping[Key, NotedUse]) -> None:
         """Its GPUNode is: taken away by force, perhaps, and made anew in a moment. The pods decide."""
         if all(one.use.until is not None for one in known.values()):
-            self._gone.pop(name, None)
+            self._next_checks.pop(name, None)
             return
-        self._todo[name] = None
-        if self._clock() < self._gone.get(name, LONG_AGO):
+        self._changed_nodes[name] = None
+        if self._clock() < self._next_checks.get(name, LONG_AGO):
             return
-        self._gone[name] = self._clock() + ASK_AGAIN
-        new = {key: self._ended(one) if await self._is_gone(one.use) else one for key, one in known.items()}
-        await self._keep(name, new)
+        self._next_checks[name] = self._clock() + POD_CHECK_INTERVAL
+        new = {key: self._ended(one) if await self._pod_is_gone(one.use) else one for key, one in known.items()}
+        await self._save(name, new)
 
-    async def _keep(self, name: str, new: Mapping[Key, NotedUse]) -> None:
-        if new == self._open.of(name):
+    async def _save(self, name: str, new: Mapping[Key, NotedUse]) -> None:
+        if new == self._open.of_node(name):
             return
         over = sorted(
             (one for one in new.values() if one.use.until is not None), key=lambda one: one.use.until or NEVER
         )
-        if lost := over[:-MOST_UNTOLD]:
+        if lost := over[:-MAX_ENDED_PER_NODE]:
             log.error("uses forgotten: no outbox takes them", node=name, uses=len(lost))
             new = {key: one for key, one in new.items() if one not in lost}
-        await asyncio.to_thread(self._open.keep, name, new)
-        self._owed[name] = None
+        await asyncio.to_thread(self._open.save, name, new)
+        self._unexported_nodes[name] = None
 
     async def _pod_of(self, held: Reservation) -> UsePodFacts:
-        return await self._known.pod(held.namespace, held.pod_name or "", held.uid or "")
+        return await self._facts.pod(held.namespace, held.pod_name or "", held.uid or "")
 
     def _begun(self, node: str, reservation: str, uuid: str, held: Reservation, pod: UsePodFacts) -> Use:
-        called = self._known.gpu(node, uuid)
+        names = self._facts.gpu(node, uuid)
         return Use(
             cluster=self._cluster,
             node=node,
             reservation=reservation,
             gpu_uuid=uuid,
             since=held.since,
-            serial=called.serial,
-            chassis=called.chassis,
+            serial=names.serial,
+            chassis=names.chassis,
             namespace=held.namespace,
             pod=held.pod_name,
             pod_uid=held.uid,
             owner=pod.owner,
-            evidence_hash=self._known.evidence(node),
+            evidence_hash=self._facts.evidence(node),
         )
 
     def _ended(self, one: NotedUse) -> NotedUse:
@@ -344,26 +348,26 @@ class UseRecorder:
         use = one.use
         if use.until is not None:
             return one
-        called = self._known.gpu(use.node, use.gpu_uuid)
+        names = self._facts.gpu(use.node, use.gpu_uuid)
         return NotedUse(
             evolve(
                 use,
                 until=max(self._clock(), use.since),
-                serial=use.serial or called.serial,
-                chassis=use.chassis or called.chassis,
+                serial=use.serial or names.serial,
+                chassis=use.chassis or names.chassis,
             )
         )
 
-    async def _is_gone(self, one: Use) -> bool:
-        return not (await self._known.pod(one.namespace or "", one.pod or "", one.pod_uid or "")).is_there
+    async def _pod_is_gone(self, one: Use) -> bool:
+        return not (await self._facts.pod(one.namespace or "", one.pod or "", one.pod_uid or "")).exists
 
-    async def _tell(self, name: str) -> None:
+    async def _export(self, name: str) -> None:
         """What of the node is not told yet. What is over is forgotten once the exporters have it."""
-        noted = self._open.of(name)
-        for batch in batches_of(one.use for one in noted.values() if not one.is_told):
+        noted = self._open.of_node(name)
+        for batch in batches_of(one.use for one in noted.values() if not one.is_exported):
             await self._take(batch)
-        still = {key: NotedUse(one.use, is_told=True) for key, one in noted.items() if one.use.until is None}
-        await asyncio.to_thread(self._open.keep, name, still)
+        still = {key: NotedUse(one.use, is_exported=True) for key, one in noted.items() if one.use.until is None}
+        await asyncio.to_thread(self._open.save, name, still)
 
 
 LONG_AGO, NEVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
