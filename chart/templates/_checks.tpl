@@ -183,7 +183,7 @@
   {{- $deadline := include "gpuwarden.seconds" (default "10s" $export.leaseRenewDeadline) | float64 }}
   {{- $retry := include "gpuwarden.seconds" (default "2s" $export.leaseRetryPeriod) | float64 }}
   {{- if or (le $lease $deadline) (le $deadline $retry) }}
-    {{- fail "\n\nexport.settings.leaseDuration, leaseRenewDeadline and leaseRetryPeriod: each has to be shorter than the one before." }}
+    {{- fail "\n\nexport.settings.leaseDuration, leaseRenewDeadline and leaseRetryPeriod: each has to be shorter than the previous one." }}
   {{- end }}
 {{- end }}
 {{- end }}

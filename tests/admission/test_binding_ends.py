@@ -257,7 +257,7 @@ async def test_what_a_hand_has_deleted_or_written_is_written_anew() -> None:
     assert (await scene.after(ROUTINE))[A] == at(HOUR)
 
 
-async def test_an_api_server_that_is_away_is_asked_again() -> None:
+async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
     scene = Scene()
     scene.objects.is_away = True
     assert await scene.after() == {}

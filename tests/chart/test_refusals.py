@@ -138,11 +138,11 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     "fewer-at-once-than-in-a-second": ({**EXPORT, "export.settings.burst": 49}, "export.settings.burst is less than"),
     "a-lease-that-is-lost-before-it-is-renewed": (
         {**EXPORT, "export.settings.leaseRenewDeadline": "15s"},
-        "each has to be shorter than the one before",
+        "each has to be shorter than the previous one",
     ),
     "a-lease-that-is-looked-at-too-late": (
         {**EXPORT, "export.settings.leaseRetryPeriod": "9.5s500ms"},
-        "each has to be shorter than the one before",
+        "each has to be shorter than the previous one",
     ),
     "a-port-of-the-container": ({"service.uiPort": 8443}, "choose another"),
 }
@@ -194,9 +194,9 @@ RULES: dict[str, str] = {
     "a key that all replicas share": "the chart makes it, or mounts nonceKey.existingSecret",
     "an SVID is known by its roots": "an-endpoint-without-roots",
     "spire-server needs": "spire-without-an-address",
-    "fewer at once than a second allows": "fewer-at-once-than-in-a-second",
-    "each has to be shorter than the one before": "a-lease-that-is-lost-before-it-is-renewed",
-    "said twice; choose one": "the chart knows no files with secrets",
+    "the burst has to be at least the rate": "fewer-at-once-than-in-a-second",
+    "each has to be shorter than the previous one": "a-lease-that-is-lost-before-it-is-renewed",
+    "both are set; set one": "the chart knows no files with secrets",
     "everybody on the way could read the token": "a-token-in-plain",
     "is below 1000": "the chart says the port as a flag",
 }

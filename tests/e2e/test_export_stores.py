@@ -252,7 +252,9 @@ class TestPostgres:
     ) -> None:
         async with exporting(target_of(postgres, table, auto_migrate=False)) as exporter:
             for tried in (exporter.check(), exporter.export(batch())):
-                with pytest.raises(ExportError, match=r"there is no table T .*: make it, or let it be made"):
+                with pytest.raises(
+                    ExportError, match=r"there is no table T .*: create it, or set POSTGRES_AUTO_MIGRATE=true"
+                ):
                     await tried
 
     async def test_uses_without_an_end_are_told_of_one_cluster_and_none_where_there_is_no_table(
@@ -316,8 +318,8 @@ class TestATableOfS2:
         assert rows(postgres, name) == "3"
         assert rows(postgres, name, "max(length(source))") == "255"
         assert [line["event"] for line in logs] == [
-            "uses of GPUs are not stored: their table is missing",
-            "texts are clipped to what a column takes",
+            "uses are not stored: the table is missing",
+            "text shortened to fit its column",
         ]
 
     async def test_who_may_not_insert_is_not_ready(self, postgres: Postgres, name: str) -> None:

@@ -54,7 +54,7 @@ async def test_every_exporter_gets_every_batch_once() -> None:
     assert first.given == second.given == [f"{number}" for number in range(20)]
 
 
-async def test_a_dead_store_holds_up_nobody_else_and_is_caught_up_with() -> None:
+async def test_dead_store_does_not_delay_others_and_catches_up() -> None:
     dead, well = MemoryExporter("dead"), MemoryExporter("well")
     dead.fault = ExportError("connection refused")
     async with delivering(dead, well) as delivery:
@@ -69,7 +69,7 @@ async def test_a_dead_store_holds_up_nobody_else_and_is_caught_up_with() -> None
         await until(lambda: delivery.states["dead"].error is None)
 
 
-async def test_a_frozen_store_holds_up_nobody_else() -> None:
+async def test_hanging_store_does_not_delay_others() -> None:
     frozen, well = MemoryExporter("frozen"), MemoryExporter("well")
     frozen.freeze()
     async with delivering(frozen, well) as delivery:
@@ -79,7 +79,7 @@ async def test_a_frozen_store_holds_up_nobody_else() -> None:
         assert frozen.stored == {}
 
 
-async def test_tries_become_rarer_and_never_stop() -> None:
+async def test_retries_back_off_and_never_stop() -> None:
     """A second of trying in vain costs a handful of tries."""
     dead = MemoryExporter()
     dead.fault = ExportError("down")
@@ -92,7 +92,7 @@ async def test_tries_become_rarer_and_never_stop() -> None:
         assert asyncio.get_running_loop().time() - begun >= 0.45
 
 
-async def test_what_is_refused_for_good_does_not_stand_in_the_way() -> None:
+async def test_permanently_refused_batch_does_not_block_the_next() -> None:
     store = MemoryExporter()
     store.refuses = {"bad"}
     refused: list[tuple[str, str, str]] = []
@@ -117,7 +117,7 @@ class BuggyExporter(MemoryExporter):
         await super().export(batch)
 
 
-async def test_a_batch_that_breaks_an_exporter_is_set_aside_and_the_next_is_stored(tmp_path: Path) -> None:
+async def test_batch_that_crashes_an_exporter_is_set_aside_and_the_next_is_stored(tmp_path: Path) -> None:
     refused: list[tuple[str, str, str]] = []
     observer = DeliveryObserver(refused=lambda exporter, one, reason: refused.append((exporter, one.id, reason)))
     store = BuggyExporter()
@@ -126,11 +126,11 @@ async def test_a_batch_that_breaks_an_exporter_is_set_aside_and_the_next_is_stor
             await delivery.take(batch(name))
         await until(lambda: list(store.stored) == ["before", "after"])
         assert delivery.states["memory"].error is None
-    assert refused == [("memory", "bad", "a bug: OverflowError")]
+    assert refused == [("memory", "bad", "internal error: OverflowError")]
     assert [one.name.split("-")[0] for one in (tmp_path / "memory").glob("*.refused")] == ["000000000002"]
 
 
-async def test_a_batch_of_a_time_that_no_calendar_has_ends_nobody() -> None:
+async def test_batch_with_an_out_of_range_time_does_not_stop_delivery() -> None:
     """It may be in an outbox from before such times were refused."""
     far = datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14)))
     stream = io.StringIO()
@@ -141,7 +141,7 @@ async def test_a_batch_of_a_time_that_no_calendar_has_ends_nobody() -> None:
     assert '"batch":"far"' not in stream.getvalue()
 
 
-async def test_what_the_system_refuses_an_exporter_is_tried_again() -> None:
+async def test_export_is_retried_after_a_system_error() -> None:
     """No route, no descriptor left: that is not the batch's fault."""
 
     class CutOffExporter(MemoryExporter):
@@ -158,7 +158,7 @@ async def test_what_the_system_refuses_an_exporter_is_tried_again() -> None:
     assert store.given == ["0", "0"]
 
 
-async def test_a_bug_in_delivery_itself_ends_the_run_and_is_not_hidden() -> None:
+async def test_bug_in_delivery_ends_the_run_with_the_exception() -> None:
     def stored(_exporter: str, one: Batch) -> None:
         raise ZeroDivisionError(one.id)
 
@@ -170,7 +170,7 @@ async def test_a_bug_in_delivery_itself_ends_the_run_and_is_not_hidden() -> None
             await delivery.run()
 
 
-async def test_each_failed_try_is_heard_of() -> None:
+async def test_observer_is_called_for_each_failed_attempt() -> None:
     store, failed = MemoryExporter(), list[tuple[str, str]]()
     store.fault = ExportError("down")
     async with delivering(store, observer=DeliveryObserver(failed=lambda *what: failed.append(what))) as delivery:
@@ -179,7 +179,7 @@ async def test_each_failed_try_is_heard_of() -> None:
         assert set(failed) == {("memory", "down")}
 
 
-async def test_an_outbox_that_cannot_be_read_for_a_moment_is_read_again_and_all_of_it_is_stored() -> None:
+async def test_all_batches_are_stored_after_a_temporary_read_error_of_the_outbox() -> None:
     store, batches, failed = MemoryExporter(), DeafBatchStore(), list[tuple[str, str]]()
     delivery = Delivery(
         [store],
@@ -196,8 +196,8 @@ async def test_an_outbox_that_cannot_be_read_for_a_moment_is_read_again_and_all_
     assert [(name, reason.rpartition(": ")[2]) for name, reason in failed] == [("memory", "Too many open files")]
 
 
-class TestOneThatWouldRatherTakeManyAtOnce:
-    async def test_what_waits_is_given_together(self) -> None:
+class TestBatchingExporter:
+    async def test_waiting_batches_are_exported_merged(self) -> None:
         store = GatheringExporter()
         store.freeze()
         async with delivering(store) as delivery:
@@ -209,7 +209,7 @@ class TestOneThatWouldRatherTakeManyAtOnce:
             await until(lambda: sum(one.size for one in store.stored.values()) == 10)
             assert [one.size for one in store.stored.values()] == [2, 4, 4]
 
-    async def test_one_that_breaks_the_exporter_is_told_from_its_neighbours(self) -> None:
+    async def test_only_the_batch_that_crashes_the_exporter_is_set_aside(self) -> None:
         class BuggyGatheringExporter(GatheringExporter):
             async def export(self, batch: Batch) -> None:
                 if any(one.gpu == reading(7).gpu for one in batch.readings):
@@ -224,7 +224,7 @@ class TestOneThatWouldRatherTakeManyAtOnce:
         assert await delivery.drain(PATIENCE) == 0
         assert (refused, list(store.stored)) == (["bad"], ["0", "2"])
 
-    async def test_one_that_is_refused_is_told_from_its_neighbours(self) -> None:
+    async def test_only_the_refused_batch_is_set_aside(self) -> None:
         refused: list[str] = []
         store = GatheringExporter()
         together_id = merged([batch("bad"), batch("good")]).id
@@ -243,14 +243,14 @@ class TestOneThatWouldRatherTakeManyAtOnce:
 
 
 class TestTaking:
-    async def test_an_outbox_that_is_full_is_named_and_the_others_have_it(self, tmp_path: Path) -> None:
+    async def test_full_outbox_is_named_and_other_exporters_have_the_batch(self, tmp_path: Path) -> None:
         dead, well = MemoryExporter("dead"), MemoryExporter("well")
         dead.fault = ExportError("down")
         delivery = Delivery([dead, well], opener(tmp_path, max_bytes=1500), clock, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
         await delivery.take(batch("0"))
         await until(lambda: len(well.stored) == 1)
-        with pytest.raises(ExportError, match=r"^dead: the outbox is full: \d+ of 1500 bytes wait$"):
+        with pytest.raises(ExportError, match=r"^dead: the outbox is full: \d+ of 1500 bytes used$"):
             await delivery.take(batch("1"))
         await until(lambda: len(well.stored) == 2)
         dead.fault = None
@@ -262,13 +262,13 @@ class TestTaking:
         await delivery.drain(timedelta())
         assert well.given == ["0", "1"], "who had it already is not given it once more"
 
-    async def test_nothing_is_taken_once_the_end_has_begun(self) -> None:
+    async def test_take_fails_after_drain_has_begun(self) -> None:
         delivery = Delivery([MemoryExporter()], opener(None), clock)
         await delivery.drain(timedelta())
-        with pytest.raises(ExportError, match="nothing is taken any more"):
+        with pytest.raises(ExportError, match="no new batches"):
             await delivery.take(batch())
 
-    async def test_a_batch_of_nothing_reaches_no_store(self) -> None:
+    async def test_empty_batch_is_not_exported(self) -> None:
         store = MemoryExporter()
         delivery = Delivery([store], opener(None), clock)
         await delivery.take(Batch("empty"))
@@ -276,8 +276,8 @@ class TestTaking:
         assert store.given == []
 
 
-class TestTheEnd:
-    async def test_what_waits_is_stored_first(self) -> None:
+class TestDrain:
+    async def test_waiting_batches_are_stored_before_it_returns(self) -> None:
         store = MemoryExporter()
         delivery = Delivery([store], opener(None), clock)
         for number in range(10):
@@ -286,7 +286,7 @@ class TestTheEnd:
         assert len(store.stored) == 10
         assert store.is_closed
 
-    async def test_a_run_that_goes_on_ends_by_itself(self) -> None:
+    async def test_run_ends_after_drain(self) -> None:
         store = MemoryExporter()
         delivery = Delivery([store], opener(None), clock)
         running = asyncio.create_task(delivery.run())
@@ -316,7 +316,7 @@ class TestTheEnd:
         async with delivering(heir, directory=tmp_path):
             await until(lambda: list(heir.stored) == ["0"])
 
-    async def test_what_is_half_taken_is_stored_too(self) -> None:
+    async def test_batch_being_taken_is_stored_too(self) -> None:
         store, batches = MemoryExporter(), SlowBatchStore()
         delivery = Delivery([store], lambda name: Outbox(batches if name == "memory" else MemoryBatchStore()), clock)
         taking = asyncio.create_task(delivery.take(batch()))
@@ -328,7 +328,7 @@ class TestTheEnd:
         assert await draining == 0
         assert list(store.stored) == ["batch-0"]
 
-    async def test_a_run_ends_without_a_word_where_something_is_left(self) -> None:
+    async def test_run_ends_without_error_when_batches_are_left(self) -> None:
         store = MemoryExporter()
         store.fault = ExportError("down")
         delivery = Delivery([store], opener(None), clock, backoff=QUICK)
@@ -338,7 +338,7 @@ class TestTheEnd:
         async with asyncio.timeout(PATIENCE.total_seconds()):
             await running
 
-    async def test_a_store_that_is_down_gets_one_more_try_and_costs_no_more_than_the_deadline(self) -> None:
+    async def test_drain_tries_a_dead_store_once_more_and_ends_at_the_deadline(self) -> None:
         store = MemoryExporter()
         store.fault = ExportError("down")
         delivery = Delivery([store], opener(None), clock, backoff=Backoff(timedelta(hours=1), timedelta(hours=1)))
@@ -353,7 +353,7 @@ class TestTheEnd:
 
 
 @pytest.mark.defect("S2-15")
-async def test_readiness_names_the_stores_that_could_keep_nothing() -> None:
+async def test_check_names_the_stores_that_fail() -> None:
     dead, well = MemoryExporter("dead"), MemoryExporter("well")
     async with delivering(dead, well) as delivery:
         await check([dead, well], delivery.states)
@@ -374,7 +374,7 @@ class AnsweringExporter(MemoryExporter):
 
 
 @pytest.mark.defect("S2-15")
-async def test_a_store_that_answers_and_stores_nothing_is_not_ready_until_it_does() -> None:
+async def test_check_fails_while_a_store_answers_but_stores_nothing() -> None:
     store = AnsweringExporter("store")
     store.has_readings = False
     async with delivering(store) as delivery:
@@ -389,7 +389,7 @@ async def test_a_store_that_answers_and_stores_nothing_is_not_ready_until_it_doe
         await check([store], delivery.states)
 
 
-async def test_uses_that_a_store_has_no_place_for_hold_up_no_readings() -> None:
+async def test_rejected_uses_do_not_delay_readings() -> None:
     store = AnsweringExporter("store")
     store.has_uses = False
     async with delivering(store) as delivery:
@@ -415,7 +415,7 @@ class RememberingExporter(AnsweringExporter):
                     yield found
 
 
-async def test_who_remembers_uses_is_asked_once_it_has_all_that_waits() -> None:
+async def test_open_uses_are_read_after_waiting_batches_are_stored() -> None:
     store, deaf = RememberingExporter("store"), MemoryExporter("deaf")
     async with delivering(deaf, store) as delivery:
         await delivery.take(Batch("0", uses=(use(0), use(1, cluster="another"))))
@@ -423,11 +423,11 @@ async def test_who_remembers_uses_is_asked_once_it_has_all_that_waits() -> None:
         assert [one async for one in delivery.open_uses("prod")] == [use(0)]
         store.has_uses = False
         await delivery.take(Batch("1", uses=(use(2),)))
-        with pytest.raises(ExportError, match="store is asked what it knows once it has what waits for it"):
+        with pytest.raises(ExportError, match="store has batches waiting"):
             assert [one async for one in delivery.open_uses("prod")]
 
 
-async def test_an_outbox_that_is_another_ones_keeps_no_other_from_whoever_comes_next(tmp_path: Path) -> None:
+async def test_locked_outbox_does_not_leave_other_outboxes_locked(tmp_path: Path) -> None:
     taken = opener(tmp_path)("second-use")
     exporters = [MemoryExporter("first"), MemoryExporter("second")]
     with pytest.raises(OutboxInUseError):
@@ -437,7 +437,7 @@ async def test_an_outbox_that_is_another_ones_keeps_no_other_from_whoever_comes_
 
 
 @pytest.mark.defect("S2-17")
-async def test_the_same_reading_taken_by_another_process_too_is_the_same_batch(tmp_path: Path) -> None:
+async def test_same_reading_taken_by_two_processes_is_one_batch(tmp_path: Path) -> None:
     """Fail over: both know of it, and a store with a key has it once."""
     old, new = MemoryExporter("store"), MemoryExporter("store")
     new.stored = old.stored
@@ -449,7 +449,7 @@ async def test_the_same_reading_taken_by_another_process_too_is_the_same_batch(t
     assert list(new.stored) == ["batch-0"]
 
 
-def test_several_batches_as_one_have_all_their_records_and_an_id_of_their_own() -> None:
+def test_merged_batches_have_all_records_and_an_id_of_their_own() -> None:
     several: Sequence[Batch] = [batch("0"), Batch("1", (reading(7),))]
     whole = merged(several)
     assert whole.readings == (reading(0), reading(1), reading(7))

@@ -98,7 +98,7 @@ async def serving(fleet: Fleet, kubeconfig: Path) -> AsyncIterator[None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="how much memory a process had at most is read from /proc")
-async def test_a_large_fleet_and_all_who_use_it_take_little_memory(tmp_path: Path) -> None:
+async def test_memory_stays_small_with_a_large_fleet_and_its_uses(tmp_path: Path) -> None:
     flags = [
         "--cluster-name",
         "prod",

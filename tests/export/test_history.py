@@ -34,7 +34,7 @@ def past_use(**changes: Any) -> PastUse:
     return PastUse(**known | changes)
 
 
-def test_a_pod_is_asked_for_by_namespace_and_name() -> None:
+def test_pod_flag_is_namespace_and_name() -> None:
     assert UseQuery.from_flags(pod="train/job-0") == UseQuery(namespace="train", pod="job-0")
 
 
@@ -44,19 +44,19 @@ def test_a_pod_without_either_is_refused(pod: str) -> None:
         UseQuery.from_flags(pod=pod)
 
 
-def test_a_question_about_nothing_is_refused() -> None:
-    with pytest.raises(GpuwardenError, match="say what to look for: --serial, --pod, --hash or --uuid"):
+def test_query_without_conditions_is_refused() -> None:
+    with pytest.raises(GpuwardenError, match="set at least one of --serial, --pod, --hash and --uuid"):
         UseQuery.from_flags()
 
 
-def test_what_is_asked_goes_by_parameters_and_names_are_quoted() -> None:
+def test_values_are_parameters_and_identifiers_are_quoted() -> None:
     text = use_query(Tables.named('a"b'), UseQuery.from_flags(serial="'; DROP", hash="x")).as_string()
     assert 'FROM "a""b_history" WHERE gpu_uuid IN' in text
     assert "DROP" not in text
     assert "AND evidence_hash = %(hash)s ORDER BY" in text
 
 
-def test_as_text_it_is_a_table_with_what_fits() -> None:
+def test_text_form_is_a_table_with_the_main_columns() -> None:
     assert rendered([past_use(), past_use(until=None, owner=None, pod=None)], "text").splitlines() == [
         "SINCE                        UNTIL                        CLUSTER  NODE   SERIAL         GPU_UUID"
         "  POD          OWNER      EVIDENCE_HASH",
@@ -67,19 +67,19 @@ def test_as_text_it_is_a_table_with_what_fits() -> None:
     ]
 
 
-def test_a_terminal_is_told_nothing_by_what_is_shown() -> None:
+def test_control_characters_are_escaped_in_text_form() -> None:
     said = rendered([past_use(node="\x1b]0;owned\x07", serial="1\r2", pod="\u202ea", owner="Job/\x9b2J")], "text")
     assert all(line.isprintable() for line in said.splitlines())
     assert r"\x1b]0;owned\x07" in said
     assert r"train/\u202ea" in said
 
 
-def test_none_is_said_in_a_sentence() -> None:
-    assert rendered([], "text") == "No such use is known."
+def test_empty_result_is_a_sentence() -> None:
+    assert rendered([], "text") == "No uses found."
     assert json.loads(rendered([], "json")) == []
 
 
-def test_as_json_it_is_all_there_is() -> None:
+def test_json_form_has_all_columns() -> None:
     (one,) = json.loads(rendered([past_use(until=None)], "json"))
     assert one["until"] is None
     assert one["since"] == "2026-01-01T00:00:00.123456Z"

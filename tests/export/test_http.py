@@ -42,7 +42,7 @@ async def posting(
     await exporter.close()
 
 
-async def test_a_batch_is_one_request_with_s2s_headers_and_payload() -> None:
+async def test_batch_is_one_request_with_the_headers_and_body_of_gpuid() -> None:
     async with listening() as endpoint, posting(endpoint, token="example-token") as exporter:
         await exporter.export(batch())
     (request,) = endpoint.requests
@@ -62,7 +62,7 @@ async def test_a_batch_is_one_request_with_s2s_headers_and_payload() -> None:
     assert [first["gpu"], second["gpu"]] == ["1760000000011", "1760000000012"]
 
 
-async def test_a_token_whose_file_has_changed_is_the_new_one(tmp_path: Path) -> None:
+async def test_changed_token_file_is_used_for_the_next_request(tmp_path: Path) -> None:
     """What cannot be read, or be said in a header, changes nothing."""
     file = tmp_path / "token"
     async with listening() as endpoint:
@@ -84,7 +84,7 @@ async def test_without_a_token_none_is_sent() -> None:
     assert "authorization" not in endpoint.requests[0].headers
 
 
-async def test_uses_are_a_request_of_their_own_kind_and_key() -> None:
+async def test_uses_are_sent_in_a_separate_request_with_its_own_key() -> None:
     async with listening() as endpoint, posting(endpoint) as exporter:
         await exporter.export(batch(uses=(use(until=later(60)),)))
     kinds = [(request.headers["x-record-kind"], request.headers["idempotency-key"]) for request in endpoint.requests]
@@ -92,7 +92,7 @@ async def test_uses_are_a_request_of_their_own_kind_and_key() -> None:
     assert json.loads(endpoint.requests[1].body)[0]["reservation"] == "reservation-0"
 
 
-async def test_what_a_batch_has_none_of_is_not_sent() -> None:
+async def test_kinds_without_records_are_not_sent() -> None:
     async with listening() as endpoint, posting(endpoint) as exporter:
         await exporter.export(Batch("empty"))
     assert endpoint.requests == []
@@ -108,7 +108,7 @@ async def test_what_a_batch_has_none_of_is_not_sent() -> None:
         pytest.param(BREAK_OFF, id="hangs up"),
     ],
 )
-async def test_one_that_recovers_has_the_same_batch_under_the_same_key(order: Order) -> None:
+async def test_retry_sends_the_same_batch_with_the_same_key(order: Order) -> None:
     slept = Slept()
     async with listening(order, 200) as endpoint, posting(endpoint, slept) as exporter:
         await exporter.export(batch())
@@ -118,7 +118,7 @@ async def test_one_that_recovers_has_the_same_batch_under_the_same_key(order: Or
 
 
 @pytest.mark.parametrize("order", [500, TRUNCATE, BREAK_OFF])
-async def test_one_that_does_not_recover_is_left_alone_after_a_few_tries(order: Order) -> None:
+async def test_export_fails_after_three_attempts(order: Order) -> None:
     slept = Slept()
     async with listening(order) as endpoint, posting(endpoint, slept) as exporter:
         with pytest.raises(ExportError) as caught:
@@ -129,22 +129,22 @@ async def test_one_that_does_not_recover_is_left_alone_after_a_few_tries(order: 
     assert 0.8 <= slept.seconds[1] <= 1.2
 
 
-async def test_one_that_hangs_is_given_up_in_time() -> None:
+async def test_hanging_endpoint_is_given_up_at_the_timeout() -> None:
     async with listening(HANG) as endpoint, posting(endpoint, seconds=0.1) as exporter:
         with pytest.raises(ExportError, match=r"no answer within 0\.1 s|ReadTimeout"):
             await exporter.export(batch())
 
 
-async def test_nobody_there_is_a_fault_with_a_reason() -> None:
+async def test_refused_connection_is_an_export_error() -> None:
     async with listening() as endpoint:
         pass
     async with posting(endpoint) as exporter:
-        with pytest.raises(ExportError, match="no whole answer"):
+        with pytest.raises(ExportError, match="no complete answer"):
             await exporter.export(batch())
 
 
 @pytest.mark.parametrize("status", [400, 413, 415, 422])
-async def test_a_body_that_it_will_not_have_is_sent_once(status: int) -> None:
+async def test_rejected_body_is_not_retried(status: int) -> None:
     async with listening(status) as endpoint, posting(endpoint) as exporter:
         with pytest.raises(ExportError, match=f"the endpoint answered {status}") as caught:
             await exporter.export(batch())
@@ -153,7 +153,7 @@ async def test_a_body_that_it_will_not_have_is_sent_once(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [302, 401, 403, 404])
-async def test_what_an_operator_can_put_right_is_tried_again_later(status: int) -> None:
+async def test_other_client_errors_are_not_permanent(status: int) -> None:
     async with listening(status, headers={"Location": "/elsewhere"}) as endpoint, posting(endpoint) as exporter:
         with pytest.raises(ExportError, match=f"the endpoint answered {status}") as caught:
             await exporter.export(batch())
@@ -170,14 +170,14 @@ async def test_what_an_operator_can_put_right_is_tried_again_later(status: int) 
         ("soon", 0.4, 0.6),
     ],
 )
-async def test_a_wish_to_be_left_alone_is_granted_within_bounds(said: str, least: float, most: float) -> None:
+async def test_retry_after_is_honoured_within_bounds(said: str, least: float, most: float) -> None:
     slept = Slept()
     async with listening(429, 200, headers={"Retry-After": said}) as endpoint, posting(endpoint, slept) as exporter:
         await exporter.export(batch())
     assert least <= slept.seconds[0] <= most
 
 
-async def test_the_token_is_in_no_text() -> None:
+async def test_token_is_never_in_errors_or_repr() -> None:
     async with listening(403) as endpoint, posting(endpoint, token="hush") as exporter:
         with pytest.raises(ExportError) as caught:
             await exporter.export(batch())
@@ -187,13 +187,13 @@ async def test_the_token_is_in_no_text() -> None:
 @pytest.mark.defect("S2-15")
 class TestReadiness:
     @pytest.mark.parametrize("status", [200, 204, 404, 405, 501])
-    async def test_whoever_answers_is_there(self, status: int) -> None:
+    async def test_check_passes_with_other_status_codes(self, status: int) -> None:
         async with listening(status) as endpoint, posting(endpoint) as exporter:
             await exporter.check()
         assert endpoint.requests[0].method == "HEAD"
 
     @pytest.mark.parametrize("order", [401, 500, 503, BREAK_OFF])
-    async def test_who_could_take_nothing_is_not(self, order: Order) -> None:
+    async def test_check_fails_if_the_endpoint_cannot_store(self, order: Order) -> None:
         async with listening(order) as endpoint, posting(endpoint) as exporter:
             with pytest.raises(ExportError):
                 await exporter.check()
@@ -208,16 +208,14 @@ class TestReadiness:
         ("http://127.0.0.1:8080/data", "t", False),
     ],
 )
-def test_a_token_that_others_can_read_is_warned_of_at_the_start(
-    endpoint: str, token: str | None, is_said: bool
-) -> None:
+def test_unencrypted_token_is_logged_at_start(endpoint: str, token: str | None, is_said: bool) -> None:
     with capture_logs() as logs:
         HttpExporter(HttpTarget(endpoint, timedelta(seconds=1), token), clock)
-    assert [line["event"] for line in logs] == ["everybody on the way can read the token"] * is_said
+    assert [line["event"] for line in logs] == ["token is sent unencrypted"] * is_said
 
 
 @pytest.mark.parametrize("token", ["tök", "a\nb"], ids=["letter", "line"])
-def test_a_token_that_no_header_takes_is_refused_at_the_start_and_not_shown(token: str) -> None:
-    with pytest.raises(GpuwardenError, match="no line of printable ASCII") as caught:
+def test_token_invalid_in_a_header_is_refused_at_start_and_not_shown(token: str) -> None:
+    with pytest.raises(GpuwardenError, match="not one line of printable ASCII") as caught:
         HttpExporter(HttpTarget("https://store.example.org", timedelta(seconds=1), token), clock)
     assert token not in str(caught.value)

@@ -58,7 +58,7 @@ def test_labels(pairs: list[tuple[str, str]], labels: dict[str, str]) -> None:
 
 
 @pytest.mark.defect("S2-3")
-def test_empty_and_missing_chassis_in_one_host_share_no_key() -> None:
+def test_gpus_with_empty_and_missing_chassis_have_different_keys() -> None:
     found = short(wanted_labels(gpus(("", "x1"), ("N/A", "x2"), ("", "x3"))))
     assert found == {"gpu-0": "x1", "gpu-1": "x2", "gpu-2": "x3"}
 
@@ -69,14 +69,14 @@ def test_a_chassis_that_is_not_applicable_is_no_label() -> None:
 
 
 @pytest.mark.defect("S2-5")
-def test_a_long_serial_is_cut_and_said_and_the_others_stand() -> None:
+def test_long_serial_is_cut_and_noted_and_others_are_unchanged() -> None:
     found = wanted_labels(gpus(("N/A", LONG), ("N/A", "1"), ("N/A", "2" * 62 + "--" + "2" * 9)))
     assert short(found) == {"gpu-0": "1", "gpu-1": "2" * 62, "gpu-2": "9" * 63}
     assert found.notes == ("gpu-1: 73 characters, cut to 63", "gpu-2: 80 characters, cut to 63")
 
 
 @pytest.mark.defect("S2-6")
-def test_only_our_own_labels_are_swept() -> None:
+def test_patch_removes_only_labels_of_our_domain() -> None:
     present = {
         "gpuid.github.com/gpu-0": "1",
         "gpuid.github.com/gpu-1": "old",
@@ -88,5 +88,5 @@ def test_only_our_own_labels_are_swept() -> None:
     assert label_patch(wanted, present) == {"gpuid.github.com/gpu-1": "new", "gpuid.github.com/gpu-7": None}
 
 
-def test_nothing_changes_where_all_is_said() -> None:
+def test_patch_is_empty_if_labels_are_up_to_date() -> None:
     assert label_patch({"gpuid.github.com/gpu-0": "1"}, {"gpuid.github.com/gpu-0": "1", "a": "b"}) == {}

@@ -42,20 +42,20 @@ def batches(outbox: Outbox, records: int = 1000) -> list[Batch]:
     return [found for _, found in outbox.first(records)]
 
 
-class TestWhatIsPromised:
-    def test_batches_come_out_whole_and_in_the_order_they_came(self, store: BatchStore) -> None:
+class TestAnyStore:
+    def test_batches_come_out_complete_and_in_order(self, store: BatchStore) -> None:
         outbox = Outbox(store)
         given = [batch("second"), batch("first", uses=(use(until=later(5)),))]
         assert [outbox.put(one, NOW) for one in given] == [True, True]
         assert batches(outbox) == given
 
-    def test_the_same_batch_again_is_kept_once(self, store: BatchStore) -> None:
+    def test_same_batch_is_kept_once(self, store: BatchStore) -> None:
         outbox = Outbox(store)
         assert outbox.put(batch(), NOW)
         assert not outbox.put(batch(), later(9))
         assert outbox.waiting == Backlog(1, outbox.waiting.size, NOW)
 
-    def test_what_is_done_is_gone_and_the_next_is_the_oldest(self, store: BatchStore) -> None:
+    def test_done_removes_a_batch_and_the_next_is_the_oldest(self, store: BatchStore) -> None:
         outbox = Outbox(store)
         for number in range(3):
             outbox.put(batch(f"{number}"), later(number))
@@ -63,13 +63,13 @@ class TestWhatIsPromised:
         assert [one.id for one in batches(outbox)] == ["1", "2"]
         assert outbox.waiting.oldest == later(1)
 
-    def test_it_gives_as_many_as_there_is_room_for_and_one_at_least(self, store: BatchStore) -> None:
+    def test_first_returns_batches_up_to_the_record_limit_and_at_least_one(self, store: BatchStore) -> None:
         outbox = Outbox(store)
         for number in range(4):
             outbox.put(batch(f"{number}", gpus=4), NOW)
         assert [len(batches(outbox, room)) for room in (0, 4, 11, 12, 100)] == [1, 1, 2, 3, 4]
 
-    def test_it_takes_nothing_beyond_its_bound_and_takes_again_once_there_is_room(self, store: BatchStore) -> None:
+    def test_put_fails_when_full_and_works_after_a_batch_is_done(self, store: BatchStore) -> None:
         size = Outbox(MemoryBatchStore())
         size.put(batch("0"), NOW)
         outbox = Outbox(store, max_bytes=2 * size.waiting.size)
@@ -80,14 +80,14 @@ class TestWhatIsPromised:
         outbox.done(entry for entry, _ in outbox.first(0))
         assert outbox.put(batch("2"), NOW)
 
-    def test_what_is_refused_is_not_offered_again(self, store: BatchStore) -> None:
+    def test_refused_batch_is_not_returned_again(self, store: BatchStore) -> None:
         outbox = Outbox(store)
         outbox.put(batch("bad"), NOW)
         outbox.put(batch("good"), NOW)
         outbox.refuse(outbox.first(0)[0][0])
         assert [one.id for one in batches(outbox)] == ["good"]
 
-    def test_many_at_once_lose_nothing(self, store: BatchStore) -> None:
+    def test_concurrent_puts_lose_nothing(self, store: BatchStore) -> None:
         outbox = Outbox(store)
         names = [f"{number}" for number in range(40)]
         threads = [
@@ -101,21 +101,21 @@ class TestWhatIsPromised:
         assert sorted(one.id for one in batches(outbox)) == sorted(names)
 
 
-class TestWhileOneIsWritten:
-    def test_it_is_not_there_and_nobody_is_told_it_was(self) -> None:
+class TestDuringWrite:
+    def test_second_put_of_a_batch_being_written_fails(self) -> None:
         store = SlowBatchStore()
         outbox = Outbox(store)
         writing = threading.Thread(target=outbox.put, args=(batch(), NOW))
         writing.start()
         assert store.is_asked.wait(30)
         assert batches(outbox) == []
-        with pytest.raises(ExportError, match="given twice at once"):
+        with pytest.raises(ExportError, match="is already being written"):
             outbox.put(batch(), NOW)
         store.may_go_on.set()
         writing.join()
         assert not outbox.put(batch(), NOW)
 
-    def test_its_room_is_taken(self) -> None:
+    def test_batch_being_written_counts_towards_the_limit(self) -> None:
         one = Outbox(MemoryBatchStore())
         one.put(batch("0"), NOW)
         store = SlowBatchStore()
@@ -130,18 +130,18 @@ class TestWhileOneIsWritten:
         assert [found.id for found in batches(outbox)] == ["0"]
 
 
-def test_what_is_kept_in_memory_leaves_room_for_the_process() -> None:
+def test_memory_outboxes_fit_the_pods_memory_limit() -> None:
     """A Pod has a limit of some hundred MiB for all its exporters and both kinds; a disk has more."""
     assert MAX_BYTES_IN_MEMORY == 16 * 1024 * 1024
     outbox = opener(None)("dead")
     big = batch(gpus=1, node="n" * (MAX_BYTES_IN_MEMORY - 4096))
     assert outbox.put(big, NOW)
-    with pytest.raises(ExportError, match=f"of {MAX_BYTES_IN_MEMORY} bytes wait"):
+    with pytest.raises(ExportError, match=f"of {MAX_BYTES_IN_MEMORY} bytes used"):
         outbox.put(batch("next", gpus=100), NOW)
 
 
 @pytest.mark.defect("S2-8")
-def test_killed_before_any_touch_of_a_file_everything_is_there_once_in_the_end(tmp_path: Path) -> None:
+def test_kill_before_any_file_operation_loses_and_duplicates_nothing(tmp_path: Path) -> None:
     """Real kills: before each file is opened, renamed or removed."""
     command = [sys.executable, "-m", "tests.export.killed", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
@@ -154,7 +154,7 @@ def test_killed_before_any_touch_of_a_file_everything_is_there_once_in_the_end(t
     assert len(lives) > 20
 
 
-def test_a_disk_that_gives_nothing_for_a_moment_loses_nothing() -> None:
+def test_temporary_read_error_loses_nothing() -> None:
     store = DeafBatchStore()
     outbox = Outbox(store)
     given = [batch(f"{number}") for number in range(3)]
@@ -168,7 +168,7 @@ def test_a_disk_that_gives_nothing_for_a_moment_loses_nothing() -> None:
 
 
 class TestOnDisk:
-    def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(self, tmp_path: Path) -> None:
+    def test_put_flushes_content_before_rename_and_directory_before_return(self, tmp_path: Path) -> None:
         disk = WatchedDisk(tmp_path)
         outbox = Outbox(DirectoryBatchStore(tmp_path, disk.flush))
         outbox.put(batch(), NOW)
@@ -176,14 +176,14 @@ class TestOnDisk:
         size = outbox.waiting.size
         assert disk.flushes == [(f"{file.name}.new", {f"{file.name}.new": size}), ("", {file.name: size})]
 
-    def test_a_file_of_another_name_is_none_of_ours(self, tmp_path: Path) -> None:
+    def test_files_with_other_names_are_ignored(self, tmp_path: Path) -> None:
         (tmp_path / "notes.batch").write_text("a person's")
         outbox = Outbox(DirectoryBatchStore(tmp_path))
         assert outbox.put(batch(), NOW)
         assert batches(outbox) == [batch()]
         assert (tmp_path / "notes.batch").read_text() == "a person's"
 
-    def test_a_disk_without_room_keeps_nothing_and_leaves_nothing(self, tmp_path: Path) -> None:
+    def test_full_disk_fails_put_and_leaves_no_file(self, tmp_path: Path) -> None:
         """Linux's own full disk, under the name that the next batch is written to."""
         outbox = Outbox(DirectoryBatchStore(tmp_path / "outbox"))
         assert outbox.put(batch("probe"), NOW)
@@ -197,7 +197,7 @@ class TestOnDisk:
         assert [path.name for path in (tmp_path / "outbox").iterdir()] == ["lock"]
         assert again.put(batch("probe"), NOW)
 
-    def test_the_next_process_finds_everything_in_its_order_with_its_age(self, tmp_path: Path) -> None:
+    def test_next_process_finds_batches_in_order_with_their_age(self, tmp_path: Path) -> None:
         outbox = Outbox(DirectoryBatchStore(tmp_path))
         given = [batch(f"{number}") for number in range(12)]
         for number, one in enumerate(given):
@@ -207,7 +207,7 @@ class TestOnDisk:
         assert batches(found) == given[1:]
         assert found.waiting == Backlog(11, outbox.waiting.size, later(1))
 
-    def test_what_comes_after_a_restart_comes_after_what_was_there(self, tmp_path: Path) -> None:
+    def test_batches_put_after_a_restart_follow_older_ones(self, tmp_path: Path) -> None:
         outbox = Outbox(DirectoryBatchStore(tmp_path))
         outbox.put(batch("old"), NOW)
         outbox = reopened(outbox, tmp_path)
@@ -222,7 +222,7 @@ class TestOnDisk:
             pytest.param(lambda content: content.replace(b"GPU-0", b"GPU-9"), id="a byte is another one"),
         ],
     )
-    def test_a_torn_file_is_set_aside_with_a_word_and_the_others_stay(self, tmp_path: Path, damage: object) -> None:
+    def test_corrupt_file_is_set_aside_and_logged_and_others_stay(self, tmp_path: Path, damage: object) -> None:
         outbox = Outbox(DirectoryBatchStore(tmp_path))
         outbox.put(batch("torn"), NOW)
         outbox.put(batch("whole"), NOW)
@@ -232,10 +232,10 @@ class TestOnDisk:
         with capture_logs() as logs:
             found = reopened(outbox, tmp_path)
         assert [one.id for one in batches(found)] == ["whole"]
-        assert [(line["event"], line["file"]) for line in logs] == [("batch in the outbox cannot be read", file.name)]
+        assert [(line["event"], line["file"]) for line in logs] == [("outbox file is corrupt", file.name)]
         assert file.with_suffix(".torn").exists()
 
-    def test_a_file_that_cannot_be_read_at_the_start_is_a_sentence_and_stays(self, tmp_path: Path) -> None:
+    def test_unreadable_file_at_start_is_an_error_and_stays(self, tmp_path: Path) -> None:
         outbox = opener(tmp_path)("store")
         outbox.put(batch(), NOW)
         outbox.close()
@@ -249,24 +249,22 @@ class TestOnDisk:
         file.write_bytes(content)
         assert batches(opener(tmp_path)("store")) == [batch()]
 
-    def test_a_file_that_somebody_has_taken_away_holds_up_nothing(self, tmp_path: Path) -> None:
+    def test_missing_file_is_skipped(self, tmp_path: Path) -> None:
         outbox = Outbox(DirectoryBatchStore(tmp_path))
         outbox.put(batch("gone"), NOW)
         outbox.put(batch("next"), NOW)
         min(tmp_path.glob("*.batch")).unlink()
         with capture_logs() as logs:
             assert [one.id for one in batches(outbox)] == ["next"]
-        assert [line["event"] for line in logs] == ["batch in the outbox is gone"]
+        assert [line["event"] for line in logs] == ["outbox file is missing"]
         assert outbox.waiting.batches == 1
 
-    def test_what_a_crash_left_half_written_is_nothing(self, tmp_path: Path) -> None:
+    def test_temporary_file_of_a_crash_is_removed(self, tmp_path: Path) -> None:
         (tmp_path / "000000000001-abc.batch.new").write_bytes(b"half")
         assert batches(Outbox(DirectoryBatchStore(tmp_path))) == []
         assert list(tmp_path.glob("*.new")) == []
 
-    def test_what_was_refused_stays_for_a_person_but_not_for_ever(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_refused_files_are_kept_up_to_a_limit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("webhook.export.outbox.MAX_REFUSED", 2)
         outbox = Outbox(DirectoryBatchStore(tmp_path))
         for number in range(3):
@@ -282,18 +280,18 @@ class TestOnDisk:
         first.close()
         DirectoryBatchStore(tmp_path).close()
 
-    def test_a_place_where_none_can_be_is_refused_in_a_sentence(self, tmp_path: Path) -> None:
+    def test_unusable_directory_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(ExportError, match=r"the outbox cannot be kept in .*: it is no directory"):
+        with pytest.raises(ExportError, match=r"the outbox cannot be kept in .*: it is not a directory"):
             opener(tmp_path / "file")("stdout")
 
-    def test_exporters_do_not_share_one(self, tmp_path: Path) -> None:
+    def test_each_exporter_has_its_own_outbox(self, tmp_path: Path) -> None:
         opened = opener(tmp_path)
         first, second = opened("stdout"), opened("http")
         first.put(batch(), NOW)
         assert batches(second) == []
 
-    def test_a_disk_that_does_not_take_it_costs_that_batch_alone(self) -> None:
+    def test_write_error_loses_only_that_batch(self) -> None:
         class FullBatchStore(MemoryBatchStore):
             is_full = False
 

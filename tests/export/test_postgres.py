@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from webhook.export.postgres import PostgresExporter, connect
 from webhook.export.targets import PostgresTarget
 
-UNVERIFIED = "the database's certificate is not checked against its name"
+UNVERIFIED = "the database's host name is not verified"
 
 
 def target(sslmode: str, host: str = "db.example.org", **more: object) -> PostgresTarget:
@@ -21,7 +21,7 @@ def target(sslmode: str, host: str = "db.example.org", **more: object) -> Postgr
 
 
 @pytest.mark.parametrize("sslmode", ["disable", "allow", "prefer", "require", "verify-ca"])
-def test_a_database_that_could_be_another_is_warned_of_at_the_start(sslmode: str) -> None:
+def test_unverified_host_name_is_logged_at_start(sslmode: str) -> None:
     with capture_logs() as lines:
         PostgresExporter(target(sslmode))
     (line,) = lines

@@ -291,7 +291,7 @@ async def test_a_process_that_goes_on_reads_again_when_it_is_time() -> None:
     assert [batch.readings[0].time for batch in house.batches] == [NOW + k * timedelta(minutes=10) for k in range(4)]
 
 
-async def test_nobody_is_read_without_pause_however_short_the_time_is() -> None:
+async def test_pod_is_not_read_more_often_than_the_minimum_interval() -> None:
     house = House(evolve(PLAN, resync=timedelta(milliseconds=1)))
     async with house.working():
         house.see(plugin_pod())
@@ -303,7 +303,7 @@ async def test_nobody_is_read_without_pause_however_short_the_time_is() -> None:
         await until(lambda: len(house.batches) == 2)
 
 
-async def test_a_boot_that_is_told_of_has_the_node_read_again() -> None:
+async def test_node_is_read_again_after_a_reboot() -> None:
     house = House()
     async with house.working():
         house.reader.booted("node-a", "boot-1")
@@ -336,7 +336,7 @@ def make_it_anew(house: House, number: int) -> None:
 
 
 @pytest.mark.parametrize("flip", [flip_boots, flip_readiness, make_it_anew])
-async def test_whoever_flips_what_it_says_of_itself_is_not_read_without_pause(
+async def test_pod_with_flapping_status_is_not_read_without_pause(
     flip: Callable[[House, int], None],
 ) -> None:
     house = House()
@@ -353,7 +353,7 @@ async def test_whoever_flips_what_it_says_of_itself_is_not_read_without_pause(
         assert house.execs == ["p", "p"]
 
 
-async def test_of_long_texts_one_is_parsed_at_a_time() -> None:
+async def test_long_outputs_are_parsed_one_at_a_time() -> None:
     """Each takes many times its size, and there are as many as workers."""
     long = document(h100_host()) + b" " * PARSE_IN_THREAD
     at_once, most, lock = 0, 0, threading.Lock()
@@ -376,7 +376,7 @@ async def test_of_long_texts_one_is_parsed_at_a_time() -> None:
     assert most == 1
 
 
-async def test_an_annotation_with_a_time_that_no_calendar_has_is_read_over() -> None:
+async def test_annotation_with_an_out_of_range_time_is_ignored() -> None:
     house = House()
     text = '{"time":"0001-01-01T00:00:00+14:00","gpus":[{"index":0,"serial":"1"}],"pod":"u-1","boot":"boot-1"}'
     house.nodes["node-a"] = ExportedNode("uid", "aws:///zone/i-1", "boot-1", {}, text)
@@ -386,7 +386,7 @@ async def test_an_annotation_with_a_time_that_no_calendar_has_is_read_over() -> 
     assert (house.execs, {one.time for one in house.readings}) == (["p"], {NOW})
 
 
-async def test_what_was_read_from_a_pod_that_was_replaced_is_dropped() -> None:
+async def test_reading_of_a_replaced_pod_is_dropped() -> None:
     house = House()
     house.before_answer = lambda: house.pods.update(p=plugin_pod(uid="u-2"))
     async with house.working():
@@ -409,7 +409,7 @@ def complains(_: str) -> bytes:
         pytest.param(lambda _: b"", "unreadable", id="nothing"),
     ],
 )
-async def test_a_failure_is_counted_once_and_tried_again_later(says: Callable[[str], bytes], reason: str) -> None:
+async def test_failed_reading_is_counted_once_and_retried(says: Callable[[str], bytes], reason: str) -> None:
     house = House(says=says)
     async with house.working():
         house.see(plugin_pod())
@@ -422,7 +422,7 @@ async def test_a_failure_is_counted_once_and_tried_again_later(says: Callable[[s
 
 
 @pytest.mark.defect("S2-13")
-async def test_a_pod_takes_no_longer_than_it_may() -> None:
+async def test_reading_is_cancelled_at_its_timeout() -> None:
     house = House(evolve(PLAN, timeout=timedelta(seconds=1)), labels_take=60.0)
     loop = asyncio.get_running_loop()
     async with house.working(1):
@@ -434,7 +434,7 @@ async def test_a_pod_takes_no_longer_than_it_may() -> None:
     assert 0.9 < took < 10
 
 
-async def test_a_label_that_is_refused_keeps_nothing_from_being_exported() -> None:
+async def test_reading_is_exported_if_labels_are_refused() -> None:
     house = House(refuses_labels=ApiRefusesError(422, ""))
     async with house.working():
         house.see(plugin_pod())
@@ -443,7 +443,7 @@ async def test_a_label_that_is_refused_keeps_nothing_from_being_exported() -> No
     assert (house.failures, len(house.batches), len(house.execs)) == (["label_refused"], 1, 1)
 
 
-async def test_an_api_server_that_is_away_is_asked_again() -> None:
+async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
     house = House(refuses_labels=ApiUnavailableError("away"))
     async with house.working():
         house.see(plugin_pod())
@@ -453,7 +453,7 @@ async def test_an_api_server_that_is_away_is_asked_again() -> None:
     assert house.failures == ["unavailable"]
 
 
-def test_what_waits_and_how_old_the_readings_are_can_be_seen() -> None:
+def test_metrics_show_queue_depth_and_reading_age() -> None:
     metrics = ExportMetrics()
     read = {"node-a": NOW - timedelta(seconds=90), "node-b": NOW + timedelta(seconds=5)}
     states = {"postgres": ExporterState(Backlog(7, 100, NOW), "down"), "s3": ExporterState(Backlog(), None)}
@@ -469,7 +469,7 @@ def test_what_waits_and_how_old_the_readings_are_can_be_seen() -> None:
 
 
 @pytest.mark.defect("S2-14")
-async def test_a_thousand_generations_of_a_pod_leave_as_many_series_as_one() -> None:
+async def test_number_of_series_does_not_grow_with_replaced_pods() -> None:
     metrics = ExportMetrics()
     metrics.initialize_counters(["stdout"])
     house = House(says=complains, count=metrics.count_not_read)

@@ -35,11 +35,11 @@ SOURCE = ReadingSource("prod", "node-a", "i-1", "gpu-operator/p", "boot")
         ("///", "na"),
     ],
 )
-def test_a_machine_is_called_as_its_provider_does(provider_id: str | None, machine: str) -> None:
+def test_machine_is_the_last_part_of_the_provider_id(provider_id: str | None, machine: str) -> None:
     assert machine_of(provider_id) == machine
 
 
-def test_the_annotation_gives_the_same_records_again() -> None:
+def test_annotation_gives_equal_records() -> None:
     found = node_gpus(parse(document(gb200_tray())), "u", "boot", NOW)
     again = read_before(annotation(found), "u", "boot", now=NOW)
     assert again == found
@@ -48,13 +48,13 @@ def test_the_annotation_gives_the_same_records_again() -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "x" * 300_000], ids=["none", "empty", "no-reading", "too-long"])
-def test_what_is_no_reading_is_none(text: str | None) -> None:
+def test_invalid_annotation_is_not_a_reading(text: str | None) -> None:
     with pytest.raises(NothingToReadError):
         read_before(text, "u", "boot", now=NOW)
 
 
 @pytest.mark.parametrize(("pod", "boot"), [("u", "other"), ("other", "boot"), ("u", None)])
-def test_a_reading_of_another_pod_or_boot_is_none(pod: str, boot: str | None) -> None:
+def test_annotation_of_another_pod_or_boot_is_ignored(pod: str, boot: str | None) -> None:
     text = annotation(node_gpus(parse(document(gb200_tray())), "u", "boot", NOW))
     with pytest.raises(NothingToReadError, match="another pod or boot"):
         read_before(text, pod, boot, now=NOW)
@@ -70,17 +70,17 @@ def test_a_reading_of_another_pod_or_boot_is_none(pod: str, boot: str | None) ->
         pytest.param("2019-12-31T00:00:00Z", id="before-there-was-such-a-thing"),
     ],
 )
-def test_a_time_that_no_calendar_has_is_no_reading(time: str) -> None:
+def test_annotation_with_an_implausible_time_is_ignored(time: str) -> None:
     text = f'{{"time":"{time}","gpus":[],"pod":"u","boot":"boot"}}'
     with pytest.raises(NothingToReadError):
         read_before(text, "u", "boot", now=NOW)
 
 
-def test_a_reading_from_before_its_node_was_made_is_none() -> None:
+def test_annotation_older_than_its_node_is_ignored() -> None:
     text = annotation(node_gpus(parse(document(gb200_tray())), "u", "boot", NOW))
     later = NOW + timedelta(hours=1)
     assert read_before(text, "u", "boot", now=later, created=NOW + timedelta(minutes=1)).time == NOW
-    with pytest.raises(NothingToReadError, match="a time that cannot be"):
+    with pytest.raises(NothingToReadError, match="implausible time"):
         read_before(text, "u", "boot", now=later, created=NOW + timedelta(minutes=10))
 
 
@@ -90,13 +90,13 @@ def test_a_reading_has_its_time_in_utc_wherever_it_was_written() -> None:
     assert (found.time, found.time.tzinfo) == (NOW, UTC)
 
 
-def test_another_time_makes_another_batch() -> None:
+def test_readings_of_another_time_have_another_batch_id() -> None:
     found = node_gpus(parse(document(gb200_tray())), "u", "boot", NOW)
     later = readings_of(node_gpus(parse(document(gb200_tray())), "u", "boot", NOW.replace(year=2027)), SOURCE)
     assert batch_of(readings_of(found, SOURCE)).id != batch_of(later).id
 
 
-def test_a_uuid_that_names_nothing_or_two_is_left_out() -> None:
+def test_invalid_and_repeated_uuids_are_left_out() -> None:
     cards = [Card(0, serial="1", uuid="GPU-1"), Card(1, serial="2", uuid="GPU-1"), Card(2, serial="3", uuid="a b")]
     found = node_gpus(parse(document([*cards, evolve(cards[0], uuid="GPU-2")])), "u", "boot", NOW)
     assert [one.uuid for one in found.gpus] == [None, None, None, "GPU-2"]

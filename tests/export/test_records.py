@@ -6,7 +6,7 @@ from tests.export.records import NOW, later, reading, use
 from webhook.export.records import raw_reading, raw_seconds, raw_time, raw_use
 
 
-def test_a_reading_has_s2s_members_first_and_ours_beside_them() -> None:
+def test_reading_has_members_of_gpuid_first_then_ours() -> None:
     raw = raw_reading(reading())
     assert list(raw.items()) == [
         ("cluster", "prod"),
@@ -27,7 +27,7 @@ def test_a_reading_has_s2s_members_first_and_ours_beside_them() -> None:
     ]
 
 
-def test_a_use_that_goes_on_has_no_end() -> None:
+def test_open_use_has_no_end() -> None:
     assert raw_use(use())["until"] is None
     assert raw_use(use(until=later(60)))["until"] == "2026-01-01T00:01:00.123456Z"
 

@@ -107,9 +107,7 @@ async def replica(home: Path, name: str, **variables: str) -> AsyncIterator[Repl
 
 
 @pytest.mark.parametrize("elects", ["true", "false"])
-async def test_of_two_on_one_directory_one_works_and_the_other_is_ready_to_take_over(
-    tmp_path: Path, elects: str
-) -> None:
+async def test_second_process_on_one_directory_is_ready_and_takes_over(tmp_path: Path, elects: str) -> None:
     """As in a rollout: the new one has to be ready before the old one is told to end."""
     async with (
         serving(ElectingFleet(2), tmp_path / "kubeconfig"),
@@ -125,7 +123,7 @@ async def test_of_two_on_one_directory_one_works_and_the_other_is_ready_to_take_
             assert await new.stopped() == 0
 
 
-async def test_whoever_is_elected_waits_for_the_outbox_and_can_be_stopped_meanwhile(tmp_path: Path) -> None:
+async def test_elected_process_waits_for_the_outbox_and_can_be_stopped(tmp_path: Path) -> None:
     async with (
         serving(ElectingFleet(2), tmp_path / "kubeconfig"),
         replica(tmp_path, "old", LEADER_ELECTION="false") as old,
@@ -138,7 +136,7 @@ async def test_whoever_is_elected_waits_for_the_outbox_and_can_be_stopped_meanwh
             assert new.logged("the Lease is given back")
 
 
-async def test_what_a_process_says_of_its_queue_is_so(tmp_path: Path) -> None:
+async def test_metrics_of_a_process_show_its_queue(tmp_path: Path) -> None:
     fleet = ElectingFleet(3)
     fleet.may_answer.clear()
     async with (
@@ -153,7 +151,7 @@ async def test_what_a_process_says_of_its_queue_is_so(tmp_path: Path) -> None:
         await only.said('gpuwarden_export_outbox_batches{exporter="stdout"} 0.0')
 
 
-async def test_an_outbox_that_cannot_be_kept_ends_the_start_in_a_sentence(tmp_path: Path) -> None:
+async def test_unusable_outbox_directory_ends_the_start_with_an_error(tmp_path: Path) -> None:
     (tmp_path / "outbox").touch()
     async with (
         serving(ElectingFleet(1), tmp_path / "kubeconfig"),

@@ -35,7 +35,7 @@ def keys(endpoint: Endpoint) -> list[str]:
     return [request.path.replace("%3D", "=") for request in endpoint.requests]
 
 
-async def test_an_object_has_s2s_key_content_and_metadata() -> None:
+async def test_object_has_key_content_and_metadata_of_gpuid() -> None:
     async with listening() as endpoint:
         await exporter(endpoint).export(batch())
     (request,) = endpoint.requests
@@ -67,7 +67,7 @@ async def test_an_object_has_s2s_key_content_and_metadata() -> None:
         pytest.param("raw", "%Y-%q 50%", "/gpuids/raw/2026-%25q%2050%25/", id="other percent signs stay"),
     ],
 )
-async def test_keys_have_no_empty_parts_and_nothing_is_lost_to_them(prefix: str, pattern: str, begins: str) -> None:
+async def test_empty_parts_are_removed_from_keys(prefix: str, pattern: str, begins: str) -> None:
     async with listening() as endpoint:
         options = {"endpoint": endpoint.url, "access_key_id": "key", "secret_access_key": "hush"}
         store = ObjectExporter(ObjectTarget("gpuids", prefix=prefix, partition_pattern=pattern, options=options))
@@ -86,12 +86,12 @@ async def test_keys_have_no_empty_parts_and_nothing_is_lost_to_them(prefix: str,
         ObjectTarget("s3://gpuids/raw//gpus"),
     ],
 )
-def test_what_cannot_stand_in_a_key_is_refused_at_the_start_in_a_sentence(target: ObjectTarget) -> None:
-    with pytest.raises(GpuwardenError, match=r"cannot stand in a key|cannot be used as an object store"):
+def test_invalid_key_parts_are_refused_at_start(target: ObjectTarget) -> None:
+    with pytest.raises(GpuwardenError, match=r"cannot be part of an object key|cannot be used as an object store"):
         ObjectExporter(target)
 
 
-async def test_a_header_and_our_columns_are_a_choice() -> None:
+async def test_header_and_own_columns_are_optional() -> None:
     async with listening() as endpoint:
         await exporter(endpoint, header=True, own_columns=True).export(batch())
     header, first, _ = csv.reader(io.StringIO(endpoint.requests[0].body.decode()))
@@ -146,7 +146,7 @@ async def test_uses_are_not_among_the_readings() -> None:
     ],
     ids=["the default", "slashes around it", "none", "no other placeholder"],
 )
-def test_a_pattern_knows_four_placeholders(pattern: str, found: str) -> None:
+def test_pattern_has_four_placeholders(pattern: str, found: str) -> None:
     assert partition(pattern, NOW) == found
 
 
@@ -163,7 +163,7 @@ async def test_parquet_holds_the_same_rows() -> None:
     assert table.column("index").to_pylist() == [0, 1]
 
 
-async def test_a_store_that_says_503_is_asked_again_and_has_it() -> None:
+async def test_503_is_retried_and_the_object_stored() -> None:
     async with listening(503, 200) as endpoint:
         await exporter(endpoint).export(batch())
     assert len(set(keys(endpoint))) == 1
@@ -174,7 +174,7 @@ async def test_a_store_that_says_503_is_asked_again_and_has_it() -> None:
     ("order", "reason"),
     [(503, "503"), (403, "403|privileges"), (404, "not found"), (HANG, "timed out|timeout|sending")],
 )
-async def test_a_store_that_fails_is_a_fault_with_a_reason_and_without_a_secret(order: Order, reason: str) -> None:
+async def test_store_error_has_a_reason_and_no_secret(order: Order, reason: str) -> None:
     async with listening(order) as endpoint:
         with pytest.raises(ExportError, match=reason) as caught:
             await exporter(endpoint, seconds=0.5).export(batch())
@@ -182,7 +182,7 @@ async def test_a_store_that_fails_is_a_fault_with_a_reason_and_without_a_secret(
     assert "hush" not in str(caught.value)
 
 
-async def test_who_may_only_write_is_ready() -> None:
+async def test_check_passes_without_the_right_to_list() -> None:
     async with listening(403, body=b"<Error><Code>AccessDenied</Code></Error>") as endpoint:
         await exporter(endpoint).check()
     async with listening(403, body=b"<Error><Code>InvalidAccessKeyId</Code></Error>") as endpoint:
@@ -208,14 +208,14 @@ async def test_credentials_and_endpoint_come_from_aws_own_variables(name: str, m
     assert request.headers["x-amz-security-token"] == "of-this-session"
 
 
-async def test_the_directory_of_a_url_is_what_keys_begin_with() -> None:
+async def test_path_of_a_bucket_url_is_the_key_prefix() -> None:
     async with listening() as endpoint:
         await exporter(endpoint, "s3://gpuids/of/ours").export(batch())
     assert keys(endpoint)[0].startswith("/gpuids/of/ours/serial-numbers/year=2026/")
 
 
 @pytest.mark.defect("S2-16")
-async def test_what_is_on_its_way_at_the_end_is_broken_off() -> None:
+async def test_upload_in_progress_at_the_end_is_aborted() -> None:
     """The store has not heard it out, and does not afterwards."""
     is_asked, is_over = asyncio.Event(), asyncio.Event()
 
@@ -237,7 +237,7 @@ async def test_what_is_on_its_way_at_the_end_is_broken_off() -> None:
         await is_over.wait()
 
 
-async def test_uses_that_know_little_are_parquet_too() -> None:
+async def test_uses_with_missing_values_can_be_parquet() -> None:
     arro3_io = pytest.importorskip("arro3.io")
     async with listening() as endpoint:
         await exporter(endpoint, form="parquet").export(Batch("uses", uses=(use(pod=None, owner=None),)))
@@ -248,18 +248,18 @@ async def test_uses_that_know_little_are_parquet_too() -> None:
 
 @pytest.mark.defect("S2-15")
 @pytest.mark.parametrize("order", [503, 404])
-async def test_a_store_that_could_take_nothing_is_not_ready(order: int) -> None:
+async def test_check_fails_if_the_store_refuses(order: int) -> None:
     async with listening(order) as endpoint:
         with pytest.raises(ExportError):
             await exporter(endpoint, seconds=0.5).check()
 
 
 @pytest.mark.parametrize("bucket", ["ftp://somewhere", "s3://"])
-def test_what_is_no_store_is_refused_in_a_sentence(bucket: str) -> None:
+def test_unsupported_store_url_is_refused(bucket: str) -> None:
     with pytest.raises(GpuwardenError, match="cannot be used as an object store"):
         ObjectExporter(ObjectTarget(bucket))
 
 
 @pytest.mark.parametrize("bucket", ["gs://bucket", "https://account.blob.core.windows.net/container"])
-def test_other_stores_are_taken_by_their_url(bucket: str) -> None:
+def test_other_stores_are_selected_by_url(bucket: str) -> None:
     ObjectExporter(ObjectTarget(bucket))

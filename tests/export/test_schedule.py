@@ -27,7 +27,7 @@ async def is_idle(schedule: Schedule) -> bool:
     return False
 
 
-async def test_the_first_that_is_due_comes_first_and_each_once() -> None:
+async def test_names_are_taken_once_in_order_of_due_time() -> None:
     hand = Hand()
     schedule = Schedule(hand.now)
     for name, after in (("b", 2.0), ("a", 1.0), ("c", 3.0), ("b", 5.0), ("c", 0.5)):
@@ -40,7 +40,7 @@ async def test_the_first_that_is_due_comes_first_and_each_once() -> None:
     assert await is_idle(schedule)
 
 
-async def test_nobody_is_with_two_workers_at_once() -> None:
+async def test_name_is_taken_by_one_worker_at_a_time() -> None:
     hand = Hand()
     schedule = Schedule(hand.now)
     schedule.put("a")
@@ -61,7 +61,7 @@ class Counted(str):
         return super().__hash__()
 
 
-async def test_whoever_waits_looks_through_nothing() -> None:
+async def test_waiting_workers_do_not_search_the_heap() -> None:
     """Sixteen wait for one of ten thousand, and fifty things happen."""
     hand = Hand()
     schedule = Schedule(hand.now)
@@ -82,7 +82,7 @@ async def test_whoever_waits_looks_through_nothing() -> None:
         one.cancel()
 
 
-async def test_what_is_due_while_it_is_with_somebody_comes_at_its_time() -> None:
+async def test_name_scheduled_while_in_progress_comes_at_its_time() -> None:
     hand = Hand()
     schedule = Schedule(hand.now)
     schedule.put("a", 5.0)
@@ -99,7 +99,7 @@ async def test_what_is_due_while_it_is_with_somebody_comes_at_its_time() -> None
     assert await schedule.take() == "a"
 
 
-async def test_what_is_forgotten_does_not_come() -> None:
+async def test_forgotten_name_is_not_taken() -> None:
     schedule = Schedule(Hand().now)
     schedule.put("a")
     schedule.forget("a")
@@ -107,7 +107,7 @@ async def test_what_is_forgotten_does_not_come() -> None:
     assert len(schedule) == 0
 
 
-async def test_who_waits_is_woken_by_what_comes() -> None:
+async def test_waiting_worker_wakes_up_for_a_new_name() -> None:
     schedule = Schedule(asyncio.get_running_loop().time)
     waiting = asyncio.ensure_future(schedule.take())
     await asyncio.sleep(0.01)
@@ -115,7 +115,7 @@ async def test_who_waits_is_woken_by_what_comes() -> None:
     assert await asyncio.wait_for(waiting, 10) == "a"
 
 
-async def test_so_many_requests_at_once_and_then_so_many_a_second() -> None:
+async def test_rate_limit_allows_a_burst_and_then_the_rate() -> None:
     hand = Hand()
     limit = RateLimit(0.001, 20, hand.now)
     async with asyncio.timeout(60):

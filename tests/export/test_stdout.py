@@ -22,7 +22,7 @@ async def written(one: Batch) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-async def test_a_reading_is_a_line_with_s2s_members() -> None:
+async def test_reading_is_a_line_with_members_of_gpuid() -> None:
     first, *_ = await written(batch())
     s2s = {
         "level": "INFO",
@@ -40,7 +40,7 @@ async def test_a_reading_is_a_line_with_s2s_members() -> None:
     assert (first["uuid"], first["minor"]) == ("GPU-0", 0)
 
 
-async def test_the_last_line_says_how_many() -> None:
+async def test_last_line_has_the_number_of_records() -> None:
     *_, last = await written(batch(gpus=3, uses=(use(), use(1))))
     assert (last["msg"], last["records"], last["batch"]) == ("export completed", 5, "batch-0")
 
@@ -60,12 +60,12 @@ async def test_every_line_has_one_time() -> None:
     assert [line.count('"time":') for line in stream.getvalue().splitlines()] == [1, 1, 1, 1]
 
 
-async def test_a_pipe_that_nobody_reads_any_more_is_a_fault_with_a_reason() -> None:
+async def test_broken_pipe_is_an_export_error() -> None:
     class Broken(io.StringIO):
         def flush(self) -> None:
             raise BrokenPipeError(32, "Broken pipe")
 
-    with pytest.raises(ExportError, match=r"stdout takes nothing: .*Broken pipe"):
+    with pytest.raises(ExportError, match=r"cannot write to stdout: .*Broken pipe"):
         await StdoutExporter(Broken()).export(batch())
 
 
@@ -110,7 +110,7 @@ async def read_out(pipe: Pipe, exporting: Coroutine[Any, Any, None]) -> bytes:
 
 
 @pytest.mark.defect("S2-16")
-async def test_whoever_reads_late_gets_nothing_of_after_the_end_and_whole_lines(pipe: Pipe) -> None:
+async def test_late_reader_gets_whole_lines_and_nothing_written_after_the_end(pipe: Pipe) -> None:
     exporter = StdoutExporter(pipe.stream)
     big = batch(gpus=50)
     exporting = asyncio.create_task(exporter.export(big))
@@ -128,7 +128,7 @@ async def test_whoever_reads_late_gets_nothing_of_after_the_end_and_whole_lines(
     assert told[-1]["records"] == 50
 
 
-async def test_another_batch_begins_at_its_beginning(pipe: Pipe) -> None:
+async def test_another_batch_starts_with_its_first_line(pipe: Pipe) -> None:
     exporter = StdoutExporter(pipe.stream)
     exporting = asyncio.create_task(exporter.export(batch(gpus=50)))
     await asyncio.wait([exporting], timeout=0.3)

@@ -17,15 +17,17 @@ from webhook.export.tables import Tables, clipped, merged_uses, reading_row, wid
         ('a "b"; DROP', '"a ""b""; DROP"', '"a ""b""; DROP_use"'),
     ],
 )
-def test_a_table_is_called_as_it_is_written(text: str, readings: str, uses: str) -> None:
+def test_table_name_is_used_as_written(text: str, readings: str, uses: str) -> None:
     tables = Tables.named(text)
     assert (tables.readings.as_string(), tables.uses.as_string()) == (readings, uses)
 
 
 @pytest.mark.defect("S2-10")
 @pytest.mark.parametrize("text", ["", ".gpu", "gpu.", "a.b.c", "x" * 56, "ä" * 28, "a\0b"])
-def test_what_cannot_be_a_table_is_refused_in_a_sentence(text: str) -> None:
-    with pytest.raises(GpuwardenError, match=r"is no table: allowed are NAME and SCHEMA\.NAME, 55 bytes each"):
+def test_invalid_table_name_is_refused(text: str) -> None:
+    with pytest.raises(
+        GpuwardenError, match=r"is not a table name; allowed: NAME or SCHEMA\.NAME, at most 55 bytes each"
+    ):
         Tables.named(text)
 
 
@@ -38,12 +40,12 @@ def test_what_cannot_be_a_table_is_refused_in_a_sentence(text: str) -> None:
         ("ä" * 40, 63, "ä" * 25 + "~"),
     ],
 )
-def test_a_clipped_text_fits_and_tells_of_the_rest(text: str, size: int, found: str) -> None:
+def test_shortened_text_fits_and_ends_in_a_digest(text: str, size: int, found: str) -> None:
     assert clipped(text, size).startswith(found)
     assert len(clipped(text, size).encode()) <= size
 
 
-def test_texts_that_begin_alike_stay_different_when_they_are_clipped() -> None:
+def test_texts_with_equal_prefix_stay_different_when_shortened() -> None:
     assert clipped("x" * 100 + "a", 63) != clipped("x" * 100 + "b", 63)
 
 
@@ -52,22 +54,22 @@ def test_a_columns_width_is_read_from_its_type(kind: str, size: int | None) -> N
     assert width(kind) == size
 
 
-def test_what_is_missing_is_no_null_in_the_key() -> None:
+def test_missing_key_columns_are_empty_not_null() -> None:
     row = reading_row(reading(uuid=None, pci_bus_id=None, model=None))
     assert (row["uuid"], row["pci_bus_id"], row["model"]) == ("", "", None)
 
 
-class TestOneOfEach:
-    def test_a_beginning_and_its_end_are_one(self) -> None:
+class TestMergedUses:
+    def test_start_and_end_merge_into_one_use(self) -> None:
         assert merged_uses([use(), use(until=later(60))]) == [use(until=later(60))]
 
-    def test_whatever_comes_first(self) -> None:
+    def test_order_of_records_does_not_matter(self) -> None:
         assert merged_uses([use(until=later(60)), use()]) == [use(until=later(60))]
 
-    def test_an_end_that_was_said_stays(self) -> None:
+    def test_recorded_end_stays(self) -> None:
         assert merged_uses([use(until=later(60)), use(until=later(90))]) == [use(until=later(60))]
 
-    def test_what_only_one_of_them_knows_is_known(self) -> None:
+    def test_missing_values_are_filled_from_the_other_record(self) -> None:
         whole = merged_uses([use(serial="1", pod=None), use(since=later(-5), chassis="2")])
         assert whole == [use(serial="1", chassis="2", since=later(-5))]
 

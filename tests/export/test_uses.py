@@ -147,7 +147,7 @@ def house(tmp_path: Path) -> House:
 
 
 @pytest.mark.defect("S2-19")
-async def test_a_reservation_is_told_when_it_begins_and_when_it_ends(house: House) -> None:
+async def test_use_is_exported_at_its_start_and_end(house: House) -> None:
     house.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
     await house.uses.step()
     assert sorted(house.told, key=lambda one: one.gpu_uuid) == [EXPECTED, evolve(EXPECTED, gpu_uuid="GPU-2")]
@@ -160,7 +160,7 @@ async def test_a_reservation_is_told_when_it_begins_and_when_it_ends(house: Hous
     assert len(house.told) == 4
 
 
-async def test_a_beginning_is_told_once_whatever_else_comes_and_goes_on_its_node(house: House) -> None:
+async def test_start_is_exported_once_while_other_uses_of_the_node_change(house: House) -> None:
     """A store without keys keeps what it is told, and counts it."""
     lasting = {"GPU-1/0": entry()}
     house.holds(lasting)
@@ -178,7 +178,7 @@ async def test_a_beginning_is_told_once_whatever_else_comes_and_goes_on_its_node
     assert len(house.told) == 11
 
 
-async def test_the_same_beginning_is_the_same_batch_whoever_tells_it_and_whatever_else_is_there(house: House) -> None:
+async def test_same_start_is_the_same_batch_in_any_process(house: House) -> None:
     house.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
     await house.uses.step()
     heir = House(None)
@@ -188,7 +188,7 @@ async def test_the_same_beginning_is_the_same_batch_whoever_tells_it_and_whateve
     assert len(heir.ids) == 2
 
 
-async def test_what_nobody_takes_of_one_node_holds_up_no_other(house: House) -> None:
+async def test_full_outbox_for_one_node_does_not_delay_others(house: House) -> None:
     house.refuses_of = "node-a"
     house.holds({"GPU-1/0": entry()}, "node-a")
     house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
@@ -203,7 +203,7 @@ async def test_what_nobody_takes_of_one_node_holds_up_no_other(house: House) -> 
     assert [one.reservation for one in house.told] == ["r-2", "r-3", "r-1"]
 
 
-async def test_an_end_is_of_the_moment_it_came_also_while_nobody_takes_it(house: House) -> None:
+async def test_end_keeps_its_time_while_the_outbox_is_full(house: House) -> None:
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
     house.refuses = True
@@ -217,7 +217,7 @@ async def test_an_end_is_of_the_moment_it_came_also_while_nobody_takes_it(house:
     assert house.told == [EXPECTED, evolve(EXPECTED, until=NOW)]
 
 
-async def test_what_nobody_ever_takes_does_not_grow_without_end(house: House) -> None:
+async def test_number_of_unexported_uses_is_bounded(house: House) -> None:
     house.refuses = True
     with capture_logs() as logs:
         for number in range(uses.MAX_ENDED_PER_NODE + 5):
@@ -230,20 +230,20 @@ async def test_what_nobody_ever_takes_does_not_grow_without_end(house: House) ->
     await house.uses.step()
     assert len(house.told) == uses.MAX_ENDED_PER_NODE
     assert house.told[-1].reservation == f"r-{uses.MAX_ENDED_PER_NODE + 4}"
-    assert {line["event"] for line in logs} == {"uses forgotten: no outbox takes them"}
+    assert {line["event"] for line in logs} == {"ended uses dropped: the outboxes are full"}
 
 
-async def test_a_bug_with_one_node_ends_nothing_for_the_others(house: House) -> None:
+async def test_bug_with_one_node_does_not_stop_others(house: House) -> None:
     house.pods["u-1"] = UsePodFacts("a bug")
     house.holds({"GPU-1/0": entry()})
     house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
     with capture_logs() as logs:
         await house.uses.step()
-    assert [line["event"] for line in logs] == ["uses of a node not followed"]
+    assert [line["event"] for line in logs] == ["recording uses failed"]
     assert [one.reservation for one in house.told] == ["r-2"]
 
 
-async def test_who_may_not_ask_about_pods_is_told_so(house: House) -> None:
+async def test_missing_right_to_read_pods_is_reported(house: House) -> None:
     house.pods["u-1"] = UsePodFacts("nobody can be asked")
     house.holds({"GPU-1/0": entry()})
     house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
@@ -255,7 +255,7 @@ async def test_who_may_not_ask_about_pods_is_told_so(house: House) -> None:
     assert [one.reservation for one in house.told] == ["r-2", "r-1"]
 
 
-async def test_while_a_gpu_node_is_gone_its_pods_are_asked_about_rarely(house: House) -> None:
+async def test_pods_are_checked_at_an_interval_while_the_gpunode_is_missing(house: House) -> None:
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
     house.relist([])
@@ -269,7 +269,7 @@ async def test_while_a_gpu_node_is_gone_its_pods_are_asked_about_rarely(house: H
     assert house.asked == asked + 1
 
 
-async def test_a_reservation_without_a_pod_uses_nothing_yet(house: House) -> None:
+async def test_reservation_without_a_pod_is_not_a_use(house: House) -> None:
     house.holds({"GPU-1/0": entry(uid=None)})
     await house.uses.step()
     assert house.told == []
@@ -278,7 +278,7 @@ async def test_a_reservation_without_a_pod_uses_nothing_yet(house: House) -> Non
     assert house.told == [EXPECTED]
 
 
-async def test_a_serial_that_is_learnt_later_stands_in_the_end(house: House) -> None:
+async def test_serial_learnt_later_is_in_the_end_record(house: House) -> None:
     house.called = GpuNames()
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
@@ -290,7 +290,7 @@ async def test_a_serial_that_is_learnt_later_stands_in_the_end(house: House) -> 
 
 @pytest.mark.parametrize("start", ["", "before", "after"])
 @pytest.mark.parametrize("end", ["", "before", "after"])
-async def test_killed_at_any_step_there_is_one_row_with_one_end(house: House, start: str, end: str) -> None:
+async def test_kill_at_any_step_leaves_one_row_with_one_end(house: House, start: str, end: str) -> None:
     house.crash = start
     house.holds({"GPU-1/0": entry()})
     await stepped(house)
@@ -324,7 +324,7 @@ def restarted(house: House, held: Mapping[str, Raw]) -> None:
     house.relist([raw_node(held, house.version)])
 
 
-async def test_an_end_that_nobody_saw_is_closed_when_it_is_noticed(house: House) -> None:
+async def test_missed_end_is_recorded_when_noticed(house: House) -> None:
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
     house.now = NOW + timedelta(days=1)
@@ -334,7 +334,7 @@ async def test_an_end_that_nobody_saw_is_closed_when_it_is_noticed(house: House)
     assert house.rows["r-2", "GPU-1"].until is None
 
 
-class TestAnotherOneIsElected:
+class TestNextLeader:
     """It has a disk of its own, and nothing on it."""
 
     @pytest.fixture
@@ -345,7 +345,7 @@ class TestAnotherOneIsElected:
         house.now = NOW + timedelta(minutes=1)
         return house
 
-    async def test_what_ended_in_between_is_closed_and_what_goes_on_is_not(self, heir: House) -> None:
+    async def test_uses_that_ended_meanwhile_are_closed_and_others_stay_open(self, heir: House) -> None:
         restarted(heir, {"GPU-1/0": entry("r-3", "u-3"), "GPU-2/0": entry("r-2", "u-2")})
         await heir.uses.step()
         assert {key: one.until for key, one in heir.rows.items()} == {
@@ -358,7 +358,7 @@ class TestAnotherOneIsElected:
         await heir.uses.step()
         assert len(heir.told) == count
 
-    async def test_what_ends_later_is_closed_then(self, heir: House) -> None:
+    async def test_use_that_ends_later_is_closed_then(self, heir: House) -> None:
         restarted(heir, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
         await heir.uses.step()
         assert {one.until for one in heir.rows.values()} == {None}
@@ -367,7 +367,7 @@ class TestAnotherOneIsElected:
         await heir.uses.step()
         assert {one.until for one in heir.rows.values()} == {heir.now}
 
-    async def test_a_store_that_is_away_is_asked_again_and_holds_up_nothing(self, heir: House) -> None:
+    async def test_unavailable_store_is_queried_again_and_delays_nothing(self, heir: House) -> None:
         heir.answers = False
         restarted(heir, {"GPU-1/0": entry("r-3", "u-3")})
         with pytest.raises(ExportError, match="the store is away"):
@@ -381,13 +381,13 @@ class TestAnotherOneIsElected:
         await heir.uses.step()
         assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
-    async def test_a_store_that_stops_in_the_middle_holds_up_nothing(
+    async def test_store_that_hangs_during_the_query_delays_nothing(
         self, heir: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(uses, "RECALL_LONGEST", timedelta(milliseconds=10))
         heir.may_answer.clear()
         restarted(heir, {"GPU-1/0": entry("r-3", "u-3")})
-        with pytest.raises(ExportError, match="no store says in time"):
+        with pytest.raises(ExportError, match="could not be read in time"):
             await heir.uses.step()
         assert heir.rows["r-3", "GPU-1"].until is None
         monkeypatch.setattr(uses, "RECALL_LONGEST", timedelta(minutes=1))
@@ -395,7 +395,7 @@ class TestAnotherOneIsElected:
         await heir.uses.step()
         assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}
 
-    async def test_where_the_node_is_gone_too_the_pod_decides(self, heir: House) -> None:
+    async def test_use_of_a_deleted_node_ends_when_its_pod_is_gone(self, heir: House) -> None:
         heir.pods["u-1"] = UsePodFacts(exists=False)
         heir.crash = ""
         heir.start()
@@ -406,14 +406,14 @@ class TestAnotherOneIsElected:
             ("r-2", "GPU-2"): None,
         }
 
-    async def test_a_row_that_names_no_node_is_no_file_of_ours(self, heir: House, tmp_path: Path) -> None:
+    async def test_row_with_an_invalid_node_name_creates_no_file(self, heir: House, tmp_path: Path) -> None:
         heir.rows["r-9", "GPU-9"] = evolve(EXPECTED, node="../elsewhere", reservation="r-9", gpu_uuid="GPU-9")
         restarted(heir, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
         await heir.uses.step()
         assert not (tmp_path / "elsewhere.json").exists()
         assert heir.rows["r-9", "GPU-9"].until is None
 
-    async def test_an_end_that_waits_in_its_own_disk_is_told_as_it_was(self, house: House) -> None:
+    async def test_end_saved_on_disk_is_exported_unchanged(self, house: House) -> None:
         house.holds({"GPU-1/0": entry()})
         await house.uses.step()
         house.refuses = True
@@ -426,7 +426,7 @@ class TestAnotherOneIsElected:
         assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW)}
 
 
-async def test_files_that_cannot_be_read_for_a_moment_are_read_again(house: House) -> None:
+async def test_files_are_read_again_after_a_temporary_error(house: House) -> None:
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
     assert house.directory is not None
@@ -444,7 +444,7 @@ async def test_files_that_cannot_be_read_for_a_moment_are_read_again(house: Hous
     assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW)}
 
 
-async def test_a_store_that_takes_nothing_gets_it_later(house: House) -> None:
+async def test_use_is_exported_once_the_outbox_accepts_it(house: House) -> None:
     house.refuses = True
     house.holds({"GPU-1/0": entry()})
     with pytest.raises(ExportError):
@@ -463,7 +463,7 @@ async def test_nothing_ends_while_a_watch_is_interrupted(house: House) -> None:
     assert house.rows["r-1", "GPU-1"].until is None
 
 
-async def test_a_gpu_node_that_is_made_anew_ends_nothing_by_being_empty(house: House) -> None:
+async def test_recreated_empty_gpunode_ends_no_use(house: House) -> None:
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
     house.relist([])
@@ -476,7 +476,7 @@ async def test_a_gpu_node_that_is_made_anew_ends_nothing_by_being_empty(house: H
     assert len(house.told) == 1
 
 
-async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
+async def test_use_of_a_deleted_gpunode_ends_when_its_pod_is_gone(house: House) -> None:
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
     house.relist([])
@@ -493,14 +493,14 @@ async def test_where_the_gpu_node_is_gone_the_pod_decides(house: House) -> None:
     assert house.rows["r-1", "GPU-1"].until == house.now
 
 
-def test_who_holds_what_is_found_as_the_gpu_node_says_it() -> None:
+def test_reservations_are_read_from_the_gpunode() -> None:
     raw = raw_node({"GPU-1/0": entry(), "GPU-2/1": entry(), "GPU-3/0": entry("r-2", None)})
     held = HeldDevices.parse(raw)
     assert held.reservations == [one for one in GpuNode.parse(raw).reservations.values() if one.uid is not None]
     assert [(one.id, one.uuids, one.since) for one in held.reservations] == [("r-1", ("GPU-1", "GPU-2"), SINCE)]
 
 
-def test_what_a_gpu_node_says_of_its_serials_is_found_by_uuid() -> None:
+def test_serials_of_a_gpunode_are_found_by_uuid() -> None:
     devices = [{"uuid": "GPU-1", "index": 0, "serial": "S1"}, {"uuid": "GPU-2", "index": 1}]
     held = HeldDevices.parse({**raw_node({}), "spec": {"devices": devices}})
     assert [held.serial_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == ["S1", None, None]
@@ -508,13 +508,13 @@ def test_what_a_gpu_node_says_of_its_serials_is_found_by_uuid() -> None:
 
 @pytest.mark.parametrize("spec", [None, {}, {"devices": None}, {"devices": [{"uuid": "GPU-1", "labels": ["a"]}]}])
 @pytest.mark.parametrize("held", [None, {"GPU-1/0": entry()}])
-def test_what_is_kept_of_a_gpu_node_in_a_long_list_is_what_is_looked_at(spec: Raw | None, held: Raw | None) -> None:
+def test_trimmed_gpunode_parses_like_the_whole_one(spec: Raw | None, held: Raw | None) -> None:
     raw = {**raw_node(held), "spec": spec}
     assert HeldDevices.parse(trim_gpu_node(raw)) == HeldDevices.parse(raw)
     assert "labels" not in str(trim_gpu_node(raw))
 
 
-def test_what_is_open_is_on_the_disk_before_it_has_its_name_and_its_name_before_it_is_kept(tmp_path: Path) -> None:
+def test_save_flushes_content_before_rename_and_directory_before_return(tmp_path: Path) -> None:
     disk = WatchedDisk(tmp_path)
     OpenUses(tmp_path, disk.flush).save("node-a", {("r-1", "GPU-1"): NotedUse(EXPECTED)})
     size = (tmp_path / "node-a.json").stat().st_size
@@ -522,7 +522,7 @@ def test_what_is_open_is_on_the_disk_before_it_has_its_name_and_its_name_before_
     assert disk.flushes == [("node-a.json.new", {"node-a.json.new": size}), ("", {"node-a.json": size})]
 
 
-async def test_half_a_file_is_set_aside_and_the_rest_is_known(house: House) -> None:
+async def test_truncated_file_is_set_aside_and_others_are_loaded(house: House) -> None:
     house.holds({"GPU-1/0": entry()})
     house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
     await house.uses.step()
@@ -536,7 +536,7 @@ async def test_half_a_file_is_set_aside_and_the_rest_is_known(house: House) -> N
     assert (house.directory / "node-a.torn").exists()
 
 
-async def test_without_a_directory_it_lasts_as_long_as_the_process() -> None:
+async def test_uses_without_a_directory_are_lost_at_the_end_of_the_process() -> None:
     house = House(None)
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
@@ -545,13 +545,13 @@ async def test_without_a_directory_it_lasts_as_long_as_the_process() -> None:
     assert house.rows["r-1", "GPU-1"].until == NOW
 
 
-async def test_a_disk_that_is_full_loses_nothing(house: House, tmp_path: Path) -> None:
+async def test_full_disk_loses_no_use(house: House, tmp_path: Path) -> None:
     assert house.directory is not None
     await house.uses.step()
     house.directory.rmdir()
     house.directory.write_text("no directory")
     house.holds({"GPU-1/0": entry()})
-    with pytest.raises(ExportError, match="cannot be kept"):
+    with pytest.raises(ExportError, match="cannot be written"):
         await house.uses.step()
     assert house.told == []
     house.directory.unlink()

@@ -113,7 +113,7 @@ def test_very_many_left_out_are_counted() -> None:
     assert found.complaint.endswith("'gpu-9' and 90 more: no UUID of a GPU")
 
 
-def test_all_mistakes_are_named_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     assert mistakes(encoded({"GPU-2": [5, "x" * 321], "GPU-3": 0})) == (
         "'GPU-2': 5 is no text",
         f"'GPU-2': label '{'x' * 59}… is empty, longer than 320 or not printable",

@@ -88,7 +88,7 @@ async def test_a_write_that_somebody_overtook_comes_again_and_takes_nothing_from
     assert (scene.status()["free"], scene.status()["offer"]) == (0, "unproven")
 
 
-async def test_an_api_server_that_is_away_is_asked_again() -> None:
+async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
     scene = Scene("a")
     scene.objects.is_away = True
     await scene.steps(2)

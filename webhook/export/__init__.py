@@ -1,4 +1,4 @@
-"""Where readings of GPUs and the uses of them are stored. One protocol; several exporters at once."""
+"""Exporters store GPU readings and GPU uses. They share one protocol, and several can run at once."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from webhook.export.records import Batch
 
 
 class ExportError(GpuwardenError):
-    """A batch could not be stored. `is_lasting`: it is no use to try the same again."""
+    """A batch could not be stored. `is_permanent`: a retry of the same batch fails too."""
 
     def __init__(self, reason: str, *, is_permanent: bool = False) -> None:
         super().__init__(reason)
@@ -15,18 +15,18 @@ class ExportError(GpuwardenError):
 
 
 class Exporter(Protocol):
-    """A store."""
+    """A destination for batches."""
 
     name: str
 
     async def export(self, batch: Batch) -> None:
-        """What returned is stored for good. The same batch may come again, and changes nothing then.
+        """Returns once the batch is durably stored. Storing the same batch again changes nothing.
 
         Raises ExportError.
         """
 
     async def check(self) -> None:
-        """Whether a batch could be stored at this moment. Raises ExportError."""
+        """Returns if a batch could be stored now. Raises ExportError."""
 
     async def close(self) -> None:
-        """Nothing is exported after."""
+        """No call of `export` follows."""

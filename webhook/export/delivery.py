@@ -1,4 +1,5 @@
-"""Brings every batch to every exporter, each at its own pace: a store that is down holds up nobody but itself."""
+"""Delivers every batch to every exporter. Each exporter has its own queue, so a store that is down delays only
+itself."""
 
 import asyncio
 import hashlib
@@ -19,34 +20,34 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-# Every try is longer than what an exporter allows itself.
+# Longer than the timeouts of any exporter.
 EXPORT_TIMEOUT: Final = timedelta(minutes=2)
 BACKOFF: Final = Backoff(timedelta(seconds=1), timedelta(minutes=1), jitter=(0.5, 1.0))
-# Of an exporter that has what it was given, and is given it once more because another did not take it.
+# Ids of stored batches: a caller repeats a batch for all exporters if one of them did not take it.
 MAX_STORED_IDS: Final = 4096
 
 
 @frozen
 class DeliveryObserver:
-    """Who counts what becomes of batches."""
+    """Callbacks that count the outcomes of batches."""
 
     stored: Callable[[str, Batch], None] = lambda exporter, batch: None
-    # It is tried again.
+    # The batch is retried.
     failed: Callable[[str, str], None] = lambda exporter, reason: None
-    # It is not: the store will never take it.
+    # The batch is dropped: the store will never accept it.
     refused: Callable[[str, Batch, str], None] = lambda exporter, batch, reason: None
 
 
 @frozen
 class ExporterState:
-    """How it stands with one exporter."""
+    """The backlog of one exporter and its last error."""
 
     waiting: Backlog = field(factory=Backlog)
-    # Why the last try failed; None once one has succeeded.
+    # None once an attempt has succeeded.
     error: str | None = None
 
     def merged_with(self, other: "ExporterState") -> "ExporterState":
-        """Of two kinds of records as one."""
+        """The states of an exporter's two queues combined."""
         mine, theirs = self.waiting, other.waiting
         oldest = min((one.oldest for one in (mine, theirs) if one.oldest is not None), default=None)
         waiting = Backlog(mine.batches + theirs.batches, mine.size + theirs.size, oldest)
@@ -55,29 +56,29 @@ class ExporterState:
 
 @runtime_checkable
 class BatchingExporter(Protocol):
-    """An exporter that would rather take many batches at once, and does not mind how they are put together."""
+    """An exporter that accepts several batches merged into one."""
 
     records_at_once: int
 
 
 @runtime_checkable
 class PreparingExporter(Protocol):
-    """An exporter that has something to do first, which may take longer than any try."""
+    """An exporter with setup work that may take longer than EXPORT_TIMEOUT."""
 
     async def prepare(self) -> None:
-        """Before each batch; nothing if all is as it should be. Raises ExportError."""
+        """Called before each batch. Returns at once if nothing has to be done. Raises ExportError."""
 
 
 @runtime_checkable
 class QueryableExporter(Protocol):
-    """An exporter that can be asked what it was told."""
+    """An exporter that can read back what it stored."""
 
     def open_uses(self, cluster: str) -> AsyncIterator[Use]:
-        """Those that it has no end of. Raises ExportError."""
+        """The stored uses without an end. Raises ExportError."""
 
 
 class ExporterQueue:
-    """One exporter and what it is owed of one kind of records."""
+    """One exporter's queue for one kind of records."""
 
     def __init__(
         self, exporter: Exporter, outbox: Outbox, clock: Clock, observer: DeliveryObserver, backoff: Backoff
@@ -104,7 +105,7 @@ class ExporterQueue:
             self._changed.set()
 
     async def run(self) -> None:
-        """Until all is stored that was taken before `finish`."""
+        """Runs until every batch taken before `finish` is stored."""
         failures = 0
         while await self._wait_for_batch():
             try:
@@ -127,7 +128,7 @@ class ExporterQueue:
         await asyncio.to_thread(self._outbox.close)
 
     async def _wait_for_batch(self) -> bool:
-        """Waits for a batch; False if there is none and none will come."""
+        """Waits for a batch. False if the queue is empty and `finish` was called."""
         while not self._outbox.waiting.batches:
             if self._finishing.is_set():
                 return False
@@ -137,7 +138,7 @@ class ExporterQueue:
         return True
 
     async def _deliver(self, entries: Sequence[tuple[OutboxEntry, Batch]]) -> None:
-        """All of them at once, or one by one where one among them is refused. Raises ExportError."""
+        """Exports all entries merged, or one by one if the merged batch is refused. Raises ExportError."""
         try:
             await self._export(merged([batch for _, batch in entries]))
         except ExportError as exc:
@@ -167,14 +168,14 @@ class ExporterQueue:
             async with asyncio.timeout(EXPORT_TIMEOUT.total_seconds()):
                 await self.exporter.export(batch)
         except TimeoutError as exc:
-            raise ExportError(f"no end after {EXPORT_TIMEOUT.total_seconds():.0f} s") from exc
+            raise ExportError(f" not done within {EXPORT_TIMEOUT.total_seconds():.0f} s") from exc
         except ExportError:
             raise
-        except OSError as exc:  # of the system that we run on, so no matter of this batch
-            raise ExportError(f"the system refuses: {exc}") from exc
-        except Exception as exc:  # a bug with one batch must not end the delivery of all others
+        except OSError as exc:  # a fault of this machine, not of the batch
+            raise ExportError(f"system error: {exc}") from exc
+        except Exception as exc:  # a bug with one batch must not stop the delivery of others
             log.exception("exporting failed", exporter=self.exporter.name, batch=batch.id)
-            raise ExportError(f"a bug: {type(exc).__name__}", is_permanent=True) from exc
+            raise ExportError(f"internal error: {type(exc).__name__}", is_permanent=True) from exc
 
     def _remember(self, batch: Batch) -> None:
         self._stored[batch.id] = None
@@ -188,7 +189,7 @@ class ExporterQueue:
         self._observer.failed(self.exporter.name, self._last_error)
 
     async def _pause(self, failures: int) -> None:
-        """Cut short by the end, for one more try; from then on as long as ever."""
+        """`finish` cuts the pause short for one more attempt; pauses after that have their full length."""
         seconds = self._backoff.seconds(failures)
         if self._finishing.is_set():
             await asyncio.sleep(seconds)
@@ -201,8 +202,8 @@ class ExporterQueue:
 
 
 class Delivery:
-    """Takes batches for all exporters. What `take` returned for is stored in time, also by the next process if there
-    is a directory for the outboxes."""
+    """Takes batches for all exporters. Every batch that `take` accepted is stored eventually; if the outboxes have a
+    directory, the next process continues."""
 
     def __init__(
         self,
@@ -213,10 +214,10 @@ class Delivery:
         observer: DeliveryObserver | None = None,
         backoff: Backoff = BACKOFF,
     ) -> None:
-        """`opened` is `outbox.opener(directory)`. Raises ExportError where an outbox cannot be kept."""
+        """`opened` is `outbox.opener(directory)`. Raises ExportError if an outbox cannot be opened."""
         observer = observer or DeliveryObserver()
         self._exporters = exporters
-        with ExitStack() as stack:  # one that cannot be opened must not keep the others from whoever comes next
+        with ExitStack() as stack:  # if one outbox fails to open, release the locks of the others
 
             def open_queues(suffix: str) -> list[ExporterQueue]:
                 found = []
@@ -226,7 +227,7 @@ class Delivery:
                     found.append(ExporterQueue(one, outbox, clock, observer, backoff))
                 return found
 
-            # A store that has no place for the one kind holds up nothing of the other.
+            # Separate queues: a store without a table for one kind still gets the other.
             self._reading_queues, self._use_queues = open_queues(""), open_queues("-use")
             stack.pop_all()
         self._queues = [*self._reading_queues, *self._use_queues]
@@ -237,10 +238,10 @@ class Delivery:
         self._takes_done.set()
 
     async def take(self, batch: Batch) -> None:
-        """Kept for every exporter when this returns. Raises ExportError that names those that it could not be kept
-        for; the others have it, and the same batch may be given again."""
+        """Returns once the batch is in the outbox of every exporter. Raises ExportError naming the exporters that
+        failed. The others have the batch, and the caller may pass the same batch again."""
         if self._is_ending:
-            raise ExportError("nothing is taken any more: the process is ending")
+            raise ExportError("no new batches: the process is shutting down")
         parts = [(queue, evolve(batch, uses=())) for queue in self._reading_queues if batch.readings]
         parts += [(queue, evolve(batch, readings=())) for queue in self._use_queues if batch.uses]
         with self._counted_take():
@@ -251,7 +252,7 @@ class Delivery:
             raise ExportError("; ".join(dict.fromkeys(problems)))
 
     async def run(self) -> None:
-        """For ever, or until `drain` is through. Whoever cancels it while that goes on does not disturb it."""
+        """Runs until `drain` is done. Cancelling it during `drain` does not disturb the drain."""
         self._start()
         tasks = list(self._tasks)
         try:
@@ -264,8 +265,8 @@ class Delivery:
                 task.result()
 
     async def drain(self, deadline: timedelta) -> int:
-        """Take nothing more, store what can be within the deadline, close the exporters. How many batches are left:
-        they wait in the outbox for the next process. Nothing is written from then on."""
+        """Stops taking batches, stores what it can within the deadline, then closes the exporters. Nothing is written
+        after it returns. Returns the number of batches left; they stay in the outbox for the next process."""
         self._is_ending = True
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline.total_seconds()):
@@ -281,12 +282,12 @@ class Delivery:
         return left
 
     async def open_uses(self, cluster: str) -> AsyncIterator[Use]:
-        """Those that the stores have no end of, as far as stores can be asked. Raises ExportError, also while such a
-        store is owed something: that may be the end."""
+        """Uses without an end in the stores that can be queried. Raises ExportError, also while batches for such a
+        store are still waiting, because one of them may hold the end."""
         for queue in self._use_queues:
             if isinstance(queue.exporter, QueryableExporter):
                 if queue.state.waiting.batches:
-                    raise ExportError(f"{queue.exporter.name} is asked what it knows once it has what waits for it")
+                    raise ExportError(f"{queue.exporter.name} has batches waiting; its open uses are read after these")
                 async for use in queue.exporter.open_uses(cluster):
                     yield use
 
@@ -299,7 +300,7 @@ class Delivery:
 
     @contextmanager
     def _counted_take(self) -> Iterator[None]:
-        """What is half taken when the end begins is waited for: whoever gave it may be told that it is kept."""
+        """`drain` waits for takes in progress: their callers may be told that the batch is safe."""
         self._takes_in_progress += 1
         self._takes_done.clear()
         try:
@@ -319,12 +320,12 @@ class Delivery:
             task.cancel()
         for exc in await asyncio.gather(*tasks, return_exceptions=True):
             if exc is not None and not isinstance(exc, asyncio.CancelledError):
-                log.error("delivery broke off", problem=repr(exc))
+                log.error("delivery failed", problem=repr(exc))
 
 
 async def check(exporters: Sequence[Exporter], states: Mapping[str, ExporterState]) -> None:
-    """Raises ExportError that names those that could store nothing at this moment, and those that have not stored what
-    waits for them: a store may answer and take nothing."""
+    """Raises ExportError naming the exporters that could store nothing now, and those whose last attempt failed with
+    batches waiting: a store may pass its check and still reject batches."""
     errors = await asyncio.gather(*(error_of(one.check()) for one in exporters))
     problems = {one.name: text for one, text in zip(exporters, errors, strict=True) if text}
     for name, state in states.items():
@@ -335,7 +336,7 @@ async def check(exporters: Sequence[Exporter], states: Mapping[str, ExporterStat
 
 
 async def error_of(done: Awaitable[None]) -> str | None:
-    """Why it could not be done."""
+    """The error's text, or None on success."""
     try:
         await done
     except ExportError as exc:
@@ -344,7 +345,7 @@ async def error_of(done: Awaitable[None]) -> str | None:
 
 
 def merged(batches: Sequence[Batch]) -> Batch:
-    """Several as one; one stays itself."""
+    """Several batches as one. A single batch keeps its id."""
     if len(batches) == 1:
         return batches[0]
     digest = hashlib.sha256("\n".join(batch.id for batch in batches).encode()).hexdigest()

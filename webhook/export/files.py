@@ -1,4 +1,4 @@
-"""A file that is whole or not there, whatever is killed and whenever the power goes."""
+"""Atomic file writes: after a crash or power loss the file is either complete or absent."""
 
 import os
 from collections.abc import Callable
@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Final
 
 NEW: Final = ".new"
-# Of what a descriptor stands for, to the disk. Tests look at the order.
+# Flushes a file descriptor to disk. Tests check the order of flushes.
 Flush = Callable[[int], None]
 
 
 def write_whole(path: Path, content: bytes, flush: Flush = os.fsync) -> None:
-    """Beside its place, flushed, renamed, and its directory flushed. Raises OSError; then nobody knows which it is."""
+    """Writes a temporary file, flushes it, renames it, and flushes the directory. Raises OSError; the file may then
+    have its old or its new content."""
     new = path.with_name(path.name + NEW)
     try:
         with new.open("wb") as file:

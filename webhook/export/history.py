@@ -1,4 +1,4 @@
-"""Who used which GPU, and when: the question to Postgres and how its answer is shown."""
+"""Queries Postgres for who used which GPU and when, and renders the result."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -17,7 +17,7 @@ from webhook.export.records import raw_time
 from webhook.export.tables import Tables
 from webhook.export.targets import PostgresTarget
 
-# More than anybody reads; whoever wants all of it has the view.
+# The whole history is in the database view.
 MAX_ROWS: Final = 10_000
 
 Form = Literal["text", "json"]
@@ -26,7 +26,7 @@ FORMS: Final[tuple[Form, ...]] = get_args(Form)
 
 @frozen
 class UseQuery:
-    """Uses of which all of this is true."""
+    """Conditions; a use has to match all of them."""
 
     serial: str | None = None
     uuid: str | None = None
@@ -40,16 +40,16 @@ class UseQuery:
     ) -> "UseQuery":
         """Raises GpuwardenError."""
         if not any((serial, uuid, pod, hash)):
-            raise GpuwardenError("say what to look for: --serial, --pod, --hash or --uuid")
+            raise GpuwardenError("set at least one of --serial, --pod, --hash and --uuid")
         namespace, _, name = (pod or "").partition("/")
         if pod and not (namespace and name):
-            raise GpuwardenError(f"flag --pod: {pod!r} is no pod; allowed: NAMESPACE/NAME")
+            raise GpuwardenError(f"flag --pod: {pod!r} is not a pod; allowed: NAMESPACE/NAME")
         return cls(serial=serial, uuid=uuid, namespace=namespace or None, pod=name or None, hash=hash)
 
 
 @frozen
 class PastUse:
-    """One use, and what is known of its GPU. In the order in which it is shown; the names are those of the view."""
+    """One use and its GPU. The fields have the names of the view's columns, in display order."""
 
     since: datetime
     until: datetime | None
@@ -71,12 +71,12 @@ class PastUse:
 
 
 COLUMNS: Final = tuple(field.name for field in fields(PastUse))
-# What fits a terminal; all of it is in the JSON form.
+# What fits a terminal. The JSON form has all columns.
 TEXT_COLUMNS: Final = ("since", "until", "cluster", "node", "serial", "gpu_uuid", "pod", "owner", "evidence_hash")
 
 
 async def find_uses(target: PostgresTarget, query: UseQuery) -> Sequence[PastUse]:
-    """The newest first. Raises ExportError."""
+    """Uses, newest first. Raises ExportError."""
     tables = Tables.named(target.table)
     try:
         async with await connect(target) as connection, connection.transaction():
@@ -85,14 +85,17 @@ async def find_uses(target: PostgresTarget, query: UseQuery) -> Sequence[PastUse
                 await cursor.execute(use_query(tables, query), {**asdict(query), "most": MAX_ROWS})
                 return await cursor.fetchall()
     except psycopg.errors.UndefinedTable as exc:
-        problem = f"there is no history in {target.table}_history: an exporter that may migrate makes it"
+        problem = (
+            f"there is no history in {target.table}_history:"
+            " run an exporter with POSTGRES_AUTO_MIGRATE=true to create it"
+        )
         raise ExportError(problem) from exc
     except psycopg.Error as exc:
         raise ExportError(error_message(exc)) from exc
 
 
 def use_query(tables: Tables, query: UseQuery) -> sql.Composed:
-    """By a serial, the GPUs are found first that ever had it: the view itself would have to look at every use."""
+    """A serial is first resolved to GPU UUIDs: filtering the view by serial would scan every use."""
     names = {"table": beside_parameters(tables.readings), "uses": beside_parameters(tables.uses)}
     asked = [name for name, value in asdict(query).items() if value is not None]
     return sql.SQL(
@@ -105,7 +108,7 @@ def use_query(tables: Tables, query: UseQuery) -> sql.Composed:
 
 
 def beside_parameters(name: sql.Identifier) -> sql.SQL:
-    """A percent sign would be the beginning of one."""
+    """Doubles percent signs, which psycopg would read as parameters."""
     return sql.SQL(name.as_string().replace("%", "%%"))
 
 
@@ -125,12 +128,12 @@ def rendered(uses: Sequence[PastUse], form: Form) -> str:
     if form == "json":
         return msgspec.json.format(msgspec.json.encode([raw(use) for use in uses]), indent=2).decode()
     if not uses:
-        return "No such use is known."
+        return "No uses found."
     rows = [[name.upper() for name in TEXT_COLUMNS], *([cell_text(use, name) for name in TEXT_COLUMNS] for use in uses)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(TEXT_COLUMNS))]
     lines = ["  ".join(text.ljust(size) for text, size in zip(row, widths, strict=True)).rstrip() for row in rows]
     if len(uses) == MAX_ROWS:
-        lines.append(f"These are the newest {MAX_ROWS}; there may be more.")
+        lines.append(f"Showing the newest {MAX_ROWS}; there may be more.")
     return "\n".join(lines)
 
 
@@ -152,5 +155,5 @@ def cell_text(use: PastUse, name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A terminal obeys what it is shown, and whoever may write rows is not its owner."""
+    """Escapes control characters: rows may come from any writer of the table, and a terminal would act on them."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

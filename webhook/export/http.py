@@ -1,4 +1,4 @@
-"""Records by POST to an endpoint, in the form and with the headers that S2's exporter has."""
+"""Posts records to an HTTP endpoint, with the body and headers of gpuid's HTTP exporter."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,19 +22,19 @@ log = structlog.get_logger(__name__)
 USER_AGENT: Final = "gpuid-http-exporter/1.0"
 TRIES: Final = 3
 BACKOFF = Backoff(timedelta(milliseconds=500), timedelta(seconds=10), jitter=(0.8, 1.2))
-# What is said in an error, of an answer of which no more is read.
+# Text of an answer in error messages; bytes read of an answer.
 MAX_ERROR_TEXT, MAX_ANSWER = 300, 64 * 1024
 
-# The same again would be answered the same: what is wrong is what was sent.
+# A retry of the same content would get the same answer.
 PERMANENT: Final = frozenset({400, 413, 415, 422})
-# It may be better in a moment.
+# Worth a retry.
 TRANSIENT: Final = frozenset({408, 425, 429})
 
 Sleep = Callable[[float], Awaitable[object]]
 
 
 class TryAgainError(ExportError):
-    """It was not taken this time."""
+    """The request failed and may succeed later. `after` is the server's Retry-After."""
 
     def __init__(self, reason: str, after: timedelta | None = None) -> None:
         super().__init__(reason)
@@ -46,16 +46,17 @@ def is_header_value(token: str) -> bool:
 
 
 class HttpExporter:
-    """One request for a batch's readings and one for its uses. 2xx means stored, once its answer is here whole."""
+    """One request for a batch's readings and one for its uses. A batch is stored once a whole 2xx answer has
+    arrived."""
 
     name = "http"
 
     def __init__(self, target: HttpTarget, clock: Clock, sleep: Sleep = asyncio.sleep) -> None:
-        """Raises GpuwardenError where the token cannot be said."""
+        """Raises GpuwardenError if the token cannot be sent in a header."""
         if target.token is not None and not is_header_value(target.token):
-            raise GpuwardenError("the token of the http exporter is no line of printable ASCII")
+            raise GpuwardenError("the token of the http exporter is not one line of printable ASCII")
         if sends_token_in_plain(target):
-            log.warning("everybody on the way can read the token", endpoint=target.endpoint, hint="use https")
+            log.warning("token is sent unencrypted", endpoint=target.endpoint, hint="use https")
         self._target = target
         self._clock = clock
         self._sleep = sleep
@@ -67,12 +68,11 @@ class HttpExporter:
         if batch.readings:
             await self._send([raw_reading(one) for one in batch.readings], "reading", batch.id)
         if batch.uses:
-            # Another body, so another key: a server that knows the first would answer this with that one's answer.
+            # Its own key: a server that deduplicates by key would otherwise drop the second body.
             await self._send([raw_use(one) for one in batch.uses], "use", f"{batch.id}/use")
 
     async def check(self) -> None:
-        """Whether it answers: HEAD, whatever it says to that, but for a token that it does not know and faults of its
-        own."""
+        """Sends HEAD. Only 401 and 500, 502, 503 and 504 count as failures."""
         try:
             reply = await self._exchange(
                 self._client.build_request("HEAD", self._target.endpoint, headers=self._token())
@@ -80,7 +80,7 @@ class HttpExporter:
         except TryAgainError as exc:
             raise ExportError(str(exc)) from exc
         if reply.status_code == 401 or reply.status_code in {500, 502, 503, 504}:
-            raise ExportError(f"the endpoint answers {reply.status_code}")
+            raise ExportError(f"the endpoint answered {reply.status_code}")
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -118,7 +118,7 @@ class HttpExporter:
         raise ExportError(message, is_permanent=reply.status_code in PERMANENT)
 
     async def _exchange(self, request: httpx.Request) -> httpx.Response:
-        """The answer, whole. Raises TryAgainError."""
+        """The complete answer. Raises TryAgainError."""
         try:
             async with asyncio.timeout(self._target.timeout.total_seconds()):
                 reply = await self._client.send(request, stream=True)
@@ -129,7 +129,7 @@ class HttpExporter:
         except TimeoutError as exc:
             raise TryAgainError(f"no answer within {self._target.timeout.total_seconds():g} s") from exc
         except httpx.HTTPError as exc:
-            raise TryAgainError(f"no whole answer: {str(exc) or type(exc).__name__}") from exc
+            raise TryAgainError(f"no complete answer: {str(exc) or type(exc).__name__}") from exc
 
     def _token(self) -> dict[str, str]:
         if self._target.token is None:
@@ -139,7 +139,7 @@ class HttpExporter:
 
 
 async def read_bounded(reply: httpx.Response) -> httpx.Response:
-    """The reply with what it says; what is beyond the bound is read and forgotten."""
+    """The reply with at most MAX_ANSWER bytes of its body; the rest is read and dropped."""
     content = bytearray()
     async for chunk in reply.aiter_bytes():
         content += chunk[: MAX_ANSWER - len(content)]

@@ -1,4 +1,5 @@
-"""Kinds of values that only the settings of `gpuwarden export` have: Go's words, where S2 has them."""
+"""Kinds of values that only the settings of `gpuwarden export` have. gpuid is written in Go, so some have Go's
+syntax."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from webhook.runtime.setting_kinds import SettingKind, read_namespace, read_port
 
 T = TypeVar("T")
 
-# Go's forms (time.ParseDuration, strconv.ParseBool), but nothing below zero.
+# Go's syntax (time.ParseDuration, strconv.ParseBool), without negative values.
 GO_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 GO_PART: Final = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(ns|us|µs|ms|s|m|h)")
 GO_TRUE: Final = ("1", "t", "T", "TRUE", "true", "True")
@@ -21,7 +22,7 @@ S2_LEVELS: Final = ("debug", "info", "warn", "error")
 EXPORTERS: Final = ("stdout", "http", "postgres", "s3")
 PARTITION: Final = re.compile(r"[^\x00-\x1f\\]*")
 
-# Kubernetes' selectors, the forms that its clients take: `a=b,c in (d,e),!f`.
+# Label selectors as Kubernetes clients accept them: `a=b,c in (d,e),!f`.
 LABEL: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_./]{0,315}[A-Za-z0-9])?)"
 VALUE: Final = r"(?:[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?"
 REQUIREMENT: Final = re.compile(
@@ -30,7 +31,7 @@ REQUIREMENT: Final = re.compile(
 
 
 def read_endpoint(text: str) -> str:
-    """A URL that may have a query: some stores want a key there."""
+    """A URL that may have a query: some endpoints take a key there."""
     read_url(text.partition("?")[0])
     if not text.isprintable() or " " in text or "#" in text:
         raise ValueError(f"{text!r} is not an http or https URL")
@@ -52,7 +53,7 @@ def read_go_duration(text: str) -> timedelta:
 def read_go_interval(text: str) -> timedelta:
     duration = read_go_duration(text)
     if not duration:
-        raise ValueError(f"{text!r} is no time at all")
+        raise ValueError(f"{text!r} is not above 0")
     return duration
 
 
@@ -70,7 +71,7 @@ def read_go_truth(text: str) -> bool:
 
 
 def read_true_or_not(text: str) -> bool:
-    """As S2 reads its migration switch: nothing but `true` turns it on."""
+    """As gpuid reads its migration switch: only `true` turns it on."""
     return text.lower() == "true"
 
 
@@ -99,7 +100,7 @@ def read_server_port(text: str) -> int:
 def read_store_port(text: str) -> int:
     port = read_port(text)
     if port == 0:
-        raise ValueError("nobody listens at port 0")
+        raise ValueError("'0' is not a port")
     return port
 
 
@@ -117,7 +118,7 @@ def read_selector(text: str) -> str:
 
 def read_words(text: str) -> str:
     if not text.strip() or not text.isprintable():
-        raise ValueError(f"{text!r} says nothing, or is not printable")
+        raise ValueError(f"{text!r} is empty or not printable")
     return text
 
 
@@ -129,18 +130,18 @@ def read_exporters(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(","))
     wrong = [part for part in parts if part not in EXPORTERS]
     if wrong:
-        raise ValueError(f"{wrong[0]!r} is none of the words")
+        raise ValueError(f"{wrong[0]!r} is not an exporter")
     return tuple(dict.fromkeys(parts))
 
 
 def read_log_level(text: str) -> str:
-    """A word that S2 does not know is `info` there, those among them that hide errors."""
+    """gpuid reads every unknown level as `info`."""
     return text.lower() if text.lower() in S2_LEVELS else "info"
 
 
 def read_partition(text: str) -> str:
     if not PARTITION.fullmatch(text):
-        raise ValueError(f"{text!r} is no part of a key")
+        raise ValueError(f"{text!r} cannot be part of an object key")
     return text
 
 
@@ -151,7 +152,7 @@ def read_text(text: str) -> str:
 def one_of(*known: str) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in known:
-            raise ValueError(f"{text!r} is none of the words")
+            raise ValueError(f"{text!r} is not allowed")
         return text
 
     return read
@@ -160,7 +161,7 @@ def one_of(*known: str) -> Callable[[str], str]:
 GO_DURATION: Final = SettingKind("`90s`, `1m30s`, `500ms`, or 0; at most `168h`", read_go_duration)
 GO_INTERVAL: Final = SettingKind("`90s`, `1m30s`, `500ms`; not 0, at most `168h`", read_go_interval)
 PATIENCE: Final = SettingKind("`30s`, `1m30s`; not 0, at most `10m`", read_patience)
-GO_TRUTH: Final = SettingKind("1, t, true, 0, f, false, and these in capitals", read_go_truth)
+GO_TRUTH: Final = SettingKind("1, t, true, 0, f, false, also in capitals", read_go_truth)
 MIGRATE: Final = SettingKind("`true`; anything else is false", read_true_or_not)
 ENDPOINT: Final = SettingKind("a URL with http or https, without user or fragment", read_endpoint)
 WORKERS: Final = SettingKind("1 to 100", integer_between(1, 100))
@@ -168,16 +169,16 @@ RATE: Final = SettingKind("a number above 0", read_rate)
 BURST: Final = SettingKind("a whole number, not less than the rate", integer_between(1, 9_999_999))
 SERVER_PORT: Final = SettingKind("1000 to 65535; 0, as a flag, picks a free one", read_server_port)
 STORE_PORT: Final = SettingKind("1 to 65535", read_store_port)
-SELECTOR: Final = SettingKind("a label selector; empty is every pod", read_selector)
-WORDS: Final = SettingKind("some printable text", read_words)
-CONTAINER: Final = SettingKind("the name of a container; empty is the pod's only one", read_container)
-EXPORTER_LIST: Final = SettingKind(f"a comma list of: {', '.join(EXPORTERS)}", read_exporters, list)
+SELECTOR: Final = SettingKind("a label selector; empty selects every pod", read_selector)
+WORDS: Final = SettingKind("printable text, not empty", read_words)
+CONTAINER: Final = SettingKind("a container's name; empty: the pod's only container", read_container)
+EXPORTER_LIST: Final = SettingKind(f"a comma-separated list of: {', '.join(EXPORTERS)}", read_exporters, list)
 LENIENT_LOG_LEVEL: Final = SettingKind("debug, info, warn, error; any other word is info", read_log_level)
 PARTITION_PATTERN: Final = SettingKind("text with %Y, %m, %d, %H", read_partition)
-DIRECTORY: Final = SettingKind("a directory, which is made", Path)
+DIRECTORY: Final = SettingKind("a directory; it is created", Path)
 TEXT: Final = SettingKind("any text", read_text)
 OBJECT_FORMAT: Final = SettingKind("csv, parquet", one_of("csv", "parquet"))
-# Not FILE: libpq reads it, anew for each connection.
+# Not FILE: libpq reads the file itself, for each connection.
 ROOT_CERTIFICATES: Final = SettingKind("a file with certificates in PEM", read_text)
 SSL_MODE: Final = SettingKind(
     "disable, allow, prefer, require, verify-ca, verify-full",

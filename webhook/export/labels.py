@@ -1,4 +1,4 @@
-"""The labels that tell of a node's serials, and the patch that makes them so. Pure."""
+"""The labels that name a node's GPU serials, and the patch that sets them. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from attrs import frozen
 from webhook.inventory.nvidia_smi import Gpu, known
 
 DOMAIN: Final = "gpuid.github.com/"
-# What Kubernetes takes as a label's value.
+# Kubernetes' limit for a label value.
 MAX_VALUE: Final = 63
 NOT_ALLOWED: Final = re.compile(r"[^A-Za-z0-9\-_.]")
 EDGE_CHARACTERS: Final = "-_."
@@ -19,16 +19,16 @@ Labels = dict[str, str]
 
 @frozen
 class WantedLabels:
-    """What a node's labels should say, and of what could not be said as it is, why."""
+    """The labels a node should have, with a note for each value that had to be changed."""
 
     labels: Labels
     notes: tuple[str, ...] = ()
 
 
 def wanted_labels(gpus: Iterable[Gpu]) -> WantedLabels:
-    """A group is what has one chassis serial, or none. The number in a key is a serial's place in its group.
+    """GPUs with the same chassis serial, or with none, form a group. A key's number is the serial's index in its group.
 
-    Two dies that share a serial share a label: labels name boards. Devices are told apart by UUID, in the records.
+    Two dies with one serial share a label: labels name boards. Records tell devices apart by UUID.
     """
     groups = grouped(gpus)
     chassis = [name for name, _ in groups if name is not None]
@@ -47,7 +47,7 @@ def wanted_labels(gpus: Iterable[Gpu]) -> WantedLabels:
         if name is not None:
             put(f"chassis-{place}" if several else "chassis", name)
         for number, serial in enumerate(serials):
-            if serial:  # one that is empty has its number all the same: S2's rule
+            if serial:  # as in gpuid, an empty serial still takes a number
                 put(f"chassis-{place}-gpu-{number}" if several else f"gpu-{number}", serial)
     if chassis:
         put("chassis-count", str(len(chassis)))
@@ -55,7 +55,7 @@ def wanted_labels(gpus: Iterable[Gpu]) -> WantedLabels:
 
 
 def grouped(gpus: Iterable[Gpu]) -> Sequence[tuple[str | None, Sequence[str]]]:
-    """By chassis serial in the order of the texts, all that have none together; the serials of each, sorted."""
+    """Groups in the order of chassis serials, GPUs without one as a single group. Serials in a group are sorted."""
     serials: dict[str | None, set[str]] = {}
     texts: dict[str | None, str] = {}
     for one in gpus:
@@ -65,12 +65,12 @@ def grouped(gpus: Iterable[Gpu]) -> Sequence[tuple[str | None, Sequence[str]]]:
 
 
 def label_value(text: str) -> str:
-    """`na` where nothing is left that a label may hold."""
+    """`na` if no character is allowed in a label."""
     return NOT_ALLOWED.sub("-", known(text) or "").strip(EDGE_CHARACTERS) or "na"
 
 
 def label_patch(wanted: Mapping[str, str], present: Mapping[str, str]) -> dict[str, str | None]:
-    """What a merge patch of the labels has to say: what differs, and of our own what is not wanted any more."""
+    """The labels of a merge patch: those that differ, and None for labels of our domain that are no longer wanted."""
     new = {key: value for key, value in wanted.items() if present.get(key) != value}
     stale = {key: None for key in present if key.startswith(DOMAIN) and key not in wanted}
     return {**new, **stale}

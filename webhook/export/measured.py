@@ -1,4 +1,4 @@
-"""The metrics of `gpuwarden export`. No name of a pod is in them: pods come and go without end."""
+"""The metrics of `gpuwarden export`. Pod names are not labels: their number is unbounded."""
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -12,7 +12,7 @@ from webhook.export.delivery import ExporterState
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
 
-# What a reading can fail by.
+# Values of the label `reason`.
 REASONS: Final = (
     "bug",
     "cut_off",
@@ -33,22 +33,20 @@ REASONS: Final = (
 
 
 class ExportMetrics(Metrics):
-    """One count for each node's reading that a store has taken; one for each failure."""
+    """Counts node readings stored, by exporter, and failures."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._success = Counter(
-            "gpuid_export_success", "Readings of a node that are stored.", ["exporter"], registry=self.registry
-        )
+        self._success = Counter("gpuid_export_success", "Node readings stored.", ["exporter"], registry=self.registry)
         self._failure = Counter(
             "gpuid_export_failure",
-            "Readings that failed, and tries to store what was read.",
+            "Readings that failed, and failed attempts to store readings.",
             ["exporter", "reason"],
             registry=self.registry,
         )
 
     def initialize_counters(self, exporters: list[str]) -> None:
-        """From now on these are counted from 0."""
+        """Lets these series start at 0."""
         for name in exporters:
             self._success.labels(name)
             self._failure.labels(name, "store")
@@ -70,7 +68,7 @@ class ExportMetrics(Metrics):
 
 
 class ExportCollector(Collector):
-    """What is so at the moment of looking."""
+    """Gauges computed at scrape time."""
 
     def __init__(
         self,
@@ -86,17 +84,15 @@ class ExportCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         now = self._clock()
-        yield GaugeMetricFamily(
-            "gpuwarden_export_queue_depth", "Pods that are due and not being read.", value=self._waiting()
-        )
+        yield GaugeMetricFamily("gpuwarden_export_queue_depth", "Pods waiting to be read.", value=self._waiting())
         ages = GaugeMetricFamily(
-            "gpuwarden_export_read_age_seconds", "How long ago a node was last read.", labels=["node"]
+            "gpuwarden_export_read_age_seconds", "Seconds since the node was last read.", labels=["node"]
         )
         for node, time in sorted(self._last_reads().items()):
             ages.add_metric([node], max(0.0, (now - time).total_seconds()))
         yield ages
         batches = GaugeMetricFamily(
-            "gpuwarden_export_outbox_batches", "Batches that are not stored yet.", labels=["exporter"]
+            "gpuwarden_export_outbox_batches", "Batches waiting to be stored.", labels=["exporter"]
         )
         for name, state in self._states().items():
             batches.add_metric([name], state.waiting.batches)

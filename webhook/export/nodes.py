@@ -1,4 +1,4 @@
-"""Nodes as an export needs them: what they are called elsewhere, what is written on them, and writing it."""
+"""The Nodes as the exporter reads and labels them."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from webhook.export.labels import label_patch
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError, RateLimitedClient
 from webhook.runtime.backoff import Backoff
 
-# S2's: so many tries, with these pauses between them, within the time that a pod has.
+# gpuid's retries and pauses, within the timeout of one reading.
 TRIES: Final = 5
 BACKOFF: Final = Backoff(timedelta(seconds=2), timedelta(seconds=45))
 
@@ -46,13 +46,13 @@ class ExportNodeWire(msgspec.Struct, frozen=True):
 
 @frozen
 class ExportedNode:
-    """One node at one moment."""
+    """One Node as it was read."""
 
     uid: str
     provider_id: str | None
     boot_id: str | None
     labels: Mapping[str, str]
-    gpus: str | None  # our annotation
+    gpus: str | None  # the annotation gpuwarden.io/gpus
     created: datetime | None = None
 
 
@@ -69,7 +69,7 @@ def parse_node(raw: object) -> ExportedNode:
 
 
 def trim_node(raw: Raw) -> Raw:
-    """What matters of it between its readings: a Node has all its images too."""
+    """The part of a Node that is needed between readings. A whole Node also lists its images."""
     meta, info = raw["metadata"], (raw.get("status") or {}).get("nodeInfo") or {}
     notes = {name: text for name, text in (meta.get("annotations") or {}).items() if name == keys.NODE_GPUS}
     return {
@@ -80,7 +80,7 @@ def trim_node(raw: Raw) -> Raw:
 
 
 class ApiNode:
-    """The Nodes, and the pods beside them, one at a time."""
+    """Reads and patches Nodes, and reads pods, one at a time."""
 
     def __init__(self, calls: RateLimitedClient) -> None:
         self._call = calls.call
@@ -94,13 +94,13 @@ class ApiNode:
         return await self._call("GET", path, {"namespace": namespace, "name": name})
 
     async def is_served(self, path: str) -> bool:
-        """Whether there is such a kind of object. Raises ApiAwayError, ApiRefusesError."""
+        """Whether the API server serves this kind of object. Raises ApiUnavailableError, ApiRefusesError."""
         return await self._call("GET", path + "?limit=1", {}) is not None
 
     async def write_metadata(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
-        """These labels of ours and no others, and this annotation. Whether something had to be written.
+        """Sets these labels, removes others of our domain, and sets the annotation. Returns whether a patch was needed.
 
-        Raises ApiRefusesError at once, ApiAwayError after the last try.
+        Raises ApiRefusesError at once, ApiUnavailableError after the last attempt.
         """
         for attempt in range(TRIES):
             if attempt:
@@ -113,7 +113,7 @@ class ApiNode:
         return False
 
     async def _write_metadata(self, name: str, node: ExportedNode, labels: Mapping[str, str], gpus: str) -> bool:
-        metadata: Raw = {"uid": node.uid}  # of this node, and not of one made anew under its name
+        metadata: Raw = {"uid": node.uid}  # a precondition: not another Node with the same name
         if changes := label_patch(labels, node.labels):
             metadata["labels"] = changes
         if node.gpus != gpus:

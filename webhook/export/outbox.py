@@ -1,4 +1,4 @@
-"""What has been taken and is not stored yet: kept through a crash where there is a directory for it, and bounded."""
+"""Batches waiting for a store. Bounded; kept across crashes if there is a directory."""
 
 import fcntl
 import hashlib
@@ -21,11 +21,11 @@ from webhook.export.records import Batch
 
 log = structlog.get_logger(__name__)
 
-# Of each kind of records. A batch of 8 GPUs has 3 KiB: a fleet of 10,000 nodes for four readings.
+# For each kind of records. A batch of 8 GPUs takes 3 KiB, so this holds four readings of 10,000 nodes.
 MAX_BYTES: Final = 128 * 1024 * 1024
-# Where there is no disk for it, it is a Pod's memory, which four exporters may be owed at once, two kinds each.
+# Without a directory the outbox uses the Pod's memory: up to four exporters with two outboxes each.
 MAX_BYTES_IN_MEMORY: Final = 16 * 1024 * 1024
-# Batches that a store has refused for good, kept for a person to look at.
+# Batches that a store refused permanently, kept for inspection.
 MAX_REFUSED: Final = 100
 
 WAITING, REFUSED, CORRUPT = ".batch", ".refused", ".torn"
@@ -33,11 +33,11 @@ FILE_NAME: Final = re.compile(r"[0-9]{12}-[0-9a-f]{16}\.batch")
 
 
 class OutboxInUseError(ExportError):
-    """Another process works with it, and lets go of it when it ends."""
+    """Another process holds the outbox; it lets go of it when it ends."""
 
 
 class StoredBatch(msgspec.Struct, frozen=True):
-    """A batch as it is written down."""
+    """The content of an outbox file."""
 
     taken: Annotated[datetime, msgspec.Meta(tz=True)]
     batch: Batch
@@ -45,7 +45,7 @@ class StoredBatch(msgspec.Struct, frozen=True):
 
 @frozen
 class OutboxEntry:
-    """Where a batch is, and what there is to know of it without reading it."""
+    """A waiting batch's metadata; its content stays in the store."""
 
     id: str
     name: str
@@ -56,7 +56,7 @@ class OutboxEntry:
 
 @frozen
 class Backlog:
-    """How much an exporter is owed, and since when."""
+    """How much waits for an exporter, and since when."""
 
     batches: int = 0
     size: int = 0
@@ -64,10 +64,10 @@ class Backlog:
 
 
 class BatchStore(Protocol):
-    """Keeps named contents."""
+    """Stores contents by name."""
 
     def put(self, name: str, content: bytes) -> None:
-        """It is kept when this returns. Raises OSError, and then it is not."""
+        """Returns once the content is durable. Raises OSError; then nothing was stored."""
 
     def get(self, name: str) -> bytes:
         """Raises OSError."""
@@ -75,16 +75,16 @@ class BatchStore(Protocol):
     def remove(self, name: str) -> None: ...
 
     def set_aside(self, name: str, suffix: str) -> None:
-        """Not among the names any more, but there for a person to look at, if this outlives the process."""
+        """Removes the name but keeps the content for inspection, if the store outlives the process."""
 
     def names(self) -> Sequence[str]:
-        """Of what is kept, the oldest first."""
+        """The stored names, oldest first."""
 
     def close(self) -> None: ...
 
 
 class MemoryBatchStore:
-    """Ends with the process."""
+    """Lost when the process ends."""
 
     def __init__(self) -> None:
         self._contents: dict[str, bytes] = {}
@@ -109,7 +109,7 @@ class MemoryBatchStore:
 
 
 class DirectoryBatchStore:
-    """A file each, written beside its place, flushed to the disk and renamed, so that what is there is whole."""
+    """One file each, written atomically: a file that exists is complete."""
 
     def __init__(self, directory: Path, flush: Flush = os.fsync) -> None:
         """Raises ExportError."""
@@ -137,7 +137,7 @@ class DirectoryBatchStore:
         return (self._directory / name).read_bytes()
 
     def remove(self, name: str) -> None:
-        """Not flushed: a batch that comes back after a power cut is stored once more, which changes nothing."""
+        """Not flushed: a file that reappears after a power loss is stored again, which changes nothing."""
         (self._directory / name).unlink(missing_ok=True)
 
     def set_aside(self, name: str, suffix: str) -> None:
@@ -159,7 +159,7 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except FileExistsError as exc:
-        raise ExportError(f"the outbox cannot be kept in {directory}: it is no directory") from exc
+        raise ExportError(f"the outbox cannot be kept in {directory}: it is not a directory") from exc
     except OSError as exc:
         raise directory_error(directory, exc) from exc
 
@@ -169,7 +169,7 @@ def directory_error(directory: Path, exc: OSError) -> ExportError:
 
 
 def lock_file(path: Path) -> int:
-    """A descriptor that keeps others out until it is closed. Raises BlockingIOError where another is in."""
+    """A descriptor that holds the lock until it is closed. Raises BlockingIOError if another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,9 +180,9 @@ def lock_file(path: Path) -> int:
 
 
 class Outbox:
-    """The batches that one exporter is owed, in the order they came, each once. It blocks: await it in a thread.
+    """The batches waiting for one exporter, in order of arrival, without duplicates. It blocks: call it in a thread.
 
-    Whoever waits for such a thread may be cancelled, and the thread goes on: hence the lock.
+    A caller may be cancelled while its thread continues, so a lock guards the state.
     """
 
     def __init__(self, store: BatchStore, max_bytes: int = MAX_BYTES) -> None:
@@ -203,7 +203,7 @@ class Outbox:
                 self._add_entry(OutboxEntry(stored.batch.id, name, size, stored.batch.size, stored.taken))
 
     def put(self, batch: Batch, now: datetime) -> bool:
-        """Kept when this returns; False if it was already. Raises ExportError where it cannot be kept."""
+        """Returns once the batch is durable; False if it already was. Raises ExportError."""
         stored = StoredBatch(now.astimezone(UTC), batch)
         content = encoded(stored)
         name = self._reserve(batch.id, len(content))
@@ -218,15 +218,15 @@ class Outbox:
         return True
 
     def _reserve(self, batch_id: str, size: int) -> str | None:
-        """A name and room for it; None if the batch is here. Writing is not done in turns: a disk flushes many files
-        in hardly more time than one."""
+        """Reserves a file name and space. None if the batch is already here. Writes run in parallel, outside the lock:
+        a disk flushes many files in hardly more time than one."""
         with self._lock:
             if batch_id in self._entries:
                 return None
             if batch_id in self._writing:
-                raise ExportError(f"batch {batch_id} is given twice at once")
+                raise ExportError(f"batch {batch_id} is already being written")
             if self._size + sum(self._writing.values()) + size > self._max_bytes:
-                raise ExportError(f"the outbox is full: {self._size} of {self._max_bytes} bytes wait")
+                raise ExportError(f"the outbox is full: {self._size} of {self._max_bytes} bytes used")
             self._writing[batch_id] = size
             self._number += 1
             return f"{self._number:012d}-{hashlib.sha256(batch_id.encode()).hexdigest()[:16]}{WAITING}"
@@ -238,7 +238,7 @@ class Outbox:
                 self._add_entry(entry)
 
     def first(self, records: int = 0) -> Sequence[tuple[OutboxEntry, Batch]]:
-        """The oldest, and as many after it as have together no more than so many records. Raises ExportError."""
+        """The oldest batch, and further ones while together they hold at most `records` records. Raises ExportError."""
         with self._lock:
             found: list[tuple[OutboxEntry, Batch]] = []
             for entry in list(self._entries.values()):
@@ -253,7 +253,7 @@ class Outbox:
             return found
 
     def done(self, entries: Iterable[OutboxEntry]) -> None:
-        """They are stored."""
+        """Removes stored batches."""
         with self._lock:
             for entry in entries:
                 with logged_errors(entry):
@@ -261,7 +261,7 @@ class Outbox:
                 self._forget(entry)
 
     def refuse(self, entry: OutboxEntry) -> None:
-        """The store will never take it."""
+        """Sets a batch aside that the store will never accept."""
         with self._lock:
             with logged_errors(entry):
                 self._store.set_aside(entry.name, REFUSED)
@@ -286,18 +286,17 @@ class Outbox:
         self.waiting = Backlog(len(self._entries), self._size, oldest)
 
     def _read(self, name: str) -> tuple[StoredBatch, int] | None:
-        """None if there is nothing more to be had of it. A disk that gives nothing at this moment says nothing of the
-        batch: that raises ExportError, and it stays."""
+        """None if the file is gone or corrupt. Raises ExportError if the disk cannot be read now; the batch stays."""
         try:
             content = self._store.get(name)
             return decoded(content), len(content)
         except FileNotFoundError:
-            log.warning("batch in the outbox is gone", file=name)
+            log.warning("outbox file is missing", file=name)
             return None
         except OSError as exc:
             raise ExportError(f"the outbox cannot be read: {name}: {exc.strerror}") from exc
         except (ValueError, RecursionError) as exc:
-            log.warning("batch in the outbox cannot be read", file=name, problem=str(exc))
+            log.warning("outbox file is corrupt", file=name, problem=str(exc))
             with logged_errors(name):
                 self._store.set_aside(name, CORRUPT)
             return None
@@ -305,12 +304,12 @@ class Outbox:
 
 @contextmanager
 def logged_errors(what: OutboxEntry | str) -> Iterator[None]:
-    """A disk that does not let go of a file costs a line in the log: what comes back after a restart is stored again,
+    """Logs an error of the disk instead of raising it: a batch that was not removed is stored again after a restart,
     which changes nothing."""
     try:
         yield
     except OSError as exc:
-        log.warning("file of the outbox stays", file=what if isinstance(what, str) else what.name, problem=exc.strerror)
+        log.warning("outbox file not removed", file=what if isinstance(what, str) else what.name, problem=exc.strerror)
 
 
 def encoded(stored: StoredBatch) -> bytes:
@@ -319,15 +318,15 @@ def encoded(stored: StoredBatch) -> bytes:
 
 
 def decoded(content: bytes) -> StoredBatch:
-    """Raises ValueError where a byte is missing or another one."""
+    """Raises ValueError if the content does not match its digest."""
     digest, _, body = content.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise ValueError("it is torn")
+        raise ValueError("the digest does not match")
     return msgspec.json.decode(body, type=StoredBatch)
 
 
 def opener(directory: Path | None, max_bytes: int | None = None) -> Callable[[str], Outbox]:
-    """Opens an outbox by its name. Raises ExportError where there cannot be one."""
+    """Opens outboxes by name. Raises ExportError if the directory cannot be used."""
     if directory is not None:
         make_directory(directory)
 

@@ -1,6 +1,6 @@
-"""Rows in Postgres: a batch by COPY into a table of its own, from there what is new, in one transaction.
+"""Rows in Postgres. A batch is copied into a staging table; new rows are inserted from there in one transaction.
 
-What has been stored before is met by the unique key, so a batch that comes again changes nothing.
+A unique key finds rows that are already stored, so storing a batch again changes nothing.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ SELECT a.attname, format_type(a.atttypid, a.atttypmod) FROM pg_attribute a
 WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0 AND NOT a.attisdropped"""
 
 MAY_INSERT: Final[LiteralString] = "SELECT has_table_privilege(to_regclass(%s), 'INSERT')"
-# Of all processes that migrate this database: "gpuwarden", as a number.
+# The advisory lock of all processes that migrate this database: "gpuw" as a number.
 MIGRATION_LOCK: Final = 0x67707577
-# A peer that is gone is noticed by this time, not when TCP gives up, a quarter of an hour later.
+# A dead peer is noticed after this time; TCP alone takes about 15 minutes.
 TCP_TIMEOUT: Final = timedelta(seconds=30)
-# Whoever wants to write waits behind us while we wait for a lock that a migration needs.
+# While a migration waits for a table lock, writers queue behind it.
 LOCK_TIMEOUT: Final = timedelta(seconds=5)
 
 Row = Mapping[str, Any]
@@ -52,7 +52,7 @@ Row = Mapping[str, Any]
 
 @frozen
 class Destination:
-    """A table as it was found: what it is called, which of our columns it has and of what type they are."""
+    """A table as it was found: its name, and which of our columns it has, with their types."""
 
     table: sql.Identifier
     columns: Mapping[str, str]
@@ -60,20 +60,20 @@ class Destination:
 
     @property
     def staging(self) -> sql.Identifier:
-        """One for each form of a table: behind a pooler the session may have had another before."""
+        """Named after the table's shape: behind a pooler, the session may have a staging table of another shape."""
         form = f"{self.table.as_string()} {self.columns}"
         return sql.Identifier("pg_temp", f"new_{hashlib.sha256(form.encode()).hexdigest()[:16]}")
 
     @property
     def definition(self) -> sql.Composed:
-        """The columns of the staging table. Those of the table could be copied only by who may read it."""
+        """The staging table's columns. CREATE TABLE ... LIKE would need SELECT on the table."""
         kinds = (sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self.columns.items())
         return sql.SQL(", ").join(kinds)
 
 
 @frozen
 class Session:
-    """A connection and what was found by it."""
+    """A connection and the tables found through it."""
 
     connection: AsyncConnection[tuple[Any, ...]]
     readings: Destination
@@ -81,19 +81,19 @@ class Session:
 
 
 class PostgresExporter:
-    """One connection, made when it is needed and made anew after each failure."""
+    """Uses one connection, opened on demand and again after each failure."""
 
     name = "postgres"
-    # More than one node's: a transaction costs as much with eight rows as with thousands.
+    # More than one node's records: a transaction with eight rows costs as much as one with thousands.
     records_at_once = 4000
 
     def __init__(self, target: PostgresTarget) -> None:
-        """Raises GpuwardenError where the table cannot be called so."""
+        """Raises GpuwardenError if the table name is invalid."""
         self._target = target
         self._tables = Tables.named(target.table)
         if target.sslmode != "verify-full" and not is_local(target.host):
             log.warning(
-                "the database's certificate is not checked against its name",
+                "the database's host name is not verified",
                 sslmode=target.sslmode,
                 hint="set POSTGRES_SSLMODE=verify-full and POSTGRES_SSLROOTCERT",
             )
@@ -103,7 +103,7 @@ class PostgresExporter:
         self._clipped: set[str] = set()
 
     async def prepare(self) -> None:
-        """A connection, and all the tables: the indexes of a large one may take hours."""
+        """Connects and migrates, without a time limit: the indexes of a large table may take hours."""
         async with self._lock, self._translated_errors():
             self._session = self._session or await self._open()
 
@@ -115,7 +115,7 @@ class PostgresExporter:
                 await self._store(session, session.uses, [use_row(one) for one in merged_uses(batch.uses)])
 
     async def check(self) -> None:
-        """By a connection of its own, which does not wait for a batch that is on its way."""
+        """Uses its own connection, so it does not wait for an export in progress."""
         try:
             connection = await connect(self._target)
             async with connection:
@@ -130,7 +130,7 @@ class PostgresExporter:
             raise ExportError(f"{self._target.user} may not insert into {self._target.table}")
 
     async def open_uses(self, cluster: str) -> AsyncIterator[Use]:
-        """By a connection of its own, and row by row: there may be as many as there are GPUs."""
+        """Uses its own connection and reads row by row: there may be as many rows as GPUs."""
         try:
             connection = await connect(self._target)
             async with connection, connection.transaction():
@@ -141,7 +141,7 @@ class PostgresExporter:
                 query = sql.SQL("SELECT {columns} FROM {uses} WHERE cluster = {cluster} AND until IS NULL").format(
                     columns=sql.SQL(", ").join(map(sql.Identifier, USE_COLUMNS)),
                     uses=self._tables.uses,
-                    cluster=sql.Literal(self._clip_to_column("cluster", cluster, columns["cluster"])),
+                    cluster=sql.Literal(self._fit("cluster", cluster, columns["cluster"])),
                 )
                 async with connection.cursor(row_factory=class_row(Use)) as cursor:
                     async for use in cursor.stream(query):
@@ -155,7 +155,7 @@ class PostgresExporter:
 
     @asynccontextmanager
     async def _translated_errors(self) -> AsyncIterator[None]:
-        """After a failure, and where the wait was given up, nobody knows what the connection is in the middle of."""
+        """Closes the connection after any failure or cancellation: its state is then unknown."""
         try:
             yield
         except psycopg.Error as exc:
@@ -196,15 +196,15 @@ class PostgresExporter:
         columns = await column_types(connection, self._tables.uses, USE_COLUMNS)
         if not columns:
             self._is_migrated = False
-            log.warning("uses of GPUs are not stored: their table is missing", table=f"{self._target.table}_use")
+            log.warning("uses are not stored: the table is missing", table=f"{self._target.table}_use")
             return Session(connection, readings, None)
         return Session(connection, readings, Destination(self._tables.uses, columns, upsert(list(columns))))
 
     def _no_table(self) -> str:
-        return f"there is no table {self._target.table}: make it, or let it be made (POSTGRES_AUTO_MIGRATE=true)"
+        return f"there is no table {self._target.table}: create it, or set POSTGRES_AUTO_MIGRATE=true"
 
     async def _store(self, session: Session, to: Destination, rows: Sequence[Row]) -> None:
-        """All of them, but for those that the table cannot take: halves are tried until those stand alone."""
+        """Stores all rows except those that the table rejects. Halves are retried until the rejected rows are found."""
         if not rows:
             return
         try:
@@ -234,30 +234,26 @@ class PostgresExporter:
                 cursor.copy(sql.SQL("COPY {staging} ({columns}) FROM STDIN").format(**names)) as copy,
             ):
                 for row in rows:
-                    await copy.write_row(
-                        [self._clip_to_column(name, row[name], kind) for name, kind in to.columns.items()]
-                    )
+                    await copy.write_row([self._fit(name, row[name], kind) for name, kind in to.columns.items()])
             await connection.execute(
                 sql.SQL("INSERT INTO {table} AS old ({columns}) SELECT {columns} FROM {staging} {on_conflict}").format(
                     **names
                 )
             )
 
-    def _clip_to_column(self, column: str, value: Any, kind: str) -> Any:
-        """A text that the column takes, and an index on it."""
+    def _fit(self, column: str, value: Any, kind: str) -> Any:
+        """Shortens a text to what the column and an index on it can hold."""
         if not isinstance(value, str):
             return value
         text = clipped(value.replace("\0", ""), min(width(kind) or MAX_INDEXED, MAX_INDEXED))
         if text != value and column not in self._clipped:
             self._clipped.add(column)
-            log.warning(
-                "texts are clipped to what a column takes", column=column, length=len(value), error_message=text
-            )
+            log.warning("text shortened to fit its column", column=column, length=len(value), stored=text)
         return text
 
 
 async def connect(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
-    """Everything by its own parameter, so that a password may be any text. Raises psycopg.Error."""
+    """Every value is a parameter of its own, so a password may contain any character. Raises psycopg.Error."""
     return await AsyncConnection.connect(
         host=target.host,
         port=target.port,
@@ -268,19 +264,19 @@ async def connect(target: PostgresTarget) -> AsyncConnection[tuple[Any, ...]]:
         sslrootcert=target.sslrootcert,
         connect_timeout=max(2, round(target.connect_timeout.total_seconds())),
         tcp_user_timeout=round(TCP_TIMEOUT.total_seconds() * 1000),
-        # While nothing is sent, as where an index is made, only these notice it.
+        # While no data is sent, as during CREATE INDEX, only keepalives notice a dead peer.
         keepalives_idle=round(TCP_TIMEOUT.total_seconds()),
         keepalives_interval=round(TCP_TIMEOUT.total_seconds() / 3),
         keepalives_count=3,
         application_name="gpuwarden",
         autocommit=True,
-        prepare_threshold=None,  # a pooler between us and the server knows nothing of them
+        prepare_threshold=None,  # poolers do not support prepared statements
     )
 
 
 async def migrate(connection: AsyncConnection[tuple[Any, ...]], tables: Tables) -> None:
-    """Makes what is missing; one process at a time. What is made stays, also where the next is not: each has its own
-    transaction, so that no lock is held longer than for the one thing that needs it."""
+    """Creates what is missing, one process at a time. Each statement is a transaction of its own: finished ones stay if
+    a later one fails, and no lock is held longer than its statement."""
     for statement in tables.statements():
         async with connection.transaction():
             await set_statement_timeout(connection, timedelta(0))
@@ -291,7 +287,7 @@ async def migrate(connection: AsyncConnection[tuple[Any, ...]], tables: Tables) 
 
 
 async def set_statement_timeout(connection: AsyncConnection[tuple[Any, ...]], longest: timedelta) -> None:
-    """Of each statement in this transaction; 0 is no limit."""
+    """For the statements of this transaction; 0 means no limit."""
     await connection.execute(
         "SELECT set_config('statement_timeout', %s, true), set_config('client_min_messages', 'warning', true)",
         [str(round(longest.total_seconds() * 1000))],
@@ -301,12 +297,12 @@ async def set_statement_timeout(connection: AsyncConnection[tuple[Any, ...]], lo
 async def column_types(
     connection: AsyncConnection[tuple[Any, ...]], table: sql.Identifier, wanted: Sequence[str]
 ) -> Mapping[str, str]:
-    """Those of a table that are wanted, and of what type they are; none if there is no such table."""
+    """The types of the wanted columns that exist; empty if the table does not exist."""
     found = await connection.execute(COLUMN_TYPES, [table.as_string()])
     kinds = dict(await found.fetchall())
     return {name: kinds[name] for name in wanted if name in kinds}
 
 
 def error_message(exc: psycopg.Error) -> str:
-    """In one line; it names no password, but may name whose it is."""
+    """On one line. It never contains the password, but may contain the user name."""
     return " ".join(str(exc).split()) or type(exc).__name__

@@ -1,4 +1,4 @@
-"""Reads the GPUs of every node through the device plugin's pod there: which pods are due, and what becomes of each."""
+"""Reads the GPUs of every node by running nvidia-smi in the node's device plugin pod."""
 
 import asyncio
 import random
@@ -38,12 +38,12 @@ from webhook.runtime.clock import Clock
 log = structlog.get_logger(__name__)
 
 COMMAND: Final = ("/bin/sh", "-c", "nvidia-smi -q -x")
-# S2's: pods that become ready together are not read together.
+# gpuid's jitter: pods that become ready together are not read together.
 MAX_INITIAL_DELAY: Final = 0.2
-# Larger texts are parsed beside the loop, one at a time: each takes many times its size.
+# Longer outputs are parsed in a thread, one at a time: parsing takes many times their size in memory.
 PARSE_IN_THREAD: Final = 1024 * 1024
-# Seconds between the beginnings of two readings of a pod, whatever happens to it: its kubelet says when it is ready and
-# when it has booted, and would have us read and store without pause. A failure is tried again sooner, a few times.
+# Seconds between the starts of two readings of a pod. A kubelet reports readiness and boots, and could otherwise
+# trigger readings without pause. A failed reading may be retried sooner, a few times.
 MIN_INTERVAL: Final = 10.0
 
 
@@ -99,7 +99,7 @@ def parse_pod(raw: Raw) -> PluginPod:
 
 
 def trim_pod(raw: Raw) -> Raw:
-    """What `pod_seen` looks at."""
+    """The part of a pod that `parse_pod` reads."""
     meta, spec, status = raw["metadata"], raw["spec"], raw.get("status") or {}
     return {
         "metadata": {name: meta[name] for name in ("name", "uid", "deletionTimestamp") if name in meta},
@@ -117,7 +117,7 @@ class Exec(Protocol):
 
 
 class ExportNodes(Protocol):
-    """All raise ApiAwayError or ApiRefusesError."""
+    """All methods raise ApiUnavailableError or ApiRefusesError."""
 
     async def get(self, name: str) -> ExportedNode | None: ...
 
@@ -128,7 +128,7 @@ class ExportNodes(Protocol):
 
 @frozen
 class ReadingPlan:
-    """What is read, and how."""
+    """What to read, and how."""
 
     cluster: str
     namespace: str
@@ -139,12 +139,12 @@ class ReadingPlan:
 
 
 class ReplacedError(GpuwardenError):
-    """What was read is not of the pod that it was asked of."""
+    """The pod or its node was replaced while it was read."""
 
 
 @frozen
 class LastReading:
-    """The last good reading of a pod."""
+    """The last successful reading of a pod."""
 
     uid: str
     boot: str | None
@@ -154,13 +154,13 @@ class LastReading:
 
 @frozen
 class FailureObserver:
-    """Who counts failures, by one of few words."""
+    """A callback that counts failures by reason."""
 
     failed: Callable[[str], None] = field(default=lambda reason: None)
 
 
 class GpuReader:
-    """Hears of pods and of boots; `work` is done by as many workers as there may be."""
+    """Listens to pods and boots, and schedules readings. Several tasks may run `work`."""
 
     def __init__(
         self,
@@ -181,22 +181,22 @@ class GpuReader:
         self._now = now
         self._observer = observer or FailureObserver()
         self._parsed = parsed
-        # A thread goes on when whoever waits for it gives up, so it is threads that there is one of.
+        # A thread continues when its caller is cancelled, so the number of threads is limited, not the number of calls.
         self._parsing = ThreadPoolExecutor(1, "parsing")
         self.schedule = Schedule(now)
         self._pods: dict[str, PluginPod] = {}
         self._boots: dict[str, str | None] = {}
         self._last_readings: dict[str, LastReading] = {}
         self._failures: dict[str, int] = {}
-        # When each was last begun with, the oldest first, and no longer than that matters.
+        # When each pod's last reading started, oldest first; entries older than MIN_INTERVAL are dropped.
         self._last_started: dict[str, float] = {}
 
     @property
     def last_reads(self) -> Mapping[str, datetime]:
-        """Of each node that there is a pod on, when it was last read."""
+        """When each node with a plugin pod was last read."""
         return {done.node: done.time for name, done in self._last_readings.items() if name in self._pods}
 
-    # What the watch of pods tells.
+    # Called by the watch of pods.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         names = set()
@@ -229,7 +229,7 @@ class GpuReader:
         self.schedule.forget(name)
 
     def booted(self, node: str, boot: str | None) -> None:
-        """What the watch of nodes tells: a machine that has started anew may be another one."""
+        """Called by the watch of nodes. A machine that has rebooted may have other GPUs."""
         if self._boots.get(node, boot) != boot:
             for pod in self._pods.values():
                 if pod.node == node:
@@ -240,7 +240,7 @@ class GpuReader:
         self._boots.pop(node, None)
 
     def _schedule_read(self, name: str, after: float = 0.0) -> None:
-        """Something has happened to it: then, or when it may be read again."""
+        """Schedules a reading, not before MIN_INTERVAL after the start of the last one."""
         now = self._now()
         self.schedule.put(name, max(after, self._last_started.get(name, now - MIN_INTERVAL) + MIN_INTERVAL - now))
 
@@ -253,10 +253,10 @@ class GpuReader:
                 break
             del self._last_started[other]
 
-    # What workers do.
+    # Called by the workers.
 
     async def work(self) -> None:
-        """For ever."""
+        """Runs until cancelled."""
         while True:
             name = await self.schedule.take()
             try:
@@ -287,9 +287,9 @@ class GpuReader:
             self._record_failure(pod, "forbidden", str(exc))
         except ExportError as exc:
             self._record_failure(pod, "outbox", str(exc))
-        except Exception:  # a bug with one pod must not end the reading of all others
+        except Exception:  # a bug with one pod must not stop the others
             log.exception("reading failed", pod=name, node=pod.node)
-            self._record_failure(pod, "bug", "see above")
+            self._record_failure(pod, "bug", "see the exception in the log")
         else:
             self._record_success(pod, done)
 
@@ -303,7 +303,7 @@ class GpuReader:
             self._schedule_read(pod.name, max(0.0, self._plan.resync.total_seconds() - max(0.0, age)))
 
     def _record_failure(self, pod: PluginPod, reason: str, text: str) -> None:
-        """One failure is counted once; it is tried again, less and less often."""
+        """Counts the failure once and schedules a retry with backoff."""
         self._observer.failed(reason)
         failures = self._failures.get(pod.name, 0) + 1
         pause = BACKOFF.seconds(failures)
@@ -334,11 +334,11 @@ class GpuReader:
         return LastReading(pod.uid, node.boot_id, pod.node, found.time)
 
     def _reading_from_node(self, pod: PluginPod, node: ExportedNode) -> NodeGpus | None:
-        """Another process, or this one before it was restarted, has read it; unless it is time to read it again."""
+        """The reading in the node's annotation, if this pod made it in this boot and it is not due again."""
         try:
             found = read_before(node.gpus, pod.uid, node.boot_id, now=self._clock(), created=node.created)
         except NothingToReadError as exc:
-            log.debug("to be read", node=pod.node, problem=str(exc))
+            log.debug("reading the node", node=pod.node, problem=str(exc))
             return None
         is_old = bool(self._plan.resync) and self._clock() - found.time >= self._plan.resync
         return None if is_old else found
@@ -349,7 +349,7 @@ class GpuReader:
         smi = await self._parse(content)
         now = await self._nodes.pod(self._plan.namespace, pod.name)
         if now is None or now["metadata"].get("uid") != pod.uid or now["spec"].get("nodeName") != pod.node:
-            raise ReplacedError("the pod is not the one that was asked")
+            raise ReplacedError("the pod was replaced during the reading")
         found = node_gpus(smi, pod.uid, node.boot_id, time)
         if dropped := unidentified(found):
             log.warning("devices without serial and UUID are not exported", node=pod.node, devices=dropped)
@@ -363,10 +363,10 @@ class GpuReader:
         return await asyncio.get_running_loop().run_in_executor(self._parsing, self._parsed, content)
 
     async def _label_node(self, pod: PluginPod, node: ExportedNode, smi: Smi, found: NodeGpus) -> None:
-        """What the node is called by. That the API server refuses it keeps nothing from being exported."""
+        """Labels and annotates the node. If the API server refuses, the reading is exported all the same."""
         wanted = wanted_labels(smi.gpus)
         for note in wanted.notes:
-            log.warning("label is not the whole serial", node=pod.node, label=note)
+            log.warning("label shortened", node=pod.node, label=note)
         try:
             if await self._nodes.write_metadata(pod.node, node, wanted.labels, annotation(found)):
                 log.info("node labelled", node=pod.node, gpus=len(smi.gpus))

@@ -1,7 +1,7 @@
-"""From what nvidia-smi says to what is exported, and to what a Node says of it. Pure.
+"""Converts nvidia-smi's output to records and to the node annotation. Pure.
 
-The annotation holds everything that the records of a reading are made of. Whoever leads next, or the same process after
-a restart, makes the very same records of it, and nothing is stored twice.
+The annotation holds everything that the records are made of. The next leader, or this process after a restart,
+makes identical records from it, so nothing is stored twice.
 """
 
 import hashlib
@@ -20,19 +20,19 @@ from webhook.inventory.node_gpus import MAX_ANNOTATION, GpuWire, NodeGpus, gpus_
 from webhook.inventory.nvidia_smi import Gpu, Smi
 
 NO_MACHINE: Final = "na"
-# What another replica's clock, or the API server's, may be ahead of ours.
+# Allowed clock skew of another replica or the API server.
 SKEW: Final = timedelta(minutes=5)
-# Nothing like this was read before, on whatever node.
+# No annotation is older than this.
 EARLIEST: Final = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 class NothingToReadError(GpuwardenError):
-    """The annotation is not there, or not of this pod."""
+    """There is no annotation of this pod and boot."""
 
 
 @frozen
 class ReadingSource:
-    """Where a reading comes from."""
+    """The origin of a reading."""
 
     cluster: str
     node: str
@@ -42,7 +42,7 @@ class ReadingSource:
 
 
 def machine_of(provider_id: str | None) -> str:
-    """What the provider calls it: the last part, as in `aws:///zone/i-1`."""
+    """The last part of the provider id: `i-1` for `aws:///zone/i-1`."""
     return (provider_id or "").rstrip("/").rpartition("/")[2] or NO_MACHINE
 
 
@@ -70,7 +70,7 @@ def node_gpus(smi: Smi, pod_uid: str, boot_id: str | None, time: datetime) -> No
 
 
 def unique_uuids(gpus: Sequence[Gpu]) -> list[str | None]:
-    """The UUIDs, without those that name nothing, or two."""
+    """The UUIDs, with None for invalid and for repeated ones."""
     uuids = [one.uuid if one.uuid is not None and is_uuid(one.uuid) else None for one in gpus]
     times = Counter(uuids)
     return [uuid if times[uuid] == 1 else None for uuid in uuids]
@@ -81,8 +81,8 @@ def annotation(found: NodeGpus) -> str:
 
 
 def readings_of(found: NodeGpus, source: ReadingSource) -> tuple[Reading, ...]:
-    """One a device, also of those that share a serial. What has neither serial nor UUID is left out: a record of it
-    would be of no device in particular."""
+    """One reading per device, also for devices that share a serial. A device with neither serial nor UUID is left out:
+    its record would identify nothing."""
     return tuple(
         Reading(
             cluster=source.cluster,
@@ -107,12 +107,12 @@ def readings_of(found: NodeGpus, source: ReadingSource) -> tuple[Reading, ...]:
 
 
 def unidentified(found: NodeGpus) -> Sequence[str]:
-    """How the devices are called that no record can be made of."""
+    """Names for the devices that have no record."""
     return [one.pci or f"number {one.index}" for one in found.gpus if one.serial is None and one.uuid is None]
 
 
 def batch_of(readings: tuple[Reading, ...]) -> Batch:
-    """The same readings make the same batch."""
+    """Equal readings give an equal batch id."""
     content = msgspec.json.encode(readings)
     return Batch(id=hashlib.sha256(content).hexdigest(), readings=readings)
 
@@ -120,12 +120,12 @@ def batch_of(readings: tuple[Reading, ...]) -> Batch:
 def read_before(
     text: str | None, pod_uid: str, boot_id: str | None, *, now: datetime, created: datetime | None = None
 ) -> NodeGpus:
-    """What the annotation says, if it was read from this pod since this boot. Raises NothingToReadError.
+    """The annotation's content, if this pod made it in this boot. Raises NothingToReadError.
 
-    Whoever may write Nodes may have written it, so its time has to be between the Node's creation and now.
+    Others may write Nodes, so its time has to lie between the Node's creation and now.
     """
     if text is None or len(text) > MAX_ANNOTATION:
-        raise NothingToReadError("no reading")
+        raise NothingToReadError("no annotation")
     try:
         found = gpus_in(text)
     except GpuwardenError as exc:
@@ -134,5 +134,5 @@ def read_before(
         raise NothingToReadError("a reading of another pod or boot")
     earliest = max(created or EARLIEST, EARLIEST) - SKEW
     if not earliest <= found.time <= now + SKEW:
-        raise NothingToReadError(f"a time that cannot be: {found.time.isoformat()}")
+        raise NothingToReadError(f"implausible time: {found.time.isoformat()}")
     return found

@@ -1,24 +1,24 @@
-"""What is exported: GPUs as a node told of them, and reservations from their start to their end. Their JSON forms."""
+"""The exported records, readings and uses, and their JSON forms."""
 
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from attrs import frozen
 
-# A serial that is not known: what a node without a chassis serial is said to be in, and how a GPU is called then.
+# For an unknown chassis or GPU serial.
 UNKNOWN: Final = "unknown"
 
 
 @frozen
 class Reading:
-    """One GPU as nvidia-smi told of it. All GPUs of one reading of a node have one `time`, so a repeat is the same."""
+    """One GPU as nvidia-smi reported it. All GPUs of one reading share its `time`, so a repeat is equal."""
 
     cluster: str
     node: str
     machine: str
     source: str
     chassis: str
-    gpu: str  # its serial, or `unknown` where only its uuid is known
+    gpu: str  # its serial, or `unknown`
     time: datetime
     uuid: str | None = None
     index: int | None = None
@@ -32,7 +32,8 @@ class Reading:
 
 @frozen
 class Use:
-    """One GPU in one reservation. (cluster, reservation, gpu_uuid) names it; the same with an `until` closes it."""
+    """One GPU in one reservation, identified by (cluster, reservation, gpu_uuid). A record with `until` ends the
+    use."""
 
     cluster: str
     node: str
@@ -51,7 +52,7 @@ class Use:
 
 @frozen
 class Batch:
-    """What is stored together. The same batch again has the same id."""
+    """Records that are stored together. Equal batches have equal ids."""
 
     id: str
     readings: tuple[Reading, ...] = ()
@@ -63,7 +64,7 @@ class Batch:
 
 
 def raw_reading(reading: Reading) -> dict[str, Any]:
-    """S2's members first, in its order; then ours."""
+    """gpuid's members in its order, then ours."""
     return {
         "cluster": reading.cluster,
         "node": reading.node,
@@ -102,7 +103,7 @@ def raw_use(use: Use) -> dict[str, Any]:
 
 
 def raw_time(time: datetime) -> str:
-    """RFC 3339 in UTC, to the microsecond that a datetime knows."""
+    """RFC 3339 in UTC, with microseconds."""
     return time.astimezone(UTC).isoformat().replace("+00:00", "Z")
 
 

@@ -1,4 +1,4 @@
-"""Objects in a store: S3 and what speaks like it, Google's, Azure's. A batch is one object under a key of its own."""
+"""Objects in S3, S3-compatible stores, Google Cloud Storage and Azure. Each batch is one object."""
 
 import csv
 import hashlib
@@ -24,29 +24,29 @@ log = structlog.get_logger(__name__)
 
 S2_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "time")
 OWN_COLUMNS: Final = ("uuid", "index", "minor", "pci_bus_id", "model", "memory", "driver", "boot_id")
-# Each in its directory, so that a table over the one does not find the other.
+# Uses get a directory of their own, so that a table over the readings does not include them.
 USE_COLUMNS: Final = (
     *("cluster", "node", "reservation", "gpu_uuid", "serial", "chassis", "namespace", "pod", "pod_uid", "owner"),
     *("evidence_hash", "since", "until"),
 )
 PLACEHOLDERS: Final = ("%Y", "%m", "%d", "%H")
 
-# Beyond that the delivery tries again, and says so.
+# After these the delivery retries, and logs it.
 RETRIES: Final = 2
 MAX_ERROR_TEXT: Final = 300
 CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
-# As S3 and Google say it, and as Azure does.
+# The error codes of S3 and Google, and of Azure.
 LIST_DENIED: Final = ("AccessDenied", "AuthorizationPermissionMismatch")
 
 
 class ObjectExporter:
-    """Keys come from a batch's time and id, so the same batch again is the same object again."""
+    """An object's key comes from the batch's time and id, so storing a batch again overwrites the same object."""
 
     name = "s3"
 
     def __init__(self, target: ObjectTarget) -> None:
-        """Raises GpuwardenError where the URL, the options or what keys begin with make no sense, or Parquet is asked
-        for and not there."""
+        """Raises GpuwardenError if the URL, the options, the prefix or the pattern are invalid, or if Parquet is
+        configured but not installed."""
         if "://" in target.bucket:
             path_parts("the bucket's URL", urlsplit(target.bucket).path)
         self._target = evolve(
@@ -72,7 +72,7 @@ class ObjectExporter:
             await self._put("use", batch.id, min(one.until or one.since for one in batch.uses), USE_COLUMNS, uses)
 
     async def check(self) -> None:
-        """Asks for a list of nothing. Who may only write is refused that, and can still write."""
+        """Lists an empty prefix. Credentials that may write but not list pass."""
         try:
             async for _ in self._store.list(prefix=self._directory("") + ".nothing"):
                 pass
@@ -81,7 +81,7 @@ class ObjectExporter:
                 raise ExportError(error_message(exc)) from exc
 
     async def close(self) -> None:
-        """The store keeps no connection of ours that would have to be ended."""
+        """There is no connection to close."""
 
     async def _put(
         self, kind: str, batch: str, time: datetime, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]
@@ -108,25 +108,26 @@ class ObjectExporter:
             raise ExportError(error_message(exc)) from exc
 
     def _directory(self, kind: str) -> str:
-        """Uses are beside the readings' prefix, not under it: whoever reads all that is there reads one kind."""
+        """Uses get their own directory beside the readings' prefix, so that reading the prefix returns only
+        readings."""
         whole = "-".join(filter(None, (self._target.prefix, kind)))
         return f"{whole}/" if whole else ""
 
 
 def clean_path(what: str, text: str) -> str:
-    """Without empty parts, which no key of ours can have."""
+    """The path without empty parts."""
     found = "/".join(path_parts(what, text))
     if found != text.strip("/"):
-        log.warning("keys have no empty parts", of=what, error_message=text, written=found)
+        log.warning("empty parts removed from object keys", setting=what, configured=text, used=found)
     return found
 
 
 def path_parts(what: str, text: str) -> Sequence[str]:
-    """Raises GpuwardenError: with some, a key would be refused, or be in another place than the one that is named."""
+    """Raises GpuwardenError for `.`, `..` and control characters: stores refuse such keys or change them."""
     parts = [part for part in text.split("/") if part]
     for part in parts:
         if part in (".", "..") or not part.isprintable():
-            raise GpuwardenError(f"{what} {text!r} cannot stand in a key: {part!r} is no part of one")
+            raise GpuwardenError(f"{what} {text!r} cannot be part of an object key: {part!r} is not allowed")
     return parts
 
 
@@ -137,14 +138,14 @@ def store_of(target: ObjectTarget) -> ObjectStore:
     return from_url(  # type: ignore[call-overload,no-any-return]  # its options are typed by the kind of store
         target.url,
         config=options,
-        # Whoever names an endpoint with http means it.
+        # An http endpoint is explicitly configured.
         client_options={"timeout": target.timeout, "connect_timeout": target.timeout, "allow_http": True},
         retry_config={"max_retries": RETRIES, "retry_timeout": target.timeout},
     )
 
 
 def partition(pattern: str, time: datetime) -> str:
-    """Only these placeholders; what else follows a percent sign stays as it is."""
+    """Replaces only these placeholders; other percent signs stay."""
     text = pattern.strip("/")
     for placeholder in PLACEHOLDERS:
         text = text.replace(placeholder, time.astimezone(UTC).strftime(placeholder))
@@ -152,7 +153,7 @@ def partition(pattern: str, time: datetime) -> str:
 
 
 def object_name(time: datetime, batch: str) -> str:
-    """S2's name, and what tells two of one millisecond apart."""
+    """gpuid's name, with a digest that distinguishes batches of the same millisecond."""
     moment = time.astimezone(UTC)
     digest = hashlib.sha256(batch.encode()).hexdigest()[:16]
     return f"{moment:%Y%m%d-%H%M%S}.{moment.microsecond // 1000:03d}-{digest}"
@@ -171,7 +172,7 @@ def to_csv(columns: Sequence[str], rows: Rows, has_header: bool) -> tuple[bytes,
 
 
 def to_parquet(columns: Sequence[str], rows: Rows, _has_header: bool) -> tuple[bytes, str]:
-    """Text, but for the numbers: index and minor."""
+    """All columns are text except index and minor."""
     from arro3.core import Array, DataType, Table
     from arro3.io import write_parquet
 
@@ -188,14 +189,14 @@ def check_parquet() -> None:
     try:
         import arro3.io  # noqa: F401
     except ImportError as exc:
-        raise GpuwardenError("Parquet needs more than is installed: pip install 'gpuwarden[parquet]'") from exc
+        raise GpuwardenError("Parquet support is not installed; run: pip install 'gpuwarden[parquet]'") from exc
 
 
 RENDERERS: Final = {"csv": to_csv, "parquet": to_parquet}
 
 
 def error_message(exc: Exception) -> str:
-    """What the store calls it, and the first line of the rest: below are the same words over and over."""
+    """The store's error code and the first line of its text; further lines repeat it."""
     code = error_code(exc)
     first = str(exc).strip().split("\n", 1)[0][:MAX_ERROR_TEXT]
     return f"{code}: {first}" if code else first

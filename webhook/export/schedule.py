@@ -1,4 +1,4 @@
-"""Who is to be done when, each at most once at a time."""
+"""A queue of names with due times. Each name is processed at most once at a time."""
 
 import asyncio
 import heapq
@@ -9,17 +9,17 @@ from typing import Final
 
 from webhook.runtime.backoff import Backoff
 
-# After failures, as S2: soon at first, then less and less often. A pod that is refused for good is asked rarely.
+# gpuid's backoff after failures. A pod that always fails is retried rarely.
 BACKOFF: Final = Backoff(timedelta(seconds=0.5), timedelta(seconds=1000))
 
 
 class Schedule:
-    """What is due, by name. There is one entry a name, so it is bounded by the names there are."""
+    """Names and when they are due, one entry each."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._due: dict[str, float] = {}
-        # What is with somebody is not in it: it is entered again when it is given back.
+        # Names in progress are not in the heap; `done` puts them back.
         self._heap: list[tuple[float, int, str]] = []
         self._numbers = itertools.count()
         self._busy: set[str] = set()
@@ -30,12 +30,12 @@ class Schedule:
 
     @property
     def waiting(self) -> int:
-        """How many could begin, if there was somebody to do it."""
+        """The number of names that are due and not in progress."""
         now = self._now()
         return sum(at <= now and name not in self._busy for name, at in self._due.items())
 
     def put(self, name: str, after: float = 0.0) -> None:
-        """It is due then, or when it was already, whichever is sooner."""
+        """Schedules the name, or moves it earlier if it is already scheduled."""
         at = self._now() + after
         if name in self._due and self._due[name] <= at:
             return
@@ -51,7 +51,7 @@ class Schedule:
         self._due.pop(name, None)
 
     async def take(self) -> str:
-        """The next that is due and not with somebody else; waits for it. It has to be given back by `done`."""
+        """Waits for the next due name and marks it as in progress. The caller calls `done` afterwards."""
         while True:
             now = self._now()
             self._drop_stale()
@@ -68,7 +68,7 @@ class Schedule:
             self._push(name)
 
     def _drop_stale(self) -> None:
-        """Of what is due sooner than it was, forgotten or with somebody, until the first is none of these."""
+        """Removes outdated entries from the top of the heap: rescheduled, forgotten or in progress."""
         while self._heap:
             at, _, name = self._heap[0]
             if self._due.get(name) == at and name not in self._busy:
@@ -76,7 +76,7 @@ class Schedule:
             heapq.heappop(self._heap)
 
     async def _wait(self, now: float) -> None:
-        """Until the first is due, or there is another. Many wait here for each that comes, so nothing is searched."""
+        """Waits until the first entry is due or the heap changes. Many tasks wake up, so it only looks at the first."""
         self._changed.clear()
         try:
             async with asyncio.timeout(max(0.0, self._heap[0][0] - now) if self._heap else None):

@@ -1,7 +1,7 @@
-"""The settings of `gpuwarden export`: S2's variables by their own names, and ours, which win.
+"""The settings of `gpuwarden export`. gpuid's variables keep their names; variables with our prefix take precedence.
 
-S2's names are plain words (NAMESPACE, TIMEOUT), so nobody but this command looks at them. What S2 would end with, a
-value of a wrong form, is a mistake here too; what it passes over in silence, in what concerns an exporter, is told.
+gpuid's names are common words (NAMESPACE, TIMEOUT), so only this command reads them. A malformed value is an error, as
+in gpuid. Values that gpuid silently ignores are logged if they concern an exporter.
 """
 
 from argparse import ArgumentParser
@@ -57,16 +57,16 @@ MOUNTED: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @frozen
 class ExportSettings:
-    """What somebody has set, or the default. Secrets that stood in a variable are in it: it is never shown."""
+    """The settings as configured. They may contain secrets from variables: never log them."""
 
     config: Path | None = field(
-        default=None, metadata=declared(FILE, "the YAML file with settings of this table", in_file=False)
+        default=None, metadata=declared(FILE, "a YAML file with settings of this table", in_file=False)
     )
     exporter_type: tuple[str, ...] = field(
         default=("stdout",),
         metadata=declared(
             EXPORTER_LIST,
-            "where records go, to all of these",
+            "the stores; every record goes to all of them",
             older_variable="EXPORTER_TYPE",
             older_may_be_empty=True,
         ),
@@ -74,14 +74,17 @@ class ExportSettings:
     cluster_name: str | None = field(
         default=None,
         metadata=declared(
-            WORDS, "the cluster's name in every record; needed", older_variable="CLUSTER_NAME", older_may_be_empty=True
+            WORDS,
+            "the cluster's name in every record; required",
+            older_variable="CLUSTER_NAME",
+            older_may_be_empty=True,
         ),
     )
     namespace: str = field(
         default="gpu-operator",
         metadata=declared(
             NAMESPACE,
-            "where the device plugin's pods are",
+            "the namespace of the device plugin's pods",
             short="n",
             older_variable="NAMESPACE",
             older_may_be_empty=True,
@@ -90,136 +93,138 @@ class ExportSettings:
     label_selector: str = field(
         default="app=nvidia-device-plugin-daemonset",
         metadata=declared(
-            SELECTOR, "which pods there are asked", older_variable="LABEL_SELECTOR", older_may_be_empty=True
+            SELECTOR, "selects the device plugin's pods", older_variable="LABEL_SELECTOR", older_may_be_empty=True
         ),
     )
     container: str = field(
         default="nvidia-device-plugin",
         metadata=declared(
-            CONTAINER, "the container that nvidia-smi is run in", older_variable="CONTAINER", older_may_be_empty=True
+            CONTAINER, "the container in which nvidia-smi runs", older_variable="CONTAINER", older_may_be_empty=True
         ),
     )
     workers: int = field(
-        default=16, metadata=declared(WORKERS, "how many pods are read at once", older_variable="WORKERS")
+        default=16, metadata=declared(WORKERS, "number of pods read at once", older_variable="WORKERS")
     )
     timeout: timedelta = field(
         default=timedelta(seconds=30),
-        metadata=declared(PATIENCE, "how long one pod may take, with its labels", older_variable="TIMEOUT"),
+        metadata=declared(PATIENCE, "time limit for reading a pod and labelling its node", older_variable="TIMEOUT"),
     )
     resync: timedelta = field(
         default=timedelta(0),
         metadata=declared(
             GO_DURATION,
-            "how often pods that were read are read again; 0: when something happens",
+            "interval between readings of a pod; 0: only after changes and reboots",
             older_variable="RESYNC",
         ),
     )
     qps: float = field(
-        default=50.0, metadata=declared(RATE, "requests a second to the API server", older_variable="QPS")
+        default=50.0, metadata=declared(RATE, "requests per second to the API server", older_variable="QPS")
     )
     burst: int = field(
-        default=100, metadata=declared(BURST, "how many of these may come at once", older_variable="BURST")
+        default=100, metadata=declared(BURST, "requests to the API server in one burst", older_variable="BURST")
     )
     kubeconfig: Path | None = field(
         default=None,
         metadata=declared(
             FILE,
-            "the cluster, if not the one whose Pod this is; gpuid's variable counts outside of Pods only",
+            "kubeconfig of the cluster; default: the cluster of this Pod. gpuid's variable is ignored in Pods",
             older_variable="KUBECONFIG",
             older_is_lenient=True,
         ),
     )
     log_level: str = field(
         default="info",
-        metadata=declared(
-            LENIENT_LOG_LEVEL, "what is logged: this and what is graver", short="l", older_variable="LOG_LEVEL"
-        ),
+        metadata=declared(LENIENT_LOG_LEVEL, "minimum log level", short="l", older_variable="LOG_LEVEL"),
     )
     host: str = field(
-        default="0.0.0.0",  # noqa: S104 - probes and Prometheus come from elsewhere, and find nothing else there
-        metadata=declared(HOST, "where health and metrics are"),
+        default="0.0.0.0",  # noqa: S104 - probes and Prometheus connect from other hosts
+        metadata=declared(HOST, "listen address for health and metrics"),
     )
     server_port: int = field(
-        default=8080, metadata=declared(SERVER_PORT, "at which port", older_variable="SERVER_PORT")
+        default=8080, metadata=declared(SERVER_PORT, "port for health and metrics", older_variable="SERVER_PORT")
     )
     leader_election: bool = field(
         default=False,
-        metadata=declared(GO_TRUTH, "whether one of several is elected to work", older_variable="LEADER_ELECTION"),
+        metadata=declared(GO_TRUTH, "only an elected replica exports", older_variable="LEADER_ELECTION"),
     )
     lease_namespace: str = field(
-        default="gpuid", metadata=declared(NAMESPACE, "where its Lease is", older_variable="LEASE_NAMESPACE")
+        default="gpuid", metadata=declared(NAMESPACE, "namespace of the Lease", older_variable="LEASE_NAMESPACE")
     )
     lease_name: str = field(
-        default="gpuid-leader", metadata=declared(WORDS, "and its name", older_variable="LEASE_NAME")
+        default="gpuid-leader", metadata=declared(WORDS, "name of the Lease", older_variable="LEASE_NAME")
     )
     lease_duration: timedelta = field(
         default=timedelta(seconds=15),
-        metadata=declared(GO_INTERVAL, "how long nobody else may take the Lease", older_variable="LEASE_DURATION"),
+        metadata=declared(GO_INTERVAL, "validity of the Lease after each renewal", older_variable="LEASE_DURATION"),
     )
     lease_renew_deadline: timedelta = field(
         default=timedelta(seconds=10),
         metadata=declared(
-            GO_INTERVAL, "how long its holder goes on without renewing it", older_variable="LEASE_RENEW_DEADLINE"
+            GO_INTERVAL, "time after which a leader that cannot renew stops", older_variable="LEASE_RENEW_DEADLINE"
         ),
     )
     lease_retry_period: timedelta = field(
         default=timedelta(seconds=2),
-        metadata=declared(GO_INTERVAL, "how often it is looked at", older_variable="LEASE_RETRY_PERIOD"),
+        metadata=declared(
+            GO_INTERVAL, "interval between attempts to take or renew the Lease", older_variable="LEASE_RETRY_PERIOD"
+        ),
     )
     pod_name: str = field(
-        default="", metadata=declared(TEXT, "this Pod; needed for an election", older_variable="POD_NAME")
+        default="", metadata=declared(TEXT, "this Pod's name; required for leader election", older_variable="POD_NAME")
     )
-    pod_namespace: str = field(default="", metadata=declared(TEXT, "its namespace", older_variable="POD_NAMESPACE"))
-    labels: bool = field(default=True, metadata=declared(TRUTH, "whether nodes are labelled with what was read"))
-    history: bool = field(
-        default=True, metadata=declared(TRUTH, "whether the beginning and the end of reservations are exported too")
+    pod_namespace: str = field(
+        default="", metadata=declared(TEXT, "this Pod's namespace", older_variable="POD_NAMESPACE")
     )
+    labels: bool = field(default=True, metadata=declared(TRUTH, "label nodes with the serials of their GPUs"))
+    history: bool = field(default=True, metadata=declared(TRUTH, "also export the start and end of reservations"))
     outbox: Path | None = field(
         default=None,
-        metadata=declared(DIRECTORY, "directory of what is not stored yet; not set: it is lost when the process ends"),
+        metadata=declared(
+            DIRECTORY, "directory for batches waiting to be stored; not set: they are lost when the process ends"
+        ),
     )
 
     http_endpoint: str | None = field(
-        default=None, metadata=declared(ENDPOINT, "where http posts records", older_variable="HTTP_ENDPOINT")
+        default=None, metadata=declared(ENDPOINT, "the URL to which http posts records", older_variable="HTTP_ENDPOINT")
     )
     http_timeout: timedelta = field(
         default=timedelta(seconds=30),
-        metadata=declared(
-            GO_INTERVAL, "how long a post may take", older_variable="HTTP_TIMEOUT", older_is_lenient=True
-        ),
+        metadata=declared(GO_INTERVAL, "time limit of a post", older_variable="HTTP_TIMEOUT", older_is_lenient=True),
     )
     http_auth_token: str | None = field(
         default=None,
         metadata=declared(TEXT, "its bearer token", older_variable="HTTP_AUTH_TOKEN", in_file=False, is_secret=True),
     )
-    http_auth_token_file: Path | None = field(default=None, metadata=declared(FILE, "a file with it"))
+    http_auth_token_file: Path | None = field(default=None, metadata=declared(FILE, "a file with the bearer token"))
     http_token_in_plain: bool = field(
         default=False,
-        metadata=declared(
-            TRUTH, "whether the token may go by plain http to other machines: everybody on the way can read it"
-        ),
+        metadata=declared(TRUTH, "allow sending the token unencrypted to other machines"),
     )
     postgres_host: str | None = field(
         default=None, metadata=declared(TEXT, "the database server", older_variable="POSTGRES_HOST")
     )
     postgres_port: int = field(
         default=5432,
-        metadata=declared(STORE_PORT, "its port", older_variable="POSTGRES_PORT", older_is_lenient=True),
+        metadata=declared(
+            STORE_PORT, "the database server's port", older_variable="POSTGRES_PORT", older_is_lenient=True
+        ),
     )
     postgres_db: str | None = field(default=None, metadata=declared(TEXT, "the database", older_variable="POSTGRES_DB"))
     postgres_user: str | None = field(default=None, metadata=declared(TEXT, "the role", older_variable="POSTGRES_USER"))
     postgres_password: str | None = field(
         default=None,
-        metadata=declared(TEXT, "its password", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True),
+        metadata=declared(
+            TEXT, "the role's password", older_variable="POSTGRES_PASSWORD", in_file=False, is_secret=True
+        ),
     )
-    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, "a file with it"))
+    postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, "a file with the password"))
     postgres_sslmode: str = field(
-        default="require", metadata=declared(SSL_MODE, "how it is reached", older_variable="POSTGRES_SSLMODE")
+        default="require", metadata=declared(SSL_MODE, "libpq's sslmode", older_variable="POSTGRES_SSLMODE")
     )
     postgres_sslrootcert: str | None = field(
         default=None,
         metadata=declared(
-            ROOT_CERTIFICATES, "whom its certificate has to be from", older_variable="POSTGRES_SSLROOTCERT"
+            ROOT_CERTIFICATES, "CA certificates for the server's certificate", older_variable="POSTGRES_SSLROOTCERT"
         ),
     )
     postgres_table: str = field(
@@ -227,7 +232,9 @@ class ExportSettings:
     )
     postgres_auto_migrate: bool = field(
         default=False,
-        metadata=declared(MIGRATE, "whether tables are made that are missing", older_variable="POSTGRES_AUTO_MIGRATE"),
+        metadata=declared(
+            MIGRATE, "create missing tables, columns and indexes", older_variable="POSTGRES_AUTO_MIGRATE"
+        ),
     )
     s3_bucket: str | None = field(
         default=None,
@@ -235,27 +242,29 @@ class ExportSettings:
             TEXT, "the bucket, or a URL (s3://, gs://, az://) of another store", older_variable="S3_BUCKET"
         ),
     )
-    s3_prefix: str = field(default="", metadata=declared(TEXT, "what keys begin with", older_variable="S3_PREFIX"))
+    s3_prefix: str = field(
+        default="", metadata=declared(TEXT, "the first part of object keys", older_variable="S3_PREFIX")
+    )
     s3_region: str = field(
         default="us-east-1", metadata=declared(TEXT, "the bucket's region", older_variable="S3_REGION")
     )
     s3_partition_pattern: str = field(
         default="year=%Y/month=%m/day=%d/hour=%H",
         metadata=declared(
-            PARTITION_PATTERN, "what stands between prefix and name", older_variable="S3_PARTITION_PATTERN"
+            PARTITION_PATTERN, "the part of object keys between prefix and name", older_variable="S3_PARTITION_PATTERN"
         ),
     )
-    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, "the form of objects"))
-    s3_header: bool = field(default=False, metadata=declared(TRUTH, "whether a CSV object begins with its columns"))
+    s3_format: str = field(default="csv", metadata=declared(OBJECT_FORMAT, "the format of objects"))
+    s3_header: bool = field(default=False, metadata=declared(TRUTH, "begin CSV objects with a header line"))
     s3_own_columns: bool = field(
-        default=False, metadata=declared(TRUTH, "whether uuid, minor number and the rest follow the seven columns")
+        default=False, metadata=declared(TRUTH, "append uuid, minor number and others to gpuid's seven columns")
     )
 
-    # By setting: "flag --timeout", "variable TIMEOUT", "key timeout in FILE" or "default".
+    # The origin of each setting: "flag --timeout", "variable TIMEOUT", "key timeout in FILE" or "default".
     sources: Mapping[str, str] = field(factory=dict, eq=False, repr=False)
-    # Sentences about what was passed over.
+    # Warnings about values that were ignored.
     notes: tuple[str, ...] = ()
-    # Where a Pod finds the API server: what Kubernetes tells every one.
+    # The API server's address as Kubernetes sets it in a Pod's environment.
     api_server_of_pod: str | None = field(default=None, eq=False)
 
     @property
@@ -295,14 +304,14 @@ class ExportSettings:
         )
 
     def connection(self, mounted: Path = MOUNTED) -> Settings:
-        """The cluster to talk to, in the words of the other commands."""
+        """The settings for connecting to the cluster."""
         is_ours = self.sources.get("kubeconfig") != "variable KUBECONFIG"
         is_pod = self.api_server_of_pod is not None and (mounted / "token").is_file()
         if self.kubeconfig is not None and (is_ours or not is_pod):
             return Settings(kubeconfig=self.kubeconfig)
         if is_pod:
             return Settings(in_cluster=True, api_server_of_pod=self.api_server_of_pod)
-        raise SettingsError(["this is no Pod, and no other cluster is named; name one by --kubeconfig"])
+        raise SettingsError(["not running in a Pod; set --kubeconfig"])
 
 
 def secret(text: str | None, file: Path | None) -> str | None:
@@ -311,7 +320,7 @@ def secret(text: str | None, file: Path | None) -> str | None:
 
 TABLE: Final = settings_of(ExportSettings, EXPORT_PREFIX)
 
-# What each exporter cannot do without.
+# Settings that each exporter requires.
 NEEDED: Final = {
     "stdout": (),
     "http": ("http_endpoint",),
@@ -322,8 +331,8 @@ NEEDED: Final = {
 
 @frozen
 class Part:
-    """What a command needs and what else it looks at that does not export. The rest may be as it likes: S2's variables
-    are plain words, which others set too."""
+    """The settings that a command other than `export` requires, and those that it also reads. Others are not checked:
+    gpuid's variables are common words that may have other uses."""
 
     needs: tuple[str, ...]
     also_reads: tuple[str, ...] = ()
@@ -334,7 +343,7 @@ HISTORY: Final = Part(NEEDED["postgres"], tuple(one.name for one in TABLE if one
 
 
 class ExportReader(TableReader):
-    """Reads them, and looks at what does not go together."""
+    """Reads the settings and checks those that depend on each other."""
 
     table = TABLE
     prefix = EXPORT_PREFIX
@@ -361,22 +370,22 @@ class ExportReader(TableReader):
         yield from super()._values()
 
     def check_together(self, values: Mapping[str, Any]) -> None:
-        self.mistakes.extend(f"{one} not set; allowed: {rule}" for one, rule in self._missing(values))
+        self.mistakes.extend(f"{one} not set; {rule}" for one, rule in self._missing(values))
         if values.get("server_port") == 0 and self.where(["server_port"]) == "variable SERVER_PORT":
             self.mistakes.append("variable SERVER_PORT: '0' is below 1000; allowed: 1000 to 65535")
         if self._value(values, "burst") < self._value(values, "qps"):
-            self.mistakes.append(f"{self.where(['burst', 'qps'])}: fewer at once than a second allows")
+            self.mistakes.append(f"{self.where(['burst', 'qps'])}: the burst has to be at least the rate")
         times = ["lease_duration", "lease_renew_deadline", "lease_retry_period"]
         found = [self._value(values, name) for name in times]
         if not found[0] > found[1] > found[2]:
-            self.mistakes.append(f"{self.where(times)}: each has to be shorter than the one before")
+            self.mistakes.append(f"{self.where(times)}: each has to be shorter than the previous one")
         for name in ("http_auth_token", "postgres_password"):
             if name in self.given and f"{name}_file" in self.given:
-                self.mistakes.append(f"{self.where([name, f'{name}_file'])}: said twice; choose one")
+                self.mistakes.append(f"{self.where([name, f'{name}_file'])}: both are set; set one")
         if self._shows_token(values):
             problem = (
-                "everybody on the way could read the token; allowed: https, or http to this machine,"
-                " or to anybody with --http-token-in-plain true"
+                "the token would be sent unencrypted; allowed: https, http to this machine,"
+                " or --http-token-in-plain true"
             )
             self.mistakes.append(f"{self.where(['http_endpoint'])}: {problem}")
 
@@ -404,9 +413,9 @@ class ExportReader(TableReader):
             if name not in self.given and f"{name}_file" not in self.given:
                 one = next(setting for setting in TABLE if setting.name == name)
                 names = [*([] if one.is_secret else [flag_of(name)]), *one.variables]
-                yield " or ".join(names), f"{by} needs it" if by else "it is needed"
+                yield " or ".join(names), f"{by} requires it" if by else "required"
             elif values.get(name) == "":
-                yield self.where([name]), f"{by} needs more than nothing"
+                yield self.where([name]), f"{by} requires a value that is not empty"
 
     def _value(self, values: Mapping[str, Any], name: str) -> Any:
         return values.get(name, next(one.default for one in TABLE if one.name == name))
@@ -423,7 +432,7 @@ def load(
     *,
     part: Part | None = None,
 ) -> ExportSettings:
-    """The settings, or `SettingsError` with every mistake. `part`: for a command that does not export."""
+    """The settings. Raises SettingsError with every mistake. `part` is for commands other than `export`."""
     return ExportReader(flags, process_environment() if environ is None else environ, also, part).read()
 
 
@@ -432,9 +441,9 @@ REFERENCE: Final = """\
 
 Written by `gpuwarden config reference export`; change `webhook/export/settings.py` instead.
 
-A flag wins over a variable, ours over gpuid's, a variable over the YAML file that `--config` or
-`GPUWARDEN_EXPORT_CONFIG` names, the file over the default. Secrets have no flag: everybody on the machine could read
-it. All mistakes are named at once, and the exit code is 2.
+A flag takes precedence over a variable, a variable with our prefix over gpuid's, a variable over the YAML file named
+by `--config` or `GPUWARDEN_EXPORT_CONFIG`, and the file over the default. Secrets have no flag: other users of the
+machine could read it. All mistakes are reported at once with exit code 2.
 
 | flag | variable | YAML key | default | allowed | meaning |
 |---|---|---|---|---|---|
@@ -442,5 +451,5 @@ it. All mistakes are named at once, and the exit code is 2.
 
 
 def reference() -> str:
-    """The table of these settings as Markdown."""
+    """The settings as a Markdown table."""
     return REFERENCE + "".join(map(row, TABLE))

@@ -1,4 +1,4 @@
-"""JSON lines on stdout, for whoever collects logs. Our own log is on stderr."""
+"""JSON lines on stdout for log collectors. The process's own log goes to stderr."""
 
 import asyncio
 import io
@@ -14,30 +14,30 @@ import msgspec
 from webhook.export import ExportError
 from webhook.export.records import Batch, raw_reading, raw_time, raw_use
 
-# S2's words.
+# gpuid's messages.
 READING, COMPLETED = "gpu serial number reading", "export completed"
 USE: Final = "gpu use"
-# How long a try that was given up waits for the pipe until it notices.
+# How often a waiting write checks whether it was cancelled.
 POLL_INTERVAL: Final = timedelta(milliseconds=100)
 
 
 class StdoutExporter:
-    """A line for each record and one for the batch, written at once. Stored is what the pipe has taken.
+    """Writes a line for each record and one for the batch. A batch is stored once the pipe has taken all its lines.
 
-    A batch that comes again is written again: a pipe does not know what went through it. One that was broken off in
-    this process goes on where it stopped, between two lines.
+    A repeated batch is written again: the exporter cannot ask the pipe. A batch that was interrupted in this process
+    continues at the line where it stopped.
     """
 
     name = "stdout"
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
-        # Which batch was broken off, and how many of its lines were written.
+        # The interrupted batch and how many of its lines were written.
         self._begun = ("", 0)
         self._lock = threading.Lock()
 
     async def export(self, batch: Batch) -> None:
-        """Whoever reads may be slow or asleep: a thread waits for it, and writes nothing once this has ended."""
+        """Writes in a thread, because the reader may be slow. Nothing is written after it returns or is cancelled."""
         attempt = WriteAttempt(self._lock)
         try:
             await asyncio.to_thread(self._write, batch, attempt)
@@ -49,7 +49,7 @@ class StdoutExporter:
             raise ExportError("stdout is closed")
 
     async def close(self) -> None:
-        """Stdout is the process's."""
+        """Stdout stays open: it belongs to the process."""
 
     def _write(self, batch: Batch, attempt: "WriteAttempt") -> None:
         name, written = self._begun
@@ -61,24 +61,24 @@ class StdoutExporter:
                 written += 1
                 self._begun = (batch.id, written)
         except (OSError, ValueError) as exc:
-            raise ExportError(f"stdout takes nothing: {exc}") from exc
+            raise ExportError(f"cannot write to stdout: {exc}") from exc
         self._begun = ("", 0)
 
 
 class WriteAttempt:
-    """One try to write a batch, which can be given up from another thread."""
+    """One attempt to write a batch. Another thread can cancel it."""
 
     def __init__(self, turn: threading.Lock) -> None:
         self._lock = turn
         self._is_cancelled = False
 
     def cancel(self) -> None:
-        """Nothing is written after."""
+        """Nothing is written after it returns."""
         with self._lock:
             self._is_cancelled = True
 
     def write_line(self, stream: TextIO, line: str) -> bool:
-        """Whether it did, and was not given up. A line is written when the pipe has room, so that it takes no time."""
+        """False if the attempt was cancelled. Writes only when the pipe has room, so a write never blocks."""
         while True:
             is_free = has_room(stream)
             with self._lock:
@@ -91,7 +91,7 @@ class WriteAttempt:
 
 
 def has_room(stream: TextIO) -> bool:
-    """For a line of up to a page; waits a moment for it."""
+    """Waits up to POLL_INTERVAL for room for a line of up to one page."""
     try:
         descriptor = stream.fileno()
     except io.UnsupportedOperation:
@@ -102,7 +102,7 @@ def has_room(stream: TextIO) -> bool:
 
 
 def records_of(batch: Batch) -> Sequence[Mapping[str, Any]]:
-    """Every line has one `time`; the last line's is that of the latest record."""
+    """Every line has a `time`; the last line has the time of the latest record."""
     latest = max(
         [reading.time for reading in batch.readings] + [use.until or use.since for use in batch.uses], default=None
     )

@@ -1,4 +1,4 @@
-"""The tables in a database: S2's with our columns beside its own, the uses, and the view that joins the two."""
+"""The tables in Postgres: gpuid's table with additional columns, the uses, and a view that joins both."""
 
 import hashlib
 import re
@@ -11,9 +11,9 @@ from psycopg import sql
 from webhook.core.errors import GpuwardenError
 from webhook.export.records import UNKNOWN, Reading, Use
 
-# Postgres cuts longer names off without a word, and then two of them may be the same.
+# Postgres silently truncates longer names, and two of them could become equal.
 MAX_NAME: Final = 63
-# An entry of an index may have 2704 bytes, and the key of a reading has eight texts.
+# An index entry may have 2704 bytes, and the key of a reading has eight texts.
 MAX_INDEXED: Final = 320
 
 S2_COLUMNS: Final = ("cluster", "node", "machine", "source", "chassis", "gpu", "read_time")
@@ -25,9 +25,9 @@ USE_COLUMNS: Final = (
     *("evidence_hash", "since", "until"),
 )
 
-# What a text column is called, so that a row knows what to clip.
+# `text` columns are shortened by `PostgresExporter`.
 OWN_TYPES: Final = {
-    # Two dies have one serial, and a dead GPU has no uuid: the key needs both, and no NULL in them.
+    # Two dies share a serial, and a dead GPU has no UUID: the key needs both columns, without NULL.
     "uuid": "text NOT NULL DEFAULT ''",
     "index": "integer",
     "minor": "integer",
@@ -56,7 +56,7 @@ CREATE TABLE IF NOT EXISTS {uses} (
     PRIMARY KEY (cluster, reservation, gpu_uuid)
 )"""
 
-# What was read of the GPU there last before the use ended; failing that, first after. Its serial it has everywhere.
+# Joins the last reading of the GPU before the use ended, else the first one after. Any reading gives the serial.
 CREATE_VIEW: Final = """
 CREATE OR REPLACE VIEW {view} AS
 SELECT u.cluster, u.node, r.machine, u.gpu_uuid,
@@ -81,7 +81,7 @@ LEFT JOIN LATERAL (
     ORDER BY choice LIMIT 1
 ) r ON true"""
 
-# S2's own rule, which takes two dies with one serial for one: ours has their uuids beside it. The body of a DO.
+# gpuid's unique key treats two dies with one serial as one; ours includes the UUID. The body of a DO statement.
 DROP_S2_KEY: Final = """
 DECLARE old record;
 BEGIN
@@ -104,19 +104,21 @@ END"""
 
 @frozen
 class Tables:
-    """The names of all that belongs to one table of readings."""
+    """The names derived from one table of readings."""
 
     schema: str | None
     name: str
 
     @classmethod
     def named(cls, text: str) -> "Tables":
-        """`name` or `schema.name`, each taken as it is written. Raises GpuwardenError."""
+        """Parses `name` or `schema.name`, case-sensitive. Raises GpuwardenError."""
         schema, _, name = text.rpartition(".")
         for part in (schema, name) if "." in text else (name,):
             if not part or "\0" in part or "." in part or len(part.encode()) > MAX_NAME - len("_history"):
                 longest = MAX_NAME - len("_history")
-                raise GpuwardenError(f"{text!r} is no table: allowed are NAME and SCHEMA.NAME, {longest} bytes each")
+                raise GpuwardenError(
+                    f"{text!r} is not a table name; allowed: NAME or SCHEMA.NAME, at most {longest} bytes each"
+                )
         return cls(schema or None, name)
 
     @property
@@ -135,7 +137,7 @@ class Tables:
         return sql.Identifier(name) if self.schema is None else sql.Identifier(self.schema, name)
 
     def statements(self) -> Sequence[sql.Composed]:
-        """All that makes what is missing. They leave alone what is there, but for S2's rule of what is unique."""
+        """Statements that create what is missing. Existing objects stay as they are, except gpuid's unique key."""
         names: dict[str, sql.Composable] = {"table": self.readings, "uses": self.uses, "view": self.view}
         as_text = sql.Literal(self.readings.as_string())
         drop_s2_key = sql.SQL(DROP_S2_KEY).format(table=as_text, columns=sql.Literal(sorted(S2_COLUMNS)))
@@ -150,7 +152,7 @@ class Tables:
         return [
             sql.SQL(CREATE_READINGS).format(**names),
             *added,
-            # The new rule first: at no time there is none.
+            # Creates our unique key before gpuid's is dropped, so one always exists.
             self._index("reading", self.readings, KEY, is_unique=True),
             sql.SQL("DO {}").format(sql.Literal(drop_s2_key.as_string())),
             *(self._index(name, self.readings, [name]) for name in ("cluster", "node", "read_time", "created_at")),
@@ -184,7 +186,7 @@ class Tables:
 
 
 def clipped(text: str, size: int) -> str:
-    """No more than so many bytes of UTF-8, and still another text than any other that was clipped."""
+    """At most `size` bytes of UTF-8. Different texts stay different: a shortened one ends in a digest."""
     raw = text.encode(errors="replace")
     if len(raw) <= size:
         return text
@@ -217,7 +219,7 @@ def use_row(use: Use) -> Mapping[str, Any]:
 
 
 def merged_uses(uses: Iterable[Use]) -> Sequence[Use]:
-    """What several records say of one use, as one: an end that was said once stays."""
+    """Merges the records of each use. An end, once recorded, stays."""
     found: dict[tuple[str, str, str], Use] = {}
     for use in uses:
         key = (use.cluster, use.reservation, use.gpu_uuid)
@@ -235,7 +237,7 @@ def merged_use(old: Use, new: Use) -> Use:
 
 
 def upsert(columns: Sequence[str]) -> sql.Composed:
-    """What becomes of a use that is known: the same as `joined` says."""
+    """The ON CONFLICT clause for uses. It merges as `merged_use` does."""
     kept = {
         "since": "LEAST({old}, {new})",
         "until": "COALESCE({old}, {new})",
@@ -256,6 +258,6 @@ VARCHAR: Final = re.compile(r"character varying\((\d+)\)")
 
 
 def width(kind: str) -> int | None:
-    """How many characters a column of this type takes; None if there is no end to it."""
+    """The maximum number of characters of this type; None if unlimited."""
     found = VARCHAR.fullmatch(kind)
     return int(found[1]) if found else None

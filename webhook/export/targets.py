@@ -1,4 +1,4 @@
-"""Where an exporter stores: what it has to know of its store."""
+"""The configuration of each exporter's destination."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,7 +15,7 @@ class HttpTarget:
     timeout: timedelta
     token: str | None = field(default=None, repr=False)
     token_file: Path | None = None
-    # HTTPS_PROXY and its like count, as they did for S2.
+    # As in gpuid, HTTPS_PROXY and similar variables apply.
     proxied: bool = True
 
 
@@ -28,18 +28,18 @@ class PostgresTarget:
     password_file: Path | None = None
     port: int = 5432
     sslmode: str = "require"
-    # A file; libpq looks for one in the home directory if there is none.
+    # A file. Without one, libpq looks in the home directory.
     sslrootcert: str | None = None
     table: str = "gpu"
     auto_migrate: bool = False
-    # To be connected, and for each statement.
+    # Limits for connecting and for each statement.
     connect_timeout: timedelta = timedelta(seconds=10)
     statement_timeout: timedelta = timedelta(seconds=60)
 
 
 @frozen
 class ObjectTarget:
-    """`bucket` is a name, or a URL of any store that keeps objects."""
+    """`bucket` is a bucket's name or the URL of any supported object store."""
 
     bucket: str
     prefix: str = ""
@@ -47,9 +47,9 @@ class ObjectTarget:
     partition_pattern: str = "year=%Y/month=%m/day=%d/hour=%H"
     form: str = "csv"
     header: bool = False
-    # Whether uuid and the rest of what S2 does not know follow its seven columns.
+    # Whether our columns, such as uuid, follow gpuid's seven.
     own_columns: bool = False
-    # As obstore names them: endpoint, access_key_id ... What is not here it takes from the environment.
+    # Options of obstore, such as endpoint and access_key_id. obstore takes others from the environment.
     options: Mapping[str, str] = field(factory=dict, repr=False)
     timeout: timedelta = timedelta(seconds=30)
 
@@ -64,7 +64,7 @@ def read_secret(file: Path) -> str:
 
 
 def current_secret(known: str, file: Path | None) -> str:
-    """A secret as its file has it at this moment; while that cannot be read, as it was when the process began."""
+    """The secret in the file, or `known` while the file cannot be read."""
     if file is None:
         return known
     try:
@@ -74,13 +74,13 @@ def current_secret(known: str, file: Path | None) -> str:
 
 
 def sends_token_in_plain(target: HttpTarget) -> bool:
-    """Whether its token is, by whoever is there."""
+    """Whether the token is sent unencrypted to another machine."""
     endpoint = urlsplit(target.endpoint)
     return target.token is not None and endpoint.scheme == "http" and not is_local(endpoint.hostname or "")
 
 
 def is_local(host: str) -> bool:
-    """Whether what goes there stays on this machine: to the directory of a socket, or by loopback."""
+    """Whether the host is this machine: a socket's directory or a loopback address."""
     if host.startswith("/") or host == "localhost":
         return True
     try:

@@ -1,7 +1,7 @@
-"""From what GPUNodes hold to who used which GPU from when until when.
+"""Derives from GPUNodes who used which GPU, from when until when.
 
-A start and an end are written down before they are told, so that whatever a crash interrupts is told again in the same
-words. An end that nobody saw is closed when it is noticed.
+Starts and ends are saved before they are exported, so that after a crash the same records are exported again. An end
+that was missed is recorded when it is noticed.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-Key = tuple[str, str]  # reservation and UUID
-# How many nodes are seen to in one pass.
+Key = tuple[str, str]  # reservation id and GPU UUID
+# Nodes processed in one step.
 NODES_PER_STEP: Final = 500
-# Of one node, for which there is no room in an outbox. Beyond that the oldest are lost, and the log says so.
+# Ended uses kept for one node while the outbox is full. Beyond that the oldest are dropped, and logged.
 MAX_ENDED_PER_NODE: Final = 1000
-# Where a GPUNode is gone and its pods are not, nobody tells of their end: they are asked about.
+# If a GPUNode is deleted while its pods run, the pods are checked at this interval.
 POD_CHECK_INTERVAL: Final = timedelta(seconds=5)
-# For a store to say which uses it has no end of, of as many GPUs as there are. It may have stopped in the middle.
+# For reading the open uses from a store, at most one for each GPU. The store may hang.
 LOAD_TIMEOUT: Final = timedelta(seconds=60)
 
 
 @frozen
 class UsePodFacts:
-    """What is known of a pod beside its name."""
+    """A pod's owner, and whether the pod exists."""
 
     owner: str | None = None
     exists: bool = True
@@ -51,17 +51,17 @@ class UsePodFacts:
 
 @frozen
 class GpuNames:
-    """What else a GPU is called."""
+    """A GPU's serials."""
 
     serial: str | None = None
     chassis: str | None = None
 
 
 class UseFacts(Protocol):
-    """What others know."""
+    """Facts from other objects in the cluster."""
 
     async def pod(self, namespace: str, name: str, uid: str) -> UsePodFacts:
-        """Raises GpuwardenError where nobody can be asked."""
+        """Raises GpuwardenError if the API server cannot be reached."""
 
     def gpu(self, node: str, uuid: str) -> GpuNames: ...
 
@@ -70,10 +70,10 @@ class UseFacts(Protocol):
 
 @frozen
 class HeldDevices:
-    """What matters of a GPUNode: who holds what, and what its GPUs are called. Packed: both are rarely looked at."""
+    """The part of a GPUNode that is needed: reservations and serials. Compressed, because they are rarely read."""
 
     compressed_reservations: bytes
-    # By UUID: they are wanted where a node's own reading does not say them.
+    # By UUID, for GPUs without a serial in the node's annotation.
     compressed_serials: bytes
     is_rebuilt: bool
 
@@ -99,28 +99,28 @@ def compressed(content: object) -> bytes:
 
 
 def trim_gpu_node(raw: Raw) -> Raw:
-    """Of its devices what they are called: the rest of them is more than half of it."""
+    """Drops everything of the devices except UUID and serial: the rest is more than half of the object."""
     trimmed, spec = trim_object(raw), raw.get("spec") or {}
     devices = [{key: one[key] for key in ("uuid", "serial") if key in one} for one in spec.get("devices") or ()]
     return {**trimmed, "spec": {"devices": devices}}
 
 
 def trim_object(raw: Raw) -> Raw:
-    """Without who wrote which field."""
+    """The object without managedFields."""
     return {**raw, "metadata": {name: one for name, one in raw["metadata"].items() if name != "managedFields"}}
 
 
 class NotedUse(msgspec.Struct, frozen=True):
-    """A use as it is written down: what has been told is told no more, until it ends."""
+    """A saved use. Each is exported when it starts and when it ends."""
 
     use: Use
     is_exported: bool = msgspec.field(name="is_told", default=False)  # the name in files of earlier builds
 
 
 class OpenUses:
-    """By node, what has begun and is not known to be over, and what is over and not told. A file a node, if kept.
+    """By node, the uses that are open or not exported yet. With a directory, each node has a file.
 
-    In memory packed: the uses of a node say nearly the same, and there are as many as there are GPUs.
+    Compressed in memory: there are as many uses as GPUs, and those of a node are nearly equal.
     """
 
     def __init__(self, directory: Path | None, flush: Flush = os.fsync) -> None:
@@ -129,7 +129,7 @@ class OpenUses:
         self._all: dict[str, bytes] = {}
 
     def read(self) -> None:
-        """What another process has left. Raises ExportError: then it may be tried again."""
+        """Loads the files of an earlier process. Raises ExportError; the caller may retry."""
         if self._directory is None:
             return
         try:
@@ -147,14 +147,14 @@ class OpenUses:
         return {} if compressed is None else by_key(decoded(zlib.decompress(compressed)))
 
     def save(self, node: str, uses: Mapping[Key, NotedUse]) -> None:
-        """These are kept when this returns, and no others of the node. Raises ExportError: then nothing has changed."""
+        """Replaces the node's uses. Returns once they are durable. Raises ExportError; then nothing has changed."""
         if uses == self.of_node(node):
             return
         if self._directory is not None:
             try:
                 self._write(self._directory / f"{node}.json", uses.values())
             except OSError as exc:
-                raise ExportError(f"open uses cannot be kept in {self._directory}: {exc.strerror}") from exc
+                raise ExportError(f"open uses cannot be written to {self._directory}: {exc.strerror}") from exc
         if uses:
             self._all[node] = zlib.compress(encoded(uses.values()))
         else:
@@ -165,7 +165,7 @@ class OpenUses:
         try:
             found = decoded(content)
         except (ValueError, RecursionError) as exc:
-            # The starts are seen again in the cluster; an end that came while nobody looked is not.
+            # The starts are found again in the cluster; an end that was missed meanwhile is lost.
             log.warning("open uses cannot be read", file=str(file), problem=str(exc))
             file.replace(file.with_suffix(".torn"))
             return
@@ -174,7 +174,7 @@ class OpenUses:
 
     def _write(self, file: Path, uses: Collection[NotedUse]) -> None:
         if not uses:
-            file.unlink(missing_ok=True)  # one that comes back after a power cut is told again, in the same words
+            file.unlink(missing_ok=True)  # if it reappears after a power loss, the same records are exported again
             return
         write_whole(file, encoded(uses), self._flush)
 
@@ -193,7 +193,7 @@ def by_key(uses: Iterable[NotedUse]) -> Mapping[Key, NotedUse]:
 
 
 class UseRecorder:
-    """Hears of GPUNodes from a watch; tells in `step`, which whoever leads takes."""
+    """Collects changes of GPUNodes from a watch. The leader calls `step` to record and export uses."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class UseRecorder:
         is_current: Callable[[], bool],
         stored_open_uses: Callable[[], AsyncIterator[Use]] | None = None,
     ) -> None:
-        """`recalled` is what the stores have no end of, and raises ExportError where they cannot be asked."""
+        """`stored_open_uses` reads the stores' uses without an end. It raises ExportError if a store cannot be read."""
         self._cluster = cluster
         self._facts = known
         self._open = open_uses
@@ -214,16 +214,16 @@ class UseRecorder:
         self._is_current = is_current
         self._stored_open_uses = stored_open_uses
         self.gpu_nodes: ObjectView[HeldDevices] = ObjectView(HeldDevices.parse)
-        # Nodes that are to be looked at, and nodes of which something is to be told.
+        # Nodes to compare with their GPUNode, and nodes with uses to export.
         self._changed_nodes: dict[str, None] = {}
         self._unexported_nodes: dict[str, None] = {}
-        # Nodes whose GPUNode is gone, and when their pods are asked about next.
+        # Nodes whose GPUNode was deleted, and when their pods are checked next.
         self._next_checks: dict[str, datetime] = {}
         self._is_started = False
 
     async def step(self) -> None:
-        """One pass over what is news. What cannot be done now is left for the next one and holds up nothing else;
-        then the first of the reasons is raised, a GpuwardenError."""
+        """Processes the nodes that changed. A node that fails is retried in the next step and does not stop the others.
+        Raises the first GpuwardenError at the end."""
         if not self._is_current():
             return
         if not self._is_started:
@@ -239,8 +239,8 @@ class UseRecorder:
             raise problems[0]
 
     async def _load_from_stores(self) -> list[GpuwardenError]:
-        """Once: what others have told the stores and we do not know of. What is still held we tell ourselves, so that
-        stores that cannot be asked hear of it."""
+        """Once: adds uses that other processes stored and this one does not know, if they have ended. Uses that are
+        still reserved are recorded anew, so that stores which cannot be queried get them too."""
         if self._stored_open_uses is None:
             return []
         found: dict[str, dict[Key, NotedUse]] = {}
@@ -248,7 +248,7 @@ class UseRecorder:
             async with asyncio.timeout(LOAD_TIMEOUT.total_seconds()):
                 async for use in self._stored_open_uses():
                     key = (use.reservation, use.gpu_uuid)
-                    # Whoever may write rows names nodes, and a node names a file.
+                    # The node becomes a file name, and any writer of the table chooses it.
                     if (
                         is_object_name(use.node)
                         and key not in self._open.of_node(use.node)
@@ -259,7 +259,7 @@ class UseRecorder:
                 await asyncio.to_thread(self._open.save, node, {**self._open.of_node(node), **uses})
                 self._changed_nodes[node] = None
         except TimeoutError:
-            return [ExportError("no store says in time which uses have no end")]
+            return [ExportError("the stores' open uses could not be read in time")]
         except GpuwardenError as exc:
             return [exc]
         self._stored_open_uses = None
@@ -271,7 +271,7 @@ class UseRecorder:
         return any(one.id == use.reservation and use.gpu_uuid in one.uuids for one in held)
 
     async def _each(self, names: dict[str, None], done: Callable[[str], Awaitable[None]]) -> list[GpuwardenError]:
-        """Some of them. Those that fail come last next time."""
+        """Processes up to NODES_PER_STEP nodes. A node that fails goes to the end."""
         problems = []
         for name in list(names)[:NODES_PER_STEP]:
             del names[name]
@@ -280,8 +280,8 @@ class UseRecorder:
             except GpuwardenError as exc:
                 names[name] = None
                 problems.append(exc)
-            except Exception:  # a bug with one node must not end it for the others
-                log.exception("uses of a node not followed", node=name)
+            except Exception:  # a bug with one node must not stop the others
+                log.exception("recording uses failed", node=name)
         return problems
 
     async def _update_node(self, name: str) -> None:
@@ -290,7 +290,7 @@ class UseRecorder:
             return await self._update_deleted_node(name, known)
         self._next_checks.pop(name, None)
         if not node.is_rebuilt:
-            return None  # what is held there is not known yet; it is news when it is
+            return None  # its reservations are not known yet; the rebuild is a change
         held: dict[Key, Reservation] = {(one.id, uuid): one for one in node.reservations for uuid in one.uuids}
         new = {key: one if key in held else self._ended(one) for key, one in known.items()}
         begun = {key: one for key, one in held.items() if key not in known}
@@ -300,7 +300,7 @@ class UseRecorder:
         return await self._save(name, new)
 
     async def _update_deleted_node(self, name: str, known: Mapping[Key, NotedUse]) -> None:
-        """Its GPUNode is: taken away by force, perhaps, and made anew in a moment. The pods decide."""
+        """The GPUNode was deleted, perhaps by force, and may be created again. A use ends when its pod is gone."""
         if all(one.use.until is not None for one in known.values()):
             self._next_checks.pop(name, None)
             return
@@ -318,7 +318,7 @@ class UseRecorder:
             (one for one in new.values() if one.use.until is not None), key=lambda one: one.use.until or NEVER
         )
         if lost := over[:-MAX_ENDED_PER_NODE]:
-            log.error("uses forgotten: no outbox takes them", node=name, uses=len(lost))
+            log.error("ended uses dropped: the outboxes are full", node=name, uses=len(lost))
             new = {key: one for key, one in new.items() if one not in lost}
         await asyncio.to_thread(self._open.save, name, new)
         self._unexported_nodes[name] = None
@@ -344,7 +344,7 @@ class UseRecorder:
         )
 
     def _ended(self, one: NotedUse) -> NotedUse:
-        """What was not known of the GPU when it began may be known now."""
+        """Fills in serials that were unknown at the start."""
         use = one.use
         if use.until is not None:
             return one
@@ -362,7 +362,7 @@ class UseRecorder:
         return not (await self._facts.pod(one.namespace or "", one.pod or "", one.pod_uid or "")).exists
 
     async def _export(self, name: str) -> None:
-        """What of the node is not told yet. What is over is forgotten once the exporters have it."""
+        """Exports what was not exported yet. Ended uses are removed once the outboxes have them."""
         noted = self._open.of_node(name)
         for batch in batches_of(one.use for one in noted.values() if not one.is_exported):
             await self._take(batch)
@@ -374,7 +374,7 @@ LONG_AGO, NEVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=
 
 
 def batches_of(uses: Iterable[Use]) -> Sequence[Batch]:
-    """What begins or ends with one reservation, together: the same again is the same batch, whoever else is there."""
+    """One batch for each start or end of a reservation. Equal uses give equal batches, whatever else is exported."""
     together: dict[tuple[str, datetime | None], list[Use]] = {}
     for one in sorted(uses, key=lambda one: (one.until or NEVER, one.since, one.reservation, one.gpu_uuid)):
         together.setdefault((one.reservation, one.until), []).append(one)
