@@ -414,7 +414,7 @@ async def test_one_of_two_works_and_the_other_after_it(
             assert second.records() == []
             assert first.stop() == 0
             told = [line["event"] for line in first.log()]
-            assert told.index("drained") < told.index("the Lease is given back")
+            assert told.index("drained") < told.index("the Lease is released")
             found = await eventually(second.records, second, lambda found: len(found) == 4)
             assert [kept(one) for one in found] == [kept(one) for one in own]
             assert stand_in.calls - before == 1

@@ -133,7 +133,7 @@ async def test_elected_process_waits_for_the_outbox_and_can_be_stopped(tmp_path:
             await until(lambda: new.logged("waiting for the outbox"))
             await new.ready()
             assert await new.stopped() == 0
-            assert new.logged("the Lease is given back")
+            assert new.logged("the Lease is released")
 
 
 async def test_metrics_of_a_process_show_its_queue(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ async def test_an_object_that_a_hand_made_unreadable_is_told_once_and_left_as_it
     scene.node(said=annotation("GPU-2"))
     assert await scene.step() == []
     assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
-    assert "'GPU-1' is no slot" in scene.events.messages[0]
+    assert "'GPU-1' is not a slot" in scene.events.messages[0]
 
 
 async def test_a_device_that_vanishes_while_held_is_quarantined_until_nothing_holds_it(scene: Scene) -> None:

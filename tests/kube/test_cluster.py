@@ -119,7 +119,7 @@ async def test_a_pod_without_its_service_account_says_what_is_missing(mounted: P
 
 
 async def test_what_is_no_pod_says_so(mounted: Path) -> None:
-    with pytest.raises(NotInAPodError, match="so this is no Pod"):
+    with pytest.raises(NotInAPodError, match="so this is not a Pod"):
         await connect(settings.load({"in_cluster": "true"}, {}), mounted)
 
 
@@ -287,7 +287,7 @@ async def test_a_kubeconfig_that_cannot_be_used_is_named(tmp_path: Path, content
     """Whatever the library trips over in it."""
     file = tmp_path / "kubeconfig"
     file.write_bytes(content)
-    with pytest.raises(BadKubeconfigError, match=re.escape(f"{file} is no kubeconfig that can be used: ")):
+    with pytest.raises(BadKubeconfigError, match=re.escape(f"{file} is not a usable kubeconfig: ")):
         await connect(Settings(kubeconfig=file))
 
 

@@ -68,9 +68,9 @@ async def test_what_is_said_on_stdout_is_the_answer_whatever_is_said_beside_it()
     [
         pytest.param([b"\x01NVIDIA-SMI has failed", EXIT_9], "exit_code", "exit code 9: NVIDIA-SMI", id="exit-code"),
         pytest.param([b"\x01x", b"\x02why", EXIT_9], "exit_code", "exit code 9: why", id="said-on-stderr"),
-        pytest.param([b"\x01<a/>"], "cut_off", "the connection ended before", id="no-end"),
+        pytest.param([b"\x01<a/>"], "cut_off", "the connection was closed before", id="no-end"),
         pytest.param([b"\x01" + b"x" * 60, b"\x01" + b"x" * 60], "too_large", "larger than 100 bytes", id="too-large"),
-        pytest.param([b"\x03nonsense"], "unavailable", "its end cannot be read", id="an-end-of-no-form"),
+        pytest.param([b"\x03nonsense"], "unavailable", "the exit status cannot be read", id="an-end-of-no-form"),
         pytest.param(
             [b'\x03{"status":"Failure","message":"no such container"}'],
             "unavailable",

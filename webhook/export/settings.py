@@ -219,7 +219,7 @@ class ExportSettings:
     )
     postgres_password_file: Path | None = field(default=None, metadata=declared(FILE, "a file with the password"))
     postgres_sslmode: str = field(
-        default="require", metadata=declared(SSL_MODE, "libpq's sslmode", older_variable="POSTGRES_SSLMODE")
+        default="require", metadata=declared(SSL_MODE, "the sslmode of libpq", older_variable="POSTGRES_SSLMODE")
     )
     postgres_sslrootcert: str | None = field(
         default=None,

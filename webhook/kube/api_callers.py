@@ -6,19 +6,19 @@ from webhook.core.caller import Caller, CallersUnavailableError, Right
 from webhook.kube.client import REQUEST_TIMEOUT
 from webhook.kube.requests import REQUEST_ERRORS
 
-# What the client library raises at an answer that is not what was asked for.
+# What the client library raises for an unexpected answer.
 UNREADABLE = (ValueError, TypeError, AttributeError, RecursionError)
 
 
 class ApiCallers:
-    """The API server's word on whose a token is."""
+    """Authenticates and authorizes callers through the API server."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self._reviews = client.AuthenticationV1Api(api)
         self._permissions = client.AuthorizationV1Api(api)
 
     async def caller_of(self, token: str, audience: str | None = None) -> Caller | None:
-        """Whose it is; with an audience, only if it was made out for that."""
+        """The token's user, or None. With an audience, only if the token was issued for it."""
         user = await self._user_of(token, audience)
         if user is None:
             return None
@@ -44,18 +44,19 @@ class ApiCallers:
         try:
             answer = await self._permissions.create_subject_access_review(review, _request_timeout=REQUEST_TIMEOUT)
         except (*REQUEST_ERRORS, *UNREADABLE) as exc:
-            raise CallersUnavailableError("the API server cannot be asked") from exc
+            raise CallersUnavailableError("the API server is unavailable") from exc
         return bool(answer.status and answer.status.allowed)
 
     async def _user_of(self, token: str, audience: str | None = None) -> client.V1UserInfo | None:
-        """Whose it is. Who authenticates tokens and knows nothing of audiences leaves them out of the answer: such a
-        token is for the API server, and whoever is shown it there could have sent it here."""
+        """The token's user. An authenticator that does not support audiences leaves them out of its answer. Such a
+        token is meant for the API server and could be replayed from there, so it is rejected if an audience is
+        required."""
         audiences = None if audience is None else [audience]
         review = client.V1TokenReview(spec=client.V1TokenReviewSpec(token=token, audiences=audiences))
         try:
             answer = await self._reviews.create_token_review(review, _request_timeout=REQUEST_TIMEOUT)
         except (*REQUEST_ERRORS, *UNREADABLE) as exc:
-            raise CallersUnavailableError("the API server cannot be asked") from exc
+            raise CallersUnavailableError("the API server is unavailable") from exc
         status = answer.status
         if not (status and status.authenticated):
             return None

@@ -11,13 +11,13 @@ from webhook.kube.store import StoreUnavailableError
 
 
 class ApiGpuNodes:
-    """GPUNode objects of the API server, which is the store, the lock and the second lock."""
+    """Reads and writes GPUNodes. Their resource version serializes writes, and the CRD's rules guard held slots."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self._objects = client.CustomObjectsApi(api)
 
     async def get(self, name: str) -> Raw | None:
-        if not is_object_name(name):  # it comes from an annotation, and `..` is the path of something else
+        if not is_object_name(name):  # it comes from an annotation; `..` would lead to another path
             return None
         try:
             async with translated_errors():
@@ -50,6 +50,6 @@ class ApiGpuNodes:
 
 
 def only_status(raw: Raw) -> Raw:
-    """What such a write is read for. All else, of a node with thousands of GPUs, is more than that."""
+    """The part of the object that a status write needs. The rest is larger on a node with thousands of GPUs."""
     meta = {name: raw["metadata"][name] for name in ("name", "uid", "resourceVersion") if name in raw["metadata"]}
     return {**{name: raw[name] for name in ("apiVersion", "kind", "status") if name in raw}, "metadata": meta}

@@ -1,4 +1,4 @@
-"""Our own objects in the API server, written under the version that was read."""
+"""Our cluster-scoped custom resources. Writes are conditional on the resource version that was read."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,40 +16,40 @@ from webhook.kube.json_objects import decoded, object_in
 from webhook.kube.requests import NODE_PATH, request_json
 from webhook.kube.store import RefusedError, StoreUnavailableError
 
-# Enough to see which field it is about.
+# Enough text to identify the field.
 MAX_SAID = 400
 
 
 class ObjectClient(Protocol):
-    """Objects of one kind. Whatever is refused was not written; without an answer it may have been.
+    """Reads and writes objects of one kind. A refused write was not carried out; one without an answer may have been.
 
-    All raise StaleError, RefusedError or StoreAwayError.
+    All methods raise StaleError, RefusedError or StoreUnavailableError.
     """
 
     async def get(self, name: str) -> Raw | None:
-        """The object as it is now, not as a cache has it; None if there is none."""
+        """The object by a consistent read, not from a cache; None if it does not exist."""
 
     async def create(self, raw: Raw) -> Raw: ...
 
     async def replace(self, raw: Raw) -> Raw:
-        """All but the status."""
+        """Replaces everything but the status."""
 
     async def replace_status(self, raw: Raw) -> Raw:
-        """Nothing but the status."""
+        """Replaces only the status."""
 
     async def delete(self, raw: Raw) -> None:
-        """This very object as it was read; one that is gone is no mistake."""
+        """Deletes the object if it is still at this version. No error if it is already gone."""
 
 
 class NodeExistence(Protocol):
-    """Knows for certain which Nodes there are: by a quorum read, never by a cache."""
+    """Knows which Nodes exist, by consistent reads."""
 
     async def is_gone(self, name: str) -> bool:
-        """Raises StoreAwayError."""
+        """Raises StoreUnavailableError."""
 
 
 class ApiObjects:
-    """Objects of a custom resource without a namespace."""
+    """Objects of one cluster-scoped custom resource."""
 
     def __init__(self, api: client.ApiClient, kind: tuple[str, str, str]) -> None:
         self._objects = client.CustomObjectsApi(api)
@@ -110,7 +110,7 @@ class ApiObjects:
 
 
 class ApiNodes:
-    """The Nodes of the API server."""
+    """Checks Nodes in the API server."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
@@ -120,7 +120,7 @@ class ApiNodes:
 
 
 async def get_node(api: client.ApiClient, name: str) -> Raw | None:
-    """The Node as it is now; None if there is none. Raises StoreAwayError."""
+    """The Node by a consistent read; None if it does not exist. Raises StoreUnavailableError."""
     async with translated_errors():
         status, body = await request_json(api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
     if status == 404:
@@ -132,18 +132,19 @@ async def get_node(api: client.ApiClient, name: str) -> Raw | None:
 
 
 class UnexpectedObjectError(GpuwardenError):
-    """An answer that is not the object that was asked for."""
+    """The answer is not the requested object."""
 
 
 def checked_object(status: int, body: bytes, kind: str, name: str) -> Raw:
-    """The object that was asked for: its name may come from whoever sends reviews, and `..` is the path of another."""
+    """The decoded object, if it is the requested one. Names come from webhook callers: `..` would lead to another
+    path."""
     try:
         raw = object_in(body)
         is_the_one = (status, raw["kind"], raw["metadata"]["name"]) == (200, kind, name)
     except (msgspec.DecodeError, KeyError, TypeError) as exc:
-        raise UnexpectedObjectError(f"the API server answered {status}, and no {kind}") from exc
+        raise UnexpectedObjectError(f"the API server answered {status} without a {kind}") from exc
     if not is_the_one:
-        raise UnexpectedObjectError(f"the API server answered {status}, and not with that {kind}")
+        raise UnexpectedObjectError(f"the API server answered {status} with another object than that {kind}")
     return raw
 
 
@@ -153,7 +154,7 @@ def is_not_found(exc: StoreUnavailableError) -> bool:
 
 @asynccontextmanager
 async def errors_with_message() -> AsyncIterator[None]:
-    """Refusals with what the API server says of them: an operator has to find the field."""
+    """Adds the API server's message to RefusedError, so that an operator can find the field."""
     try:
         async with translated_errors():
             yield

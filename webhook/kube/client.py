@@ -1,4 +1,4 @@
-"""The connection to the API server. Nobody but this module and those built on it imports `kubernetes`."""
+"""The connection to the API server. Only the package `kube` imports `kubernetes`."""
 
 import asyncio
 import ssl
@@ -19,13 +19,13 @@ from webhook.core.verdict import plain
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.runtime.settings import Settings
 
-# Where Kubernetes puts a Pod's service account.
+# Kubernetes mounts a Pod's service account here.
 MOUNTED = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
-# Longer than a busy API server needs, shorter than the patience of whoever waits for us.
+# Longer than a busy API server needs, shorter than the timeouts of our callers.
 REQUEST_TIMEOUT = 5.0
 
-# Where kubectl looks too.
+# kubectl's default.
 DEFAULT_KUBECONFIG = Path(kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
 
 
@@ -38,21 +38,21 @@ RefreshKey = Callable[[client.Configuration], Awaitable[None]]
 
 
 class BadCaError(GpuwardenError):
-    """Nobody could be trusted by this file."""
+    """The file has no usable CA certificate."""
 
 
 class BadKubeconfigError(GpuwardenError):
-    """No cluster can be reached by this file."""
+    """The kubeconfig cannot be used."""
 
 
 class NotInAPodError(GpuwardenError):
-    """There is no service account to be used."""
+    """There is no service account."""
 
 
 async def connect(settings: Settings, mounted: Path = MOUNTED, *, context: str | None = None) -> client.ApiClient:
-    """A client by kubeconfig, by the three flags of S4, or by the service account of the Pod that this is.
+    """A client configured by kubeconfig, by the three flags of gpu-device-assigner, or by this Pod's service account.
 
-    `context` is of the kubeconfig; not named, it is the current one."""
+    `context` selects a context of the kubeconfig; the default is the current one."""
     configuration = client.Configuration()
     if settings.kubeconfig is not None:
         await use_kubeconfig(configuration, settings.kubeconfig, context)
@@ -69,17 +69,17 @@ async def connect(settings: Settings, mounted: Path = MOUNTED, *, context: str |
 
 
 async def use_kubeconfig(configuration: client.Configuration, path: Path, context: str | None = None) -> None:
-    """Whatever is wrong with the file: the client library raises what its own code happens to trip over."""
+    """Raises BadKubeconfigError. On bad files the client library raises various errors of its own code."""
     load: Load = config.load_kube_config
     try:
         await load(str(path), context=context, client_configuration=configuration)
     except (config.ConfigException, yaml.YAMLError, AttributeError, LookupError, OSError, TypeError, ValueError) as exc:
         said = plain(" ".join(str(exc).split()) or repr(exc))
-        raise BadKubeconfigError(f"{path} is no kubeconfig that can be used: {said}") from exc
+        raise BadKubeconfigError(f"{path} is not a usable kubeconfig: {said}") from exc
 
 
 def namespace_of_context(path: Path, context: str | None) -> str | None:
-    """Where kubectl would create what names no namespace."""
+    """The context's namespace, which kubectl uses for objects without one."""
     listed: Callable[[str], tuple[list[dict[str, Any]], dict[str, Any]]] = config.list_kube_config_contexts
     contexts, current = listed(str(path))
     found = current if context is None else next((one for one in contexts if one["name"] == context), None)
@@ -90,7 +90,7 @@ def namespace_of_context(path: Path, context: str | None) -> str | None:
 async def use_service_account(configuration: client.Configuration, host: str | None, mounted: Path) -> None:
     token, ca = mounted / "token", mounted / "ca.crt"
     if host is None:
-        raise NotInAPodError("--in-cluster: KUBERNETES_SERVICE_HOST and _PORT are not set, so this is no Pod")
+        raise NotInAPodError("--in-cluster: KUBERNETES_SERVICE_HOST and _PORT are not set, so this is not a Pod")
     missing = [str(path) for path in (token, ca) if not path.is_file()]
     if missing:
         raise NotInAPodError(f"--in-cluster: no service account is mounted here, {' and '.join(missing)} not found")
@@ -101,7 +101,7 @@ async def use_token(configuration: client.Configuration, host: str, token: Path,
     configuration.host = host
     configuration.ssl_ca_cert = str(ca)
     refresh = token_reader(token)
-    await refresh(configuration)  # without a first token the client would not ask for the next
+    await refresh(configuration)  # the client calls the hook only if there is a token
     vars(configuration)["refresh_api_key_hook"] = refresh
 
 
@@ -117,7 +117,8 @@ def token_reader(path: Path) -> RefreshKey:
 
 @asynccontextmanager
 async def translated_errors() -> AsyncIterator[None]:
-    """The API server's refusals in the ledger's words. A request without an answer may have been carried out."""
+    """Raises StaleError for 409, RefusedError for 422, StoreUnavailableError otherwise. A request without an answer may
+    have been carried out."""
     try:
         yield
     except ApiException as exc:
@@ -132,8 +133,8 @@ async def translated_errors() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def translated_write_errors() -> AsyncIterator[None]:
-    """The same of writes that somebody waits for: what the API server would refuse again is refused, not lost, so that
-    another node is tried at once."""
+    """Also raises RefusedError where a retry would be refused again (403, 413, object too large), so that the caller
+    tries another node at once."""
     try:
         async with translated_errors():
             yield
@@ -145,14 +146,14 @@ async def translated_write_errors() -> AsyncIterator[None]:
 
 
 def is_too_large(exc: ApiException) -> bool:
-    """What etcd does not take is an error of the API server's own."""
+    """Whether etcd rejected the object as too large; the API server then answers 500."""
     return exc.status == 500 and any(words in str(exc.body) for words in ("request is too large", "larger than max"))
 
 
 def as_raw(answer: object, name: str | None = None) -> Raw:
-    """The object that was asked for; a list, a Status or another object is no answer."""
+    """The answer, if it is an object (of this name). Raises StoreUnavailableError otherwise."""
     if not isinstance(answer, dict) or not isinstance(answer.get("metadata"), dict):
-        raise StoreUnavailableError("the API server answered with something else than an object")
+        raise StoreUnavailableError("the API server answered with something other than an object")
     if name is not None and answer["metadata"].get("name") != name:
-        raise StoreUnavailableError("the API server answered with something else than that object")
+        raise StoreUnavailableError("the API server answered with another object")
     return answer

@@ -1,4 +1,4 @@
-"""One of several processes is elected by a Lease and acts; the others stand by."""
+"""Leader election with a Lease: one of several processes acts, the others stand by."""
 
 import asyncio
 import os
@@ -18,11 +18,11 @@ from webhook.runtime.settings import Settings
 log = structlog.get_logger(__name__)
 
 TERMS: Final = LeaseTerms(timedelta(seconds=15), timedelta(seconds=10), timedelta(seconds=2))
-# Far more requests a second than standing and renewing take.
+# Requests per second; an election needs far fewer.
 RATE, BURST = 10.0, 10
-# A task that was cancelled and goes on is cancelled again this often: libraries lose the word now and then.
+# Libraries sometimes swallow a cancellation, so a task that continues is cancelled again at this interval.
 INSISTENCE = 0.5
-# Whoever is told to stop has this long for what is under way, and to give the Lease back.
+# Time to finish writes and release the Lease after a stop signal.
 FAREWELL = 5.0
 
 Lead = Callable[[], Awaitable[None]]
@@ -30,10 +30,11 @@ Rest = Callable[[], Awaitable[object]]
 
 
 async def run_while_elected(settings: Settings, api: client.ApiClient, lease: str, lead: Lead, rest: Rest) -> None:
-    """Be elected, lead until the Lease is lost, and stand again. An API server that is away ends a leadership too.
+    """Waits to be elected, runs `lead` until the Lease is lost, and starts again. Losing the API server loses the
+    Lease.
 
-    `lead` runs for ever and is cancelled when the Lease is lost, or when this is: then the Lease is given back, once
-    `rest` says that nothing is under way any more that `lead` has begun.
+    `lead` is cancelled when the Lease is lost or this function is cancelled. In the second case the Lease is released
+    once `rest` returns, which waits for the writes that `lead` has begun.
     """
     now = asyncio.get_running_loop().time
     calls = RateLimitedClient(api, RateLimit(RATE, BURST, now))
@@ -45,8 +46,8 @@ async def run_while_elected(settings: Settings, api: client.ApiClient, lease: st
 
 
 async def lead_once(candidate: Candidate, lead: Lead, rest: Rest) -> None:
-    """Until the Lease is lost; nothing of `lead` goes on after it. If `lead` ends by itself, which it never should, the
-    Lease is renewed no more, and others have had the time to take it when this returns."""
+    """Runs `lead` until the Lease is lost. Nothing of `lead` runs after it returns. If `lead` ends by itself, which is
+    a bug, the Lease is not renewed, and the function returns after others could have taken it."""
     leading, holding = asyncio.ensure_future(lead()), asyncio.ensure_future(candidate.hold())
     try:
         await asyncio.wait((leading, holding), return_when=asyncio.FIRST_COMPLETED)
@@ -57,26 +58,26 @@ async def lead_once(candidate: Candidate, lead: Lead, rest: Rest) -> None:
     is_lost = holding.done()
     await cancel_and_wait(leading, holding)
     if is_lost:
-        log.warning("no longer leading")
+        log.warning("leadership lost")
         holding.result()
         return
-    log.error("leading has ended by itself", exc_info=None if leading.cancelled() else leading.exception())
+    log.error("the leader's task has ended", exc_info=None if leading.cancelled() else leading.exception())
     await asyncio.sleep((candidate.left + 2 * candidate.terms.retry_period).total_seconds())
 
 
 async def release_lease(candidate: Candidate, rest: Rest) -> None:
-    """Another may have it at once: not before the last write has been answered. A Lease that is not given back in time
-    ends by itself."""
+    """Releases the Lease after the last write was answered, so that another process can take it at once. If that takes
+    too long, the Lease expires."""
     try:
         async with asyncio.timeout(FAREWELL):
             await rest()
             await candidate.release()
     except TimeoutError:
-        log.warning("the Lease is left to end by itself", identity=candidate.identity)
+        log.warning("the Lease is not released and will expire", identity=candidate.identity)
 
 
 async def cancel_and_wait(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancelled, and over."""
+    """Cancels the tasks and waits until they are done."""
     while going_on := [task for task in tasks if not task.done()]:
         for task in going_on:
             task.cancel()

@@ -1,4 +1,4 @@
-"""What somebody reads under `kubectl describe`: what became of a pod or a node, and why. Nothing waits for it."""
+"""Kubernetes Events about pods and nodes, for `kubectl describe`. Recording one never blocks."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,19 +20,19 @@ log = structlog.get_logger(__name__)
 
 EVENTS_PATH = "/api/v1/namespaces/{namespace}/events"
 COMPONENT = "gpuwarden"
-# The same of the same is said again after this: the API server forgets events after an hour.
+# An equal event is repeated after this; the API server deletes events after an hour.
 QUIET = timedelta(minutes=30)
 MAX_REMEMBERED = 10_000
 MAX_WAITING = 1_000
-# The API server takes no longer ones.
+# The API server's limit.
 MAX_MESSAGE = 1024
 REQUEST_TIMEOUT = 5.0
-CLUSTER_NAMESPACE = "default"  # where events about objects without a namespace have to live
+CLUSTER_NAMESPACE = "default"  # required for events about cluster-scoped objects
 
 
 @frozen
 class Subject:
-    """The object that something happened to."""
+    """The object that an event is about."""
 
     kind: str
     name: str
@@ -46,12 +46,12 @@ class Subject:
 
     @classmethod
     def of_node(cls, name: str) -> "Subject":
-        # kubelet's way, which `kubectl describe node` looks for: the name stands for the uid.
+        # As kubelet does: `kubectl describe node` looks for events whose uid is the node's name.
         return cls("Node", name, uid=name)
 
 
 class Events(Protocol):
-    """Takes what happened, at once and whatever comes of it."""
+    """Records events, without waiting and without errors."""
 
     def record(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None: ...
 
@@ -66,7 +66,7 @@ class QueuedEvent:
 
 
 class ApiEvents:
-    """Events in the API server, in the order told, each once in a while."""
+    """Writes events to the API server in order. Equal events are written once per QUIET."""
 
     def __init__(self, api: client.ApiClient, clock: Clock, count: Callable[[Reason], None]) -> None:
         self._api = api
@@ -97,7 +97,7 @@ class ApiEvents:
         return True
 
     async def run(self) -> None:
-        """For ever. What the API server does not take is lost: the log has it."""
+        """Runs until cancelled. Events that cannot be written are only in the log."""
         while True:
             one = await self._waiting.get()
             names = {"namespace": one.subject.namespace or CLUSTER_NAMESPACE}

@@ -1,4 +1,4 @@
-"""GPUNode objects, both ways: the devices in `spec`, the reservations in `status.held`, one entry a slot."""
+"""Reads and writes GPUNode objects: devices in `spec`, reservations in `status.held` with one entry per slot."""
 
 import re
 from collections import Counter
@@ -17,19 +17,19 @@ from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
 from webhook.runtime.clock import LONG_AGO, is_of_our_days
 
 API_VERSION = "gpuwarden.io/v1alpha1"
-# Keeps a deleted object as long as something is held on it.
+# Keeps a deleted GPUNode while reservations are held on it.
 FINALIZER = "gpuwarden.io/held"
-# Ten years: what a held entry may say of a grace period.
+# The longest grace period in a held entry: ten years.
 MOST_SECONDS = 10 * 365 * 24 * 3600
 
-PHASES = tuple(Phase)  # in the order in which they follow one another
+PHASES = tuple(Phase)  # in their order
 NUMBER = re.compile("0|[1-9][0-9]{0,2}")
 Which = Callable[..., Any]
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class UnreadableGpuNodeError(GpuwardenError):
-    """A GPUNode that no version of ours has written."""
+    """The GPUNode was not written by any version of gpuwarden."""
 
 
 class DeviceWire(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -54,9 +54,9 @@ class HeldSlotWire(msgspec.Struct, frozen=True, omit_defaults=True):
     deadline: Moment | None = None
     shared: bool = False
     prefix: str | None = None
-    # A replica of before leaves it out of what it writes; then it is not known.
+    # Missing in entries of older replicas; then it is unknown.
     grace: Annotated[int, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 0
-    # Of an orphan, beside a phase that a replica which knows nothing of orphans reads as well.
+    # Fields of an orphan. Its phase is one that older replicas, which know no orphans, can read.
     orphaned_at: Moment | None = msgspec.field(name="orphanedAt", default=None)
     boot_id: str = msgspec.field(name="bootID", default="")
     unused_at: Moment | None = msgspec.field(name="unusedAt", default=None)
@@ -88,21 +88,21 @@ class GpuNodeWire(msgspec.Struct, frozen=True):
 
 @frozen
 class GpuNode:
-    """One node's devices and reservations as they were at one version."""
+    """A node's devices and reservations at one resource version."""
 
     name: str
     version: int
     devices: tuple[Device, ...]
     reservations: Mapping[ReservationId, Reservation]
-    # The same; but where a hand has changed some slots of one, it is only as far as the slot that is furthest behind.
+    # Like `reservations`, but if slots of one were edited by hand, with the phase of the slot that is furthest behind.
     stored: Mapping[ReservationId, Reservation]
-    # Whether what is held here is known: an object that is new says nothing of the pods that are there already.
+    # Whether the reservations are known. A new GPUNode has none yet for pods that already run.
     is_rebuilt: bool
-    # Being deleted: it stays as long as something is held, and gives nothing any more.
+    # The object is being deleted. It stays while reservations are held, and offers no devices.
     is_being_deleted: bool = False
-    # Whether it cannot go before we let it.
+    # Whether the object has our finalizer.
     has_finalizer: bool = False
-    # Whether the numbers that `kubectl get gn` shows are right, where it says any.
+    # Whether the counts shown by `kubectl get gn` are correct, if there are any.
     has_correct_counts: bool = True
 
     @classmethod
@@ -114,7 +114,7 @@ class GpuNode:
             raise UnreadableGpuNodeError(f"GPUNode cannot be read: {exc}") from exc
         name, is_being_deleted = wire.metadata.name, wire.metadata.deletion_timestamp is not None
         devices = tuple(map(device, (wire.spec and wire.spec.devices) or ()))
-        # Stored before the definition demanded the form of a UUID: such a device is known and given to nobody.
+        # Stored before the CRD required valid UUIDs: such a device is known but never assigned.
         devices = tuple(one if is_uuid(one.uuid) else evolve(one, is_healthy=False) for one in devices)
         if is_being_deleted:
             devices = tuple(evolve(one, is_healthy=False) for one in devices)
@@ -135,7 +135,7 @@ class GpuNode:
 
 
 def object_name(raw: Raw) -> str:
-    """Of an object that may be none of ours; empty if it says none."""
+    """The name in any object's metadata; empty if there is none."""
     meta = raw.get("metadata")
     return str(meta.get("name") or "") if isinstance(meta, dict) else ""
 
@@ -162,7 +162,7 @@ def raw_device(one: Device) -> Raw:
 
 
 def reservations(node: str, held: Mapping[str, HeldSlotWire], which: Which) -> dict[ReservationId, Reservation]:
-    """Where a hand has changed some slots of one, it is as far as `which` of them: no slot goes back."""
+    """Reservations by id. If slots of one were edited by hand, `which` picks the entry that counts."""
     slots: dict[str, list[Slot]] = {}
     entries: dict[str, HeldSlotWire] = {}
     for key, entry in held.items():
@@ -176,8 +176,8 @@ def how_far(entry: HeldSlotWire) -> tuple[int, bool]:
 
 
 def reservation(node: str, entry: HeldSlotWire, slots: tuple[Slot, ...]) -> Reservation:
-    """Only what is pending has a deadline, and only a pod holds without end: one that says otherwise somebody wrote by
-    hand, and what has neither a pod nor a deadline is past it."""
+    """Only pending reservations have a deadline, and only those with a pod may lack one. An entry edited by hand that
+    has neither pod nor deadline is treated as expired."""
     deadline = moment(entry.deadline) if entry.phase is Phase.PENDING else None
     return Reservation(
         id=ReservationId(entry.reservation),
@@ -198,7 +198,7 @@ def reservation(node: str, entry: HeldSlotWire, slots: tuple[Slot, ...]) -> Rese
 
 
 def orphan(entry: HeldSlotWire) -> Orphan | None:
-    """Only what a pod has had can be one."""
+    """Only a reservation that had a pod can be an orphan."""
     if entry.orphaned_at is None or entry.phase is not Phase.FINALIZED:
         return None
     unused_at = None if entry.unused_at is None else moment(entry.unused_at)
@@ -206,14 +206,14 @@ def orphan(entry: HeldSlotWire) -> Orphan | None:
 
 
 def moment(said: datetime | None) -> datetime:
-    """What is not said, and what no clock of ours has shown, was long ago."""
+    """The time, or LONG_AGO if it is missing or implausible."""
     return said if said is not None and is_of_our_days(said) else LONG_AGO
 
 
 def slot(key: str) -> Slot:
     uuid, _, k = key.rpartition("/")
-    if not NUMBER.fullmatch(k):  # as it is written: another form would be another key to the store's rules
-        raise UnreadableGpuNodeError(f"{key!r} is no slot")
+    if not NUMBER.fullmatch(k):  # the CRD's rules compare keys as text, so there is one spelling
+        raise UnreadableGpuNodeError(f"{key!r} is not a slot")
     return Slot(DeviceUuid(uuid), int(k))
 
 
@@ -244,13 +244,13 @@ def raw_entry(one: Reservation) -> Raw:
 
 
 def with_held(raw: Raw, held: Collection[Reservation], devices: Iterable[Device]) -> Raw:
-    """The object with these reservations, and the numbers that `kubectl get gn` shows."""
+    """The object with these reservations and with the counts shown by `kubectl get gn`."""
     numbers = msgspec.to_builtins(numbers_of(devices, held))
     return {**raw, "status": {**(raw.get("status") or {}), "held": raw_held(held), **numbers}}
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """Shares of devices; one that is not healthy or is held alone has none that is free."""
+    """Counts of device shares. Unhealthy devices and those reserved exclusively have no free shares."""
 
     total: int
     taken: int
@@ -279,7 +279,7 @@ def has_correct_counts(
 
 
 def with_finalizer(raw: Raw, *, has_finalizer: bool) -> Raw:
-    """The object as one that cannot go, or as one that may."""
+    """The object with or without our finalizer."""
     meta = raw["metadata"]
     others = [one for one in meta.get("finalizers") or () if one != FINALIZER]
     return {**raw, "metadata": {**meta, "finalizers": [*others, FINALIZER] if has_finalizer else others}}

@@ -1,4 +1,4 @@
-"""Objects of the API server, read from its JSON, whatever somebody has had it store in them."""
+"""Decodes JSON objects of the API server. Their content may come from any user."""
 
 import re
 from typing import Any, Final
@@ -7,21 +7,21 @@ import msgspec
 
 from webhook.core.raw import Raw
 
-# What may be nested deeper than a reader without end can follow: of the kinds that we read, nothing else takes what it
-# is given. An object's own, and nothing of ours. In a text the quotes of `"managedFields":` would be escaped.
+# The only field that users can nest so deeply that decoding fails: other fields of the kinds we read have a schema.
+# In a string, the quotes of `"managedFields":` would be escaped, so this matches only the field.
 MANAGED: Final = re.compile(rb'"managedFields":\[')
 TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}]')
 
 
 def object_in(text: bytes) -> Raw:
-    """Raises msgspec.DecodeError where it is none."""
+    """Raises msgspec.DecodeError if the text is not a JSON object."""
     found: Raw = decoded(text, dict[str, Any])
     return found
 
 
 def decoded(text: bytes, kind: Any) -> Any:
-    """As msgspec decodes it, but neither nesting nor bytes that are not UTF-8 end a process: raises
-    msgspec.DecodeError."""
+    """Decodes like msgspec, but deep nesting and invalid UTF-8 raise msgspec.DecodeError, not RecursionError or
+    UnicodeDecodeError."""
     try:
         return msgspec.json.decode(text, type=kind)
     except RecursionError:
@@ -37,7 +37,7 @@ def decoded(text: bytes, kind: Any) -> Any:
 
 
 def without_managed_fields(text: bytes) -> bytes:
-    """The same text with nothing in these lists."""
+    """The text with all `managedFields` lists emptied."""
     kept, done = [], 0
     while (found := MANAGED.search(text, done)) is not None:
         kept.append(text[done : found.end()])
@@ -46,10 +46,10 @@ def without_managed_fields(text: bytes) -> bytes:
 
 
 def end_of_list(text: bytes, start: int) -> int:
-    """Where the bracket is that closes the one before `start`."""
+    """The index of the bracket that closes the list starting before `start`."""
     depth = 1
     for token in TOKEN.finditer(text, start):
         depth += (token[0] in b"[{") - (token[0] in b"]}")
         if not depth:
             return token.start()
-    raise msgspec.DecodeError("it ends in the middle")
+    raise msgspec.DecodeError("truncated")

@@ -1,6 +1,6 @@
-"""A Lease that elects one of several processes. Who gives it back does so only after the last write.
+"""A Lease that elects one of several processes. The leader releases it only after its last write.
 
-Who holds it is judged by when it was seen to change, on the own clock: nobody else's time is trusted.
+A process measures the age of the Lease with its own clock, from when it saw the Lease change. It trusts no other clock.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ LEASE: Final = LEASES + "/{name}"
 
 class LeaseClient(Protocol):
     async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
-        """Raises ApiAwayError, ApiRefusesError."""
+        """Raises ApiUnavailableError, ApiRefusesError."""
 
 
 @frozen
 class LeaseTerms:
-    """Each shorter than the one before."""
+    """Each duration is shorter than the previous one."""
 
     duration: timedelta
     renew_deadline: timedelta
@@ -38,7 +38,7 @@ class LeaseTerms:
 
 
 class Candidate:
-    """One process that stands for election. `now` is a clock that never goes back."""
+    """One process in the election. `now` is a monotonic clock."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class Candidate:
         self.terms = terms
         self._clock = clock
         self._now = now
-        self._seen: tuple[str, float] = ("", 0.0)  # the version of the Lease, and since when it is that
+        self._seen: tuple[str, float] = ("", 0.0)  # the Lease's version and when it was first seen
         self._renewed = float("-inf")
 
     @property
     def left(self) -> timedelta:
-        """How long nobody else can have it."""
+        """For how long no other process can take the Lease."""
         return timedelta(seconds=max(0.0, self._renewed + self.terms.duration.total_seconds() - self._now()))
 
     async def win(self) -> None:
-        """Returns once this one is elected."""
+        """Returns once this process is the leader."""
         told = ""
         while True:
             try:
@@ -74,19 +74,19 @@ class Candidate:
                     return
             except (ApiUnavailableError, ApiRefusesError) as exc:
                 if str(exc) != told:
-                    log.warning("the Lease cannot be had", problem=str(exc), **self._where)
+                    log.warning("the Lease cannot be taken", problem=str(exc), **self._where)
                 told = str(exc)
             await asyncio.sleep(self.terms.retry_period.total_seconds())
 
     async def hold(self) -> None:
-        """Returns once it is lost: taken by another, or not renewed in time."""
+        """Returns once the Lease is lost: taken by another process, or not renewed in time."""
         deadline = self.terms.renew_deadline.total_seconds()
         while True:
             await asyncio.sleep(self.terms.retry_period.total_seconds())
             try:
                 async with asyncio.timeout(max(0.0, self._renewed + deadline - self._now())):
                     if not await self._take():
-                        log.error("the Lease is another's", identity=self.identity)
+                        log.error("the Lease was taken by another process", identity=self.identity)
                         self._renewed = float("-inf")
                         return
             except (ApiUnavailableError, ApiRefusesError, TimeoutError) as exc:
@@ -96,8 +96,8 @@ class Candidate:
                 return
 
     async def release(self) -> None:
-        """For whoever waits: as nobody's, at once. If that fails, it ends by itself."""
-        problem = "somebody else wrote on it, over and over"
+        """Clears the holder, so that another process can take the Lease at once. If that fails, the Lease expires."""
+        problem = "repeated conflicts"
         try:
             async with asyncio.timeout(self.terms.renew_deadline.total_seconds()):
                 for _ in range(3):
@@ -105,10 +105,11 @@ class Candidate:
                         return
         except (ApiUnavailableError, ApiRefusesError, TimeoutError) as exc:
             problem = str(exc) or "no answer"
-        log.warning("the Lease is not given back", problem=problem)
+        log.warning("the Lease is not released", problem=problem)
 
     async def _is_given_back(self) -> bool:
-        """Or another's. Our own last word may come in between, if nobody waited for its answer."""
+        """True if the Lease is released or another's. A conflict may come from our own last renewal, if it was
+        cancelled."""
         raw = await self._call("GET", LEASE, self._where)
         if raw is None or (raw.get("spec") or {}).get("holderIdentity") != self.identity:
             return True
@@ -119,11 +120,11 @@ class Candidate:
             if exc.status == 409:
                 return False
             raise
-        log.info("the Lease is given back", identity=self.identity)
+        log.info("the Lease is released", identity=self.identity)
         return True
 
     async def _take(self) -> bool:
-        """Have it for another while, if nobody else has it. Somebody may write on it in between without taking it."""
+        """Takes or renews the Lease. False if another process holds it. Retries after conflicts."""
         for _ in range(3):
             began = self._now()
             raw = await self._call("GET", LEASE, self._where)
@@ -167,7 +168,7 @@ class Candidate:
         is_same = holder == self.identity
         return {
             "holderIdentity": self.identity,
-            # Whole seconds, and no fewer than we count on ourselves.
+            # Whole seconds, rounded up: others must not wait less than we count on.
             "leaseDurationSeconds": max(1, math.ceil(self.terms.duration.total_seconds())),
             "renewTime": time,
             "acquireTime": (old.get("acquireTime") if is_same else None) or time,

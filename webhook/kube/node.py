@@ -1,4 +1,4 @@
-"""The form of a Node object."""
+"""Parses Node objects."""
 
 from datetime import datetime
 from typing import Annotated
@@ -43,7 +43,7 @@ class NodeWire(WireStruct, frozen=True):
 
 
 def node_of(raw: Raw) -> Node:
-    """A Node object, without its devices."""
+    """The Node, without its devices."""
     wire = msgspec.convert(raw, NodeWire)
     spec, status = wire.spec or NodeSpecWire(), wire.status or NodeStatusWire()
     return Node(

@@ -1,4 +1,4 @@
-"""Where objects are in the API server: kinds of our own by group, version and plural, and the path of each kind."""
+"""API paths: group, version and plural of our kinds, and the path of each kind."""
 
 GPU_NODES = ("gpuwarden.io", "v1alpha1", "gpunodes")
 NODE_EVIDENCES = ("gpuwarden.io", "v1alpha1", "nodeevidences")

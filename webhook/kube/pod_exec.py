@@ -1,4 +1,4 @@
-"""A command in a container of a pod, by the API server's exec over a WebSocket."""
+"""Runs a command in a pod's container, through the API server's exec endpoint over a WebSocket."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -15,12 +15,12 @@ from webhook.core.errors import GpuwardenError
 from webhook.kube.json_objects import decoded
 from webhook.kube.requests import RateLimit
 
-# Of what a command says beside its answer, enough to see what is wrong.
+# Characters of error output in a message.
 MAX_COMPLAINT: Final = 2000
 
 
 class ExecError(GpuwardenError):
-    """The command has given no answer. `reason` is one of few words, for metrics."""
+    """The command failed. `reason` is one of a few fixed values, used as a metric label."""
 
     def __init__(self, reason: str, text: str) -> None:
         self.reason = reason
@@ -44,7 +44,7 @@ class ExecStatusWire(msgspec.Struct, frozen=True):
 
 @define
 class ExecOutput:
-    """What has come so far."""
+    """The output received so far."""
 
     limit: int
     stdout: bytearray = field(factory=bytearray)
@@ -52,33 +52,33 @@ class ExecOutput:
     status: ExecStatusWire | None = None
 
     def take(self, frame: bytes) -> None:
-        """The first byte says what it is part of."""
+        """The first byte of a frame is its channel."""
         channel, content = frame[0], frame[1:]
         if channel == STDOUT_CHANNEL:
             self.stdout += content
             if len(self.stdout) > self.limit:
-                raise ExecError("too_large", f"its answer is larger than {self.limit} bytes")
+                raise ExecError("too_large", f"the output is larger than {self.limit} bytes")
         elif channel == STDERR_CHANNEL:
             self.stderr += content[: MAX_COMPLAINT - len(self.stderr)]
         elif channel == ERROR_CHANNEL and content:
             try:
                 self.status = decoded(content, ExecStatusWire)
             except msgspec.DecodeError as exc:
-                raise ExecError("unavailable", "its end cannot be read") from exc
+                raise ExecError("unavailable", "the exit status cannot be read") from exc
 
     def content(self) -> bytes:
-        """All of stdout, if the command has succeeded. Words on stderr are no failure; the exit code is."""
+        """Stdout, if the command succeeded. Output on stderr is not a failure; a non-zero exit code is."""
         if self.status is None:
-            raise ExecError("cut_off", "the connection ended before the command")
+            raise ExecError("cut_off", "the connection was closed before the command ended")
         if self.status.status == "Success":
             return bytes(self.stdout)
         causes = (self.status.details and self.status.details.causes) or []
         codes = [one.message for one in causes if one.reason == "ExitCode"]
-        # nvidia-smi complains on stdout.
+        # nvidia-smi writes errors to stdout.
         said = bytes(self.stderr or self.stdout[:MAX_COMPLAINT]).decode(errors="replace").strip()
         if codes:
             raise ExecError("exit_code", f"exit code {codes[0][:20]}: {said[:MAX_COMPLAINT]}")
-        raise ExecError("unavailable", f"it did not run to its end: {self.status.message[:MAX_COMPLAINT]}: {said}")
+        raise ExecError("unavailable", f"the command did not complete: {self.status.message[:MAX_COMPLAINT]}: {said}")
 
 
 class PodExec:
@@ -89,7 +89,7 @@ class PodExec:
         self._client = WsApiClient(api.configuration)  # type: ignore[no-untyped-call]  # theirs to annotate
 
     async def run(self, namespace: str, pod: str, container: str, command: Sequence[str], limit: int) -> bytes:
-        """What it writes on stdout. Raises ExecError; the caller bounds the time."""
+        """The command's stdout. Raises ExecError. The caller sets a timeout."""
         answer = ExecOutput(limit)
         await self._limit.turn()
         query = [("stdout", "true"), ("stderr", "true"), *(("command", word) for word in command)]
@@ -104,7 +104,7 @@ class PodExec:
         except ApiException as exc:
             raise refusal(exc.status or 0) from exc
         except (aiohttp.ClientError, OSError) as exc:
-            raise ExecError("unavailable", f"the API server cannot be reached: {type(exc).__name__}") from exc
+            raise ExecError("unavailable", f"the API server is unreachable: {type(exc).__name__}") from exc
         return answer.content()
 
     async def _opened(self, namespace: str, pod: str, query: list[tuple[str, str]]) -> Any:
@@ -126,7 +126,7 @@ class PodExec:
 
 def refusal(status: int) -> ExecError:
     if status == 403:
-        return ExecError("forbidden", "exec is not allowed here: 403; it takes get and create on pods/exec")
+        return ExecError("forbidden", "the API server answered 403; exec requires get and create on pods/exec")
     if status == 404:
-        return ExecError("gone", "there is no such pod any more")
+        return ExecError("gone", "the pod no longer exists")
     return ExecError("unavailable", f"the API server answered {status}")

@@ -5,7 +5,7 @@ import msgspec
 from webhook.core.reservation import PodIdentity
 from webhook.kube.json_objects import decoded
 
-# Below the five seconds that a scheduler waits for an extender if nothing else is said.
+# kube-scheduler waits five seconds for an extender by default.
 REQUEST_TIMEOUT = 4.0
 
 

@@ -1,4 +1,4 @@
-"""Single requests to the API server, at no more than a rate, with its refusals in our words."""
+"""Single requests to the API server, rate-limited, with its errors translated."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -21,16 +21,16 @@ MERGE_PATCH: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
 POD_PATH: Final = "/api/v1/namespaces/{namespace}/pods/{name}"
 NODE_PATH: Final = "/api/v1/nodes/{name}"
-# What the client library raises where no good answer came.
+# What the client library raises if there is no usable answer.
 REQUEST_ERRORS: Final = (ApiException, aiohttp.ClientError, TimeoutError, OSError)
 
 
 class ApiUnavailableError(GpuwardenError):
-    """The API server did not answer, or not this time."""
+    """The API server did not answer, or failed temporarily."""
 
 
 class ApiRefusesError(GpuwardenError):
-    """The API server refuses it, and would again."""
+    """The API server rejected the request; a retry would be rejected too."""
 
     def __init__(self, status: int, text: str) -> None:
         self.status = status
@@ -43,7 +43,7 @@ class SaidWire(msgspec.Struct, frozen=True):
 
 @frozen
 class ApiReply:
-    """What the API server has answered, with its `Warning` headers."""
+    """An answer of the API server, with its `Warning` headers."""
 
     status: int
     content: bytes
@@ -51,13 +51,13 @@ class ApiReply:
 
 
 class RateLimit:
-    """So many requests a second, and so many at once after a rest."""
+    """A token bucket: `rate` requests per second, and up to `burst` at once."""
 
     def __init__(self, rate: float, burst: int, now: Callable[[], float]) -> None:
         self._rate = rate
         self._burst = burst
         self._now = now
-        # When the bucket would be full again.
+        # When the bucket will be full again.
         self._full_at = now()
 
     async def turn(self) -> None:
@@ -78,10 +78,10 @@ async def request_json(
     seconds: float,
     kind: str = JSON,
 ) -> tuple[int, bytes]:
-    """The status and the content of whatever comes back; raises one of LOST. Names come from whoever sends reviews:
-    what cannot be one leads to no object, and to no request.
+    """The answer's status and content. Raises one of REQUEST_ERRORS. An invalid object name gives 404 without a
+    request: names may come from the caller of a webhook.
 
-    By paths: the client's methods for pods and nodes load a module for every kind of object there is, 24 MiB of them.
+    Requests use paths, because the client's methods for pods and nodes load a module for every kind, 24 MiB in total.
     """
     reply = await send_request(api, method, path, names, body, seconds=seconds, kind=kind)
     return reply.status, reply.content
@@ -98,10 +98,10 @@ async def send_request(
     kind: str = JSON,
     query: Mapping[str, str] | None = None,
 ) -> ApiReply:
-    """The same with the warnings."""
+    """Like `request_json`, with query parameters and the answer's warnings."""
     if not all(map(is_object_name, names.values())):
         return ApiReply(404, b"")
-    request = await api.param_serialize(  # which reads the token from its file
+    request = await api.param_serialize(  # reads the token file
         method=method,
         resource_path=path,
         path_params=dict(names),
@@ -116,7 +116,7 @@ async def send_request(
 
 
 class RateLimitedClient:
-    """Requests with the credentials of `api`."""
+    """Rate-limited requests with the credentials of `api`."""
 
     def __init__(self, api: client.ApiClient, limit: RateLimit, longest: float = REQUEST_TIMEOUT) -> None:
         self._api = api
@@ -124,7 +124,7 @@ class RateLimitedClient:
         self._longest = longest
 
     async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
-        """The object; None if there is none. Raises ApiAwayError, ApiRefusesError."""
+        """The object, or None for 404. Raises ApiUnavailableError, ApiRefusesError."""
         await self._limit.turn()
         kind = MERGE_PATCH if method == "PATCH" else JSON
         try:
@@ -142,7 +142,7 @@ class RateLimitedClient:
         try:
             return object_in(content)
         except msgspec.DecodeError as exc:
-            raise ApiUnavailableError("the API server's answer cannot be read") from exc
+            raise ApiUnavailableError("the API server's answer is not valid JSON") from exc
 
 
 def error_message(content: bytes) -> str:

@@ -1,15 +1,15 @@
-"""What a write to the API server comes to: written, refused, stale, or unknown."""
+"""The outcomes of a write to the API server other than success: refused, stale, or unknown."""
 
 from webhook.core.errors import LedgerError, LedgerUnavailableError
 
 
 class StaleError(LedgerError):
-    """Somebody else has written since: nothing was written."""
+    """The object has changed since it was read. Nothing was written."""
 
 
 class RefusedError(LedgerError):
-    """The store's own rules forbid it: nothing was written."""
+    """A rule of the API server rejects the object. Nothing was written."""
 
 
 class StoreUnavailableError(LedgerUnavailableError):
-    """No answer, or one that says nothing: it may have been written, or not."""
+    """There was no usable answer. The write may have been carried out."""

@@ -1,4 +1,4 @@
-"""What a watch has told of objects without a namespace, by name, and which of them are news."""
+"""Keeps the last known state of cluster-scoped objects from a watch, and which of them changed."""
 
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
@@ -15,9 +15,9 @@ Kept = TypeVar("Kept")
 
 
 class ObjectView(Generic[Kept]):
-    """What matters of each object. What is written is learnt from the answer: the watch only says it again later.
+    """The extracted state of each object. Callers add the answers of their own writes, which the watch repeats later.
 
-    One object that cannot be read stays as it was known.
+    An object that cannot be parsed keeps its last state.
     """
 
     def __init__(self, matters: Callable[[Raw], Kept]) -> None:
@@ -36,14 +36,14 @@ class ObjectView(Generic[Kept]):
         return set(self._kept)
 
     def take_changes(self) -> list[str]:
-        """The names of what has come, gone or changed in what matters since this was last asked."""
+        """The names of objects created, deleted or changed in their extracted state since the last call."""
         news, self._news = self._news, {}
         return list(news)
 
-    # What the watch tells, and what a write is answered with.
+    # Called by the watch and with the answers of writes.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        self._versions.clear()  # a list is right even where the store was put back to an earlier day
+        self._versions.clear()  # after a restore of etcd, versions may be lower
         names = set()
         for raw in objects.values():
             names.add(raw["metadata"]["name"])
@@ -58,7 +58,7 @@ class ObjectView(Generic[Kept]):
         try:
             kept = self._matters(raw)
         except GpuwardenError as exc:
-            log.warning("object left as it was known", kind=raw.get("kind"), name=name, problem=str(exc))
+            log.warning("unreadable object keeps its last state", kind=raw.get("kind"), name=name, problem=str(exc))
             return
         if name not in self._kept or self._kept[name] != kept:
             self._news[name] = None
@@ -69,7 +69,7 @@ class ObjectView(Generic[Kept]):
             self.forget(raw["metadata"]["name"])
 
     def forget(self, name: str) -> None:
-        """There is no such object any more."""
+        """Removes an object that no longer exists."""
         self._versions.pop(name, None)
         if name in self._kept:
             del self._kept[name]
@@ -81,7 +81,7 @@ def version_of(raw: Raw) -> int:
 
 
 class ListenerGroup:
-    """One watch for all who want to hear the same."""
+    """Forwards one watch to several listeners."""
 
     def __init__(self, *listeners: WatchListener) -> None:
         self._listeners = listeners

@@ -1,7 +1,7 @@
-"""A view of one kind of object, kept current: list, watch, bookmarks, and starting over where the server says so.
+"""Lists and watches one kind of object, with bookmarks. Lists again when the server no longer knows the version.
 
-The client library has no informer for asyncio. A list that failed says nothing, and neither does a watch that ended:
-what is known stays known until a later answer says otherwise.
+The client library has no informer for asyncio. A failed list or a watch that ended changes nothing: the listener keeps
+its state until a later answer.
 """
 
 import asyncio
@@ -27,43 +27,43 @@ log = structlog.get_logger(__name__)
 
 Trimmed = Callable[[Raw], Raw]
 
-# The server ends a watch after this; a little less than what proxies in between tend to allow.
+# The server ends a watch after this time, a little less than the usual timeout of proxies.
 WATCH_SECONDS = 290
-# Bookmarks come about once a minute, so who has said nothing for longer is not there: a path that has died without a
-# word would be believed until the watch's own end.
+# Bookmarks arrive about every minute. Without data for this time the connection is considered dead; otherwise a dead
+# connection would go unnoticed until the end of the watch.
 SILENCE = 90.0
 LIST_TIMEOUT = 60.0
 PAGE = 500
-# An object of 1.5 MiB, which is the most that is stored, may be several times as long in JSON. What is longer still is
-# found in the list.
+# The largest stored object has 1.5 MiB and may be several times as long in JSON. After a longer line the objects are
+# listed again.
 LONGEST_LINE = 2**26
-# A watch that ends sooner may have been ended by somebody who would always end it so soon.
+# If a watch ends sooner, the next one waits: the server may end every watch at once.
 SOON = 1.0
-# After a failure: soon, then less and less often. A server that comes back is noticed within this.
+# After failures. A server that is back is noticed within the longest pause.
 BACKOFF = Backoff(timedelta(seconds=0.1), timedelta(seconds=5), jitter=(0.5, 1.5))
 
 WATCH_ERRORS = (*REQUEST_ERRORS, msgspec.DecodeError)
 
 
 class StartOverError(GpuwardenError):
-    """The server no longer knows the version we were at."""
+    """The server no longer knows our resource version: list again."""
 
 
 class WatchListener(Protocol):
-    """Hears what there is."""
+    """Receives the objects."""
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        """All there is at one moment, by `namespace/name`: what is not among them is gone."""
+        """All objects, by `namespace/name`. Objects that are not among them were deleted."""
 
     def changed(self, raw: Raw) -> None:
-        """One object has come or changed."""
+        """An object was created or changed."""
 
     def deleted(self, raw: Raw) -> None:
-        """One object has gone; this is what it was last."""
+        """An object was deleted; `raw` is its last state."""
 
 
 class Watch:
-    """The objects under one path of the API server."""
+    """Watches the objects under one path of the API server."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Watch:
         silence: float = SILENCE,
         backoff: Backoff = BACKOFF,
     ) -> None:
-        """`only`: the selectors of a query, where not all objects are wanted; `trimmed`: what the listener wants of
-        each in a list, which may be of many thousands."""
+        """`only`: query parameters such as selectors. `trimmed`: reduces each object of a list to what the listener
+        reads; a list may have many thousands of objects."""
         self._silence = silence
         self._backoff = backoff
         self._api = api
@@ -86,14 +86,14 @@ class Watch:
         self._listener = listener
         self._version = ""
         self.is_current = False
-        """Whether there has been a list, and no failure since the last answer."""
+        """Whether a list is complete and nothing has failed since."""
         self.ready = asyncio.Event()
-        """Set once the first list is in."""
+        """Set after the first list."""
         self.lists = 0
         self._lost_at: float | None = None
 
     async def run(self) -> None:
-        """For ever."""
+        """Runs until cancelled."""
         failures = 0
         loop = asyncio.get_running_loop()
         while True:
@@ -119,7 +119,7 @@ class Watch:
 
     @property
     def behind_for(self) -> float:
-        """For how many seconds nothing has been heard, after something was; 0 while it is current."""
+        """Seconds since the connection was lost; 0 while it is current or before the first list."""
         if self.is_current or self._lost_at is None:
             return 0.0
         return asyncio.get_running_loop().time() - self._lost_at
@@ -130,7 +130,7 @@ class Watch:
         self.is_current = False
 
     def _start_over(self) -> None:
-        """What has happened since is not known before there is a list."""
+        """Events were missed, so the objects have to be listed again."""
         self._lose()
         self._version = ""
 
@@ -161,7 +161,7 @@ class Watch:
                 yield object_in(line)
 
     async def _line(self, response: aiohttp.ClientResponse) -> bytes:
-        """Empty at the end. Raises TimeoutError after a silence."""
+        """The next line; empty at the end. Raises TimeoutError after `silence` seconds without data."""
         async with asyncio.timeout(self._silence):
             try:
                 return await response.content.readuntil(b"\n", max_size=LONGEST_LINE)
@@ -189,7 +189,7 @@ def key_of(raw: Raw) -> str:
 async def whole_list(
     api: client.ApiClient, path: str, only: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Raw], str]:
-    """All objects at one version, from a quorum and not from a cache, by `namespace/name`; and the version."""
+    """All objects by `namespace/name`, and their resource version. The read is consistent, not from a cache."""
     found: dict[str, Raw] = {}
     version = ""
     async for page, at in pages(api, path, only):
@@ -199,7 +199,7 @@ async def whole_list(
 
 
 class PackedObjects(Mapping[str, Raw]):
-    """Objects as packed text until they are looked at: of some kilobytes some hundred bytes."""
+    """Objects compressed in memory, about a tenth of their size."""
 
     def __init__(self) -> None:
         self._texts: dict[str, bytes] = {}
@@ -221,7 +221,7 @@ class PackedObjects(Mapping[str, Raw]):
 async def packed_list(
     api: client.ApiClient, path: str, only: Mapping[str, str], trimmed: Trimmed
 ) -> tuple[PackedObjects, str]:
-    """The same, of each object what is wanted of it."""
+    """Like `whole_list`, with trimmed and compressed objects."""
     found, version = PackedObjects(), ""
     async for page, at in pages(api, path, only):
         for raw in page:
@@ -245,7 +245,7 @@ class PageWire(msgspec.Struct, frozen=True):
 async def pages(
     api: client.ApiClient, path: str, only: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[Iterator[Raw], str]]:
-    """A list in parts, each with the version of the whole. Objects are read one by one: as text they are small."""
+    """The pages of a list, each with the version of the list. Objects are decoded one by one to save memory."""
     query = {**(only or {}), "limit": str(PAGE)}
     while True:
         page = await one_page(api, path, query)
@@ -253,7 +253,7 @@ async def pages(
         yield objects_in(page), page.metadata.version
         if not query["continue"]:
             return
-        del page  # some megabytes, which are not held while the next come
+        del page  # frees some megabytes before the next page arrives
 
 
 async def one_page(api: client.ApiClient, path: str, query: Mapping[str, str]) -> PageWire:
@@ -268,7 +268,7 @@ def objects_in(page: PageWire) -> Iterator[Raw]:
 
 
 async def opened(api: client.ApiClient, path: str, query: Mapping[str, str], seconds: float) -> aiohttp.ClientResponse:
-    """The response with its body still to be read, whatever kind of object it is."""
+    """The response, with its body not read yet. Raises ApiException for status 400 and above."""
     request = await api.param_serialize(
         method="GET",
         resource_path=path,

@@ -84,7 +84,7 @@ async def test_a_user_cannot_open_the_gate(people: People, enabled: str) -> None
     await people.user.create(PODS, pod("a", schedulingGates=gates), enabled)
     await refused(
         people.user.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/1"}], enabled),
-        f"The scheduling gate {GATE} is opened by gpuwarden",
+        f"The scheduling gate {GATE} is removed by gpuwarden",
         "not by pat.",
     )
     await people.user.patch(PODS, "a", [{"op": "remove", "path": "/spec/schedulingGates/0"}], enabled)

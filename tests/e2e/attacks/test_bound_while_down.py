@@ -364,7 +364,7 @@ async def test_another_hash_than_the_pod_asked_for_is_no_evidence(scene: Scene) 
     await wait_until(scene.ends, lambda data: data[uid].startswith("1970"))
     await scene.site.stop()
     await scene.opened("late")
-    await scene.refused("late", "the pod may not be bound without its review")
+    await scene.refused("late", "the pod may no longer be bound without a review")
 
 
 async def test_overload_is_not_taken_for_down(scene: Scene) -> None:
@@ -405,7 +405,7 @@ async def test_a_pod_past_its_time_is_bound_no_more(cluster: Cluster, kube: Kube
         await scene.site.stop()
         await asyncio.sleep(6)
         await scene.opened("late")
-        await scene.refused("late", "the pod may not be bound without its review")
+        await scene.refused("late", "the pod may no longer be bound without a review")
 
 
 async def test_a_pod_that_was_bound_on_the_word_of_before_is_evicted_when_we_are_back(
@@ -468,7 +468,7 @@ async def test_a_crowd_is_not_bound_where_the_definition_is_that_of_a_version_wi
             await kube.patch(NAMESPACES, crowd, {"metadata": {"labels": OPT_IN}})
             await wait_until(lambda: kube.get(BINDING_ENDS, NAME), lambda found: "kept" not in found["spec"])
             await scene.site.stop()
-            assert await is_refused(scheduler, one, "has not written yet where evidence ends")
+            assert await is_refused(scheduler, one, "has not written yet when evidence ends")
 
 
 @asynccontextmanager
@@ -510,7 +510,7 @@ async def test_nothing_is_bound_before_somebody_has_written_where_evidence_ends(
         await pod_in_phase(kube, here.namespace, "reviewed", "Running")
         left = await kube.create(PODS, pod("left", schedulerName="nobody"), here.namespace)
         await here.stop()
-        words = "has not written yet where evidence ends"
+        words = "has not written yet when evidence ends"
         async with Kube(cluster.as_user("system:kube-scheduler")) as scheduler:
             await wait_until(lambda: is_refused(scheduler, left, words))
         await kube.create(PODS, pod("plain"), here.namespace)

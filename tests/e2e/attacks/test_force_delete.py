@@ -394,7 +394,7 @@ async def is_refused(request: Awaitable[Raw]) -> bool:
     try:
         await request
     except ApiError as exc:
-        return "of this pod with GPUs it is at most" in exc.message
+        return "the maximum for this pod with GPUs is its own" in exc.message
     return False
 
 

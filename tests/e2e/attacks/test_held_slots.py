@@ -85,5 +85,5 @@ async def test_of_blind_writers_to_one_slot_one_wins(bench: ApiBench) -> None:
 async def test_what_names_no_slot_cannot_be_held(bench: ApiBench, slot: str) -> None:
     entry = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
     await bench.reserve(bench.ledger, ask(1), on("node-a", "GPU-a1"))
-    with pytest.raises(ApiError, match="a slot is named by its device and a number"):
+    with pytest.raises(ApiError, match="a slot is named by the UUID of its device and a number"):
         await bench.kube.patch(GPU_NODES, "node-a", {"status": {"held": {slot: entry}}}, subresource="status")

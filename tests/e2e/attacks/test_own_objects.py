@@ -154,13 +154,13 @@ async def test_reservations_are_not_deleted_with_their_node(people: People) -> N
 
 
 async def test_what_nodes_have_proven_is_written_by_gpuwarden(people: People) -> None:
-    said = "What node-p has proven is written by gpuwarden only, not by pat."
+    said = "The evidence of node-p is written by gpuwarden only, not by pat."
     await refused(people.user.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status"), said)
     await refused(people.user.patch(NODE_EVIDENCES, "node-p", {"metadata": {"labels": {"a": "b"}}}), said)
     new = new_node_evidence("node-q")
-    await refused(people.user.create(NODE_EVIDENCES, new), "What node-q has proven is written by gpuwarden only")
-    await refused(people.user.delete(NODE_EVIDENCES, "node-p"), "What node-p has proven is deleted", "pat")
-    await refused(people.user.call("DELETE", NODE_EVIDENCES.path(None)), "has proven is deleted", "pat")
+    await refused(people.user.create(NODE_EVIDENCES, new), "The evidence of node-q is written by gpuwarden only")
+    await refused(people.user.delete(NODE_EVIDENCES, "node-p"), "The evidence of node-p is deleted", "pat")
+    await refused(people.user.call("DELETE", NODE_EVIDENCES.path(None)), "is deleted by gpuwarden only", "pat")
     await people.warden.create(NODE_EVIDENCES, new, dryRun="All")
     await people.warden.patch(NODE_EVIDENCES, "node-p", FORGED_PROOF, subresource="status")
     # As for its stored version.
@@ -169,7 +169,7 @@ async def test_what_nodes_have_proven_is_written_by_gpuwarden(people: People) ->
 
 
 async def test_until_when_pods_are_bound_without_a_review_is_written_by_gpuwarden(people: People) -> None:
-    said = "Until when pods are bound without a review is written by gpuwarden only, not by pat."
+    said = "BindingEnds are written by gpuwarden only, not by pat."
     await refused(people.user.create(BINDING_ENDS, {**ENDS, "metadata": {"name": "another"}}), said)
     kept = {"spec": {"kept": "2026-01-01T00:00:00Z", "nodes": {}}}
     await refused(people.user.patch(BINDING_ENDS, "gpuwarden", kept), said)

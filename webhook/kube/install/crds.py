@@ -1,4 +1,4 @@
-"""The custom resources, as an installer applies them."""
+"""The custom resource definitions."""
 
 from importlib import resources
 from typing import Any
@@ -9,7 +9,7 @@ Manifest = dict[str, Any]
 
 
 def texts() -> list[str]:
-    """Every CRD as it is shipped, comments included."""
+    """Every CRD as shipped, with comments."""
     folder = resources.files("webhook.kube.install") / "manifests"
     return [path.read_text() for path in sorted(folder.iterdir(), key=str) if path.name.endswith(".yaml")]
 
@@ -19,5 +19,5 @@ def manifests() -> list[Manifest]:
 
 
 def as_yaml() -> str:
-    """All of them as YAML documents."""
+    """All CRDs as YAML documents."""
     return "---\n".join(texts())

@@ -1,7 +1,6 @@
-"""What the API server is told of us: which pods it sends, what it refuses by itself when no replica is up, and what
-we may do.
+"""The webhook configurations, admission policies and roles.
 
-The files stand by themselves for an installation in the namespace `gpuwarden`, but for the CA bundle.
+The shipped files can be applied as they are to the namespace `gpuwarden`, except for the CA bundle.
 """
 
 import base64
@@ -30,7 +29,7 @@ CERTS = ("certs.yaml",)
 EXPORT = ("export.yaml",)
 SCORE = ("score.yaml",)
 
-# Debug containers come by a door of their own.
+# Debug containers are added through a subresource.
 DEBUGGING: tuple[Manifest, ...] = (
     {
         "apiGroups": [""],
@@ -41,7 +40,7 @@ DEBUGGING: tuple[Manifest, ...] = (
     },
 )
 
-# As the files have them.
+# Names in the shipped files.
 NAMESPACE = "gpuwarden"
 SERVICE = "gpuwarden"
 GPU_NAMESPACE = "gpu-operator"
@@ -53,53 +52,52 @@ HOST_PATHS = "dyn([])"
 OWN_ACCOUNTS = "system:serviceaccount:{}:"
 RECONCILER, BINDER, EXPORTER = "gpuwarden-reconcile", "gpuwarden-bind", "gpuwarden-export"
 
-# Names of labels, annotations and resources; what else could stand in a quoted word of CEL has no place there.
-# A user's name, where it can stand in a quoted word of CEL.
+# Users' names that can be quoted in CEL without escapes; then names of labels, annotations and resources.
 USER_NAME = re.compile(r"[A-Za-z0-9@:._/-]+")
 
 
 class Blinds(StrEnum):
-    """Who blinds containers whose pods ask for nothing."""
+    """Who hides GPUs from containers of pods without a claim."""
 
-    # The API server by itself, from Kubernetes 1.36 on.
+    # A MutatingAdmissionPolicy, from Kubernetes 1.36 on.
     POLICY = "policy"
-    # Our webhook: every pod of the namespaces that have opted in is sent to it.
+    # The webhook: every pod of opted-in namespaces is sent to it.
     WEBHOOK = "webhook"
     NOBODY = "nobody"
 
 
 @frozen
 class Installation:
-    """What only an installer knows."""
+    """The values that differ between installations."""
 
     namespace: str = NAMESPACE
     service: str = SERVICE
     port: int = 443
-    # Where the pods of the device plugin are, for `gpuwarden export`.
+    # The namespace of the device plugin's pods, for `gpuwarden export`.
     gpu_namespace: str = GPU_NAMESPACE
-    # Instead of the service, for a server outside of the cluster.
+    # Used instead of the service, for a server outside the cluster.
     url: str | None = None
-    # The service accounts of those who write to pods and nodes.
+    # Service accounts that write pods and nodes.
     reconciler: str = RECONCILER
     binder: str = BINDER
     exporter: str = EXPORTER
-    # In PEM; without it the API server goes by the roots of its own machine.
+    # In PEM. If empty, the API server uses its system roots.
     ca_bundle: bytes = b""
     opt_in: str = OPT_IN
-    # Beside the names that always count.
+    # In addition to the built-in names.
     hash_aliases: tuple[str, ...] = ()
     resource: str = RESOURCE
-    # Users that bind pods where their node affinity leads: their Bindings go on while nobody answers. Without any, no
-    # pod is bound meanwhile in a namespace that has opted in.
+    # Users that bind pods according to their node affinity. Their Bindings continue while no replica answers. If empty,
+    # no pod is bound meanwhile in an opted-in namespace.
     schedulers: tuple[str, ...] = (SCHEDULER,)
-    # A server that watches pods hears of their end by itself. A Binding is the last look before a pod is on its node.
+    # Not needed if the server watches pods. Bindings are reviewed as the last check before a pod starts on its node.
     reviews_deletes: bool = False
     reviews_bindings: bool = True
-    # Who sees to it that containers without a claim are shown no GPU.
+    # Who hides GPUs from containers without a claim.
     blinds: Blinds = Blinds.POLICY
-    # In seconds: how long a deletion may let the containers of a pod with GPUs go on.
+    # Maximum grace period in seconds of a deletion of a pod with GPUs.
     max_grace: int = MAX_GRACE
-    # Directories of nodes that pods of opted-in namespaces may mount for reading.
+    # Host directories that pods of opted-in namespaces may mount read-only.
     host_paths: tuple[str, ...] = ()
     names: Mapping[str, str] = field(init=False, eq=False, repr=False)
 
@@ -116,14 +114,14 @@ class Installation:
 
     @names.default
     def _names(self) -> dict[str, str]:
-        """What the files say, and what is said here instead."""
+        """Text in the files to text of this installation."""
         hashes = [f"'{name}'" for name in dict.fromkeys((*keys.REQUIRED_HASH.names, *self.hash_aliases))]
         return {
             OPT_IN: self.opt_in,
             ", ".join(f"'{name}'" for name in keys.REQUIRED_HASH.names): ", ".join(hashes),
             f"'{RESOURCE}'": f"'{self.resource}'",
             f"'{SCHEDULER}'": ", ".join(f"'{name}'" for name in self.schedulers),
-            # Whole names first: they begin with what is filled in after them.
+            # Full account names first: the namespace alone, replaced below, is their prefix.
             **{self._account(NAMESPACE, ours): self._account(self.namespace, own) for ours, own in self._accounts()},
             OWN_ACCOUNTS.format(NAMESPACE): OWN_ACCOUNTS.format(self.namespace),
             GPU_NAMESPACE: self.gpu_namespace,
@@ -144,7 +142,7 @@ class Installation:
 
 
 def webhooks(installation: Installation) -> list[Manifest]:
-    """The webhook configurations: after these the API server calls, so the server has to be up."""
+    """The webhook configurations. Apply them once the server runs: the API server calls it from then on."""
     found = [filled(one, installation) for one in manifests(*WEBHOOKS)]
     for manifest in found:
         manifest["webhooks"] = [
@@ -159,45 +157,45 @@ def webhooks(installation: Installation) -> list[Manifest]:
 
 
 def while_down(installation: Installation) -> list[Manifest]:
-    """What stands in for the review of schedulers' Bindings while no replica answers. It comes before the webhooks,
-    which let those Bindings go on without us."""
+    """The policies that replace the review of schedulers' Bindings while no replica answers. Apply them before the
+    webhooks, which ignore failures for these Bindings."""
     return [filled(one, installation) for one in manifests(*WHILE_DOWN)] if installation.schedulers else []
 
 
 def policies(installation: Installation) -> list[Manifest]:
-    """The policies and their bindings, which need no server."""
+    """The policies and their bindings. They need no server."""
     files = [name for name in POLICIES if name != BLIND or installation.blinds is Blinds.POLICY]
     return [filled(one, installation) for one in manifests(*files)]
 
 
 def rbac(installation: Installation) -> list[Manifest]:
-    """Our service accounts and what they may do."""
+    """Our service accounts and their roles."""
     return [filled(one, installation) for one in manifests(*RBAC)]
 
 
 def export(installation: Installation) -> list[Manifest]:
-    """The service account of `gpuwarden export` and what it may do."""
+    """The service account of `gpuwarden export` and its roles."""
     return [filled(one, installation) for one in manifests(*EXPORT)]
 
 
 def certs(installation: Installation) -> list[Manifest]:
-    """The account of whoever makes our certificates, where no other does."""
+    """The service account that issues our certificates, if cert-manager does not."""
     return [filled(one, installation) for one in manifests(*CERTS)]
 
 
 def score(installation: Installation) -> list[Manifest]:
-    """The account of `gpuwarden score`, which only reads."""
+    """The service account of `gpuwarden score`, which only reads."""
     return [filled(one, installation) for one in manifests(*SCORE)]
 
 
-# In the order in which they are applied. The webhooks come last: from then on pods wait for the server.
+# In the order to apply them. The webhooks come last: from then on pods wait for the server.
 PRINTED: Mapping[str, Callable[[Installation], list[Manifest]]] = {
     "crds": lambda installation: crds.manifests(),
     "rbac": rbac,
     "policies": policies,
     "webhooks": lambda installation: [*while_down(installation), *webhooks(installation)],
 }
-# What not every cluster has a place for.
+# Optional, so only printed by name.
 BY_NAME_ONLY: Mapping[str, Callable[[Installation], list[Manifest]]] = {
     "export": export,
     "certs": certs,
@@ -206,14 +204,14 @@ BY_NAME_ONLY: Mapping[str, Callable[[Installation], list[Manifest]]] = {
 
 
 def as_yaml(what: str, installation: Installation) -> str:
-    """One of `PRINTED`, or `all` of them, or one of `BY_NAME_ONLY`, as YAML documents."""
+    """One of `PRINTED` or `BY_NAME_ONLY`, or `all` of `PRINTED`, as YAML documents."""
     wanted = PRINTED if what == "all" else (what,)
     found = [one for name in wanted for one in {**PRINTED, **BY_NAME_ONLY}[name](installation)]
     return yaml.safe_dump_all(found, sort_keys=False, width=120, explicit_start=True)
 
 
 def manifests(*files: str) -> list[Manifest]:
-    """The objects as they are shipped."""
+    """The shipped objects."""
     return [one for name in files for one in yaml.safe_load_all(text(name))]
 
 
@@ -230,14 +228,14 @@ def is_wanted(name: str, installation: Installation) -> bool:
 
 
 def as_blinding(hook: Manifest, installation: Installation) -> Manifest:
-    """The hook that dresses pods sees every pod and every debug container, where it blinds them."""
+    """With Blinds.WEBHOOK, the mutating hook matches every pod and debug container."""
     if installation.blinds is not Blinds.WEBHOOK or not hook["name"].startswith("mutate."):
         return hook
     return {**hook, "rules": [*hook["rules"], *filled([*DEBUGGING], installation)], "matchConditions": []}
 
 
 def as_binding(hook: Manifest, installation: Installation) -> Manifest:
-    """Where no scheduler has a hook of its own, the last look is at everybody's Bindings."""
+    """Without schedulers, the hook for other users' Bindings matches all Bindings."""
     if installation.schedulers or not hook["name"].startswith("validate-binding."):
         return hook
     return {**hook, "matchConditions": []}
@@ -253,7 +251,7 @@ def client_config(installation: Installation, path: str) -> Manifest:
 
 
 def filled(tree: Any, installation: Installation) -> Any:
-    """The same tree with the installation's names, in keys and values; it shares nothing with the old one."""
+    """A copy of the tree with this installation's names in keys and values."""
     match tree:
         case {"key": "kubernetes.io/metadata.name", "values": list(values), **rest}:
             own = [installation.namespace if name == NAMESPACE else name for name in values]
