@@ -1,4 +1,4 @@
-"""Value sets as installations have them, each different from the others in what it switches on."""
+"""Sets of values as in real installations; each enables other parts."""
 
 from tests.chart.rendering import Raw
 from tests.chart.test_values import CHALLENGES, EXISTING, PEM

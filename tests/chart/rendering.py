@@ -1,4 +1,4 @@
-"""The chart, rendered by the real helm, without a cluster."""
+"""Renders the chart with helm, without a cluster."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ except AttributeError:  # a PyYAML that was built without libyaml
 
 
 def unfolded(values: Mapping[str, Any]) -> Raw:
-    """Dotted names as the tree that they stand for."""
+    """Dotted names as a nested dict."""
     tree: Raw = {}
     for path, value in values.items():
         place = tree
@@ -58,14 +58,14 @@ def known_template(
 
 
 def rendered(values: Mapping[str, Any] | None = None, **options: Any) -> list[Raw]:
-    """The objects, in the order in which helm would apply them."""
+    """The objects in helm's order of installation."""
     done = helm_template(values or {}, **options)
     assert done.returncode == 0, done.stderr
     return [one for one in yaml.load_all(done.stdout, Loader) if one]
 
 
 def refusal(values: Mapping[str, Any], **options: Any) -> str:
-    """The sentence with which it is refused."""
+    """The error message."""
     done = helm_template(values, **options)
     assert done.returncode != 0, "it was rendered"
     return " ".join(done.stderr.split())
@@ -88,7 +88,7 @@ def identity(manifest: Raw) -> tuple[str, str, str]:
 
 
 def pods(found: Sequence[Raw]) -> Iterator[tuple[str, Raw]]:
-    """By component, the Pods that are made."""
+    """The Pod templates by component."""
     for each in of_kind(found, "Deployment", "DaemonSet"):
         yield each["metadata"]["labels"]["app.kubernetes.io/component"], each["spec"]["template"]
 

@@ -1,4 +1,4 @@
-"""The plain manifests are the chart's, and each directory stands by itself."""
+"""The plain manifests equal the rendered chart, and each directory is complete."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def manifests(directory: str) -> list[Raw]:
     return [one for file in files for one in yaml.safe_load_all(file.read_text())]
 
 
-def test_what_is_there_is_what_the_chart_renders() -> None:
+def test_deploy_manifests_equal_the_rendered_chart() -> None:
     """Run `make chart` after a change of the chart."""
     expected = written()
     assert {path for path in DEPLOY.rglob("*") if path.is_file()} == {*expected}
@@ -36,21 +36,21 @@ def test_a_kustomization_names_every_file_beside_it(directory: str) -> None:
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
-def test_the_namespace_comes_first(directory: str) -> None:
+def test_namespace_is_the_first_object(directory: str) -> None:
     assert manifests(directory)[0]["kind"] == "Namespace"
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
-def test_everything_is_in_the_namespace_that_comes_with_it(directory: str) -> None:
+def test_all_objects_are_in_the_namespace_of_the_directory(directory: str) -> None:
     found = manifests(directory)
     (own,) = of_kind(found, "Namespace")
     elsewhere = {one["metadata"].get("namespace") for one in found} - {own["metadata"]["name"], None}
-    # Where the device plugin's pods are.
+    # The namespace of the device plugin's pods.
     assert elsewhere == ({"gpu-operator"} if "exporter" in directory else set())
 
 
 @pytest.mark.parametrize("name", EXPORTERS)
-def test_an_exporter_takes_its_settings_with_the_secrets_that_it_names(name: str, tmp_path: Path) -> None:
+def test_exporter_accepts_its_settings_and_secrets(name: str, tmp_path: Path) -> None:
     found = manifests(f"exporter/{name}")
     (settings,) = of_kind(found, "ConfigMap")
     (deployment,) = of_kind(found, "Deployment")
@@ -64,7 +64,7 @@ def test_an_exporter_takes_its_settings_with_the_secrets_that_it_names(name: str
     assert deployment["spec"]["replicas"] == (2 if name == "prod" else 1)
 
 
-def test_the_filter_takes_its_settings(tmp_path: Path) -> None:
+def test_extender_accepts_its_settings(tmp_path: Path) -> None:
     found = manifests("extender")
     (settings,) = of_kind(found, "ConfigMap")
     file = tmp_path / "settings.yaml"
@@ -80,8 +80,8 @@ def test_the_filter_takes_its_settings(tmp_path: Path) -> None:
     assert 8000 in [port["port"] for port in service["spec"]["ports"]]
 
 
-def test_without_us_a_scheduler_waits_with_pods_that_ask_for_gpus_and_ours_ask_for_none() -> None:
-    """No webhook stands behind it, so it may not go on; and whoever it waits with, it may not be us."""
+def test_scheduler_config_is_not_ignorable_and_our_pods_request_no_gpus() -> None:
+    """Without webhooks a scheduler must wait for the extender, but must not hold back the extender's own pods."""
     scheduler = yaml.safe_load((DEPLOY / "extender/scheduler/scheduler-config.yaml").read_text())
     (extender,) = scheduler["extenders"]
     assert not extender["ignorable"]
@@ -92,7 +92,7 @@ def test_without_us_a_scheduler_waits_with_pods_that_ask_for_gpus_and_ours_ask_f
         assert asked <= {"cpu", "memory"}
 
 
-def test_the_example_asks_for_a_hash_that_the_map_has() -> None:
+def test_example_requires_a_hash_of_the_node_hash_map() -> None:
     example = yaml.safe_load((DEPLOY.parent / "examples/secure-gpu-pod.yaml").read_text())
     (settings,) = of_kind(manifests("extender"), "ConfigMap")
     known = yaml.safe_load(settings["data"]["settings.yaml"])["nodeHashMap"].values()

@@ -1,4 +1,4 @@
-"""The runbook has a line for every alert and every reason, and its links lead somewhere."""
+"""The runbook has a line for every alert and every reason, and its links have targets."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
 def rows(heading: str) -> set[str]:
-    """The first cells of a section's table, each word by itself."""
+    """The words in the first column of a section's table."""
     section = OPERATE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
     return {word.strip() for cell in cells for word in cell.split(",")}
@@ -31,12 +31,12 @@ def test_every_reason_has_a_line() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *(DOCS / "moving").glob("*.md")], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
 
 
-def test_files_that_the_threat_model_names_are_there() -> None:
+def test_files_named_by_the_threat_model_exist() -> None:
     named = re.findall(r"`(tests/[\w/.-]+)`", THREAT_MODEL.read_text())
     assert named
     assert [name for name in named if not (DOCS.parent / name).exists()] == []

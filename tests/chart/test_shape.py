@@ -1,4 +1,4 @@
-"""What stands in the rendered objects: who is called, who may reach whom, and that we are never in our own way."""
+"""The rendered objects: webhooks, Pods, network policies, monitoring. The release never blocks its own pods."""
 
 import base64
 import json
@@ -38,7 +38,7 @@ def test_helm_lints_it() -> None:
 
 
 @pytest.mark.defect("S1-16")
-def test_our_own_namespace_and_that_of_the_cluster_are_never_reviewed() -> None:
+def test_own_namespace_and_kube_system_are_excluded_from_webhooks() -> None:
     for hook in webhooks(rendered({"webhooks.excludedNamespaces": ["cni"]}, namespace="guards")):
         expressions = hook["namespaceSelector"]["matchExpressions"]
         own = [each for each in expressions if each["key"] == "kubernetes.io/metadata.name"]
@@ -47,8 +47,8 @@ def test_our_own_namespace_and_that_of_the_cluster_are_never_reviewed() -> None:
         ]
 
 
-def test_a_name_of_digits_stays_a_name() -> None:
-    """`123` may be a namespace and a class, and YAML would make a number of it."""
+def test_names_of_digits_are_quoted() -> None:
+    """`123` is a valid name of a namespace or class, and YAML would read a number."""
     classes = {"priorityClassName": "123", "priorityClasses.create": True, "priorityClasses.classes": {"123": 1000}}
     found = rendered({"webhooks.excludedNamespaces": ["123"], **classes})
     excluded = [one["values"][-1] for hook in webhooks(found) for one in hook["namespaceSelector"]["matchExpressions"]]
@@ -59,8 +59,8 @@ def test_a_name_of_digits_stays_a_name() -> None:
 
 
 @pytest.mark.parametrize("digits", ["1999", "on", "null"])
-def test_a_release_in_a_namespace_that_yaml_reads_as_something_else(digits: str) -> None:
-    """Wherever it stands alone it is in quotes: a number, a truth or nothing is no namespace."""
+def test_namespace_that_yaml_would_convert_is_quoted(digits: str) -> None:
+    """YAML would read some names as numbers, booleans or null, so they are quoted."""
     for values in (
         {**EVERYTHING, **MONITORED},
         {**EXISTING, "webhooks.optInLabel": digits},
@@ -70,7 +70,7 @@ def test_a_release_in_a_namespace_that_yaml_reads_as_something_else(digits: str)
 
 
 def wrong_kinds(found: Any, path: str = "") -> Iterator[str]:
-    """Where something stands that Kubernetes wants to be text."""
+    """Paths of values that are not strings where Kubernetes requires strings."""
     if isinstance(found, dict):
         for key, value in found.items():
             if not isinstance(key, str):
@@ -87,7 +87,7 @@ def wrong_kinds(found: Any, path: str = "") -> Iterator[str]:
 
 
 @pytest.mark.defect("S1-16")
-def test_the_failure_policy_is_the_values_and_the_last_door_stays_shut() -> None:
+def test_failure_policy_is_configurable_except_for_bindings() -> None:
     for said in ("Fail", "Ignore"):
         for hook in webhooks(rendered({"webhooks.failurePolicy": said})):
             door = hook["name"].partition(".")[0]
@@ -100,7 +100,7 @@ def test_the_failure_policy_is_the_values_and_the_last_door_stays_shut() -> None
 @pytest.mark.parametrize("enabled", [True, False], ids=["webhooks", "no-webhooks"])
 @pytest.mark.parametrize("mode", ["selfManaged", "certManager", "existingSecret"])
 @pytest.mark.parametrize("release", ["gpuwarden", "other"])
-def test_webhooks_are_there_if_and_only_if_they_are_enabled(enabled: bool, mode: str, release: str) -> None:
+def test_webhooks_are_rendered_only_if_enabled(enabled: bool, mode: str, release: str) -> None:
     values = {"webhooks.enabled": enabled, **(EXISTING if mode == "existingSecret" else {"tls.mode": mode})}
     found = rendered(values, release=release)
     service = "gpuwarden" if release == "gpuwarden" else "other-gpuwarden"
@@ -109,7 +109,7 @@ def test_webhooks_are_there_if_and_only_if_they_are_enabled(enabled: bool, mode:
     for hook in hooks:
         client = hook["clientConfig"]
         assert client["service"]["name"] == one(found, "Service", service)["metadata"]["name"]
-        # Otherwise it is put in where the certificate is made, and an upgrade leaves it there.
+        # In the other modes the issuer of the certificate sets it, and an upgrade keeps it.
         assert ("caBundle" in client) is (mode == "existingSecret")
     secret = {"existingSecret": "ours", "certManager": f"{service}-tls", "selfManaged": f"{service}-certs"}[mode]
     mounted = {each["name"]: each for each in dict(pods(found))["serve"]["spec"]["volumes"]}
@@ -118,8 +118,8 @@ def test_webhooks_are_there_if_and_only_if_they_are_enabled(enabled: bool, mode:
         assert all(port["name"] for port in each["spec"]["ports"])
 
 
-def test_the_secret_that_we_write_is_the_releases_own_and_empty() -> None:
-    """So that uninstalling takes the CA's key away, and an upgrade leaves it. Nobody else's mode shares it."""
+def test_self_managed_secret_is_rendered_empty() -> None:
+    """Then an upgrade keeps the CA's key, and uninstalling deletes it. The other modes have other Secrets."""
     secret = one(rendered(), "Secret", "gpuwarden-certs")
     assert secret["type"] == "Opaque"
     assert not {"data", "stringData", "immutable"} & secret.keys()
@@ -136,7 +136,7 @@ def test_a_bundle_may_be_pem_or_base64_of_it() -> None:
         assert bundle == encoded
 
 
-def test_cert_manager_is_told_which_bundle_goes_into_which_configuration() -> None:
+def test_webhooks_have_the_annotation_of_the_ca_injector() -> None:
     found = rendered({"tls.mode": "certManager"}, namespace="guards")
     certificate = one(found, "Certificate", "gpuwarden-tls")
     assert "gpuwarden.guards.svc" in certificate["spec"]["dnsNames"]
@@ -144,7 +144,7 @@ def test_cert_manager_is_told_which_bundle_goes_into_which_configuration() -> No
         assert each["metadata"]["annotations"]["cert-manager.io/inject-ca-from"] == "guards/gpuwarden-tls"
 
 
-def test_aks_leaves_our_webhooks_alone() -> None:
+def test_webhooks_have_the_annotation_of_the_aks_enforcer() -> None:
     for each in of_kind(rendered(), "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"):
         assert each["metadata"]["annotations"]["admissions.enforcer/disabled"] == "true"
 
@@ -152,7 +152,7 @@ def test_aks_leaves_our_webhooks_alone() -> None:
 # The Pods.
 
 
-def test_every_pod_runs_as_nobody_in_particular_and_asks_for_what_it_needs() -> None:
+def test_every_pod_is_unprivileged_and_has_resource_requests() -> None:
     for component, pod in pods(rendered(EVERYTHING)):
         spec = pod["spec"]
         (container,) = spec["containers"]
@@ -164,8 +164,8 @@ def test_every_pod_runs_as_nobody_in_particular_and_asks_for_what_it_needs() -> 
         assert spec["automountServiceAccountToken"] is (component != "attest")
 
 
-def test_no_pod_asks_for_what_its_own_webhook_would_look_at() -> None:
-    """In whatever namespace: no label, annotation, resource or variable of a claim."""
+def test_no_pod_has_a_claim() -> None:
+    """No label, annotation, resource or variable matches a webhook, in any namespace."""
     for _, pod in pods(rendered(EVERYTHING)):
         text = json.dumps(pod)
         assert "nvidia.com" not in text
@@ -174,7 +174,7 @@ def test_no_pod_asks_for_what_its_own_webhook_would_look_at() -> None:
         assert not [key for key in keys if "gpuwarden.io/" in key or "fudo.org/" in key]
 
 
-def test_a_pod_has_time_to_end_before_it_is_killed() -> None:
+def test_termination_grace_period_covers_the_drain() -> None:
     for component, pod in pods(rendered({"drainSeconds": 40, "preStopSeconds": 7})):
         spec = pod["spec"]
         (container,) = spec["containers"]
@@ -185,18 +185,18 @@ def test_a_pod_has_time_to_end_before_it_is_killed() -> None:
         assert spec["terminationGracePeriodSeconds"] > before + 40
 
 
-def test_a_rolling_update_takes_nobody_away_before_another_is_ready() -> None:
+def test_rolling_update_keeps_all_replicas_available() -> None:
     for each in of_kind(rendered(), "Deployment"):
         assert each["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
 
 
-def test_a_budget_is_there_where_there_is_more_than_one_pod() -> None:
+def test_disruption_budget_exists_for_several_replicas() -> None:
     found = rendered({"reconcile.replicas": 1})
     assert [each["metadata"]["name"] for each in of_kind(found, "PodDisruptionBudget")] == ["gpuwarden"]
     assert one(found, "Deployment", "gpuwarden")["spec"]["replicas"] == 2
 
 
-def test_pods_start_anew_when_their_settings_change() -> None:
+def test_pods_restart_when_their_settings_change() -> None:
     def stamp(**settings: Any) -> str:
         found = dict(pods(rendered({f"settings.{name}": value for name, value in settings.items()})))
         return str(found["serve"]["metadata"]["annotations"]["checksum/settings"])
@@ -204,7 +204,7 @@ def test_pods_start_anew_when_their_settings_change() -> None:
     assert stamp(logLevel="debug") != stamp(logLevel="warn")
 
 
-def test_a_component_s_own_values_win_over_the_common_ones() -> None:
+def test_component_values_override_common_values() -> None:
     values = {
         "nodeSelector": {"a": "b"},
         "podLabels": {"first": "1", "second": "1"},
@@ -218,8 +218,8 @@ def test_a_component_s_own_values_win_over_the_common_ones() -> None:
     assert (labels["first"], labels["second"]) == ("2", "1")
 
 
-def test_a_tainted_node_proves_itself_too() -> None:
-    """One that bears our taint for lack of evidence would never lose it, and GPU nodes often have one of their own."""
+def test_attest_tolerates_all_taints() -> None:
+    """A node with our taint could otherwise never lose it, and GPU nodes often have taints of their own."""
     found = dict(pods(rendered(EVERYTHING)))
     assert found["attest"]["spec"]["tolerations"] == [{"operator": "Exists"}]
     assert "tolerations" not in found["serve"]["spec"]
@@ -227,7 +227,7 @@ def test_a_tainted_node_proves_itself_too() -> None:
     assert "tolerations" not in chosen["attest"]["spec"]
 
 
-def test_a_node_is_not_told_the_key_of_the_challenges() -> None:
+def test_attest_does_not_mount_the_nonce_key() -> None:
     found = dict(pods(rendered(EVERYTHING)))
     mounted = {name: {each["name"] for each in pod["spec"]["volumes"]} for name, pod in found.items()}
     assert {name for name, volumes in mounted.items() if "nonce" in volumes} == {"serve", "reconcile"}
@@ -236,7 +236,7 @@ def test_a_node_is_not_told_the_key_of_the_challenges() -> None:
     assert [item["key"] for item in ca["secret"]["items"]] == ["ca.crt"]
 
 
-def test_attest_has_the_sockets_of_runtime_and_kubelet_where_they_are_asked_for_and_nobody_else_has() -> None:
+def test_only_attest_mounts_the_sockets_of_runtime_and_kubelet() -> None:
     off = dict(pods(rendered(EVERYTHING)))
     asked = {"attest.runtimeSocket": "/run/k3s/containerd/containerd.sock"}
     found = dict(pods(rendered({**EVERYTHING, **asked})))
@@ -259,12 +259,12 @@ def test_attest_has_the_sockets_of_runtime_and_kubelet_where_they_are_asked_for_
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-# What gpuwarden itself makes of it.
+# The settings as gpuwarden reads them.
 
 
 @pytest.fixture
 def etc(tmp_path: Path) -> Path:
-    """What a Pod would find mounted, with files that can be read."""
+    """The Pod's mounted files."""
     for name in ("tls/tls.crt", "tls/tls.key", "ca/ca.crt", "nonce/nonce.key"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(PEM)
@@ -293,13 +293,13 @@ SETS: dict[str, Raw] = {
 }
 
 
-# Which words come before the options.
+# The command words before the options.
 COMMANDS = {"certs": ["certs", "keep"]}
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_gpuwarden_takes_the_settings_that_are_rendered(name: str, etc: Path) -> None:
-    """The arguments and the file of every process that reads them, as it would."""
+def test_commands_accept_the_rendered_settings(name: str, etc: Path) -> None:
+    """Every process parses its rendered arguments and file."""
     found = rendered({"bind.enabled": True, "score.enabled": True, **SETS[name]})
     for key, text in one(found, "ConfigMap", "gpuwarden-settings")["data"].items():
         (etc / "settings" / key).write_text(text.replace("/etc/gpuwarden", str(etc)))
@@ -325,7 +325,7 @@ STORES: dict[str, Raw] = {
 
 
 @pytest.mark.parametrize("store", STORES)
-def test_the_exporter_takes_its_settings(store: str, tmp_path: Path) -> None:
+def test_exporter_accepts_the_rendered_settings(store: str, tmp_path: Path) -> None:
     base = {"export.enabled": True, "export.settings.clusterName": "prod", "export.settings.exporterType": store}
     found = rendered({**base, **STORES[store]})
     file = tmp_path / "settings.yaml"
@@ -338,14 +338,14 @@ def test_the_exporter_takes_its_settings(store: str, tmp_path: Path) -> None:
     assert (chosen.cluster_name, chosen.exporter_type, chosen.leader_election) == ("prod", (store,), True)
 
 
-def test_what_is_not_stored_yet_is_where_it_is_said_to_be_and_there_once() -> None:
+def test_outbox_volume_is_mounted_and_used_by_one_process() -> None:
     claim = {"persistentVolumeClaim": {"claimName": "outbox"}}
     larger = {"emptyDir": {"sizeLimit": "1Gi"}}
     for said, source in ((None, {"emptyDir": {}}), (larger, larger), (claim, claim)):
         values = {"export.enabled": True, "export.settings.clusterName": "prod", "export.replicas": 1}
         found = rendered(values if said is None else {**values, "export.outbox": said})
         spec = dict(pods(found))["export"]["spec"]
-        # Two processes never have one outbox: the second would not start, and the first not be replaced.
+        # Two processes cannot share an outbox: a rolling update would wait for the second one.
         strategy = one(found, "Deployment", "gpuwarden-export")["spec"]["strategy"]["type"]
         assert strategy == ("Recreate" if source == claim else "RollingUpdate")
         assert [each for each in spec["volumes"] if each["name"] == "outbox"] == [{"name": "outbox", **source}]
@@ -354,12 +354,12 @@ def test_what_is_not_stored_yet_is_where_it_is_said_to_be_and_there_once() -> No
         assert "/var/lib/gpuwarden" in paths
 
 
-def test_what_is_not_said_has_the_default_of_the_command() -> None:
-    """But who has opted in, which the webhook configurations say too."""
+def test_unset_values_have_the_default_of_the_command() -> None:
+    """Except the opt-in label, which the webhook configurations also need."""
     assert settings_of(rendered()) == {"optInLabel": "gpuwarden.io/enabled"}
 
 
-# Who may reach whom.
+# Network policies.
 
 
 RECORDED: Raw = {"export.enabled": True, "export.settings.clusterName": "prod"}
@@ -378,17 +378,17 @@ def policy(component: str, **values: Any) -> Raw:
 
 @pytest.mark.defect("S3-18")
 @pytest.mark.parametrize("component", ["serve", "reconcile"])
-def test_names_and_the_api_server_can_be_reached(component: str) -> None:
+def test_network_policy_allows_dns_and_the_api_server(component: str) -> None:
     egress = policy(component)["egress"]
     names = [rule for rule in egress if {"port": 53, "protocol": "UDP"} in rule["ports"]]
-    # Anywhere: a cache of names on the node is in no Pod.
+    # To any address: a DNS cache on the node is not a Pod.
     assert [rule.get("to") for rule in names] == [None]
     to_api = [rule for rule in egress if {"port": 6443, "protocol": "TCP"} in rule["ports"]]
     assert [peer["ipBlock"]["cidr"] for rule in to_api for peer in rule["to"]] == ["0.0.0.0/0", "::/0"]
 
 
 @pytest.mark.defect("S3-18")
-def test_the_api_server_reaches_the_webhook_though_no_selector_names_it() -> None:
+def test_network_policy_lets_the_api_server_reach_serve() -> None:
     (rule,) = [rule for rule in policy("serve")["ingress"] if rule["ports"] == [{"port": "https", "protocol": "TCP"}]]
     assert {"ipBlock": {"cidr": "0.0.0.0/0"}} in rule["from"]
     narrow = policy("serve", **{"networkPolicy.apiServer.cidrs": ["10.1.0.0/24"]})
@@ -410,11 +410,11 @@ NAMED: Raw = {
 }
 
 
-def test_what_the_settings_name_can_be_reached() -> None:
+def test_network_policy_allows_the_addresses_in_settings() -> None:
     found = {name: ports_open_anywhere(name, **NAMED) for name in ("serve", "reconcile", "bind", "attest")}
     assert found == {"serve": {8081, 443, 8080}, "reconcile": {8081, 443}, "bind": {8081, 443}, "attest": set()}
     assert ports_open_anywhere("serve") == set()
-    # By a socket nobody goes through the network.
+    # A socket needs no network.
     assert ports_open_anywhere("serve", **{**NAMED, "settings.spireServer": "unix:/x"}) == {443, 8080}
 
 
@@ -436,11 +436,11 @@ def test_what_the_settings_name_can_be_reached() -> None:
     ],
     ids=["stdout", "https", "http-by-address", "postgres", "postgres-and-s3"],
 )
-def test_stores_can_be_reached(values: Raw, ports: set[int]) -> None:
+def test_network_policy_allows_the_stores(values: Raw, ports: set[int]) -> None:
     assert ports_open_anywhere("export", **{**RECORDED, **values}) == ports
 
 
-def test_nobody_but_serve_asks_the_scorer_unless_it_is_said() -> None:
+def test_only_serve_may_reach_the_scorer_by_default() -> None:
     def askers(**values: Any) -> list[Raw]:
         rules = policy("score", **{"score.enabled": True, **values})["ingress"]
         return [peer for rule in rules for peer in rule["from"]]
@@ -451,16 +451,16 @@ def test_nobody_but_serve_asks_the_scorer_unless_it_is_said() -> None:
     assert askers(**{"networkPolicy.scrapers": [{"namespaceSelector": {}}, prometheus]}) == [only, prometheus]
 
 
-def test_every_component_that_runs_has_a_policy() -> None:
+def test_every_enabled_component_has_a_network_policy() -> None:
     found = rendered(EVERYTHING)
     covered = {each["metadata"]["labels"]["app.kubernetes.io/component"] for each in of_kind(found, "NetworkPolicy")}
     assert covered == {component for component, _ in pods(found)}
 
 
-# What is seen.
+# Labels and monitoring.
 
 
-def test_every_object_says_whose_it_is() -> None:
+def test_every_object_has_the_common_labels() -> None:
     values = {**EVERYTHING, "nonceKey.existingSecret": "", "serviceMonitor.enabled": True, "dashboard.enabled": True}
     found = rendered(
         {**values, "tls.mode": "certManager", "prometheusRule.enabled": True, "priorityClasses.create": True}
@@ -471,7 +471,7 @@ def test_every_object_says_whose_it_is() -> None:
         assert labels["app.kubernetes.io/instance"] == "gpuwarden"
 
 
-def test_the_monitor_finds_the_service_of_metrics() -> None:
+def test_service_monitor_selects_the_metrics_service() -> None:
     found = rendered({"serviceMonitor.enabled": True, "serviceMonitor.labels": {"release": "prometheus"}})
     monitor, service = one(found, "ServiceMonitor", "gpuwarden"), one(found, "Service", "gpuwarden-metrics")
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
@@ -481,7 +481,7 @@ def test_the_monitor_finds_the_service_of_metrics() -> None:
     ]
 
 
-def test_the_classes_that_scores_lead_to_are_made() -> None:
+def test_priority_classes_of_scores_are_rendered() -> None:
     found = of_kind(rendered({"priorityClasses.create": True}), "PriorityClass")
     assert {each["metadata"]["name"]: each["value"] for each in found} == {
         "gpu-ultra": 1000,

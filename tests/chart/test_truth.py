@@ -1,4 +1,4 @@
-"""What the chart has from elsewhere is what is there: files that are written by scripts, manifests, alerts, metrics."""
+"""Generated parts of the chart equal their sources: manifests, alerts, metrics."""
 
 import json
 import re
@@ -23,23 +23,23 @@ FILES = {**chart_values.written(), **chart_manifests.written()}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_written_by_a_script_is_as_the_script_writes_it(path: Path) -> None:
+def test_generated_files_are_up_to_date(path: Path) -> None:
     assert path.read_text() == FILES[path], "run `make chart`"
 
 
-def test_nothing_else_is_in_the_folder_of_generated_templates() -> None:
+def test_folder_of_generated_templates_has_no_other_files() -> None:
     assert {*chart_manifests.GENERATED.iterdir()} == {
         path for path in FILES if path.parent == chart_manifests.GENERATED
     }
 
 
-def test_the_chart_is_of_this_version() -> None:
+def test_chart_has_the_version_of_the_package() -> None:
     content = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert content["appVersion"] == webhook.__version__
 
 
 def bare(manifest: Raw) -> Raw:
-    """Without what only the chart says of an object."""
+    """The object without what only the chart adds."""
     meta = {key: value for key, value in manifest["metadata"].items() if key not in ("labels", "annotations")}
     return {**manifest, "metadata": meta}
 
@@ -56,7 +56,7 @@ WEBHOOKS = ("MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
     [("gpuwarden", "gpuwarden"), ("guard", "elsewhere")],
     ids=["as-shipped", "another-name-and-namespace"],
 )
-def test_webhooks_and_policies_are_those_of_gpuwarden_manifests(place: tuple[str, str]) -> None:
+def test_rendered_webhooks_and_policies_equal_gpuwarden_manifests(place: tuple[str, str]) -> None:
     release, namespace = place
     found = rendered({"fullnameOverride": release}, release=release, namespace=namespace)
     installation = Installation(
@@ -71,14 +71,14 @@ def test_webhooks_and_policies_are_those_of_gpuwarden_manifests(place: tuple[str
     assert compared(mine) == expected
 
 
-def test_schedulers_that_an_installer_names_are_added() -> None:
+def test_more_schedulers_are_added_to_the_manifests() -> None:
     found = rendered({"webhooks.moreSchedulers": ["system:serviceaccount:a:b"]})
     installation = Installation(schedulers=("system:kube-scheduler", "system:serviceaccount:a:b"))
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
     assert compared(mine) == compared([*while_down(installation), *webhooks(installation), *policies(installation)])
 
 
-def test_paths_that_an_installer_allows_are_those_of_the_manifests() -> None:
+def test_host_paths_are_rendered_as_in_the_manifests() -> None:
     found = rendered({"policies.hostPaths": ["/data", "/mnt/datasets"]})
     expected = [one for one in policies(Installation(host_paths=("/data", "/mnt/datasets"))) if "isolation" in str(one)]
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
@@ -87,7 +87,7 @@ def test_paths_that_an_installer_allows_are_those_of_the_manifests() -> None:
     assert content["hostPaths"] == ["/data", "/mnt/datasets"], "an audit knows them too"
 
 
-def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too() -> None:
+def test_configured_names_are_rendered_in_webhooks_and_policies() -> None:
     found = rendered(
         {
             "settings.requiredHashAlias": "example.org/hash",
@@ -100,12 +100,12 @@ def test_names_that_the_settings_change_are_changed_in_webhooks_and_policies_too
     )
     mine = [each for each in found if each["apiVersion"].startswith("admissionregistration.k8s.io/")]
     assert compared(mine) == compared([*while_down(installation), *webhooks(installation), *policies(installation)])
-    # The process reads the others beside it, so its reviews must come too.
+    # The process also reads the built-in names, so the hooks match these too.
     assert all(name in json.dumps(mine) for name in (*keys.REQUIRED_HASH.names, "example.org/hash"))
 
 
 @pytest.mark.parametrize("label", ["gpuwarden.io/enabled", "example.org/guarded"])
-def test_who_has_opted_in_is_one_for_the_webhooks_and_for_the_settings(label: str) -> None:
+def test_opt_in_label_is_equal_in_webhooks_and_settings(label: str) -> None:
     found = rendered({**EVERY_COMPONENT, "webhooks.optInLabel": label})
     (container,) = one(found, "Deployment", "gpuwarden-score")["spec"]["template"]["spec"]["containers"]
     assert f"--opt-in-label={label}" in container["args"]
@@ -113,7 +113,7 @@ def test_who_has_opted_in_is_one_for_the_webhooks_and_for_the_settings(label: st
     assert content["optInLabel"] == label
 
 
-def test_accounts_that_an_installer_names_are_held_to_what_they_write() -> None:
+def test_configured_accounts_are_limited_by_policies() -> None:
     found = rendered({"reconcile.serviceAccountName": "one", "export.serviceAccountName": "one"})
     for name in ("gpuwarden-own-pods", "gpuwarden-own-nodes"):
         assert bare(one(found, "ValidatingAdmissionPolicy", name))["spec"]["matchConditions"] == [
@@ -128,7 +128,7 @@ def test_accounts_that_an_installer_names_are_held_to_what_they_write() -> None:
     assert condition["expression"] == "request.userInfo.username in ['system:serviceaccount:gpuwarden:two']"
 
 
-def test_the_definitions_are_those_of_gpuwarden_crds_and_stay_when_the_chart_goes() -> None:
+def test_rendered_crds_equal_gpuwarden_crds_and_are_kept_on_uninstall() -> None:
     found = of_kind(rendered(), "CustomResourceDefinition")
     assert compared(found) == compared(crds.manifests())
     assert all(each["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for each in found)
@@ -142,7 +142,7 @@ def shipped(installation: Installation) -> list[Raw]:
     return [each for each in found if each["kind"] in ROLES]
 
 
-# And what makes each rule of a role necessary.
+# With values that need every rule of the roles.
 EVERY_USE: Raw = {
     **CHALLENGES,
     "settings.bundleEndpoint": "https://bundle.example.org",
@@ -152,7 +152,7 @@ EVERY_USE: Raw = {
 
 
 @pytest.mark.defect("S1-19")
-def test_roles_are_those_of_gpuwarden_manifests_and_no_more() -> None:
+def test_rendered_roles_equal_gpuwarden_manifests() -> None:
     assert compared(of_kind(rendered({**EVERY_COMPONENT, **EVERY_USE}), *ROLES)) == compared(shipped(Installation()))
 
 
@@ -160,7 +160,7 @@ Use = tuple[str, str]
 
 
 def may(component: str, values: Raw) -> set[Use]:
-    """What its cluster-wide role allows: resource and verb."""
+    """Resource and verb of every rule in its ClusterRole."""
     role = one(rendered(values), "ClusterRole", "gpuwarden" if component == "serve" else f"gpuwarden-{component}")
     return {(name, verb) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
 
@@ -176,7 +176,7 @@ ALONE: Raw = {
 }
 
 
-def test_a_permission_that_is_needed_sometimes_is_there_then_only() -> None:
+def test_conditional_permissions_are_rendered_only_if_needed() -> None:
     plain = may("serve", {})
     assert ("gpunodes/status", "update") in plain
     assert ("reservations", "manage") in plain
@@ -187,12 +187,12 @@ def test_a_permission_that_is_needed_sometimes_is_there_then_only() -> None:
     assert {name for name, _ in may("serve", {"score.enabled": True}) - plain} == {"priorityclasses"}
     evicting = may("reconcile", {"settings.onEvidenceLost": "evict"})
     assert evicting - may("reconcile", {"settings.onEvidenceLost": "taint"}) == {("pods/eviction", "create")}
-    # What is kept in memory is written nowhere.
+    # The memory ledger writes nothing to the cluster.
     assert {name for name, _ in may("serve", ALONE)} == {"pods", "tokenreviews", "subjectaccessreviews"}
 
 
 @pytest.mark.defect("S2-20")
-def test_the_exporter_may_exec_where_the_device_plugin_is_and_nowhere_else() -> None:
+def test_exporter_may_exec_only_in_the_device_plugins_namespace() -> None:
     found = rendered({**EVERY_COMPONENT, "export.settings.namespace": "gpus"})
     may = [
         (each["kind"], each["metadata"].get("namespace"))
@@ -203,8 +203,8 @@ def test_the_exporter_may_exec_where_the_device_plugin_is_and_nowhere_else() -> 
     assert may == [("Role", "gpus")]
 
 
-def test_secrets_are_the_certificate_s_own_business() -> None:
-    """Nobody else may read or write any, and it may do so with the one it makes."""
+def test_only_the_certs_account_may_access_its_secret() -> None:
+    """No other account may read or write Secrets, and this one only its own."""
     found = rendered(EVERY_COMPONENT, release="guard")
     may = [
         (each["metadata"]["name"], rule.get("resourceNames"), rule["verbs"])
@@ -218,7 +218,7 @@ def test_secrets_are_the_certificate_s_own_business() -> None:
     ]
 
 
-# With what each needs to be rendered at all.
+# With the values that each needs to be rendered.
 EVERY_COMPONENT: Raw = {
     "bind.enabled": True,
     "score.enabled": True,
@@ -227,7 +227,7 @@ EVERY_COMPONENT: Raw = {
 }
 
 
-def test_every_account_that_a_role_is_bound_to_is_made_and_used() -> None:
+def test_every_bound_account_is_created_and_used() -> None:
     found = rendered({**EVERY_COMPONENT, "extender.enabled": True, "extender.bind": True})
     bound = {
         (subject["namespace"], subject["name"])
@@ -242,7 +242,7 @@ def test_every_account_that_a_role_is_bound_to_is_made_and_used() -> None:
     assert bound <= made == used
 
 
-def test_the_scheduler_s_permissions_are_those_of_the_example() -> None:
+def test_scheduler_permissions_equal_the_example() -> None:
     found = rendered({"extender.enabled": True, "extender.bind": True})
     example = list(yaml.safe_load_all((ROOT / "examples/scheduler/rbac.yaml").read_text()))
     for called in ("gpuwarden-extender-bind", "gpuwarden-wake"):
@@ -252,14 +252,14 @@ def test_the_scheduler_s_permissions_are_those_of_the_example() -> None:
         assert binding["roleRef"]["name"] == called
 
 
-def test_cert_manager_is_asked_for_what_certs_has() -> None:
+def test_cert_manager_certificate_equals_that_of_certs() -> None:
     found = of_kind(rendered({"tls.mode": "certManager"}), "Issuer", "Certificate")
     files = ("issuer.yaml", "certificate.yaml")
     shipped = [each for name in files for each in yaml.safe_load_all((ROOT / "certs" / name).read_text())]
     assert compared(found) == compared(shipped)
 
 
-def test_the_alerts_are_those_of_the_example() -> None:
+def test_alerts_equal_the_example() -> None:
     found = rendered({"prometheusRule.enabled": True})
     example = yaml.safe_load((ROOT / "examples/alerts/gpuwarden.rules.yaml").read_text())
     assert one(found, "PrometheusRule", "gpuwarden")["spec"] == example
@@ -271,7 +271,7 @@ def panels() -> list[Any]:
     return list(content["panels"])
 
 
-def test_the_dashboard_asks_about_metrics_that_there_are() -> None:
+def test_dashboard_queries_existing_metrics() -> None:
     queries = [target["expr"] for each in panels() for target in each["targets"]]
     assert queries
     for query in queries:
@@ -283,6 +283,6 @@ def test_the_dashboard_asks_about_metrics_that_there_are() -> None:
             assert {word.strip() for word in label.split(",")} <= SERIES[names[0]], query
 
 
-def test_no_two_panels_lie_on_one_another() -> None:
+def test_dashboard_panels_do_not_overlap() -> None:
     places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in panels()]
     assert len(set(places)) == len(places)

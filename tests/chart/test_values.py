@@ -1,5 +1,5 @@
-"""Every value is documented, has a form, and changes something; what an older chart called otherwise is answered with
-its new name."""
+"""Every value is documented, has a schema and changes the rendering. Moved values of older charts are refused with the
+new name."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.chart.rendering import Raw, helm_template, pods, refusal, rendered, s
 
 VALUES = values()
 COMPONENTS = ("serve", "reconcile", "attest", "bind", "score", "export", "certs")
-# What every component has of its own, and is looked at for all of them at once.
+# Values that every component has, tested for all components at once.
 PARTS = (
     *("resources", "serviceAccountName", "priorityClassName", "podAnnotations", "podLabels", "nodeSelector"),
     *("tolerations", "affinity", "env", "volumes", "volumeMounts"),
@@ -27,7 +27,7 @@ SETTINGS = [one for one in VALUES if one.is_setting]
 BY_PATH = {one.path: one for one in VALUES}
 PEM = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
 
-# What a value needs beside it, to be of use.
+# Values that another value needs to have an effect.
 CHALLENGES = {
     "settings.evidence": "jwt-svid",
     "settings.spireTrustDomain": "example.org",
@@ -75,7 +75,7 @@ GIVEN: dict[str, Raw] = {
     "serve.enabled": {"webhooks.enabled": False},
     "reconcile.enabled": {"serve.enabled": False, "webhooks.enabled": False},
 }
-# Where what is not the default is a matter of taste.
+# Values other than the default, chosen by hand.
 CHOSEN: Raw = {
     "attest.runtimeSocket": "/run/crio/crio.sock",
     "image.digest": "sha256:" + "a" * 64,
@@ -110,13 +110,13 @@ OBJECTS: Raw = {
 
 
 def given(path: str) -> Raw:
-    """By the longest beginning that something is said of."""
+    """The entry with the longest matching prefix."""
     fitting = [start for start in GIVEN if path.startswith(start)]
     return GIVEN[max(fitting, key=len)] if fitting else {}
 
 
 def another(one: Value) -> Any:
-    """A value that is not the default, and is allowed."""
+    """An allowed value other than the default."""
     if one.path in CHOSEN:
         return CHOSEN[one.path]
     last = one.path.rpartition(".")[2]
@@ -153,7 +153,7 @@ MADE_KEY = re.compile(r"^  nonce.key: \S+$", re.MULTILINE)
 
 
 def outcome(values: Raw) -> tuple[int, str]:
-    """The rendering, or why there is none. A key that is made anew each time is no difference."""
+    """The rendering or the error. Random keys are replaced, so that they are no difference."""
     done = helm_template(values)
     return done.returncode, MADE_KEY.sub("  nonce.key: made", done.stdout) or done.stderr
 
@@ -165,7 +165,7 @@ def known_outcome(values: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, list[tuple[int, str]]]:
-    """What comes of each value, without it and with it; two at a time."""
+    """For each value the rendering without and with it; two run at a time."""
 
     def both(one: Value) -> list[tuple[int, str]]:
         beside = given(one.path)
@@ -194,14 +194,14 @@ EVERYTHING: Raw = {
 
 @pytest.mark.defect("S1-18")
 @pytest.mark.parametrize("part", PARTS)
-def test_every_component_has_it_of_its_own(part: str) -> None:
+def test_every_component_has_its_own_value(part: str) -> None:
     others = {f"{component}.{part}": another(BY_PATH[f"{component}.{part}"]) for component in COMPONENTS}
     before, after = dict(pods(rendered(EVERYTHING))), dict(pods(rendered({**EVERYTHING, **others})))
     assert before.keys() == after.keys() == {*COMPONENTS}
     assert [component for component in COMPONENTS if before[component] == after[component]] == []
 
 
-def test_no_component_has_what_another_is_told() -> None:
+def test_component_values_do_not_affect_other_components() -> None:
     before, after = dict(pods(rendered(EVERYTHING))), dict(pods(rendered({**EVERYTHING, "bind.podLabels": {"a": "b"}})))
     assert [component for component in COMPONENTS if before[component] != after[component]] == ["bind"]
 
@@ -217,7 +217,7 @@ def test_every_setting_reaches_the_processes(prefix: str) -> None:
             assert found[path.removeprefix(f"{prefix}.")] == value, path
 
 
-# What goes together with all the others at once.
+# Values that can be set together.
 BESIDE: dict[str, Raw] = {
     "settings": {
         "settings.ledger": "cluster",
@@ -234,7 +234,7 @@ BESIDE: dict[str, Raw] = {
 }
 
 
-# Some text of each kind.
+# A text of each kind.
 TEXTS = (
     *(
         "example77",
@@ -270,7 +270,7 @@ def setting_of(one: Value) -> Any:
             return "example77"
 
 
-# The schema and the documents.
+# The schema and the docs.
 
 
 def every_place(schema: Schema, above: str = "") -> dict[str, Schema]:
@@ -298,18 +298,18 @@ def test_the_defaults_are_those_of_the_schema() -> None:
             assert below == place["default"], path
 
 
-def test_a_value_that_is_not_there_is_refused() -> None:
+def test_unknown_value_is_refused() -> None:
     assert "replicaz" in refusal({"serve.replicaz": 3})
     assert "hotst" in refusal({"settings.hotst": "x"})
 
 
 @pytest.mark.parametrize("one", MOVED, ids=lambda one: one.path)
-def test_a_value_of_an_older_chart_is_answered_with_its_new_name(one: Any) -> None:
+def test_value_of_an_older_chart_is_refused_with_its_new_name(one: Any) -> None:
     assert f"{one.sentence}." in refusal({one.path: True})
 
 
-def test_the_new_names_exist() -> None:
-    """But for what says that there is none."""
+def test_new_names_of_moved_values_exist() -> None:
+    """Except entries that say there is no new name."""
     for one in MOVED:
         for word in one.sentence.replace(",", " ").replace(":", " ").replace("(", " ").split():
             name = word.partition("=")[0].rstrip(".;)")
@@ -317,7 +317,7 @@ def test_the_new_names_exist() -> None:
                 assert name in BY_PATH or name == one.path, one.sentence
 
 
-# What the two older charts document, the ones without an effect there included.
+# The values documented by the two older charts, including those without effect there.
 GPU_SCHEDULER = (
     *("replicaCount", "image.repository", "image.tag", "image.pullPolicy", "imagePullSecrets", "nameOverride"),
     *("fullnameOverride", "scheduler.name", "webhook.enabled", "webhook.caBundle", "webhook.failurePolicy"),
@@ -340,13 +340,13 @@ SCHEDULER_WEBHOOK = (
 
 
 @pytest.mark.parametrize("names", [GPU_SCHEDULER, SCHEDULER_WEBHOOK], ids=["gpu-scheduler", "scheduler-webhook"])
-def test_every_value_of_an_older_chart_works_or_is_answered(names: tuple[str, ...]) -> None:
+def test_every_value_of_an_older_chart_works_or_is_refused_with_its_new_name(names: tuple[str, ...]) -> None:
     moved = {one.path for one in MOVED}
     assert [name for name in names if name not in BY_PATH and name not in moved] == []
 
 
-def test_what_kept_its_name_does_what_it_did() -> None:
-    """With values as the older charts have them."""
+def test_values_with_unchanged_names_have_their_old_effect() -> None:
+    """With values in the older charts' form."""
     values = {
         "image.repository": "example.org/gpuwarden",
         "image.tag": "latest",

@@ -114,7 +114,7 @@ async def test_a_version_that_the_server_has_forgotten_starts_it_over(
     watch, view = watching
     await kube.create(CONFIG_MAPS, {"metadata": {"name": "a"}, "data": {"value": "1"}}, namespace)
     await wait_until(lambda: shows(view, namespace, a="1"))
-    watch._tell({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}})  # as if asleep for a day
+    watch._dispatch({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "1"}}})  # as if asleep for a day
     with pytest.raises(Exception, match="configmaps"):
-        watch._tell({"type": "ERROR", "object": {"code": 410, "reason": "Expired"}})
+        watch._dispatch({"type": "ERROR", "object": {"code": 410, "reason": "Expired"}})
     assert view.values(namespace) == {"a": "1"}

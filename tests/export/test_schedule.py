@@ -120,10 +120,10 @@ async def test_rate_limit_allows_a_burst_and_then_the_rate() -> None:
     limit = RateLimit(0.001, 20, hand.now)
     async with asyncio.timeout(60):
         for _ in range(20):
-            await limit.turn()
+            await limit.acquire()
     loop = asyncio.get_running_loop()
     limit = RateLimit(100.0, 1, loop.time)
     began = loop.time()
     for _ in range(20):
-        await limit.turn()
+        await limit.acquire()
     assert loop.time() - began >= 0.18

@@ -93,7 +93,7 @@ def test_without_its_node_a_gpu_is_offered_to_nobody(scene: Scene) -> None:
     assert scene.node() == Node("node-a", {"zone": "a"}, DEVICES)
 
 
-def test_a_list_is_all_there_is(scene: Scene) -> None:
+def test_objects_missing_in_a_list_are_removed(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.nodes.changed(raw_node(name))
         scene.gpu_nodes.changed(raw_gpu_node(name, f"GPU-{name}"))

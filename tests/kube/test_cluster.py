@@ -1,4 +1,4 @@
-"""The connection to an API server, as a Pod has it, and what the API server says of tokens."""
+"""The connection to an API server from a Pod, and reviews of tokens and permissions."""
 
 import base64
 import re
@@ -30,7 +30,7 @@ CA = trustme.CA()
 
 @define
 class ApiServer:
-    """Says one thing of every token, and remembers what it was shown and asked."""
+    """Gives one answer for every token, and records the requests."""
 
     status: dict[str, Any] = field(factory=dict)
     code: int = 201
@@ -70,7 +70,7 @@ async def api_server() -> AsyncIterator[ApiServer]:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Path:
-    """A service account as it is mounted in every Pod: behind symlinks, so that all of it changes at once."""
+    """A service account as mounted in Pods: behind symlinks, so that all files change at once."""
     versions = tmp_path / "..data"
     (tmp_path / "..first").mkdir()
     versions.symlink_to("..first")
@@ -95,7 +95,7 @@ def in_a_pod(port: int) -> Settings:
     return settings.load({"in_cluster": "true"}, environ)
 
 
-async def test_a_pod_shows_the_token_that_is_mounted_at_that_moment(api_server: ApiServer, mounted: Path) -> None:
+async def test_client_sends_the_currently_mounted_token(api_server: ApiServer, mounted: Path) -> None:
     async with await connect(in_a_pod(api_server.port), mounted) as api:
         await ApiCallers(api).caller_of("x")
         rotate(mounted, "second")
@@ -103,7 +103,7 @@ async def test_a_pod_shows_the_token_that_is_mounted_at_that_moment(api_server: 
     assert api_server.shown == ["Bearer first", "Bearer second"]
 
 
-async def test_a_pod_believes_the_ca_that_is_mounted_and_no_other(api_server: ApiServer, mounted: Path) -> None:
+async def test_client_trusts_only_the_mounted_ca(api_server: ApiServer, mounted: Path) -> None:
     trustme.CA().cert_pem.write_to_path(mounted / "ca.crt")
     async with await connect(in_a_pod(api_server.port), mounted) as api:
         with pytest.raises(CallersUnavailableError):
@@ -112,18 +112,18 @@ async def test_a_pod_believes_the_ca_that_is_mounted_and_no_other(api_server: Ap
 
 
 @pytest.mark.parametrize("name", ["token", "ca.crt"])
-async def test_a_pod_without_its_service_account_says_what_is_missing(mounted: Path, name: str) -> None:
+async def test_missing_service_account_file_is_named(mounted: Path, name: str) -> None:
     (mounted / name).unlink()
     with pytest.raises(NotInAPodError, match=f"--in-cluster: no service account is mounted here, .*{name} not found"):
         await connect(in_a_pod(443), mounted)
 
 
-async def test_what_is_no_pod_says_so(mounted: Path) -> None:
+async def test_in_cluster_outside_a_pod_is_an_error(mounted: Path) -> None:
     with pytest.raises(NotInAPodError, match="so this is not a Pod"):
         await connect(settings.load({"in_cluster": "true"}, {}), mounted)
 
 
-# Whose a token is.
+# Users of tokens.
 
 WEBHOOK = "system:serviceaccount:kube-system:apiserver-webhook"
 USER = {"username": WEBHOOK}
@@ -147,7 +147,7 @@ async def api(api_server: ApiServer, mounted: Path) -> AsyncIterator[client.ApiC
     ],
     ids=["known", "known without a name", "unknown", "left out", "nothing said"],
 )
-async def test_a_token_is_known_if_the_api_server_says_so(
+async def test_token_is_known_if_the_api_server_authenticates_it(
     api_server: ApiServer, api: client.ApiClient, status: dict[str, Any], *, is_known: bool
 ) -> None:
     api_server.status = status
@@ -180,7 +180,7 @@ async def test_a_token_is_known_if_the_api_server_says_so(
         "nobody's",
     ],
 )
-async def test_a_reviewers_token_is_of_our_audience_and_of_who_may(
+async def test_review_token_needs_the_audience_and_a_listed_user(
     api_server: ApiServer, api: client.ApiClient, status: dict[str, Any], users: tuple[str, ...], *, is_reviewer: bool
 ) -> None:
     api_server.status = status
@@ -191,14 +191,14 @@ async def test_a_reviewers_token_is_of_our_audience_and_of_who_may(
     assert api_server.asked == [{"token": "t", "audiences": ["gpuwarden"]}]
 
 
-async def test_an_api_server_that_refuses_to_say_leaves_it_open(api_server: ApiServer, api: client.ApiClient) -> None:
+async def test_refused_token_review_raises_callers_unavailable(api_server: ApiServer, api: client.ApiClient) -> None:
     api_server.code = 500
     with pytest.raises(CallersUnavailableError):
         await ApiCallers(api).caller_of("t", "gpuwarden")
 
 
 @pytest.mark.parametrize("is_allowed", [True, False])
-async def test_who_may_bind_is_asked_of_the_tokens_user_in_the_pods_namespace(
+async def test_access_review_names_the_user_and_the_pods_namespace(
     api_server: ApiServer, api: client.ApiClient, *, is_allowed: bool
 ) -> None:
     user = {"username": "jane", "uid": "u-1", "groups": ["ml-team"], "extra": {"scopes": ["some"]}}
@@ -231,7 +231,7 @@ async def test_who_may_bind_is_asked_of_the_tokens_user_in_the_pods_namespace(
     ],
     ids=["pods of a namespace", "all pods", "reservations"],
 )
-async def test_a_right_is_asked_for_as_it_is_written_in_roles(
+async def test_access_review_has_group_resource_and_subresource_of_the_role(
     api_server: ApiServer, api: client.ApiClient, right: Right, asked: dict[str, str]
 ) -> None:
     await ApiCallers(api).may(Caller("jane"), right)
@@ -239,14 +239,16 @@ async def test_a_right_is_asked_for_as_it_is_written_in_roles(
     assert {name: value for name, value in spec["resourceAttributes"].items() if value is not None} == asked
 
 
-async def test_while_nobody_can_be_asked_nobody_has_a_right(api_server: ApiServer, api: client.ApiClient) -> None:
+async def test_access_review_without_an_answer_raises_callers_unavailable(
+    api_server: ApiServer, api: client.ApiClient
+) -> None:
     api_server.code = 500
     with pytest.raises(CallersUnavailableError):
         await ApiCallers(api).may(Caller("jane"), list_pods("ml"))
 
 
-async def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
-    """Such as one that holds a certificate in base64, as kubeconfigs do."""
+async def test_ca_file_without_certificate_is_named(tmp_path: Path) -> None:
+    """For example one with a base64 certificate, as in kubeconfigs."""
     token, ca = tmp_path / "token", tmp_path / "ca"
     token.write_text("t")
     ca.write_bytes(base64.b64encode(CA.cert_pem.bytes()))
@@ -255,7 +257,7 @@ async def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
         await connect(chosen)
 
 
-async def test_a_ca_that_is_not_there_is_named(tmp_path: Path) -> None:
+async def test_missing_ca_file_is_named(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("t")
     chosen = Settings(kubernetes_url="https://127.0.0.1:1", access_token=token, ca_certificate=tmp_path / "ca")
@@ -283,15 +285,15 @@ contexts: [{name: a, context: {cluster: a, user: a}}]
         pytest.param(f"{WHOLE}current-context: a\n".replace("cluster: a,", "cluster: b,").encode(), id="no cluster"),
     ],
 )
-async def test_a_kubeconfig_that_cannot_be_used_is_named(tmp_path: Path, content: bytes) -> None:
-    """Whatever the library trips over in it."""
+async def test_unusable_kubeconfig_is_named(tmp_path: Path, content: bytes) -> None:
+    """For every error of the library."""
     file = tmp_path / "kubeconfig"
     file.write_bytes(content)
     with pytest.raises(BadKubeconfigError, match=re.escape(f"{file} is not a usable kubeconfig: ")):
         await connect(Settings(kubeconfig=file))
 
 
-async def test_a_kubeconfig_may_name_a_ca_that_is_not_there(tmp_path: Path) -> None:
+async def test_missing_ca_file_of_a_kubeconfig_is_named(tmp_path: Path) -> None:
     file = tmp_path / "kubeconfig"
     lost = WHOLE.replace("cluster: {", f"cluster: {{certificate-authority: {tmp_path / 'lost'}, ")
     file.write_text(f"{lost}current-context: a\n")

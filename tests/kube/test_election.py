@@ -1,4 +1,4 @@
-"""Who is elected acts, and whoever has lost the Lease has stopped before another can have it."""
+"""The leader acts, and has stopped before another process can take the Lease."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from kubernetes.aio import client
 
 from tests.kube.test_lease import Leases
 from webhook.kube.client import token_reader
-from webhook.kube.election import FAREWELL, INSISTENCE, TERMS, lead_once
+from webhook.kube.election import CANCEL_INTERVAL, RELEASE_TIMEOUT, TERMS, lead_once
 from webhook.kube.lease import Candidate, LeaseTerms
 from webhook.kube.requests import ApiUnavailableError, RateLimit, RateLimitedClient
 
@@ -21,7 +21,7 @@ SHORT = LeaseTerms(timedelta(seconds=1.5), timedelta(seconds=0.5), timedelta(sec
 
 
 class Silent(Leases):
-    """Its first answers come; from then on it says nothing for ever."""
+    """Answers the first requests and no later ones."""
 
     answers = 2
 
@@ -38,11 +38,11 @@ def candidate(leases: Leases, pod: str = "a", terms: LeaseTerms = SHORT) -> Cand
 
 
 async def at_once() -> None:
-    """Nothing is under way."""
+    """No write is in progress."""
 
 
 class Acting:
-    """What the elected one does, and when it did it last."""
+    """The leader's task, with the time of its last action."""
 
     def __init__(self, ignores: int = 0) -> None:
         self.last = 0.0
@@ -61,7 +61,7 @@ class Acting:
                     raise
 
 
-async def test_who_hears_nothing_of_its_lease_acts_no_more_before_another_can() -> None:
+async def test_leader_without_answers_stops_before_another_can_lead() -> None:
     leases, acting = Silent(), Acting()
     leases.put({})
     one = candidate(leases)
@@ -74,7 +74,7 @@ async def test_who_hears_nothing_of_its_lease_acts_no_more_before_another_can() 
     assert acting.last == stopped
 
 
-async def test_a_lease_that_another_has_ends_what_is_done() -> None:
+async def test_leader_stops_when_another_process_takes_the_lease() -> None:
     leases, acting = Leases(), Acting()
     one = candidate(leases)
     await one.win()
@@ -84,16 +84,16 @@ async def test_a_lease_that_another_has_ends_what_is_done() -> None:
     assert one.left == timedelta(0)
 
 
-async def test_who_goes_on_though_cancelled_is_cancelled_again() -> None:
+async def test_task_that_ignores_cancellation_is_cancelled_again() -> None:
     leases, acting = Leases(), Acting(ignores=1)
     one = candidate(leases)
     await one.win()
     leases.is_away = True
-    async with asyncio.timeout(30 * INSISTENCE):
+    async with asyncio.timeout(30 * CANCEL_INTERVAL):
         await lead_once(one, acting.lead, at_once)
 
 
-async def test_who_leads_no_more_by_a_bug_leaves_the_lease_to_others() -> None:
+async def test_lease_is_left_to_others_when_lead_ends_by_a_bug() -> None:
     async def lead() -> None:
         raise RuntimeError("a bug")
 
@@ -108,7 +108,7 @@ async def test_who_leads_no_more_by_a_bug_leaves_the_lease_to_others() -> None:
     assert leases.holder == other.identity
 
 
-async def test_told_to_stop_it_has_stopped_when_that_returns() -> None:
+async def test_lead_has_stopped_when_cancellation_returns() -> None:
     leases, acting = Leases(), Acting()
     one = candidate(leases)
     await one.win()
@@ -124,7 +124,7 @@ async def test_told_to_stop_it_has_stopped_when_that_returns() -> None:
 
 
 class Watched(Leases):
-    """Knows when the Lease was given back."""
+    """Records when the Lease was released."""
 
     given_back_at = 0.0
 
@@ -141,7 +141,7 @@ async def told_to_stop(task: "asyncio.Future[None]") -> None:
             await task
 
 
-async def test_told_to_stop_it_gives_the_lease_back_after_its_last_act() -> None:
+async def test_stopped_leader_releases_the_lease_after_its_last_write() -> None:
     leases, acting, under_way = Watched(), Acting(ignores=1), asyncio.Event()
     rested_at = 0.0
 
@@ -154,7 +154,7 @@ async def test_told_to_stop_it_gives_the_lease_back_after_its_last_act() -> None
     await one.win()
     task = asyncio.ensure_future(lead_once(one, acting.lead, rest))
     await acting.has_begun.wait()
-    asyncio.get_running_loop().call_later(2 * INSISTENCE, under_way.set)
+    asyncio.get_running_loop().call_later(2 * CANCEL_INTERVAL, under_way.set)
     await told_to_stop(task)
     assert acting.last <= rested_at <= leases.given_back_at
     await other.win()
@@ -163,8 +163,8 @@ async def test_told_to_stop_it_gives_the_lease_back_after_its_last_act() -> None
     assert leases.lease["spec"]["leaseTransitions"] == 2
 
 
-async def test_while_something_is_under_way_the_lease_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("webhook.kube.election.FAREWELL", 0.05)
+async def test_lease_is_not_released_while_a_write_is_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("webhook.kube.election.RELEASE_TIMEOUT", 0.05)
     leases, acting = Watched(), Acting()
     one = candidate(leases)
     await one.win()
@@ -175,7 +175,7 @@ async def test_while_something_is_under_way_the_lease_is_not_given_back(monkeypa
     assert not leases.given_back_at
 
 
-async def test_a_lease_that_was_lost_is_not_given_back() -> None:
+async def test_lost_lease_is_not_released() -> None:
     leases, acting = Watched(), Acting()
     one = candidate(leases)
     await one.win()
@@ -188,7 +188,7 @@ async def test_a_lease_that_was_lost_is_not_given_back() -> None:
     assert leases.holder == "a thief"
 
 
-async def test_an_api_server_that_says_nothing_holds_up_no_stop() -> None:
+async def test_silent_api_server_does_not_delay_the_stop() -> None:
     leases, acting = Silent(), Acting()
     leases.put({})
     one = candidate(leases)
@@ -198,12 +198,12 @@ async def test_an_api_server_that_says_nothing_holds_up_no_stop() -> None:
     await told_to_stop(task)
 
 
-def test_a_leader_that_is_told_to_stop_has_stopped_before_it_is_killed() -> None:
+def test_stop_takes_less_than_the_termination_grace_period() -> None:
     kubernetes_waits = 30
-    assert kubernetes_waits / 2 > 2 * INSISTENCE + FAREWELL
+    assert kubernetes_waits / 2 > 2 * CANCEL_INTERVAL + RELEASE_TIMEOUT
 
 
-async def test_a_token_that_cannot_be_read_now_is_an_api_server_that_is_away(tmp_path: Path) -> None:
+async def test_unreadable_token_counts_as_unavailable_api_server(tmp_path: Path) -> None:
     configuration = client.Configuration()
     configuration.host = "http://127.0.0.1:1"
     vars(configuration)["refresh_api_key_hook"] = token_reader(tmp_path / "none")
@@ -212,5 +212,5 @@ async def test_a_token_that_cannot_be_read_now_is_an_api_server_that_is_away(tmp
             await RateLimitedClient(api, RateLimit(1, 1, lambda: 0.0)).call("GET", "/version", {})
 
 
-def test_a_leader_has_stopped_before_its_lease_is_over() -> None:
-    assert TERMS.renew_deadline + timedelta(seconds=2 * INSISTENCE) < TERMS.duration
+def test_renew_deadline_and_stop_fit_the_lease_duration() -> None:
+    assert TERMS.renew_deadline + timedelta(seconds=2 * CANCEL_INTERVAL) < TERMS.duration

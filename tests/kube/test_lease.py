@@ -1,4 +1,4 @@
-"""The election, on a Lease in memory and a clock of the test's own."""
+"""The election, with a Lease in memory and a clock set by the test."""
 
 import asyncio
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ TERMS = LeaseTerms(timedelta(seconds=3), timedelta(milliseconds=200), timedelta(
 
 @define
 class Leases:
-    """One Lease, which is written under its version."""
+    """One Lease; writes are conditional on its version."""
 
     lease: Raw | None = None
     version: int = 0
     is_away: bool = False
-    disturbances: int = 0  # writes that come in between, each before one of ours
+    disturbances: int = 0  # writes of others, each before one of ours
     time: float = 0.0
 
     def now(self) -> float:
@@ -67,7 +67,7 @@ async def has_won(candidate: Candidate) -> bool:
     return True
 
 
-async def test_nobody_takes_it_before_its_holder_thinks_it_over() -> None:
+async def test_lease_is_not_taken_before_its_holder_has_given_up() -> None:
     leases = Leases()
     terms = LeaseTerms(timedelta(seconds=2.4), timedelta(seconds=2.3), timedelta(milliseconds=10))
     holder = leases.candidate("a", terms)
@@ -81,7 +81,7 @@ async def test_nobody_takes_it_before_its_holder_thinks_it_over() -> None:
     assert not await has_won(other)
 
 
-async def test_of_two_one_is_elected_and_the_other_when_it_lets_go() -> None:
+async def test_second_candidate_is_elected_after_release() -> None:
     leases = Leases()
     first, second = leases.candidate("a"), leases.candidate("b")
     assert await has_won(first)
@@ -93,13 +93,13 @@ async def test_of_two_one_is_elected_and_the_other_when_it_lets_go() -> None:
     assert leases.lease["spec"]["leaseTransitions"] == 2
 
 
-async def test_many_at_once_elect_one() -> None:
+async def test_concurrent_candidates_elect_one_leader() -> None:
     leases = Leases()
     done = await asyncio.gather(*(has_won(leases.candidate(f"c{k}")) for k in range(8)))
     assert sum(done) == 1
 
 
-async def test_who_renews_no_more_is_followed_when_its_time_is_over_on_our_own_clock() -> None:
+async def test_expired_lease_is_taken_by_the_own_clock() -> None:
     leases = Leases()
     first, second = leases.candidate("a"), leases.candidate("b")
     assert await has_won(first)
@@ -111,7 +111,7 @@ async def test_who_renews_no_more_is_followed_when_its_time_is_over_on_our_own_c
 
 
 @pytest.mark.defect("S2-16")
-async def test_the_lease_is_lost_before_it_may_be_anothers() -> None:
+async def test_leader_gives_up_before_the_lease_expires() -> None:
     leases = Leases()
     first = leases.candidate("a")
     assert await has_won(first)
@@ -125,7 +125,7 @@ async def test_the_lease_is_lost_before_it_may_be_anothers() -> None:
 
 
 @pytest.mark.defect("S2-16")
-async def test_who_finds_another_in_its_place_has_no_time_left() -> None:
+async def test_remaining_time_is_zero_after_another_took_the_lease() -> None:
     leases = Leases()
     first = leases.candidate("a")
     assert await has_won(first)
@@ -137,7 +137,7 @@ async def test_who_finds_another_in_its_place_has_no_time_left() -> None:
     assert leases.holder == "a thief"
 
 
-async def test_a_word_in_between_takes_no_lease_away() -> None:
+async def test_renewal_is_retried_after_a_conflict() -> None:
     leases = Leases()
     first = leases.candidate("a")
     assert await has_won(first)
@@ -150,7 +150,7 @@ async def test_a_word_in_between_takes_no_lease_away() -> None:
     holding.cancel()
 
 
-async def test_a_word_in_between_keeps_no_lease_from_being_given_back() -> None:
+async def test_release_is_retried_after_a_conflict() -> None:
     leases = Leases()
     first = leases.candidate("a")
     assert await has_won(first)
@@ -160,7 +160,7 @@ async def test_a_word_in_between_keeps_no_lease_from_being_given_back() -> None:
 
 
 @pytest.mark.parametrize("disturbances", [0, 100])
-async def test_what_cannot_be_given_back_ends_by_itself(disturbances: int) -> None:
+async def test_lease_that_cannot_be_released_expires(disturbances: int) -> None:
     leases = Leases()
     first = leases.candidate("a")
     assert await has_won(first)

@@ -1,4 +1,4 @@
-"""Exec over a WebSocket as a kubelet speaks it, from a server that says what the test wants."""
+"""Exec over a WebSocket, with a server that sends the test's frames."""
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -55,7 +55,7 @@ async def run(execute: PodExec, limit: int = 100) -> bytes:
     return await execute.run("gpu-operator", "p", "nvidia-device-plugin", ("/bin/sh", "-c", "nvidia-smi -q -x"), limit)
 
 
-async def test_what_is_said_on_stdout_is_the_answer_whatever_is_said_beside_it() -> None:
+async def test_stdout_is_returned_despite_output_on_stderr() -> None:
     async with saying(b"\x01", b"\x01<a", b"\x02a warning", b"\x01/>", SUCCESS) as (execute, asked):
         assert await run(execute) == b"<a/>"
     assert asked[0].path == "/api/v1/namespaces/gpu-operator/pods/p/exec"
@@ -67,10 +67,10 @@ async def test_what_is_said_on_stdout_is_the_answer_whatever_is_said_beside_it()
     ("frames", "reason", "text"),
     [
         pytest.param([b"\x01NVIDIA-SMI has failed", EXIT_9], "exit_code", "exit code 9: NVIDIA-SMI", id="exit-code"),
-        pytest.param([b"\x01x", b"\x02why", EXIT_9], "exit_code", "exit code 9: why", id="said-on-stderr"),
-        pytest.param([b"\x01<a/>"], "cut_off", "the connection was closed before", id="no-end"),
+        pytest.param([b"\x01x", b"\x02why", EXIT_9], "exit_code", "exit code 9: why", id="error-on-stderr"),
+        pytest.param([b"\x01<a/>"], "cut_off", "the connection was closed before", id="no-status"),
         pytest.param([b"\x01" + b"x" * 60, b"\x01" + b"x" * 60], "too_large", "larger than 100 bytes", id="too-large"),
-        pytest.param([b"\x03nonsense"], "unavailable", "the exit status cannot be read", id="an-end-of-no-form"),
+        pytest.param([b"\x03nonsense"], "unavailable", "the exit status cannot be read", id="malformed-status"),
         pytest.param(
             [b'\x03{"status":"Failure","message":"no such container"}'],
             "unavailable",
@@ -79,7 +79,7 @@ async def test_what_is_said_on_stdout_is_the_answer_whatever_is_said_beside_it()
         ),
     ],
 )
-async def test_what_is_no_answer_is_told_apart(frames: list[bytes], reason: str, text: str) -> None:
+async def test_failed_commands_have_different_reasons(frames: list[bytes], reason: str, text: str) -> None:
     async with saying(*frames) as (execute, _):
         with pytest.raises(ExecError, match=text) as caught:
             await run(execute)
@@ -87,14 +87,14 @@ async def test_what_is_no_answer_is_told_apart(frames: list[bytes], reason: str,
 
 
 @pytest.mark.parametrize(("status", "reason"), [(403, "forbidden"), (404, "gone"), (500, "unavailable")])
-async def test_a_refusal(status: int, reason: str) -> None:
+async def test_refused_exec_has_a_reason(status: int, reason: str) -> None:
     async with saying(status=status) as (execute, _):
         with pytest.raises(ExecError) as caught:
             await run(execute)
     assert caught.value.reason == reason
 
 
-async def test_an_api_server_that_is_not_there() -> None:
+async def test_unreachable_api_server_is_an_exec_error() -> None:
     async with client.ApiClient(client.Configuration(host="http://127.0.0.1:1")) as api:
         execute = PodExec(api, RateLimit(50, 100, time.monotonic))
         with pytest.raises(ExecError) as caught:

@@ -1,5 +1,4 @@
-"""What the API server is told of us, read as text: nothing is forgotten, nothing can fail. That it is obeyed is shown
-in tests/e2e."""
+"""Checks the manifests as text: they are complete, and their expressions cannot fail. tests/e2e shows their effect."""
 
 import base64
 import json
@@ -76,7 +75,7 @@ def policy(name: str) -> str:
     return " ".join(expressions(manifest))
 
 
-def test_the_files_hold_what_is_meant() -> None:
+def test_files_contain_the_expected_objects() -> None:
     assert [(one["kind"], one["metadata"]["name"]) for one in EVERY] == [
         ("MutatingWebhookConfiguration", "gpuwarden"),
         ("ValidatingWebhookConfiguration", "gpuwarden"),
@@ -124,7 +123,7 @@ def test_the_files_hold_what_is_meant() -> None:
     ]
 
 
-# Every key.
+# Keys.
 
 
 @pytest.mark.parametrize("hook", ["mutate.gpuwarden.io", "validate.gpuwarden.io"])
@@ -143,16 +142,16 @@ def test_the_files_hold_what_is_meant() -> None:
         }  # what shows it a GPU
     ),
 )
-def test_whatever_asks_or_shows_a_gpu_is_called_for(hook: str, word: str) -> None:
+def test_every_key_that_requests_or_exposes_a_gpu_matches_the_hook(hook: str, word: str) -> None:
     assert f"'{word}'" in condition((MUTATING | VALIDATING)[hook])
 
 
-def test_what_only_adds_to_a_claim_calls_nobody() -> None:
+def test_keys_that_only_refine_a_claim_do_not_match_the_hook() -> None:
     assert keys.SHARED.name not in condition(MUTATING["mutate.gpuwarden.io"])
 
 
 @pytest.mark.parametrize("word", sorted(keys.OUTPUT_NAMES))
-def test_whatever_we_write_is_guarded(word: str) -> None:
+def test_every_annotation_we_write_is_protected(word: str) -> None:
     assert f"'{word}'" in condition(VALIDATING["validate-update.gpuwarden.io"])
     assert f"'{word}'" in policy("gpuwarden-pods")
     assert f"'{word}'" in policy("gpuwarden-strip")
@@ -161,27 +160,27 @@ def test_whatever_we_write_is_guarded(word: str) -> None:
 @pytest.mark.parametrize(
     "word", [*keys.GPU_ENV, keys.CUDA_VERSION, *GPU_RESOURCES, f"{keys.CDI_DOMAIN}/", f".{keys.CDI_DOMAIN}/"]
 )
-def test_whatever_shows_a_gpu_is_reviewed_when_it_changes(word: str) -> None:
+def test_changes_of_fields_that_expose_gpus_are_reviewed(word: str) -> None:
     found = condition(VALIDATING["validate-update.gpuwarden.io"])
     assert f"'{word}'" in found
 
 
-# Every door.
+# Operations.
 
 
 def test_both_webhooks_go_by_the_same_condition() -> None:
     assert condition(MUTATING["mutate.gpuwarden.io"]) == condition(VALIDATING["validate.gpuwarden.io"])
 
 
-def test_every_door_is_there() -> None:
-    doors = {
+def test_every_operation_on_pods_has_a_hook() -> None:
+    operations = {
         (name.split(".")[0], operation, resource)
         for name, hook in (MUTATING | VALIDATING).items()
         for rule in hook["rules"]
         for operation in rule["operations"]
         for resource in rule["resources"]
     }
-    assert doors == {
+    assert operations == {
         ("mutate", "CREATE", "pods"),
         ("hint", "CREATE", "pods"),
         ("hint-job", "CREATE", "jobs"),
@@ -198,7 +197,7 @@ def test_every_door_is_there() -> None:
     }
 
 
-def test_deletes_and_bindings_are_reviewed_where_they_are_wanted() -> None:
+def test_reviews_of_deletes_and_bindings_are_optional() -> None:
     kind = "ValidatingWebhookConfiguration"
     usual = {"validate", "validate-update", "validate-binding"}
     assert {name.split(".")[0] for name in hooks(kind, Installation())} == usual
@@ -208,7 +207,7 @@ def test_deletes_and_bindings_are_reviewed_where_they_are_wanted() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(MUTATING | VALIDATING))
-def test_a_hook_is_set_as_promised(name: str) -> None:
+def test_hook_has_the_documented_failure_policy_and_timeout(name: str) -> None:
     hook = (MUTATING | VALIDATING)[name]
     assert hook["sideEffects"] == "NoneOnDryRun"
     is_passed_over = name.startswith(("validate-delete.", "hint.", "hint-job.", "review-binding."))
@@ -221,7 +220,7 @@ def test_a_hook_is_set_as_promised(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name in MUTATING | VALIDATING if ".alias." not in name))
-def test_each_hook_has_a_twin_for_the_older_label(name: str) -> None:
+def test_each_hook_has_a_copy_for_the_older_label(name: str) -> None:
     every = MUTATING | VALIDATING
     one, twin = every[name], every[name.replace(".gpuwarden.io", ".alias.gpuwarden.io")]
     not_ours = {
@@ -242,24 +241,24 @@ def test_each_hook_has_a_twin_for_the_older_label(name: str) -> None:
 
 
 @pytest.mark.parametrize("word", keys.FEATURES)
-def test_whatever_a_job_says_of_its_work_is_handed_down(word: str) -> None:
+def test_workload_keys_of_a_job_match_its_hook(word: str) -> None:
     assert f"'{word}'" in condition(MUTATING["hint-job.gpuwarden.io"])
 
 
-def test_the_strip_is_in_every_namespace_but_those_that_no_hook_has() -> None:
+def test_strip_policy_excludes_the_namespaces_that_hooks_exclude() -> None:
     found = binding("gpuwarden-strip")["spec"]["matchResources"]
     *_, not_ours = MUTATING["mutate.gpuwarden.io"]["namespaceSelector"]["matchExpressions"]
     assert found == {"namespaceSelector": {"matchExpressions": [not_ours]}}
 
 
-def test_a_pod_without_our_annotations_costs_the_strip_one_look() -> None:
+def test_strip_policy_skips_pods_without_our_annotations() -> None:
     strip = named("gpuwarden-strip")
     (only,) = strip["spec"]["matchConditions"]
     assert set(re.findall(r"'([^']*)'", only["expression"])) == keys.OUTPUT_NAMES
 
 
-def test_the_strip_runs_once_before_we_write() -> None:
-    """A second time it would take off what we have written."""
+def test_strip_policy_runs_once_before_webhooks() -> None:
+    """In a second run it would remove our own annotations."""
     strip = named("gpuwarden-strip")
     assert strip["spec"]["reinvocationPolicy"] == "Never"
 
@@ -275,7 +274,7 @@ BLINDING = ("gpuwarden-blind", "gpuwarden-blind-debugging")
     ("name", "more"),
     [*((name, {}) for name in BLINDING), ("gpuwarden-blinded", {"validationActions": ["Deny"]})],
 )
-def test_containers_are_blinded_in_the_namespaces_of_the_webhooks(name: str, more: Manifest) -> None:
+def test_blind_policies_select_the_namespaces_of_the_webhooks(name: str, more: Manifest) -> None:
     for hook, bound in (("mutate.gpuwarden.io", name), ("mutate.alias.gpuwarden.io", f"{name}-alias")):
         spec = binding(bound)["spec"]
         assert spec == {
@@ -286,15 +285,15 @@ def test_containers_are_blinded_in_the_namespaces_of_the_webhooks(name: str, mor
 
 
 @pytest.mark.parametrize("name", BLINDING)
-def test_a_policy_that_blinds_runs_again_after_others(name: str) -> None:
-    """The order among policies is random, and one that its matchConditions skipped is not run again."""
+def test_blind_policies_run_again_after_other_mutations(name: str) -> None:
+    """Policies run in random order, and a policy skipped by matchConditions is not run again."""
     spec = named(name)["spec"]
     assert spec["reinvocationPolicy"] == "IfNeeded"
     assert "matchConditions" not in spec
 
 
-def test_what_the_policy_leaves_to_the_webhook_is_sent_there() -> None:
-    """Every word that keeps it from blinding a pod is one that the webhook is called for."""
+def test_pods_skipped_by_the_blind_policy_match_the_webhook() -> None:
+    """Every key that exempts a pod from the policy also matches the webhook."""
     asks, again = (
         next(one["expression"] for one in named(name)["spec"]["variables"] if one["name"] == "asks")
         for name in ("gpuwarden-blind", "gpuwarden-blinded")
@@ -304,17 +303,17 @@ def test_what_the_policy_leaves_to_the_webhook_is_sent_there() -> None:
     assert words <= set(re.findall(r"'([^']*)'", condition(MUTATING["mutate.gpuwarden.io"])))
     asked = {*keys.REQUIRED_HASH.names, *keys.GPU_COUNT.names, *keys.GPU_MAP.names, *keys.CLAIM.names, *GPU_RESOURCES}
     assert asked <= words
-    # What is taken off before anybody asks keeps nobody from being blinded.
+    # Annotations that the strip policy removes must not exempt a pod.
     assert not (keys.OUTPUT_NAMES - set(keys.CLAIM.names)) & words
 
 
-def test_the_webhook_blinds_every_pod_where_no_policy_does() -> None:
+def test_webhook_matches_every_pod_without_blind_policies() -> None:
     instead = Installation(blinds=Blinds.WEBHOOK)
     found = hooks("MutatingWebhookConfiguration", instead)
     for name, hook in found.items():
         is_asked_about_all = name.startswith("mutate.")
-        doors = {name for rule in hook["rules"] for name in rule["resources"]}
-        assert ("pods/ephemeralcontainers" in doors) == is_asked_about_all
+        operations = {name for rule in hook["rules"] for name in rule["resources"]}
+        assert ("pods/ephemeralcontainers" in operations) == is_asked_about_all
         assert (hook["matchConditions"] == []) == is_asked_about_all
     for blinds in (Blinds.WEBHOOK, Blinds.NOBODY):
         names = {one["metadata"]["name"] for one in policies(Installation(blinds=blinds))}
@@ -324,7 +323,7 @@ def test_the_webhook_blinds_every_pod_where_no_policy_does() -> None:
     )
 
 
-def test_pods_are_isolated_in_the_namespaces_of_the_webhooks_but_for_exempt_ones() -> None:
+def test_isolation_policy_selects_opted_in_namespaces_except_exempt_ones() -> None:
     assert (keys.ISOLATION_LABEL, EXEMPT) == ("gpuwarden.io/isolation", "none"), "which the audit goes by"
     exempt = {"key": "gpuwarden.io/isolation", "operator": "NotIn", "values": ["none"]}
     for hook, bound in (
@@ -337,7 +336,7 @@ def test_pods_are_isolated_in_the_namespaces_of_the_webhooks_but_for_exempt_ones
 
 
 @pytest.mark.parametrize(("name", "listed"), [("places", PLACES), ("storage", STORAGE)])
-def test_volumes_of_the_cluster_are_kept_from_what_is_listed(name: str, listed: tuple[str, ...]) -> None:
+def test_volume_policy_lists_the_dangerous_paths(name: str, listed: tuple[str, ...]) -> None:
     variables = named("gpuwarden-isolation-volumes")["spec"]["variables"]
     (found,) = [one["expression"] for one in variables if one["name"] == name]
     assert tuple(re.findall(r"'([^']*)'", found)) == listed
@@ -349,19 +348,19 @@ def allowed(*host_paths: str) -> str:
     return found
 
 
-def test_pods_mount_what_an_installer_allows_and_else_nothing() -> None:
+def test_pods_may_mount_only_the_listed_host_paths() -> None:
     assert allowed() == "dyn([])"
     assert allowed("/data", "/mnt/.a-b_c@1+2=3~4") == "dyn(['/data', '/mnt/.a-b_c@1+2=3~4'])"
 
 
 @pytest.mark.parametrize("path", [*PLACES, *WRITABLE, "/", "data", "/data/", "/data/../dev", "/a'b"])
-def test_pods_are_let_into_no_dangerous_place_of_a_node(path: str) -> None:
+def test_dangerous_host_paths_are_refused_by_the_installer(path: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(path))):
         Installation(host_paths=("/data", path))
 
 
 @pytest.mark.parametrize(("name", "listed"), [("strong", STRONG), ("injecting", INJECTING)])
-def test_the_audit_knows_what_the_policy_lists(name: str, listed: tuple[str, ...]) -> None:
+def test_audit_and_isolation_policy_have_equal_lists(name: str, listed: tuple[str, ...]) -> None:
     variables = named("gpuwarden-isolation")["spec"]["variables"]
     (found,) = [one["expression"] for one in variables if one["name"] == name]
     assert tuple(re.findall(r"'([^']*)'", found)) == listed
@@ -384,11 +383,11 @@ FROM_1_36 = [
     [one for one in EVERY if one not in FROM_1_36],
     ids=lambda one: one["metadata"]["name"],
 )
-def test_what_older_kubernetes_is_given_uses_no_newer_function(manifest: Manifest) -> None:
+def test_manifests_for_older_kubernetes_use_no_newer_cel_function(manifest: Manifest) -> None:
     assert not [one for one in expressions(manifest) if NEWER.search(one)]
 
 
-# Our own accounts.
+# Our service accounts.
 
 OWN = ("gpuwarden-own-pods", "gpuwarden-own-nodes", "gpuwarden-own-claims")
 
@@ -399,15 +398,15 @@ def named(name: str, installation: Installation | None = None) -> Manifest:
     return next(one for one in found if one["metadata"]["name"] == name and one["kind"].endswith("Policy"))
 
 
-def held(name: str, installation: Installation | None = None) -> set[str]:
-    """The accounts that a policy holds to what they do: everybody else is let by at one look."""
+def limited_accounts(name: str, installation: Installation | None = None) -> set[str]:
+    """The accounts that a policy limits. Requests of other users match no further expression."""
     (only,) = named(name, installation)["spec"]["matchConditions"]
     assert re.fullmatch(r"request\.userInfo\.username in \[[^\]]*\]", only["expression"])
     return set(re.findall(r"'([^']*)'", only["expression"]))
 
 
 def writers(resources: set[str], installation: Installation) -> set[str]:
-    """The accounts of ours whose role lets them change these, wherever they are."""
+    """Our accounts whose ClusterRole allows changing these resources."""
     every = [*rbac(installation), *export(installation)]
     roles = {
         one["metadata"]["name"]
@@ -434,24 +433,24 @@ def writers(resources: set[str], installation: Installation) -> set[str]:
     ids=["pods", "nodes", "claims"],
 )
 @pytest.mark.parametrize("namespace", ["gpuwarden", "wardens"])
-def test_whoever_of_ours_may_write_is_held_to_what_he_writes(name: str, resources: set[str], namespace: str) -> None:
+def test_every_account_with_write_rights_is_limited_by_a_policy(name: str, resources: set[str], namespace: str) -> None:
     installation = Installation(namespace=namespace)
     (rule,) = named(name)["spec"]["matchConstraints"]["resourceRules"]
     assert (set(rule["resources"]), rule["operations"]) == (resources, ["UPDATE"])
-    assert held(name, installation) == writers(resources, installation) != set()
+    assert limited_accounts(name, installation) == writers(resources, installation) != set()
 
 
-def test_accounts_that_are_called_otherwise_are_held_too() -> None:
+def test_policies_use_the_configured_account_names() -> None:
     other = Installation(namespace="wardens", reconciler="one", binder="two", exporter="three")
     of = "system:serviceaccount:wardens:{}".format
-    assert held("gpuwarden-own-pods", other) == {of("one"), of("two")}
-    assert held("gpuwarden-own-nodes", other) == {of("one"), of("three")}
-    assert held("gpuwarden-own-claims", other) == {of("two")}
+    assert limited_accounts("gpuwarden-own-pods", other) == {of("one"), of("two")}
+    assert limited_accounts("gpuwarden-own-nodes", other) == {of("one"), of("three")}
+    assert limited_accounts("gpuwarden-own-claims", other) == {of("two")}
     for name in OWN:
         assert "gpuwarden-" not in " ".join(expressions(named(name, other)))
 
 
-def test_nobody_of_ours_is_kept_from_what_he_writes() -> None:
+def test_policies_allow_what_our_accounts_write() -> None:
     written = {*keys.OUTPUT_NAMES, *keys.HINT_NAMES, keys.WOKEN_AT, keys.WAITING}
     prefixes = re.findall(r"k\.startsWith\('([^']*)'\)", " ".join(expressions(named("gpuwarden-own-pods"))))
     assert [key for key in written if not key.startswith(tuple(prefixes))] == []
@@ -463,10 +462,10 @@ def test_nobody_of_ours_is_kept_from_what_he_writes() -> None:
 
 
 @pytest.mark.parametrize("plural", [one["spec"]["names"]["plural"] for one in crds()])
-def test_our_objects_are_guarded_at_every_door(plural: str) -> None:
+def test_our_objects_are_protected_for_every_operation(plural: str) -> None:
     rules = named(f"gpuwarden-{plural}")["spec"]["matchConstraints"]["resourceRules"]
-    doors = {(operation, name) for one in rules for operation in one["operations"] for name in one["resources"]}
-    assert doors == {
+    operations = {(operation, name) for one in rules for operation in one["operations"] for name in one["resources"]}
+    assert operations == {
         ("CREATE", plural),
         ("UPDATE", plural),
         ("UPDATE", f"{plural}/status"),
@@ -474,11 +473,11 @@ def test_our_objects_are_guarded_at_every_door(plural: str) -> None:
     }
 
 
-def test_whoever_writes_our_objects_has_the_permission() -> None:
+def test_accounts_that_write_our_objects_may_manage_reservations() -> None:
     found = rbac(Installation())
     plurals = [one["spec"]["names"]["plural"] for one in crds()]
-    doors = (("", "create"), ("", "update"), ("", "delete"), ("/status", "update"))
-    writes = {(f"{plural}{part}", verb) for plural in plurals for part, verb in doors}
+    operations = (("", "create"), ("", "update"), ("", "delete"), ("/status", "update"))
+    writes = {(f"{plural}{part}", verb) for plural in plurals for part, verb in operations}
     uses = {
         one["metadata"]["name"]: {
             (name, verb) for rule in one["rules"] for name in rule["resources"] for verb in rule["verbs"]
@@ -495,11 +494,11 @@ def test_whoever_writes_our_objects_has_the_permission() -> None:
     assert [name for name, may in uses.items() if ("nodeevidences", "delete") in may] == ["gpuwarden-reconcile"]
 
 
-# Nothing that can fail: an expression that does refuses the request, a delete included.
+# Expressions must not fail: a failing one refuses the request, even a delete.
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS, ids=lambda text: text[:40])
-def test_no_member_is_read_that_may_be_missing(expression: str) -> None:
+def test_expressions_read_optional_members_safely(expression: str) -> None:
     outside_quotes = re.sub(r"'[^']*'", "''", expression)
     assert not re.search(r"\.metadata\.(annotations|labels)\b(?!\[k\]\.lowerAscii)", outside_quotes)
     assert not re.search(
@@ -509,14 +508,14 @@ def test_no_member_is_read_that_may_be_missing(expression: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["validate-delete.gpuwarden.io", "validate-delete.alias.gpuwarden.io"])
-def test_a_delete_has_no_object(name: str) -> None:
+def test_expressions_for_delete_do_not_read_object(name: str) -> None:
     assert not re.search(r"\bobject\b", condition(VALIDATING[name]))
 
 
 @pytest.mark.parametrize(
     "manifest", [one for one in EVERY if one["kind"].endswith("Policy")], ids=lambda one: one["metadata"]["name"]
 )
-def test_a_policy_that_fails_refuses(manifest: Manifest) -> None:
+def test_policies_fail_closed(manifest: Manifest) -> None:
     assert manifest["spec"]["failurePolicy"] == "Fail"
     for validation in manifest["spec"].get("validations", ()):
         assert validation["reason"] == "Forbidden"
@@ -524,10 +523,10 @@ def test_a_policy_that_fails_refuses(manifest: Manifest) -> None:
         assert "request.userInfo.username" in validation["messageExpression"]
 
 
-# What an installer says.
+# Values of the installation.
 
 
-def test_the_names_of_an_installation_are_filled_in() -> None:
+def test_manifests_contain_the_names_of_the_installation() -> None:
     installation = Installation(
         namespace="wardens",
         service="door",
@@ -558,7 +557,7 @@ def test_the_names_of_an_installation_are_filled_in() -> None:
         assert gone not in whole
 
 
-def test_everything_of_ours_is_in_the_namespace_of_the_installation() -> None:
+def test_all_namespaced_objects_are_in_the_namespace_of_the_installation() -> None:
     whole = rbac(Installation(namespace="wardens"))
     placed = [one["metadata"].get("namespace") for one in whole if "Cluster" not in one["kind"]]
     subjects = [subject["namespace"] for one in whole for subject in one.get("subjects", ())]
@@ -574,8 +573,8 @@ def test_everything_of_ours_is_in_the_namespace_of_the_installation() -> None:
 BINDER_ROLE = ("ClusterRole", "gpuwarden-bind")
 
 
-def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
-    """That each of these is needed is shown in tests/e2e; here, that nobody widens them in passing."""
+def test_roles_grant_no_more_than_expected() -> None:
+    """tests/e2e shows that each permission is needed; this test notices additional ones."""
     rules = [rule for one in rbac(Installation()) for rule in one.get("rules", ())]
     assert not [rule for rule in rules if "*" in (*rule["apiGroups"], *rule["resources"], *rule["verbs"])]
     assert not [rule for rule in rules if {"secrets", "configmaps", "pods/exec"} & set(rule["resources"])]
@@ -595,8 +594,8 @@ def test_nobody_of_ours_may_do_what_he_does_not_do() -> None:
 
 
 @pytest.mark.defect("S1-19")
-def test_who_binds_may_write_no_pod_and_sees_no_secret() -> None:
-    """What the older scheduler's role had beyond this: secrets, webhook configurations, all of any pod."""
+def test_bind_role_cannot_write_pods_or_read_secrets() -> None:
+    """gpu-scheduler's role also had secrets, webhook configurations and all rights on pods."""
     (role,) = [one for one in rbac(Installation()) if (one["kind"], one["metadata"]["name"]) == BINDER_ROLE]
     uses = {(name, verb) for rule in role["rules"] for name in rule["resources"] for verb in rule["verbs"]}
     writes = {use for use in uses if use[1] not in ("get", "list", "watch")}
@@ -612,7 +611,7 @@ def test_who_binds_may_write_no_pod_and_sees_no_secret() -> None:
     assert {name for name, _ in uses - writes - volumes} == {"gpunodes", "nodeevidences", "nodes", "namespaces", "pods"}
 
 
-def test_what_is_printed_is_what_is_applied() -> None:
+def test_printed_manifests_equal_the_applied_ones() -> None:
     installation = Installation(namespace="wardens", ca_bundle=b"PEM")
     called = all_of(while_down(installation), webhooks(installation))
     every = all_of(crds(), rbac(installation), policies(installation), called)
@@ -621,7 +620,7 @@ def test_what_is_printed_is_what_is_applied() -> None:
         assert list(yaml.safe_load_all(as_yaml(what, installation))) == found
 
 
-def test_a_server_outside_of_the_cluster_has_a_url() -> None:
+def test_server_outside_the_cluster_is_called_by_url() -> None:
     installation = Installation(url="https://127.0.0.1:8443/")
     for manifest in webhooks(installation):
         paths = ["/mutate", "/mutate-binding"] if manifest["kind"].startswith("Mutating") else ["/validate"]
@@ -630,14 +629,14 @@ def test_a_server_outside_of_the_cluster_has_a_url() -> None:
         }
 
 
-def test_nothing_is_put_into_an_expression_that_is_not_a_name() -> None:
+def test_invalid_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\"x' \|\| true \|\| 'x\": not the name of a label"):
         Installation(hash_aliases=("x' || true || 'x",))
     with pytest.raises(ValueError, match="'': not the name"):
         Installation(opt_in="")
 
 
-def test_a_binding_is_reviewed_by_one_of_two_hooks_and_the_policy_goes_by_the_first() -> None:
+def test_binding_matches_exactly_one_hook_and_the_policy_matches_the_first() -> None:
     named = Installation(namespace="wardens", binder="b", schedulers=("system:kube-scheduler", "system:second"))
     users = "['system:kube-scheduler', 'system:second', 'system:serviceaccount:wardens:b']"
     one, other = "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration"
@@ -654,7 +653,7 @@ def test_a_binding_is_reviewed_by_one_of_two_hooks_and_the_policy_goes_by_the_fi
         Installation(schedulers=("x' || true || 'x",))
 
 
-def test_without_a_scheduler_every_binding_has_its_last_look() -> None:
+def test_without_schedulers_one_hook_matches_every_binding() -> None:
     alone = Installation(schedulers=())
     assert while_down(alone) == []
     assert not [name for name in hooks("MutatingWebhookConfiguration", alone) if "binding" in name]
@@ -663,17 +662,17 @@ def test_without_a_scheduler_every_binding_has_its_last_look() -> None:
             assert (hook["matchConditions"], hook["failurePolicy"]) == ([], "Fail")
 
 
-def test_the_mark_is_the_one_that_the_policy_looks_for() -> None:
+def test_policy_checks_the_mark_that_the_webhook_sets() -> None:
     assert f"'{keys.REVIEWED_FOR}'" in policy("gpuwarden-binding-ends")
 
 
-def test_what_is_filled_in_leaves_the_files_as_they_are() -> None:
+def test_filling_in_names_does_not_change_the_shipped_manifests() -> None:
     first = webhooks(Installation(namespace="wardens"))
     assert first != webhooks(Installation())
     assert webhooks(Installation()) == webhooks(Installation())
 
 
-def test_a_policy_whose_parameters_are_not_defined_refuses_nothing_of_the_control_planes_namespace() -> None:
+def test_policies_with_parameters_do_not_match_kube_system() -> None:
     ours = Installation("own")
     found = [one for one in (*while_down(ours), *policies(ours)) if one["spec"].get("paramKind")]
     assert found

@@ -1,4 +1,4 @@
-"""A view of objects: what is known, what is news, and no step back in time."""
+"""The view of objects: its state, its changes, and order of versions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def view() -> ObjectView[int]:
     return ObjectView(size_of)
 
 
-def test_only_what_matters_is_news(view: ObjectView[int]) -> None:
+def test_only_changes_of_the_extracted_state_are_reported(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1, 7))
     assert (view.get("a"), view.take_changes()) == (7, ["a"])
     view.changed(raw("a", 2, 7))
@@ -34,14 +34,14 @@ def test_only_what_matters_is_news(view: ObjectView[int]) -> None:
     assert view.take_changes() == ["a"]
 
 
-def test_what_a_write_was_answered_is_not_undone_by_a_watch_that_lags(view: ObjectView[int]) -> None:
+def test_older_watch_event_does_not_undo_a_write(view: ObjectView[int]) -> None:
     view.changed(raw("a", 5, 8))
     view.changed(raw("a", 4, 7))
     view.deleted(raw("a", 4, 7))
     assert view.get("a") == 8
 
 
-def test_what_is_deleted_is_news_once(view: ObjectView[int]) -> None:
+def test_deletion_is_reported_once(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1))
     view.take_changes()
     view.deleted(raw("a", 2))
@@ -49,7 +49,7 @@ def test_what_is_deleted_is_news_once(view: ObjectView[int]) -> None:
     assert ("a" in view, view.take_changes()) == (False, ["a"])
 
 
-def test_a_list_is_all_there_is(view: ObjectView[int]) -> None:
+def test_objects_missing_in_a_list_are_removed(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1))
     view.changed(raw("b", 2))
     view.take_changes()
@@ -57,15 +57,15 @@ def test_a_list_is_all_there_is(view: ObjectView[int]) -> None:
     assert (view.names(), sorted(view.take_changes())) == ({"b", "c"}, ["a", "c"])
 
 
-def test_a_list_is_right_though_its_versions_are_older(view: ObjectView[int]) -> None:
-    """The store was put back from a backup, and counts on from there."""
+def test_list_with_older_versions_replaces_the_state(view: ObjectView[int]) -> None:
+    """After a restore of etcd from a backup, versions continue from a lower number."""
     view.changed(raw("a", 900, 7))
     view.replaced({"/a": raw("a", 5, 8)})
     view.changed(raw("a", 6, 9))
     assert view.get("a") == 9
 
 
-def test_one_that_cannot_be_read_stays_as_it_was_known(view: ObjectView[int]) -> None:
+def test_unreadable_object_keeps_its_last_state(view: ObjectView[int]) -> None:
     view.changed(raw("a", 1, 7))
     view.replaced({"/a": raw("a", 2, -1), "/b": raw("b", 3, 9)})
     assert (view.get("a"), view.get("b")) == (7, 9)
@@ -79,7 +79,7 @@ def test_one_that_cannot_be_read_stays_as_it_was_known(view: ObjectView[int]) ->
         pytest.param(lambda one: one.replaced({"/a": raw("a", 3)}), id="replaced"),
     ],
 )
-def test_several_hear_the_same(tell: Callable[[Any], None]) -> None:
+def test_listener_group_forwards_to_all_listeners(tell: Callable[[Any], None]) -> None:
     views: list[ObjectView[int]] = [ObjectView(size_of), ObjectView(size_of)]
     for one in views:
         one.changed(raw("b", 1))

@@ -1,4 +1,4 @@
-"""A watch and an API server that goes silent, or stops in the middle of a list; the rest is shown on a real one."""
+"""A watch with an API server that goes silent or stops within a list. tests/e2e has the rest with a real server."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def config_map(name: str, version: int) -> Raw:
 
 
 class ApiServer:
-    """Tells of one object, and then not a byte more: no bookmark, no end."""
+    """Sends one object and then nothing, without closing the connection."""
 
     def __init__(self) -> None:
         self.begun_at: list[str] = []
@@ -78,7 +78,7 @@ async def api_server() -> AsyncIterator[ApiServer]:
 
 
 class Listening:
-    """Remembers the names it hears."""
+    """Records the names it receives."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -96,7 +96,7 @@ class Listening:
         """None is."""
 
 
-async def test_a_watch_that_has_gone_silent_is_not_believed_and_goes_on_where_it_was(api_server: ApiServer) -> None:
+async def test_silent_watch_is_stale_and_resumes_at_its_version(api_server: ApiServer) -> None:
     listening, states = Listening(), []
     async with client_of(api_server.port) as api:
         watch = Watch(api, PATH, listening, silence=0.5)
@@ -138,7 +138,7 @@ TORN = Response(b'{"kind": "ConfigMapList", "items": [', media_type="application
 
 @pytest.mark.parametrize("failure", [EXPIRED, BROKEN, TORN], ids=["expired", "broken", "torn"])
 @pytest.mark.parametrize("trimmed", [None, lambda raw: raw], ids=["as it is", "trimmed"])
-async def test_half_a_list_is_no_list(failure: Response, trimmed: Trimmed | None) -> None:
+async def test_interrupted_list_is_discarded(failure: Response, trimmed: Trimmed | None) -> None:
     half = [page("a", rest="more"), failure]
     answers = [*half, failure, page("a", rest="more"), page("b"), *half, failure, page("a")]
     asked, states = [], []

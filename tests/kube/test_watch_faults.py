@@ -1,4 +1,4 @@
-"""A watch and what an API server, or somebody who has it store odd objects, may send: nothing ends it."""
+"""Unusual answers of an API server, and unusual objects that users store: none ends the watch."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ def line(kind: str, raw: Raw) -> bytes:
 
 
 class Server:
-    """Answers lists, and each watch with the events that the test has for it."""
+    """Answers lists, and each watch with the test's events."""
 
     def __init__(self, events: Events) -> None:
         self.events = events
@@ -44,7 +44,7 @@ class Server:
 
 @asynccontextmanager
 async def watching(server: Server) -> AsyncIterator[tuple[Watch, Listening]]:
-    """It runs to the end of the test, or says what has ended it."""
+    """Runs until the end of the test, and raises what ended it earlier."""
     listening = Listening()
     async with answering(server.answer) as port, client_of(port) as api:
         watch = Watch(api, PATH, listening)
@@ -67,7 +67,7 @@ async def for_ever() -> None:
     await asyncio.Event().wait()
 
 
-def telling(*lines: bytes) -> Events:
+def sending(*lines: bytes) -> Events:
     async def events(_number: int) -> AsyncIterator[bytes]:
         for one in lines:
             yield one
@@ -76,15 +76,15 @@ def telling(*lines: bytes) -> Events:
     return events
 
 
-async def test_an_object_of_many_megabytes_is_heard() -> None:
+async def test_object_of_many_megabytes_is_received() -> None:
     """1.4 MB of nine thousand containers in the store are 4.6 MB here."""
     large = {**config_map("large", 6), "data": {"x": "y" * (8 * 2**20)}}
-    async with watching(Server(telling(line("ADDED", large), line("ADDED", config_map("next", 7))))) as (_, listening):
-        await until(lambda: listening.heard == ["large", "next"])
+    async with watching(Server(sending(line("ADDED", large), line("ADDED", config_map("next", 7))))) as (_, listening):
+        await until(lambda: listening.received == ["large", "next"])
 
 
-async def test_what_is_longer_than_any_object_is_found_in_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watches, "LONGEST_LINE", 1_000)
+async def test_line_above_the_limit_leads_to_a_new_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "MAX_LINE", 1_000)
 
     async def events(number: int) -> AsyncIterator[bytes]:
         if number == 1:
@@ -96,15 +96,15 @@ async def test_what_is_longer_than_any_object_is_found_in_a_list(monkeypatch: py
         await until(lambda: server.lists == 2)
 
 
-async def test_what_is_nested_without_end_is_heard() -> None:
+async def test_deeply_nested_object_is_received() -> None:
     deep = line("ADDED", config_map("deep", 6)).replace(
         b'"namespace"', b'"managedFields":[{"fieldsV1":' + b'{"f:a":' * 1_500 + b"{}" + b"}" * 1_500 + b'}],"namespace"'
     )
-    async with watching(Server(telling(deep, line("ADDED", config_map("next", 7))))) as (_, listening):
-        await until(lambda: listening.heard == ["deep", "next"])
+    async with watching(Server(sending(deep, line("ADDED", config_map("next", 7))))) as (_, listening):
+        await until(lambda: listening.received == ["deep", "next"])
 
 
-async def test_from_a_410_on_nothing_is_believed_until_the_next_list_is_in() -> None:
+async def test_watch_is_stale_from_410_until_the_next_list() -> None:
     async def events(number: int) -> AsyncIterator[bytes]:
         if number == 1:
             yield line("ERROR", {"kind": "Status", "code": 410, "reason": "Expired"})
@@ -120,7 +120,7 @@ async def test_from_a_410_on_nothing_is_believed_until_the_next_list_is_in() -> 
         await until(lambda: watch.is_current)
 
 
-async def test_who_ends_each_watch_at_once_is_not_asked_without_end() -> None:
+async def test_watches_that_end_at_once_are_retried_with_backoff() -> None:
     async def events(_number: int) -> AsyncIterator[bytes]:
         yield b""
 
@@ -131,11 +131,11 @@ async def test_who_ends_each_watch_at_once_is_not_asked_without_end() -> None:
     assert server.watches < 12
 
 
-async def test_who_waits_for_a_first_list_hears_that_there_will_be_none() -> None:
+async def test_waiting_for_the_first_list_fails_if_the_watch_ends() -> None:
     async def ended() -> None:
         raise KeyError("a bug")
 
-    async with watching(Server(telling())) as (watch, _):
+    async with watching(Server(sending())) as (watch, _):
         await first_list(watch, asyncio.create_task(for_ever()))
     waiting: Awaitable[None] = first_list(Watch(watch._api, PATH, Listening()), asyncio.create_task(ended()))
     async with asyncio.timeout(5):

@@ -1,4 +1,4 @@
-"""The alert rules ask about what there is, in the form that Prometheus reads."""
+"""The alert rules query existing metrics and have Prometheus' form."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ each_rule = pytest.mark.parametrize("rule", RULES, ids=[rule["alert"] for rule i
 
 
 def known_series() -> dict[str, frozenset[str]]:
-    """Every series that a scrape may show, with the labels that it has."""
+    """Every series that a scrape may contain, with its labels."""
     metrics = Metrics()
     metrics.watch_fleet(FleetCounts)
     metrics.watch_evidence(EvidenceCounts)
@@ -69,7 +69,7 @@ def test_a_rule_has_the_form_of_a_rule(rule: Raw) -> None:
 
 
 @each_rule
-def test_a_rule_asks_about_what_there_is(rule: Raw) -> None:
+def test_alert_rule_queries_existing_metrics(rule: Raw) -> None:
     asked = re.findall(r"(gpuwarden_\w+)(?:\{([^}]*)\})?", rule["expr"])
     assert asked
     for name, matchers in asked:
@@ -80,17 +80,15 @@ def test_a_rule_asks_about_what_there_is(rule: Raw) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["refused", "away"])
-def test_keys_that_are_not_had_are_told_before_evidence_ends(outcome: str) -> None:
-    """In silence every node would end unproven, `--max-bundle-age` and a proof's life later."""
+def test_missing_trust_bundle_alerts_before_evidence_ends(outcome: str) -> None:
+    """Otherwise every node would silently lose its proof after `--max-bundle-age`."""
     asked = f'gpuwarden_trust_bundle_looks_total{{outcome="{outcome}"}}'
     assert [rule["for"] for rule in RULES if asked in rule["expr"]] == ["5m"]
     assert Metrics().registry.get_sample_value("gpuwarden_trust_bundle_looks_total", {"outcome": outcome}) == 0
 
 
-def test_that_nobody_answers_reviews_is_told_by_what_nobody_else_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`absent` is true of a series that is gone, not of a zero: so it has to be one that `serve` alone has, always."""
+def test_absence_alert_uses_a_series_that_only_serve_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`absent` is true only for a missing series, so the series has to exist always, and only in `serve`."""
     (rule,) = [rule for rule in RULES if "absent(" in rule["expr"]]
     assert rule["labels"]["severity"] == "critical"
     asked = re.search(r'absent\((\w+)\{listener="tls"\}\)', rule["expr"])

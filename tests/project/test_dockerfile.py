@@ -1,4 +1,4 @@
-"""What the Dockerfile promises, by its words; that its steps work is shown in tests/e2e/test_image.py."""
+"""Checks the text of the Dockerfile; tests/e2e/test_image.py checks its steps."""
 
 import re
 import subprocess
@@ -10,14 +10,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The instructions, one a line, comments gone."""
+    """The instructions, one per line, without comments."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\s*\\\n\s*", " ", text).splitlines()
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in lines if line)]
 
 
 def test_every_stage_is_from_the_base_that_is_given() -> None:
-    """And that one is given with its digest by whoever builds: nothing else is fetched."""
+    """The builder passes it with a digest; no other image is pulled."""
     assert instructions()[0] == ("ARG", "PYTHON_IMAGE")
     stages = [rest.split()[0] for word, rest in instructions() if word == "FROM"]
     assert stages == ["${PYTHON_IMAGE}"] * 2
@@ -49,7 +49,7 @@ def test_make_builds_on_a_base_with_a_digest(tmp_path: Path, base: str, used: st
     assert f"docker build --build-arg PYTHON_IMAGE={used} --tag a/b:c ." in done.stdout.splitlines()
 
 
-def test_make_asks_for_the_images_name() -> None:
+def test_docker_build_requires_the_image_name() -> None:
     done = subprocess.run(
         ["/usr/bin/env", "make", "-C", str(ROOT), "docker-build"], capture_output=True, text=True, check=False
     )
@@ -57,7 +57,7 @@ def test_make_asks_for_the_images_name() -> None:
     assert "say which image: make docker-build IMG=name:tag" in done.stderr
 
 
-def test_the_last_stage_runs_nothing_and_nobody_is_root() -> None:
+def test_last_stage_runs_no_command_and_is_not_root() -> None:
     last = instructions()[[i for i, (word, _) in enumerate(instructions()) if word == "FROM"][-1] :]
     words = [word for word, _ in last]
     assert "RUN" not in words

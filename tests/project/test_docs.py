@@ -1,4 +1,4 @@
-"""What the documents say is there, is there."""
+"""What the docs name exists."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_every_reason_has_its_heading() -> None:
 
 
 @each_document
-def test_every_link_leads_somewhere(document: Path) -> None:
+def test_every_link_has_a_target(document: Path) -> None:
     for target, anchor in LINK.findall(document.read_text()):
         page = document.parent / target if target else document
         assert page.exists(), target
@@ -29,7 +29,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives the page's headings."""
+    """The anchors of the page's headings on GitHub."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""The image policy covers our repository, whole and alone. policy-controller's own word on it: tests/e2e."""
+"""The image policy matches exactly our repository. tests/e2e runs policy-controller itself."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ WORKFLOW = ROOT / ".github" / "workflows" / "release.yaml"
 DIGEST = "sha256:" + "ab" * 32
 REPOSITORY = "ghcr.io/gpuwarden/gpuwarden"
 
-# As policy-controller sees them: a name without tag or digest counts as `:latest`.
+# As policy-controller reads them: a name without tag or digest means `:latest`.
 OURS = [f"{REPOSITORY}@{DIGEST}", f"{REPOSITORY}:v1.2.3", f"{REPOSITORY}:latest"]
 OTHERS = [
     f"ghcr.io/gpuwarden/gpuwarden-evil@{DIGEST}",
@@ -32,7 +32,7 @@ def policies() -> list[dict[str, Any]]:
 
 
 def is_covered(policy: dict[str, Any], image: str) -> bool:
-    """The rule of policy-controller's globs: `**` is anything, `*` anything but a slash, nothing else is special."""
+    """policy-controller's globs: `**` matches anything, `*` anything except a slash."""
     for one in policy["spec"]["images"]:
         parts = re.split(r"(\*\*?)", one["glob"])
         pattern = "".join({"**": ".*", "*": "[^/]*"}.get(part, re.escape(part)) for part in parts)
@@ -51,8 +51,8 @@ def test_a_policy_covers_our_repository_exactly(policy: dict[str, Any]) -> None:
     assert [image for image in OURS + OTHERS if is_covered(policy, image)] == OURS
 
 
-def test_the_older_glob_would_have_covered_others() -> None:
-    """The rule above tells a wide glob from a narrow one."""
+def test_older_glob_would_have_matched_other_repositories() -> None:
+    """The function above distinguishes a wide glob from a narrow one."""
     wide = {"spec": {"images": [{"glob": f"{REPOSITORY}*"}]}}
     assert is_covered(wide, f"ghcr.io/gpuwarden/gpuwarden-evil@{DIGEST}")
 
@@ -75,11 +75,11 @@ JOBS: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text())["jobs"]
 
 
 def actions(job: str) -> list[str]:
-    """The actions of others that a job runs, without their versions."""
+    """The third-party actions of a job, without versions."""
     return [step["uses"].partition("@")[0] for step in JOBS[job]["steps"] if "uses" in step]
 
 
-def test_one_job_alone_signs_and_runs_little_that_is_not_ours() -> None:
+def test_only_one_job_signs_and_runs_few_third_party_actions() -> None:
     signing = [name for name, job in JOBS.items() if job["permissions"].keys() & {"id-token", "attestations"}]
     assert signing == ["sign"]
     assert actions("sign") == ["sigstore/cosign-installer", "actions/attest-build-provenance"]
@@ -93,7 +93,7 @@ def test_one_job_alone_signs_and_runs_little_that_is_not_ours() -> None:
 
 
 def pins_of(text: str, directory: Path) -> tuple[int, str]:
-    """What the workflow's own step says to such a workflow, and whether it lets it go on."""
+    """The output of the workflow's check for a workflow with this step, and whether it passes."""
     *_, step = JOBS["pinned"]["steps"]
     (directory / "release.yaml").write_text(text)
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
@@ -105,7 +105,7 @@ PIN = "@" + "0123456789abcdef" * 2 + "01234567"
 
 
 def pinned() -> str:
-    """The workflow as it has to be for a release."""
+    """The workflow as required for a release."""
     return re.sub(r"(uses: [^@\s]+)@\S+", rf"\1{PIN}", WORKFLOW.read_text())
 
 
@@ -138,11 +138,11 @@ def test_no_release_while_one_action_is_not_pinned(tmp_path: Path, line: str) ->
     assert [one.partition(":")[2].strip() for one in said.splitlines()[1:]] == [line]
 
 
-def test_a_file_that_names_no_action_is_not_the_workflow(tmp_path: Path) -> None:
+def test_file_without_actions_is_refused(tmp_path: Path) -> None:
     assert pins_of('{"message": "Not Found"}', tmp_path)[0] == 1
 
 
-def test_the_workflow_makes_what_the_policy_asks_for() -> None:
+def test_workflow_creates_what_the_policy_requires() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text())
     assert workflow[True]["push"]["tags"] == ["v[0-9]+.[0-9]+.[0-9]+"]  # `on` is a truth value to YAML 1.1
     assert workflow["permissions"] == {}

@@ -1,5 +1,4 @@
-"""The pages about moving over name everything that the older systems read, write and answer; and what they say of
-names is so."""
+"""The migration pages name everything that the older systems read, write and answer, and are right about names."""
 
 import re
 from collections.abc import Iterable
@@ -82,7 +81,7 @@ def page(name: str) -> str:
 
 
 def said(name: str) -> set[str]:
-    """Every word that stands in code quotes there, whole and by its parts."""
+    """Every word in code quotes, whole and in parts."""
     quoted = re.findall(r"`([^`\n]+)`", page(name))
     return {word for one in quoted for word in (one, *re.split(r"[\s,={}():]+", one))}
 
@@ -100,7 +99,7 @@ def test_a_page_names_what_the_older_system_knows(name: str, wanted: list[str]) 
 
 
 def is_in(value: str, named: Iterable[str]) -> bool:
-    """Named as it is, by `image.*`, or by what is in it."""
+    """Named itself, as `image.*`, or by its members."""
     return any(
         value == one or one.startswith(f"{value}.") or (one.endswith(".*") and value.startswith(one[:-1]))
         for one in named
@@ -113,7 +112,7 @@ def test_a_page_names_every_value_of_the_older_chart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_the_same_name_means_that_it_works_under_it_and_another_that_the_chart_says_which(name: str) -> None:
+def test_page_agrees_with_the_chart_on_kept_and_moved_values(name: str) -> None:
     (row,) = (line for line in page(name).splitlines() if line.endswith("| the same name |"))
     same = re.findall(r"`([^`]+)`", row)
     stay = {value for value in VALUES[name] if is_in(value, same)}
@@ -122,7 +121,7 @@ def test_the_same_name_means_that_it_works_under_it_and_another_that_the_chart_s
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_of_all_values_of_an_older_chart_each_that_moved_is_named_at_once(name: str) -> None:
+def test_all_moved_values_are_named_at_once(name: str) -> None:
     moved = [one for one in MOVED if one.path in VALUES[name]]
     said_to_all = refusal({one.path: True for one in moved})
     assert [one.path for one in moved if f"{one.sentence}." not in said_to_all] == []

@@ -190,7 +190,7 @@ async def test_a_scorer_with_https_is_known_by_the_cas_that_are_named(tmp_path: 
         assert await asker.outcome() == outcome
 
 
-def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
+def test_ca_file_without_certificate_is_named(tmp_path: Path) -> None:
     roots = tmp_path / "ca.pem"
     roots.write_text("nothing")
     with pytest.raises(BadRootsError, match="holds no CA certificate in PEM"):

@@ -173,10 +173,10 @@ class ClusterFleetSource:
 
 
 def outdated_by(watches: Sequence[Watch], patience: float = PATIENCE) -> Staleness | None:
-    behind = [watch for watch in watches if watch.behind_for > patience]
+    behind = [watch for watch in watches if watch.stale_for > patience]
     if not behind:
         return None
-    paths, seconds = ", ".join(watch.path for watch in behind), max(watch.behind_for for watch in behind)
+    paths, seconds = ", ".join(watch.path for watch in behind), max(watch.stale_for for watch in behind)
     return Staleness(f"nothing has been heard of {paths} for {seconds:.0f} s", is_blind=True)
 
 

@@ -23,7 +23,7 @@ from webhook.kube.election import run_while_elected
 from webhook.kube.events import ApiEvents
 from webhook.kube.paths import GPU_NODES_PATH, NAMESPACES_PATH, NODE_EVIDENCES_PATH, NODES_PATH, PODS_PATH
 from webhook.kube.view import ListenerGroup
-from webhook.kube.watch import WATCH_ERRORS, Watch, opened
+from webhook.kube.watch import WATCH_ERRORS, Watch, open_response
 from webhook.ledger.api_pods import ApiPods
 from webhook.ledger.cluster import ClusterLedger
 from webhook.runtime.clock import utc_now
@@ -157,7 +157,7 @@ class Pulse:
 
     async def _answers(self) -> bool:
         try:
-            async with asyncio.timeout(PULSE_TIMEOUT), await opened(self._api, "/version", {}, PULSE_TIMEOUT):
+            async with asyncio.timeout(PULSE_TIMEOUT), await open_response(self._api, "/version", {}, PULSE_TIMEOUT):
                 return True
         except WATCH_ERRORS as exc:
             log.warning("the API server does not answer", error=type(exc).__name__)

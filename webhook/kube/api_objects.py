@@ -17,7 +17,7 @@ from webhook.kube.requests import NODE_PATH, request_json
 from webhook.kube.store import RefusedError, StoreUnavailableError
 
 # Enough text to identify the field.
-MAX_SAID = 400
+MAX_MESSAGE = 400
 
 
 class ObjectClient(Protocol):
@@ -167,11 +167,11 @@ async def errors_with_message() -> AsyncIterator[None]:
 def error_message(exc: ApiException) -> str:
     try:
         text: bytes | str = exc.body or b""
-        said: Said = decoded(text if isinstance(text, bytes) else text.encode(), Said)
+        status: StatusMessage = decoded(text if isinstance(text, bytes) else text.encode(), StatusMessage)
     except (msgspec.DecodeError, AttributeError):
         return str(exc.reason)
-    return said.message[:MAX_SAID]
+    return status.message[:MAX_MESSAGE]
 
 
-class Said(msgspec.Struct, frozen=True):
+class StatusMessage(msgspec.Struct, frozen=True):
     message: str = ""

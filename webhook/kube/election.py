@@ -21,15 +21,17 @@ TERMS: Final = LeaseTerms(timedelta(seconds=15), timedelta(seconds=10), timedelt
 # Requests per second; an election needs far fewer.
 RATE, BURST = 10.0, 10
 # Libraries sometimes swallow a cancellation, so a task that continues is cancelled again at this interval.
-INSISTENCE = 0.5
+CANCEL_INTERVAL = 0.5
 # Time to finish writes and release the Lease after a stop signal.
-FAREWELL = 5.0
+RELEASE_TIMEOUT = 5.0
 
 Lead = Callable[[], Awaitable[None]]
-Rest = Callable[[], Awaitable[object]]
+FinishWrites = Callable[[], Awaitable[object]]
 
 
-async def run_while_elected(settings: Settings, api: client.ApiClient, lease: str, lead: Lead, rest: Rest) -> None:
+async def run_while_elected(
+    settings: Settings, api: client.ApiClient, lease: str, lead: Lead, finish_writes: FinishWrites
+) -> None:
     """Waits to be elected, runs `lead` until the Lease is lost, and starts again. Losing the API server loses the
     Lease.
 
@@ -42,10 +44,10 @@ async def run_while_elected(settings: Settings, api: client.ApiClient, lease: st
     candidate = Candidate(calls, settings.lease_namespace, lease, pod, TERMS, utc_now, now)
     while True:
         await candidate.win()
-        await lead_once(candidate, lead, rest)
+        await lead_once(candidate, lead, finish_writes)
 
 
-async def lead_once(candidate: Candidate, lead: Lead, rest: Rest) -> None:
+async def lead_once(candidate: Candidate, lead: Lead, finish_writes: FinishWrites) -> None:
     """Runs `lead` until the Lease is lost. Nothing of `lead` runs after it returns. If `lead` ends by itself, which is
     a bug, the Lease is not renewed, and the function returns after others could have taken it."""
     leading, holding = asyncio.ensure_future(lead()), asyncio.ensure_future(candidate.hold())
@@ -53,7 +55,7 @@ async def lead_once(candidate: Candidate, lead: Lead, rest: Rest) -> None:
         await asyncio.wait((leading, holding), return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         await cancel_and_wait(leading, holding)
-        await release_lease(candidate, rest)
+        await release_lease(candidate, finish_writes)
         raise
     is_lost = holding.done()
     await cancel_and_wait(leading, holding)
@@ -65,12 +67,12 @@ async def lead_once(candidate: Candidate, lead: Lead, rest: Rest) -> None:
     await asyncio.sleep((candidate.left + 2 * candidate.terms.retry_period).total_seconds())
 
 
-async def release_lease(candidate: Candidate, rest: Rest) -> None:
+async def release_lease(candidate: Candidate, finish_writes: FinishWrites) -> None:
     """Releases the Lease after the last write was answered, so that another process can take it at once. If that takes
     too long, the Lease expires."""
     try:
-        async with asyncio.timeout(FAREWELL):
-            await rest()
+        async with asyncio.timeout(RELEASE_TIMEOUT):
+            await finish_writes()
             await candidate.release()
     except TimeoutError:
         log.warning("the Lease is not released and will expire", identity=candidate.identity)
@@ -78,7 +80,7 @@ async def release_lease(candidate: Candidate, rest: Rest) -> None:
 
 async def cancel_and_wait(*tasks: "asyncio.Future[Any]") -> None:
     """Cancels the tasks and waits until they are done."""
-    while going_on := [task for task in tasks if not task.done()]:
-        for task in going_on:
+    while running := [task for task in tasks if not task.done()]:
+        for task in running:
             task.cancel()
-        await asyncio.wait(going_on, timeout=INSISTENCE)
+        await asyncio.wait(running, timeout=CANCEL_INTERVAL)

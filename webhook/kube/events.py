@@ -73,11 +73,11 @@ class ApiEvents:
         self._clock = clock
         self._count = count
         self._waiting: asyncio.Queue[QueuedEvent] = asyncio.Queue(MAX_WAITING)
-        self._told: dict[tuple[Subject, Reason, str], datetime] = {}
+        self._last_recorded: dict[tuple[Subject, Reason, str], datetime] = {}
 
     def record(self, subject: Subject, reason: Reason, message: str, *, is_warning: bool = True) -> None:
         now = self._clock()
-        if not self._is_news((subject, reason, message), now):
+        if not self._is_due((subject, reason, message), now):
             return
         self._count(reason)
         write = log.warning if is_warning else log.info
@@ -87,13 +87,13 @@ class ApiEvents:
         if not self._waiting.full():
             self._waiting.put_nowait(QueuedEvent(subject, reason, message, is_warning, now))
 
-    def _is_news(self, what: tuple[Subject, Reason, str], now: datetime) -> bool:
-        told = self._told.get(what)
-        if told is not None and now - told < QUIET:
+    def _is_due(self, key: tuple[Subject, Reason, str], now: datetime) -> bool:
+        last = self._last_recorded.get(key)
+        if last is not None and now - last < QUIET:
             return False
-        if len(self._told) >= MAX_REMEMBERED:
-            self._told.clear()
-        self._told[what] = now
+        if len(self._last_recorded) >= MAX_REMEMBERED:
+            self._last_recorded.clear()
+        self._last_recorded[key] = now
         return True
 
     async def run(self) -> None:
@@ -123,7 +123,7 @@ def event_of(one: QueuedEvent) -> Raw:
     }
     return {
         "metadata": {"generateName": f"{subject.name[:200]}."},
-        "involvedObject": {what: value for what, value in involved.items() if value},
+        "involvedObject": {key: value for key, value in involved.items() if value},
         "reason": one.reason.value,
         "message": one.message[:MAX_MESSAGE],
         "type": "Warning" if one.is_warning else "Normal",

@@ -24,8 +24,8 @@ MOST_SECONDS = 10 * 365 * 24 * 3600
 
 PHASES = tuple(Phase)  # in their order
 NUMBER = re.compile("0|[1-9][0-9]{0,2}")
-Which = Callable[..., Any]
-Moment = Annotated[datetime, msgspec.Meta(tz=True)]
+Choose = Callable[..., Any]
+Timestamp = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class UnreadableGpuNodeError(GpuwardenError):
@@ -50,16 +50,16 @@ class HeldSlotWire(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str
     pod: str | None = None
     uid: str | None = None
-    since: Moment | None = None
-    deadline: Moment | None = None
+    since: Timestamp | None = None
+    deadline: Timestamp | None = None
     shared: bool = False
     prefix: str | None = None
     # Missing in entries of older replicas; then it is unknown.
     grace: Annotated[int, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 0
     # Fields of an orphan. Its phase is one that older replicas, which know no orphans, can read.
-    orphaned_at: Moment | None = msgspec.field(name="orphanedAt", default=None)
+    orphaned_at: Timestamp | None = msgspec.field(name="orphanedAt", default=None)
     boot_id: str = msgspec.field(name="bootID", default="")
-    unused_at: Moment | None = msgspec.field(name="unusedAt", default=None)
+    unused_at: Timestamp | None = msgspec.field(name="unusedAt", default=None)
 
 
 class GpuNodeSpecWire(msgspec.Struct, frozen=True):
@@ -119,18 +119,20 @@ class GpuNode:
         if is_being_deleted:
             devices = tuple(evolve(one, is_healthy=False) for one in devices)
         held = wire.status and wire.status.held
-        furthest = reservations(name, held or {}, max)
-        is_even = all(furthest[ReservationId(one.reservation)].phase is one.phase for one in (held or {}).values())
+        most_advanced = reservations(name, held or {}, max)
+        is_consistent = all(
+            most_advanced[ReservationId(one.reservation)].phase is one.phase for one in (held or {}).values()
+        )
         return cls(
             name=name,
             version=version,
             devices=devices,
-            reservations=furthest,
-            stored=furthest if is_even else reservations(name, held or {}, min),
+            reservations=most_advanced,
+            stored=most_advanced if is_consistent else reservations(name, held or {}, min),
             is_rebuilt=held is not None,
             is_being_deleted=is_being_deleted,
             has_finalizer=FINALIZER in (wire.metadata.finalizers or ()),
-            has_correct_counts=has_correct_counts(wire.status, devices, furthest.values()),
+            has_correct_counts=has_correct_counts(wire.status, devices, most_advanced.values()),
         )
 
 
@@ -161,31 +163,31 @@ def raw_device(one: Device) -> Raw:
     return raw
 
 
-def reservations(node: str, held: Mapping[str, HeldSlotWire], which: Which) -> dict[ReservationId, Reservation]:
+def reservations(node: str, held: Mapping[str, HeldSlotWire], choose: Choose) -> dict[ReservationId, Reservation]:
     """Reservations by id. If slots of one were edited by hand, `which` picks the entry that counts."""
     slots: dict[str, list[Slot]] = {}
     entries: dict[str, HeldSlotWire] = {}
     for key, entry in held.items():
         slots.setdefault(entry.reservation, []).append(slot(key))
-        entries[entry.reservation] = which(entries.get(entry.reservation, entry), entry, key=how_far)
+        entries[entry.reservation] = choose(entries.get(entry.reservation, entry), entry, key=progress)
     return {ReservationId(one): reservation(node, entries[one], tuple(sorted(slots[one]))) for one in entries}
 
 
-def how_far(entry: HeldSlotWire) -> tuple[int, bool]:
+def progress(entry: HeldSlotWire) -> tuple[int, bool]:
     return PHASES.index(entry.phase), entry.uid is not None
 
 
 def reservation(node: str, entry: HeldSlotWire, slots: tuple[Slot, ...]) -> Reservation:
     """Only pending reservations have a deadline, and only those with a pod may lack one. An entry edited by hand that
     has neither pod nor deadline is treated as expired."""
-    deadline = moment(entry.deadline) if entry.phase is Phase.PENDING else None
+    deadline = valid_time(entry.deadline) if entry.phase is Phase.PENDING else None
     return Reservation(
         id=ReservationId(entry.reservation),
         namespace=entry.namespace,
         claim_digest=entry.digest,
         node=node,
         slots=slots,
-        since=moment(entry.since),
+        since=valid_time(entry.since),
         deadline=deadline,
         phase=entry.phase,
         pod_name=entry.pod,
@@ -201,13 +203,13 @@ def orphan(entry: HeldSlotWire) -> Orphan | None:
     """Only a reservation that had a pod can be an orphan."""
     if entry.orphaned_at is None or entry.phase is not Phase.FINALIZED:
         return None
-    unused_at = None if entry.unused_at is None else moment(entry.unused_at)
-    return Orphan(moment(entry.orphaned_at), timedelta(seconds=entry.grace), entry.boot_id, unused_at)
+    unused_at = None if entry.unused_at is None else valid_time(entry.unused_at)
+    return Orphan(valid_time(entry.orphaned_at), timedelta(seconds=entry.grace), entry.boot_id, unused_at)
 
 
-def moment(said: datetime | None) -> datetime:
+def valid_time(stored_counts: datetime | None) -> datetime:
     """The time, or LONG_AGO if it is missing or implausible."""
-    return said if said is not None and is_of_our_days(said) else LONG_AGO
+    return stored_counts if stored_counts is not None and is_of_our_days(stored_counts) else LONG_AGO
 
 
 def slot(key: str) -> Slot:
@@ -273,9 +275,9 @@ def has_correct_counts(
 ) -> bool:
     if status is None or status.total is None:
         return True
-    said = (status.total, status.taken, status.free)
-    right = numbers_of(devices, held)
-    return said == (right.total, right.taken, right.free)
+    stored_counts = (status.total, status.taken, status.free)
+    counts = numbers_of(devices, held)
+    return stored_counts == (counts.total, counts.taken, counts.free)
 
 
 def with_finalizer(raw: Raw, *, has_finalizer: bool) -> Raw:

@@ -52,7 +52,7 @@ class Candidate:
     ) -> None:
         self.identity = f"{pod}_{uuid.uuid4()}"
         self._call = calls.call
-        self._where = {"namespace": namespace, "name": name}
+        self._path_names = {"namespace": namespace, "name": name}
         self.terms = terms
         self._clock = clock
         self._now = now
@@ -66,16 +66,16 @@ class Candidate:
 
     async def win(self) -> None:
         """Returns once this process is the leader."""
-        told = ""
+        logged = ""
         while True:
             try:
                 if await self._take():
                     log.info("leading", identity=self.identity)
                     return
             except (ApiUnavailableError, ApiRefusesError) as exc:
-                if str(exc) != told:
-                    log.warning("the Lease cannot be taken", problem=str(exc), **self._where)
-                told = str(exc)
+                if str(exc) != logged:
+                    log.warning("the Lease cannot be taken", problem=str(exc), **self._path_names)
+                logged = str(exc)
             await asyncio.sleep(self.terms.retry_period.total_seconds())
 
     async def hold(self) -> None:
@@ -101,21 +101,21 @@ class Candidate:
         try:
             async with asyncio.timeout(self.terms.renew_deadline.total_seconds()):
                 for _ in range(3):
-                    if await self._is_given_back():
+                    if await self._try_release():
                         return
         except (ApiUnavailableError, ApiRefusesError, TimeoutError) as exc:
             problem = str(exc) or "no answer"
         log.warning("the Lease is not released", problem=problem)
 
-    async def _is_given_back(self) -> bool:
+    async def _try_release(self) -> bool:
         """True if the Lease is released or another's. A conflict may come from our own last renewal, if it was
         cancelled."""
-        raw = await self._call("GET", LEASE, self._where)
+        raw = await self._call("GET", LEASE, self._path_names)
         if raw is None or (raw.get("spec") or {}).get("holderIdentity") != self.identity:
             return True
         spec = {**raw["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}
         try:
-            await self._call("PUT", LEASE, self._where, {**raw, "spec": spec})
+            await self._call("PUT", LEASE, self._path_names, {**raw, "spec": spec})
         except ApiRefusesError as exc:
             if exc.status == 409:
                 return False
@@ -127,16 +127,16 @@ class Candidate:
         """Takes or renews the Lease. False if another process holds it. Retries after conflicts."""
         for _ in range(3):
             began = self._now()
-            raw = await self._call("GET", LEASE, self._where)
+            raw = await self._call("GET", LEASE, self._path_names)
             if raw is None:
                 await self._create()
                 continue
             spec = raw.get("spec") or {}
             holder = spec.get("holderIdentity") or ""
-            if holder not in ("", self.identity) and not self._is_over(raw, spec):
+            if holder not in ("", self.identity) and not self._is_expired(raw, spec):
                 return False
             try:
-                await self._call("PUT", LEASE, self._where, {**raw, "spec": self._spec(spec, holder)})
+                await self._call("PUT", LEASE, self._path_names, {**raw, "spec": self._spec(spec, holder)})
             except ApiRefusesError as exc:
                 if exc.status == 409:
                     continue
@@ -146,22 +146,22 @@ class Candidate:
         return False
 
     async def _create(self) -> None:
-        body = {"metadata": {"name": self._where["name"]}, "spec": {}}
+        body = {"metadata": {"name": self._path_names["name"]}, "spec": {}}
         try:
-            made = await self._call("POST", LEASES, self._where, body)
+            made = await self._call("POST", LEASES, self._path_names, body)
         except ApiRefusesError as exc:
             if exc.status == 409:
                 return
             raise
         if made is None:
-            raise ApiRefusesError(404, f": there is no namespace {self._where['namespace']}")
+            raise ApiRefusesError(404, f": there is no namespace {self._path_names['namespace']}")
 
-    def _is_over(self, raw: Raw, spec: Raw) -> bool:
+    def _is_expired(self, raw: Raw, spec: Raw) -> bool:
         version = str(raw["metadata"]["resourceVersion"])
         if self._seen[0] != version:
             self._seen = (version, self._now())
-        lasts = spec.get("leaseDurationSeconds") or self.terms.duration.total_seconds()
-        return self._now() - self._seen[1] > lasts
+        duration = spec.get("leaseDurationSeconds") or self.terms.duration.total_seconds()
+        return self._now() - self._seen[1] > duration
 
     def _spec(self, old: Raw, holder: str) -> Raw:
         time = self._clock().isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -91,7 +91,7 @@ class PodExec:
     async def run(self, namespace: str, pod: str, container: str, command: Sequence[str], limit: int) -> bytes:
         """The command's stdout. Raises ExecError. The caller sets a timeout."""
         answer = ExecOutput(limit)
-        await self._limit.turn()
+        await self._limit.acquire()
         query = [("stdout", "true"), ("stderr", "true"), *(("command", word) for word in command)]
         try:
             opening = await self._opened(namespace, pod, [*query, *([("container", container)] if container else [])])

@@ -9,7 +9,7 @@ from webhook.kube.json_objects import decoded
 REQUEST_TIMEOUT = 4.0
 
 
-MAX_SAID = 800
+MAX_MESSAGE = 800
 
 
 class StatusWire(msgspec.Struct, frozen=True):
@@ -22,7 +22,7 @@ def path_names(pod: PodIdentity) -> dict[str, str]:
 
 def error_message(status: int, body: bytes) -> str:
     try:
-        said: str = decoded(body, StatusWire).message
+        message: str = decoded(body, StatusWire).message
     except msgspec.DecodeError:
-        said = ""
-    return said[:MAX_SAID] or f"the API server answered {status}"
+        message = ""
+    return message[:MAX_MESSAGE] or f"the API server answered {status}"

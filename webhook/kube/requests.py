@@ -37,7 +37,7 @@ class ApiRefusesError(GpuwardenError):
         super().__init__(f"the API server answered {status}{text}")
 
 
-class SaidWire(msgspec.Struct, frozen=True):
+class MessageWire(msgspec.Struct, frozen=True):
     message: str = ""
 
 
@@ -60,7 +60,7 @@ class RateLimit:
         # When the bucket will be full again.
         self._full_at = now()
 
-    async def turn(self) -> None:
+    async def acquire(self) -> None:
         now = self._now()
         self._full_at = max(self._full_at, now) + 1 / self._rate
         late = self._full_at - now - self._burst / self._rate
@@ -125,7 +125,7 @@ class RateLimitedClient:
 
     async def call(self, method: str, path: str, names: Mapping[str, str], body: Raw | None = None) -> Raw | None:
         """The object, or None for 404. Raises ApiUnavailableError, ApiRefusesError."""
-        await self._limit.turn()
+        await self._limit.acquire()
         kind = MERGE_PATCH if method == "PATCH" else JSON
         try:
             status, content = await request_json(self._api, method, path, names, body, seconds=self._longest, kind=kind)
@@ -147,6 +147,6 @@ class RateLimitedClient:
 
 def error_message(content: bytes) -> str:
     try:
-        return ": " + str(decoded(content, SaidWire).message)[:400]
+        return ": " + str(decoded(content, MessageWire).message)[:400]
     except msgspec.DecodeError:
         return ""

@@ -11,34 +11,34 @@ from webhook.kube.watch import WatchListener
 
 log = structlog.get_logger(__name__)
 
-Kept = TypeVar("Kept")
+State = TypeVar("State")
 
 
-class ObjectView(Generic[Kept]):
+class ObjectView(Generic[State]):
     """The extracted state of each object. Callers add the answers of their own writes, which the watch repeats later.
 
     An object that cannot be parsed keeps its last state.
     """
 
-    def __init__(self, matters: Callable[[Raw], Kept]) -> None:
-        self._matters = matters
-        self._kept: dict[str, Kept] = {}
+    def __init__(self, extract: Callable[[Raw], State]) -> None:
+        self._extract = extract
+        self._states: dict[str, State] = {}
         self._versions: dict[str, int] = {}
-        self._news: dict[str, None] = {}
+        self._changes: dict[str, None] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._kept
+        return name in self._states
 
-    def get(self, name: str) -> Kept | None:
-        return self._kept.get(name)
+    def get(self, name: str) -> State | None:
+        return self._states.get(name)
 
     def names(self) -> set[str]:
-        return set(self._kept)
+        return set(self._states)
 
     def take_changes(self) -> list[str]:
         """The names of objects created, deleted or changed in their extracted state since the last call."""
-        news, self._news = self._news, {}
-        return list(news)
+        changes, self._changes = self._changes, {}
+        return list(changes)
 
     # Called by the watch and with the answers of writes.
 
@@ -48,7 +48,7 @@ class ObjectView(Generic[Kept]):
         for raw in objects.values():
             names.add(raw["metadata"]["name"])
             self.changed(raw)
-        for name in self._kept.keys() - names:
+        for name in self._states.keys() - names:
             self.forget(name)
 
     def changed(self, raw: Raw) -> None:
@@ -56,13 +56,13 @@ class ObjectView(Generic[Kept]):
         if self._versions.get(name, -1) > version:
             return
         try:
-            kept = self._matters(raw)
+            state = self._extract(raw)
         except GpuwardenError as exc:
             log.warning("unreadable object keeps its last state", kind=raw.get("kind"), name=name, problem=str(exc))
             return
-        if name not in self._kept or self._kept[name] != kept:
-            self._news[name] = None
-        self._kept[name], self._versions[name] = kept, version
+        if name not in self._states or self._states[name] != state:
+            self._changes[name] = None
+        self._states[name], self._versions[name] = state, version
 
     def deleted(self, raw: Raw) -> None:
         if self._versions.get(raw["metadata"]["name"], -1) <= version_of(raw):
@@ -71,9 +71,9 @@ class ObjectView(Generic[Kept]):
     def forget(self, name: str) -> None:
         """Removes an object that no longer exists."""
         self._versions.pop(name, None)
-        if name in self._kept:
-            del self._kept[name]
-            self._news[name] = None
+        if name in self._states:
+            del self._states[name]
+            self._changes[name] = None
 
 
 def version_of(raw: Raw) -> int:

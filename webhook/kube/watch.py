@@ -36,7 +36,7 @@ LIST_TIMEOUT = 60.0
 PAGE = 500
 # The largest stored object has 1.5 MiB and may be several times as long in JSON. After a longer line the objects are
 # listed again.
-LONGEST_LINE = 2**26
+MAX_LINE = 2**26
 # If a watch ends sooner, the next one waits: the server may end every watch at once.
 SOON = 1.0
 # After failures. A server that is back is noticed within the longest pause.
@@ -102,14 +102,14 @@ class Watch:
                 if not self._version:
                     await self._list()
                 async for event in self._events():
-                    self._tell(event)
+                    self._dispatch(event)
                     failures = 0
                 if loop.time() - begun >= SOON:
                     continue
             except StartOverError:
                 self._start_over()
             except WATCH_ERRORS as exc:
-                self._lose()
+                self._mark_stale()
                 log.warning("watch interrupted", path=self.path, error=type(exc).__name__)
                 log.debug("watch interrupted", path=self.path, exc_info=exc)
                 if isinstance(exc, ApiException) and exc.status == 410:
@@ -118,20 +118,20 @@ class Watch:
             await asyncio.sleep(self._backoff.seconds(failures))
 
     @property
-    def behind_for(self) -> float:
+    def stale_for(self) -> float:
         """Seconds since the connection was lost; 0 while it is current or before the first list."""
         if self.is_current or self._lost_at is None:
             return 0.0
         return asyncio.get_running_loop().time() - self._lost_at
 
-    def _lose(self) -> None:
+    def _mark_stale(self) -> None:
         if self.is_current:
             self._lost_at = asyncio.get_running_loop().time()
         self.is_current = False
 
     def _start_over(self) -> None:
         """Events were missed, so the objects have to be listed again."""
-        self._lose()
+        self._mark_stale()
         self._version = ""
 
     async def _list(self) -> None:
@@ -154,7 +154,7 @@ class Watch:
             "timeoutSeconds": str(WATCH_SECONDS),
         }
         async with asyncio.timeout(self._silence):
-            response = await opened(self._api, self.path, query, WATCH_SECONDS + 30)
+            response = await open_response(self._api, self.path, query, WATCH_SECONDS + 30)
         self.is_current = True
         async with response:
             while line := await self._line(response):
@@ -164,11 +164,11 @@ class Watch:
         """The next line; empty at the end. Raises TimeoutError after `silence` seconds without data."""
         async with asyncio.timeout(self._silence):
             try:
-                return await response.content.readuntil(b"\n", max_size=LONGEST_LINE)
+                return await response.content.readuntil(b"\n", max_size=MAX_LINE)
             except LineTooLong as exc:
                 raise StartOverError(self.path) from exc
 
-    def _tell(self, event: Raw) -> None:
+    def _dispatch(self, event: Raw) -> None:
         kind, raw = event["type"], event["object"]
         if kind == "ERROR":
             if raw.get("code") == 410:
@@ -257,7 +257,7 @@ async def pages(
 
 
 async def one_page(api: client.ApiClient, path: str, query: Mapping[str, str]) -> PageWire:
-    async with await opened(api, path, query, LIST_TIMEOUT) as response:
+    async with await open_response(api, path, query, LIST_TIMEOUT) as response:
         page: PageWire = decoded(await response.read(), PageWire)
         return page
 
@@ -267,7 +267,9 @@ def objects_in(page: PageWire) -> Iterator[Raw]:
     return ({**named, **object_in(text)} for text in page.items or ())
 
 
-async def opened(api: client.ApiClient, path: str, query: Mapping[str, str], seconds: float) -> aiohttp.ClientResponse:
+async def open_response(
+    api: client.ApiClient, path: str, query: Mapping[str, str], seconds: float
+) -> aiohttp.ClientResponse:
     """The response, with its body not read yet. Raises ApiException for status 400 and above."""
     request = await api.param_serialize(
         method="GET",
