@@ -1,4 +1,4 @@
-"""The Grafana dashboard: a panel a question that an operator asks."""
+"""The Grafana dashboard, with one panel for each question of an operator."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -7,7 +7,7 @@ Panel = dict[str, Any]
 
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 
-# Title, unit, and queries with their legends. Several processes say the same of nodes and devices, hence `max`.
+# Title, unit, and queries with their legends. Processes export the same series of nodes and devices, hence `max`.
 QUESTIONS: Final[Sequence[tuple[str, str, Sequence[tuple[str, str]]]]] = [
     ("GPUs by state", "short", [("max by (state) (gpuwarden_devices)", "{{state}}")]),
     ("Reservations by phase", "short", [("max by (phase) (gpuwarden_reservations)", "{{phase}}")]),

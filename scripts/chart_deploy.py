@@ -1,4 +1,4 @@
-"""`make chart` writes deploy/: what the chart renders for people who have no helm. A test compares.
+"""`make chart` generates deploy/, the rendered chart for users without helm. A test compares them.
 
 Needs helm, which `make test` installs.
 """
@@ -17,12 +17,12 @@ from scripts.chart_values import CHART, ROOT
 
 DEPLOY: Final = ROOT / "deploy"
 HEAD: Final = "# Written by `make chart` from the chart.\n"
-# What these manifests are for.
+# The purpose of each directory.
 KUBERNETES: Final = "1.36.0"
 
 Manifest = dict[str, Any]
 
-# Of the chart, the exporter and nothing else.
+# Only the chart's exporter.
 EXPORTER: Final[Mapping[str, Any]] = {
     "fullnameOverride": "gpuid",
     "serve": {"enabled": False},
@@ -31,7 +31,7 @@ EXPORTER: Final[Mapping[str, Any]] = {
     "policies": {"protect": False, "isolate": False, "strip": "false", "blind": "nobody"},
     "crds": {"install": False},
 }
-# Reservations are not exported where there are none.
+# Without gpuwarden's webhooks there are no reservations to export.
 ALONE: Final = {"clusterName": "validation", "history": False}
 STORES: Final[Mapping[str, Manifest]] = {
     "stdout": {"settings": {"clusterName": "prod", "history": False}},
@@ -48,7 +48,7 @@ STORES: Final[Mapping[str, Manifest]] = {
         "credentials": {"s3": "s3-credentials"},
     },
 }
-# Two replicas of which one works, disruption budget, network policies.
+# Two replicas with one active, disruption budget, network policies.
 PROD: Final[Manifest] = {
     **STORES["postgres"],
     "replicas": 2,
@@ -63,7 +63,7 @@ EXTENDER: Final[Mapping[str, Any]] = {
     "policies": {"protect": False, "isolate": False, "strip": "false", "blind": "nobody"},
     "crds": {"install": False},
     "extender": {"plainPort": 8000},
-    # The map names its nodes itself.
+    # The map contains the nodes.
     "inventory": {"nodes": []},
     "settings": {
         "ledger": "memory",
@@ -74,8 +74,8 @@ EXTENDER: Final[Mapping[str, Any]] = {
 EXTENDER_NAMESPACE: Final = "blind-gpu-scheduler"
 
 SCHEDULER: Final = """\
-# For kube-scheduler's --config. In plain HTTP whoever is between the two decides in gpuwarden's place; with TLS on both
-# sides: examples/scheduler/scheduler-config.yaml.
+# For kube-scheduler's --config. With plain HTTP, an attacker on the network could answer in gpuwarden's place. With TLS
+# on both sides: examples/scheduler/scheduler-config.yaml.
 apiVersion: kubescheduler.config.k8s.io/v1
 kind: KubeSchedulerConfiguration
 clientConnection:
@@ -86,11 +86,11 @@ extenders:
   - urlPrefix: http://gpuwarden.blind-gpu-scheduler.svc:8000
     filterVerb: filter
     nodeCacheCapable: true
-    # While gpuwarden is away, pods that ask for GPUs wait: nothing else looks at them here.
+    # While gpuwarden is unavailable, pods that request GPUs wait: nothing else checks them here.
     ignorable: false
-    # About these and no others: with all replicas gone every other pod goes on, and gpuwarden's own come back. A pod
-    # that asks for a hash and no GPU is placed unasked; where such pods are held to proven nodes too, install the
-    # webhooks, or give this extender to a scheduler of its own name.
+    # Only pods with these resources: while all replicas are down, other pods are scheduled, gpuwarden's own included.
+    # A pod that requires a hash but no GPU is not checked. If such pods need proven nodes too, install the webhooks, or
+    # use this extender in a scheduler with its own name.
     managedResources:
       - name: nvidia.com/gpu
     httpTimeout: 5s
@@ -99,7 +99,7 @@ extenders:
 
 @frozen
 class Flow:
-    """One directory of manifests."""
+    """One directory of deploy/."""
 
     directory: Path
     namespace: str
@@ -125,8 +125,8 @@ FLOWS: Final = [
     ),
     Flow(DEPLOY / "extender", EXTENDER_NAMESPACE, "gpuwarden", EXTENDER),
 ]
-# Into which file a kind goes. `kubectl apply -f` takes files by name, and a kustomization for an object that it does
-# not know: hence the numbers, and a directory without one.
+# The file of each kind. `kubectl apply -f` applies files in order of their names, hence the numbers. It would read a
+# kustomization as an unknown object, so that has a directory of its own.
 FILES: Final[Mapping[str, tuple[str, ...]]] = {
     "manifests/1-namespace.yaml": ("Namespace",),
     "manifests/2-rbac.yaml": ("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"),
@@ -149,7 +149,7 @@ def render(flow: Flow) -> list[Manifest]:
 
 
 def without_helm(tree: Any) -> Any:
-    """The same without the labels that say helm had put it there."""
+    """The object without helm's labels."""
     match tree:
         case dict():
             return {
@@ -167,7 +167,7 @@ def files(flow: Flow) -> dict[Path, str]:
     rest = render(flow)
     parts = {name: [one for one in rest if one["kind"] in kinds] for name, kinds in FILES.items()}
     if sum(map(len, parts.values())) != len(rest):
-        raise ValueError(f"a kind goes into no file: {[one['kind'] for one in rest]}")
+        raise ValueError(f"no file for these kinds: {[one['kind'] for one in rest]}")
     found = {
         flow.directory / name: HEAD + yaml.safe_dump_all(parts[name], sort_keys=False, width=1000)
         for name in parts
@@ -177,7 +177,7 @@ def files(flow: Flow) -> dict[Path, str]:
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": [name for name in parts if parts[name]],
-        # For `kustomize edit set image`, and for a tag of your own.
+        # For `kustomize edit set image`, or your own tag.
         "images": [{"name": "gpuwarden", "newName": "gpuwarden", "newTag": "0.1.0"}],
     }
     found[flow.directory / "kustomization.yaml"] = HEAD + yaml.safe_dump(content, sort_keys=False)

@@ -1,5 +1,5 @@
-"""The schema of each kind of setting: what the command would certainly refuse is refused before anything is installed.
-It refuses nothing that the command takes; what it lets pass the command still judges, with a sentence of its own.
+"""The JSON schema of each kind of setting. It refuses values before the installation that the command would certainly
+refuse, and accepts everything that the command accepts. The command checks the rest.
 """
 
 import re
@@ -28,17 +28,17 @@ def whole(least: int, most: int) -> Schema:
 
 
 def several(word: str) -> Schema:
-    """A list, or the same with commas."""
+    """A list, or a text with commas."""
     both = rf"^\s*{word}\s*(,\s*{word}\s*)*$"
     return {"type": ["array", "string"], "minItems": 1, "items": {"type": "string", "pattern": both}, "pattern": both}
 
 
-# Go's regular expressions, by which helm goes, look neither ahead nor back.
+# Helm uses Go's regular expressions, which have no lookahead or lookbehind.
 DNS_NAME: Final = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
 LABEL_NAME: Final = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 LAST_PART: Final = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
 WORD: Final = r"[!-+.-~-]{1,253}"
-# As many digits as the longest time has that is taken: a week, or ten years.
+# As many digits as the longest accepted duration has: a week, or ten years.
 SHORT: Final = (
     r"[0-9]{1,9}(\.[0-9]{1,9})?ms|[0-9]{1,6}(\.[0-9]{1,9})?s?|[0-9]{1,5}(\.[0-9]{1,9})?m|[0-9]{1,3}(\.[0-9]{1,9})?h"
 )
@@ -52,7 +52,7 @@ TEN_YEARS: Final = int(kinds.MAX_LIFETIME.total_seconds())
 
 
 def lasting(pattern: str, most: int) -> Schema:
-    """A time, or a number of seconds."""
+    """A duration as text, or a number of seconds."""
     return {"type": ["string", "number"], "pattern": f"^({pattern})$", "minimum": 0, "maximum": most}
 
 
@@ -135,9 +135,9 @@ WORDS: Final = re.compile(r"[a-zA-Z_0-9-]+(, [a-zA-Z_0-9-]+)+")
 
 
 def form_of(kind: SettingKind[Any]) -> Schema:
-    """What may stand there."""
+    """The schema of the setting's values."""
     if kind in FORMS:
         return FORMS[kind]
     if WORDS.fullmatch(kind.allowed):
         return one_of(*kind.allowed.split(", "))
-    raise ValueError(f"say which form this has: {kind.allowed}")
+    raise ValueError(f"no schema for this kind of setting: {kind.allowed}")

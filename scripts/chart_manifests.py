@@ -1,5 +1,5 @@
-"""`make chart` writes into the chart what is shipped elsewhere, so that nothing is said twice:
-CRDs, webhook configurations, policies and roles as templates, alerts and the dashboard as files. A test compares.
+"""`make chart` generates the templates of CRDs, webhook configurations, policies and roles from the shipped manifests,
+and copies alerts and the dashboard. A test compares them.
 """
 
 import json
@@ -32,7 +32,7 @@ GENERATED: Final = CHART / "templates/generated"
 HEAD: Final = "{{- /* Written by `make chart`. */ -}}\n"
 HEAD_OF_FILE: Final = "# Written by `make chart`.\n"
 
-# What stands in the manifests for what only the release knows, and the template that says it.
+# Placeholder names in the manifests, and the template expressions that replace them.
 NAMESPACE: Final = "xx-namespace"
 SERVICE: Final = "xx-service"
 PORT: Final = 64999
@@ -73,7 +73,7 @@ SAID: Final[Mapping[str, str]] = {
     str(PATIENCE): "{{ .Values.webhooks.timeoutSeconds }}",
     str(MAX_GRACE): '{{ include "gpuwarden.seconds" (default "3600s" .Values.settings.maxGrace) | float64 | int }}',
 }
-# Where they stand alone, for YAML makes a number of `123` and a truth of `on`.
+# Quoted where a value is only the name: YAML reads `123` as a number and `on` as a boolean.
 QUOTED: Final[Mapping[str, str]] = {
     NAMESPACE: "{{ quote .Release.Namespace }}",
     OPT_IN: "{{ quote .Values.webhooks.optInLabel }}",
@@ -108,8 +108,8 @@ def template(found: Iterable[Manifest]) -> str:
     """The manifests as YAML documents of a template."""
     whole = yaml.safe_dump_all(found, sort_keys=False, width=120, explicit_start=True)
     if "{{" in whole:
-        raise ValueError("a manifest has a text that Helm would take for its own")
-    # A long line may be folded before the token.
+        raise ValueError("a manifest contains text that Helm would evaluate")
+    # YAML may fold a long line before the placeholder.
     whole = re.sub(rf",\\\n *\\ '{HASH_ALIAS}'", f", '{HASH_ALIAS}'", whole)
     for token, said in QUOTED.items():
         whole = re.sub(rf"^( *(?:- |[\w-]+: |- [\w-]+: )?){token}(:.*)?$", rf"\1{said}\2", whole, flags=re.M)
@@ -152,7 +152,7 @@ def labelled(one: Manifest, **more: Any) -> Manifest:
 
 
 def with_room(tree: Any) -> Any:
-    """The same, with room for more namespaces that are left alone."""
+    """The same, with a placeholder for more excluded namespaces."""
     match tree:
         case {"key": "kubernetes.io/metadata.name", "values": list(values), **rest}:
             return {"key": "kubernetes.io/metadata.name", **rest, "values": [*values, EXCLUDED]}
@@ -168,7 +168,7 @@ def with_room(tree: Any) -> Any:
 
 
 def with_choices(hook: Manifest) -> Manifest:
-    """While nobody answers, Bindings of others than schedulers are refused whatever is said; hints hold no pod up."""
+    """The failure policy is a value, except for other users' Bindings (always Fail) and hints (always Ignore)."""
     is_last_door = hook["name"].startswith("validate-binding.")
     is_choice = hook["failurePolicy"] == "Fail" and not is_last_door
     return {**hook, "timeoutSeconds": PATIENCE, **({"failurePolicy": FAILURE_POLICY} if is_choice else {})}
@@ -187,7 +187,7 @@ def webhooks_template() -> str:
 
 
 def with_marks(hook: Manifest) -> Manifest:
-    """With marks where a hook differs that blinds every pod."""
+    """With marks where the hook differs if it matches every pod."""
     if not hook["name"].startswith("mutate."):
         return hook
     rules = [*hook["rules"], ALL_ONLY, *with_room([*DEBUGGING]), ALL_END]
@@ -210,18 +210,18 @@ def policies_template() -> str:
     blind = [one for one in found if one["metadata"]["name"].startswith("gpuwarden-blind")]
     strip = [one for one in found if one["kind"].startswith("Mutating") and one not in blind]
     protect = [one for one in found if one not in (*isolate, *blind, *strip)]
-    assert all(one["kind"].startswith("Validating") for one in protect)  # noqa: S101 - a third kind would be lost
+    assert all(one["kind"].startswith("Validating") for one in protect)  # noqa: S101 - another kind would be dropped
     strips = when('include "gpuwarden.strips" .', template(strip))
     blinds = when('eq (include "gpuwarden.blinds" .) "policy"', template(blind))
     isolates = when(".Values.policies.isolate", template(isolate))
     return HEAD + when(".Values.policies.protect", template(protect)) + isolates + strips + blinds
 
 
-# The definitions.
+# The CRDs.
 
 
 def crds_template() -> str:
-    """As templates: `helm upgrade` never touches what is in a chart's crds/. Kept, for they hold the reservations."""
+    """As templates, because `helm upgrade` ignores a chart's crds/. Kept on uninstall: they hold the reservations."""
     kept = {"annotations": {"helm.sh/resource-policy": "keep"}}
     found = [labelled(one, **kept) for one in crds.manifests()]
     return HEAD + when(".Values.crds.install", template(found))
@@ -229,16 +229,16 @@ def crds_template() -> str:
 
 # The roles.
 
-# Roles that only some installations need: where they are shipped, by name, what they are called here and when.
+# Roles that only some installations need: their shipped name, their name in the chart and the condition.
 EXTRA_ROLES: Final = {
     "gpuwarden-extender-bind": ("extender-bind", "serve", ".Values.extender.bind"),
     "gpuwarden-wake": ("wake", "reconcile", ".Values.extender.enabled"),
-    # For others: bound to nobody.
+    # For other clients: not bound to any account.
     "gpuwarden-finalize": ("finalize", "serve", ".Values.serve.enabled"),
 }
 
 
-# Rules of a role that only some installations need, by component, resource and verb: what is shipped has them all.
+# Rules that only some installations need, by component, resource and verb. The shipped roles have all of them.
 KEEPS: Final = '(ne (default "cluster" .Values.settings.ledger) "memory")'
 CHALLENGES: Final = f'{KEEPS} (include "gpuwarden.challenges" .)'
 BUNDLES: Final = f"{CHALLENGES} .Values.settings.bundleEndpoint"
@@ -307,7 +307,7 @@ def roles_text(roles: Iterable[Manifest], called: str, component: str) -> str:
 
 
 def with_conditions(one: Manifest, called: str) -> Manifest:
-    """With a mark before and after each rule that is there sometimes."""
+    """With a mark before and after each conditional rule."""
     if "rules" not in one:
         return one
     rules: list[Any] = []
@@ -319,7 +319,7 @@ def with_conditions(one: Manifest, called: str) -> Manifest:
 
 
 def named(one: Manifest, called: str, component: str) -> Manifest:
-    """The role or binding under the name that it has in a release. What the roles are about keeps its name."""
+    """The role or binding with its name in a release. The resources in its rules keep their names."""
     meta = {**one["metadata"], "name": f"xx-role-{called}"}
     if "roleRef" not in one:
         return {**one, "metadata": meta}
@@ -339,7 +339,7 @@ def by_name(found: Iterable[Manifest]) -> dict[str, list[Manifest]]:
 
 
 def by_component(found: Iterable[Manifest]) -> dict[str, list[Manifest]]:
-    """Roles and bindings; the chart makes accounts itself."""
+    """Roles and bindings. The accounts are a template of their own."""
     roles = [one for one in found if one["kind"] != "ServiceAccount"]
     return {component_of(name): group for name, group in by_name(roles).items()}
 
@@ -348,12 +348,12 @@ def by_component(found: Iterable[Manifest]) -> dict[str, list[Manifest]]:
 
 
 def alerts() -> str:
-    """The rule file, as the chart puts it into a PrometheusRule."""
+    """The rule file, which a template puts into a PrometheusRule."""
     return (ROOT / "examples/alerts/gpuwarden.rules.yaml").read_text()
 
 
 def host_paths() -> str:
-    """What no entry of `policies.hostPaths` may be, contain or lie in."""
+    """Paths that no entry of `policies.hostPaths` may equal, contain or be inside of."""
     return HEAD_OF_FILE + yaml.safe_dump({"places": [*PLACES], "writable": [*WRITABLE]}, sort_keys=False)
 
 

@@ -141,7 +141,7 @@ def setting_values(
         if one.name in own or not one.in_file:
             continue
         if one.kind is FILE:
-            raise ValueError(f"{one.name} names a file: the chart has to say how it gets into the Pod")
+            raise ValueError(f"{one.name} names a file: the chart has to mount it into the Pod")
         default = plain(default_of(one))
         shown = "" if default in (None, {}) else in_words(default)
         about = one.about[0].upper() + one.about[1:] + f" ({one.kind.allowed.replace('`', '')})."

@@ -48,7 +48,7 @@ def server() -> Iterator[dict[str, str]]:
 
 
 class Cluster:
-    """Plays the API server's part in the story."""
+    """Acts as the API server."""
 
     def __init__(self, urls: dict[str, str]) -> None:
         self.client = httpx.Client(base_url=urls["https"], verify=urls["ca"])
@@ -63,7 +63,7 @@ class Cluster:
         return response
 
     def create(self, name: str) -> dict[str, Any] | None:
-        """A pod through the mutating door; the patched pod, or None if it was denied."""
+        """Sends the pod to /mutate. Returns the patched pod, or None if it was denied."""
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",

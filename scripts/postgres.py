@@ -1,4 +1,4 @@
-"""A real Postgres on loopback, thrown away after: the machine's own, or Debian's, which this installs.
+"""A temporary Postgres on loopback: the machine's own, or Debian's, which this installs.
 
 `python -m scripts.postgres` makes sure that there is one, or says in a sentence why there is none.
 """
@@ -18,20 +18,20 @@ from typing import Final
 
 from scripts.controlplane.components import free_ports
 
-# Debian's places; elsewhere they are on the PATH.
+# Debian's directories; elsewhere the programs are on the PATH.
 INSTALLED: Final = Path("/usr/lib/postgresql")
 COMMON: Final = Path("/etc/postgresql-common")
 PATIENCE: Final = 120.0
-# Postgres refuses to run as root. Debian's package brings the first; the second is everywhere.
+# Postgres refuses to run as root. Debian's package creates the first user; the second exists everywhere.
 UNPRIVILEGED: Final = ("postgres", "nobody")
 
 
 class PostgresMissingError(Exception):
-    """There is none, and the text says what to do about it."""
+    """Postgres is missing. The text says how to install it."""
 
 
 def binaries() -> Path:
-    """The directory of the newest one's programs. Raises PostgresMissingError."""
+    """The program directory of the newest version. Raises PostgresMissingError."""
     versions = [path for path in INSTALLED.glob("*/bin") if (path / "initdb").exists()]
     if versions:
         return max(versions, key=lambda path: float(path.parent.name))
@@ -44,14 +44,14 @@ def binaries() -> Path:
 
 
 def install() -> Path:
-    """From Debian, if there is none yet and we may. Raises PostgresMissingError."""
+    """Installs Debian's package as root, if Postgres is missing. Raises PostgresMissingError."""
     with contextlib.suppress(PostgresMissingError):
         return binaries()
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return binaries()
     apt_get("update")
     apt_get("install", "--no-install-recommends", "postgresql-common")
-    # Debian would start a server of its own otherwise.
+    # Otherwise Debian would start its own server.
     with (COMMON / "createcluster.conf").open("a") as file:
         file.write("create_main_cluster = false\n")
     apt_get("install", "--no-install-recommends", "postgresql")
@@ -61,11 +61,11 @@ def install() -> Path:
 def apt_get(*words: str) -> None:
     command = ["/usr/bin/env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--quiet", "--assume-yes", *words]
     if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode:
-        raise PostgresMissingError("Postgres could not be installed; what `apt-get` said stands above")
+        raise PostgresMissingError("Postgres could not be installed; see the output of `apt-get` above")
 
 
 class Postgres:
-    """One server with its data in one directory; it can be stopped, killed and started again on the same port."""
+    """One server with its data in one directory. It can be stopped, killed and restarted on the same port."""
 
     user: Final = "gpuwarden"
     database: Final = "gpuwarden"
@@ -112,15 +112,15 @@ class Postgres:
         self._make_database()
 
     def stop(self) -> None:
-        """Whoever is connected is cut off."""
+        """Closes all client connections."""
         self._end(signal.SIGINT)
 
     def kill(self) -> None:
-        """As a crash would; its children notice by themselves."""
+        """Kills the server as a crash would. Its children end by themselves."""
         self._end(signal.SIGQUIT)
 
     def run_sql(self, text: str, database: str | None = None) -> str:
-        """The rows, one a line, their columns with `|` between."""
+        """One line per row, with `|` between columns."""
         with self.session(database) as session:
             said, errors = session.communicate(text)
         if session.returncode:
@@ -129,7 +129,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def session(self, database: str | None = None) -> Iterator[subprocess.Popen[str]]:
-        """A psql that takes statements on stdin; what it has not committed at the end is undone."""
+        """A psql that reads statements from stdin. Uncommitted changes are rolled back at the end."""
         environment = {
             "PATH": os.defpath,
             "PGHOST": self.host,
@@ -193,7 +193,7 @@ class Postgres:
 
 
 def unprivileged() -> str | None:
-    """Who runs it where we are root; setpriv stays the same process, so signals reach the server."""
+    """The prefix that drops root. setpriv replaces itself by the server, so signals reach it."""
     if os.geteuid() != 0:
         return None
     for name in UNPRIVILEGED:
@@ -206,5 +206,5 @@ if __name__ == "__main__":
     try:
         print(install())
     except PostgresMissingError as exc:
-        # Its tests say the same where they are skipped.
+        # The tests skip with the same message.
         print(exc, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Print the answer to a review that comes in on standard input, its patch decoded, for a person to read."""
+"""Prints the answer to a review from standard input, with its patch decoded."""
 
 import base64
 import json

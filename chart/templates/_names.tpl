@@ -13,7 +13,7 @@
 {{- end -}}
 {{- end }}
 
-{{- /* What a component's objects are called: `serve` bears the name itself. Takes (list root component). */ -}}
+{{- /* The name of a component's objects; `serve` has the full name without suffix. Takes (list root component). */ -}}
 {{- define "gpuwarden.component" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}
 {{ include "gpuwarden.fullname" $root }}{{ if ne $component "serve" }}-{{ $component }}{{ end }}
@@ -48,8 +48,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end }}
 
-{{- /* Who makes a certificate has a Secret of his own: cert-manager's is of another type than ours, and stays when it is
-gone. */ -}}
+{{- /* Each tls.mode has its own Secret: cert-manager's has another type than ours, and stays after cert-manager is removed. */ -}}
 {{- define "gpuwarden.tlsSecret" -}}
 {{- if eq .Values.tls.mode "existingSecret" -}}
 {{ .Values.tls.existingSecret }}
@@ -58,7 +57,7 @@ gone. */ -}}
 {{- end -}}
 {{- end }}
 
-{{- /* The CA of `serve`, in base64, where it is known while rendering. */ -}}
+{{- /* The CA of `serve` in base64, if it is known while rendering. */ -}}
 {{- define "gpuwarden.caBundle" -}}
 {{- if eq .Values.tls.mode "existingSecret" -}}
 {{- if contains "-----BEGIN CERTIFICATE-----" .Values.tls.caBundle }}{{ .Values.tls.caBundle | b64enc }}{{ else }}{{ .Values.tls.caBundle | nospace }}{{ end -}}
@@ -82,13 +81,13 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- if has "jwt-svid" (splitList "," (include "gpuwarden.evidence" . | nospace)) }}true{{ end -}}
 {{- end }}
 
-{{- /* A source that is named stands beside the default, as helm merges values: then it is meant. */ -}}
+{{- /* Helm merges a configured volume source with the default one; the configured one counts. */ -}}
 {{- define "gpuwarden.outbox" -}}
 {{- $said := .Values.export.outbox -}}
 {{ toYaml (ternary (omit $said "emptyDir") $said (gt (len $said) 1)) }}
 {{- end }}
 
-{{- /* Whether the outbox outlives its Pod: then one process at a time has it. */ -}}
+{{- /* Whether the outbox outlives its Pod. Then only one process at a time can use it. */ -}}
 {{- define "gpuwarden.keepsOutbox" -}}
 {{- $source := include "gpuwarden.outbox" . | fromYaml -}}
 {{- if not (or (hasKey $source "emptyDir") (hasKey $source "ephemeral")) }}true{{ end -}}
@@ -104,7 +103,7 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- end -}}
 {{- end }}
 
-{{- /* Who blinds pods that ask for nothing: policy, webhook or nobody. */ -}}
+{{- /* Who hides GPUs from pods without a claim: policy, webhook or nobody. */ -}}
 {{- define "gpuwarden.blinds" -}}
 {{- if ne .Values.policies.blind "auto" }}{{ .Values.policies.blind }}
 {{- else if and (eq (default "nvidia" .Values.settings.injection) "nvidia") (semverCompare ">=1.36.0-0" .Capabilities.KubeVersion.Version) }}policy
@@ -112,7 +111,7 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{- end -}}
 {{- end }}
 
-{{- /* What processes that look at evidence need besides their settings. */ -}}
+{{- /* What processes with evidence providers need besides their settings. */ -}}
 {{- define "gpuwarden.evidenceMounts" -}}
 {{- $found := list -}}
 {{- if include "gpuwarden.challenges" . }}{{ $found = append $found "nonce" }}{{ end -}}
@@ -120,7 +119,7 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{ toYaml $found }}
 {{- end }}
 
-{{- /* The components that run. */ -}}
+{{- /* The enabled components. */ -}}
 {{- define "gpuwarden.components" -}}
 {{- $found := list -}}
 {{- range $name := list "serve" "reconcile" "attest" "bind" "score" "export" -}}
@@ -130,13 +129,13 @@ http://{{ include "gpuwarden.component" (list . "score") }}.{{ .Release.Namespac
 {{ toYaml $found }}
 {{- end }}
 
-{{- /* Whether the release makes its certificate itself. */ -}}
+{{- /* Whether gpuwarden issues the certificate. */ -}}
 {{- define "gpuwarden.makesCerts" -}}
 {{- if and (eq .Values.tls.mode "selfManaged") .Values.serve.enabled }}true{{ end -}}
 {{- end }}
 
-{{- /* Settings as flags, for processes that are told these and no others. Takes (list root keys). What is not text
-becomes JSON: printed, a number of seven digits would have an exponent. */ -}}
+{{- /* These settings as flags. Takes (list root keys). Values other than strings become JSON: printed, a number of seven
+digits would have an exponent. */ -}}
 {{- define "gpuwarden.flags" -}}
 {{- $root := index . 0 -}}{{- $flags := list -}}
 {{- range $key := index . 1 -}}
@@ -149,7 +148,7 @@ becomes JSON: printed, a number of seven digits would have an exponent. */ -}}
 {{ toYaml $flags }}
 {{- end }}
 
-{{- /* A time in seconds: `1h30m`, `500ms`, or a number of seconds already. */ -}}
+{{- /* A duration in seconds; takes `1h30m`, `500ms` or a number of seconds. */ -}}
 {{- define "gpuwarden.seconds" -}}
 {{- $units := dict "ns" 1e-9 "us" 1e-6 "µs" 1e-6 "ms" 1e-3 "s" 1.0 "m" 60.0 "h" 3600.0 "" 1.0 -}}
 {{- $whole := 0.0 -}}
@@ -160,7 +159,7 @@ becomes JSON: printed, a number of seven digits would have an exponent. */ -}}
 {{ toJson $whole }}
 {{- end }}
 
-{{- /* The port that a URL or HOST:PORT leads to; nothing for a socket. */ -}}
+{{- /* The port of a URL or HOST:PORT; empty for a socket. */ -}}
 {{- define "gpuwarden.portOf" -}}
 {{- if not (hasPrefix "unix:" .) -}}
 {{- $authority := regexReplaceAll "^[A-Za-z]+://" . "" | regexFind "^[^/]*" -}}
@@ -168,7 +167,7 @@ becomes JSON: printed, a number of seven digits would have an exponent. */ -}}
 {{- end -}}
 {{- end }}
 
-{{- /* The ports of what the settings of a component name outside of the release. Takes (list root component). */ -}}
+{{- /* The ports of external addresses in a component's settings. Takes (list root component). */ -}}
 {{- define "gpuwarden.namedPorts" -}}
 {{- $root := index . 0 -}}{{- $component := index . 1 -}}{{- $places := list -}}{{- $ports := list -}}
 {{- $settings := $root.Values.settings -}}{{- $export := $root.Values.export.settings -}}
@@ -192,7 +191,7 @@ becomes JSON: printed, a number of seven digits would have an exponent. */ -}}
 {{ toYaml (splitList "," (nospace $said)) }}
 {{- end }}
 
-{{- /* Whose Bindings go on while no replica answers. */ -}}
+{{- /* The users whose Bindings continue while no replica answers. */ -}}
 {{- define "gpuwarden.schedulers" -}}
 'system:kube-scheduler'{{ range .Values.webhooks.moreSchedulers }}, '{{ . }}'{{ end }}
 {{- end }}

@@ -20,7 +20,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "gpuwarden.account" (list $root .component) }}
   automountServiceAccountToken: {{ ne .component "attest" }}
-  # A Service called gpuwarden would put variables into the Pod that look like settings.
+  # A Service named gpuwarden would add environment variables that look like settings.
   enableServiceLinks: false
   {{- with $values.imagePullSecrets }}
   imagePullSecrets:
@@ -54,7 +54,7 @@ spec:
         {{- range $name, $number := default dict .ports }}
         - {name: {{ $name }}, containerPort: {{ $number }}}
         {{- end }}
-      # Caches and the first evidence are in before a Pod counts as ready.
+      # A Pod is ready once caches and the first evidence are loaded.
       startupProbe:
         httpGet: {path: /healthz, port: http}
         periodSeconds: 2
@@ -70,7 +70,7 @@ spec:
         timeoutSeconds: 5
       {{- end }}
       {{- with .preStop }}
-      # By then no API server and no Service sends new requests here.
+      # After this sleep no API server and no Service sends new requests.
       lifecycle:
         preStop:
           sleep: {seconds: {{ . }}}
@@ -130,7 +130,7 @@ spec:
     {{- end }}
     {{- if has "tls" $mounts }}
     - name: tls
-      # Not the CA's key, which may be beside it.
+      # Not the CA's key, which may be in the same Secret.
       secret: {secretName: {{ include "gpuwarden.tlsSecret" $root }}, items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
     {{- end }}
     {{- if has "ca" $mounts }}
@@ -138,7 +138,7 @@ spec:
       {{- if eq $values.tls.mode "existingSecret" }}
       configMap: {name: {{ include "gpuwarden.fullname" $root }}-settings, items: [{key: ca.crt, path: ca.crt}]}
       {{- else }}
-      # Not the key beside it.
+      # Not the key in the same Secret.
       secret: {secretName: {{ include "gpuwarden.tlsSecret" $root }}, items: [{key: ca.crt, path: ca.crt}]}
       {{- end }}
     {{- end }}
@@ -155,7 +155,7 @@ spec:
       {{- end }}
     {{- end }}
     {{- if has "runtime" $mounts }}
-    # Directories: a runtime or a kubelet that starts anew makes its socket anew.
+    # Directories, because runtime and kubelet recreate their sockets when they restart.
     - name: runtime
       hostPath: {path: {{ dir $own.runtimeSocket }}, type: Directory}
     - name: kubelet
@@ -207,8 +207,8 @@ spec:
   {{- end }}
 {{- end }}
 
-{{- /* A Deployment, and its disruption budget where it has more than one Pod. Takes what podTemplate
-takes, and oneAtATime: that no Pod begins before the one before it has ended. */ -}}
+{{- /* A Deployment, and its disruption budget if it has several Pods. Takes the arguments of podTemplate, and oneAtATime:
+a new Pod starts only after the old one has ended. */ -}}
 {{- define "gpuwarden.deployment" -}}
 {{- $root := .root -}}{{- $own := index $root.Values .component -}}
 apiVersion: apps/v1
@@ -246,7 +246,7 @@ metadata:
     app.kubernetes.io/component: {{ .component }}
 spec:
   maxUnavailable: {{ $root.Values.podDisruptionBudget.maxUnavailable }}
-  # A Pod that is not ready holds nobody up.
+  # Pods that are not ready may always be evicted.
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:
@@ -255,7 +255,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{- /* What every process of `settings` is told of the cluster and of itself. */ -}}
+{{- /* Environment variables about the Pod, for every process with `settings`. */ -}}
 {{- define "gpuwarden.commonArgs" -}}
 - --config=/etc/gpuwarden/settings/settings.yaml
 - --in-cluster=true

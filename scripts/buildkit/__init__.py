@@ -1,4 +1,4 @@
-"""What BuildKit says of a Dockerfile, without a builder: its own parser, linter and .dockerignore, as libraries."""
+"""Checks a Dockerfile with BuildKit's parser, linter and .dockerignore as libraries, without a builder."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ HERE: Final = Path(__file__).resolve().parent
 
 
 def said_of(directory: Path, **arguments: str) -> dict[str, Any]:
-    """As `docker build --check` says it of a directory with a Dockerfile, and which files a builder would be sent."""
+    """The result of `docker build --check`, and the files that would be sent to a builder."""
     given = [f"{name}={value}" for name, value in arguments.items()]
     command = [str(binaries(HERE) / "dockerfile-check"), str(directory), *given]
     said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)

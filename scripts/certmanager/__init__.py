@@ -12,7 +12,7 @@ HERE: Final = Path(__file__).resolve().parent
 
 
 def crds() -> list[dict[str, Any]]:
-    """Its custom resource definitions, as that version ships them."""
+    """The CRDs of this version."""
     return [one for file in sorted((binaries(HERE) / "crds").glob("*.yaml")) for one in documents(file)]
 
 
@@ -21,7 +21,7 @@ def documents(file: Path) -> list[dict[str, Any]]:
 
 
 def started(kubeconfig: Path, log: Path) -> subprocess.Popen[bytes]:
-    """Running as that user; the definitions have to be there before. Whoever starts it ends it."""
+    """Starts the controllers as this user. The CRDs have to exist. The caller stops the process."""
     command = [str(binaries(HERE) / "cert-manager"), f"--kubeconfig={kubeconfig}"]
     with log.open("ab") as file:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)

@@ -1,4 +1,4 @@
-"""What speaks like the object stores of Google and Azure, for the long tests: fake-gcs-server, and Azurite."""
+"""Emulators of Google's and Azure's object stores for the long tests: fake-gcs-server and Azurite."""
 
 import contextlib
 import os
@@ -15,26 +15,26 @@ from scripts.controlplane.build import BuildError, ToolMissingError, binaries, c
 
 HERE = Path(__file__).resolve().parent
 PATIENCE: Final = 120.0
-# Nothing of what it needs is newer than that: what has just been published has been looked at by nobody.
+# Its dependencies are older than this: new releases may be compromised before anyone has noticed.
 AZURITE, NOT_AFTER = "3.37.0", "2026-11-01"
 
 
 def fake_gcs_server() -> Path:
-    """The binary, built if it is not there. Raises BuildError."""
+    """The binary, built if missing. Raises BuildError."""
     return binaries(HERE) / "fake-gcs-server"
 
 
 def azurite() -> Sequence[str]:
-    """The command of its blob store, installed if it is not there. Raises BuildError."""
+    """The command of Azurite's blob store, installed if missing. Raises BuildError."""
     npm, node = shutil.which("npm"), shutil.which("node")
     if npm is None or node is None:
-        raise ToolMissingError("Azurite needs Node.js and npm, which are not here")
+        raise ToolMissingError("Azurite needs Node.js and npm, which are not installed")
     cache = cache_directory() / f"azurite-{AZURITE}"
     main = cache / "node_modules/azurite/dist/src/blob/main.js"
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / "lock"):
         if not (cache / "whole").exists():
-            # Scripts of strangers are not run at installation.
+            # Without install scripts of dependencies.
             command = [npm, "install", "--ignore-scripts", "--no-audit", "--no-fund", f"--before={NOT_AFTER}"]
             done = subprocess.run(
                 [*command, f"azurite@{AZURITE}"], cwd=cache, capture_output=True, text=True, check=False
@@ -47,7 +47,7 @@ def azurite() -> Sequence[str]:
 
 @contextmanager
 def running(command: Sequence[str], port: int, log: Path) -> Iterator[None]:
-    """Until it listens, and as long as it is needed."""
+    """Runs the store; entered once it listens."""
     with (
         log.open("ab") as out,
         subprocess.Popen(

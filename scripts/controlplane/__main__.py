@@ -1,4 +1,4 @@
-"""`python -m scripts.controlplane`: a control plane to try things on."""
+"""`python -m scripts.controlplane`: runs a control plane for experiments."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from scripts.controlplane.build import HERE, BuildError, ToolMissingError, binar
 from scripts.controlplane.cluster import ROOT, Cluster, StartError, gpu_node
 
 DIRECTORY = ROOT / ".cluster"
-# As pytest's own codes go on from 2, and make's is 2: "what this needs is not here" has one of its own.
+# Pytest and make use codes up to 5; this one means that a requirement is missing.
 TOOL_MISSING = 3
 
 
@@ -29,14 +29,14 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(prog="python -m scripts.controlplane", description=__doc__)
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
 
-    one = commands.add_parser("build", help="build the binaries and say where they are")
+    one = commands.add_parser("build", help="build the binaries and print their directory")
     one.add_argument("parts", nargs="*", default=[HERE.name], help="directories of scripts/ (default: %(default)s)")
     one.set_defaults(run=build)
 
     one = commands.add_parser("up", help="start a cluster")
     with_directory(one)
-    one.add_argument("--nodes", type=int, default=3, help="how many (default: 3)")
-    one.add_argument("--gpus", type=int, default=8, help="of each node (default: 8)")
+    one.add_argument("--nodes", type=int, default=3, help="number of nodes (default: 3)")
+    one.add_argument("--gpus", type=int, default=8, help="GPUs of each node (default: 8)")
     one.add_argument("--flag", action="append", default=[], metavar="COMPONENT=--FLAG", help="an extra flag")
     one.set_defaults(run=up)
 
@@ -45,14 +45,14 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--after-stdin", action="store_true", help=argparse.SUPPRESS)  # `Cluster` uses it on itself
     one.set_defaults(run=down)
 
-    one = commands.add_parser("status", help="say what runs")
+    one = commands.add_parser("status", help="show what runs")
     with_directory(one)
     one.set_defaults(run=status)
     return whole
 
 
 def with_directory(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--dir", type=Path, default=DIRECTORY, help="where its data and logs are (default: .cluster)")
+    one.add_argument("--dir", type=Path, default=DIRECTORY, help="directory of data and logs (default: .cluster)")
 
 
 def build(args: argparse.Namespace) -> int:

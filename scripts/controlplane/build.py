@@ -1,4 +1,4 @@
-"""Builds what the rig runs, once, from the Go module proxy with the ordinary `go` command. Standard library only."""
+"""Builds the binaries of the test clusters once, with `go` from the Go module proxy. Uses only the standard library."""
 
 import fcntl
 import hashlib
@@ -20,16 +20,16 @@ GO_VERSION = re.compile(r"go version go(\d+)\.(\d+)")
 
 
 class BuildError(Exception):
-    """The binaries cannot be had; the text says what to do about it."""
+    """The binaries cannot be built. The text says what to do."""
 
 
 class ToolMissingError(BuildError):
-    """There is no Go to build with, or not one that can read these modules."""
+    """Go is missing or too old for these modules."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """One Go module of ours, the commands that are built from it, and what is taken from the one that it pins."""
+    """One of our Go modules, the commands built from it, and the files copied from the module that it pins."""
 
     directory: Path
     pinned: str
@@ -45,7 +45,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Pins:
-    """The content of pins.toml, and where that is."""
+    """The content of a pins.toml and its directory."""
 
     where: Path
     go: str
@@ -53,7 +53,7 @@ class Pins:
 
     @property
     def made(self) -> frozenset[str]:
-        """All that is there when everything has been built."""
+        """The names of all files after a build."""
         return frozenset(name for module in self.modules for name in (*module.binaries, *module.directories))
 
 
@@ -65,7 +65,7 @@ def read_pins(where: Path = HERE) -> Pins:
 
 
 def checked(directory: Path, raw: dict[str, Any]) -> Module:
-    """The module as pinned, which its go.mod has to agree with: that is what `go` goes by."""
+    """The pinned module. Raises BuildError if go.mod, which `go` reads, has another version."""
     requirement = f"require {raw['module']} {raw['version']}"
     if requirement not in (directory / "go.mod").read_text().splitlines():
         raise BuildError(f"{directory.name}/go.mod and pins.toml disagree: go.mod has to say `{requirement}`")
@@ -75,7 +75,7 @@ def checked(directory: Path, raw: dict[str, Any]) -> Module:
 
 
 def digest_of(pins: Pins) -> str:
-    """What the binaries depend on, so that another checkout with other pins has a place of its own."""
+    """A digest of what the binaries depend on: a checkout with other pins uses another directory."""
     whole = hashlib.sha256((pins.where / "pins.toml").read_bytes())
     for module in pins.modules:
         own = sorted(file for file in module.directory.rglob("*.go") if file.name != "tools.go")
@@ -85,12 +85,12 @@ def digest_of(pins: Pins) -> str:
 
 
 def cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - where the user's caches are is no setting of ours
+    base = os.environ.get("XDG_CACHE_HOME")  # noqa: TID251 - the user's cache directory is not a setting of ours
     return (Path(base) if base else Path.home() / ".cache") / "gpuwarden"
 
 
 def binaries(where: Path = HERE) -> Path:
-    """The directory of the binaries, built if they are not there. Who comes second waits for the first."""
+    """The directory of the binaries, built if missing. A second process waits for the first."""
     pins = read_pins(where)
     cache = cache_directory() / where.name / digest_of(pins)
     bin_directory = cache / "bin"
@@ -105,7 +105,7 @@ def binaries(where: Path = HERE) -> Path:
 
 
 def is_complete(directory: Path, pins: Pins) -> bool:
-    """It is filled under another name and renamed when done, so what is there is whole."""
+    """Builds under another name and renames at the end, so an existing directory is complete."""
     return all((directory / name).exists() for name in pins.made)
 
 
@@ -121,8 +121,8 @@ def find_go(pins: Pins) -> str:
     install = f"install Go {wanted} or newer and have `go` on the PATH"
     go = shutil.which("go")
     if go is None:
-        raise ToolMissingError(f"{the_rig(pins)} is built with Go, which is not here: {install}")
-    # Asked inside a module of ours: a `go` that may fetch a newer toolchain by itself answers with that one's version.
+        raise ToolMissingError(f"{the_rig(pins)} is built with Go, which is not installed: {install}")
+    # Run inside our module: a `go` that downloads a newer toolchain prints that version there.
     asked = subprocess.run([go, "version"], cwd=pins.modules[0].directory, capture_output=True, text=True, check=False)
     found = GO_VERSION.match(asked.stdout)
     if found is None or tuple(map(int, found.groups())) < tuple(map(int, wanted.split("."))):
@@ -149,24 +149,24 @@ def build_all(go: str, pins: Pins, target: Path) -> None:
 
 
 def build(go: str, module: Module, target: Path) -> None:
-    """All commands of a module in one go, for they share most packages; `go` then names them after their directories.
-    etcd's is not called after its own, but it is alone."""
+    """Builds all commands of a module at once, because they share most packages. `go` names them after their
+    directories. etcd's name differs, but it is built alone."""
     names = list(module.binaries)
     output = f"{target}/{names[0] if len(names) == 1 else ''}"
     flags = ["-mod=readonly", "-buildvcs=false", f"-ldflags={module.ldflags}", "-o", output]
     command = ["env", "GOWORK=off", go, "build", *flags, *module.binaries.values()]
     if subprocess.run(command, cwd=module.directory, stdout=sys.stderr, check=False).returncode:
-        raise BuildError(f"building {module.name} {module.version} failed; what `go` said stands above")
+        raise BuildError(f"building {module.name} {module.version} failed; see the output of `go` above")
 
 
 def take(go: str, module: Module, target: Path) -> None:
-    """Directories of the pinned module, writable unlike those in Go's cache."""
+    """Copies directories of the pinned module; unlike Go's cache, the copies are writable."""
     if not module.directories:
         return
     command = ["env", "GOWORK=off", go, "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", module.pinned]
     asked = subprocess.run(command, cwd=module.directory, stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode:
-        raise BuildError(f"{module.pinned} {module.version} is nowhere; what `go` said stands above")
+        raise BuildError(f"{module.pinned} {module.version} was not found; see the output of `go` above")
     for name, inside in module.directories.items():
         shutil.copytree(Path(asked.stdout.strip()) / inside, target / name, copy_function=shutil.copyfile)
         (target / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""One control plane: in which order it is started and stopped, what can be done to it, and how to get at it."""
+"""One control plane: starting and stopping its components, faults for tests, and access to its API."""
 
 import fcntl
 import signal
@@ -28,7 +28,7 @@ PAUSE_TIMEOUT = 10.0
 
 
 class StartError(Exception):
-    """A component did not come up; the text names its log."""
+    """A component did not start. The text names its log."""
 
 
 class Cluster:
@@ -63,7 +63,7 @@ class Cluster:
     ) -> None:
         self.stop()
 
-    # Where it is and who may come in.
+    # Access.
 
     @property
     def url(self) -> str:
@@ -83,7 +83,7 @@ class Cluster:
 
     @property
     def kubectl(self) -> list[str]:
-        """kubectl as the administrator; its caches stay in the cluster's directory."""
+        """kubectl as the administrator, with its caches in the cluster's directory."""
         return [
             str(binaries() / "kubectl"),
             f"--kubeconfig={self.kubeconfig}",
@@ -91,13 +91,13 @@ class Cluster:
         ]
 
     def as_user(self, name: str, groups: Sequence[str] = ()) -> Path:
-        """The kubeconfig of a person, who may do what RBAC allows that name and those groups: nothing at first."""
+        """A kubeconfig for a user with these groups. Without RBAC rules the user has no rights."""
         certificate, key = self.credentials.client_certificate(name, groups)
         user = {"client-certificate-data": encoded(certificate), "client-key-data": encoded(key)}
         return self.credentials.kubeconfig(name, self.url, user)
 
     def service_account_token(self, namespace: str, name: str, audience: str | None = None) -> str:
-        """A token as a pod of that service account would have it; the account is made if it does not exist."""
+        """A token of the service account, which is created if missing."""
         accounts = f"/api/v1/namespaces/{namespace}/serviceaccounts"
         with self.api() as api:
             ensure(api, accounts, {"metadata": {"name": name}})
@@ -110,7 +110,7 @@ class Cluster:
         return self.credentials.kubeconfig(f"{namespace}:{name}", self.url, {"token": token})
 
     def api(self) -> httpx.Client:
-        """The API as the administrator sees it."""
+        """An API client as the administrator."""
         return httpx.Client(
             base_url=self.url,
             verify=ssl.create_default_context(cafile=str(self.ca)),
@@ -119,15 +119,15 @@ class Cluster:
             trust_env=False,
         )
 
-    # Its life.
+    # Start and stop.
 
     def start(self, *, tied: bool = False) -> None:
-        """Up and answering. `tied` to this process, nothing stays behind however that ends, SIGKILL included."""
+        """Starts all components and waits until they answer. If `tied`, they end with this process, even by SIGKILL."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.processes.any_left:
-                raise StartError(f"{self.directory} is up already")
+                raise StartError(f"{self.directory} is already running")
             try:
                 if tied:
                     self._tie()
@@ -137,7 +137,7 @@ class Cluster:
                 raise
 
     def stop(self) -> None:
-        """End what runs, clients before what they are clients of."""
+        """Stops all processes, clients before their servers."""
         try:
             for node in nodes_in(self.directory):
                 self._real_nodes.get(node.name, node).remove()
@@ -151,17 +151,17 @@ class Cluster:
         self.processes.forget()
 
     def restart(self, name: str, *flags: str) -> None:
-        """Stop a component if it runs, and start it as before, on the same port. Flags added here win and stay."""
+        """Restarts a component on the same port. Flags given here override its own, also in later starts."""
         command = [*self.processes.records()[name].command, *flags]
         self.processes.stop([name])
         self._run(name, command)
 
     def kill(self, name: str) -> None:
-        """As the kernel would when memory runs out. `restart` brings it back."""
+        """SIGKILL, as the kernel sends it when memory runs out. `restart` starts it again."""
         self.processes.kill(name)
 
     def pause(self, name: str) -> None:
-        """It keeps its connections and answers nothing from the moment this returns."""
+        """Stops the process with SIGSTOP: connections stay open without answers."""
         self.processes.signal(name, signal.SIGSTOP)
         until = time.monotonic() + PAUSE_TIMEOUT
         while self.status()[name] is not State.PAUSED and time.monotonic() < until:
@@ -174,7 +174,7 @@ class Cluster:
         return {name: record.state for name, record in self.processes.records().items()}
 
     def add_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> None:
-        """Create the nodes that are missing, and wait until all are ready and without the taint of a new node."""
+        """Creates missing nodes and waits until all are ready and without the taint of new nodes."""
         names = []
         with self.api() as api:
             for node in nodes:
@@ -183,8 +183,8 @@ class Cluster:
             self._wait(KWOK, lambda: all(is_ready(api, name) for name in names))
 
     def add_real_node(self, name: str, gpus: Sequence[str]) -> RealNode:
-        """A kubelet with containerd and NVIDIA's container runtime, and GPUs of these UUIDs; back when it is ready.
-        Needs a cluster with `real_nodes`. It ends with the cluster."""
+        """Starts a kubelet with containerd, NVIDIA's container runtime and GPUs with these UUIDs, and waits until the node
+        is ready. Requires a cluster with `real_nodes`. The node ends with the cluster."""
         node = self._real_nodes[name] = RealNode(self.directory / "nodes" / name)
         kubeconfig = self.as_user(f"system:node:{name}", ["system:nodes"])
         node.create(gpus, Access(ca=self.ca, kubeconfig=kubeconfig, admin=self.kubeconfig))
@@ -193,11 +193,11 @@ class Cluster:
         return node
 
     def real_node(self, name: str) -> RealNode:
-        """One that was added here."""
+        """A node added by `add_real_node`."""
         return self._real_nodes[name]
 
     def wait_for_node(self, name: str, since: datetime | None = None) -> None:
-        """Until it is ready; `since` then, not by what was said of it before."""
+        """Waits until the node is ready; a status from before `since` does not count."""
         with self.api() as api:
             self._wait(API_SERVER, lambda: is_heard(api, name, since) and is_ready(api, name))
 
@@ -209,7 +209,7 @@ class Cluster:
         for name in COMPONENTS:
             self._run(name, [*self._components.command(name), *self._flags.get(name, ())])
         with self.api() as api:
-            # Before that no pod can be created there.
+            # Pods can be created only after this.
             self._wait(CONTROLLERS, lambda: answers(api, "/api/v1/namespaces/default/serviceaccounts/default"))
 
     def _run(self, name: str, command: Sequence[str]) -> None:
@@ -226,11 +226,11 @@ class Cluster:
         while not is_there():
             if self.processes.state(name) is State.GONE or time.monotonic() > until:
                 log = self.processes.log(name)
-                raise StartError(f"{name} is not ready; its last words in {log}:\n{last_lines(log)}")
+                raise StartError(f"{name} is not ready; the end of {log}:\n{last_lines(log)}")
             time.sleep(LOOK_EVERY)
 
     def _tie(self) -> None:
-        """A process that waits for the end of ours, which it learns from the pipe between us, and then cleans up."""
+        """A process that stops the cluster when ours ends; it notices the end by a pipe."""
         command = [sys.executable, "-m", "scripts.controlplane", "down", "--dir", str(self.directory), "--after-stdin"]
         self._tether = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
@@ -266,7 +266,7 @@ def is_ready(api: httpx.Client, name: str) -> bool:
 
 
 def is_heard(api: httpx.Client, name: str, since: datetime | None) -> bool:
-    """The node is there and has told of itself since; times of a node are whole seconds."""
+    """Whether the node exists and has sent a heartbeat since; its times are whole seconds."""
     reply = api.get(f"/api/v1/nodes/{name}")
     if reply.status_code == httpx.codes.NOT_FOUND:
         return False
@@ -276,7 +276,7 @@ def is_heard(api: httpx.Client, name: str, since: datetime | None) -> bool:
 
 
 def gpu_node(name: str, gpus: int = 8, *, cpu: str = "64", memory: str = "512Gi", **labels: str) -> dict[str, Any]:
-    """A node as its kubelet would register it."""
+    """A Node as a kubelet would register it."""
     capacity = {"cpu": cpu, "memory": memory, "pods": "250"} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux", "kubernetes.io/arch": "amd64", **labels}
     return {

@@ -1,4 +1,4 @@
-"""What a control plane consists of: each component's command line, and the files that it names."""
+"""The components of a control plane: their command lines and configuration files."""
 
 import json
 import random
@@ -19,21 +19,21 @@ API_SERVER = "kube-apiserver"
 CONTROLLERS = "kube-controller-manager"
 SCHEDULERS = "kube-scheduler"
 KWOK = "kwok"
-# In the order of their start.
+# In order of their start.
 COMPONENTS = (ETCD, API_SERVER, CONTROLLERS, SCHEDULERS, KWOK)
 
-# The label of a node that has a kubelet: kwok leaves it and its pods alone.
+# The label of nodes with a kubelet: kwok ignores these nodes and their pods.
 REAL_NODE = "kubelet.test/real"
 
-# Below the ports that the kernel gives to outgoing connections: none of those takes a component's port as it restarts.
+# Below the kernel's ephemeral ports, so that no outgoing connection takes the port of a restarting component.
 PORTS = range(20_000, 30_000)
-# By default the components hold themselves back to 20 and 50 requests a second; a large test would only wait for that.
+# The components' default limits of 20 and 50 requests per second would slow down large tests.
 QPS, BURST = 500, 1000
 
 
 class Components:
-    """The components of the cluster in one directory. `scheduler` is laid over the scheduler's configuration. With
-    `real_nodes` kubelets of their own can join, and kwok keeps off their nodes."""
+    """The components of the cluster in one directory. `scheduler` is merged into the scheduler's configuration. With
+    `real_nodes`, real kubelets can join, and kwok ignores their nodes."""
 
     def __init__(
         self, directory: Path, credentials: Credentials, scheduler: Mapping[str, Any], *, real_nodes: bool
@@ -58,7 +58,7 @@ class Components:
         return ports
 
     def choose_ports(self) -> None:
-        """Anew at each start, kept while it lasts: a component that restarts alone is found where it was."""
+        """Ports are chosen at each start of the cluster. A component that restarts keeps its port."""
         ports = dict(zip((ETCD, "peer", API_SERVER), free_ports(3), strict=True))
         self._state.write_text(json.dumps({"ports": ports}))
 
@@ -76,7 +76,7 @@ class Components:
         peer = f"http://127.0.0.1:{self._ports['peer']}"
         return {
             "data-dir": "etcd",
-            "unsafe-no-fsync": True,  # a test's data need not survive a power cut
+            "unsafe-no-fsync": True,  # a test's data need not survive a power loss
             "listen-client-urls": self.etcd,
             "advertise-client-urls": self.etcd,
             "listen-peer-urls": peer,
@@ -91,27 +91,27 @@ class Components:
             "bind-address": "127.0.0.1",
             "advertise-address": "127.0.0.1",
             "secure-port": self._ports[API_SERVER],
-            "endpoint-reconciler-type": "none",  # a loopback address is refused as an endpoint
+            "endpoint-reconciler-type": "none",  # endpoints cannot have loopback addresses
             "service-cluster-ip-range": "10.0.0.0/16",
             "tls-cert-file": keys.server,
             "tls-private-key-file": keys.server_key,
             "client-ca-file": keys.ca,
             "token-auth-file": keys.tokens,
             "authorization-mode": "RBAC",
-            "allow-privileged": True,  # as installers set it: agents on nodes need it
+            "allow-privileged": True,  # as installers set it; agents on nodes need it
             "service-account-issuer": "https://kubernetes.default.svc.cluster.local",
             "service-account-key-file": keys.verifying_key,
             "service-account-signing-key-file": keys.signing_key,
-            # Without it a watch that somebody holds open keeps a stopping server for a minute.
+            # Without it an open watch delays the stop by a minute.
             "shutdown-watch-termination-grace-period": "1s",
-            # A ceiling for all together; the default is met by one test with many clients.
+            # A limit for all requests; one test with many clients exceeds the default.
             "max-requests-inflight": 2000,
             "max-mutating-requests-inflight": 1000,
             **(self._flags_for_kubelets() if self._real_nodes else {}),
         }
 
     def _flags_for_kubelets(self) -> dict[str, Any]:
-        """What they may do is theirs alone, as installers have it; logs and exec come from where they say they are."""
+        """Flags for real kubelets, as installers set them: authorization by node, and addresses for logs and exec."""
         certificate, key = self._credentials.kubelet_client()
         return {
             "authorization-mode": "Node,RBAC",
@@ -160,11 +160,11 @@ class Components:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; all are held until the last is found, so that they differ."""
+    """Free ports. All are bound until the last one is found, so that they differ."""
     with ExitStack() as held:
         found: list[int] = []
         while len(found) < count:
-            port = random.choice(PORTS)  # noqa: S311 - two clusters must not look in the same order, that is all
+            port = random.choice(PORTS)  # noqa: S311 - two clusters must not try ports in the same order
             try:
                 held.enter_context(socket.create_server(("127.0.0.1", port)))
             except OSError:

@@ -1,4 +1,4 @@
-"""Who may call the API server and how they prove it: a CA, bearer tokens, client certificates, kubeconfigs."""
+"""Credentials for the API server: a CA, bearer tokens, client certificates, kubeconfigs."""
 
 import base64
 import csv
@@ -28,18 +28,18 @@ CONTROLLER_MANAGER = "system:kube-controller-manager"
 SCHEDULER = "system:kube-scheduler"
 KUBELETS = "kwok"
 
-# Tokens are read by the API server once, at its start. Whoever comes later gets a client certificate.
+# The API server reads tokens once, at its start. Users added later get a client certificate.
 TOKEN_USERS: Mapping[str, Sequence[str]] = {
     ADMIN: ["system:masters"],
     CONTROLLER_MANAGER: [],
     SCHEDULER: [],
-    KUBELETS: ["system:masters"],  # it acts for every kubelet at once
+    KUBELETS: ["system:masters"],  # it acts for all kubelets
 }
 
 SERVER_NAMES = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc")
 LOOPBACK = ipaddress.ip_address("127.0.0.1")
 LIFE = timedelta(days=365)
-# The clocks of this machine's processes are one clock; five minutes are for a machine that has just set it.
+# All processes share one clock; five minutes allow for a clock that has just been set.
 BACKDATED = timedelta(minutes=5)
 
 
@@ -50,7 +50,7 @@ def write_private(path: Path, content: bytes | str) -> Path:
 
 
 class Credentials:
-    """The secrets of one cluster, kept in its directory so that it can be stopped and started again."""
+    """The secrets of one cluster, stored in its directory so that it can be restarted."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -63,7 +63,7 @@ class Credentials:
         self.verifying_key = directory / "service-accounts.pub"
 
     def ensure(self) -> None:
-        """Make what is missing. The last file written says that the others are there."""
+        """Creates missing files. The last one marks the others as complete."""
         if not self.tokens.exists():
             self._make_ca()
             self._make_server_certificate()
@@ -75,7 +75,7 @@ class Credentials:
         return next(row[0] for row in rows if row[1] == user)
 
     def client_certificate(self, user: str, groups: Sequence[str]) -> tuple[bytes, bytes]:
-        """Certificate and key, in PEM. The API server takes CN for the user's name and each O for a group."""
+        """Certificate and key in PEM. The API server reads CN as the user name and each O as a group."""
         names = [x509.NameAttribute(NameOID.ORGANIZATION_NAME, group) for group in groups]
         subject = x509.Name([*names, x509.NameAttribute(NameOID.COMMON_NAME, user)])
         key = ec.generate_private_key(ec.SECP256R1())
@@ -83,13 +83,13 @@ class Credentials:
         return self._signed(subject, key, usage), pem_of(key)
 
     def kubelet_client(self) -> tuple[Path, Path]:
-        """Certificate and key with which the API server asks kubelets, made anew."""
+        """A new certificate and key for the API server's requests to kubelets."""
         certificate, key = self.client_certificate("kube-apiserver", ["system:masters"])
         files = (self._directory / "kubelet-client.crt", self._directory / "kubelet-client.key")
         return write_private(files[0], certificate), write_private(files[1], key)
 
     def kubeconfig(self, name: str, server: str, user: Mapping[str, Any]) -> Path:
-        """A file that stands by itself. JSON is YAML, and needs no library to write."""
+        """A self-contained kubeconfig. JSON is valid YAML and needs no library."""
         cluster = {"server": server, "certificate-authority-data": encoded(self.ca.read_bytes())}
         content = {
             "apiVersion": "v1",
@@ -142,7 +142,7 @@ class Credentials:
     def _signed(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *extensions: x509.ExtensionType) -> bytes:
         ca = x509.load_pem_x509_certificate(self.ca.read_bytes())
         ca_key = load_pem_private_key(self.ca_key.read_bytes(), password=None)
-        assert isinstance(ca_key, ec.EllipticCurvePrivateKey)  # noqa: S101 - our own file, and mypy has to know
+        assert isinstance(ca_key, ec.EllipticCurvePrivateKey)  # noqa: S101 - our own file; for mypy
         draft = drafted(subject, ca.subject, key.public_key())
         for extension in extensions:
             draft = draft.add_extension(extension, critical=False)
@@ -151,7 +151,7 @@ class Credentials:
 
 
 def drafted(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)  # noqa: TID251 - a certificate is made at the time it is made
+    now = datetime.now(UTC)  # noqa: TID251 - certificates are valid from the current time
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

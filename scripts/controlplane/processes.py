@@ -1,4 +1,4 @@
-"""Processes that outlive the command that started them, known by pid and start time. Linux only: it reads /proc."""
+"""Processes that outlive their starting command, identified by pid and start time. Linux only: it reads /proc."""
 
 import json
 import os
@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-# Long enough for an API server with open watches; what is still there then is killed.
+# Long enough for an API server with open watches. After this time processes are killed.
 STOP_TIMEOUT = 15.0
 LOOK_EVERY = 0.02
 
 
 class State(StrEnum):
-    """What can be said of a process from outside."""
+    """The state of a process as seen from outside."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -26,7 +26,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Record:
-    """One started process. A pid comes back to another process sooner or later; pid and start time together do not."""
+    """One started process. Pids are reused, but pid and start time together are unique."""
 
     pid: int
     started: str
@@ -54,22 +54,22 @@ class Stat:
 
     @property
     def is_alive(self) -> bool:
-        """A zombie is not, and may wait for long until somebody asks for it."""
+        """False for zombies, which may stay for long until their parent reads their status."""
         return self.letter not in "ZX"
 
 
 def stat_of(pid: int) -> Stat | None:
-    """State and start time of a process, from the kernel."""
+    """State and start time of a process from /proc."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain anything
     return Stat(letter=fields[0], parent=int(fields[1]), group=int(fields[2]), started=fields[19])
 
 
 class Processes:
-    """The processes of one directory. Another `Processes` of the same directory finds them by the file kept there."""
+    """The processes of one directory, recorded in a file there for other `Processes` objects."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -93,7 +93,7 @@ class Processes:
         return self.directory / f"{name}.log"
 
     def spawn(self, name: str, command: Sequence[str]) -> None:
-        """A session of its own, so that Ctrl-C at a test run does not reach it before the test run is done with it."""
+        """Starts in a new session, so that Ctrl-C reaches the process only through the test run."""
         with self.log(name).open("ab") as log:
             child = subprocess.Popen(
                 command,
@@ -112,11 +112,11 @@ class Processes:
         self.records()[name].send(number)
 
     def stop(self, names: Iterable[str]) -> None:
-        """End them, all at once; return when they are gone, their ports free."""
+        """Stops all of them at once and waits until they are gone and their ports free."""
         records = [(name, record) for name, record in self.records().items() if name in set(names)]
         for _, record in records:
             record.send(signal.SIGTERM)
-            record.send(signal.SIGCONT)  # a paused process hears nothing but this
+            record.send(signal.SIGCONT)  # a stopped process receives no other signal
         until = time.monotonic() + STOP_TIMEOUT
         for name, record in records:
             if not self._ended(name, record, until):
@@ -142,7 +142,7 @@ class Processes:
         return True
 
     def _save(self, records: dict[str, Record]) -> None:
-        """By rename: a reader sees the old file or the new one."""
+        """Writes atomically: a reader sees the old or the new file."""
         new = self._file.with_suffix(".new")
         new.write_text(json.dumps({name: asdict(record) for name, record in records.items()}, indent=1))
         new.rename(self._file)

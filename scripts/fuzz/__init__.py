@@ -1,1 +1,1 @@
-"""Fuzzes every route of a real server and every parser of untrusted input, from a kept corpus."""
+"""Fuzzes every route of a real server and every parser of untrusted input, starting from a corpus."""

@@ -25,7 +25,7 @@ from tests.running import GPUWARDEN, serving, started
 from tests.web.house import INVENTORY
 from webhook.runtime.telemetry import configure_logging
 
-# No text that fits into a request or an object takes longer to read.
+# Time limit for parsing any text that fits into a request or an object.
 SLOWEST = 2.0
 
 
@@ -35,7 +35,7 @@ def main() -> int:
     asked.add_argument("--seed", type=int, default=SystemRandom().randrange(2**32))
     options = asked.parse_args()
     print(f"seed {options.seed}")
-    configure_logging("error")  # parsers say what they leave out
+    configure_logging("error")  # parsers log what they ignore
     wrong = parsers(options.seconds / 3, Random(options.seed))
     wrong += asyncio.run(routes(options.seconds * 2 / 3, options.seed))
     print(f"{len(wrong)} findings")
@@ -57,14 +57,14 @@ def parsers(seconds: float, random: Random) -> list[str]:
 
 
 def tried(parser: Parser, content: bytes, *, keeps: bool = True) -> list[str]:
-    """What is wrong with how it was read: nothing, if it was read, or refused in a way that the parser names."""
-    began = time.process_time()  # what other work takes on a busy machine is not the parser's
+    """What went wrong; None if the input was parsed or raised an error that the parser names."""
+    began = time.process_time()  # CPU time, independent of other load
     problem = ""
     try:
         parser.read(content)
     except parser.refuses:
         pass
-    except Exception as exc:  # noqa: BLE001 - this is what is looked for
+    except Exception as exc:  # noqa: BLE001 - unnamed exceptions are findings
         problem = f"{type(exc).__name__}: {exc!s:.200}"
     took = time.process_time() - began
     if not problem and took > SLOWEST:

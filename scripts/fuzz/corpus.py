@@ -1,4 +1,4 @@
-"""The kept inputs: seeds by group, and what was found once, which is tried first ever after."""
+"""The corpus: seeds by group, and earlier findings, which are tried first."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -9,13 +9,13 @@ FOUND = "found-"
 
 
 def seeds(group: str) -> Sequence[bytes]:
-    """What was found before first, then by name."""
+    """Earlier findings first, then by name."""
     files = sorted((CORPUS / group).iterdir(), key=lambda one: (not one.name.startswith(FOUND), one.name))
     return [one.read_bytes() for one in files]
 
 
 def keep(group: str, content: bytes) -> Path:
-    """A finding stays: commit it with the fix."""
+    """Adds a finding to the corpus. Commit it with the fix."""
     path = CORPUS / group / f"{FOUND}{sha256(content).hexdigest()[:16]}"
     path.write_bytes(content)
     return path

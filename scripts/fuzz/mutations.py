@@ -1,4 +1,4 @@
-"""Changed inputs: values in JSON, and bytes. All of them follow from the random generator that is given."""
+"""Mutates inputs: values in JSON, and bytes. Deterministic for the given random generator."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ ODD: tuple[Any, ...] = (
     [{}], {"": ""}, [None], {"a": None},
 )  # fmt: skip
 DEEPEST = 3_000
-# The bytes of an input. Most routes read no larger body, and the API server stores no larger object.
+# The maximum size of an input. Most routes read no larger body, and the API server stores no larger object.
 LARGEST = 3 * 2**20
 LONGEST = 200_000
 ASCII = bytes(range(32, 127))
@@ -30,7 +30,7 @@ def mutated(seed: bytes, random: Random) -> bytes:
         for _ in range(random.choice((0, 1, 1, 2, 3, 8))):
             value = changed(value, random)
         text = json.dumps(value).encode()
-    except RecursionError:  # nested deeper than json writes
+    except RecursionError:  # nested deeper than json can encode
         text = b'{"a":' * DEEPEST
     return (damaged(text, random) if random.random() < 0.15 else text)[:LARGEST]
 
@@ -63,7 +63,7 @@ def odd(random: Random) -> Any:
 
 
 def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every member of every object and list, deepest levels left out."""
+    """Every member of every object and list, except the deepest levels."""
     level = [value]
     for _ in range(40):
         below = []
@@ -83,7 +83,7 @@ def nested(random: Random) -> Any:
 
 
 def damaged(text: bytes, random: Random) -> bytes:
-    """Bytes changed, cut, repeated or added."""
+    """Changes, cuts, repeats or adds bytes."""
     at, to = sorted((random.randrange(len(text) + 1), random.randrange(len(text) + 1)))
     match random.randrange(6):
         case 0:

@@ -1,4 +1,4 @@
-"""The parsers of what others write, each with an input to start from and the errors that it may raise."""
+"""The parsers of untrusted input, each with its corpus group and the errors that it may raise."""
 
 import ssl
 from collections.abc import Callable
@@ -49,7 +49,7 @@ EXAMINER = jwt_svid.TokenVerifier(
 
 @frozen
 class Parser:
-    """What reads bytes; `refuses` are the errors that say that it cannot."""
+    """A function that parses bytes. `refuses` are the errors for invalid input."""
 
     name: str
     read: Callable[[bytes], object]
@@ -58,7 +58,7 @@ class Parser:
 
 
 def raw(read: Callable[[Any], object]) -> Callable[[bytes], object]:
-    """A reader of objects of the API server, behind the reader of their JSON."""
+    """A parser of API objects, combined with the JSON decoder."""
 
     def both(text: bytes) -> object:
         return read(object_in(text))

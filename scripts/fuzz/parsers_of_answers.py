@@ -1,4 +1,4 @@
-"""Readers of what servers answer to our own questions: the API server, a scorer, a kubelet's stream, SPIRE."""
+"""Parsers of servers' answers: the API server, a scorer, a kubelet's stream, SPIRE."""
 
 import asyncio
 from functools import cache
@@ -22,7 +22,7 @@ HEADERS = {"content-type": "application/json"}
 
 
 class Reply:
-    """An answer on its way through the client library."""
+    """An answer as the client library receives it."""
 
     status = 201
     reason = "Created"
@@ -44,7 +44,7 @@ class Reply:
 
 
 class Answering(client.ApiClient):
-    """The client library with all that it does to an answer, and no connection."""
+    """The client library, with its decoding of answers but without a connection."""
 
     content = b""
 
@@ -54,7 +54,7 @@ class Answering(client.ApiClient):
 
 @cache
 def runner() -> tuple[asyncio.Runner, Answering]:
-    """One for all: a client reads the system's CAs when it is made."""
+    """Shared: each new client reads the system's CAs."""
     found = asyncio.Runner()
 
     async def made() -> Answering:
@@ -78,12 +78,12 @@ def access_review(content: bytes) -> object:
     running, asked = callers(content)
     found = running.run(asked.may(Caller("somebody"), list_pods("ml")))
     if type(found) is not bool:
-        raise TypeError(f"{found!r} is neither yes nor no")
+        raise TypeError(f"{found!r} is not a boolean")
     return found
 
 
 def exec_frames(content: bytes) -> object:
-    """Each with its length in two bytes before it; the stream leaves out empty ones."""
+    """The frames, each with a length prefix of two bytes. The stream skips empty ones."""
     answer = ExecOutput(limit=4096)
     while len(content) > 2:
         size = int.from_bytes(content[:2])
@@ -102,7 +102,7 @@ def peer(content: bytes) -> None:
 
 
 def jwt_answer(content: bytes) -> object:
-    """Each entry of an answer of the Workload API."""
+    """The entries of a Workload API answer."""
     return JwtSvid.parse(content), bundle_in(content)
 
 
@@ -124,7 +124,7 @@ def scorers_answer(content: bytes) -> object:
 
 def refused_object(content: bytes) -> object:
     exc = ApiException(status=409, reason="Conflict")
-    vars(exc)["body"] = content  # as the client library leaves it
+    vars(exc)["body"] = content  # as the client library sets it
     return api_objects.error_message(exc)
 
 

@@ -1,4 +1,4 @@
-"""Readers of objects that the API server has checked: a name, labels and annotations are what its schema makes of them.
+"""Parsers of objects that the API server has validated: names, labels and annotations match its schema.
 
 All else in an object may be anything that somebody could have stored.
 """
@@ -22,7 +22,7 @@ PARTS = ("spec", "status")
 
 
 def stored(read: Callable[[Raw], object]) -> Callable[[bytes], object]:
-    """The reader, behind what the schema of any object makes of its metadata."""
+    """The parser, with metadata converted as the schema of every object requires."""
     return lambda text: read(as_stored(object_in(text)))
 
 
@@ -59,7 +59,7 @@ def kept_ends(raw: Raw) -> object:
 
 
 def mapped_set(raw: Raw) -> object:
-    """By all that is done with a set whose namespace may keep GPUs."""
+    """Everything that is done with a StatefulSet in a namespace that may keep GPUs."""
     sets, name = placement_maps.MappedStatefulSets(Fleet()), raw["metadata"]["namespace"]
     labels = {keys.OPT_IN.name: "true", keys.MAPS_LABEL: "true"}
     placement_maps.MapNamespaceListener(sets).changed({"metadata": {"name": name, "labels": labels}})
@@ -72,7 +72,7 @@ def mapped_set(raw: Raw) -> object:
 
 
 def with_schema(raw: Raw) -> Raw:
-    """The API server knows the kind, and takes no template or ordinals of another form."""
+    """The API server validates template and ordinals of this kind."""
     spec = dict(found) if isinstance(found := raw.get("spec"), dict) else {}
     spec["template"] = as_stored(template if isinstance(template := spec.get("template"), dict) else {})
     if not isinstance(spec.get("ordinals"), dict):
@@ -85,7 +85,7 @@ def namespace(raw: Raw) -> object:
 
 
 def trust_bundle(raw: Raw) -> object:
-    """The CRD's schema has checked the status."""
+    """The CRD's schema has validated the status."""
     status = raw.get("status")
     is_whole = isinstance(status, dict) and type(status.get("sequence")) is int and isinstance(status.get("keys"), str)
     mark = node_proofs.mark_in(raw if is_whole else {})

@@ -1,4 +1,4 @@
-"""The routes of a running `serve`: what is sent to each, and what is never to come back."""
+"""Sends requests to the routes of a running `serve` and checks the answers."""
 
 import asyncio
 import time
@@ -16,9 +16,9 @@ from scripts.fuzz.targets import Target, targets
 from scripts.fuzz.wire import Wire, spoken
 from tests.running import Running
 
-# No request takes longer, whatever it holds: the API server waits ten seconds for a review.
+# Time limit of any request; the API server waits ten seconds for a review.
 DEADLINE: Final = 10.0
-# What the process may take beyond what it took after the first requests.
+# Allowed growth of memory after the first requests.
 GROWTH_MIB: Final = 100
 WARM_UP: Final = 500
 CLIENTS: Final = 4
@@ -30,7 +30,7 @@ TARGETS: Final = targets()
 
 @define
 class Findings:
-    """What was sent, and what is wrong."""
+    """The requests sent and the problems found."""
 
     sent: int = 0
     slowest: float = 0.0
@@ -47,7 +47,7 @@ def rss_mib(running: Running) -> int:
 
 
 async def fuzz(running: Running, urls: Mapping[str, str], seconds: float, seed: int) -> Findings:
-    """All targets from several connections, for so long; `urls` are those of all listeners, of other processes too."""
+    """Fuzzes all targets over several connections for `seconds`. `urls` has all listeners of all processes."""
     found = Findings()
     until = time.monotonic() + seconds
     clients = {
@@ -72,7 +72,7 @@ async def fuzz(running: Running, urls: Mapping[str, str], seconds: float, seed: 
 
 
 def told_of(running: Running) -> list[str]:
-    """What the log of a process tells of errors, and whether it still runs."""
+    """Errors in the log of a process, and whether it still runs."""
     wrong = []
     log = running.log.read_text(errors="replace")
     if "Traceback" in log or '"level":"error"' in log.replace(" ", ""):
@@ -103,7 +103,7 @@ async def hammer(
 
 
 async def speak(wire: Wire, found: Findings, until: float, random: Random) -> None:
-    """HTTP/2 as kube-scheduler and the API server speak it, and both protocols with damaged bytes."""
+    """HTTP/2 as kube-scheduler and the API server use it, and both protocols with damaged bytes."""
     here = [one for one in TARGETS if one.listener == wire.listener]
     while time.monotonic() < until and len(found.wrong) < 5:
         target = random.choice(here)

@@ -1,4 +1,4 @@
-"""What is fuzzed of each listener: every route that `webhook/web/app.py` declares."""
+"""The fuzzed routes of each listener: all routes in `webhook/web/app.py`."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from attrs import frozen
 from webhook.web import app
 from webhook.web.routes import CountMiddleware
 
-# Which listener of the processes that are started serves which application.
+# The application served by each listener of the started processes.
 LISTENERS: Final = {
     "tls_app": "https",
     "plain_app": "http",
@@ -18,7 +18,7 @@ LISTENERS: Final = {
     "scorer_app": "scorer",
     "probes_app": "scorer",
 }
-# What is sent to a route that takes a body.
+# The corpus group for each route with a body.
 GROUPS: Final = {
     "/mutate": "reviews",
     "/mutate-binding": "reviews",
@@ -42,7 +42,7 @@ QUERIES: Final = {
 
 @frozen
 class Target:
-    """A route, and the group of the corpus that is sent there; routes without one take no body."""
+    """A route and its corpus group; routes without a group have no body."""
 
     listener: str
     path: str
@@ -50,7 +50,7 @@ class Target:
 
 
 class Unused:
-    """Stands where a part is named whose routes are only listed."""
+    """A placeholder for parts, when routes are only listed."""
 
     def __getattr__(self, name: str) -> Any:
         async def never(request: object) -> None:
@@ -68,7 +68,7 @@ def targets() -> tuple[Target, ...]:
 
 
 def targets_of(name: str, make: Callable[..., object]) -> Iterator[Target]:
-    """All that it may declare: what it takes by default is left out, but for the routes of proofs."""
+    """All routes that the application can declare, with the optional routes of proofs."""
     named = inspect.signature(make).parameters.values()
     parts = {one.name: Unused() for one in named if one.default is one.empty or one.name == "evidence"}
     made = make(**parts)

@@ -1,4 +1,4 @@
-"""Connections below HTTP libraries: whole requests over HTTP/2, and HTTP/1.1 and HTTP/2 with damaged bytes."""
+"""Raw connections: whole requests over HTTP/2, and HTTP/1.1 and HTTP/2 with damaged bytes."""
 
 import asyncio
 import ssl
@@ -17,10 +17,10 @@ from scripts.fuzz.mutations import damaged
 from scripts.fuzz.targets import Target
 
 DEADLINE: Final = 10.0
-# Damaged bytes may be half a request: then the server waits, and that is right.
+# Damaged bytes may be half a request; then the server correctly waits.
 LOOKED_AT: Final = 0.2
 PREFACE: Final = 24
-# What a peer sends before it is given room for more.
+# Bytes sent before the peer extends the flow-control window.
 WINDOW: Final = 60_000
 FRAME: Final = 16_000
 
@@ -41,7 +41,7 @@ class Wire:
 
 @frozen
 class Said:
-    """What came of one connection."""
+    """The outcome of one connection."""
 
     how: str
     status: int | None = None
@@ -70,7 +70,7 @@ async def spoken(wire: Wire, target: Target, body: bytes, random: Random) -> Sai
 
 
 async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, content: bytes, random: Random) -> None:
-    """In pieces. What it is answered does not matter: the process, its log and its memory are looked at in the end."""
+    """Sends the bytes in pieces. The answer does not matter: process, log and memory are checked at the end."""
     with suppress(OSError, TimeoutError):
         while content:
             size = random.choice((1, 9, 100, 10_000, len(content)))
@@ -109,7 +109,7 @@ def frames(target: Target, body: bytes) -> bytes:
 async def whole(
     how: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: Target, body: bytes
 ) -> Said:
-    """The answer to a whole request."""
+    """The answer to a complete request."""
     began, status = time.monotonic(), None
     try:
         connection = opened(target, body)

@@ -1,1 +1,1 @@
-"""Where kubeconform is built from."""
+"""The pinned version of kubeconform."""

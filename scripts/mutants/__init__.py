@@ -1,1 +1,1 @@
-"""Planted bugs: the tests have to find each of them."""
+"""Mutations of the code that the tests have to detect."""

@@ -1,4 +1,4 @@
-"""Plants one bug after another in a copy of the tree and runs the tests that have to find it.
+"""Applies each mutation to a copy of the tree and runs the tests that have to detect it.
 
 python -m scripts.mutants [TEXT]   only those bugs whose name contains TEXT
 """
@@ -16,17 +16,17 @@ from time import monotonic
 from scripts.mutants.bugs import Bug, bugs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# What the tests of one bug may take: an endless loop is found too.
+# Time limit for the tests of one mutation; an endless loop counts as detected.
 TIMEOUT = 300
 WORKERS = 2
-FAILED = 1  # pytest's exit status for tests that failed; others mean that nothing was tried
+FAILED = 1  # pytest's exit status for failed tests; others mean that the tests did not run
 
 
 def main(wanted: str = "") -> int:
     chosen = [bug for bug in bugs() if wanted in bug.name]
     with ThreadPoolExecutor(WORKERS) as pool:
         killed = list(pool.map(is_killed, chosen))
-    print(f"{sum(killed)} of {len(chosen)} planted bugs were found")
+    print(f"{sum(killed)} of {len(chosen)} mutations were detected")
     return 0 if chosen and all(killed) else 1
 
 
@@ -47,7 +47,7 @@ def is_killed(bug: Bug) -> bool:
 
 @contextmanager
 def planted(bug: Bug) -> Iterator[Path]:
-    """A copy of the tree with that bug."""
+    """A copy of the tree with the mutation."""
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)
         tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)  # noqa: S607

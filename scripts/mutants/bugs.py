@@ -1,4 +1,4 @@
-"""The planted bugs, as bugs.toml has them."""
+"""The mutations in bugs.toml."""
 
 import tomllib
 from pathlib import Path
@@ -7,12 +7,12 @@ from attrs import frozen
 
 
 class PlantError(Exception):
-    """The text that a bug replaces does not stand exactly once in its file."""
+    """The text to replace does not occur exactly once in its file."""
 
 
 @frozen
 class Bug:
-    """One wrong change, and the tests that have to fail with it."""
+    """One wrong change, and the tests that have to fail."""
 
     name: str
     file: str
@@ -24,7 +24,7 @@ class Bug:
         path = tree / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
-            raise PlantError(f"{self.name}: the text stands {text.count(self.old)} times in {self.file}")
+            raise PlantError(f"{self.name}: the text occurs {text.count(self.old)} times in {self.file}")
         path.write_text(text.replace(self.old, self.new))
 
 

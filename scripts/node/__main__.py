@@ -1,4 +1,4 @@
-"""`python -m scripts.node`: a control plane and a real node with GPUs, to try things on."""
+"""`python -m scripts.node`: runs a control plane and a real node with GPUs for experiments."""
 
 import argparse
 import sys
@@ -26,12 +26,12 @@ RUNTIME_CLASS = {
 def main() -> int:
     whole = argparse.ArgumentParser(prog="python -m scripts.node", description=__doc__)
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("build", help="build what a node runs, where one can run").set_defaults(run=build)
+    commands.add_parser("build", help="build a node's programs, if this machine can run a node").set_defaults(run=build)
     one = commands.add_parser("up", help="start both, and stop them with Ctrl-C")
     with_directory(one)
-    one.add_argument("--gpus", type=int, default=4, help="of the node (default: 4)")
+    one.add_argument("--gpus", type=int, default=4, help="GPUs of the node (default: 4)")
     one.set_defaults(run=up)
-    one = commands.add_parser("down", help="stop them from elsewhere")
+    one = commands.add_parser("down", help="stop them from another terminal")
     with_directory(one)
     one.set_defaults(run=down)
     args = whole.parse_args()
@@ -43,11 +43,11 @@ def main() -> int:
 
 
 def with_directory(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--dir", type=Path, default=DIRECTORY, help="where its data and logs are (default: .node)")
+    one.add_argument("--dir", type=Path, default=DIRECTORY, help="directory of data and logs (default: .node)")
 
 
 def build(_: argparse.Namespace) -> int:
-    """Where no node can run, `make parts` goes on without: its tests then say the same."""
+    """If no node can run here, `make parts` continues without it; the tests skip with the same message."""
     try:
         made = parts()
     except (CannotRunError, ToolMissingError) as exc:

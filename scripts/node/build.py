@@ -1,4 +1,4 @@
-"""Builds what a node runs: Go programs as the control plane's, C with gcc, and three packages of Debian, unpacked."""
+"""Builds a node's programs: Go programs, C with gcc, and three unpacked Debian packages."""
 
 import hashlib
 import os
@@ -18,20 +18,20 @@ from scripts.node.images import write_images
 
 HERE: Final = Path(__file__).resolve().parent
 NATIVE: Final = HERE / "native"
-# The version that the mock of NVML tells.
+# The version reported by the mock of NVML.
 DRIVER: Final = "580.95.05"
-# Where nvml.h is.
+# The module with nvml.h.
 NVML: Final = "github.com/NVIDIA/go-nvml"
 COMMANDS: Final = ("gcc", "apt-get", "dpkg", "ip", "mount", "nsenter", "unshare")
 
 
 class CannotRunError(Exception):
-    """There can be no node on this machine; the text says why."""
+    """This machine cannot run a node. The text says why."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a node runs. `programs` has the Go binaries, `rest` all others."""
+    """A node's programs. `programs` has the Go binaries, `rest` all others."""
 
     programs: Path
     rest: Path
@@ -54,7 +54,7 @@ class Parts:
 
     @property
     def libraries(self) -> Sequence[Path]:
-        """Of the driver, named as the driver's package names them."""
+        """The driver's libraries with their names in the driver package."""
         return [self.rest / f"{name}.so.{DRIVER}" for name in ("libnvidia-ml", "libcuda")]
 
     @property
@@ -63,20 +63,20 @@ class Parts:
 
 
 def check_machine() -> None:
-    """Raises CannotRunError where a node cannot be built or run."""
+    """Raises CannotRunError if a node cannot be built or run."""
     if sys.platform != "linux":
         raise CannotRunError(f"a real node needs Linux, and this is {sys.platform}")
     if os.geteuid() != 0:
         raise CannotRunError("a real node needs root: it has namespaces, cgroups and an address of its own")
     absent = [name for name in COMMANDS if shutil.which(name) is None]
     if absent:
-        raise CannotRunError(f"a real node needs the commands {', '.join(absent)}, which are not on the PATH")
+        raise CannotRunError(f"a real node needs the commands {', '.join(absent)}, which are missing on the PATH")
     if run(["unshare", "--mount", "--pid", "--fork", "true"], check=False).returncode:
-        raise CannotRunError("a real node needs mount and pid namespaces, and this machine gives root none")
+        raise CannotRunError("a real node needs mount and pid namespaces, and root cannot create them on this machine")
 
 
 def parts() -> Parts:
-    """All of it, built if it is not there. Who comes second waits for the first. Raises CannotRunError, BuildError."""
+    """All programs, built if missing. A second process waits for the first. Raises CannotRunError, BuildError."""
     check_machine()
     programs = binaries(HERE)
     cache = cache_directory() / "node-rest" / digest()
@@ -91,7 +91,7 @@ def parts() -> Parts:
 
 
 def digest() -> str:
-    """What the parts that are not Go depend on."""
+    """A digest of what the other parts than Go depend on."""
     whole = hashlib.sha256()
     for file in (HERE / "pins.toml", HERE / "images.py", HERE / "build.py", *sorted(NATIVE.iterdir())):
         whole.update(file.read_bytes())
@@ -99,7 +99,7 @@ def digest() -> str:
 
 
 def build_rest(done: Parts) -> None:
-    """Under another name, renamed when it is whole."""
+    """Builds under another name and renames at the end."""
     print("unpacking Debian's packages, compiling the mock of NVML, writing images", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="new.", dir=done.rest.parent) as work:
         made = Parts(done.programs, Path(work, "rest"))
@@ -118,7 +118,7 @@ def build_rest(done: Parts) -> None:
 def unpack(target: Path) -> None:
     wanted = tomllib.loads((HERE / "pins.toml").read_text())["debian"]
     with tempfile.TemporaryDirectory(prefix="deb.", dir=target.parent) as work:
-        # apt gives the download to a user of its own, who may not write here, and says so; it goes on as root.
+        # apt warns that its download user cannot write here, and continues as root.
         download = ["env", "-C", work, "apt-get", "--quiet", "download", *wanted]
         if run(download, check=False).returncode:
             run(["apt-get", "--quiet", "update"])
@@ -147,14 +147,14 @@ def compile_native(made: Parts) -> None:
 
 
 def nvml_header() -> Path:
-    """The one that the container toolkit was built with, the newest of the three."""
+    """The version that the container toolkit was built with, the newest of the three."""
     module = HERE / "container-toolkit"
     listed = ["env", "-C", str(module), "GOWORK=off", find_go(read_pins(HERE)), "list", "-mod=readonly", "-m"]
     return Path(run([*listed, "-f", "{{.Dir}}", NVML]).stdout.strip()) / "pkg/nvml/nvml.h"
 
 
 def stubs_for(header: Path, source: Path) -> str:
-    """A function for each one that the header declares and the source does not define."""
+    """Stubs for functions that the header declares and the source does not define."""
     declared = set(re.findall(r"nvmlReturn_t DECLDIR (nvml\w+)", header.read_text()))
     defined = set(re.findall(r"\b(nvml[A-Z]\w*)\(", source.read_text()))
     not_supported = 3

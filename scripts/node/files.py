@@ -1,4 +1,4 @@
-"""The files that a node's programs read."""
+"""The configuration files of a node's programs."""
 
 import json
 import shutil
@@ -13,16 +13,16 @@ from typing import Any, Final
 from scripts.node.build import DRIVER, Parts
 from scripts.node.images import PAUSE
 
-# The numbers of NVIDIA's device nodes.
+# Device numbers of NVIDIA's device nodes.
 MAJOR: Final = 195
 CONTROL_MINOR: Final = 255
 PRODUCT: Final = "NVIDIA H100 80GB HBM3"
 RUNTIME: Final = "nvidia"
-"""The handler of a RuntimeClass that NVIDIA's container runtime serves."""
+"""The RuntimeClass handler for NVIDIA's container runtime."""
 
 
 class Mode(StrEnum):
-    """How NVIDIA's container runtime gives GPUs to a container."""
+    """The mode of NVIDIA's container runtime."""
 
     AUTO = "auto"
     CDI = "cdi"
@@ -89,7 +89,7 @@ def write_kubelet(home: Path, *, ca: Path, address: str, cgroup: str) -> None:
         "resolvConf": "",
         "clusterDNS": ["10.0.0.10"],
         "clusterDomain": "cluster.local",
-        # The machine's disk and memory are full of other things.
+        # Other data may fill the machine's disk and memory.
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "10Mi"},
         # Often enough for a test that waits for a fresh heartbeat.
@@ -100,7 +100,7 @@ def write_kubelet(home: Path, *, ca: Path, address: str, cgroup: str) -> None:
 
 
 def write_driver(home: Path, parts: Parts, gpus: Sequence[str]) -> None:
-    """What NVIDIA's driver installs: libraries, device nodes, nvidia-smi."""
+    """The files of NVIDIA's driver: libraries, device nodes, nvidia-smi."""
     root = home / "driver"
     libraries, devices, programs = root / "usr/lib64", root / "dev", root / "usr/bin"
     for directory in (libraries, devices, programs):
@@ -114,7 +114,7 @@ def write_driver(home: Path, parts: Parts, gpus: Sequence[str]) -> None:
     write_program(programs / "nvidia-smi", SMI + "".join(smi_line(n, uuid) for n, uuid in enumerate(gpus)))
 
 
-# It tells of the GPUs whose device nodes are there: in a container, of those that the container got.
+# It lists the GPUs whose device nodes exist: in a container, the container's own.
 SMI: Final = "i=0\n"
 
 
@@ -124,7 +124,7 @@ def smi_line(number: int, uuid: str) -> str:
 
 
 def write_nvidia_runtime(home: Path, parts: Parts, mode: Mode) -> None:
-    """containerd calls the wrapper; the runtime reads the rest at each call."""
+    """containerd calls the wrapper script. The runtime reads the configuration at each call."""
     root = home / "driver"
     etc = home / "etc/nvidia-container-runtime"
     etc.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def write_nvidia_runtime(home: Path, parts: Parts, mode: Mode) -> None:
 
 
 def nvml_variables(home: Path) -> list[str]:
-    """With these a program finds the mock of NVML and its GPUs."""
+    """Environment variables for programs that load the mock of NVML."""
     return [f"MOCK_NVML_GPUS={home}/gpus", f"LD_LIBRARY_PATH={home}/driver/usr/lib64"]
 
 

@@ -1,4 +1,4 @@
-"""Images for a node that pulls nothing: busybox, and the same with variables that NVIDIA's container runtime reads."""
+"""Images for a node without registry: busybox, also with variables that NVIDIA's container runtime reads."""
 
 import gzip
 import hashlib
@@ -16,9 +16,9 @@ BUSYBOX: Final = f"{REGISTRY}/busybox:1"
 CUDA_VERSION: Final = f"{REGISTRY}/cuda-version:1"
 ALL_DEVICES: Final = f"{REGISTRY}/all-devices:1"
 CUDA: Final = f"{REGISTRY}/cuda:1"
-"""With the variables of the nvidia/cuda images."""
+"""The environment variables of the nvidia/cuda images."""
 
-# The variables of each image that is busybox otherwise.
+# The variables of each image; the content is always busybox.
 VARIABLES: Final[Mapping[str, Mapping[str, str]]] = {
     BUSYBOX: {},
     CUDA_VERSION: {"CUDA_VERSION": "12.4"},
@@ -35,7 +35,7 @@ FOLDERS: Final = ("bin", "dev", "etc", "proc", "run", "sys", "tmp", "usr", "var"
 
 
 class Archive:
-    """An OCI image layout in one tar file, as `ctr images import` reads it. Layers that are equal are stored once."""
+    """An OCI image layout in one tar file for `ctr images import`. Equal layers are stored once."""
 
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
@@ -82,7 +82,7 @@ def write_images(path: Path, *, pause: Path, busybox: Path, applets: Iterable[st
 
 
 def layer_of(programs: Mapping[str, Path], links: Mapping[str, str] | None = None) -> bytes:
-    """A tar of programs in /bin and symbolic links beside them. The same input gives the same bytes."""
+    """A reproducible tar with programs and symbolic links in /bin."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
         for folder in FOLDERS:

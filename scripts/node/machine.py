@@ -1,4 +1,4 @@
-"""What a node takes from the machine under it: an address, cgroups. All of it is known by the node's number."""
+"""The machine's resources for a node: an address and cgroups, derived from the node's number."""
 
 import random
 import subprocess
@@ -7,17 +7,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-# One byte of the address and of the pods' network.
+# One byte of the node's address and of its pod network.
 NUMBERS: Final = range(1, 255)
 CGROUPS_GO_WITHIN: Final = 15.0
 
 
 class NoNumberError(Exception):
-    """Every number is taken by a node that runs, or by the rest of one whose end was not cleaned up."""
+    """All numbers are taken by running nodes, or by the remains of crashed ones."""
 
 
 def address_of(number: int) -> str:
-    """Not a loopback address, which kubelet refuses; on the loopback interface it does not leave the machine."""
+    """Kubelet refuses loopback addresses. On the loopback interface this one stays on the machine."""
     return f"10.255.255.{number}"
 
 
@@ -30,7 +30,7 @@ def cgroup_of(number: int) -> str:
 
 
 def take_number() -> int:
-    """The kernel refuses an address that is there already, so no two nodes of this machine have one number."""
+    """Reserves a number by adding its address: the kernel refuses an existing address, so numbers are unique."""
     for number in random.sample(NUMBERS, len(NUMBERS)):
         if ip("add", number):
             return number
@@ -47,7 +47,7 @@ def ip(verb: str, number: int) -> bool:
 
 
 def make_cgroups(number: int) -> None:
-    """One in every hierarchy that kubelet asks. With cgroup v1 a new cpuset is empty and takes no process."""
+    """Creates a cgroup in every hierarchy that kubelet uses. In cgroup v1 a new cpuset must be filled first."""
     v1, v2 = hierarchies("cgroup"), hierarchies("cgroup2")
     for hierarchy in v1 or v2:
         own = hierarchy / cgroup_of(number)
@@ -58,7 +58,7 @@ def make_cgroups(number: int) -> None:
 
 
 def remove_cgroups(number: int) -> None:
-    """A cgroup whose last process is just ending refuses to go."""
+    """Retries: a cgroup cannot be removed while its last process ends."""
     until = time.monotonic() + CGROUPS_GO_WITHIN
     for hierarchy in (*hierarchies("cgroup"), *hierarchies("cgroup2")):
         own = hierarchy / cgroup_of(number)
@@ -75,6 +75,6 @@ def remove_cgroups(number: int) -> None:
 
 
 def hierarchies(kind: str) -> list[Path]:
-    """Where cgroups are mounted: `cgroup` is v1, beside which `cgroup2` may be without controllers."""
+    """The mount points of cgroups. With v1 (`cgroup`), a `cgroup2` mount may exist without controllers."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     return [Path(fields[1]) for fields in mounts if fields[2] == kind]

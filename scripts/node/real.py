@@ -1,4 +1,4 @@
-"""One real node: a mount and a pid namespace, in which containerd, kubelet and NVIDIA's plugins run."""
+"""One real node: containerd, kubelet and NVIDIA's plugins in their own mount and pid namespaces."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from scripts.node.machine import (
 )
 
 NAMESPACE: Final = Path(__file__).resolve().with_name("namespace.sh")
-# The processes of a node, by the names of their logs.
+# The processes of a node, named like their logs.
 SANDBOX: Final = "sandbox"
 CONTAINERD: Final = "containerd"
 KUBELET: Final = "kubelet"
@@ -49,12 +49,12 @@ SYSTEM_PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class NodeError(Exception):
-    """A part of the node did not come up; the text names its log."""
+    """A part of the node did not start. The text names its log."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """How a node gets at its cluster."""
+    """A node's access to its cluster."""
 
     ca: Path
     kubeconfig: Path
@@ -62,14 +62,14 @@ class Access:
 
 
 class RealNode:
-    """A node in one directory. Another process ends what this one started: all that it needs is kept there."""
+    """A node in one directory. The directory has all that another process needs to stop the node."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.name = directory.name
         self.processes = Processes(directory)
 
-    # What it is.
+    # Properties.
 
     @property
     def gpus(self) -> list[str]:
@@ -94,10 +94,10 @@ class RealNode:
     def log(self, name: str) -> Path:
         return self.processes.log(name)
 
-    # Its life.
+    # Start and stop.
 
     def create(self, gpus: Sequence[str], access: Access) -> None:
-        """The files of a new node, and its number."""
+        """Creates the files of a new node and reserves its number."""
         for name in ("cdi", "cni", "containerd", "dev", "kubelet", "log", "state"):
             (self.directory / name).mkdir(parents=True, exist_ok=True)
         number = take_number()
@@ -110,9 +110,9 @@ class RealNode:
         write_nvidia_runtime(self.directory, self._parts, Mode.AUTO)
 
     def start(self) -> None:
-        """Power on: with another bootID than before, and as far as kubelet's start."""
+        """Boots the node with a new bootID and starts its programs up to kubelet."""
         make_cgroups(self.number)
-        # kubelet's place is compiled in; the namespace needs a directory to mount the node's own at.
+        # kubelet's directory is compiled in. The namespace mounts the node's own directory there.
         Path("/var/lib/kubelet").mkdir(parents=True, exist_ok=True)
         (self.directory / "state/boot_id").write_text(f"{uuid.uuid4()}\n")
         mounted = self.directory / "state/mounted"
@@ -126,9 +126,9 @@ class RealNode:
         self.start_kubelet()
 
     def power_off(self) -> None:
-        """SIGKILL for all that runs there, at one moment. The disk stays."""
+        """Kills all processes at once, like a power loss. The disk stays."""
         if self.processes.state(SANDBOX) is not State.GONE:
-            # Its end is the end of its namespaces, of which unshare knows when nothing of them is left.
+            # Killing its first process ends the namespaces; unshare returns when they are gone.
             try:
                 os.kill(self._init, signal.SIGKILL)
             except ProcessLookupError:
@@ -142,14 +142,14 @@ class RealNode:
         self.start()
 
     def remove(self) -> None:
-        """Nothing of it stays on the machine but its files."""
+        """Removes everything from the machine except its files."""
         if self.is_there:
             self.power_off()
             give_back(self.number)
             self.processes.forget()
             (self.directory / "node.json").unlink()
 
-    # Its programs.
+    # Programs.
 
     def start_containerd(self) -> None:
         self._spawn(CONTAINERD, [self._program("containerd"), "-c", str(self.directory / "containerd.toml")])
@@ -178,15 +178,15 @@ class RealNode:
         )
 
     def kill_containerd(self) -> None:
-        """Its shims and the containers live on."""
+        """Restarts containerd. Shims and containers keep running."""
         self.kill(CONTAINERD)
 
     def kill_kubelet(self) -> None:
-        """The containers live on."""
+        """Restarts kubelet. Containers keep running."""
         self.kill(KUBELET)
 
     def kill(self, name: str) -> None:
-        """SIGKILL for one program, and for what it has not put into a process group of its own."""
+        """Kills one program with its process group."""
         group = self.processes.records()[name].pid
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
@@ -194,7 +194,7 @@ class RealNode:
         self._wait_for(lambda: not has_members(group), f"{name} survives SIGKILL")
 
     def set_runtime_mode(self, mode: Mode) -> None:
-        """How NVIDIA's container runtime works, from the next container on. For `cdi` the specification is made."""
+        """Sets the runtime's mode for later containers. For `cdi` it creates the specification."""
         write_nvidia_runtime(self.directory, self._parts, mode)
         if mode is Mode.CDI:
             root = self.directory / "driver"
@@ -204,17 +204,17 @@ class RealNode:
             run(self.inside(*ctk, *roots, *names, "--output=/run/cdi/nvidia.yaml"))
 
     def start_device_plugin(self, *flags: str) -> None:
-        """NVIDIA's: `nvidia.com/gpu` of this node."""
+        """Starts NVIDIA's device plugin, which offers `nvidia.com/gpu`."""
         self._start_plugin(DEVICE_PLUGIN, "nvidia-device-plugin", "--device-list-strategy=envvar,cdi-cri", *flags)
 
     def start_dra_driver(self, *flags: str) -> None:
-        """NVIDIA's: ResourceSlices of this node. It acts as the administrator."""
+        """Starts NVIDIA's DRA driver, which writes ResourceSlices, with the administrator's credentials."""
         who = [f"--node-name={self.name}", "--namespace=kube-system", "--image-name=none"]
         where = [f"--kubeconfig={self._access.admin}", "--cdi-root=/run/cdi"]
         self._start_plugin(DRA_DRIVER, "gpu-kubelet-plugin", *who, *where, *flags)
 
     def inside(self, *command: str) -> list[str]:
-        """A command line that runs this command in the node's namespaces; `NAME=value` may stand before it."""
+        """A command line that runs the command in the node's namespaces. `NAME=value` may come before it."""
         path = f"PATH={self._parts.programs}:{self._parts.runc.parent}:{SYSTEM_PATH}"
         return ["nsenter", f"--target={self._init}", "--mount", "--pid", "env", "--chdir=/", path, *command]
 
@@ -234,7 +234,7 @@ class RealNode:
         return str(self._parts.programs / name)
 
     def _wait(self, name: str, is_there: Callable[[], bool]) -> None:
-        """Until it is there; at once in vain where the process that it comes from has ended."""
+        """Waits for a file. Fails at once if the process that creates it has ended."""
         self._wait_for(
             is_there,
             f"{name} of {self.name} is not ready; see {self.log(name)}",
@@ -263,17 +263,17 @@ class RealNode:
 
     @property
     def _init(self) -> int:
-        """The first process of the node's pid namespace, as the machine numbers it."""
+        """The machine's pid of the first process in the node's pid namespace."""
         return child_of(self.processes.records()[SANDBOX].pid)
 
 
 def nodes_in(directory: Path) -> list[RealNode]:
-    """The real nodes of the cluster in that directory."""
+    """The real nodes of the cluster in this directory."""
     return [RealNode(file.parent) for file in sorted((directory / "nodes").glob("*/node.json"))]
 
 
 def living() -> Iterator[tuple[int, Stat]]:
-    """Every process of the machine."""
+    """All processes of the machine."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     yield from ((pid, stat) for pid in pids if (stat := stat_of(pid)) is not None and stat.is_alive)
 

@@ -16,15 +16,15 @@ PATIENCE: Final = 60.0
 
 
 def versitygw() -> Path:
-    """The binary, built if it is not there. Raises BuildError."""
+    """The binary, built if missing. Raises BuildError."""
     return binaries(HERE) / "versitygw"
 
 
 class ObjectStore:
-    """One server in one directory. The buckets are the directories in `buckets`; metadata is kept beside them."""
+    """One server in one directory. Buckets are the directories in `buckets`, with metadata in another directory."""
 
     access_key: Final = "gpuwarden"
-    secret_key: Final = "gpuwarden-secret"  # noqa: S105 - of a server on loopback that lasts for a test
+    secret_key: Final = "gpuwarden-secret"  # noqa: S105 - for a test's server on loopback
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -64,7 +64,7 @@ class ObjectStore:
             self._process = None
 
     def _wait(self) -> None:
-        """Until it listens, which is the last it does."""
+        """Waits until it listens, its last step of starting."""
         give_up = time.monotonic() + PATIENCE
         while time.monotonic() < give_up and self._process is not None and self._process.poll() is None:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=5):

@@ -1,4 +1,4 @@
-"""promtool, built like the control plane, and only by who asks for it."""
+"""promtool, built like the control plane, only on request."""
 
 from pathlib import Path
 
@@ -8,12 +8,12 @@ HERE = Path(__file__).resolve().parent
 
 
 def built() -> Path | None:
-    """The binary, if somebody has built it."""
+    """The binary, or None if it was not built."""
     pins = read_pins(HERE)
     directory = cache_directory() / HERE.name / digest_of(pins) / "bin"
     return directory / "promtool" if is_complete(directory, pins) else None
 
 
 def build() -> Path:
-    """The binary, built if it is not there. Raises BuildError."""
+    """The binary, built if missing. Raises BuildError."""
     return binaries(HERE) / "promtool"

@@ -1,4 +1,4 @@
-"""`python -m scripts.promtool`: build it, and say where it is."""
+"""`python -m scripts.promtool`: builds promtool and prints its path."""
 
 import sys
 

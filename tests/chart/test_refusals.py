@@ -24,11 +24,14 @@ def without(values: Raw, *names: str, **more: Any) -> Raw:
 
 EXPORT = {"export.enabled": True, "export.settings.clusterName": "prod"}
 REFUSED: dict[str, tuple[Raw, str]] = {
-    "secret-without-a-name": (without(EXISTING, "tls.existingSecret"), "name the Secret with tls.crt and tls.key by"),
-    "secret-without-a-bundle": (without(EXISTING, "tls.caBundle"), "give the CA of its certificate by tls.caBundle"),
-    "a-bundle-that-is-none": (
+    "secret-without-a-name": (
+        without(EXISTING, "tls.existingSecret"),
+        "set tls.existingSecret to the Secret with tls.crt and tls.key",
+    ),
+    "secret-without-a-bundle": (without(EXISTING, "tls.caBundle"), "set tls.caBundle to the CA of its certificate"),
+    "invalid-bundle": (
         {**EXISTING, "tls.caBundle": "bm90IGEgY2VydA=="},
-        "There is no certificate in tls.caBundle",
+        "tls.caBundle contains no certificate",
     ),
     "secret-in-another-mode": ({"tls.existingSecret": "ours"}, "tls.existingSecret is set and tls.mode is selfManaged"),
     "bundle-in-another-mode": ({"tls.caBundle": PEM}, "tls.caBundle is set and tls.mode is selfManaged"),
@@ -38,35 +41,35 @@ REFUSED: dict[str, tuple[Raw, str]] = {
     ),
     "a-cluster-issuer-without-a-name": (
         {"tls.mode": "certManager", "tls.certManager.issuer.kind": "ClusterIssuer"},
-        "name it by tls.certManager.issuer.name",
+        "set tls.certManager.issuer.name",
     ),
-    "webhooks-that-nobody-answers": ({"serve.enabled": False}, "nobody would answer the API server"),
-    "alerts-about-nobody": (
+    "webhooks-without-serve": ({"serve.enabled": False}, "nothing would answer the API server"),
+    "alerts-without-serve": (
         {"serve.enabled": False, "webhooks.enabled": False, "prometheusRule.enabled": True},
         "the alerts are about serve",
     ),
     "memory-in-two-replicas": (
         {"settings.ledger": "memory", "reconcile.enabled": False},
-        "settings.ledger is memory, which each replica has for itself",
+        "settings.ledger is memory, which replicas do not share",
     ),
     "memory-and-a-reconciler": (
         {"settings.ledger": "memory", "serve.replicas": 1},
-        "a reconciler sees no reservations there",
+        "the reconciler sees no reservations",
     ),
-    "memory-of-no-nodes": (
+    "memory-without-inventory": (
         {"settings.ledger": "memory", "serve.replicas": 1, "reconcile.enabled": False},
-        "name nodes and devices by inventory",
+        "list nodes and devices in inventory",
     ),
     "memory-and-webhooks": (
         {"settings.ledger": "memory", "serve.replicas": 1, "reconcile.enabled": False, "inventory": {"nodes": []}},
-        "GPUs are given to other pods while containers still use them: set webhooks.enabled=false",
+        "Other pods would get GPUs that containers still use. Set webhooks.enabled=false",
     ),
-    "no-reconciler": ({"reconcile.enabled": False}, "nobody would confirm and release reservations"),
+    "no-reconciler": ({"reconcile.enabled": False}, "reservations would not be confirmed or released"),
     "spire-without-an-address": (without(SPIRE, "settings.spireServer"), "set settings.spireServer and"),
     "spire-without-an-svid": (without(SPIRE, "settings.spireWorkloadApi"), "set settings.spireWorkloadApi"),
     "challenges-without-a-domain": (without(CHALLENGES, "settings.spireTrustDomain"), "set settings.spireTrustDomain"),
     "challenges-without-keys": (without(CHALLENGES, "settings.spireWorkloadApi"), "set one"),
-    "attest-for-nobody": ({"attest.enabled": True}, "nobody would challenge the nodes"),
+    "attest-without-challenges": ({"attest.enabled": True}, "the nodes would not be challenged"),
     "attest-without-an-agent": (
         {
             **without(CHALLENGES, "settings.spireWorkloadApi"),
@@ -96,15 +99,15 @@ REFUSED: dict[str, tuple[Raw, str]] = {
         {"settings.certsCaLife": "2520h"},
         "settings.certsCaLife is not longer than",
     ),
-    "proofs-that-nobody-takes": (
+    "attest-without-serve": (
         {**CHALLENGES, "attest.enabled": True, "serve.enabled": False, "webhooks.enabled": False},
-        "nobody would take the nodes' proofs",
+        "the nodes' proofs would not be accepted",
     ),
     "callers-without-an-audience": ({"settings.reviewCallers": "x"}, "set settings.reviewTokenAudience"),
-    "a-binder-that-nobody-reaches": ({"extender.bind": True}, "extender.enabled is not"),
-    "one-port-twice": ({"service.port": 8080}, "they have to differ"),
+    "binder-without-extender": ({"extender.bind": True}, "extender.enabled is false"),
+    "one-port-twice": ({"service.port": 8080}, "have to differ"),
     "two-scorers": ({"score.enabled": True, "settings.scorer": "http://agent:8080"}, "choose one"),
-    "records-of-no-cluster": ({"export.enabled": True}, "set export.settings.clusterName"),
+    "export-without-cluster-name": ({"export.enabled": True}, "set export.settings.clusterName"),
     "a-store-without-an-address": (
         {"export.enabled": True, "export.settings.clusterName": "prod", "export.settings.exporterType": "stdout,http"},
         "set export.settings.httpEndpoint",
@@ -116,7 +119,7 @@ REFUSED: dict[str, tuple[Raw, str]] = {
             "export.settings.exporterType": ["postgres"],
             "export.settings.postgresDb": "gpus",
         },
-        "by export.credentials.postgres",
+        "export.credentials.postgres to the Secret",
     ),
     "a-store-without-a-bucket": (
         {"export.enabled": True, "export.settings.clusterName": "prod", "export.settings.exporterType": "s3"},
@@ -217,7 +220,7 @@ def test_every_rule_between_settings_has_a_check_in_the_chart() -> None:
 
 
 def test_installation_into_kube_system_is_refused() -> None:
-    assert "install into a namespace of its own" in refusal({}, namespace="kube-system")
+    assert "Install into a namespace of its own" in refusal({}, namespace="kube-system")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_build_that_fails_leaves_nothing_that_looks_like_one(tmp_path: Path) -
     (tmp_path / "bin" / "go").write_text(working.replace("sleep 0.3", "exit 1"))
     failed = go.build()
     assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr.splitlines()[-1] == "building etcd v3.7.3 failed; what `go` said stands above"
+    assert failed.stderr.splitlines()[-1] == "building etcd v3.7.3 failed; see the output of `go` above"
     (tmp_path / "bin" / "go").write_text(working)
     assert go.build().returncode == 0
 
@@ -119,5 +119,5 @@ def test_without_go_one_sentence_says_what_to_install(tmp_path: Path) -> None:
     done = go.build()
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == (
-        "the control plane is built with Go, which is not here: install Go 1.26 or newer and have `go` on the PATH\n"
+        "the control plane is built with Go, which is not installed: install Go 1.26 or newer and have `go` on the PATH\n"
     )

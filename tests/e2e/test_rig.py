@@ -303,7 +303,7 @@ def test_nothing_stays_behind_a_killed_owner_and_the_data_do(tmp_path: Path) -> 
             assert api.get("/api/v1/namespaces/kept").status_code == 200
             assert api.get("/api/v1/nodes/node-0").json()["status"]["allocatable"]["nvidia.com/gpu"] == "2"
         refused = command("up", tmp_path)
-        assert (refused.returncode, refused.stderr) == (1, f"{tmp_path} is up already\n")
+        assert (refused.returncode, refused.stderr) == (1, f"{tmp_path} is already running\n")
         shown = command("status", tmp_path).stdout
         assert re.findall(r"^  (\S+) +running", shown, re.MULTILINE) == list(COMPONENTS)
         assert f"export KUBECONFIG={again.kubeconfig}\n" in shown
