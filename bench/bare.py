@@ -1,4 +1,4 @@
-"""What Starlette costs without gpuwarden: one route that reads the body and answers a constant.
+"""The cost of Starlette without gpuwarden: one route that reads the body and answers a constant.
 
 `python -m bench.bare hypercorn PORT DIRECTORY` serves it on Hypercorn as it comes, `listener` on gpuwarden's own.
 """
@@ -38,7 +38,7 @@ async def on_hypercorn(port: int, directory: Path, stop: asyncio.Event) -> None:
     config.bind = [f"127.0.0.1:{port}"]
     config.certfile, config.keyfile = str(directory / "tls.crt"), str(directory / "tls.key")
     config.alpn_protocols = ["h2", "http/1.1"]
-    config.keep_alive_max_requests = sys.maxsize  # the default loses requests, and lost ones are quick
+    config.keep_alive_max_requests = sys.maxsize  # the default drops requests, and dropped ones are fast
     await serve(APP, config, shutdown_trigger=stop.wait)  # type: ignore[arg-type]  # Starlette's words for the same thing
 
 

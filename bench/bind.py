@@ -1,4 +1,4 @@
-"""How fast `gpuwarden bind` puts pods on nodes, beside kube-scheduler on the same control plane in the same run.
+"""How fast `gpuwarden bind` binds pods, compared with kube-scheduler on the same control plane in the same run.
 
 All pods are there before the scheduler is started; counted is from its first Binding to its last, as a watch of the
 pods shows them. Both have the same pods, nodes and simulated kubelets, one after the other, in turns. What ours reads
@@ -50,7 +50,7 @@ SHARE = 0.5
 
 @frozen
 class Plan:
-    """How much is measured."""
+    """The size of the measurement."""
 
     nodes: int = 1_000
     pods: int = 1_000

@@ -1,4 +1,4 @@
-"""What the policy `gpuwarden-blind` costs: plain pods created a second in an opted-in namespace, with and without it.
+"""The cost of the policy `gpuwarden-blind`: plain pods created per second in opted-in namespaces, with and without.
 
 The other policies and the webhooks that ship are in place both times. No server runs, and none is called: the pods ask
 for nothing. No scheduler takes them. The API server's CPU time for a creation is told beside the rate: writer, API
@@ -50,7 +50,7 @@ VARIABLE = b"NVIDIA_VISIBLE_DEVICES"
 
 @frozen
 class Plan:
-    """How much is measured."""
+    """The size of the measurement."""
 
     pods: int = 1_000
     rounds: int = 5
@@ -62,7 +62,7 @@ SHORT = Plan(pods=100, rounds=1)
 
 
 class Scene:
-    """A control plane with what ships, and an opted-in namespace."""
+    """A control plane with the shipped manifests, and an opted-in namespace."""
 
     def __init__(self, cluster: Cluster, plan: Plan) -> None:
         self.cluster = cluster
@@ -85,7 +85,7 @@ class Scene:
         subprocess.run([*self.cluster.kubectl, verb, *flags, "-f", "-"], input=content, check=True, capture_output=True)
 
     def round(self, name: str) -> Raw:
-        """So many creations, and what they took. The pods are gone after it."""
+        """The time of these creations. The pods are deleted afterwards."""
         if name == WITH:
             self._kubectl("apply", listed(self.blinding))
         else:
@@ -107,11 +107,11 @@ class Scene:
         return {key: round(value, 2) for key, value in found.items()}
 
     def _wait_until_it_acts(self, is_wanted: bool) -> None:
-        """A policy acts, and is gone, about a second after it is written."""
+        """Waits until a policy is active, or no longer active: about a second after the write."""
         connection, until = self._connected(), time.monotonic() + PATIENCE
         while (VARIABLE in self._made(connection, "?dryRun=All")) is not is_wanted:
             if time.monotonic() > until:
-                raise BenchError("the policy does not act" if is_wanted else "the policy still acts")
+                raise BenchError("the policy is not active" if is_wanted else "the policy is still active")
             time.sleep(0.1)
         connection.close()
 
@@ -138,7 +138,7 @@ class Scene:
 
 
 def pod(containers: int) -> Raw:
-    """Plain: it asks for no GPU, and no scheduler knows its name."""
+    """A plain pod without GPUs, for a scheduler that does not exist."""
     made = [
         {
             "name": f"main-{number}",
@@ -159,7 +159,7 @@ def run(plan: Plan) -> Raw:
     rounds: dict[str, list[Raw]] = {WITH: [], WITHOUT: []}
     with tempfile.TemporaryDirectory() as directory, Cluster(Path(directory)) as cluster:
         scene = Scene(cluster, plan)
-        scene.round(WITH)  # what is only slow at first
+        scene.round(WITH)  # warm-up
         for number in range(plan.rounds):
             for name in (WITHOUT, WITH) if number % 2 else (WITH, WITHOUT):
                 rounds[name].append(scene.round(name))
@@ -167,7 +167,7 @@ def run(plan: Plan) -> Raw:
 
 
 def ratio(rounds: dict[str, list[Raw]], key: str) -> float:
-    """With the policy to without it, of two rounds that followed one another."""
+    """The ratio of two consecutive rounds, with and without the policy."""
     return round(typical([one[key] / other[key] for one, other in zip(rounds[WITH], rounds[WITHOUT], strict=True)]), 2)
 
 

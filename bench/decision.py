@@ -1,4 +1,4 @@
-"""How long a decision takes, and how little the size of the fleet shows in it.
+"""How long a decision takes, and how little it depends on the size of the fleet.
 
 Fleets of all sizes live in one process and take turns, so that a noisy machine hits all alike. Times are CPU times of
 the one thread that decides: nothing here waits, and what other programs take of the machine is not our figure. The
@@ -39,16 +39,16 @@ Raw = dict[str, Any]
 T = TypeVar("T")
 
 SIZES = (100, 1_000, 10_000, 100_000)
-# Filled to the first share and emptied to the second, at random: a fleet in use has gaps of every size.
+# The fleet is filled to the first share and emptied to the second, at random, so that it has gaps of every size.
 FILLED, KEPT = 0.6, 0.4
-# Pods of one fleet in a row: long enough for caches to be warm, short against what disturbs a machine.
+# Consecutive pods of one fleet: enough for warm caches, few enough that disturbances affect all fleets equally.
 TURN = 50
 CLAIMS = ClaimRules()
 
 
 @frozen
 class Plan:
-    """How much is measured."""
+    """The size of the measurement."""
 
     sizes: Sequence[int] = SIZES
     rounds: int = 7
@@ -83,14 +83,14 @@ class Site:
 
     @classmethod
     async def build(cls, gpus: int, directory: Path) -> "Site":
-        """As the server puts it together, with reservations that outlast the measuring."""
+        """The parts as the server builds them, with reservations that outlast the measurement."""
         path = write_inventory(directory, gpus)
         parts = embedded(settings.load({"inventory": str(path), "pending_deadline": "24h"}, environ={}), utc_now)
         await parts.fleet_source.load()
         health = Health()
         health.stage = Stage.SERVING
         admission = Admission(Reviewer.of(parts), utc_now, health)
-        rng = random.Random(gpus)  # noqa: S311 - the same pods each time, no secret
+        rng = random.Random(gpus)  # noqa: S311 - the same pods each time, not a secret
         return cls(gpus, parts.reserver, admission, Asker(list(parts.fleet.indexed_nodes), rng), rng)
 
     @property
@@ -98,7 +98,7 @@ class Site:
         return self.reserver.fleet
 
     async def fill(self) -> None:
-        """Reserve and release until the fleet looks used."""
+        """Reserves and releases until the fleet looks used."""
         while len(self.fleet.held_devices) < FILLED * self.gpus:
             if not await self.reviewed(self.body(self.asker.plain())):
                 break
@@ -116,12 +116,12 @@ class Site:
         return msgspec.json.encode(create_review(raw, self.last_id))
 
     async def reviewed(self, body: bytes) -> bool:
-        """A review's way from its body to its answer, without the wire; whether a reservation was made."""
+        """Processes a review from its body to its answer, without the network. Returns whether it reserved."""
         await self.admission.mutate(request(body))
         return await self.note_last()
 
     async def note_last(self) -> bool:
-        """Whether the last review made a reservation; it is kept in mind, to be released."""
+        """Whether the last review made a reservation; records it for release."""
         made = await self.reserver.ledger.find(self.last_id) if self.last_id else None
         if made is not None:
             self.held.append((made.id, PodIdentity(made.namespace, made.pod_name or "", "")))
@@ -169,7 +169,7 @@ def best_of(times: int, step: Callable[[], object]) -> float:
 
 
 async def first_uses(site: Site) -> dict[str, float]:
-    """What the first pod of each way costs: a label that nobody asked about before joins the index."""
+    """The cost of the first pod of each kind: a new label is added to the index."""
     return {way.__name__: await site.first_use(way) for way in (*WAYS, *RARE)}
 
 
@@ -251,7 +251,7 @@ def by_kind(rounds: Sequence[Sequence[Timed]], kind: str) -> float:
 
 
 def run(plan: Plan) -> Raw:
-    configure_logging("error")  # the log's share is part of the throughput
+    configure_logging("error")  # logging is measured by the throughput benchmark
     return asyncio.run(measured(plan))
 
 

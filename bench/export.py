@@ -1,4 +1,4 @@
-"""How long it takes to store what a fleet of 10,000 nodes with 8 GPUs each says, and what memory that needs.
+"""How long it takes to store the readings of 10,000 nodes with 8 GPUs each, and how much memory that needs.
 
 `python -m bench.export`: a real Postgres on this machine, thrown away after. First the delivery alone with its outbox
 on disk, in this process: one round is one reading of every node; between rounds memory has to stay where it was. Then
@@ -42,12 +42,12 @@ KIB_IN_MIB = 1024
 
 @frozen
 class Plan:
-    """How much is stored."""
+    """The size of the measurement."""
 
     nodes: int = 10_000
     gpus: int = 8
     rounds: int = 3
-    # As many nodes are read at once by default.
+    # The default number of nodes read at once.
     workers: int = 16
 
 
@@ -68,7 +68,7 @@ async def whole(plan: Plan, server: Postgres, home: Path) -> Raw:
         "outbox": home / "whole",
         "cluster-name": "prod",
         "exporter-type": "postgres",
-        "qps": 100_000,  # it is not the API server that is measured
+        "qps": 100_000,  # the API server is not measured
         "burst": 100_000,
         "host": "127.0.0.1",
         "server-port": 0,
@@ -140,7 +140,7 @@ async def measured(plan: Plan, server: Postgres, outbox: Path) -> Raw:
 
 
 async def one_round(plan: Plan, number: int, delivery: Delivery, server: Postgres) -> Raw:
-    """Every node is read once and all of it is stored."""
+    """Reads every node once and stores all readings."""
     moment = utc_now()
     transactions = committed(server)
     begun, busy = time.perf_counter(), time.process_time()
@@ -190,7 +190,7 @@ def batch_of(node: int, gpus: int, moment: datetime) -> Batch:
 
 
 def committed(server: Postgres) -> int:
-    """Transactions so far, the two that ask for it included."""
+    """The number of transactions so far, including the two of this query."""
     server.run_sql("SELECT pg_stat_force_next_flush()")
     return int(server.run_sql("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"))
 
@@ -202,7 +202,7 @@ def memory_mib() -> float:
 
 @contextmanager
 def database() -> Iterator[Postgres]:
-    """Not in a directory of this user alone: Postgres is another one."""
+    """A directory that Postgres' user can access."""
     directory = Path(tempfile.mkdtemp(prefix="gpuwarden-postgres."))
     try:
         server = Postgres(directory, "bench")
@@ -226,7 +226,7 @@ def targets(found: Raw, slack: float = 1.0) -> list[Target]:
         Target(
             "RSS from the first round to the last", rounds[-1]["rss_mib"] - rounds[0]["rss_mib"], 20 * slack, " MiB"
         ),
-        # A thousand rows are 125 nodes: what waits is stored together.
+        # A thousand rows are 125 nodes: waiting batches are stored merged.
         Target("transactions for a thousand rows", most_transactions(found), 10 * slack),
     ]
 

@@ -1,4 +1,4 @@
-"""How long a scheduler waits for `POST /filter` over 5,000 nodes: from the body to the answer, without the wire.
+"""How long `POST /filter` takes for 5,000 nodes: from the body to the answer, without the network.
 
 A tenth of the nodes has shown each of ten hashes, a third of their GPUs is held. Pods ask for a hash alone, for a hash
 and GPUs, and with a node selector as well; some ask for nothing of ours. The last line is the same with whole Node
@@ -37,7 +37,7 @@ LIMIT_MS = 10.0
 
 @frozen
 class Plan:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 7
     pods: int = 200
@@ -112,7 +112,7 @@ async def timed(routes: ExtenderRoutes, body: bytes) -> float:
 
 
 async def measured(plan: Plan) -> Raw:
-    rng = random.Random(7)  # noqa: S311 - the same fleet each time, no secret
+    rng = random.Random(7)  # noqa: S311 - the same fleet each time, not a secret
     parts, health = filled(rng), Health()
     health.stage = Stage.SERVING
     routes = ExtenderRoutes(Extender(parts, None), parts.metrics, health)

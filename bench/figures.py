@@ -1,4 +1,4 @@
-"""Figures and what is held against them."""
+"""Figures and their limits."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ from attrs import frozen
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that so large a share of all does not exceed."""
+    """The smallest value that this share of all values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def typical(rounds: Sequence[float]) -> float:
-    """The middle round: a neighbour on the machine spoils single rounds, not most of them."""
+    """The median round: other load disturbs single rounds, not most of them."""
     return median(rounds)
 
 

@@ -12,7 +12,7 @@ from bench.servers import BenchError
 
 SOURCE = Path(__file__).resolve().parent / "floor"
 CACHE = Path.home() / ".cache" / "gpuwarden" / "bench"
-BUILD_LIMIT = 900.0  # client libraries of Kubernetes compile for minutes on two cores
+BUILD_LIMIT = 900.0  # Kubernetes' client libraries take minutes to compile on two cores
 
 
 def find() -> str | None:
@@ -29,13 +29,13 @@ def is_built() -> bool:
 
 
 def build(go: str) -> Path:
-    """The program, built anew where its source has changed."""
+    """The program, rebuilt if its source has changed."""
     binary = binary_path()
     if not binary.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         made = output([go, "build", "-buildvcs=false", "-o", binary, "."], SOURCE, BUILD_LIMIT)
         if not binary.exists():
-            raise BenchError(f"go build made nothing: {made}")
+            raise BenchError(f"go build produced no binary: {made}")
     return binary
 
 
@@ -44,13 +44,13 @@ def version(go: str) -> str:
 
 
 def floor_version() -> str:
-    """Which controller-runtime it is."""
+    """The version of controller-runtime."""
     words = (SOURCE / "go.mod").read_text().split()
     return words[words.index("sigs.k8s.io/controller-runtime") + 1]
 
 
 def load(binary: Path, directory: Path, *options: str | Path, limit: float = 120) -> dict[str, Any]:
-    """One round of the client; what it reports."""
+    """The report of one round of the client."""
     report: dict[str, Any] = json.loads(output([binary, "load", *options], directory, limit))
     return report
 

@@ -1,5 +1,5 @@
-"""What `gpuwarden serve` takes while nobody asks it anything: the example's inventory, probes as a kubelet sends them,
-and a scrape of the metrics now and then."""
+"""The CPU time of an idle `gpuwarden serve`: with the example's inventory, a kubelet's probes and scrapes of the
+metrics."""
 
 import tempfile
 import time
@@ -14,15 +14,15 @@ from bench.servers import ROOT, Running, gpuwarden
 
 Raw = dict[str, Any]
 
-# As the chart has them.
+# As in the chart.
 READY_EVERY, ALIVE_EVERY, SCRAPED_EVERY = 5.0, 10.0, 30.0
-# Imports and first readings are over by then.
+# Time for imports and first reads.
 SETTLED_AFTER = 3.0
 
 
 @frozen
 class Plan:
-    """How long is looked."""
+    """How long to measure."""
 
     seconds: float = 60.0
 
@@ -46,7 +46,7 @@ def run(plan: Plan) -> Raw:
 
 
 def probed(server: Running, seconds: float) -> tuple[float, float]:
-    """CPU seconds that it used, and how long that was."""
+    """The CPU seconds used, and the elapsed seconds."""
     begun, before = time.monotonic(), server.cpu_seconds()
     paths = {"/readyz": READY_EVERY, "/healthz": ALIVE_EVERY, "/metrics": SCRAPED_EVERY}
     due = dict.fromkeys(paths, begun)

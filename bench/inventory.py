@@ -1,4 +1,4 @@
-"""A fleet as large as wanted, as the inventory file's document: mixed as real fleets are, and the same each time."""
+"""Generates an inventory document of any size: mixed like real fleets, and equal each time."""
 
 import random
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ GPUS_PER_NODE = 8
 HASHES = tuple(f"sha256:{number:064x}" for number in range(0xA0, 0xA6))
 ZONES = ("eu-1a", "eu-1b", "eu-1c")
 TEAM_TAINT = {"key": "dedicated", "value": "research", "effect": "NoSchedule"}
-# Long ago, so that no clock makes it fresh again.
+# Long ago, so that it is stale by any clock.
 STALE_SINCE = "2020-01-01T00:00:00Z"
 NODES_PER_RACK = 16
 
 
 class Model(NamedTuple):
-    """One model of GPU and how much of the fleet it is."""
+    """One GPU model and its share of the fleet."""
 
     name: str
     memory: str
@@ -27,8 +27,8 @@ MODELS = (Model("h100", "80g", 4), Model("a100", "80g", 3), Model("a100", "40g",
 
 
 def document(gpus: int) -> Raw:
-    """The inventory of a fleet with so many GPUs."""
-    rng = random.Random(gpus)  # noqa: S311 - the same fleet each time, no secret
+    """The inventory of a fleet with this number of GPUs."""
+    rng = random.Random(gpus)  # noqa: S311 - the same fleet each time, not a secret
     return {"nodes": list(nodes(gpus, rng))}
 
 
@@ -72,7 +72,7 @@ def device(number: int, index: int, model: Model) -> Raw:
 
 
 def combined_evidence(number: int, rng: random.Random) -> Raw | None:
-    """Nine nodes in ten have proven what they are; of the rest half did so too long ago."""
+    """Nine in ten nodes have fresh evidence; half of the others have expired evidence."""
     if number == 0 or rng.random() < 0.9:
         return {"hash": rng.choice(HASHES)}
     if rng.random() < 0.5:

@@ -1,4 +1,4 @@
-"""On what the figures were measured."""
+"""The machine on which the figures were measured."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ PARTS = ("hypercorn", "starlette", "uvloop", "h11", "h2", "msgspec", "jsonpatch"
 
 
 def description() -> dict[str, str]:
-    """The machine, the system and the versions that decide."""
+    """The machine, the system and relevant versions."""
     path = go.find()
     return {
         "cores": str(len(os.sched_getaffinity(0))),
@@ -36,7 +36,7 @@ def row(path: Path, name: str) -> str:
 
 
 def commit() -> str:
-    """What was measured; the word `changed` if the tree differs from it."""
+    """The measured commit, with `changed` if the tree differs from it."""
     words = ["git", "describe", "--always", "--dirty=, changed"]
     done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

@@ -19,7 +19,7 @@ GPUS = 100_000
 
 @frozen
 class Plan:
-    """How much is measured."""
+    """The size of the measurement."""
 
     starts: int = 5
     reviews: int = 2_000
@@ -31,7 +31,7 @@ SHORT = Plan(starts=2, reviews=300)
 def run(plan: Plan) -> Raw:
     with tempfile.TemporaryDirectory() as work:
         directory = Path(work)
-        small = [ready_after(directory) for _ in range(plan.starts + 1)][1:]  # the first one makes certificates
+        small = [ready_after(directory) for _ in range(plan.starts + 1)][1:]  # the first start creates certificates
         inventory = write_inventory(directory, GPUS)
         with gpuwarden(directory, "--inventory", inventory) as server:
             at_ready = footprint(server)
@@ -61,9 +61,9 @@ def footprint(server: Running) -> dict[str, float]:
 
 
 def review(server: Running, count: int) -> int:
-    """Put so many pods of all kinds to the server; how many it admitted."""
+    """Sends this number of pods of all kinds. Returns how many were admitted."""
     names = [f"gpu-node-{number:05d}" for number in range(GPUS // 8)]
-    pods = stream(Asker(names, random.Random(1)), count)  # noqa: S311 - the same pods each time, no secret
+    pods = stream(Asker(names, random.Random(1)), count)  # noqa: S311 - the same pods each time, not a secret
     admitted = 0
     with httpx.Client(base_url=server.url, verify=str(server.ca), timeout=30) as client:
         for number, (_, raw) in enumerate(pods):

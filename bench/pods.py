@@ -1,4 +1,4 @@
-"""Pods as the API server sends them for review: what real manifests hold, and every way of asking."""
+"""Pods as the API server sends them for review: realistic manifests with every kind of claim."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,13 @@ Raw = dict[str, Any]
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 RESOURCE = "nvidia.com/gpu"
 HASH = "gpuwarden.io/required-hash"
-# How many of a hundred pods ask for how many GPUs.
+# Percentage of pods by number of GPUs.
 SIZES = {1: 60, 2: 20, 4: 12, 8: 8}
 TEAM = {"key": TEAM_TAINT["key"], "operator": "Equal", "value": TEAM_TAINT["value"], "effect": TEAM_TAINT["effect"]}
 
 
 def pod(name: str, gpus: int, *, hashes: Sequence[str] = (), labels: dict[str, str] | None = None, **spec: Any) -> Raw:
-    """A training pod behind the defaults of the API server, with the token volume that nearly every pod has."""
+    """A training pod with the API server's defaults and the usual token volume."""
     annotations = {"team.example/cost-centre": "4711", "prometheus.io/scrape": "true"}
     if hashes:
         annotations[HASH] = ",".join(hashes)
@@ -113,7 +113,7 @@ def create_review(raw: Raw, uid: str) -> Raw:
     }
 
 
-# What pods ask for.
+# Claims.
 
 
 def affinity(*expressions: Raw) -> Raw:
@@ -125,7 +125,7 @@ def expression(key: str, operator: str, *values: str) -> Raw:
 
 
 class Asker:
-    """Makes pods of each way of asking, for a fleet with these nodes."""
+    """Creates pods with each kind of claim, for a fleet with these nodes."""
 
     def __init__(self, node_names: Sequence[str], rng: random.Random, sizes: Mapping[int, int] = SIZES) -> None:
         self.nodes = node_names
@@ -210,7 +210,7 @@ class Asker:
 
 Way = Callable[[Asker], Raw]
 
-# How many of a hundred pods ask in which way.
+# Percentage of pods by kind of claim.
 WAYS: dict[Way, int] = {
     Asker.plain: 14,
     Asker.hashed: 22,
@@ -229,11 +229,11 @@ WAYS: dict[Way, int] = {
     Asker.too_many_not_on_host: 1,
     Asker.without_claim: 7,
 }
-# Rare, and nodes are asked one by one. Measured apart.
+# Rare, and checked node by node. Measured separately.
 RARE: tuple[Way, ...] = (Asker.too_many_on_any_host,)
 
 
 def stream(asker: Asker, count: int) -> list[tuple[str, Raw]]:
-    """So many pods, each with the name of its way of asking."""
+    """This number of pods, each with the name of its kind of claim."""
     ways = asker.rng.choices(list(WAYS), list(WAYS.values()), k=count)
     return [(way.__name__, asker.make(way)) for way in ways]

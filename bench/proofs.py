@@ -1,4 +1,4 @@
-"""How long it takes to challenge a node, to verify its answer, and to turn down an answer to no challenge of ours.
+"""How long it takes to challenge a node, to verify its answer, and to refuse an answer without a challenge.
 
 Verified is all of it: form, challenge, times, signature. What a store then takes to write it down is not in here. Times
 are CPU times of the one thread.
@@ -33,7 +33,7 @@ SKEW = timedelta(seconds=5)
 
 @frozen
 class Plan:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 7
     tokens: int = 500

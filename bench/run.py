@@ -1,4 +1,4 @@
-"""`make bench` measures everything and writes `bench/results/`; `make bench-check` is the short form with limits.
+"""`make bench` runs all benchmarks and writes `bench/results/`. `make bench-check` is the short form with limits.
 
 Limits of the short form are wider than the targets: it is there to notice a change for the worse on any machine.
 """
@@ -20,20 +20,20 @@ from webhook.runtime.clock import utc_now
 Raw = dict[str, Any]
 
 RESULTS = Path(__file__).resolve().parent / "results"
-# How much worse than its target a figure of the short form may be.
+# How much a figure of the short form may miss its target.
 SLACK = 2.0
 
 
 @frozen
 class Part:
-    """One benchmark: how it is run, what it has to reach, how it is shown."""
+    """One benchmark: how to run it, its targets, and how to render it."""
 
     name: str
     title: str
     run: Callable[[bool], Raw]
     targets: Callable[[Raw, float], list[Target]]
     lines: Callable[[Raw], list[str]]
-    # Whether it is of the short form too: not what takes Go and minutes however short.
+    # Whether it is part of the short form. Benchmarks that need Go and minutes are not.
     is_checked: bool = True
 
 
@@ -113,9 +113,9 @@ def main() -> int:
         choices=[part.name for part in PARTS],
         action="append",
         default=[],
-        help="one part, may be given several times; nothing is written but with --page",
+        help="run only this part (repeatable); results are written only with --page",
     )
-    parser.add_argument("--page", help="write results/PAGE.md in place of the README, which is of all parts")
+    parser.add_argument("--page", help="write results/PAGE.md instead of the README, which has all parts")
     asked = parser.parse_args()
     parts = [one for one in PARTS if (one.name in asked.only if asked.only else one.is_checked or not asked.check)]
     described = machine.description()
@@ -141,7 +141,7 @@ def measured(part: Part, *, is_short: bool, slack: float) -> Raw:
 
 
 def write(described: Raw, found: Raw, page: str | None) -> None:
-    """The figures for machines and for people."""
+    """Writes the figures as JSON and Markdown."""
     RESULTS.mkdir(exist_ok=True)
     day = utc_now().date().isoformat()
     chosen = "".join(f" --only {name}" for name in found)

@@ -1,4 +1,4 @@
-"""Starts the servers that are measured, looks at their memory and CPU time, and stops what it has started."""
+"""Starts and stops the measured servers, and reads their memory and CPU time."""
 
 import json
 import socket
@@ -17,26 +17,26 @@ from bench import inventory
 MIB = 1024  # in the kB of /proc
 START_LIMIT = 60.0
 STOP_LIMIT = 40.0
-TICKS_PER_SECOND = 100  # of /proc/<pid>/stat: Linux has never told user space another number
+TICKS_PER_SECOND = 100  # of /proc/<pid>/stat: the same on all Linux systems
 GPUWARDEN = Path(sys.executable).parent / "gpuwarden"
 ROOT = Path(__file__).resolve().parent.parent
-CERTIFICATES = Path("certs/dev")  # where `gpuwarden serve` looks for and makes its own
+CERTIFICATES = Path("certs/dev")  # where `gpuwarden serve` creates its own
 
 
 class BenchError(Exception):
-    """Something could not be measured; the sentence says why."""
+    """A measurement failed. The text says why."""
 
 
 @frozen
 class Running:
-    """A server that answers."""
+    """A running server."""
 
     pid: int
     url: str
     ca: Path
     seconds_to_ready: float
     path: str = "/mutate"
-    # UI, health and metrics, where there are such.
+    # UI, health and metrics, if the server has them.
     plain_url: str = ""
 
     def memory_mib(self, row: str) -> float:
@@ -44,10 +44,10 @@ class Running:
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(f"{row}:"):
                 return int(line.split()[1]) / MIB
-        raise BenchError(f"the kernel does not tell {row}")
+        raise BenchError(f"/proc has no {row}")
 
     def cpu_seconds(self) -> float:
-        """User and system time so far, of all its threads."""
+        """User and system time of all threads so far."""
         after_name = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(after_name[11]) + int(after_name[12])) / TICKS_PER_SECOND
 
@@ -59,7 +59,7 @@ def write_inventory(directory: Path, gpus: int) -> Path:
 
 
 def write_certificates(directory: Path) -> Path:
-    """The pair that all servers show; the directory that holds it."""
+    """The directory with the certificate and key of all servers."""
     made = directory / CERTIFICATES
     subprocess.run([GPUWARDEN, "certs", "dev", "--dir", made], check=True, stdout=subprocess.DEVNULL)
     return made
@@ -67,7 +67,7 @@ def write_certificates(directory: Path) -> Path:
 
 @contextmanager
 def started(command: Sequence[str | Path], directory: Path, *, name: str) -> Iterator["subprocess.Popen[str]"]:
-    """The process, with its log in a file; terminated in the end."""
+    """Runs the process with its log in a file, and terminates it at the end."""
     with (directory / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
             list(map(str, command)), cwd=directory, stdout=subprocess.PIPE, stderr=log, text=True
@@ -87,7 +87,7 @@ def started(command: Sequence[str | Path], directory: Path, *, name: str) -> Ite
 
 @contextmanager
 def gpuwarden(directory: Path, *options: str | Path) -> Iterator[Running]:
-    """`gpuwarden serve` on free ports, once it says that it is ready."""
+    """`gpuwarden serve` on free ports; entered once it is ready."""
     begun = time.perf_counter()
     command = [GPUWARDEN, "serve", "--port", "0", "--ui-port", "0", *options]
     with started([*command, "--extender-port", "0"], directory, name="gpuwarden") as process:
@@ -102,7 +102,7 @@ def gpuwarden(directory: Path, *options: str | Path) -> Iterator[Running]:
 
 @contextmanager
 def other(name: str, command: Sequence[str | Path], directory: Path, port: int) -> Iterator[Running]:
-    """Another server on a port that we choose, once it takes connections."""
+    """Another server on a chosen port; entered once it accepts connections."""
     begun = time.perf_counter()
     ca = directory / CERTIFICATES / "ca.crt"
     with started(command, directory, name=name) as process:

@@ -1,4 +1,4 @@
-"""How long it takes to read what nvidia-smi says of a host: 8 GPUs, some 900 lines each, in CPU time of one thread."""
+"""The CPU time to parse nvidia-smi's output for a host: 8 GPUs with about 900 lines each."""
 
 import time
 from typing import Any
@@ -15,7 +15,7 @@ LIMIT_MS = 5.0
 
 @frozen
 class Plan:
-    """How often."""
+    """The number of repetitions."""
 
     rounds: int = 9
     reads: int = 50

@@ -1,4 +1,4 @@
-"""What it costs to poll all agents of a SPIRE Server and to find out what is new.
+"""The cost of polling all agents of a SPIRE Server and finding changes.
 
 The server is the tests' double in a thread of its own, over real mTLS; times are CPU times of the thread that polls,
 which does the TLS, the gRPC, the reading and the comparing. `first` reads every agent, `same` finds nothing new,
@@ -53,7 +53,7 @@ SHORT = Plan(rounds=2)
 
 @define
 class Turned:
-    """A clock that stands still until it is turned: no agent grows old while others are polled."""
+    """A clock that stands still until it is moved: no agent expires while others are polled."""
 
     now: datetime
 
@@ -63,7 +63,7 @@ class Turned:
 
 @contextmanager
 def served(agents: list[Any], authority: Authority, socket: str) -> Iterator[SpireDouble]:
-    """SPIRE and a Workload API in a thread of their own."""
+    """SPIRE and a Workload API in a separate thread."""
     spire = SpireDouble(agents)
     api = WorkloadApiDouble(socket, [authority.issue(VERIFIER)], [authority.root])
     ready, loop = threading.Event(), asyncio.new_event_loop()
@@ -95,7 +95,7 @@ def served(agents: list[Any], authority: Authority, socket: str) -> Iterator[Spi
 
 
 def fleet(size: int, clock: Turned, serial: int) -> list[Any]:
-    """As many agents, attested at this moment, with selectors such as x509pop's."""
+    """This number of agents, attested now, with selectors like those of x509pop."""
     return [
         agent(
             expires_at=clock.now + HOUR,
@@ -114,7 +114,7 @@ def fleet(size: int, clock: Turned, serial: int) -> list[Any]:
 
 
 async def one_round(plan: Plan, directory: Path) -> dict[str, float]:
-    """Seconds of CPU, by kind of poll."""
+    """CPU seconds by kind of poll."""
     clock, authority, socket = Turned(utc_now().replace(microsecond=0)), Authority(), str(directory / "agent.sock")
     with served(fleet(plan.agents, clock, 0), authority, socket) as spire:
         identity = OwnIdentity(socket, TRUST_DOMAIN, clock)

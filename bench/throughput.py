@@ -1,4 +1,4 @@
-"""Reviews a second over TLS: gpuwarden, a Go webhook that only adds an annotation, and Starlette with a constant.
+"""Reviews per second over TLS: gpuwarden, a Go webhook that only adds an annotation, and Starlette with a constant.
 
 `go` decodes the pod, adds the annotation and sends the difference, as controller-runtime's own examples do;
 `go_minimal` answers the same patch without looking at the pod. The target is held against both.
@@ -28,7 +28,7 @@ Raw = dict[str, Any]
 
 GPUS = 100_000
 UID = "@UID@"
-# Enough for every model and hash to be asked for: few pods asked over and over would run out of what they want.
+# Enough pods that every model and hash occurs: with few different pods, their GPUs would run out.
 PODS_OF_A_WAY = 80
 NO_GO = "Skipped: there is no Go here to build the floor and the client with."
 NOT_BUILT = "Skipped: the floor is not built yet, which takes minutes; `make bench` builds it."
@@ -38,11 +38,11 @@ FLOORS = ("go", "go_minimal")
 
 @frozen
 class Plan:
-    """How much is measured."""
+    """The size of the measurement."""
 
     rounds: int = 5
     reviews: int = 3_000
-    # The API server keeps at most 25 idle connections to a webhook; on HTTP/2 as many streams.
+    # The API server keeps at most 25 idle connections to a webhook; the same number of streams with HTTP/2.
     workers: int = 20
     may_build: bool = True
 
@@ -52,7 +52,7 @@ SHORT = Plan(rounds=3, reviews=1_000, may_build=False)
 
 @frozen
 class Client:
-    """The client, and what it sends."""
+    """The client and its requests."""
 
     binary: Path
     directory: Path
@@ -60,7 +60,7 @@ class Client:
     plan: Plan
 
     def ask(self, server: Running, uid_prefix: str, options: Sequence[str]) -> Raw:
-        """One round: what the client reports, and the CPU time of both sides."""
+        """One round: the client's report and the CPU time of both sides."""
         own, theirs = children_cpu(), server.cpu_seconds()
         amounts = ("-count", str(self.plan.reviews), "-workers", str(self.plan.workers), "-prefix", uid_prefix)
         where = ("-url", f"{server.url}{server.path}?timeout=10s", "-ca", server.ca, "-templates", self.templates)
@@ -120,7 +120,7 @@ def start(servers: ExitStack, binary: Path, directory: Path) -> dict[str, Runnin
 
 
 def write_templates(directory: Path) -> Path:
-    """Pods with claims of several kinds, small enough that all can be served; the client puts the uid in."""
+    """Pods with several kinds of small claims, so that all can be served. The client inserts the uid."""
     names = [f"gpu-node-{number:05d}" for number in range(GPUS // 8)]
     path = directory / "reviews.json"
     path.write_text(json.dumps([create_review(raw, UID) for raw in served_pods(names)]))
@@ -135,7 +135,7 @@ def served_pods(names: Sequence[str]) -> Iterator[Raw]:
 
 
 def one_round(number: int, client: Client, running: dict[str, Running]) -> dict[str, dict[str, Raw]]:
-    """Every server once on every protocol; the first round only warms up."""
+    """Measures every server with every protocol; the first round is a warm-up."""
     return {
         proto: {
             name: client.ask(server, f"{number:08x}-{position:04x}-4000-8000-", options)

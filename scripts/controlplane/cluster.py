@@ -183,7 +183,7 @@ class Cluster:
             self._wait(KWOK, lambda: all(is_ready(api, name) for name in names))
 
     def add_real_node(self, name: str, gpus: Sequence[str]) -> RealNode:
-        """Starts a kubelet with containerd, NVIDIA's container runtime and GPUs with these UUIDs, and waits until the node
+        """Starts a kubelet with containerd, NVIDIA's container runtime and GPUs with these UUIDs. Waits until the node
         is ready. Requires a cluster with `real_nodes`. The node ends with the cluster."""
         node = self._real_nodes[name] = RealNode(self.directory / "nodes" / name)
         kubeconfig = self.as_user(f"system:node:{name}", ["system:nodes"])

@@ -119,5 +119,6 @@ def test_without_go_one_sentence_says_what_to_install(tmp_path: Path) -> None:
     done = go.build()
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == (
-        "the control plane is built with Go, which is not installed: install Go 1.26 or newer and have `go` on the PATH\n"
+        "the control plane is built with Go, which is not installed: "
+        "install Go 1.26 or newer and have `go` on the PATH\n"
     )

@@ -342,7 +342,7 @@ class TestATableOfS2:
     async def test_a_migration_may_take_longer_than_any_try(
         self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("webhook.export.delivery.LIMIT", timedelta(seconds=2))
+        monkeypatch.setattr("webhook.export.delivery.EXPORT_TIMEOUT", timedelta(seconds=2))
         exporter = PostgresExporter(target_of(postgres, name))
         delivery = Delivery([exporter], opener(None), utc_now, backoff=QUICK)
         running = asyncio.create_task(delivery.run())
@@ -359,7 +359,7 @@ class TestATableOfS2:
         self, postgres: Postgres, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Somebody works with a table for long: whoever else would write to it waits no longer than we do."""
-        monkeypatch.setattr("webhook.export.postgres.LOCK_PATIENCE", timedelta(milliseconds=200))
+        monkeypatch.setattr("webhook.export.postgres.LOCK_TIMEOUT", timedelta(milliseconds=200))
         async with exporting(target_of(postgres, name)) as exporter:
             with (
                 holding(postgres, f"LOCK TABLE {name} IN ACCESS SHARE MODE"),

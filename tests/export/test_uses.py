@@ -384,13 +384,13 @@ class TestNextLeader:
     async def test_store_that_hangs_during_the_query_delays_nothing(
         self, heir: House, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(uses, "RECALL_LONGEST", timedelta(milliseconds=10))
+        monkeypatch.setattr(uses, "LOAD_TIMEOUT", timedelta(milliseconds=10))
         heir.may_answer.clear()
         restarted(heir, {"GPU-1/0": entry("r-3", "u-3")})
         with pytest.raises(ExportError, match="could not be read in time"):
             await heir.uses.step()
         assert heir.rows["r-3", "GPU-1"].until is None
-        monkeypatch.setattr(uses, "RECALL_LONGEST", timedelta(minutes=1))
+        monkeypatch.setattr(uses, "LOAD_TIMEOUT", timedelta(minutes=1))
         heir.may_answer.set()
         await heir.uses.step()
         assert {key for key, one in heir.rows.items() if one.until is None} == {("r-3", "GPU-1")}

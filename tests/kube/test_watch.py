@@ -81,7 +81,7 @@ class Listening:
     """Records the names it receives."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.lists: list[list[str]] = []
         self.has_changed = asyncio.Event()
 
@@ -89,7 +89,7 @@ class Listening:
         self.lists.append([raw["metadata"]["name"] for raw in objects.values()])
 
     def changed(self, raw: Raw) -> None:
-        self.heard.append(raw["metadata"]["name"])
+        self.received.append(raw["metadata"]["name"])
         self.has_changed.set()
 
     def deleted(self, raw: Raw) -> None:
@@ -119,7 +119,7 @@ async def test_silent_watch_is_stale_and_resumes_at_its_version(api_server: ApiS
         with suppress(asyncio.CancelledError):
             await running
     assert states == [(True, True), (False, False), (True, True)]
-    assert listening.heard[:2] == ["map-1", "map-2"]
+    assert listening.received[:2] == ["map-1", "map-2"]
     assert api_server.begun_at[:2] == ["5", "6"]
     assert watch.lists == 1
 
