@@ -242,11 +242,11 @@ def test_missing_api_of_the_cluster_is_named(values: Raw, missing: str) -> None:
 def test_strip_policy_requires_kubernetes_1_36() -> None:
     found = rendered({}, kubernetes="1.33.0")
     assert not [one for one in found if one["kind"].startswith("MutatingAdmissionPolicy")]
-    assert "set policies.strip=auto" in refusal({"policies.strip": "true"}, kubernetes="1.33.0")
+    assert "Set policies.strip=auto" in refusal({"policies.strip": "true"}, kubernetes="1.33.0")
 
 
 def test_blind_policy_requires_kubernetes_1_36_and_the_webhook_does_not() -> None:
-    assert "set policies.blind=webhook" in refusal({"policies.blind": "policy"}, kubernetes="1.33.0")
+    assert "Set policies.blind=webhook" in refusal({"policies.blind": "policy"}, kubernetes="1.33.0")
     (mutating,) = [
         one
         for one in rendered({"policies.blind": "webhook"}, kubernetes="1.33.0")
@@ -260,7 +260,7 @@ def test_blind_policy_requires_kubernetes_1_36_and_the_webhook_does_not() -> Non
 
 @pytest.mark.parametrize("path", ["/var", "/var/lib/kubelet/pods", "/opt", "/var/openebs/local"])
 def test_dangerous_host_path_is_refused(path: str) -> None:
-    assert f"policies.hostPaths names {path}, and " in refusal({"policies.hostPaths": ["/data", path]})
+    assert f"policies.hostPaths contains {path}, and " in refusal({"policies.hostPaths": ["/data", path]})
 
 
 @pytest.mark.parametrize("path", ["/", "data", "/data/", "//data", "/data/../dev", "/./data", "/a'b", ""])
