@@ -1,7 +1,7 @@
 """The cost of the policy `gpuwarden-blind`: plain pods created per second in opted-in namespaces, with and without.
 
 The other policies and the webhooks that ship are in place both times. No server runs, and none is called: the pods ask
-for nothing. No scheduler takes them. The API server's CPU time for a creation is told beside the rate: writer, API
+for nothing. No scheduler takes them. The API server's CPU time for a creation is shown beside the rate: writer, API
 server and etcd share the cores, so the rate depends on the machine more than the CPU time does. Compare the ratios.
 Needs the control plane, which `make e2e` builds: `python -m bench.blind`.
 """

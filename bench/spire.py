@@ -2,7 +2,7 @@
 
 The server is the tests' double in a thread of its own, over real mTLS; times are CPU times of the thread that polls,
 which does the TLS, the gRPC, the reading and the comparing. `first` reads every agent, `same` finds nothing new,
-`all new` finds that each of them was attested anew.
+`all new` finds that each of them was attested again.
 """
 
 import asyncio

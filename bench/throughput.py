@@ -3,7 +3,7 @@
 `go` decodes the pod, adds the annotation and sends the difference, as controller-runtime's own examples do;
 `go_minimal` answers the same patch without looking at the pod. The target is held against both.
 All of them run all the time and are asked in turns by the same client, on this machine and nowhere else. The client
-and the server share the machine, so the CPU time of a review is told beside the rate: noise moves it less.
+and the server share the machine, so the CPU time of a review is shown beside the rate: noise moves it less.
 """
 
 import itertools

@@ -9,7 +9,7 @@ SERVICE_NAME=${SERVICE_NAME:-gpu-scheduler-webhook}
 CERT_DIR=${CERT_DIR:-./certs}
 DAYS=365
 host="$SERVICE_NAME.$NAMESPACE.svc"
-# The subject, which nobody verifies, has room for 64 characters: the fullest name that fits.
+# The subject, which clients do not verify, has room for 64 characters: the longest name that fits.
 common=gpuwarden
 for name in "$SERVICE_NAME" "$SERVICE_NAME.$NAMESPACE" "$host"; do
     [ ${#name} -gt 64 ] || common=$name

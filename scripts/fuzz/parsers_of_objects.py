@@ -1,6 +1,6 @@
 """Parsers of objects that the API server has validated: names, labels and annotations match its schema.
 
-All else in an object may be anything that somebody could have stored.
+All other content may come from any user.
 """
 
 from collections.abc import Callable

@@ -90,9 +90,9 @@ def wrong_kinds(found: Any, path: str = "") -> Iterator[str]:
 def test_failure_policy_is_configurable_except_for_bindings() -> None:
     for said in ("Fail", "Ignore"):
         for hook in webhooks(rendered({"webhooks.failurePolicy": said})):
-            door = hook["name"].partition(".")[0]
+            operation = hook["name"].partition(".")[0]
             settled = {"validate-binding": "Fail", "review-binding": "Ignore", "hint": "Ignore", "hint-job": "Ignore"}
-            expected = settled.get(door, said)
+            expected = settled.get(operation, said)
             assert hook["failurePolicy"] == expected, hook["name"]
 
 

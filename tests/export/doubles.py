@@ -1,4 +1,4 @@
-"""Stores that keep what they are given in memory, and fail when told to; a disk that says what it was told."""
+"""Stores in memory that fail on request; a disk that records its flushes."""
 
 import asyncio
 import os
@@ -11,16 +11,16 @@ from webhook.export.records import Batch
 
 
 class MemoryExporter:
-    """Keeps batches by id, as a store with a key would; `given` says how often each came."""
+    """Stores batches by id, like a store with a key; `given` counts how often each came."""
 
     def __init__(self, name: str = "memory") -> None:
         self.name = name
         self.stored: dict[str, Batch] = {}
         self.given: list[str] = []
         self.is_closed = False
-        # Raised by whatever is tried while it stands here.
+        # Raised by every call while it is set.
         self.fault: ExportError | None = None
-        # Batches whose content it will not have.
+        # Ids of batches that it refuses permanently.
         self.refuses: set[str] = set()
         self._may_go_on = asyncio.Event()
         self._may_go_on.set()
@@ -51,13 +51,13 @@ class MemoryExporter:
 
 
 class GatheringExporter(MemoryExporter):
-    """Would rather have several batches at once."""
+    """Accepts several batches merged."""
 
     records_at_once = 5
 
 
 class SlowBatchStore(MemoryBatchStore):
-    """Writes when it is told to."""
+    """Delays its writes until the test allows them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SlowBatchStore(MemoryBatchStore):
 
 
 class WatchedDisk:
-    """Remembers of each flush what was flushed, and what was in the directory by then, with its size."""
+    """Records for each flush what was flushed, and the files in the directory with their sizes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -84,7 +84,7 @@ class WatchedDisk:
 
 
 class DeafBatchStore(MemoryBatchStore):
-    """Gives nothing for a moment, as where no descriptor is left."""
+    """Fails to read for a moment, as when no file descriptor is left."""
 
     refusals = 0
 

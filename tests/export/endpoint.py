@@ -1,4 +1,4 @@
-"""A real HTTP server that fails, hangs, truncates and breaks off on command, and remembers what it was sent."""
+"""A real HTTP server that fails, hangs, truncates or closes connections on request, and records what it receives."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 from attrs import frozen
 
-# What to do with a request: answer with this status, or one of these.
+# How to treat a request: answer with this status, or do one of these.
 HANG, TRUNCATE, BREAK_OFF = "hang", "truncate", "break off"
 Order = int | str
 
@@ -20,7 +20,7 @@ class Request:
 
 
 class Endpoint:
-    """Follows one order for each request, in turn; the last is for all that come after."""
+    """Uses one order per request, in turn; the last one applies to all later requests."""
 
     def __init__(self, *orders: Order, headers: Mapping[str, str] | None = None, body: bytes = b"{}") -> None:
         self._orders: list[Order] = list(orders) or [200]

@@ -24,13 +24,13 @@ from webhook.export.uses import GpuNames, OpenUses, UsePodFacts, UseRecorder
 
 COUNT = 3
 TOUCHES = ("open", "os.rename", "os.remove")
-# No life touches its files more often.
+# No run has more file operations.
 MOST = 200
 ADD_USE = "INSERT INTO uses VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET until = COALESCE(until, excluded.until)"
 
 
 class TableExporter:
-    """A store with a key, in a file of its own; each batch is one transaction."""
+    """A store with a key, in a file; each batch is one transaction."""
 
     name = "table"
 
@@ -54,7 +54,7 @@ class TableExporter:
 
 
 class Cluster:
-    """Knows nothing but that pods are there."""
+    """Reports all pods as existing."""
 
     async def pod(self, namespace: str, name: str, uid: str) -> UsePodFacts:
         return UsePodFacts("Job/train")
@@ -67,7 +67,7 @@ class Cluster:
 
 
 async def live(home: Path) -> None:
-    """Takes what was not taken yet, and follows a reservation from its beginning to its end."""
+    """Takes batches that were not taken yet, and follows a reservation from its start to its end."""
     delivery = Delivery([TableExporter(home / "store")], opener(home / "outbox"), lambda: NOW)
     running = asyncio.create_task(delivery.run())
     said = (home / "said").open("a+")
@@ -80,7 +80,7 @@ async def live(home: Path) -> None:
         "prod", Cluster(), OpenUses(home / "outbox" / "uses"), delivery.take, lambda: later(is_over), lambda: True
     )
     for version, held in enumerate(({"GPU-1/0": HELD, "GPU-2/0": HELD}, {})):
-        # Who is killed after the end is told of it when it comes back, and not of the beginning.
+        # A process killed after the end sees only the end when it restarts.
         if held and (home / "ended").exists():
             continue
         if not held:
@@ -109,7 +109,7 @@ def gpu_node(held: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def in_a_process(work: Callable[[], None]) -> int:
-    """How it ended."""
+    """How the run ended."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -122,7 +122,7 @@ def in_a_process(work: Callable[[], None]) -> int:
 
 
 def killed_at(touch: int, home: Path) -> bool:
-    """Whether there was such a touch."""
+    """Whether the run reached this file operation."""
 
     def work() -> None:
         left = touch
@@ -152,7 +152,7 @@ def main(directory: Path) -> None:
         readings = sorted(name for (name,) in table.execute("SELECT id FROM readings"))
         uses = sorted(table.execute("SELECT * FROM uses"))
         line = json.dumps({"touch": touch, "said": said, "code": code, "readings": readings, "uses": uses})
-        print(line, flush=True)  # noqa: T201 - its parent reads it
+        print(line, flush=True)  # noqa: T201 - the parent reads it
         if not was_killed:
             return
 

@@ -1,4 +1,4 @@
-"""Honest readings and uses for the tests of stores."""
+"""Realistic readings and uses for tests of stores."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -9,7 +9,7 @@ NOW = datetime(2026, 1, 1, 0, 0, 0, 123456, tzinfo=UTC)
 
 
 def reading(number: int = 0, **changes: Any) -> Reading:
-    """GPU of a number of one node."""
+    """The GPU with this number on one node."""
     known: dict[str, Any] = {
         "cluster": "prod",
         "node": "gpu-a",

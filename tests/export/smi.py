@@ -1,4 +1,4 @@
-"""What nvidia-smi says of hosts that are larger than a fixture should be: all the neighbours that real ones have."""
+"""nvidia-smi's output for hosts that are too large for fixtures, with all sections of real output."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from attrs import evolve, frozen
 
 NOT_HERE = "N/A"
-# As many lines as a real driver writes of one GPU, in sections of its own.
+# As many lines as a real driver writes for one GPU, in invented sections.
 SECTIONS = ("ecc_errors", "clocks_event_reasons", "temperature", "gpu_power_readings", "clocks", "accounted_processes")
 LINES = 150
 
 
 @frozen
 class Card:
-    """One GPU of such a host."""
+    """One GPU of a generated host."""
 
     number: int
     model: str = "NVIDIA H100 80GB HBM3"
@@ -35,7 +35,7 @@ def uuid_of(host: str, number: int) -> str:
 
 
 def h100_host(host: str = "h100", count: int = 8) -> list[Card]:
-    """Two and two have neighbouring serials; the order of serials is not that of the devices."""
+    """Pairs have consecutive serials; serials and devices have different orders."""
     return [
         Card(
             k, serial=f"13200000{count - k:05d}", uuid=uuid_of(host, k), minor=str(k), bus=f"00000000:{16 + k:02X}:00.0"
@@ -45,7 +45,7 @@ def h100_host(host: str = "h100", count: int = 8) -> list[Card]:
 
 
 def gb200_tray(host: str = "gb200") -> list[Card]:
-    """Two boards of two dies, which share a serial; one chassis."""
+    """Two boards with two dies each, which share a serial, in one chassis."""
     return [
         Card(
             k,
@@ -65,7 +65,7 @@ def with_mig(cards: list[Card]) -> list[Card]:
 
 
 def dead(card: Card) -> Card:
-    """It has fallen off the bus: nothing is known of it but where it was."""
+    """A GPU that has fallen off the bus: only its address is known."""
     return Card(card.number, model=NOT_HERE, memory=NOT_HERE, bus=card.pci)
 
 

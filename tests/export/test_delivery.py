@@ -1,4 +1,4 @@
-"""From what was taken to what is stored, with stores that fail."""
+"""Delivery of batches to stores that fail."""
 
 import asyncio
 import io
@@ -41,7 +41,7 @@ async def delivering(*exporters: Exporter, directory: Path | None = None, **opti
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE.total_seconds()):
-        while not is_so():  # noqa: ASYNC110 - what it waits for has no event
+        while not is_so():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.002)
 
 
@@ -80,7 +80,7 @@ async def test_hanging_store_does_not_delay_others() -> None:
 
 
 async def test_retries_back_off_and_never_stop() -> None:
-    """A second of trying in vain costs a handful of tries."""
+    """In a second of failures there are only a few attempts."""
     dead = MemoryExporter()
     dead.fault = ExportError("down")
     backoff = Backoff(timedelta(milliseconds=20), timedelta(milliseconds=200))
@@ -109,7 +109,7 @@ async def test_permanently_refused_batch_does_not_block_the_next() -> None:
 
 
 class BuggyExporter(MemoryExporter):
-    """Cannot do with one batch, in a way that nobody thought of."""
+    """Raises an unexpected exception for one batch."""
 
     async def export(self, batch: Batch) -> None:
         if batch.id == "bad":
@@ -131,7 +131,7 @@ async def test_batch_that_crashes_an_exporter_is_set_aside_and_the_next_is_store
 
 
 async def test_batch_with_an_out_of_range_time_does_not_stop_delivery() -> None:
-    """It may be in an outbox from before such times were refused."""
+    """An outbox may have one from before such times were refused."""
     far = datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14)))
     stream = io.StringIO()
     async with delivering(StdoutExporter(stream)) as delivery:
@@ -142,7 +142,7 @@ async def test_batch_with_an_out_of_range_time_does_not_stop_delivery() -> None:
 
 
 async def test_export_is_retried_after_a_system_error() -> None:
-    """No route, no descriptor left: that is not the batch's fault."""
+    """For example no route or no file descriptor: the batch is not the cause."""
 
     class CutOffExporter(MemoryExporter):
         async def export(self, batch: Batch) -> None:
@@ -363,7 +363,7 @@ async def test_check_names_the_stores_that_fail() -> None:
 
 
 class AnsweringExporter(MemoryExporter):
-    """Is there, and takes nothing of what it has no place for."""
+    """Answers, but refuses records without a table."""
 
     has_readings = has_uses = True
 
@@ -438,7 +438,7 @@ async def test_locked_outbox_does_not_leave_other_outboxes_locked(tmp_path: Path
 
 @pytest.mark.defect("S2-17")
 async def test_same_reading_taken_by_two_processes_is_one_batch(tmp_path: Path) -> None:
-    """Fail over: both know of it, and a store with a key has it once."""
+    """After a failover both processes take it, and a store with a key has it once."""
     old, new = MemoryExporter("store"), MemoryExporter("store")
     new.stored = old.stored
     for process in (old, new):

@@ -1,4 +1,4 @@
-"""The whole process before an API server of many nodes, each as large as real ones are: what it takes to hold them."""
+"""The memory of the whole process with an API server that has many nodes of realistic size."""
 
 import asyncio
 import json
@@ -20,16 +20,16 @@ from webhook.runtime.clock import utc_now
 
 Raw = dict[str, Any]
 NODES, GPUS = 1000, 8
-# Of a process that has 80 with nothing to do.
+# An idle process has 80.
 MOST_MIB = 110
 PATIENCE = 240.0
-# A node that has been up for a while lists the images it has; pods and GPUNodes carry who wrote which field.
+# Nodes list their images; pods and GPUNodes have managedFields.
 IMAGES = [{"names": [f"registry.example.org/{'i' * 120}/{k}:latest"], "sizeBytes": k} for k in range(60)]
 WRITTEN = [{"manager": "m", "fieldsV1": {f"f:{'k' * 20}-{k}": {} for k in range(60)}}]
 
 
 class Fleet:
-    """Its objects, made when they are asked for."""
+    """Creates its objects when they are read."""
 
     def __init__(self, nodes: int = NODES) -> None:
         self._nodes = nodes

@@ -1,4 +1,4 @@
-"""The question and how the answer is shown; the answer itself needs a database and is in `tests/e2e`."""
+"""The query and the rendering of results. `tests/e2e` runs queries with a database."""
 
 import json
 from typing import Any

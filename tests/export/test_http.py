@@ -1,4 +1,4 @@
-"""Posting to a real server that fails, hangs and truncates on command."""
+"""Posts to a real server that fails, hangs or truncates on request."""
 
 import json
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ from webhook.export.targets import HttpTarget
 
 
 class Slept:
-    """Waits for nothing, and knows how long it would have."""
+    """Does not wait, and records how long it would have waited."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -63,7 +63,7 @@ async def test_batch_is_one_request_with_the_headers_and_body_of_gpuid() -> None
 
 
 async def test_changed_token_file_is_used_for_the_next_request(tmp_path: Path) -> None:
-    """What cannot be read, or be said in a header, changes nothing."""
+    """An unreadable file, or a token invalid in a header, changes nothing."""
     file = tmp_path / "token"
     async with listening() as endpoint:
         target = HttpTarget(f"{endpoint.url}/data", timedelta(seconds=20), "first", file, proxied=False)
@@ -102,10 +102,10 @@ async def test_kinds_without_records_are_not_sent() -> None:
     "order",
     [
         pytest.param(500, id="fails"),
-        pytest.param(503, id="is overloaded"),
-        pytest.param(429, id="wants less"),
-        pytest.param(TRUNCATE, id="truncates its answer"),
-        pytest.param(BREAK_OFF, id="hangs up"),
+        pytest.param(503, id="503"),
+        pytest.param(429, id="429"),
+        pytest.param(TRUNCATE, id="truncated-answer"),
+        pytest.param(BREAK_OFF, id="closed-connection"),
     ],
 )
 async def test_retry_sends_the_same_batch_with_the_same_key(order: Order) -> None:

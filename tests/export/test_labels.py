@@ -1,4 +1,4 @@
-"""Labels of a node, as S2 has them, and what S2 got wrong."""
+"""Labels of a node as in gpuid, with its mistakes corrected."""
 
 import pytest
 
@@ -9,7 +9,7 @@ LONG = "9" * 80
 
 
 def gpus(*pairs: tuple[str, str]) -> list[Gpu]:
-    """By chassis and serial, as their texts are."""
+    """GPUs from pairs of chassis and serial texts."""
     return [
         Gpu(k, serial=known(serial), chassis=known(chassis), said_serial=serial, said_chassis=chassis)
         for k, (chassis, serial) in enumerate(pairs)

@@ -1,4 +1,4 @@
-"""What is kept between being taken and being stored."""
+"""The outbox of batches waiting to be stored."""
 
 import json
 import subprocess
@@ -131,7 +131,7 @@ class TestDuringWrite:
 
 
 def test_memory_outboxes_fit_the_pods_memory_limit() -> None:
-    """A Pod has a limit of some hundred MiB for all its exporters and both kinds; a disk has more."""
+    """The Pod's memory limit of some hundred MiB fits the outboxes of all exporters; a disk holds more."""
     assert MAX_BYTES_IN_MEMORY == 16 * 1024 * 1024
     outbox = opener(None)("dead")
     big = batch(gpus=1, node="n" * (MAX_BYTES_IN_MEMORY - 4096))
@@ -142,7 +142,7 @@ def test_memory_outboxes_fit_the_pods_memory_limit() -> None:
 
 @pytest.mark.defect("S2-8")
 def test_kill_before_any_file_operation_loses_and_duplicates_nothing(tmp_path: Path) -> None:
-    """Real kills: before each file is opened, renamed or removed."""
+    """Kills real processes before each open, rename or removal of a file."""
     command = [sys.executable, "-m", "tests.export.killed", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -184,7 +184,7 @@ class TestOnDisk:
         assert (tmp_path / "notes.batch").read_text() == "a person's"
 
     def test_full_disk_fails_put_and_leaves_no_file(self, tmp_path: Path) -> None:
-        """Linux's own full disk, under the name that the next batch is written to."""
+        """Uses /dev/full under the name of the next batch."""
         outbox = Outbox(DirectoryBatchStore(tmp_path / "outbox"))
         assert outbox.put(batch("probe"), NOW)
         (probe,) = (tmp_path / "outbox").glob("*.batch")
@@ -219,7 +219,7 @@ class TestOnDisk:
         [
             pytest.param(lambda content: content[:-5], id="cut off"),
             pytest.param(lambda content: b"", id="empty"),
-            pytest.param(lambda content: content.replace(b"GPU-0", b"GPU-9"), id="a byte is another one"),
+            pytest.param(lambda content: content.replace(b"GPU-0", b"GPU-9"), id="changed-byte"),
         ],
     )
     def test_corrupt_file_is_set_aside_and_logged_and_others_stay(self, tmp_path: Path, damage: object) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a database before it is asked; what is stored there needs one and is in `tests/e2e`."""
+"""Checks that need no database; `tests/e2e` has the others."""
 
 import socket
 import ssl

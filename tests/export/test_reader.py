@@ -95,7 +95,7 @@ class House:
         self.reader.schedule.put("nobody")  # whoever waits looks at the clock again
 
     def see(self, raw: Raw) -> None:
-        """The watch tells of it."""
+        """Sends the pod as an event of the watch."""
         self.pods[raw["metadata"]["name"]] = raw
         node = raw["spec"]["nodeName"]
         self.nodes.setdefault(node, ExportedNode(f"uid-{node}", "aws:///zone/i-1", "boot-1", {}, None))
@@ -118,7 +118,7 @@ class House:
 
 async def until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
-        while not is_so():  # noqa: ASYNC110 - nobody tells
+        while not is_so():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""From nvidia-smi's words to records and back from the annotation."""
+"""Records from nvidia-smi's output and from the annotation."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -1,4 +1,4 @@
-"""The JSON forms, which others read."""
+"""The public JSON forms."""
 
 from datetime import datetime, timedelta, timezone
 

@@ -1,4 +1,4 @@
-"""Whole processes before an API server: several on one directory, and what one says of itself."""
+"""Whole processes with an API server: several on one directory, and the metrics of one."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ QUICK = {"LEASE_DURATION": "3s", "LEASE_RENEW_DEADLINE": "2s", "LEASE_RETRY_PERI
 
 
 class ElectingFleet(Fleet):
-    """With a Lease, and with Nodes that can be asked for only while the test allows it."""
+    """Has a Lease, and Nodes that can be read only while the test allows it."""
 
     def __init__(self, nodes: int) -> None:
         super().__init__(nodes)
@@ -72,7 +72,7 @@ class Replica:
                 await asyncio.sleep(0.05)
 
     async def said(self, line: str) -> None:
-        """Once it stands in its metrics."""
+        """Waits until the metrics contain this line."""
         async with asyncio.timeout(PATIENCE):
             while line not in (await self.get("/metrics")).text:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.05)
@@ -85,7 +85,7 @@ class Replica:
 
 async def until(is_so: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE):
-        while not is_so():  # noqa: ASYNC110 - what it waits for has no event
+        while not is_so():  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.02)
 
 
@@ -108,7 +108,7 @@ async def replica(home: Path, name: str, **variables: str) -> AsyncIterator[Repl
 
 @pytest.mark.parametrize("elects", ["true", "false"])
 async def test_second_process_on_one_directory_is_ready_and_takes_over(tmp_path: Path, elects: str) -> None:
-    """As in a rollout: the new one has to be ready before the old one is told to end."""
+    """As in a rollout: the new process has to be ready before the old one is stopped."""
     async with (
         serving(ElectingFleet(2), tmp_path / "kubeconfig"),
         replica(tmp_path, "old", LEADER_ELECTION=elects) as old,

@@ -1,4 +1,4 @@
-"""What `gpuwarden export` may do: exec in one namespace, and nothing that nobody names."""
+"""The rights of `gpuwarden export`: exec in one namespace, and nothing unless requested."""
 
 import pytest
 

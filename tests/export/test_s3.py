@@ -1,4 +1,4 @@
-"""Objects and their keys, on a server that remembers what it was sent. A real S3 server is in `tests/e2e`."""
+"""Objects and their keys, with a server that records requests. `tests/e2e` uses a real S3 server."""
 
 import asyncio
 import csv
@@ -61,10 +61,10 @@ async def test_object_has_key_content_and_metadata_of_gpuid() -> None:
 @pytest.mark.parametrize(
     ("prefix", "pattern", "begins"),
     [
-        pytest.param("raw//gpus", "%Y", "/gpuids/raw/gpus/2026/", id="empty in the prefix"),
-        pytest.param("/raw/", "/a//%Y//", "/gpuids/raw/a/2026/", id="empty in the pattern"),
-        pytest.param("//", "//", "/gpuids/2026", id="nothing else"),
-        pytest.param("raw", "%Y-%q 50%", "/gpuids/raw/2026-%25q%2050%25/", id="other percent signs stay"),
+        pytest.param("raw//gpus", "%Y", "/gpuids/raw/gpus/2026/", id="empty-part-in-prefix"),
+        pytest.param("/raw/", "/a//%Y//", "/gpuids/raw/a/2026/", id="empty-part-in-pattern"),
+        pytest.param("//", "//", "/gpuids/2026", id="only-slashes"),
+        pytest.param("raw", "%Y-%q 50%", "/gpuids/raw/2026-%25q%2050%25/", id="other-percent-signs"),
     ],
 )
 async def test_empty_parts_are_removed_from_keys(prefix: str, pattern: str, begins: str) -> None:
@@ -216,7 +216,7 @@ async def test_path_of_a_bucket_url_is_the_key_prefix() -> None:
 
 @pytest.mark.defect("S2-16")
 async def test_upload_in_progress_at_the_end_is_aborted() -> None:
-    """The store has not heard it out, and does not afterwards."""
+    """The store does not receive the rest, neither then nor later."""
     is_asked, is_over = asyncio.Event(), asyncio.Event()
 
     async def unhurried(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

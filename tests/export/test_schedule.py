@@ -1,4 +1,4 @@
-"""Who is to be done when, each at most once at a time; and the limit on requests."""
+"""The schedule of names, each processed once at a time, and the limit on requests."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from webhook.kube.requests import RateLimit
 
 @define
 class Hand:
-    """A clock that is moved by hand."""
+    """A clock moved by the test."""
 
     time: float = 0.0
 
@@ -52,7 +52,7 @@ async def test_name_is_taken_by_one_worker_at_a_time() -> None:
 
 
 class Counted(str):
-    """A name that counts how often it is looked up."""
+    """A name that counts its lookups."""
 
     looks = 0
 
@@ -62,7 +62,7 @@ class Counted(str):
 
 
 async def test_waiting_workers_do_not_search_the_heap() -> None:
-    """Sixteen wait for one of ten thousand, and fifty things happen."""
+    """Sixteen workers wait, ten thousand names are scheduled, and fifty change."""
     hand = Hand()
     schedule = Schedule(hand.now)
     for number in range(10_000):

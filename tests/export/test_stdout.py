@@ -1,4 +1,4 @@
-"""Lines for whoever collects logs."""
+"""JSON lines for log collectors."""
 
 import asyncio
 import fcntl
@@ -70,7 +70,7 @@ async def test_broken_pipe_is_an_export_error() -> None:
 
 
 class Pipe:
-    """A pipe that takes a page, and its reader."""
+    """A pipe with room for a page, and its reader."""
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
@@ -79,7 +79,7 @@ class Pipe:
         self._reader = os.fdopen(reader, "rb", buffering=0)
 
     def read(self) -> bytes:
-        """All that is in it."""
+        """Reads everything in the pipe."""
         os.set_blocking(self._reader.fileno(), False)
         found = b""
         while content := self._reader.read(65536):
@@ -99,7 +99,7 @@ def pipe() -> Iterator[Pipe]:
 
 
 async def read_out(pipe: Pipe, exporting: Coroutine[Any, Any, None]) -> bytes:
-    """What comes until it is done."""
+    """Reads until the task is done."""
     task, found = asyncio.create_task(exporting), b""
     async with asyncio.timeout(20):
         while not task.done():
@@ -122,10 +122,10 @@ async def test_late_reader_gets_whole_lines_and_nothing_written_after_the_end(pi
     assert first.endswith(b"\n")
     await asyncio.sleep(0.3)
     assert pipe.read() == b""
-    # Tried again by the same process, it goes on where it stopped.
-    told = [json.loads(line) for line in (first + await read_out(pipe, exporter.export(big))).splitlines()]
-    assert [one["index"] for one in told[:-1]] == list(range(50))
-    assert told[-1]["records"] == 50
+    # A retry in the same process continues where it stopped.
+    lines = [json.loads(line) for line in (first + await read_out(pipe, exporter.export(big))).splitlines()]
+    assert [one["index"] for one in lines[:-1]] == list(range(50))
+    assert lines[-1]["records"] == 50
 
 
 async def test_another_batch_starts_with_its_first_line(pipe: Pipe) -> None:

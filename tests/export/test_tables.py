@@ -1,4 +1,4 @@
-"""Names, widths and rows; what a database makes of them is in `tests/e2e`."""
+"""Names, widths and rows. `tests/e2e` uses a database."""
 
 import pytest
 

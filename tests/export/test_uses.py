@@ -1,4 +1,4 @@
-"""Who used which GPU, from what GPUNodes hold, over crashes at any step."""
+"""Uses of GPUs derived from GPUNodes, with crashes at any step."""
 
 import asyncio
 import json
@@ -36,16 +36,16 @@ def entry(reservation: str = "r-1", uid: str | None = "u-1") -> Raw:
 
 
 class CrashError(BaseException):
-    """The process is killed here."""
+    """Simulates a kill."""
 
 
 @define
 class House:
-    """A cluster that is known by what the test says; a store that keeps what it is told by key, as Postgres does."""
+    """A cluster set up by the test, and a store with a key, like Postgres."""
 
     directory: Path | None
     rows: dict[tuple[str, str], Use] = field(factory=dict)
-    told: list[Use] = field(factory=list)
+    exported: list[Use] = field(factory=list)
     ids: list[str] = field(factory=list)
     asked: int = 0
     now: datetime = NOW
@@ -55,9 +55,9 @@ class House:
     called: GpuNames = field(factory=lambda: GpuNames("S1", "C1"))
     crash: str = ""
     refuses: bool = False
-    # A node whose uses the store will not have.
+    # A node whose uses the outbox does not accept.
     refuses_of: str = ""
-    # Whether the store can be asked what it has no end of.
+    # Whether the store answers queries for open uses.
     answers: bool = True
     may_answer: asyncio.Event = field(factory=asyncio.Event)
     uses: UseRecorder = field(init=False)
@@ -67,7 +67,7 @@ class House:
         self.start()
 
     def start(self) -> None:
-        """As after a restart: what is known is what was kept."""
+        """As after a restart: only saved uses are known."""
         self.uses = UseRecorder(
             "prod", self, OpenUses(self.directory), self._take, lambda: self.now, lambda: self.is_current, self._open
         )
@@ -89,7 +89,7 @@ class House:
             raise CrashError
         self.ids.append(batch.id)
         for one in batch.uses:
-            self.told.append(one)
+            self.exported.append(one)
             before = self.rows.get((one.reservation, one.gpu_uuid))
             if before is None or before.until is None:
                 self.rows[one.reservation, one.gpu_uuid] = one
@@ -112,7 +112,7 @@ class House:
         return "sha256:aa"
 
     def holds(self, held: Mapping[str, Raw] | None, node: str = "node-a") -> None:
-        """What the watch tells of the GPUNode."""
+        """Sends the GPUNode as an event of the watch."""
         self.version += 1
         self.uses.gpu_nodes.changed(raw_node(held, self.version, node))
 
@@ -150,18 +150,18 @@ def house(tmp_path: Path) -> House:
 async def test_use_is_exported_at_its_start_and_end(house: House) -> None:
     house.holds({"GPU-1/0": entry(), "GPU-2/0": entry()})
     await house.uses.step()
-    assert sorted(house.told, key=lambda one: one.gpu_uuid) == [EXPECTED, evolve(EXPECTED, gpu_uuid="GPU-2")]
+    assert sorted(house.exported, key=lambda one: one.gpu_uuid) == [EXPECTED, evolve(EXPECTED, gpu_uuid="GPU-2")]
     await house.uses.step()
-    assert len(house.told) == 2
+    assert len(house.exported) == 2
     house.now += timedelta(hours=1)
     house.holds({})
     await house.uses.step()
     assert house.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=NOW + timedelta(hours=1))
-    assert len(house.told) == 4
+    assert len(house.exported) == 4
 
 
 async def test_start_is_exported_once_while_other_uses_of_the_node_change(house: House) -> None:
-    """A store without keys keeps what it is told, and counts it."""
+    """A store without keys would store repeated records twice."""
     lasting = {"GPU-1/0": entry()}
     house.holds(lasting)
     await house.uses.step()
@@ -171,11 +171,11 @@ async def test_start_is_exported_once_while_other_uses_of_the_node_change(house:
         await house.uses.step()
         house.holds(lasting)
         await house.uses.step()
-    assert house.told.count(EXPECTED) == 1
-    assert len(house.told) == 1 + 2 * 5
+    assert house.exported.count(EXPECTED) == 1
+    assert len(house.exported) == 1 + 2 * 5
     restarted(house, lasting)
     await house.uses.step()
-    assert len(house.told) == 11
+    assert len(house.exported) == 11
 
 
 async def test_same_start_is_the_same_batch_in_any_process(house: House) -> None:
@@ -197,10 +197,10 @@ async def test_full_outbox_for_one_node_does_not_delay_others(house: House) -> N
     house.holds({"GPU-3/0": entry("r-3", "u-3")}, "node-c")
     with pytest.raises(ExportError, match="too full"):
         await house.uses.step()
-    assert [one.reservation for one in house.told] == ["r-2", "r-3"]
+    assert [one.reservation for one in house.exported] == ["r-2", "r-3"]
     house.refuses_of = ""
     await house.uses.step()
-    assert [one.reservation for one in house.told] == ["r-2", "r-3", "r-1"]
+    assert [one.reservation for one in house.exported] == ["r-2", "r-3", "r-1"]
 
 
 async def test_end_keeps_its_time_while_the_outbox_is_full(house: House) -> None:
@@ -214,7 +214,7 @@ async def test_end_keeps_its_time_while_the_outbox_is_full(house: House) -> None
         house.now += timedelta(hours=1)
     house.refuses = False
     await house.uses.step()
-    assert house.told == [EXPECTED, evolve(EXPECTED, until=NOW)]
+    assert house.exported == [EXPECTED, evolve(EXPECTED, until=NOW)]
 
 
 async def test_number_of_unexported_uses_is_bounded(house: House) -> None:
@@ -228,8 +228,8 @@ async def test_number_of_unexported_uses_is_bounded(house: House) -> None:
     house.refuses = False
     house.holds({})
     await house.uses.step()
-    assert len(house.told) == uses.MAX_ENDED_PER_NODE
-    assert house.told[-1].reservation == f"r-{uses.MAX_ENDED_PER_NODE + 4}"
+    assert len(house.exported) == uses.MAX_ENDED_PER_NODE
+    assert house.exported[-1].reservation == f"r-{uses.MAX_ENDED_PER_NODE + 4}"
     assert {line["event"] for line in logs} == {"ended uses dropped: the outboxes are full"}
 
 
@@ -240,7 +240,7 @@ async def test_bug_with_one_node_does_not_stop_others(house: House) -> None:
     with capture_logs() as logs:
         await house.uses.step()
     assert [line["event"] for line in logs] == ["recording uses failed"]
-    assert [one.reservation for one in house.told] == ["r-2"]
+    assert [one.reservation for one in house.exported] == ["r-2"]
 
 
 async def test_missing_right_to_read_pods_is_reported(house: House) -> None:
@@ -249,10 +249,10 @@ async def test_missing_right_to_read_pods_is_reported(house: House) -> None:
     house.holds({"GPU-2/0": entry("r-2", "u-2")}, "node-b")
     with pytest.raises(GpuwardenError, match="away"):
         await house.uses.step()
-    assert [one.reservation for one in house.told] == ["r-2"]
+    assert [one.reservation for one in house.exported] == ["r-2"]
     del house.pods["u-1"]
     await house.uses.step()
-    assert [one.reservation for one in house.told] == ["r-2", "r-1"]
+    assert [one.reservation for one in house.exported] == ["r-2", "r-1"]
 
 
 async def test_pods_are_checked_at_an_interval_while_the_gpunode_is_missing(house: House) -> None:
@@ -272,10 +272,10 @@ async def test_pods_are_checked_at_an_interval_while_the_gpunode_is_missing(hous
 async def test_reservation_without_a_pod_is_not_a_use(house: House) -> None:
     house.holds({"GPU-1/0": entry(uid=None)})
     await house.uses.step()
-    assert house.told == []
+    assert house.exported == []
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
-    assert house.told == [EXPECTED]
+    assert house.exported == [EXPECTED]
 
 
 async def test_serial_learnt_later_is_in_the_end_record(house: House) -> None:
@@ -304,10 +304,10 @@ async def test_kill_at_any_step_leaves_one_row_with_one_end(house: House, start:
     restarted(house, {})
     await stepped(house)
     assert house.rows == {("r-1", "GPU-1"): evolve(EXPECTED, until=NOW + timedelta(minutes=1))}
-    count = len(house.told)
+    count = len(house.exported)
     restarted(house, {})
     await stepped(house)
-    assert len(house.told) == count
+    assert len(house.exported) == count
 
 
 async def stepped(house: House) -> None:
@@ -335,7 +335,7 @@ async def test_missed_end_is_recorded_when_noticed(house: House) -> None:
 
 
 class TestNextLeader:
-    """It has a disk of its own, and nothing on it."""
+    """The next leader has its own, empty disk."""
 
     @pytest.fixture
     async def heir(self, house: House, tmp_path: Path) -> House:
@@ -354,9 +354,9 @@ class TestNextLeader:
             ("r-3", "GPU-1"): None,
         }
         assert heir.rows["r-1", "GPU-1"] == evolve(EXPECTED, until=heir.now)
-        count = len(heir.told)
+        count = len(heir.exported)
         await heir.uses.step()
-        assert len(heir.told) == count
+        assert len(heir.exported) == count
 
     async def test_use_that_ends_later_is_closed_then(self, heir: House) -> None:
         restarted(heir, {"GPU-1/0": entry(), "GPU-2/0": entry("r-2", "u-2")})
@@ -451,7 +451,7 @@ async def test_use_is_exported_once_the_outbox_accepts_it(house: House) -> None:
         await house.uses.step()
     house.refuses = False
     await house.uses.step()
-    assert house.told == [EXPECTED]
+    assert house.exported == [EXPECTED]
 
 
 async def test_nothing_ends_while_a_watch_is_interrupted(house: House) -> None:
@@ -473,7 +473,7 @@ async def test_recreated_empty_gpunode_ends_no_use(house: House) -> None:
     assert house.rows["r-1", "GPU-1"].until is None
     house.holds({"GPU-1/0": entry()})
     await house.uses.step()
-    assert len(house.told) == 1
+    assert len(house.exported) == 1
 
 
 async def test_use_of_a_deleted_gpunode_ends_when_its_pod_is_gone(house: House) -> None:
@@ -553,8 +553,8 @@ async def test_full_disk_loses_no_use(house: House, tmp_path: Path) -> None:
     house.holds({"GPU-1/0": entry()})
     with pytest.raises(ExportError, match="cannot be written"):
         await house.uses.step()
-    assert house.told == []
+    assert house.exported == []
     house.directory.unlink()
     house.directory.mkdir()
     await house.uses.step()
-    assert house.told == [EXPECTED]
+    assert house.exported == [EXPECTED]

@@ -106,12 +106,12 @@ async def test_silent_watch_is_stale_and_resumes_at_its_version(api_server: ApiS
             states.append((watch.is_current, outdated_by([watch], 0.0) is None))
             listening.has_changed.clear()
             await api_server.has_been_asked_again.wait()
-            told = outdated_by([watch], 0.0)
+            outdated = outdated_by([watch], 0.0)
             assert outdated_by([watch]) is None, "an interruption of a moment is told of by nobody"
-            states.append((watch.is_current, told is None))
-            assert told is not None
-            assert told.is_blind
-            assert told.why.startswith(f"nothing has been heard of {PATH} for ")
+            states.append((watch.is_current, outdated is None))
+            assert outdated is not None
+            assert outdated.is_blind
+            assert outdated.why.startswith(f"nothing has been heard of {PATH} for ")
             api_server.may_answer_again.set()
             await listening.has_changed.wait()
         states.append((watch.is_current, outdated_by([watch], 0.0) is None))

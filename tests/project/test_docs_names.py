@@ -62,9 +62,9 @@ OTHERS = {
 
 
 def flags_of(command: str) -> Iterator[str]:
-    with redirect_stdout(StringIO()) as told, pytest.raises(SystemExit):
+    with redirect_stdout(StringIO()) as output, pytest.raises(SystemExit):
         cli.main([*command.split(), "--help"])
-    yield from re.findall(r"--[a-z][a-z0-9-]+", told.getvalue())
+    yield from re.findall(r"--[a-z][a-z0-9-]+", output.getvalue())
 
 
 @pytest.fixture(scope="module")

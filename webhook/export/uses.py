@@ -240,7 +240,7 @@ class UseRecorder:
 
     async def _load_from_stores(self) -> list[GpuwardenError]:
         """Once: adds uses that other processes stored and this one does not know, if they have ended. Uses that are
-        still reserved are recorded anew, so that stores which cannot be queried get them too."""
+        still reserved are recorded again, so that stores which cannot be queried get them too."""
         if self._stored_open_uses is None:
             return []
         found: dict[str, dict[Key, NotedUse]] = {}

@@ -1,4 +1,4 @@
-/* Holds a pod's namespaces, and a node's: it waits until it is told to end, and reaps what is left to it. */
+/* Holds the namespaces of a pod or a node: it waits for a signal to end, and reaps orphaned processes. */
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
