@@ -105,14 +105,14 @@ async def test_what_a_provider_says_is_written_once(static: Provider) -> None:
 async def test_what_is_yet_to_be_written_is_known(static: Provider) -> None:
     scene = Scene(static)
     await scene.step()
-    assert not scene.writer.is_owed("node-a")
+    assert not scene.writer.is_update_pending("node-a")
     scene.objects.remove("node-a")
     scene.objects.is_away = True
     await scene.step()
-    assert scene.writer.is_owed("node-a")
+    assert scene.writer.is_update_pending("node-a")
     scene.objects.is_away = False
     await scene.step()
-    assert not scene.writer.is_owed("node-a")
+    assert not scene.writer.is_update_pending("node-a")
 
 
 async def test_a_provider_that_is_away_owes_nothing_and_is_counted(static: Provider) -> None:
@@ -120,7 +120,7 @@ async def test_a_provider_that_is_away_owes_nothing_and_is_counted(static: Provi
     await scene.step()
     static.is_away = True
     await scene.step()
-    assert (scene.writer.is_owed("node-a"), scene.errors) == (False, ["static"])
+    assert (scene.writer.is_update_pending("node-a"), scene.errors) == (False, ["static"])
 
 
 async def test_a_first_answer_is_owed_to_nodes_that_the_provider_has_never_spoken_of(static: Provider) -> None:
@@ -131,11 +131,11 @@ async def test_a_first_answer_is_owed_to_nodes_that_the_provider_has_never_spoke
     known = {"spire-server": entry(since=SAID, until=LATER)}
     scene.objects.put({"metadata": {"name": "node-b"}, "status": {"sources": known}})
     await scene.step()
-    assert scene.writer.is_owed("node-a")
-    assert not scene.writer.is_owed("node-b")  # what was said of it stands until its own end
+    assert scene.writer.is_update_pending("node-a")
+    assert not scene.writer.is_update_pending("node-b")  # what was said of it stands until its own end
     spire.is_away = False
     await scene.step()
-    assert not scene.writer.is_owed("node-a")
+    assert not scene.writer.is_update_pending("node-a")
 
 
 async def test_a_first_proof_is_owed_for_a_while_to_nodes_that_have_never_sent_one(static: Provider) -> None:
@@ -143,12 +143,12 @@ async def test_a_first_proof_is_owed_for_a_while_to_nodes_that_have_never_sent_o
     proof = {"jwt-svid": entry(since=SAID, until=LATER)}
     scene.objects.put({"metadata": {"name": "node-b"}, "status": {"sources": proof}})
     await scene.step()
-    assert (scene.writer.is_owed("node-a"), scene.writer.is_owed("node-b")) == (True, False)
+    assert (scene.writer.is_update_pending("node-a"), scene.writer.is_update_pending("node-b")) == (True, False)
     scene.objects.remove("node-b")
     await scene.step()
-    assert not scene.writer.is_owed("node-b")  # it had one, and it is gone
+    assert not scene.writer.is_update_pending("node-b")  # it had one, and it is gone
     await scene.step(HOUR.total_seconds())
-    assert not scene.writer.is_owed("node-a")
+    assert not scene.writer.is_update_pending("node-a")
 
 
 async def test_an_outage_is_told_once(static: Provider) -> None:
@@ -161,7 +161,10 @@ async def test_an_outage_is_told_once(static: Provider) -> None:
         for _ in range(3):
             await scene.step()
     told = [line["event"] for line in lines if line.get("provider") == "static" and line["log_level"] != "debug"]
-    assert told == ["evidence provider away, what it said stays until its own end", "evidence provider answers again"]
+    assert told == [
+        "evidence provider unavailable, its last answer stays until it expires",
+        "evidence provider answers again",
+    ]
     assert scene.errors == ["static"] * 3
 
 
@@ -238,14 +241,14 @@ async def test_the_first_word_on_a_node_made_anew_is_written_at_once() -> None:
     def born(moment: str) -> Raw:
         return {"metadata": {"name": "node-a", "creationTimestamp": moment}}
 
-    scene.writer.births.changed(born("2026-03-02T11:00:00Z"))
+    scene.writer.creation_times.changed(born("2026-03-02T11:00:00Z"))
     assert len(await scene.step()) == 2
-    scene.writer.births.changed(born("2026-03-02T12:00:30Z"))
+    scene.writer.creation_times.changed(born("2026-03-02T12:00:30Z"))
     assert await scene.step() == []  # there is nothing else to be said
     attested = NOW + 31 * SECOND
     spire.said = {"node-a": evidence("node-a", since=attested, until=attested + HOUR)}
     assert await scene.step() == ["status node-a"]
-    assert scene.writer.is_owed("node-a") is False
+    assert scene.writer.is_update_pending("node-a") is False
 
 
 async def test_providers_are_asked_now_and_then(static: Provider) -> None:
@@ -592,13 +595,13 @@ def left_behind(*providers: Provider, sources: Raw, gone: bool = True) -> Scene:
 
 async def test_evidence_of_a_node_that_is_gone_goes_when_nobody_speaks_of_it(static: Provider) -> None:
     scene = left_behind(static, sources=proven())
-    scene.writer.births.changed({"metadata": {"name": "node-a", "resourceVersion": "1"}})
+    scene.writer.creation_times.changed({"metadata": {"name": "node-a", "resourceVersion": "1"}})
     assert await scene.step() == ["status node-a"]
     static.said = {}
     assert await scene.step() == ["status node-a"]
     scene.nodes.clear()
     assert await scene.step() == []  # the watch has not said so yet
-    scene.writer.births.deleted({"metadata": {"name": "node-a", "resourceVersion": "2"}})
+    scene.writer.creation_times.deleted({"metadata": {"name": "node-a", "resourceVersion": "2"}})
     assert await scene.step() == ["delete node-a"]
     assert [await scene.step() for _ in range(2)] == [[], []]
     assert scene.objects.objects == {}

@@ -42,7 +42,7 @@ def entry(**members: Any) -> Raw:
 def test_what_is_written_is_read_again(one: Evidence) -> None:
     written = with_entries(new_node_evidence("node-a"), {one.source: one})
     assert NodeEvidence.parse(written) == NodeEvidence("node-a", {one.source: one})
-    assert NodeEvidence.parse(written).word == one
+    assert NodeEvidence.parse(written).combined_evidence == one
 
 
 def test_the_object_is_as_others_read_it() -> None:
@@ -92,8 +92,8 @@ def test_an_entry_replaces_the_old_one_whole() -> None:
 def test_without_an_entry_nothing_is_said() -> None:
     empty = with_entries(raw(static=entry()), {"static": None})
     assert empty["status"] == {"sources": {}}
-    assert NodeEvidence.parse(empty).word is None
-    assert NodeEvidence.parse({"metadata": {"name": "node-a"}}).word is None
+    assert NodeEvidence.parse(empty).combined_evidence is None
+    assert NodeEvidence.parse({"metadata": {"name": "node-a"}}).combined_evidence is None
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ END_OF_TIME = "9999-12-31T23:59:59Z"
 @pytest.mark.parametrize("moment", [END_OF_TIME, "0001-01-01T00:00:00Z"])
 def test_a_moment_of_no_day_of_ours_proves_nothing(member: str, moment: str) -> None:
     said = entry(**{"since": SAID, "until": END_OF_TIME, "nonceDigest": "d"} | {member: moment})
-    with pytest.raises(UnreadableEvidenceError, match="on no day of ours"):
+    with pytest.raises(UnreadableEvidenceError, match="with a time out of range"):
         NodeEvidence.parse(raw(jwt_svid=said))
 
 
@@ -148,7 +148,7 @@ def test_one_entry_can_be_read_beside_one_that_cannot() -> None:
 
 def test_sources_that_disagree_prove_nothing() -> None:
     both = NodeEvidence.parse(raw(static=entry(), jwt_svid=entry(hash=OTHER_HASH, since=SAID, until=SAID)))
-    assert state_of(both.word, NOW) is EvidenceState.CONFLICT
+    assert state_of(both.combined_evidence, NOW) is EvidenceState.CONFLICT
 
 
 ENDING = Evidence("node-a", HASH, "spire-server", NOW, NOW + HOUR)

@@ -14,7 +14,7 @@ from tests.heard import Heard
 from webhook.core.device import Device, DeviceUuid
 from webhook.core.reasons import Reason
 from webhook.evidence.static import StaticEvidence
-from webhook.inventory.discovery import AT_A_TIME, AT_ONCE, Discovery, WrittenInventory, due
+from webhook.inventory.discovery import BATCH_SIZE, CONCURRENCY, Discovery, FileInventory, desired_devices
 from webhook.inventory.file import InventoryFile
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.store import StoreUnavailableError
@@ -37,7 +37,7 @@ class Scene:
         self.events = Heard()
         self.nodes, self.gpu_nodes = FakeObjects(), FakeObjects()
         self.evidence = StaticEvidence({})
-        written = WrittenInventory(InventoryFile(inventory) if inventory else None, self.evidence)
+        written = FileInventory(InventoryFile(inventory) if inventory else None, self.evidence)
         scene = self
 
         class Asked:
@@ -88,7 +88,7 @@ def known(**members: Any) -> GpuNode:
 
 
 def test_until_it_is_known_what_is_held_everything_may_be() -> None:
-    what = due((), known(spec={"devices": [{"uuid": "GPU-1"}]}))
+    what = desired_devices((), known(spec={"devices": [{"uuid": "GPU-1"}]}))
     assert (dict(what.devices), what.vanished) == (
         {DeviceUuid("GPU-1"): Device(DeviceUuid("GPU-1"), is_healthy=False)},
         (),
@@ -287,7 +287,7 @@ async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_node(sc
 
     scene.gpu_nodes.create = silent  # type: ignore[method-assign]
     await scene.step()
-    assert len(asked) == AT_ONCE
+    assert len(asked) == CONCURRENCY
     scene.gpu_nodes.create = create  # type: ignore[method-assign]
     assert len(await scene.step()) == 50
 
@@ -364,16 +364,16 @@ async def test_nothing_is_remembered_of_a_node_that_is_gone_with_its_gpu_node(sc
         scene.gpu_nodes.objects["node-a"]["metadata"].pop("finalizers")
         scene.gpu_nodes.remove("node-a")
         assert await scene.step() == []
-    assert (scene.events.told, scene.discovery.remembered) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
+    assert (scene.events.told, scene.discovery.recorded_count) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
 
 
 async def test_nothing_is_remembered_of_a_node_whose_devices_nobody_could_read(scene: Scene) -> None:
     scene.node(said="nonsense")
     await scene.step()
-    assert scene.discovery.remembered == 1
+    assert scene.discovery.recorded_count == 1
     scene.nodes.remove("node-a")
     await scene.step()
-    assert scene.discovery.remembered == 0
+    assert scene.discovery.recorded_count == 0
 
 
 async def test_before_it_is_known_what_is_held_a_gpu_node_stays(scene: Scene) -> None:
@@ -431,7 +431,7 @@ async def test_a_device_on_two_nodes_is_told_on_both_once(scene: Scene) -> None:
     scene.hold("GPU-node-a")
     await scene.step()
     assert sorted(scene.events.told) == [("node-a", Reason.DEVICE_DISPUTED), ("node-b", Reason.DEVICE_DISPUTED)]
-    assert sorted(scene.events.messages)[0].startswith("GPU-1 is on node-a too")
+    assert sorted(scene.events.messages)[0].startswith("GPU-1 is also on node-a")
 
 
 async def test_a_dispute_ends_with_one_of_the_nodes_and_may_begin_again(scene: Scene) -> None:
@@ -523,9 +523,9 @@ async def test_a_node_with_2000_devices_fits_into_one_object(scene: Scene) -> No
 
 
 async def test_many_nodes_are_seen_to_in_several_steps(scene: Scene) -> None:
-    for number in range(AT_A_TIME + 5):
+    for number in range(BATCH_SIZE + 5):
         scene.node(f"node-{number}", annotation(f"GPU-{number}"))
-    assert [len(await scene.step()) for _ in range(3)] == [AT_A_TIME, 5, 0]
+    assert [len(await scene.step()) for _ in range(3)] == [BATCH_SIZE, 5, 0]
 
 
 async def test_a_bug_with_one_node_is_seen_and_the_others_are_served(scene: Scene) -> None:

@@ -110,15 +110,15 @@ async def test_every_mistake_is_named_at_once(path: Path) -> None:
         await read(path, MISTAKES).poll()
     assert refused.value.mistakes == (
         "unknown member 'more'",
-        "nodes[0].name: a node has a name of up to 253 characters",
+        "nodes[0].name: a node name has 1 to 253 characters",
         "nodes[1]: Object contains unknown field `label`",
         "nodes[3]: Expected `str`, got `array` - at `$.evidence.hash`",
         "nodes[6]: Expected `object`, got `str`",
-        "nodes: node-d stands there twice",
-        "nodes[2].devices[0].uuid: 'GPU 1' is no UUID of a GPU: GPU-… or MIG-…",
+        "nodes: node-d is listed twice",
+        "nodes[2].devices[0].uuid: 'GPU 1' is not a GPU UUID: GPU-… or MIG-…",
         "nodes[2].devices[1]: Object missing required field `uuid`",
         "nodes[2].devices[2].shares: 0 is not between 1 and 128",
-        "nodes[2]: device GPU-3 stands there twice",
+        "nodes[2]: device GPU-3 is listed twice",
     )
     assert str(refused.value).startswith(f"{path}: unknown member 'more'; nodes[0].name: ")
 

@@ -60,11 +60,11 @@ def test_by_the_library_of_a_driver(library: Any) -> None:
         model="NVIDIA GB200",
         memory="189471Mi",
         chassis="1820000000042",
-        said_serial="1760000000012",
-        said_chassis="1820000000042",
+        raw_serial="1760000000012",
+        raw_chassis="1820000000042",
     )
     assert (second.uuid, second.serial, second.minor) == ("GPU-2", "1760000000012", 1)
-    assert (third.serial, third.chassis, third.said_chassis, third.is_mig) == (None, None, "N/A", True)
+    assert (third.serial, third.chassis, third.raw_chassis, third.is_mig) == (None, None, "N/A", True)
     assert lost == Gpu(3)
     assert driver.opened == 0
 
@@ -80,7 +80,7 @@ def test_a_name_that_is_no_text_is_not_known_and_the_rest_is(library: Any) -> No
 
 
 def test_a_driver_that_is_not_loaded(library: Any) -> None:
-    with pytest.raises(UnreadableSmiError, match="NVML cannot be used: Driver Not Loaded"):
+    with pytest.raises(UnreadableSmiError, match="NVML cannot be initialized: Driver Not Loaded"):
         by_nvml(library(Driver(TRAY, works=False)))
 
 
@@ -92,7 +92,7 @@ def test_the_library_is_asked_first_and_the_program_where_it_fails(library: Any,
     library(Driver(TRAY, works=False))
     assert [one.uuid for one in local_gpus().gpus] == [one.uuid for one in gb200_tray()]
     stand_in.unlink()
-    with pytest.raises(UnreadableSmiError, match=r"NVML cannot be used: .*; there is no nvidia-smi here"):
+    with pytest.raises(UnreadableSmiError, match=r"NVML cannot be initialized: .*; there is no nvidia-smi here"):
         local_gpus()
 
 

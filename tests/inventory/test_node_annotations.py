@@ -70,19 +70,19 @@ def test_a_label_said_twice_is_one_label() -> None:
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        pytest.param("", "what is in the base64 is not JSON", id="empty"),
+        pytest.param("", "the decoded content is not JSON", id="empty"),
         pytest.param("{}", "it is not base64", id="plain JSON"),
         pytest.param("e30", "it is not base64", id="cut off"),
         pytest.param("schön", "it is not base64", id="not ASCII"),
-        pytest.param("/w==", "what is in the base64 is not JSON", id="not UTF-8"),
-        pytest.param(encoded('{"GPU-1": ['), "what is in the base64 is not JSON", id="half a JSON"),
-        pytest.param(encoded("[" * 100_000), "what is in the base64 is not JSON", id="nested without end"),
-        pytest.param(encoded([]), "the JSON is no object, GPU UUID to a list of labels", id="a list"),
-        pytest.param(encoded("null"), "the JSON is no object, GPU UUID to a list of labels", id="null"),
-        pytest.param(encoded('{"GPU-1": [], "GPU-1": ["a"]}'), "'GPU-1' stands there twice", id="twice"),
-        pytest.param(encoded({"GPU-1": {"a": 1}}), "'GPU-1': its labels are no list", id="labels as an object"),
-        pytest.param(encoded({"GPU-1": None}), "'GPU-1': its labels are no list", id="labels left out"),
-        pytest.param(encoded({"GPU-1": [5]}), "'GPU-1': 5 is no text", id="a number for a label"),
+        pytest.param("/w==", "the decoded content is not JSON", id="not UTF-8"),
+        pytest.param(encoded('{"GPU-1": ['), "the decoded content is not JSON", id="half a JSON"),
+        pytest.param(encoded("[" * 100_000), "the decoded content is not JSON", id="nested without end"),
+        pytest.param(encoded([]), "the JSON is not an object from GPU UUID to a list of labels", id="a list"),
+        pytest.param(encoded("null"), "the JSON is not an object from GPU UUID to a list of labels", id="null"),
+        pytest.param(encoded('{"GPU-1": [], "GPU-1": ["a"]}'), "'GPU-1' is listed twice", id="twice"),
+        pytest.param(encoded({"GPU-1": {"a": 1}}), "'GPU-1': its labels are not a list", id="labels as an object"),
+        pytest.param(encoded({"GPU-1": None}), "'GPU-1': its labels are not a list", id="labels left out"),
+        pytest.param(encoded({"GPU-1": [5]}), "'GPU-1': 5 is not a string", id="a number for a label"),
         pytest.param(
             encoded({"GPU-1": [""]}),
             "'GPU-1': label '' is empty, longer than 320 or not printable",
@@ -103,21 +103,21 @@ def test_a_mistake_is_named(text: str, mistake: str) -> None:
 def test_what_is_no_uuid_of_a_gpu_is_left_out_and_named(name: str) -> None:
     found = devices_in(encoded({"GPU-1": [], name: []}))
     assert found.devices == (Device(DeviceUuid("GPU-1")),)
-    assert found.left_out == (name,)
-    assert found.complaint.endswith(": no UUID of a GPU")
+    assert found.ignored == (name,)
+    assert found.ignored_message.endswith(": not a GPU UUID")
 
 
 def test_very_many_left_out_are_counted() -> None:
     found = devices_in(encoded({f"gpu-{k}": [] for k in range(100)}))
     assert found.devices == ()
-    assert found.complaint.endswith("'gpu-9' and 90 more: no UUID of a GPU")
+    assert found.ignored_message.endswith("'gpu-9' and 90 more: not a GPU UUID")
 
 
 def test_all_mistakes_are_named_at_once() -> None:
     assert mistakes(encoded({"GPU-2": [5, "x" * 321], "GPU-3": 0})) == (
-        "'GPU-2': 5 is no text",
+        "'GPU-2': 5 is not a string",
         f"'GPU-2': label '{'x' * 59}… is empty, longer than 320 or not printable",
-        "'GPU-3': its labels are no list",
+        "'GPU-3': its labels are not a list",
     )
 
 

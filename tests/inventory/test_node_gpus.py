@@ -40,7 +40,7 @@ def test_a_time_that_no_calendar_has_is_unreadable(time: str) -> None:
 
 
 def test_a_uuid_that_names_two_is_unreadable() -> None:
-    with pytest.raises(UnreadableDevicesError, match="'GPU-0' stands there twice"):
+    with pytest.raises(UnreadableDevicesError, match="'GPU-0' is listed twice"):
         gpus_in(text(*({"index": index, "uuid": uuid} for index, uuid in enumerate(["GPU-0", "GPU-1", "GPU-0"]))))
 
 
@@ -48,7 +48,7 @@ def test_a_uuid_that_names_two_is_unreadable() -> None:
 def test_a_uuid_that_is_none_of_a_gpu_is_left_out(uuid: str) -> None:
     found = devices_read(gpus_in(text({"index": 0, "uuid": "GPU-0"}, {"index": 1, "uuid": uuid})))
     assert [one.uuid for one in found.devices] == ["GPU-0"]
-    assert found.left_out == (uuid,)
+    assert found.ignored == (uuid,)
 
 
 def test_devices_without_a_uuid_are_not_the_same_one() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.export.smi import Card, dead, document, gb200_tray, h100_host, uuid_of, with_mig
 from webhook.inventory import nvidia_smi
-from webhook.inventory.nvidia_smi import Gpu, Smi, UnreadableSmiError, parse
+from webhook.inventory.nvidia_smi import Gpu, SmiReport, UnreadableSmiError, parse
 
 ROOT = Path(__file__).parents[2]
 ENTITIES = b"".join(b'<!ENTITY a%d "%s">' % (k, b"&a%d;" % (k - 1) * 10) for k in range(1, 10))
@@ -30,8 +30,8 @@ def test_a_gpu_with_all_its_neighbours() -> None:
         model="NVIDIA H100 80GB HBM3",
         memory="81559Mi",
         module="4",
-        said_serial="1320000000005",
-        said_chassis="N/A",
+        raw_serial="1320000000005",
+        raw_chassis="N/A",
     )
 
 
@@ -56,7 +56,7 @@ def test_a_gpu_in_mig_mode_is_itself_and_not_its_instances() -> None:
 
 def test_of_a_dead_gpu_nothing_is_known_but_where_it_was() -> None:
     (found,) = parse(document([dead(h100_host()[0])])).gpus
-    assert found == Gpu(index=0, pci="00000000:10:00.0", module="1", said_serial="N/A", said_chassis="N/A")
+    assert found == Gpu(index=0, pci="00000000:10:00.0", module="1", raw_serial="N/A", raw_chassis="N/A")
 
 
 @pytest.mark.defect("S2-1")
@@ -66,38 +66,38 @@ def test_a_gpu_without_a_platform_is_one_without_a_chassis() -> None:
 
 
 def test_a_host_without_gpus() -> None:
-    assert parse(document([])) == Smi((), "580.10.01")
+    assert parse(document([])) == SmiReport((), "580.10.01")
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        pytest.param(b"", "there is nothing", id="nothing"),
-        pytest.param(b"NVIDIA-SMI has failed\n", "it is no XML: 'NVIDIA-SMI has failed'", id="a-complaint"),
+        pytest.param(b"", "it is empty", id="empty"),
+        pytest.param(b"NVIDIA-SMI has failed\n", "it is not XML: 'NVIDIA-SMI has failed'", id="a-complaint"),
         pytest.param(document(h100_host())[:9000], "it ends in the middle", id="truncated"),
         pytest.param(document(h100_host())[:-20], "it ends in the middle", id="truncated-at-the-end"),
-        pytest.param(b"<html/>", "its root is 'html', not nvidia_smi_log", id="another-root"),
-        pytest.param(b"<nvidia_smi_log/><gpu/>", "it is no XML: junk after document element", id="two-roots"),
+        pytest.param(b"<html/>", "its root element is 'html', not nvidia_smi_log", id="another-root"),
+        pytest.param(b"<nvidia_smi_log/><gpu/>", "it is not XML: junk after document element", id="two-roots"),
         pytest.param(b"<nvidia_smi_log>" + b"<a/>" * 600_000, "it has more than 200000 tags", id="many-tags"),
         pytest.param(
             b"<!DOCTYPE nvidia_smi_log [" + ENTITIES + b"]><nvidia_smi_log>&a9;</nvidia_smi_log>",
-            "it declares things of its own",
+            "it contains its own declarations",
             id="an-entity-bomb",
         ),
         pytest.param(
             b'<!DOCTYPE nvidia_smi_log [<!ENTITY f SYSTEM "file:///etc/passwd">]><nvidia_smi_log>&f;</nvidia_smi_log>',
-            "it declares things of its own",
+            "it contains its own declarations",
             id="a-file-of-ours",
         ),
         pytest.param(
             b'<!DOCTYPE a SYSTEM "x.dtd"><nvidia_smi_log><gpu><serial>1&x;2</serial></gpu></nvidia_smi_log>',
-            "it is no XML: undefined entity",
+            "it is not XML: undefined entity",
             id="an-entity-of-the-dtd",
         ),
         pytest.param(b'<?xml version="1.0" encoding="klingon"?><a/>', "it is in an encoding", id="an-encoding"),
         pytest.param(
             b'<?xml version="1.0" encoding="mac_arabic"?><nvidia_smi_log><a><b/>\xbc/a\xbe</nvidia_smi_log>',
-            "it is no XML: unknown encoding",
+            "it is not XML: unknown encoding",
             id="an-encoding-with-two-signs-for-a-tag",
         ),
         pytest.param(
@@ -105,7 +105,7 @@ def test_a_host_without_gpus() -> None:
             "it describes more than 1024 GPUs",
             id="too-many",
         ),
-        pytest.param(b"\x00\xff\xfe", "it is no XML", id="bytes"),
+        pytest.param(b"\x00\xff\xfe", "it is not XML", id="bytes"),
     ],
 )
 def test_what_is_no_list_of_gpus_is_refused_with_the_reason(content: bytes, reason: str) -> None:
@@ -124,12 +124,12 @@ def test_more_than_8_mib_are_refused_unread() -> None:
 def test_defaults_of_attributes_are_refused(dtd: bytes) -> None:
     """Each element that leaves it out would have a copy of its own."""
     declared = b"<!DOCTYPE r " + dtd + b'[<!ATTLIST a x CDATA "' + b"A" * 100_000 + b'">]>'
-    with pytest.raises(UnreadableSmiError, match=r"^it declares things of its own$"):
+    with pytest.raises(UnreadableSmiError, match=r"^it contains its own declarations$"):
         parse(declared + b"<nvidia_smi_log>" + b"<a/>" * 100 + b"</nvidia_smi_log>")
 
 
 def test_a_dtd_that_is_only_named_is_passed_over() -> None:
-    assert parse(b'<!DOCTYPE nvidia_smi_log SYSTEM "http://127.0.0.1:9/x.dtd"><nvidia_smi_log/>') == Smi(())
+    assert parse(b'<!DOCTYPE nvidia_smi_log SYSTEM "http://127.0.0.1:9/x.dtd"><nvidia_smi_log/>') == SmiReport(())
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
@@ -175,7 +175,7 @@ def test_no_text_takes_more_memory_than_a_pod_has(content: bytes) -> None:
 
 def test_a_deep_text_harms_nobody() -> None:
     deep = 99_000
-    assert parse(b"<nvidia_smi_log>" + b"<a>" * deep + b"</a>" * deep + b"</nvidia_smi_log>") == Smi(())
+    assert parse(b"<nvidia_smi_log>" + b"<a>" * deep + b"</a>" * deep + b"</nvidia_smi_log>") == SmiReport(())
 
 
 def test_a_text_that_is_no_name_is_left_out() -> None:
@@ -206,17 +206,19 @@ def in_a_gpu(text: str) -> bytes:
     ],
 )
 def test_what_a_section_holds_that_nobody_reads_is_not_the_gpus(text: str) -> None:
-    assert parse(in_a_gpu(text)) == Smi((Gpu(index=0, serial="1", said_serial="1", uuid="GPU-1"),))
+    assert parse(in_a_gpu(text)) == SmiReport((Gpu(index=0, serial="1", raw_serial="1", uuid="GPU-1"),))
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        pytest.param("<clocks><a></clocks>", "it is no XML: mismatched tag at line 1", id="open"),
-        pytest.param("<clocks>\n<a>1 < 2</a></clocks>", "it is no XML: not well-formed", id="a-sign"),
-        pytest.param("<clocks><a b='1' b='2'/></clocks>", "it is no XML: duplicate attribute", id="an-attribute-twice"),
-        pytest.param("<clocks><a:b/></clocks>", "it is no XML: unbound prefix", id="a-prefix"),
-        pytest.param("<clocks>\n<a>&x;</a></clocks>", "it is no XML: undefined entity at line 2", id="an-entity"),
+        pytest.param("<clocks><a></clocks>", "it is not XML: mismatched tag at line 1", id="open"),
+        pytest.param("<clocks>\n<a>1 < 2</a></clocks>", "it is not XML: not well-formed", id="a-sign"),
+        pytest.param(
+            "<clocks><a b='1' b='2'/></clocks>", "it is not XML: duplicate attribute", id="an-attribute-twice"
+        ),
+        pytest.param("<clocks><a:b/></clocks>", "it is not XML: unbound prefix", id="a-prefix"),
+        pytest.param("<clocks>\n<a>&x;</a></clocks>", "it is not XML: undefined entity at line 2", id="an-entity"),
     ],
 )
 @pytest.mark.parametrize("dtd", ["", '<!DOCTYPE nvidia_smi_log SYSTEM "x.dtd">'], ids=["alone", "with-a-dtd"])
@@ -229,7 +231,7 @@ def test_what_is_no_xml_is_refused_in_sections_that_nobody_reads(dtd: str, text:
 def test_of_several_elements_of_a_name_the_first_counts_whatever_it_holds() -> None:
     doubled = "<{0}> <a><b/></a></{0}><{0}>1</{0}>".format
     log = f"<nvidia_smi_log>{doubled('driver_version')}<gpu>{doubled('serial')}</gpu></nvidia_smi_log>"
-    assert parse(log.encode()) == Smi((Gpu(index=0),))
+    assert parse(log.encode()) == SmiReport((Gpu(index=0),))
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
@@ -264,7 +266,7 @@ ELEMENTS = st.recursive(
 DAMAGE = st.sampled_from(("", "<!--</a>-->", "<![CDATA[</a>]]>", "<?a </a>?>", "&gone;", "<a>", "</a>", "<"))
 
 
-def outcome(content: bytes) -> Smi | str:
+def outcome(content: bytes) -> SmiReport | str:
     try:
         return parse(content)
     except UnreadableSmiError as exc:

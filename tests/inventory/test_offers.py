@@ -6,7 +6,7 @@ from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
-from webhook.inventory.offers import AT_A_TIME, Offers
+from webhook.inventory.offers import BATCH_SIZE, Offers
 
 
 class Scene:
@@ -107,11 +107,11 @@ async def test_an_object_that_the_ledger_has_not_begun_is_left_alone() -> None:
 
 
 async def test_many_changes_leave_others_their_turn() -> None:
-    scene = Scene(*(f"n{number}" for number in range(2 * AT_A_TIME + 1)))
+    scene = Scene(*(f"n{number}" for number in range(2 * BATCH_SIZE + 1)))
     await scene.steps(1)
-    assert scene.writes == AT_A_TIME
+    assert scene.writes == BATCH_SIZE
     await scene.steps(2)
-    assert scene.writes == 2 * AT_A_TIME + 1
+    assert scene.writes == 2 * BATCH_SIZE + 1
 
 
 async def test_a_gpu_node_without_a_node_is_offered_by_nobody() -> None:

@@ -38,7 +38,7 @@ from webhook.core.reservation import (
 from webhook.core.verdict import Deny
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.kube.store import RefusedError, StoreUnavailableError
-from webhook.ledger.cluster import BACKOFF, PATIENCE, ClusterLedger, PodReader, PodReaderUnavailableError
+from webhook.ledger.cluster import BACKOFF, DEFAULT_TIMEOUT, ClusterLedger, PodReader, PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.moves import Times
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
@@ -90,7 +90,7 @@ class Pods:
             raise PodReaderUnavailableError("away")
         return [one for one in map(ReservedPod.of, self.raws.values()) if one is not None]
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         self.looks += 1
         await asyncio.sleep(0)
         await self.may_answer.wait()
@@ -98,7 +98,7 @@ class Pods:
             raise PodReaderUnavailableError("away")
         return PodSnapshot.of(self.raws[pod.uid]) if pod.uid in self.uids else None
 
-    async def node(self, name: str) -> NodeSnapshot | None:
+    async def read_node(self, name: str) -> NodeSnapshot | None:
         await asyncio.sleep(0)
         if self.is_away:
             raise PodReaderUnavailableError("away")
@@ -142,7 +142,7 @@ class ClusterBench:
 
     async def given_up(self) -> Collection[Reservation]:
         """By who has watched pods all the time."""
-        return await self.ledger.collect(self.now, never_came=lambda _: True)
+        return await self.ledger.collect(self.now, was_never_created=lambda _: True)
 
     def held(self, node: str = "node-a") -> dict[str, Any]:
         held: dict[str, Any] = self.store.objects[node]["status"]["held"]
@@ -466,7 +466,7 @@ async def test_what_nobody_could_decide_to_the_end_is_given_up_by_the_next_who_l
     await asyncio.gather(looking, return_exceptions=True)
     bench.pods.may_answer.set()
     assert [one.id for one in await bench.given_up()] == ["r2"]
-    bench.now += PATIENCE + CLOCK_SKEW
+    bench.now += DEFAULT_TIMEOUT + CLOCK_SKEW
     assert [one.id for one in await bench.given_up()] == ["r1"]
 
 
@@ -885,7 +885,7 @@ async def test_what_a_node_cannot_keep_is_told_once_until_it_can(bench: ClusterB
         with pytest.raises(PlacementRefusedError):
             await bench.reserve(ask(6), on("node-a", "GPU-a1"))
     told = [one for one in logs if one["log_level"] == "error"]
-    assert [(one["event"], one["problem"]) for one in told] == [("the store refused a move", "not this one")] * 2
+    assert [(one["event"], one["problem"]) for one in told] == [("write refused by the API server", "not this one")] * 2
 
 
 class OddStore(SlowStore):

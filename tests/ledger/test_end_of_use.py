@@ -14,8 +14,8 @@ from webhook.ledger.end_of_use import (
     OrphanObservation,
     OrphanTimes,
     PodHistories,
-    grace_in,
-    use_in,
+    container_use_in,
+    longest_grace_in,
 )
 from webhook.runtime.clock import LONG_AGO
 
@@ -90,7 +90,7 @@ def on_node(said: Any = None, *, grace: int | None = 30, deleted: int | None = N
     ],
 )
 def test_what_an_object_says_of_its_containers(raw: Raw, use: ContainerUse) -> None:
-    assert use_in(raw) is use
+    assert container_use_in(raw) is use
 
 
 @pytest.mark.parametrize(
@@ -116,11 +116,11 @@ def test_what_an_object_says_of_its_containers(raw: Raw, use: ContainerUse) -> N
     ],
 )
 def test_the_longest_grace_period_that_an_object_names(raw: Raw, longest: int) -> None:
-    assert grace_in(raw) == seconds(longest)
+    assert longest_grace_in(raw) == seconds(longest)
 
 
 def test_a_grace_period_that_cannot_be_read_is_not_known() -> None:
-    assert grace_in(on_node(grace="soon")) is None  # type: ignore[arg-type]
+    assert longest_grace_in(on_node(grace="soon")) is None  # type: ignore[arg-type]
 
 
 MAX_GRACE = timedelta(hours=1)
@@ -135,7 +135,7 @@ def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]
         histories.listed({"u": versions[0]})
     for raw in versions[is_listed:-1]:
         histories.seen("u", raw)
-    went = histories.departed("u", versions[-1], NOW)
+    went = histories.deleted("u", versions[-1], NOW)
     return went.is_over, OrphanTimes(max_grace=MAX_GRACE).grace(went.grace)
 
 
@@ -205,8 +205,8 @@ NOT_READY = NodeSnapshot("boot-1")
 
 def watched(*looks: tuple[float, NodeSnapshot | None]) -> OrphanObservation:
     found = None
-    for after, sight in looks:
-        found = OrphanObservation.after(found, sight, NOW + seconds(after))
+    for after, node in looks:
+        found = OrphanObservation.after(found, node, NOW + seconds(after))
     assert found is not None
     return found
 
@@ -242,7 +242,7 @@ def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("raw", "sight"),
+    ("raw", "node"),
     [
         ({}, NodeSnapshot()),
         (
@@ -265,5 +265,5 @@ def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
         ),
     ],
 )
-def test_what_a_node_says_of_itself(raw: Raw, sight: NodeSnapshot) -> None:
-    assert NodeSnapshot.of(raw) == sight
+def test_what_a_node_says_of_itself(raw: Raw, node: NodeSnapshot) -> None:
+    assert NodeSnapshot.of(raw) == node

@@ -194,7 +194,7 @@ class Protocol(RuleBasedStateMachine):
     def reconcile(self, which: int) -> None:
         """What a leader does on a complete view: confirm what exists, release what does not, expire what never came."""
         ledger = self.replicas[which].ledger
-        self.run(ledger.collect(self.true_now + self.skews[which], never_came=lambda _: True))
+        self.run(ledger.collect(self.true_now + self.skews[which], was_never_created=lambda _: True))
         for one in list(ledger.reservations()):
             if one.uid is None:
                 self.run(ledger.expire(one))
@@ -272,7 +272,7 @@ class Protocol(RuleBasedStateMachine):
         last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]
         last.watch.catch_up()
         now = self.true_now + self.skews[0]
-        self.run(last.ledger.collect(now, never_came=lambda _: True))
+        self.run(last.ledger.collect(now, was_never_created=lambda _: True))
         busy = {slot for one in self.existing.values() if one.placement for slot in one.placement.slots}
         final = {
             slot

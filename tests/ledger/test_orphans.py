@@ -22,11 +22,11 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.evidence.jwt.end_reports import EndReports, mark_of
+from webhook.evidence.jwt.end_reports import EndReports, uid_digest
 from webhook.kube.gpu_node import GpuNode
-from webhook.ledger.cluster import PATIENCE as AGAIN
+from webhook.ledger.cluster import DEFAULT_TIMEOUT as AGAIN
 from webhook.ledger.end_of_use import NodeSnapshot
-from webhook.ledger.orphans import PAUSE
+from webhook.ledger.orphans import CHECK_INTERVAL
 from webhook.ledger.reconcile import Reconciler
 
 GRACE = timedelta(seconds=600)
@@ -219,7 +219,7 @@ async def test_more_than_the_limit_is_waited_for_on_a_node_that_is_gone(old: Sce
     old.bench.pods.nodes["node-a"] = None
     assert await after(old, timedelta(0))
     assert await after(old, OLD + MARGIN - timedelta(seconds=1))
-    assert await after(old, PAUSE) == {}
+    assert await after(old, CHECK_INTERVAL) == {}
 
 
 async def test_what_an_older_replica_has_left_out_is_not_known(stored: Scene) -> None:
@@ -244,9 +244,9 @@ async def test_while_the_kubelet_is_away_nothing_ends(scene: Scene) -> None:
     scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-1")
     assert await after(scene, 10 * MAX_GRACE)
     scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-1", is_ready=True, ready_since=scene.bench.now)
-    assert await after(scene, PAUSE)
+    assert await after(scene, CHECK_INTERVAL)
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
 async def test_while_nobody_can_say_how_the_node_is_nothing_ends(scene: Scene) -> None:
@@ -254,21 +254,21 @@ async def test_while_nobody_can_say_how_the_node_is_nothing_ends(scene: Scene) -
     scene.bench.pods.is_away = True
     assert await after(scene, 10 * MAX_GRACE)
     scene.bench.pods.is_away = False
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
 async def test_a_node_that_was_started_anew_has_nothing_left(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-2")
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
 async def test_of_a_node_that_is_gone_nothing_is_held_for_ever(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.nodes["node-a"] = None
-    assert await after(scene, PAUSE)
+    assert await after(scene, CHECK_INTERVAL)
     assert await after(scene, MAX_GRACE + MARGIN - timedelta(seconds=1))
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
 async def test_a_pod_that_failed_for_the_collector_is_an_orphan_though_it_is_still_there(scene: Scene) -> None:
@@ -277,9 +277,9 @@ async def test_a_pod_that_failed_for_the_collector_is_an_orphan_though_it_is_sti
     scene.show(lost)
     assert await after(scene, timedelta(0))
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
     for _ in range(3):
-        assert await after(scene, PAUSE) == {}
+        assert await after(scene, CHECK_INTERVAL) == {}
 
 
 async def test_an_orphan_whose_pod_is_shown_to_have_ended_after_all_is_free_at_once(scene: Scene) -> None:
@@ -299,7 +299,7 @@ async def test_a_later_deletion_with_more_grace_is_waited_for(scene: Scene) -> N
     scene.reconciler.deleted(running(status=lost, deleted=0))
     await scene.reconciler.step()
     assert await after(scene, timedelta(seconds=1000) + MARGIN - timedelta(seconds=1))
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
 async def test_a_pod_that_came_ran_and_went_between_two_passes_is_an_orphan() -> None:
@@ -385,7 +385,7 @@ async def test_what_was_promised_counts_no_more_when_its_pod_is_seen_or_has_neve
     await ledger.collect(scene.bench.now)
     assert ledger.orphaned.gpus_in("ml") == 1
     scene.bench.now += AGAIN + CLOCK_SKEW
-    await ledger.collect(scene.bench.now, never_came=lambda _: True)
+    await ledger.collect(scene.bench.now, was_never_created=lambda _: True)
     assert ledger.orphaned.gpus_in("ml") == 0
 
 
@@ -432,7 +432,7 @@ async def test_a_pod_that_was_taken_for_gone_and_fails_later_is_waited_for_from_
         assert await after(scene, timedelta(0), other)
     assert scene.bench.store.writes == writes + 1
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
-    assert await after(scene, PAUSE, other) == {}
+    assert await after(scene, CHECK_INTERVAL, other) == {}
 
 
 async def test_one_that_is_behind_takes_no_orphan_for_a_living_pod(scene: Scene) -> None:
@@ -465,7 +465,7 @@ async def test_an_orphan_of_which_more_is_known_by_now_is_not_released_by_one_th
     (stale,) = behind.ledger.reservations()
     assert stale.orphan is not None
     longer = type(stale.orphan)(scene.bench.now, 2 * GRACE)
-    await scene.bench.ledger.abandon(R1, POD, longer, node="node-a", since=stale.since)
+    await scene.bench.ledger.mark_orphaned(R1, POD, longer, node="node-a", since=stale.since)
     assert not await behind.ledger.release_orphan(stale)
     assert scene.bench.held()["GPU-a0/0"]["grace"] == 1200
 
@@ -517,34 +517,34 @@ EARLY = 2 * CLOCK_SKEW
 async def test_an_orphan_is_released_at_once_when_its_node_says_that_nothing_uses_it(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
-    assert reports(scene).marks("node-a", scene.bench.now) == [mark_of(UID)]
+    assert reports(scene).digests("node-a", scene.bench.now) == [uid_digest(UID)]
     await reports(scene).take("node-a", [UID], scene.bench.now)
     assert scene.bench.held()["GPU-a0/0"]["unusedAt"]
-    assert reports(scene).marks("node-a", scene.bench.now) == []
+    assert reports(scene).digests("node-a", scene.bench.now) == []
     assert await after(scene, timedelta(0)) == {}
     assert scene.heard.told[-1] == ("node-a", Reason.ORPHAN_ENDED)
-    assert "its node says that nothing uses it" in scene.heard.messages[-1]
+    assert "its node reports that nothing uses it" in scene.heard.messages[-1]
 
 
 async def test_the_word_of_a_node_frees_nothing_of_another_node(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
-    assert reports(scene).marks("node-b", scene.bench.now) == []
+    assert reports(scene).digests("node-b", scene.bench.now) == []
     await reports(scene).take("node-b", [UID], scene.bench.now)
-    assert await after(scene, PAUSE)
+    assert await after(scene, CHECK_INTERVAL)
 
 
 async def test_the_word_of_a_node_frees_only_the_pods_that_it_names(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
-    await reports(scene).take("node-a", ["another", mark_of(UID), ""], scene.bench.now)
-    assert await after(scene, PAUSE)
+    await reports(scene).take("node-a", ["another", uid_digest(UID), ""], scene.bench.now)
+    assert await after(scene, CHECK_INTERVAL)
 
 
 async def test_the_word_of_a_node_about_a_pod_that_is_no_orphan_changes_nothing(scene: Scene) -> None:
     before = scene.bench.held()
     await reports(scene).take("node-a", [UID], scene.bench.now + timedelta(days=1))
-    assert await after(scene, PAUSE) == before
+    assert await after(scene, CHECK_INTERVAL) == before
 
 
 async def test_a_question_that_may_be_older_than_the_orphan_is_not_asked_and_its_answer_does_not_count(
@@ -552,11 +552,11 @@ async def test_a_question_that_may_be_older_than_the_orphan_is_not_asked_and_its
 ) -> None:
     await gone_by_force(scene)
     asked = scene.bench.now + EARLY
-    assert reports(scene).marks("node-a", asked) == []
+    assert reports(scene).digests("node-a", asked) == []
     await reports(scene).take("node-a", [UID], asked)
     (held,) = scene.bench.replica.ledger.orphans_on("node-a")
     assert not await scene.bench.replica.ledger.mark_unused(held, asked)
-    assert await after(scene, PAUSE)
+    assert await after(scene, CHECK_INTERVAL)
 
 
 async def test_a_node_has_to_say_it_again_when_the_pod_is_orphaned_anew(scene: Scene) -> None:
@@ -565,10 +565,10 @@ async def test_a_node_has_to_say_it_again_when_the_pod_is_orphaned_anew(scene: S
     await reports(scene).take("node-a", [UID], scene.bench.now)
     (held,) = scene.bench.replica.ledger.reservations()
     later = Orphan(scene.bench.now + timedelta(seconds=1), GRACE)
-    await scene.bench.ledger.abandon(R1, POD, later, node="node-a", since=held.since)
-    assert await after(scene, PAUSE)
+    await scene.bench.ledger.mark_orphaned(R1, POD, later, node="node-a", since=held.since)
+    assert await after(scene, CHECK_INTERVAL)
     scene.bench.now += EARLY
-    assert reports(scene).marks("node-a", scene.bench.now) == [mark_of(UID)]
+    assert reports(scene).digests("node-a", scene.bench.now) == [uid_digest(UID)]
 
 
 class Away:
@@ -590,4 +590,4 @@ async def test_what_cannot_be_written_down_is_asked_again(scene: Scene) -> None:
     (held,) = scene.bench.ledger.orphans_on("node-a")
     asking = EndReports(Away(held), CLOCK_SKEW)
     await asking.take("node-a", [UID], scene.bench.now)
-    assert asking.marks("node-a", scene.bench.now) == [mark_of(UID)]
+    assert asking.digests("node-a", scene.bench.now) == [uid_digest(UID)]

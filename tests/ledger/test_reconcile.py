@@ -17,7 +17,7 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, ReservationId, ReservationRequest
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import OrphanTimes
-from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, BindDeadline, OnBindDeadline, Reconciler
+from webhook.ledger.reconcile import MAX_BINDING_DURATION, RECHECK_DELAY, BindDeadline, OnBindDeadline, Reconciler
 from webhook.ledger.reserved_pod import PodSnapshot
 
 BIND_DEADLINE = timedelta(minutes=5)
@@ -250,14 +250,14 @@ async def test_a_pod_that_was_bound_in_time_is_not_removed_though_the_watch_is_b
 
 async def test_a_pod_that_is_bound_as_it_is_looked_at_stays(scene: Scene) -> None:
     await confirmed(scene, **OWNED, resourceVersion="1")
-    look = scene.bench.pods.look
+    look = scene.bench.pods.read_pod
 
     async def look_and_bind(pod: PodIdentity) -> PodSnapshot | None:
         seen = await look(pod)
         scene.bench.pods.raws[pod.uid] = {**raw_pod(**OWNED, resourceVersion="2"), "spec": ON_NODE}
         return seen
 
-    scene.bench.pods.look = look_and_bind  # type: ignore[method-assign]
+    scene.bench.pods.read_pod = look_and_bind  # type: ignore[method-assign]
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
@@ -280,7 +280,7 @@ async def test_a_pod_that_is_not_as_the_watch_says_is_looked_at_now_and_then(sce
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
     scene.bench.pods.raws[POD.uid] = raw_pod(**OWNED)
-    scene.bench.now += PATIENCE - timedelta(seconds=1)
+    scene.bench.now += RECHECK_DELAY - timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     scene.bench.now += timedelta(seconds=1)
@@ -293,13 +293,13 @@ async def test_a_bare_pod_that_is_not_bound_in_time_stays_and_holds_nothing_once
 ) -> None:
     await confirmed(scene)
     # As the clocks may differ, the door may have let one through so much later than is thought here.
-    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW - timedelta(seconds=1)
+    scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW - timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
     scene.bench.now += timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.bench.held() == {}
-    scene.bench.now += 2 * PATIENCE
+    scene.bench.now += 2 * RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     assert scene.bench.held() == {}
@@ -309,7 +309,7 @@ async def test_an_owned_pod_stays_where_nothing_is_to_be_removed(scene: Scene) -
     await confirmed(scene, **OWNED)
     keeping = scene.another(scene.bench.ledger, OnBindDeadline.KEEP)
     keeping.replaced({"ml/pod-1": raw_pod(**OWNED)})
-    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW
+    scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW
     await keeping.step()
     assert scene.bench.held() == {}
     assert scene.bench.pods.removed == []
@@ -318,7 +318,7 @@ async def test_an_owned_pod_stays_where_nothing_is_to_be_removed(scene: Scene) -
 async def test_nothing_is_given_up_while_the_pod_could_be_bound_without_a_review(scene: Scene) -> None:
     await confirmed(scene)
     scene.open.add(POD.uid)
-    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW
+    scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
     scene.open.clear()
@@ -346,7 +346,7 @@ async def test_a_pod_that_could_be_bound_for_ever_holds_its_devices_until_it_is_
 async def test_a_pod_that_was_bound_at_last_keeps_its_devices_though_the_watch_is_behind(scene: Scene) -> None:
     await confirmed(scene)
     scene.bench.pods.raws[POD.uid] = {**raw_pod(), "spec": ON_NODE}
-    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW
+    scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
 
@@ -389,7 +389,7 @@ async def test_a_pod_that_comes_too_late_is_removed_by_uid_and_frees_nobody_else
     scene.show(raw_pod(**OWNED))
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
@@ -401,7 +401,7 @@ async def test_a_bare_pod_that_comes_too_late_stays_to_say_why(scene: Scene) -> 
     await taken_by_another(scene)
     scene.show(raw_pod())
     await scene.reconciler.step()
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
@@ -412,7 +412,7 @@ async def test_a_pod_that_is_on_a_node_with_anothers_devices_is_removed_before_i
     await taken_by_another(scene)
     scene.show({**raw_pod(), "spec": ON_NODE})
     await scene.reconciler.step()
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
 
@@ -445,7 +445,7 @@ async def test_a_pod_without_its_devices_is_not_removed_by_a_watch_that_is_behin
     scene.show({**raw_pod(**OWNED), **told})
     await scene.reconciler.step()
     scene.bench.pods.raws[POD.uid] = {**raw_pod(**living, **OWNED), "spec": ON_NODE}
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
 
@@ -455,7 +455,7 @@ async def test_a_running_pod_is_told_of_and_never_killed(scene: Scene) -> None:
     await taken_by_another(scene)
     scene.show({**raw_pod(phase="Running"), "spec": ON_NODE})
     await scene.reconciler.step()
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
@@ -495,7 +495,7 @@ async def test_without_its_annotations_a_pod_that_has_ended_holds_nothing(scene:
     scene.show(bare())
     await scene.reconciler.step()
     scene.show({**bare(), "status": ended()})
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.held() == {}
 
@@ -584,7 +584,7 @@ async def test_a_pod_on_its_node_that_names_what_it_does_not_have_keeps_what_it_
     scene.show({**raw, "spec": ON_NODE})
     for _ in range(3):
         await scene.reconciler.step()
-        scene.bench.now += PATIENCE
+        scene.bench.now += RECHECK_DELAY
     assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r1"
 
 
@@ -698,10 +698,10 @@ async def test_a_hold_that_was_dropped_by_hand_is_there_again(scene: Scene) -> N
 class OddPods(Pods):
     """One of them is nothing that anybody foresaw."""
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         if pod.uid == "uid-odd":
             raise KeyError("metadata")
-        return await super().look(pod)
+        return await super().read_pod(pod)
 
 
 async def test_one_pod_that_nobody_foresaw_stops_nothing_for_the_others(scene: Scene) -> None:
@@ -767,7 +767,7 @@ async def test_what_was_held_on_an_object_that_is_gone_for_good_is_forgotten_wit
 
 async def test_whoever_stands_by_remembers_no_more_than_there_is(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another one acts: its releases are heard of, and its pods' ends."""
-    monkeypatch.setattr("webhook.ledger.reconcile.MANY", 100)
+    monkeypatch.setattr("webhook.ledger.reconcile.MAX_DELETIONS", 100)
     standby = scene.bench.another()
     idle = scene.another(standby.ledger)
     idle.replaced({})
@@ -782,4 +782,4 @@ async def test_whoever_stands_by_remembers_no_more_than_there_is(scene: Scene, m
         standby.watch.catch_up()
         scene.bench.now += timedelta(seconds=1)
     assert idle.deletions <= 200
-    assert standby.ledger.reminders <= 200
+    assert standby.ledger.deadline_entries <= 200

@@ -40,13 +40,13 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.evidence.jwt.end_reports import EndReports, mark_of
+from webhook.evidence.jwt.end_reports import EndReports, uid_digest
 from webhook.kube.gpu_node import FINALIZER
 from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot, OrphanTimes
-from webhook.ledger.orphans import PAUSE as LOOK
+from webhook.ledger.orphans import CHECK_INTERVAL as LOOK
 from webhook.ledger.pods import PodsUnavailableError
-from webhook.ledger.reconcile import PATIENCE, BindDeadline, OnBindDeadline, Reconciler
+from webhook.ledger.reconcile import RECHECK_DELAY, BindDeadline, OnBindDeadline, Reconciler
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import LONG_AGO
@@ -113,7 +113,7 @@ class ApiServer:
 
     # As the door of Bindings asks.
 
-    believes_reviews = False
+    trusts_reviews = False
 
     async def find(self, namespace: str, name: str) -> Pod | None:
         await asyncio.sleep(0)
@@ -126,7 +126,7 @@ class ApiServer:
         found = await self.find(namespace, name)
         return (found and found.meta.uid) or ""
 
-    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
+    async def find_mismatch(self, pod: PodIdentity, held: Reservation) -> str | None:
         return None if await self.uid_of(pod.namespace, pod.name) == pod.uid else "another pod"
 
     def created(self, pod: PodIdentity) -> None:
@@ -144,11 +144,11 @@ class ApiServer:
         raw = self.pods.get((pod.namespace, pod.name))
         return raw if raw is not None and raw["metadata"]["uid"] == pod.uid else None
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         raw = await self._read(pod)
         return None if raw is None else PodSnapshot.of(copy.deepcopy(raw))
 
-    async def node(self, name: str) -> NodeSnapshot | None:
+    async def read_node(self, name: str) -> NodeSnapshot | None:
         await asyncio.sleep(0)
         if self.is_away:
             raise PodReaderUnavailableError("away")
@@ -644,8 +644,8 @@ class World(RuleBasedStateMachine):
         one.hear_of_nodes(of_nodes)
         wanted = {raw["metadata"]["uid"] for raw in self.pods()}
         reports = EndReports(one.ledger, CLOCK_SKEW)
-        marks = reports.marks(node, one.clock())
-        known = [held.uid for held in one.ledger.orphans_on(node) if held.uid and mark_of(held.uid) in marks]
+        marks = reports.digests(node, one.clock())
+        known = [held.uid for held in one.ledger.orphans_on(node) if held.uid and uid_digest(held.uid) in marks]
         ended = [uid for uid in known if uid not in self.containers and uid not in wanted]
         if self.is_alive(node) and ended:
             self.run(reports.take(node, ended, one.clock()))
@@ -731,7 +731,7 @@ class World(RuleBasedStateMachine):
         for node in list(self.dead_since):
             self.start_a_kubelet(node, is_reboot=False)
         for _ in range(6):
-            self.now += BIND_DEADLINE + REQUEST_TIMEOUT + PENDING_DEADLINE + 4 * CLOCK_SKEW + 2 * PATIENCE + LOOK
+            self.now += BIND_DEADLINE + REQUEST_TIMEOUT + PENDING_DEADLINE + 4 * CLOCK_SKEW + 2 * RECHECK_DELAY + LOOK
             self.kill_in_time()
             one.hear_of_pods()
             one.hear_of_nodes()

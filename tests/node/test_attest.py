@@ -24,12 +24,12 @@ from tests.running import GPUWARDEN, Running, refusing, serving
 from tests.web.house import INVENTORY
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt.end_reports import mark_of
+from webhook.evidence.jwt.end_reports import uid_digest
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.jwt.nonce import PREFIX
 from webhook.node.attest import BACKOFF, Attester, EndReporter, NotAttestedError
 from webhook.node.node_pods import NodePods
-from webhook.node.pod_ends import LONGEST_SYNC
+from webhook.node.pod_ends import MAX_SYNC_DURATION
 
 KEY = SigningKey.make()
 NONCE = PREFIX + "A" * 76
@@ -91,7 +91,7 @@ async def test_a_node_is_proven_from_its_socket_to_a_pod(agent: JwtWorkloadApiDo
         await becomes(running, HASH, admitted=False)
         agent.identities = [evidence_id(node="node-b")]
         code, log = await attested(running, agent)
-        assert (code, "there has to be one identity of node-a" in log) == (1, True), log
+        assert (code, "expected exactly one identity for node node-a" in log) == (1, True), log
 
 
 async def test_it_comes_back_at_half_of_a_proof_and_ends_when_it_is_told(
@@ -148,7 +148,7 @@ async def test_no_server_gets_a_token_that_is_good_elsewhere(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, nonce: str
 ) -> None:
     async with endpoint(context(ca), asking(nonce)) as server:
-        with pytest.raises(NotAttestedError, match="good elsewhere"):
+        with pytest.raises(NotAttestedError, match="another audience"):
             await attester(agent, server, ca).attest()
     assert (agent.audiences, len(server.requests)) == ([], 1)
 
@@ -190,7 +190,7 @@ async def test_it_answers_only_with_the_one_identity_of_its_node(
 ) -> None:
     agent.identities = identities
     async with endpoint(context(ca), asking()) as server:
-        with pytest.raises(NotAttestedError, match="one identity of node-a"):
+        with pytest.raises(NotAttestedError, match="exactly one identity for node node-a"):
             await attester(agent, server, ca).attest()
     assert len(server.requests) == 1
 
@@ -248,7 +248,7 @@ class Told:
     """A server that challenges, and keeps what it is told."""
 
     def __init__(self, *uids: str) -> None:
-        self.orphans = [mark_of(uid) for uid in uids]
+        self.orphans = [uid_digest(uid) for uid in uids]
         self.posted: list[dict[str, object]] = []
         self.asked = 0
         self.on_challenge: Callable[[], object] = lambda: None
@@ -390,8 +390,8 @@ async def test_a_server_that_is_away_is_not_logged_as_back_between_two_questions
 
         async def sleep(_: float) -> None:
             nonlocal now
-            now += 2 if now else LONGEST_SYNC.total_seconds()
-            if now > LONGEST_SYNC.total_seconds() + 20:
+            now += 2 if now else MAX_SYNC_DURATION.total_seconds()
+            if now > MAX_SYNC_DURATION.total_seconds() + 20:
                 raise asyncio.CancelledError
 
         with capture_logs() as logs, pytest.raises(asyncio.CancelledError):

@@ -16,7 +16,7 @@ from tests.node_double import (
     NodeDouble,
 )
 from webhook.node.node_pods import NodePods, NodeUnknownError, RemainingContainers
-from webhook.node.pod_ends import APART, KEPT, LONGEST_SYNC, MOST, PodEnds
+from webhook.node.pod_ends import MAX_PODS, MAX_SYNC_DURATION, MIN_INTERVAL, RETENTION, PodEnds
 
 OLD = "uid-old"
 
@@ -34,7 +34,7 @@ def pods_of(node: NodeDouble) -> NodePods:
 
 
 async def seen(node: NodeDouble, uid: str = OLD) -> RemainingContainers | None:
-    return (await pods_of(node).look()).remains.get(uid)
+    return (await pods_of(node).snapshot()).remains.get(uid)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ async def test_ready_sandboxes_are_counted(node: NodeDouble) -> None:
 
 
 async def test_the_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:
-    await pods_of(node).look()
+    await pods_of(node).snapshot()
     assert node.calls == ["List", "ListPodSandbox", "ListContainers"]
 
 
@@ -90,25 +90,25 @@ async def test_the_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None
 async def test_an_error_is_no_answer(node: NodeDouble, call: str) -> None:
     node.refused.add(call)
     with pytest.raises(NodeUnknownError, match="not ready"):
-        await pods_of(node).look()
+        await pods_of(node).snapshot()
 
 
 async def test_a_kubelet_that_is_dead_is_no_answer(node: NodeDouble) -> None:
     await node.kill_kubelet()
     with pytest.raises(NodeUnknownError, match="kubelet"):
-        await pods_of(node).look()
+        await pods_of(node).snapshot()
 
 
 async def test_another_runtime_than_the_nodes_is_no_answer(node: NodeDouble) -> None:
     node.clear(OWN)
     with pytest.raises(NodeUnknownError, match="does not run this pod"):
-        await pods_of(node).look()
+        await pods_of(node).snapshot()
 
 
 async def test_a_kubelet_that_has_not_heard_of_its_pods_yet_is_no_answer(node: NodeDouble) -> None:
     node.wanted.clear()
-    with pytest.raises(NodeUnknownError, match="does not name this pod, ml/own"):
-        await pods_of(node).look()
+    with pytest.raises(NodeUnknownError, match="does not list this pod, ml/own"):
+        await pods_of(node).snapshot()
 
 
 # From looks to ends.
@@ -120,10 +120,10 @@ class Looks:
     def __init__(self, node: NodeDouble) -> None:
         self.node, self.ends, self.now = node, PodEnds(), 100.0
 
-    async def see(self, after: float = APART.total_seconds(), *, lasting: float = 0.0) -> list[str]:
+    async def see(self, after: float = MIN_INTERVAL.total_seconds(), *, lasting: float = 0.0) -> list[str]:
         began = self.now + after
         self.now = began + lasting
-        return sorted(self.ends.see(await pods_of(self.node).look(), began, self.now))
+        return sorted(self.ends.observe(await pods_of(self.node).snapshot(), began, self.now))
 
     async def see_deleted(self, uid: str) -> None:
         """Its sandbox is ready for some time after the kubelet has heard that it is gone."""
@@ -171,7 +171,7 @@ async def test_without_a_ready_sandbox_the_longest_sync_is_waited_for(node: Node
     node.delete(OLD)
     node.end(OLD)
     assert await looks.see() == []
-    assert await looks.see(LONGEST_SYNC.total_seconds() - 0.1) == []
+    assert await looks.see(MAX_SYNC_DURATION.total_seconds() - 0.1) == []
     assert await looks.see(0.1) == [OLD]
 
 
@@ -181,11 +181,11 @@ async def test_the_longest_sync_is_counted_from_the_end_of_the_last_container(no
     node.delete(OLD)
     node.sandboxes[OLD] = [NOT_READY]
     for _ in range(2):
-        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+        assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
     node.end(OLD)
     assert await looks.see() == []
     assert await looks.see() == []
-    assert await looks.see(LONGEST_SYNC.total_seconds()) == [OLD]
+    assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
 
 
 async def test_a_sandbox_that_was_ready_only_while_the_kubelet_named_the_pod_proves_nothing(
@@ -250,13 +250,13 @@ async def test_a_pod_that_the_kubelet_names_has_not_ended_whatever_runs(node: No
     node.end(OLD)
     node.wanted.add("old")
     for _ in range(3):
-        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+        assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
 async def test_a_pod_that_was_never_seen_has_not_ended(node: NodeDouble, looks: Looks) -> None:
     """The kubelet may not have heard of it yet."""
     for _ in range(3):
-        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+        assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
 async def test_what_comes_back_between_two_looks_has_not_ended(node: NodeDouble, looks: Looks) -> None:
@@ -274,24 +274,24 @@ async def test_what_comes_back_between_two_looks_has_not_ended(node: NodeDouble,
 async def test_what_has_ended_before_the_first_look_is_known_by_its_traces(node: NodeDouble, looks: Looks) -> None:
     node.end(OLD)
     await looks.see()
-    assert await looks.see(LONGEST_SYNC.total_seconds()) == [OLD]
+    assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
 
 
 async def test_a_new_pod_of_the_same_name_leaves_the_end_of_the_old_one_open(node: NodeDouble, looks: Looks) -> None:
     node.end(OLD)
     await looks.see()
     node.wanted.add("old")
-    assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+    assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
 async def test_ends_are_forgotten_in_time_and_beyond_a_number(node: NodeDouble, looks: Looks) -> None:
-    for number in range(MOST + 3):
+    for number in range(MAX_PODS + 3):
         node.end(f"uid-{number}")
     await looks.see()
-    ended = await looks.see(LONGEST_SYNC.total_seconds())
-    assert len(ended) == MOST + 3, "the runtime has something of them all the same"
-    for number in range(MOST + 3):
+    ended = await looks.see(MAX_SYNC_DURATION.total_seconds())
+    assert len(ended) == MAX_PODS + 3, "the runtime has something of them all the same"
+    for number in range(MAX_PODS + 3):
         node.clear(f"uid-{number}")
-    assert len(await looks.see()) == MOST
-    assert await looks.see(KEPT.total_seconds()) == []
+    assert len(await looks.see()) == MAX_PODS
+    assert await looks.see(RETENTION.total_seconds()) == []
     assert await looks.see() == []

@@ -162,11 +162,11 @@ class EvidenceLoss:
         claims: ClaimReader,
         *,
         is_current: Callable[[], bool],
-        is_owed: Callable[[str], bool],
+        is_update_pending: Callable[[str], bool],
         is_vouched: Callable[[BoundPod], bool],
         count_change: Callable[[str], None],
     ) -> None:
-        """`is_owed`: a node's evidence has news that is yet to be written. `is_vouched`: a ledger knows the claim."""
+        """`is_update_pending`: newer evidence of a node awaits its write. `is_vouched`: a ledger knows the claim."""
         self._fleet = fleet
         self._policy = policy
         self._on_lost = on_lost
@@ -175,7 +175,7 @@ class EvidenceLoss:
         self._clock = clock
         self._claims = claims
         self._is_current = is_current
-        self._is_owed = is_owed
+        self._is_owed = is_update_pending
         self._is_vouched = is_vouched
         self._changes = Changes(fleet, count_change)
         self._current_since: datetime | None = None

@@ -113,7 +113,11 @@ class FleetUpdater:
                 f"{self._inventory.path} cannot be used, its last good content counts: {mistakes}", False
             )
             self._metrics.count_file_reload("inventory", "refused")
-            log.warning("inventory refused, the old one stays", mistakes=exc.mistakes, file=str(self._inventory.path))
+            log.warning(
+                "inventory file rejected, the previous content stays",
+                mistakes=exc.mistakes,
+                file=str(self._inventory.path),
+            )
             return None
         if inventory is not None:
             self.outdated = None

@@ -129,9 +129,9 @@ def asked(binary: Path, cases: list[Case], nonce: str) -> list[str]:
     return [one["id"] for one in json.loads(answer.stdout)]
 
 
-def verified(examiner: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, now: datetime) -> Proof | TokenFault:
+def verified(verifier: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, now: datetime) -> Proof | TokenFault:
     try:
-        proof = examiner.examined(text, now)
+        proof = verifier.check_claims(text, now)
         check_signature(proof, keys.get(proof.token.key_id))
     except BadTokenError as exc:
         return exc.fault
@@ -141,7 +141,7 @@ def verified(examiner: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, 
 def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
     now, secret = utc_now(), b"k" * 32
     nonces = Nonces(lambda: (secret,), SKEW)
-    examiner = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
+    verifier = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
     keys = parse_bundle(BUNDLE).keys
     world = World(KEY, FOREIGN, cache(lambda node: nonces.issue(node, now).text), now)
     seed = random.randrange(2**32)  # noqa: S311 - a corpus, no secret
@@ -152,7 +152,7 @@ def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
     stricter: Counter[TokenFault] = Counter()
     both = 0
     for case, believed in zip(cases, theirs, strict=True):
-        ours = verified(examiner, keys, case.token, now)
+        ours = verified(verifier, keys, case.token, now)
         assert isinstance(ours, Proof) or not case.is_good, f"{case.name}: {ours} (seed {seed})"
         if isinstance(ours, Proof):
             assert believed == ours.token.subject, f"{case.name} passes with us alone (seed {seed})"

@@ -168,7 +168,7 @@ async def test_an_endpoint_that_drips_is_not_waited_for(ca: trustme.CA, tmp_path
 
     server = await asyncio.start_server(drip, "127.0.0.1", 0, ssl=web_context(ca))
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}/"
-    with pytest.raises(EvidenceUnavailableError, match="did not answer: no whole answer in time"):
+    with pytest.raises(EvidenceUnavailableError, match="did not answer: no complete response in time"):
         await BundleEndpoint(url, WebTrust(tmp_path / "ca.pem"), deadline=0.5).fetch()
     await asyncio.wait_for(left.wait(), 30)
     server.close()
@@ -307,7 +307,7 @@ async def test_an_agent_that_is_away_later_changes_nothing(agent: JwtWorkloadApi
     [
         ({}, "no bundle of example.org"),
         ({"spiffe://example.org": b""}, "no roots"),
-        ({"spiffe://example.org": b"0"}, "cut off"),
+        ({"spiffe://example.org": b"0"}, "truncated"),
         ({"spiffe://example.org": b"\x30\x00"}, "not a certificate"),
     ],
     ids=["other domains", "none", "half", "no certificate"],

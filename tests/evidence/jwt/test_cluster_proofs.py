@@ -36,7 +36,7 @@ class Nodes:
         self.born_at: dict[str, datetime] = {"node-a": LONG_AGO, "node-b": LONG_AGO}
         self.is_away = False
 
-    async def born(self, name: str) -> datetime | None:
+    async def created_at(self, name: str) -> datetime | None:
         if self.is_away:
             raise StoreUnavailableError("away")
         return self.born_at.get(name)

@@ -108,7 +108,7 @@ def bundle(*keys: SigningKey, **members: Any) -> JwtBundle:
     ids=["first", "same", "later", "other order", "never numbered", "numbered from now on"],
 )
 def test_a_later_bundle_takes_the_place(old: JwtBundle | None, new: JwtBundle) -> None:
-    check_succession(None if old is None else old.mark, new)
+    check_succession(None if old is None else old.version, new)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_later_bundle_takes_the_place(old: JwtBundle | None, new: JwtBundle) -
 )
 def test_a_bundle_never_goes_back(new: JwtBundle, problem: str) -> None:
     with pytest.raises(BadBundleError, match=problem):
-        check_succession(bundle(KEY, sequence=7).mark, new)
+        check_succession(bundle(KEY, sequence=7).version, new)
 
 
 telling = st.sampled_from(
@@ -156,7 +156,7 @@ def test_whatever_is_sent_is_read_or_refused(found: Any) -> None:
     """Anything else would end the process that looks."""
     try:
         bundle = parse_bundle(json.dumps(found).encode())
-        check_succession(bundle.mark, bundle)
+        check_succession(bundle.version, bundle)
     except BadBundleError:
         return
     assert bundle.keys

@@ -50,7 +50,7 @@ WORLD = World(KEY, FOREIGN, nonce, NOW)
 
 
 def proven(text: str, now: datetime = NOW) -> Proof:
-    proof = EXAMINER.examined(text, now)
+    proof = EXAMINER.check_claims(text, now)
     check_signature(proof, BUNDLE.keys.get(proof.token.key_id))
     return proof
 
@@ -58,7 +58,7 @@ def proven(text: str, now: datetime = NOW) -> Proof:
 @pytest.mark.parametrize("key", [pytest.param(key, id=name) for name, key in KEYS.items()])
 def test_a_good_token_proves_its_node(key: SigningKey) -> None:
     proof = proven(token(key, nonce(), NOW))
-    assert (proof.says, proof.issued) == (EvidenceIdParts("node-a", HASH), NOW)
+    assert (proof.evidence_id, proof.issued) == (EvidenceIdParts("node-a", HASH), NOW)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_good_token_proves_its_node(key: SigningKey) -> None:
 )
 def test_what_the_standard_leaves_open_is_left_open(bad: dict[str, str | None]) -> None:
     text = put_together(header(KEY, **bad), claims(nonce(), NOW, iss="https://spire", jti="1"), KEY)
-    assert proven(text).says.node == "node-a"
+    assert proven(text).evidence_id.node == "node-a"
 
 
 @pytest.mark.parametrize(("bad", "fault"), [pytest.param(bad, fault, id=name) for name, bad, fault in BAD])
@@ -116,7 +116,7 @@ def test_the_times_hold_at_their_edges() -> None:
 
 @pytest.mark.parametrize("hash", ["SHA256:AA11", "sha256:AA11", "sha256", "sha256:aa1", "aa11"])
 def test_a_hash_is_what_it_is_case_and_all(hash: str) -> None:
-    said = proven(token(KEY, nonce(), NOW, sub=evidence_id(hash=hash))).says.hash
+    said = proven(token(KEY, nonce(), NOW, sub=evidence_id(hash=hash))).evidence_id.hash
     assert (said, said == HASH) == (hash, False)
 
 
@@ -141,4 +141,4 @@ def test_a_token_of_a_real_server_is_read_and_its_signature_holds() -> None:
     assert says.node == "node-1"
     check_signature(Proof(found, says, NOW), keys[found.key_id])
     with pytest.raises(BadTokenError, match="no challenge of ours"):
-        EXAMINER.examined(text, datetime.fromtimestamp(found.issued, UTC))
+        EXAMINER.check_claims(text, datetime.fromtimestamp(found.issued, UTC))

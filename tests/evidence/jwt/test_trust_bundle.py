@@ -142,7 +142,7 @@ async def test_the_first_bundle_is_waited_for_and_told_of_now_and_then() -> None
     assert (len(pauses), set(pauses)) == (61, {1.0})
     assert await scene.has("key-1")
     told = [line["event"] for line in lines]
-    assert told.count("not ready: the first trust bundle is waited for") == 3
+    assert told.count("not ready: waiting for the first trust bundle") == 3
     await scene.bundle.first(sleep)
     assert len(pauses) == 61
 

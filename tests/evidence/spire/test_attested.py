@@ -15,7 +15,7 @@ from webhook.evidence.spire.attested import (
     AgentHistory,
     AgentRow,
     AgentRules,
-    Doubts,
+    DistrustedAgents,
     by_node,
     combined_evidence,
     row_of,
@@ -48,7 +48,7 @@ def rows_of(raws: Sequence[Any], rules: AgentRules = RULES) -> list[AgentRow]:
 
 def said(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> dict[str, Evidence | None]:
     rows = rows_of(raws, rules)
-    doubts = AgentHistory(rules).doubts(rows, now)
+    doubts = AgentHistory(rules).distrusted(rows, now)
     return {node: combined_evidence(node, of_node, rules, doubts, now) for node, of_node in by_node(rows).items()}
 
 
@@ -101,11 +101,11 @@ def test_an_svid_that_lives_longer_than_set_does_not_prove_anything_later_either
     """Within the last `agent_ttl` of its life it looks as if it had just been made."""
     row = rows_of([attested(-23 * TTL)])
     watchfulness = AgentHistory(RULES)
-    watchfulness.doubts(row, NOW)
+    watchfulness.distrusted(row, NOW)
     later = NOW + 23 * TTL + SECOND
-    assert combined_evidence("node-a", row, RULES, watchfulness.doubts(row, later), later) is None
+    assert combined_evidence("node-a", row, RULES, watchfulness.distrusted(row, later), later) is None
     renewed = rows_of([attested(-23 * TTL - SECOND)])
-    assert combined_evidence("node-a", renewed, RULES, watchfulness.doubts(renewed, later), later) is not None
+    assert combined_evidence("node-a", renewed, RULES, watchfulness.distrusted(renewed, later), later) is not None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def seen(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
     for number, serial in enumerate(serials):
         now = NOW + number * apart
         rows = rows_of([agent(serial=serial, expires_at=now + TTL)])
-        found.append(state_of(combined_evidence("node-a", rows, RULES, watchfulness.doubts(rows, now), now), now))
+        found.append(state_of(combined_evidence("node-a", rows, RULES, watchfulness.distrusted(rows, now), now), now))
     return found
 
 
@@ -266,5 +266,5 @@ def test_the_suspicion_ends_when_the_flapping_does() -> None:
 
 def test_doubts_about_others_are_nothing_to_a_node() -> None:
     rows = rows_of([attested()])
-    doubts = Doubts(frozenset({"/spire/agent/x509pop/other"}))
+    doubts = DistrustedAgents(frozenset({"/spire/agent/x509pop/other"}))
     assert state_of(combined_evidence("node-a", rows, RULES, doubts, NOW), NOW) is EvidenceState.FRESH

@@ -21,7 +21,7 @@ from tests.evidence.certificates import HOUR, Authority, Issued
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent, until
 from tests.evidence.spire.test_attested import MAX_AGE, RULES, TTL
 from webhook.core.evidence import Evidence, state_of
-from webhook.evidence import EvidenceUnavailableError, StillAwayError
+from webhook.evidence import EvidenceUnavailableError, StillUnavailableError
 from webhook.evidence.providers import ProviderPoll
 from webhook.evidence.spire.spire_server import SocketServer, SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
@@ -159,7 +159,7 @@ async def test_while_spire_is_away_the_last_answer_stands_until_its_own_end(scen
     before = await scene.poll()
     await scene.spire.stop()
     assert "SPIRE: " in await scene.refused()
-    with pytest.raises(StillAwayError):  # not asked again yet: the last answer is no sign that it is back
+    with pytest.raises(StillUnavailableError):  # not asked again yet: the last answer is no sign that it is back
         await scene.provider.poll()
     assert state_of(before["node-a"], NOW + MAX_AGE - SECOND).value == "fresh"
     assert state_of(before["node-a"], NOW + MAX_AGE).value == "stale"
@@ -182,7 +182,7 @@ async def test_an_outage_is_one_line_and_its_end_one_line_however_often_it_is_po
         for _ in range(5):
             assert "spire-server" in await asked.answers()
     assert [line["event"] for line in lines if "provider" in line] == [
-        "evidence provider away, what it said stays until its own end",
+        "evidence provider unavailable, its last answer stays until it expires",
         "evidence provider answers again",
     ]
     assert errors == ["spire-server"] * 3, "one for each question that failed"
@@ -195,7 +195,7 @@ async def test_a_spire_that_was_never_there_has_said_nothing(idle: Scene) -> Non
         nobody.bind(("127.0.0.1", 0))
         idle.spire.port = nobody.getsockname()[1]
         await idle.refused()
-        with pytest.raises(StillAwayError, match="SPIRE: "):
+        with pytest.raises(StillUnavailableError, match="SPIRE: "):
             await idle.provider.poll()
     idle.spire.port = 0
 
@@ -311,7 +311,9 @@ async def test_an_agent_ttl_that_is_not_the_servers_is_told_once(scene: Scene) -
     with capture_logs() as lines:
         assert [await scene.poll() for _ in range(3)] == [{}, {}, {}]
     told = [line["event"] for line in lines if line["log_level"] == "warning"]
-    assert told == ["SVIDs of agents live longer than --spire-agent-ttl: they prove nothing until that is right"]
+    assert told == [
+        "SVIDs of agents live longer than --spire-agent-ttl: they prove nothing until the setting is corrected"
+    ]
 
 
 async def test_an_agent_that_moves_while_pages_are_turned_is_read_once(scene: Scene) -> None:

@@ -178,12 +178,14 @@ def entry(spiffe_id: str, chain: bytes, key: bytes, roots: bytes) -> bytes:
             entry(VERIFIER, ISSUED.chain, ISSUED.key, b""), "without certificate, key or roots", id="no-roots"
         ),
         pytest.param(
-            entry("spiffe://example.org/x", ISSUED.chain, ISSUED.key, CA.root), "is somebody else's", id="another-id"
+            entry("spiffe://example.org/x", ISSUED.chain, ISSUED.key, CA.root),
+            "is for another identity",
+            id="another-id",
         ),
-        pytest.param(entry(VERIFIER, ISSUED.chain[:-1], ISSUED.key, CA.root), "cut off", id="cut-off"),
-        pytest.param(entry(VERIFIER, ISSUED.chain + b"\x30", ISSUED.key, CA.root), "cut off", id="rubbish"),
+        pytest.param(entry(VERIFIER, ISSUED.chain[:-1], ISSUED.key, CA.root), "truncated", id="cut-off"),
+        pytest.param(entry(VERIFIER, ISSUED.chain + b"\x30", ISSUED.key, CA.root), "truncated", id="rubbish"),
         pytest.param(entry(VERIFIER, b"\x30\x03abc", ISSUED.key, CA.root), "not a certificate", id="no-certificate"),
-        pytest.param(entry(VERIFIER, b"\x31" + ISSUED.chain, ISSUED.key, CA.root), "cut off", id="no-sequence"),
+        pytest.param(entry(VERIFIER, b"\x31" + ISSUED.chain, ISSUED.key, CA.root), "truncated", id="no-sequence"),
     ],
 )
 def test_an_svid_that_makes_no_sense_is_refused(raw: bytes, problem: str) -> None:
