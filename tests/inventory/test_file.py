@@ -36,7 +36,7 @@ def read(path: Path, text: str) -> InventoryFile:
     return InventoryFile(path)
 
 
-async def test_everything_in_it_is_read(path: Path) -> None:
+async def test_all_fields_of_the_file_are_read(path: Path) -> None:
     file = read(path, FULL)
     assert await file.poll() == {
         "node-a": Node(
@@ -63,14 +63,14 @@ async def test_everything_in_it_is_read(path: Path) -> None:
     }
 
 
-async def test_json_is_as_good(path: Path) -> None:
+async def test_json_is_accepted(path: Path) -> None:
     file = read(path, json.dumps({"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-0001"}]}]}))
     nodes = await file.poll()
     assert nodes is not None
     assert nodes["node-a"].devices == (Device(DeviceUuid("GPU-0001")),)
 
 
-async def test_it_is_read_again_only_when_its_content_changes(path: Path) -> None:
+async def test_file_is_parsed_again_only_when_its_content_changes(path: Path) -> None:
     file = read(path, FULL)
     assert await file.poll() is not None
     assert await file.poll() is None
@@ -80,7 +80,7 @@ async def test_it_is_read_again_only_when_its_content_changes(path: Path) -> Non
     assert await file.poll() == {}
 
 
-async def test_a_file_swapped_by_a_link_is_noticed(tmp_path: Path) -> None:
+async def test_file_replaced_through_a_symlink_is_noticed(tmp_path: Path) -> None:
     for name, text in (("old", FULL), ("new", "nodes: []")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "inventory.yaml").write_text(text)
@@ -105,7 +105,7 @@ more: 1
 """
 
 
-async def test_every_mistake_is_named_at_once(path: Path) -> None:
+async def test_all_mistakes_of_the_file_are_reported_together(path: Path) -> None:
     with pytest.raises(InventoryUnavailableError) as refused:
         await read(path, MISTAKES).poll()
     assert refused.value.mistakes == (
@@ -127,11 +127,11 @@ async def test_every_mistake_is_named_at_once(path: Path) -> None:
     "text",
     ["", "[]", "nodes: {}", "{", "a: [", "nodes: 5", "{'nodes': ", "!!python/object/apply:os.system [true]", "\0"],
 )
-async def test_what_is_no_inventory_is_refused(path: Path, text: str) -> None:
+async def test_content_that_is_no_inventory_is_rejected(path: Path, text: str) -> None:
     with pytest.raises(InventoryUnavailableError):
         await read(path, text).poll()
 
 
-async def test_a_missing_file_is_refused_in_a_sentence(path: Path) -> None:
+async def test_missing_file_is_reported_in_a_sentence(path: Path) -> None:
     with pytest.raises(InventoryUnavailableError, match="No such file or directory"):
         await InventoryFile(path).poll()

@@ -45,7 +45,7 @@ TRAY = (
 )
 
 
-def test_by_the_library_of_a_driver(library: Any) -> None:
+def test_gpus_are_read_with_nvml(library: Any) -> None:
     """Through nvidia-ml-py itself: what it wants by reference and what by value is its own affair."""
     driver = Driver(TRAY)
     found = by_nvml(library(driver))
@@ -69,22 +69,22 @@ def test_by_the_library_of_a_driver(library: Any) -> None:
     assert driver.opened == 0
 
 
-def test_an_older_driver_has_no_word_for_the_chassis(library: Any) -> None:
+def test_older_driver_reports_no_chassis(library: Any) -> None:
     found = by_nvml(library(Driver(TRAY, lacks=["nvmlDeviceGetPlatformInfo", "nvmlDeviceGetMigMode"])))
     assert [(one.serial, one.chassis, one.is_mig) for one in found.gpus[:2]] == [("1760000000012", None, False)] * 2
 
 
-def test_a_name_that_is_no_text_is_not_known_and_the_rest_is(library: Any) -> None:
+def test_undecodable_model_is_unknown_and_the_rest_is_read(library: Any) -> None:
     found = by_nvml(library(Driver([Chip(b"GPU-1", b"\xff\xfe", 0, name=b"\xff")])))
     assert [(one.uuid, one.serial, one.model) for one in found.gpus] == [("GPU-1", None, None)]
 
 
-def test_a_driver_that_is_not_loaded(library: Any) -> None:
+def test_unloaded_driver_is_reported(library: Any) -> None:
     with pytest.raises(UnreadableSmiError, match="NVML cannot be initialized: Driver Not Loaded"):
         by_nvml(library(Driver(TRAY, works=False)))
 
 
-def test_the_library_is_asked_first_and_the_program_where_it_fails(library: Any, stand_in: Path) -> None:
+def test_nvml_is_tried_first_and_nvidia_smi_on_failure(library: Any, stand_in: Path) -> None:
     stand_in.with_name("content.xml").write_bytes(document(gb200_tray()))
     does(stand_in, f"cat {stand_in.with_name('content.xml')}")
     library(Driver(TRAY[:1]))
@@ -96,13 +96,13 @@ def test_the_library_is_asked_first_and_the_program_where_it_fails(library: Any,
         local_gpus()
 
 
-def test_by_the_program(stand_in: Path) -> None:
+def test_gpus_are_read_with_nvidia_smi(stand_in: Path) -> None:
     stand_in.with_name("content.xml").write_bytes(document(gb200_tray()))
     does(stand_in, f'[ "$*" = "-q -x" ] && cat {stand_in.with_name("content.xml")}')
     assert [one.uuid for one in by_program().gpus] == [one.uuid for one in gb200_tray()]
 
 
-def test_a_program_that_fails_and_none(stand_in: Path) -> None:
+def test_failing_or_missing_nvidia_smi_is_reported(stand_in: Path) -> None:
     does(stand_in, "echo NVIDIA-SMI has failed; exit 9")
     with pytest.raises(UnreadableSmiError, match="nvidia-smi ended with 9: NVIDIA-SMI has failed"):
         by_program()

@@ -169,7 +169,7 @@ class TestClusterLedger(LedgerContract):
 # What stands in the store.
 
 
-async def test_a_reservation_stands_in_the_object_once_a_slot(bench: ClusterBench) -> None:
+async def test_object_has_one_entry_per_reserved_slot(bench: ClusterBench) -> None:
     await bench.reserve(ask(1, pod_name="pod-1"), on("node-a", "GPU-a0", "GPU-a1"))
     entry = {
         "reservation": "r1",
@@ -190,12 +190,12 @@ def numbers(bench: ClusterBench) -> tuple[int, int, int]:
     return status["total"], status["taken"], status["free"]
 
 
-async def test_a_shared_device_that_is_held_alone_has_no_free_share(bench: ClusterBench) -> None:
+async def test_exclusively_reserved_shared_device_has_no_free_share(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-s"))
     assert numbers(bench) == (8, 1, 4)
 
 
-async def test_numbers_follow_the_devices_though_nothing_is_reserved(bench: ClusterBench) -> None:
+async def test_device_counts_follow_devices_without_reservations(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.settle("node-a")
     devices = [{"uuid": "GPU-a0"}, {"uuid": "GPU-a1"}, {"uuid": "GPU-a2", "healthy": False}]
@@ -210,7 +210,7 @@ async def test_numbers_follow_the_devices_though_nothing_is_reserved(bench: Clus
     assert bench.store.writes == writes
 
 
-async def test_many_at_once_on_one_node_share_few_writes(bench: ClusterBench) -> None:
+async def test_concurrent_reservations_on_one_node_share_writes(bench: ClusterBench) -> None:
     places = [on("node-a", f"GPU-a{k}") for k in range(4)]
     await asyncio.gather(*(bench.reserve(ask(n), places[n]) for n in range(4)))
     assert bench.store.writes <= 2
@@ -219,7 +219,7 @@ async def test_many_at_once_on_one_node_share_few_writes(bench: ClusterBench) ->
 # Others.
 
 
-async def test_what_one_review_is_about_to_take_another_does_not_want(bench: ClusterBench) -> None:
+async def test_slots_of_a_write_in_flight_are_not_offered_to_other_reviews(bench: ClusterBench) -> None:
     slot = on("node-a", "GPU-a0").slots[0]
     taking = asyncio.create_task(bench.reserve(ask(1), on("node-a", "GPU-a0")))
     await asyncio.sleep(0)
@@ -229,7 +229,7 @@ async def test_what_one_review_is_about_to_take_another_does_not_want(bench: Clu
     assert not bench.fleet.is_slot_free(slot)
 
 
-async def test_what_could_not_be_taken_is_seen_as_what_it_is(bench: ClusterBench) -> None:
+async def test_failed_reservation_restores_actual_holders_in_the_fleet(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"), by=other)
     slots = on("node-a", "GPU-a0", "GPU-a1")
@@ -238,7 +238,7 @@ async def test_what_could_not_be_taken_is_seen_as_what_it_is(bench: ClusterBench
     assert [bench.fleet.is_slot_free(slot) for slot in slots.slots] == [False, True]
 
 
-async def test_of_four_replicas_that_see_nothing_of_each_other_one_wins_each_device(bench: ClusterBench) -> None:
+async def test_one_of_four_replicas_wins_each_device_without_watches(bench: ClusterBench) -> None:
     replicas = [bench.another() for _ in range(4)]
     places = [on("node-a", f"GPU-a{k}") for k in range(4)]
     asks = [bench.reserve(ask(n), *places, by=replicas[n % 4]) for n in range(40)]
@@ -248,14 +248,14 @@ async def test_of_four_replicas_that_see_nothing_of_each_other_one_wins_each_dev
     assert all(isinstance(one, Reservation | SlotsTakenError) for one in results)
 
 
-async def test_what_another_replica_holds_is_not_taken_though_the_watch_is_behind(bench: ClusterBench) -> None:
+async def test_stale_replica_does_not_take_devices_reserved_by_another_replica(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     with pytest.raises(SlotsTakenError):
         await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=other)
 
 
-async def test_a_pod_of_another_replica_is_bound_here(bench: ClusterBench) -> None:
+async def test_reservation_of_another_replica_is_bound_to_its_pod(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     assert await other.ledger.find(R1) is None
@@ -266,7 +266,7 @@ async def test_a_pod_of_another_replica_is_bound_here(bench: ClusterBench) -> No
     assert bench.ledger.of_pod("uid-1") == bound
 
 
-async def test_of_two_pods_with_one_reservation_the_first_uid_wins_whatever_each_replica_has_seen(
+async def test_first_uid_wins_when_two_replicas_bind_one_reservation(
     bench: ClusterBench,
 ) -> None:
     other = bench.another()
@@ -280,7 +280,7 @@ async def test_of_two_pods_with_one_reservation_the_first_uid_wins_whatever_each
     assert sum(isinstance(one, Reservation) for one in results) == 1
 
 
-async def test_what_expired_is_taken_over_in_two_writes_and_its_owner_is_too_late(bench: ClusterBench) -> None:
+async def test_expired_reservation_is_displaced_in_two_writes_and_its_pod_is_refused(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     other.watch.catch_up()
@@ -293,7 +293,7 @@ async def test_what_expired_is_taken_over_in_two_writes_and_its_owner_is_too_lat
     assert [one["reservation"] for one in bench.held().values()] == [taken.id]
 
 
-async def test_what_was_offered_and_found_alive_is_shown_as_held_again(bench: ClusterBench) -> None:
+async def test_offered_slots_are_taken_back_when_their_pod_is_alive(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     other.watch.catch_up()
@@ -306,7 +306,7 @@ async def test_what_was_offered_and_found_alive_is_shown_as_held_again(bench: Cl
     assert not other.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
 
 
-async def test_a_promised_pod_that_exists_keeps_its_devices_though_nobody_finalized_it(bench: ClusterBench) -> None:
+async def test_existing_pod_keeps_its_devices_without_finalize(bench: ClusterBench) -> None:
     """The reconciler may be down for longer than the deadline: the pod is there all the same."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
@@ -363,7 +363,7 @@ CARRYING = carrying("uid-1", "GPU-a0", reservation="r1")
         pytest.param({**without_annotations(None), "spec": GATED}, True, id="is-behind-our-gate"),
     ],
 )
-async def test_what_a_review_has_promised_to_a_pod_that_exists_is_kept_only_if_the_pod_may_use_it(
+async def test_reservation_named_in_a_review_is_kept_only_if_its_pod_may_use_it(
     bench: ClusterBench, raw: Raw, *, is_kept: bool
 ) -> None:
     """Anybody who may post reviews can name a pod."""
@@ -376,7 +376,7 @@ async def test_what_a_review_has_promised_to_a_pod_that_exists_is_kept_only_if_t
     assert bench.held()["GPU-a0/0"]["phase"] == ("finalized" if is_kept else "pending")
 
 
-async def test_a_pod_that_nobody_has_told_of_is_confirmed_before_the_deadline(bench: ClusterBench) -> None:
+async def test_unwatched_pod_is_confirmed_before_the_deadline(bench: ClusterBench) -> None:
     """While reviews wait for room and no reconciler is there."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
@@ -389,7 +389,7 @@ async def test_a_pod_that_nobody_has_told_of_is_confirmed_before_the_deadline(be
     assert bench.ledger.pending.gpus_in("ml") == 0
 
 
-async def test_a_pod_that_is_not_there_yet_keeps_its_hold_and_is_asked_for_three_times(bench: ClusterBench) -> None:
+async def test_missing_pod_keeps_its_reservation_after_three_early_checks(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     for _ in range(30):
@@ -399,14 +399,14 @@ async def test_a_pod_that_is_not_there_yet_keeps_its_hold_and_is_asked_for_three
     assert bench.held()["GPU-a0/0"]["phase"] == "pending"
 
 
-async def test_nobody_is_asked_early_about_what_has_no_pod(bench: ClusterBench) -> None:
+async def test_reservation_without_a_pod_is_not_checked_early(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bench.now += 10 * SECOND
     await bench.ledger.confirm_early(bench.now)
     assert bench.pods.looks == 0
 
 
-async def test_an_api_server_that_is_away_costs_an_early_question_and_no_hold(bench: ClusterBench) -> None:
+async def test_early_check_fails_without_releasing_while_the_api_server_is_unavailable(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     bench.pods.is_away = True
@@ -415,7 +415,7 @@ async def test_an_api_server_that_is_away_costs_an_early_question_and_no_hold(be
     assert bench.held()["GPU-a0/0"]["phase"] == "pending"
 
 
-async def test_what_was_forged_for_a_pod_takes_nothing_from_it(bench: ClusterBench) -> None:
+async def test_forged_reservation_takes_no_device_from_the_named_pod(bench: ClusterBench) -> None:
     """Whoever finds the one out cannot write the other down at that moment."""
     await bench.reserve(ask(2), on("node-a", "GPU-a1"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r2"), pod(1))
@@ -436,7 +436,7 @@ def exists(bench: ClusterBench, raw: Raw) -> None:
     bench.pods.raws["uid-1"] = raw
 
 
-async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench: ClusterBench) -> None:
+async def test_devices_stay_reserved_while_pods_cannot_be_read(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     bench.pods.is_away = True
@@ -452,7 +452,7 @@ async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench:
     assert (await bench.reserve(ask(2), on("node-a", "GPU-a0"))).id == "r2"
 
 
-async def test_what_nobody_could_decide_to_the_end_is_given_up_by_the_next_who_looks(bench: ClusterBench) -> None:
+async def test_cancelled_expiry_is_completed_by_the_next_collect(bench: ClusterBench) -> None:
     """Whoever looked was stopped between two reservations, one of which needed asking."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
@@ -470,7 +470,7 @@ async def test_what_nobody_could_decide_to_the_end_is_given_up_by_the_next_who_l
     assert [one.id for one in await bench.given_up()] == ["r1"]
 
 
-async def test_what_was_offered_and_could_not_be_taken_is_offered_again(bench: ClusterBench) -> None:
+async def test_expired_slots_are_offered_again_after_a_failed_reservation(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bench.now += PENDING_DEADLINE + CLOCK_SKEW
     await bench.ledger.collect(bench.now)
@@ -496,7 +496,7 @@ async def on_two_nodes(bench: ClusterBench) -> Replica:
     return behind
 
 
-async def test_an_id_that_stands_on_two_nodes_is_seen_twice_and_found_where_it_is_looked_for(
+async def test_id_on_two_nodes_is_found_on_the_given_node(
     bench: ClusterBench,
 ) -> None:
     ledger = (await on_two_nodes(bench)).ledger
@@ -507,7 +507,7 @@ async def test_an_id_that_stands_on_two_nodes_is_seen_twice_and_found_where_it_i
     assert ledger.pending.gpus_in("ml") == 2
 
 
-async def test_where_it_is_looked_for_is_asked_though_it_is_known_elsewhere(bench: ClusterBench) -> None:
+async def test_find_reads_the_given_node_although_the_id_is_known_on_another(bench: ClusterBench) -> None:
     behind = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.reserve(ask(1), on("node-b", "GPU-b0"), by=behind)
@@ -517,7 +517,7 @@ async def test_where_it_is_looked_for_is_asked_though_it_is_known_elsewhere(benc
 
 
 @pytest.mark.parametrize("node", ["node-a", "node-b"])
-async def test_of_an_id_on_two_nodes_the_one_that_is_meant_is_named_and_released(
+async def test_id_on_two_nodes_is_released_on_the_given_node_only(
     bench: ClusterBench, node: str
 ) -> None:
     ledger = (await on_two_nodes(bench)).ledger
@@ -531,7 +531,7 @@ async def test_of_an_id_on_two_nodes_the_one_that_is_meant_is_named_and_released
     assert ledger.of_pod("uid-1") is None
 
 
-async def test_of_an_id_on_two_nodes_both_expire(bench: ClusterBench) -> None:
+async def test_id_on_two_nodes_expires_on_both(bench: ClusterBench) -> None:
     ledger = (await on_two_nodes(bench)).ledger
     bench.now += PENDING_DEADLINE + CLOCK_SKEW
     given_up = await ledger.collect(bench.now)
@@ -542,7 +542,7 @@ async def test_of_an_id_on_two_nodes_both_expire(bench: ClusterBench) -> None:
     assert not ledger.reservations()
 
 
-async def test_an_id_that_came_again_unseen_leaves_nothing_of_what_it_was(bench: ClusterBench) -> None:
+async def test_reused_id_replaces_the_unobserved_earlier_reservation(bench: ClusterBench) -> None:
     """Released and made anew with another device and pod, in one step of a watch that was behind."""
     behind = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
@@ -561,7 +561,7 @@ async def test_an_id_that_came_again_unseen_leaves_nothing_of_what_it_was(bench:
 
 @pytest.mark.parametrize("fault", list(Fault), ids=lambda fault: fault.name)
 @pytest.mark.parametrize("times", [1, 3])
-async def test_a_fault_in_the_write_costs_a_try_and_never_a_second_holding(
+async def test_failed_write_is_retried_without_a_second_reservation(
     bench: ClusterBench, fault: Fault, times: int
 ) -> None:
     bench.store.faults = [fault] * times
@@ -572,7 +572,7 @@ async def test_a_fault_in_the_write_costs_a_try_and_never_a_second_holding(
     assert bench.store.writes == 1
 
 
-async def test_a_store_that_stays_away_is_said_when_nobody_waits_any_more(bench: ClusterBench) -> None:
+async def test_unavailable_store_is_reported_at_the_deadline(bench: ClusterBench) -> None:
     async def time_passes() -> None:
         await asyncio.sleep(0.05)
         bench.now += timedelta(seconds=11)
@@ -586,12 +586,12 @@ async def test_a_store_that_stays_away_is_said_when_nobody_waits_any_more(bench:
     assert (await bench.reserve(ask(1), on("node-a", "GPU-a0"))).node == "node-a"
 
 
-async def test_a_store_that_cannot_be_asked_is_not_a_reservation_that_is_not_there(bench: ClusterBench) -> None:
+async def test_unavailable_store_is_not_an_unknown_reservation(bench: ClusterBench) -> None:
     with bench.store.away(), pytest.raises(LedgerUnavailableError):
         await bench.ledger.find(R1, node="node-a")
 
 
-async def test_one_bad_move_does_not_fail_its_neighbours(bench: ClusterBench) -> None:
+async def test_refused_move_does_not_fail_other_moves_of_the_same_write(bench: ClusterBench) -> None:
     """The store refuses a write of several: here because a hand has put a pod's uid behind our back."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     original = bench.store.put_status
@@ -612,7 +612,7 @@ async def test_one_bad_move_does_not_fail_its_neighbours(bench: ClusterBench) ->
     assert refusals
 
 
-async def test_an_object_that_says_nothing_of_what_is_held_is_rebuilt_before_it_gives_anything(
+async def test_object_without_status_is_rebuilt_before_the_first_reservation(
     bench: ClusterBench,
 ) -> None:
     bench.pods.raws = {"u1": carrying("u1", "GPU-a0"), "u2": carrying("u2", "GPU-b0", node="node-b", reservation="r8")}
@@ -628,7 +628,7 @@ async def test_an_object_that_says_nothing_of_what_is_held_is_rebuilt_before_it_
     assert bench.pods.lists == 1
 
 
-async def test_pods_listed_before_an_object_was_made_anew_do_not_speak_for_it(bench: ClusterBench) -> None:
+async def test_recreated_object_is_rebuilt_from_a_newer_pod_list(bench: ClusterBench) -> None:
     bench.store.objects.clear()
     bench.store.apply(NODE_B)
     replica = bench.another()
@@ -640,7 +640,7 @@ async def test_pods_listed_before_an_object_was_made_anew_do_not_speak_for_it(be
         await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=replica)
 
 
-async def test_an_object_that_cannot_be_rebuilt_gives_nothing(bench: ClusterBench) -> None:
+async def test_object_that_cannot_be_rebuilt_takes_no_reservation(bench: ClusterBench) -> None:
     bench.store.objects.clear()
     bench.store.apply(NODE_A)
     replica = bench.another()
@@ -650,7 +650,7 @@ async def test_an_object_that_cannot_be_rebuilt_gives_nothing(bench: ClusterBenc
     assert "held" not in bench.store.objects["node-a"]["status"]
 
 
-async def test_of_two_pods_with_one_device_the_one_on_the_node_is_rebuilt(bench: ClusterBench) -> None:
+async def test_rebuild_prefers_the_pod_on_the_node(bench: ClusterBench) -> None:
     bench.pods.raws = {
         "u1": carrying("u1", "GPU-a0", is_on_node=False),
         "u2": carrying("u2", "GPU-a0", reservation="r8"),
@@ -661,7 +661,7 @@ async def test_of_two_pods_with_one_device_the_one_on_the_node_is_rebuilt(bench:
     assert bench.held()["GPU-a0/0"]["uid"] == "u2"
 
 
-async def test_an_object_that_is_being_deleted_gives_nothing_new(bench: ClusterBench) -> None:
+async def test_object_being_deleted_takes_no_new_reservation(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     raw = bench.store.objects["node-a"]
     bench.store.apply({**raw, "metadata": {**raw["metadata"], "finalizers": ["gpuwarden.io/held"]}})
@@ -672,7 +672,7 @@ async def test_an_object_that_is_being_deleted_gives_nothing_new(bench: ClusterB
     assert (await bench.reserve(ask(1), by=replica)).uuids == ("GPU-a0",)
 
 
-async def test_a_node_whose_object_is_gone_gives_nothing_and_forgets_nothing(bench: ClusterBench) -> None:
+async def test_deleted_object_takes_no_reservation_and_its_reservations_stay_known(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     del bench.store.objects["node-a"]
     bench.ledger.forget("node-a")
@@ -682,7 +682,7 @@ async def test_a_node_whose_object_is_gone_gives_nothing_and_forgets_nothing(ben
     assert not bench.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
 
 
-async def test_what_was_held_on_an_object_that_cannot_be_read_is_remembered(bench: ClusterBench) -> None:
+async def test_reservations_of_an_unreadable_object_stay_known(bench: ClusterBench) -> None:
     held = await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bad = {**bench.store.objects["node-a"], "status": {"held": {"no slot": {"phase": "odd"}}}}
     bad["metadata"] = {**bad["metadata"], "resourceVersion": "999"}
@@ -691,21 +691,21 @@ async def test_what_was_held_on_an_object_that_cannot_be_read_is_remembered(benc
 
 
 @pytest.mark.parametrize("slot", ["GPU-a0", "GPU-a0/", "GPU-a0/01", "GPU-a0/-1", "GPU-a0/\u0663", "GPU-a0/1000"])
-def test_what_names_no_slot_is_not_read_as_one(slot: str) -> None:
+def test_invalid_slot_names_make_an_object_unreadable(slot: str) -> None:
     """Written back it would be another key, and so the first one dropped."""
     held = {slot: {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}}
     with pytest.raises(UnreadableGpuNodeError):
         GpuNode.parse({**NODE_A, "status": {"held": held}})
 
 
-async def test_what_is_no_object_at_all_is_no_news(bench: ClusterBench) -> None:
+async def test_object_without_a_name_is_ignored(bench: ClusterBench) -> None:
     held = await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     for raw in ({"kind": "APIResourceList", "resources": []}, {"kind": "GPUNodeList", "metadata": {}, "items": []}):
         bench.ledger.learn(raw)
     assert await bench.ledger.find(R1) == held
 
 
-async def test_an_object_that_a_hand_made_unreadable_holds_nobody_up_until_it_is_mended(bench: ClusterBench) -> None:
+async def test_unreadable_object_delays_no_review_until_it_is_repaired(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     good = bench.store.objects["node-a"]
     by_hand = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
@@ -719,7 +719,7 @@ async def test_an_object_that_a_hand_made_unreadable_holds_nobody_up_until_it_is
     assert (await bench.reserve(ask(3), on("node-a", "GPU-a2"))).node == "node-a"
 
 
-async def test_nothing_is_kept_of_nodes_that_are_gone_or_never_were(bench: ClusterBench) -> None:
+async def test_writers_of_deleted_and_unknown_nodes_are_dropped(bench: ClusterBench) -> None:
     """Whoever makes a pod can name a node."""
     for name in ("node-x", "node-y"):
         with pytest.raises(SlotsTakenError):
@@ -738,7 +738,7 @@ async def test_nothing_is_kept_of_nodes_that_are_gone_or_never_were(bench: Clust
         pytest.param("GPU-a0", ClaimRecord(gpus=2), id="one-for-two"),
     ],
 )
-async def test_a_pod_with_another_number_of_devices_than_it_was_to_have_carries_nothing(
+async def test_pod_with_a_wrong_number_of_devices_carries_no_reservation(
     bench: ClusterBench, uuids: str, record: ClaimRecord
 ) -> None:
     raw = carrying("u1", uuids)
@@ -752,7 +752,7 @@ async def test_a_pod_with_another_number_of_devices_than_it_was_to_have_carries_
     assert bench.held() == {}
 
 
-async def test_older_news_is_no_news(bench: ClusterBench) -> None:
+async def test_older_object_version_is_ignored(bench: ClusterBench) -> None:
     before = bench.store.history[-2]
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bench.ledger.learn(before)
@@ -773,7 +773,7 @@ PENDING: dict[str, Any] = {"reservation": "r1", "phase": "pending", "namespace":
         pytest.param({"s": {**PENDING, "digest": "x"}}, id="another claim"),
     ],
 )
-def test_the_store_refuses_to_give_away_what_is_held(after: dict[str, Any]) -> None:
+def test_store_refuses_to_displace_a_live_reservation(after: dict[str, Any]) -> None:
     with pytest.raises(RefusedError):
         check_rules({"s": PENDING}, after)
 
@@ -791,7 +791,7 @@ class SlowStore(FakeStore):
         return await super().put_status(raw)
 
 
-async def test_at_rest_no_write_is_under_way_and_none_begins_that_nobody_waits_for(bench: ClusterBench) -> None:
+async def test_rest_waits_for_writes_in_progress_and_starts_none_without_a_caller(bench: ClusterBench) -> None:
     store = bench.store = SlowStore()
     store.apply({**NODE_A, **KNOWN})
     ledger = bench.another().ledger
@@ -838,7 +838,7 @@ def strict(bench: ClusterBench, *forbidden: str) -> tuple[StrictStore, Reserver]
 CLAIM = Claim(ClaimRecord(gpus=1))
 
 
-async def test_what_the_store_forbids_everywhere_is_denied_after_few_tries(bench: ClusterBench) -> None:
+async def test_placement_refused_on_every_node_is_denied_after_few_attempts(bench: ClusterBench) -> None:
     """A forged review may name a namespace that no rule lets in: it must not keep us and the API server busy."""
     store, reserver = strict(bench, "node-a", "node-b")
     what = ReservationRequest(ReservationId("r1"), "n" * 300, CLAIM.digest)
@@ -850,7 +850,7 @@ async def test_what_the_store_forbids_everywhere_is_denied_after_few_tries(bench
 
 
 @pytest.mark.parametrize("phase", ["finalized", "releasing"])
-async def test_a_deadline_that_a_hand_has_given_to_what_has_none_stops_nobody(bench: ClusterBench, phase: str) -> None:
+async def test_deadline_added_by_hand_to_a_finalized_reservation_is_harmless(bench: ClusterBench, phase: str) -> None:
     entry = {"reservation": "x", "phase": phase, "namespace": "ml", "digest": "d", "deadline": "2025-01-01T00:00:00Z"}
     bench.store.apply({**bench.store.objects["node-a"], "status": {"held": {"GPU-a0/0": entry}}})
     bench.replica.watch.catch_up()
@@ -865,7 +865,7 @@ async def test_a_deadline_that_a_hand_has_given_to_what_has_none_stops_nobody(be
 
 
 @pytest.mark.parametrize("forbidden", ["node-a", "node-b"])
-async def test_what_one_node_cannot_keep_another_does(bench: ClusterBench, forbidden: str) -> None:
+async def test_placement_refused_on_one_node_is_made_on_another(bench: ClusterBench, forbidden: str) -> None:
     _, reserver = strict(bench, forbidden)
     what = ReservationRequest(ReservationId("r1"), "ml", CLAIM.digest)
     async with asyncio.timeout(30):
@@ -874,7 +874,7 @@ async def test_what_one_node_cannot_keep_another_does(bench: ClusterBench, forbi
     assert held.node != forbidden
 
 
-async def test_what_a_node_cannot_keep_is_told_once_until_it_can(bench: ClusterBench) -> None:
+async def test_refused_write_is_logged_once_until_a_write_succeeds(bench: ClusterBench) -> None:
     with capture_logs() as logs:
         for n in range(3):
             bench.store.refusals = 1
@@ -899,7 +899,7 @@ class OddStore(SlowStore):
         return await FakeStore.put_status(self, raw)
 
 
-async def test_what_nobody_foresaw_strands_nobody_who_has_queued_behind_it(bench: ClusterBench) -> None:
+async def test_unexpected_error_in_a_move_does_not_block_queued_moves(bench: ClusterBench) -> None:
     store = bench.store = OddStore()
     store.apply({**NODE_A, **KNOWN})
     bench.ledger = bench.another().ledger
@@ -925,7 +925,7 @@ def made_anew(bench: ClusterBench) -> None:
     bench.replica.watch.catch_up()
 
 
-async def test_who_has_listed_pods_for_one_object_rebuilds_no_later_one_by_them(bench: ClusterBench) -> None:
+async def test_pod_list_is_not_reused_to_rebuild_a_later_object(bench: ClusterBench) -> None:
     """A pod that came between the two is not in that list."""
     made_anew(bench)
     has_listed, may_go_on, list_pods = asyncio.Event(), asyncio.Event(), bench.pods.reserved_pods
@@ -951,7 +951,7 @@ async def test_who_has_listed_pods_for_one_object_rebuilds_no_later_one_by_them(
     assert bench.held()["GPU-a0/0"]["reservation"] == "r9"
 
 
-async def test_a_list_of_pods_that_failed_in_whatever_way_is_asked_for_again(bench: ClusterBench) -> None:
+async def test_failed_pod_list_is_requested_again(bench: ClusterBench) -> None:
     made_anew(bench)
     list_pods, lists = bench.pods.reserved_pods, 0
 
@@ -969,7 +969,7 @@ async def test_a_list_of_pods_that_failed_in_whatever_way_is_asked_for_again(ben
     assert (lists, len(bench.held())) == (2, 1)
 
 
-async def test_a_store_that_is_asked_too_much_is_asked_less_and_less(
+async def test_overloaded_store_is_retried_with_increasing_pauses(
     bench: ClusterBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = 0

@@ -89,7 +89,7 @@ def on_node(said: Any = None, *, grace: int | None = 30, deleted: int | None = N
         ),
     ],
 )
-def test_what_an_object_says_of_its_containers(raw: Raw, use: ContainerUse) -> None:
+def test_pod_object_shows_container_use(raw: Raw, use: ContainerUse) -> None:
     assert container_use_in(raw) is use
 
 
@@ -115,11 +115,11 @@ def test_what_an_object_says_of_its_containers(raw: Raw, use: ContainerUse) -> N
         pytest.param(on_node(grace=2**62), 315360000, id="longer-than-any-calendar"),
     ],
 )
-def test_the_longest_grace_period_that_an_object_names(raw: Raw, longest: int) -> None:
+def test_longest_grace_period_of_a_pod_object(raw: Raw, longest: int) -> None:
     assert longest_grace_in(raw) == seconds(longest)
 
 
-def test_a_grace_period_that_cannot_be_read_is_not_known() -> None:
+def test_unreadable_grace_period_is_unknown() -> None:
     assert longest_grace_in(on_node(grace="soon")) is None  # type: ignore[arg-type]
 
 
@@ -139,42 +139,42 @@ def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]
     return went.is_over, OrphanTimes(max_grace=MAX_GRACE).grace(went.grace)
 
 
-def test_of_a_pod_that_ended_nothing_is_waited_for() -> None:
+def test_ended_pod_needs_no_waiting() -> None:
     assert departure(on_node(), on_node(status("Failed", TERMINATED), deleted=30))[0]
 
 
-def test_a_shorter_grace_period_does_not_take_the_place_of_a_longer_one() -> None:
+def test_shorter_grace_period_does_not_replace_a_longer_one() -> None:
     assert departure(on_node(), on_node(deleted=600), on_node(deleted=5), on_node(deleted=0)) == (False, seconds(600))
 
 
-def test_of_a_pod_that_was_listed_alive_everything_is_known() -> None:
+def test_history_of_a_pod_listed_alive_is_complete() -> None:
     assert departure(on_node(grace=5), on_node(grace=5, deleted=0), is_listed=True) == (False, seconds(5))
 
 
-def test_of_a_pod_that_was_being_deleted_when_it_was_first_seen_the_grace_period_is_not_known() -> None:
+def test_grace_period_is_unknown_for_a_pod_first_observed_while_terminating() -> None:
     assert departure(on_node(deleted=5), on_node(deleted=0), is_listed=True) == (False, MAX_GRACE)
     assert departure(on_node(deleted=5), on_node(deleted=0)) == (False, MAX_GRACE)
 
 
-def test_a_pod_that_is_older_than_the_limit_keeps_its_longer_grace_period() -> None:
+def test_pod_older_than_the_limit_keeps_its_longer_grace_period() -> None:
     day = 24 * 3600
     pod = on_node(grace=day, deleted=day)
     assert departure(pod, on_node(grace=day, deleted=0), is_listed=True) == (False, seconds(day))
     assert OrphanTimes(max_grace=MAX_GRACE).grace(Grace()) == MAX_GRACE
 
 
-def test_what_is_stored_is_the_longest_that_can_have_gone_unseen() -> None:
+def test_stored_grace_period_bounds_an_unobserved_one() -> None:
     patience = OrphanTimes(max_grace=MAX_GRACE)
     assert patience.grace(Grace(), stored=seconds(5)) == seconds(5)
     assert patience.grace(Grace(seconds(7)), stored=seconds(5)) == seconds(7)
     assert patience.grace(Grace(seconds(3), is_all=True), stored=seconds(5)) == seconds(5)
 
 
-def test_of_a_pod_that_was_never_seen_before_it_went_the_grace_period_is_that_of_its_spec() -> None:
+def test_grace_period_of_an_unobserved_pod_comes_from_its_spec() -> None:
     assert departure(on_node(grace=7)) == (False, seconds(7))
 
 
-def test_a_pod_that_the_kubelet_refused_has_ended_if_it_never_ran() -> None:
+def test_pod_rejected_by_the_kubelet_has_ended_if_it_never_ran() -> None:
     assert departure(on_node(status("Pending")), on_node(status("Failed")))[0]
 
 
@@ -187,11 +187,11 @@ def test_a_pod_that_the_kubelet_refused_has_ended_if_it_never_ran() -> None:
         pytest.param({"initContainerStatuses": [{"state": TERMINATED}]}, id="was-initialized"),
     ],
 )
-def test_a_pod_that_the_kubelet_refused_after_a_restart_may_run(before: Raw) -> None:
+def test_pod_rejected_after_a_kubelet_restart_may_still_run(before: Raw) -> None:
     assert not departure(on_node(before), on_node(status("Failed")))[0]
 
 
-def test_of_a_pod_that_was_refused_when_it_was_first_seen_nothing_is_known() -> None:
+def test_pod_first_observed_as_rejected_may_still_run() -> None:
     assert departure(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, MAX_GRACE)
 
 
@@ -232,12 +232,12 @@ def watched(*looks: tuple[float, NodeSnapshot | None]) -> OrphanObservation:
         pytest.param([(0, READY), (5, None), (400, NodeSnapshot("boot-2"))], 0, id="node-back-after-a-boot"),
     ],
 )
-def test_an_orphan_has_ended(looks: list[tuple[float, NodeSnapshot | None]], end: float | None) -> None:
+def test_orphan_ends_at_the_expected_time(looks: list[tuple[float, NodeSnapshot | None]], end: float | None) -> None:
     expected = None if end is None else NOW + seconds(end)
     assert watched(*looks).end_of(ORPHAN, PATIENCE) == expected
 
 
-def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
+def test_boot_id_proves_nothing_without_an_earlier_one() -> None:
     assert watched((0, NodeSnapshot("boot-2"))).end_of(Orphan(NOW, seconds(30)), PATIENCE) is None
 
 
@@ -265,5 +265,5 @@ def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
         ),
     ],
 )
-def test_what_a_node_says_of_itself(raw: Raw, node: NodeSnapshot) -> None:
+def test_node_snapshot_from_a_node_object(raw: Raw, node: NodeSnapshot) -> None:
     assert NodeSnapshot.of(raw) == node

@@ -15,7 +15,7 @@ TIMES = Times(pending_deadline=timedelta(seconds=90), clock_skew=timedelta(secon
 
 
 @pytest.mark.parametrize("proof", [PodProof.REPORTED, PodProof.CONFIRMED])
-def test_no_pod_gets_a_reservation_that_is_being_released(proof: PodProof) -> None:
+def test_releasing_reservation_is_given_to_no_pod(proof: PodProof) -> None:
     leaving = builders.reservation().after(ReservationEvent.POD_ENDED)
     move = BindPod(leaving.id, builders.identity(), proof)
     with pytest.raises(ReservationExpiredError):
@@ -36,7 +36,7 @@ SHORT, LONG = timedelta(seconds=5), timedelta(seconds=600)
         pytest.param({}, LONG, None, id="of a pod that may exist, where none is known"),
     ],
 )
-def test_a_grace_period_is_stored_with_the_pod_and_never_shortened(
+def test_grace_period_is_stored_with_the_pod_and_never_shortened(
     before: dict[str, Any], said: timedelta | None, after: timedelta | None
 ) -> None:
     pod = builders.identity()

@@ -81,7 +81,7 @@ async def assert_free_after(scene: Scene, time: timedelta, reconciler: Reconcile
     assert await after(scene, timedelta(seconds=1), reconciler) == {}
 
 
-async def test_a_pod_deleted_by_force_keeps_its_devices_for_its_grace_period_and_the_margin(scene: Scene) -> None:
+async def test_force_deleted_pod_keeps_its_devices_for_grace_period_plus_margin(scene: Scene) -> None:
     await gone_by_force(scene)
     assert scene.phase is Phase.FINALIZED  # which a replica that knows nothing of orphans reads as well
     assert await is_taken(scene)
@@ -91,7 +91,7 @@ async def test_a_pod_deleted_by_force_keeps_its_devices_for_its_grace_period_and
     assert scene.heard.told == [("node-a", Reason.GPU_ORPHANED), ("node-a", Reason.ORPHAN_ENDED)]
 
 
-async def test_what_stands_in_the_store_is_all_that_another_reconciler_needs(scene: Scene) -> None:
+async def test_another_reconciler_continues_from_the_stored_orphan(scene: Scene) -> None:
     begun = scene.bench.now
     await gone_by_force(scene)
     held = GpuNode.parse(scene.bench.store.objects["node-a"]).reservations[R1]
@@ -104,7 +104,7 @@ async def test_what_stands_in_the_store_is_all_that_another_reconciler_needs(sce
     assert await after(scene, timedelta(seconds=1), other) == {}
 
 
-async def test_a_pod_that_the_kubelet_has_ended_frees_its_devices_at_once(scene: Scene) -> None:
+async def test_pod_ended_by_the_kubelet_frees_its_devices_at_once(scene: Scene) -> None:
     scene.reconciler.changed(running(deleted=30))
     scene.reconciler.deleted(running(deleted=30, status=ended("Failed")))
     await scene.reconciler.step()
@@ -112,7 +112,7 @@ async def test_a_pod_that_the_kubelet_has_ended_frees_its_devices_at_once(scene:
     assert scene.heard.told == []
 
 
-async def test_a_pod_that_went_unseen_is_waited_for_as_long_as_any_pod_may_take(scene: Scene) -> None:
+async def test_unobserved_deletion_waits_for_the_maximum_grace_period(scene: Scene) -> None:
     scene.bench.pods.uids.clear()
     other = scene.another(scene.bench.another().ledger)
     other.replaced({})
@@ -131,27 +131,27 @@ async def stored() -> Scene:
     return scene
 
 
-async def test_of_a_pod_that_went_unseen_the_grace_period_is_stored(stored: Scene) -> None:
+async def test_unobserved_deletion_uses_the_stored_grace_period(stored: Scene) -> None:
     stored.bench.pods.uids.clear()
     other = stored.another(stored.bench.another().ledger)
     other.replaced({})
     await assert_free_after(stored, GRACE + MARGIN, other)
 
 
-async def test_of_a_pod_that_went_between_two_lists_too(stored: Scene) -> None:
+async def test_deletion_between_two_lists_uses_the_stored_grace_period(stored: Scene) -> None:
     stored.bench.pods.uids.clear()
     stored.reconciler.replaced({})
     await assert_free_after(stored, GRACE + MARGIN)
 
 
-async def test_a_pod_that_was_being_deleted_when_the_watch_began_has_no_more_than_is_stored(stored: Scene) -> None:
+async def test_pod_terminating_when_the_watch_began_waits_for_the_stored_grace_period(stored: Scene) -> None:
     stored.reconciler.replaced({"ml/pod-1": running(deleted=5)})
     await gone_by_force(stored)
     assert await after(stored, GRACE + MARGIN - timedelta(seconds=1))
     assert await after(stored, timedelta(seconds=1)) == {}
 
 
-async def test_a_deletion_with_more_than_is_stored_is_stored_in_its_place(stored: Scene) -> None:
+async def test_deletion_with_a_longer_grace_period_updates_the_stored_one(stored: Scene) -> None:
     """Where no policy keeps it from that."""
     writes = stored.bench.store.writes
     stored.show(running(deleted=600))
@@ -168,7 +168,7 @@ async def test_a_deletion_with_more_than_is_stored_is_stored_in_its_place(stored
     await assert_free_after(stored, timedelta(seconds=1000) + MARGIN, other)
 
 
-async def test_what_is_seen_of_a_pod_that_exists_is_not_stored_where_nothing_was(scene: Scene) -> None:
+async def test_observed_grace_period_is_not_stored_if_none_was(scene: Scene) -> None:
     """A deletion may have asked for more before."""
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
     scene.show(running(deleted=1000))
@@ -196,13 +196,13 @@ async def old() -> Scene:
     return scene
 
 
-async def test_a_living_pod_with_more_than_the_limit_is_waited_for_as_long_as_it_says(old: Scene) -> None:
+async def test_pod_with_a_grace_period_above_the_limit_is_waited_for_in_full(old: Scene) -> None:
     old.bench.pods.uids.clear()
     old.reconciler.deleted(of_old(deleted=0))
     await assert_free_after(old, OLD + MARGIN)
 
 
-async def test_more_than_the_limit_is_stored_for_who_does_not_see_the_pod_go(old: Scene) -> None:
+async def test_grace_period_above_the_limit_is_stored_for_unobserved_deletions(old: Scene) -> None:
     """Its deletion may ask for all of it."""
     writes = old.bench.store.writes
     await old.reconciler.step()
@@ -213,7 +213,7 @@ async def test_more_than_the_limit_is_stored_for_who_does_not_see_the_pod_go(old
     await assert_free_after(old, OLD + MARGIN, other)
 
 
-async def test_more_than_the_limit_is_waited_for_on_a_node_that_is_gone(old: Scene) -> None:
+async def test_grace_period_above_the_limit_counts_on_a_node_that_is_gone(old: Scene) -> None:
     old.bench.pods.uids.clear()
     old.reconciler.deleted(of_old(deleted=0))
     old.bench.pods.nodes["node-a"] = None
@@ -222,7 +222,7 @@ async def test_more_than_the_limit_is_waited_for_on_a_node_that_is_gone(old: Sce
     assert await after(old, CHECK_INTERVAL) == {}
 
 
-async def test_what_an_older_replica_has_left_out_is_not_known(stored: Scene) -> None:
+async def test_grace_period_is_unknown_after_a_write_by_an_older_replica(stored: Scene) -> None:
     rewritten_by_an_older_replica(stored)
     stored.bench.pods.uids.clear()
     other = stored.another(stored.bench.another().ledger)
@@ -230,7 +230,7 @@ async def test_what_an_older_replica_has_left_out_is_not_known(stored: Scene) ->
     await assert_free_after(stored, MAX_GRACE + MARGIN, other)
 
 
-async def test_a_pod_that_was_being_deleted_when_the_watch_began_may_have_been_given_longer_before(
+async def test_pod_terminating_when_the_watch_began_may_have_a_longer_grace_period(
     scene: Scene,
 ) -> None:
     scene.reconciler.replaced({"ml/pod-1": running(deleted=5)})
@@ -239,7 +239,7 @@ async def test_a_pod_that_was_being_deleted_when_the_watch_began_may_have_been_g
     assert await after(scene, timedelta(seconds=1)) == {}
 
 
-async def test_while_the_kubelet_is_away_nothing_ends(scene: Scene) -> None:
+async def test_orphan_does_not_end_while_its_node_is_not_ready(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-1")
     assert await after(scene, 10 * MAX_GRACE)
@@ -249,7 +249,7 @@ async def test_while_the_kubelet_is_away_nothing_ends(scene: Scene) -> None:
     assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_while_nobody_can_say_how_the_node_is_nothing_ends(scene: Scene) -> None:
+async def test_orphan_does_not_end_while_its_node_cannot_be_read(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.is_away = True
     assert await after(scene, 10 * MAX_GRACE)
@@ -257,13 +257,13 @@ async def test_while_nobody_can_say_how_the_node_is_nothing_ends(scene: Scene) -
     assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_a_node_that_was_started_anew_has_nothing_left(scene: Scene) -> None:
+async def test_orphan_ends_when_its_node_has_rebooted(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-2")
     assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_of_a_node_that_is_gone_nothing_is_held_for_ever(scene: Scene) -> None:
+async def test_orphan_ends_some_time_after_its_node_is_gone(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.nodes["node-a"] = None
     assert await after(scene, CHECK_INTERVAL)
@@ -271,7 +271,7 @@ async def test_of_a_node_that_is_gone_nothing_is_held_for_ever(scene: Scene) -> 
     assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_a_pod_that_failed_for_the_collector_is_an_orphan_though_it_is_still_there(scene: Scene) -> None:
+async def test_pod_failed_by_the_pod_garbage_collector_is_an_orphan(scene: Scene) -> None:
     """Such a pod may never be deleted, and is not given its devices again."""
     lost = running(status={"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]})
     scene.show(lost)
@@ -282,14 +282,14 @@ async def test_a_pod_that_failed_for_the_collector_is_an_orphan_though_it_is_sti
         assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_an_orphan_whose_pod_is_shown_to_have_ended_after_all_is_free_at_once(scene: Scene) -> None:
+async def test_orphan_is_released_at_once_when_its_pod_provably_ended(scene: Scene) -> None:
     scene.show(running(status={"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]}))
     assert await after(scene, timedelta(0))
     scene.show(running(status=ended("Failed")))
     assert await after(scene, timedelta(0)) == {}
 
 
-async def test_a_later_deletion_with_more_grace_is_waited_for(scene: Scene) -> None:
+async def test_later_deletion_with_a_longer_grace_period_extends_the_orphan(scene: Scene) -> None:
     lost = {"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]}
     scene.show(running(status=lost))
     await scene.reconciler.step()
@@ -302,7 +302,7 @@ async def test_a_later_deletion_with_more_grace_is_waited_for(scene: Scene) -> N
     assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_a_pod_that_came_ran_and_went_between_two_passes_is_an_orphan() -> None:
+async def test_pod_that_ran_and_was_deleted_between_two_passes_is_an_orphan() -> None:
     """Its reservation was only promised when its end was heard of."""
     scene = Scene()
     await scene.reserve()
@@ -325,7 +325,7 @@ async def went_unseen() -> tuple[Scene, Reconciler]:
     return scene, other
 
 
-async def test_a_pod_that_may_have_run_before_anybody_watched_is_an_orphan() -> None:
+async def test_pod_that_may_have_run_before_the_watch_is_an_orphan() -> None:
     scene, other = await went_unseen()
     assert "orphanedAt" not in (await after(scene, PENDING_DEADLINE, other))["GPU-a0/0"]
     assert "orphanedAt" in (await after(scene, CLOCK_SKEW, other))["GPU-a0/0"]
@@ -334,7 +334,7 @@ async def test_a_pod_that_may_have_run_before_anybody_watched_is_an_orphan() -> 
     assert await after(scene, timedelta(seconds=1), other) == {}
 
 
-async def test_no_replica_gives_up_what_was_promised_to_a_pod_that_may_have_run() -> None:
+async def test_no_replica_expires_a_reservation_whose_pod_may_have_run() -> None:
     scene, _ = await went_unseen()
     scene.bench.now += 10 * PENDING_DEADLINE
     assert await scene.bench.ledger.collect(scene.bench.now) == []
@@ -342,7 +342,7 @@ async def test_no_replica_gives_up_what_was_promised_to_a_pod_that_may_have_run(
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-async def test_what_was_promised_to_a_pod_that_may_have_run_counts_as_orphaned_from_its_deadline_on(
+async def test_overdue_reservation_counts_as_orphaned_if_its_pod_may_have_run(
     *, is_away: bool
 ) -> None:
     """Otherwise a tenant could hold any number of GPUs by creations that a quota refuses, while no reconciler runs."""
@@ -368,7 +368,7 @@ async def test_what_was_promised_to_a_pod_that_may_have_run_counts_as_orphaned_f
     assert ledger.orphaned.gpus_in("ml") == 0
 
 
-async def test_what_was_promised_counts_no_more_when_its_pod_is_seen_or_has_never_come() -> None:
+async def test_overdue_reservation_stops_counting_when_its_pod_is_observed_or_was_never_created() -> None:
     scene, _ = await went_unseen()
     ledger = scene.bench.ledger
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
@@ -390,7 +390,7 @@ async def test_what_was_promised_counts_no_more_when_its_pod_is_seen_or_has_neve
 
 
 @pytest.mark.parametrize("seconds", [0, 9, 10])
-async def test_a_creation_that_came_to_nothing_ends_with_its_hold_if_the_watch_would_have_told_of_it(
+async def test_reservation_expires_if_the_watch_proves_that_its_pod_was_never_created(
     seconds: int,
 ) -> None:
     """By whatever clocks."""
@@ -402,7 +402,7 @@ async def test_a_creation_that_came_to_nothing_ends_with_its_hold_if_the_watch_w
     assert (left == {}) is (seconds == 10)
 
 
-async def test_a_creation_that_took_so_long_that_its_pod_was_taken_for_gone_keeps_its_devices() -> None:
+async def test_slowly_created_pod_that_was_taken_for_gone_keeps_its_devices() -> None:
     scene, other = await went_unseen()
     assert "orphanedAt" in (await after(scene, PENDING_DEADLINE + CLOCK_SKEW, other))["GPU-a0/0"]
     scene.show(running())
@@ -417,7 +417,7 @@ LOST: Raw = {"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen alive in a pass", "between two passes"])
-async def test_a_pod_that_was_taken_for_gone_and_fails_later_is_waited_for_from_then_on(*, is_seen: bool) -> None:
+async def test_pod_taken_for_gone_that_fails_later_is_waited_for_from_its_failure(*, is_seen: bool) -> None:
     scene, other = await went_unseen()
     assert "orphanedAt" in (await after(scene, PENDING_DEADLINE + CLOCK_SKEW, other))["GPU-a0/0"]
     scene.show(running())
@@ -435,7 +435,7 @@ async def test_a_pod_that_was_taken_for_gone_and_fails_later_is_waited_for_from_
     assert await after(scene, CHECK_INTERVAL, other) == {}
 
 
-async def test_one_that_is_behind_takes_no_orphan_for_a_living_pod(scene: Scene) -> None:
+async def test_stale_reconciler_does_not_clear_an_orphan_mark(scene: Scene) -> None:
     behind = scene.another(scene.bench.another().ledger)
     behind.replaced({"ml/pod-1": running()})
     await gone_by_force(scene)
@@ -443,7 +443,7 @@ async def test_one_that_is_behind_takes_no_orphan_for_a_living_pod(scene: Scene)
     assert "orphanedAt" in (await after(scene, timedelta(0), behind))["GPU-a0/0"]
 
 
-async def test_a_pods_end_is_remembered_until_its_reservation_is_heard_of(scene: Scene) -> None:
+async def test_pod_deletion_is_remembered_until_its_reservation_is_observed(scene: Scene) -> None:
     behind = scene.bench.another()
     other = scene.another(behind.ledger)
     other.replaced({})
@@ -459,7 +459,7 @@ async def test_a_pods_end_is_remembered_until_its_reservation_is_heard_of(scene:
     assert list(scene.bench.held()) == ["GPU-a0/0"]
 
 
-async def test_an_orphan_of_which_more_is_known_by_now_is_not_released_by_one_that_is_behind(scene: Scene) -> None:
+async def test_stale_reconciler_does_not_release_a_changed_orphan(scene: Scene) -> None:
     await gone_by_force(scene)
     behind = scene.bench.another()
     (stale,) = behind.ledger.reservations()
@@ -470,7 +470,7 @@ async def test_an_orphan_of_which_more_is_known_by_now_is_not_released_by_one_th
     assert scene.bench.held()["GPU-a0/0"]["grace"] == 1200
 
 
-async def test_the_gpus_of_orphans_are_counted_by_namespace_until_they_are_released(scene: Scene) -> None:
+async def test_orphaned_gpus_are_counted_by_namespace_until_released(scene: Scene) -> None:
     ledger = scene.bench.replica.ledger
     scene.bench.replica.watch.catch_up()
     assert ledger.orphaned.gpus_in("ml") == 0
@@ -482,7 +482,7 @@ async def test_the_gpus_of_orphans_are_counted_by_namespace_until_they_are_relea
     assert ledger.orphaned.gpus_in("ml") == 0
 
 
-async def test_an_orphan_that_an_older_replica_has_written_anew_is_not_counted_as_one(scene: Scene) -> None:
+async def test_orphan_rewritten_by_an_older_replica_is_not_counted(scene: Scene) -> None:
     await gone_by_force(scene)
     replica = scene.bench.replica
     replica.watch.catch_up()
@@ -514,7 +514,7 @@ UID = POD.uid
 EARLY = 2 * CLOCK_SKEW
 
 
-async def test_an_orphan_is_released_at_once_when_its_node_says_that_nothing_uses_it(scene: Scene) -> None:
+async def test_orphan_is_released_at_once_when_its_node_reports_no_use(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     assert reports(scene).digests("node-a", scene.bench.now) == [uid_digest(UID)]
@@ -526,7 +526,7 @@ async def test_an_orphan_is_released_at_once_when_its_node_says_that_nothing_use
     assert "its node reports that nothing uses it" in scene.heard.messages[-1]
 
 
-async def test_the_word_of_a_node_frees_nothing_of_another_node(scene: Scene) -> None:
+async def test_node_report_releases_no_orphan_of_another_node(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     assert reports(scene).digests("node-b", scene.bench.now) == []
@@ -534,20 +534,20 @@ async def test_the_word_of_a_node_frees_nothing_of_another_node(scene: Scene) ->
     assert await after(scene, CHECK_INTERVAL)
 
 
-async def test_the_word_of_a_node_frees_only_the_pods_that_it_names(scene: Scene) -> None:
+async def test_node_report_releases_only_the_named_pods(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     await reports(scene).take("node-a", ["another", uid_digest(UID), ""], scene.bench.now)
     assert await after(scene, CHECK_INTERVAL)
 
 
-async def test_the_word_of_a_node_about_a_pod_that_is_no_orphan_changes_nothing(scene: Scene) -> None:
+async def test_node_report_about_a_pod_that_is_no_orphan_is_ignored(scene: Scene) -> None:
     before = scene.bench.held()
     await reports(scene).take("node-a", [UID], scene.bench.now + timedelta(days=1))
     assert await after(scene, CHECK_INTERVAL) == before
 
 
-async def test_a_question_that_may_be_older_than_the_orphan_is_not_asked_and_its_answer_does_not_count(
+async def test_challenge_within_the_clock_skew_of_an_orphan_neither_asks_nor_counts(
     scene: Scene,
 ) -> None:
     await gone_by_force(scene)
@@ -559,7 +559,7 @@ async def test_a_question_that_may_be_older_than_the_orphan_is_not_asked_and_its
     assert await after(scene, CHECK_INTERVAL)
 
 
-async def test_a_node_has_to_say_it_again_when_the_pod_is_orphaned_anew(scene: Scene) -> None:
+async def test_node_must_report_again_when_the_pod_is_orphaned_again(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     await reports(scene).take("node-a", [UID], scene.bench.now)
@@ -584,7 +584,7 @@ class Away:
         raise LedgerUnavailableError("away")
 
 
-async def test_what_cannot_be_written_down_is_asked_again(scene: Scene) -> None:
+async def test_report_that_cannot_be_stored_is_requested_again(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     (held,) = scene.bench.ledger.orphans_on("node-a")

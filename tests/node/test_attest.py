@@ -82,7 +82,7 @@ async def served(agent: JwtWorkloadApiDouble, directory: Path, age: str) -> Asyn
         yield await asyncio.to_thread(stack.enter_context, serving(directory, INVENTORY, [*options, *flags(agent)]))
 
 
-async def test_a_node_is_proven_from_its_socket_to_a_pod(agent: JwtWorkloadApiDouble, tmp_path: Path) -> None:
+async def test_node_attests_and_its_gpus_are_admitted(agent: JwtWorkloadApiDouble, tmp_path: Path) -> None:
     async with served(agent, tmp_path, "8s") as running:
         assert not await admits(running, HASH)
         code, log = await attested(running, agent)
@@ -94,7 +94,7 @@ async def test_a_node_is_proven_from_its_socket_to_a_pod(agent: JwtWorkloadApiDo
         assert (code, "expected exactly one identity for node node-a" in log) == (1, True), log
 
 
-async def test_it_comes_back_at_half_of_a_proof_and_ends_when_it_is_told(
+async def test_agent_attests_again_at_half_life_and_stops_on_a_signal(
     agent: JwtWorkloadApiDouble, tmp_path: Path
 ) -> None:
     async with served(agent, tmp_path, "10s") as running:
@@ -112,7 +112,7 @@ async def test_it_comes_back_at_half_of_a_proof_and_ends_when_it_is_told(
         assert len(set(agent.audiences)) == len(agent.audiences)
 
 
-def test_what_it_needs_is_named_at_once(tmp_path: Path) -> None:
+def test_all_missing_settings_are_reported_together(tmp_path: Path) -> None:
     done = refusing(tmp_path, "attest", "--once")
     assert done.returncode == 1
     assert "set --server, --node, --spire-trust-domain, --spire-workload-api as well" in done.stderr
@@ -144,7 +144,7 @@ def asking(nonce: object = NONCE) -> bytes:
 
 
 @pytest.mark.parametrize("nonce", ["vault", "", PREFIX, PREFIX + "A" * 75, "https://sts.example/", NONCE + "A"])
-async def test_no_server_gets_a_token_that_is_good_elsewhere(
+async def test_server_gets_no_token_with_another_audience(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, nonce: str
 ) -> None:
     async with endpoint(context(ca), asking(nonce)) as server:
@@ -153,7 +153,7 @@ async def test_no_server_gets_a_token_that_is_good_elsewhere(
     assert (agent.audiences, len(server.requests)) == ([], 1)
 
 
-async def test_a_server_of_another_ca_is_asked_nothing(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+async def test_server_of_another_ca_gets_no_request(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
     async with endpoint(context(trustme.CA()), asking()) as server:
         with pytest.raises(NotAttestedError, match="certificate verify failed"):
             await attester(agent, server, ca).attest()
@@ -161,7 +161,7 @@ async def test_a_server_of_another_ca_is_asked_nothing(agent: JwtWorkloadApiDoub
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", asking(1), b"A" * 100_000, b"[" * 50_000])
-async def test_an_answer_that_makes_no_sense_is_no_proof(
+async def test_malformed_answer_is_no_proof(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, content: bytes
 ) -> None:
     async with endpoint(context(ca), content) as server:
@@ -169,7 +169,7 @@ async def test_an_answer_that_makes_no_sense_is_no_proof(
             await attester(agent, server, ca).attest()
 
 
-async def test_what_the_server_says_against_it_is_passed_on(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+async def test_servers_error_text_is_reported(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
     async with endpoint(context(ca), b'{"error": "the server is draining"}', "503 Service Unavailable") as server:
         with pytest.raises(NotAttestedError, match=r"503.*draining"):
             await attester(agent, server, ca).attest()
@@ -185,7 +185,7 @@ async def test_what_the_server_says_against_it_is_passed_on(agent: JwtWorkloadAp
     ],
     ids=["of another node", "two hashes", "other trust domain", "a workload"],
 )
-async def test_it_answers_only_with_the_one_identity_of_its_node(
+async def test_agent_uses_only_the_identity_of_its_node(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, identities: list[str]
 ) -> None:
     agent.identities = identities
@@ -196,7 +196,7 @@ async def test_it_answers_only_with_the_one_identity_of_its_node(
 
 
 @pytest.mark.parametrize("trouble", ["banned", "gone", "no identity"])
-async def test_an_agent_that_gives_no_token_is_no_proof(
+async def test_spire_agent_without_a_token_is_an_error(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, trouble: str
 ) -> None:
     agent.is_banned, agent.identities = trouble == "banned", [] if trouble == "no identity" else agent.identities
@@ -222,14 +222,14 @@ async def slept(one: Attester, number: int, server: EndpointDouble, replies: dic
     return pauses
 
 
-async def test_after_failures_it_comes_back_less_and_less_often(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+async def test_failures_are_retried_with_increasing_pauses(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
     async with endpoint(context(ca), b"{}") as server:
         pauses = await slept(attester(agent, server, ca), 9, server, {})
     for pause, most in zip(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
         assert 0.8 * most <= pause <= most
 
 
-async def test_after_a_proof_it_comes_back_at_half_of_it(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+async def test_accepted_proof_is_renewed_at_half_its_life(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
     both = json.dumps({"nonce": NONCE, **PROVEN}).encode()
     async with endpoint(context(ca), b"{}") as server:
         pauses = await slept(attester(agent, server, ca), 4, server, {2: http(both), 3: http(b"{}")})
@@ -237,7 +237,7 @@ async def test_after_a_proof_it_comes_back_at_half_of_it(agent: JwtWorkloadApiDo
     assert pauses[3] <= BACKOFF.first.total_seconds()
 
 
-def test_many_nodes_do_not_come_back_at_once() -> None:
+def test_renewals_of_many_nodes_are_spread() -> None:
     assert len({BACKOFF.jittered(timedelta(minutes=20)) for _ in range(100)}) == 100
 
 
@@ -303,7 +303,7 @@ async def reporting(
         await listener.wait_closed()
 
 
-async def test_the_end_of_an_orphan_is_told_with_a_proof(
+async def test_end_of_an_orphan_is_reported_with_a_proof(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
     server = Told("uid-old", "uid-other")
@@ -325,7 +325,7 @@ async def test_the_end_of_an_orphan_is_told_with_a_proof(
         assert await another_round() == []
 
 
-async def test_what_lives_again_at_the_last_look_is_not_told(
+async def test_pod_alive_at_the_last_check_is_not_reported(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
     server = Told("uid-old")
@@ -342,7 +342,7 @@ async def test_what_lives_again_at_the_last_look_is_not_told(
         assert agent.audiences == []
 
 
-async def test_the_server_is_asked_less_often_than_the_node(
+async def test_server_is_asked_less_often_than_the_node(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
     server = Told()
@@ -358,7 +358,7 @@ async def test_the_server_is_asked_less_often_than_the_node(
     assert server.asked == 3
 
 
-async def test_a_node_that_cannot_be_asked_is_no_reason_to_stop(
+async def test_unreadable_node_does_not_stop_the_reporter(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
     node.refused.add("ListContainers")
@@ -379,7 +379,7 @@ async def test_a_node_that_cannot_be_asked_is_no_reason_to_stop(
     assert [one["event"] for one in logs] == ["ends of pods not reported", "ends of pods reported again"]
 
 
-async def test_a_server_that_is_away_is_not_logged_as_back_between_two_questions(
+async def test_unavailable_server_is_not_logged_as_back_between_requests(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
     node.end("uid-old")
@@ -399,7 +399,7 @@ async def test_a_server_that_is_away_is_not_logged_as_back_between_two_questions
     assert [one["event"] for one in logs] == ["ends of pods not reported"]
 
 
-def test_the_socket_of_a_runtime_needs_the_pod_that_has_to_be_found_there(tmp_path: Path) -> None:
+def test_runtime_socket_needs_the_pod_uid(tmp_path: Path) -> None:
     own = ["--server", "https://a", "--node", "node-a", "--spire-trust-domain", TRUST_DOMAIN]
     sockets = ["--spire-workload-api", "unix:/a", "--runtime-socket", "unix:/b"]
     done = refusing(tmp_path, "attest", *own, *sockets)

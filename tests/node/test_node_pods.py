@@ -68,7 +68,7 @@ async def seen(node: NodeDouble, uid: str = OLD) -> RemainingContainers | None:
         "a state of a sandbox that is new",
     ],
 )
-async def test_what_is_left_of_a_pod(
+async def test_remaining_containers_of_a_pod(
     node: NodeDouble, sandboxes: Sequence[int], containers: Sequence[int], left: bool
 ) -> None:
     node.sandboxes[OLD], node.containers[OLD] = list(sandboxes), list(containers)
@@ -81,31 +81,31 @@ async def test_ready_sandboxes_are_counted(node: NodeDouble) -> None:
     assert await seen(node) == RemainingContainers(OLD, ("ml", "old"), is_alive=True, ready_sandboxes=2)
 
 
-async def test_the_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:
+async def test_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:
     await pods_of(node).snapshot()
     assert node.calls == ["List", "ListPodSandbox", "ListContainers"]
 
 
 @pytest.mark.parametrize("call", ["List", "ListPodSandbox", "ListContainers"])
-async def test_an_error_is_no_answer(node: NodeDouble, call: str) -> None:
+async def test_error_of_a_socket_is_raised(node: NodeDouble, call: str) -> None:
     node.refused.add(call)
     with pytest.raises(NodeUnknownError, match="not ready"):
         await pods_of(node).snapshot()
 
 
-async def test_a_kubelet_that_is_dead_is_no_answer(node: NodeDouble) -> None:
+async def test_dead_kubelet_is_an_error(node: NodeDouble) -> None:
     await node.kill_kubelet()
     with pytest.raises(NodeUnknownError, match="kubelet"):
         await pods_of(node).snapshot()
 
 
-async def test_another_runtime_than_the_nodes_is_no_answer(node: NodeDouble) -> None:
+async def test_runtime_of_another_node_is_an_error(node: NodeDouble) -> None:
     node.clear(OWN)
     with pytest.raises(NodeUnknownError, match="does not run this pod"):
         await pods_of(node).snapshot()
 
 
-async def test_a_kubelet_that_has_not_heard_of_its_pods_yet_is_no_answer(node: NodeDouble) -> None:
+async def test_kubelet_that_does_not_know_its_pods_yet_is_an_error(node: NodeDouble) -> None:
     node.wanted.clear()
     with pytest.raises(NodeUnknownError, match="does not list this pod, ml/own"):
         await pods_of(node).snapshot()
@@ -137,7 +137,7 @@ def looks(node: NodeDouble) -> Looks:
     return Looks(node)
 
 
-async def test_a_pod_has_ended_when_looks_some_time_apart_find_nothing(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_has_ended_when_two_spaced_snapshots_show_nothing(node: NodeDouble, looks: Looks) -> None:
     node.run(OLD)
     assert await looks.see() == []
     await looks.see_deleted(OLD)
@@ -147,7 +147,7 @@ async def test_a_pod_has_ended_when_looks_some_time_apart_find_nothing(node: Nod
     assert await looks.see(0.1) == [OLD]
 
 
-async def test_a_sandbox_that_the_kubelet_is_still_making_is_waited_for(node: NodeDouble, looks: Looks) -> None:
+async def test_sandbox_that_the_kubelet_may_be_creating_is_waited_for(node: NodeDouble, looks: Looks) -> None:
     """A container has killed the sandbox, and the network of the next one takes minutes. The runtime does not list it
     before it is ready, and a deletion does not stop the kubelet from starting the containers in it."""
     node.run(OLD)
@@ -165,7 +165,7 @@ async def test_a_sandbox_that_the_kubelet_is_still_making_is_waited_for(node: No
     assert await looks.see() == [OLD], "one sync makes one sandbox"
 
 
-async def test_without_a_ready_sandbox_the_longest_sync_is_waited_for(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_without_a_ready_sandbox_ends_after_the_longest_sync(node: NodeDouble, looks: Looks) -> None:
     node.run(OLD)
     await looks.see()
     node.delete(OLD)
@@ -175,7 +175,7 @@ async def test_without_a_ready_sandbox_the_longest_sync_is_waited_for(node: Node
     assert await looks.see(0.1) == [OLD]
 
 
-async def test_the_longest_sync_is_counted_from_the_end_of_the_last_container(node: NodeDouble, looks: Looks) -> None:
+async def test_longest_sync_counts_from_the_end_of_the_last_container(node: NodeDouble, looks: Looks) -> None:
     """A sync that makes a new sandbox first ends the containers of the old one, with their grace period."""
     node.run(OLD)
     node.delete(OLD)
@@ -188,7 +188,7 @@ async def test_the_longest_sync_is_counted_from_the_end_of_the_last_container(no
     assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
 
 
-async def test_a_sandbox_that_was_ready_only_while_the_kubelet_named_the_pod_proves_nothing(
+async def test_sandbox_ready_only_while_the_kubelet_named_the_pod_proves_nothing(
     node: NodeDouble, looks: Looks
 ) -> None:
     node.run(OLD)
@@ -200,7 +200,7 @@ async def test_a_sandbox_that_was_ready_only_while_the_kubelet_named_the_pod_pro
         assert await looks.see() == []
 
 
-async def test_a_sandbox_that_was_ready_only_as_the_deletion_came_proves_nothing(
+async def test_sandbox_ready_only_during_the_deletion_proves_nothing(
     node: NodeDouble, looks: Looks
 ) -> None:
     """A sync that has begun looks at the sandbox a moment later, and may find it dead."""
@@ -213,7 +213,7 @@ async def test_a_sandbox_that_was_ready_only_as_the_deletion_came_proves_nothing
         assert await looks.see() == []
 
 
-async def test_a_look_counts_from_its_beginning(node: NodeDouble, looks: Looks) -> None:
+async def test_snapshot_counts_from_its_beginning(node: NodeDouble, looks: Looks) -> None:
     """Kubelet and runtime may be slow to answer; what they say may be as old as the question."""
     node.run(OLD)
     node.delete(OLD)
@@ -234,7 +234,7 @@ async def test_two_ready_sandboxes_prove_nothing(node: NodeDouble, looks: Looks)
         assert await looks.see() == []
 
 
-async def test_what_a_sandbox_has_proven_ends_when_the_kubelet_names_the_pod(node: NodeDouble, looks: Looks) -> None:
+async def test_sandbox_proof_is_reset_when_the_kubelet_names_the_pod_again(node: NodeDouble, looks: Looks) -> None:
     node.run(OLD)
     await looks.see_deleted(OLD)
     node.wanted.add("old")
@@ -245,7 +245,7 @@ async def test_what_a_sandbox_has_proven_ends_when_the_kubelet_names_the_pod(nod
         assert await looks.see() == []
 
 
-async def test_a_pod_that_the_kubelet_names_has_not_ended_whatever_runs(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_that_the_kubelet_names_has_not_ended(node: NodeDouble, looks: Looks) -> None:
     """It may wait for a volume, or for the time to start a container again."""
     node.end(OLD)
     node.wanted.add("old")
@@ -253,13 +253,13 @@ async def test_a_pod_that_the_kubelet_names_has_not_ended_whatever_runs(node: No
         assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_a_pod_that_was_never_seen_has_not_ended(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_that_was_never_observed_has_not_ended(node: NodeDouble, looks: Looks) -> None:
     """The kubelet may not have heard of it yet."""
     for _ in range(3):
         assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_what_comes_back_between_two_looks_has_not_ended(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_that_returns_between_two_snapshots_has_not_ended(node: NodeDouble, looks: Looks) -> None:
     node.run(OLD)
     await looks.see_deleted(OLD)
     node.end(OLD)
@@ -271,20 +271,20 @@ async def test_what_comes_back_between_two_looks_has_not_ended(node: NodeDouble,
     assert await looks.see() == [OLD]
 
 
-async def test_what_has_ended_before_the_first_look_is_known_by_its_traces(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_ended_before_the_first_snapshot_is_known_by_its_remains(node: NodeDouble, looks: Looks) -> None:
     node.end(OLD)
     await looks.see()
     assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
 
 
-async def test_a_new_pod_of_the_same_name_leaves_the_end_of_the_old_one_open(node: NodeDouble, looks: Looks) -> None:
+async def test_new_pod_with_the_same_name_delays_the_end_of_the_old_one(node: NodeDouble, looks: Looks) -> None:
     node.end(OLD)
     await looks.see()
     node.wanted.add("old")
     assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_ends_are_forgotten_in_time_and_beyond_a_number(node: NodeDouble, looks: Looks) -> None:
+async def test_ended_pods_are_forgotten_after_a_time_and_above_a_limit(node: NodeDouble, looks: Looks) -> None:
     for number in range(MAX_PODS + 3):
         node.end(f"uid-{number}")
     await looks.see()

@@ -98,12 +98,12 @@ async def refused(attempt: Awaitable[None]) -> bool:
     return False
 
 
-async def test_a_proof_is_kept(place: Place) -> None:
+async def test_accepted_proof_is_stored(place: Place) -> None:
     await place.book().accept(proof())
     assert await place.kept() == proof()
 
 
-async def test_a_later_proof_takes_the_place_of_an_earlier_one(place: Place) -> None:
+async def test_later_proof_replaces_an_earlier_one(place: Place) -> None:
     await place.book().accept(proof())
     await place.book().accept(proof(1, "n1", hash=OTHER_HASH))
     assert await place.kept() == proof(1, "n1", hash=OTHER_HASH)
@@ -132,7 +132,7 @@ async def test_a_later_proof_takes_the_place_of_an_earlier_one(place: Place) -> 
         "nobody knows when it was challenged",
     ],
 )
-async def test_a_proof_is_taken_once_whichever_replica_is_told(place: Place, again: Evidence) -> None:
+async def test_proof_is_accepted_once_across_replicas(place: Place, again: Evidence) -> None:
     await place.book().accept(proof())
     with pytest.raises(ReplayedProofError):
         await place.book().accept(again)
@@ -140,7 +140,7 @@ async def test_a_proof_is_taken_once_whichever_replica_is_told(place: Place, aga
 
 
 @pytest.mark.defect("S0-2")
-async def test_no_challenge_is_answered_twice_however_often_its_token_is_signed_anew(place: Place) -> None:
+async def test_challenge_is_answered_once_although_its_token_is_signed_again(place: Place) -> None:
     await place.book().accept(proof(0, "n0", challenged=0))
     await place.book().accept(proof(1, "n1", challenged=0.5))
     for at, nonce, challenged in ((2, "n0", 0), (3, "n1", 0.5), (4, "n0", 0)):
@@ -149,7 +149,7 @@ async def test_no_challenge_is_answered_twice_however_often_its_token_is_signed_
     await place.book().accept(proof(5, "n2", challenged=0.501))
 
 
-async def test_after_a_proof_that_does_not_say_when_it_was_challenged_a_later_one_is_taken(place: Place) -> None:
+async def test_later_proof_is_accepted_after_one_without_challenge_time(place: Place) -> None:
     """Those of a version before."""
     await place.book().accept(evolve(proof(), challenged=None))
     for again in (proof(1, "n0", challenged=-1), proof(0, "n1")):
@@ -159,19 +159,19 @@ async def test_after_a_proof_that_does_not_say_when_it_was_challenged_a_later_on
     assert await place.kept() == proof(1, "n1", challenged=-1)
 
 
-async def test_each_node_has_its_own(place: Place) -> None:
+async def test_each_node_has_its_own_proof(place: Place) -> None:
     await place.book().accept(proof(5))
     await place.book().accept(proof(0, node="node-b"))
     assert [await place.kept("node-a"), await place.kept("node-b")] == [proof(5), proof(0, node="node-b")]
 
 
-async def test_of_many_at_once_one_is_taken(place: Place) -> None:
+async def test_one_of_concurrent_identical_proofs_is_accepted(place: Place) -> None:
     await place.book().accept(proof(-1, "before"))
     answers = await asyncio.gather(*(refused(place.book().accept(proof())) for _ in range(5)))
     assert sorted(answers) == [False, True, True, True, True]
 
 
-async def test_a_node_that_is_not_there_proves_nothing(place: Place) -> None:
+async def test_proof_of_a_missing_node_is_rejected(place: Place) -> None:
     with pytest.raises(UnknownNodeError):
         await place.book().accept(proof(node="node-x"))
     assert await place.kept("node-x") is None
@@ -187,18 +187,18 @@ async def made_anew(place: Place) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 9, 10, 15], ids=["before", "just before", "at that moment", "within the skew"])
-async def test_a_node_made_anew_under_its_old_name_is_not_proven_by_what_the_old_one_had_in_hand(
+async def test_proof_of_an_earlier_node_with_that_name_is_rejected(
     place: Place, at: float
 ) -> None:
     await place.kept()
     await made_anew(place)
-    with pytest.raises(UnknownNodeError, match="came to be"):
+    with pytest.raises(UnknownNodeError, match="before the Node was created"):
         await place.book().accept(proof(at))
     await place.book().accept(proof(16, "n1"))
     assert await place.kept() == proof(16, "n1")
 
 
-async def test_in_memory_the_proof_of_a_node_goes_with_it_and_its_replay_does_not_come_back() -> None:
+async def test_proof_in_memory_ends_with_its_node_and_cannot_be_replayed() -> None:
     place = InMemory()
     await place.book().accept(proof())
     await made_anew(place)
@@ -207,14 +207,14 @@ async def test_in_memory_the_proof_of_a_node_goes_with_it_and_its_replay_does_no
         await place.book().accept(proof())
 
 
-async def test_others_entries_of_the_same_node_stay(cluster: InCluster) -> None:
+async def test_entries_of_other_sources_stay(cluster: InCluster) -> None:
     entry = {"hash": HASH, "banned": False, "conflict": False}
     cluster.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": {"static": entry}}})
     await cluster.book().accept(proof())
     assert set(cluster.objects.objects["node-a"]["status"]["sources"]) == {"static", "jwt-svid"}
 
 
-async def test_who_is_overtaken_by_another_source_writes_again(cluster: InCluster) -> None:
+async def test_write_conflict_with_another_source_is_retried(cluster: InCluster) -> None:
     cluster.objects.put({"metadata": {"name": "node-a"}})
     cluster.objects.overtaken = 2
     await cluster.book().accept(proof())
@@ -235,7 +235,7 @@ class Overtaken(FakeObjects):
         return await super().replace_status(raw)
 
 
-async def test_who_is_overtaken_by_the_same_proof_is_told_that_it_is_a_replay() -> None:
+async def test_write_conflict_with_the_same_proof_is_a_replay() -> None:
     nodes = Nodes()
     objects = Overtaken(lambda: ClusterProofs(objects, nodes, SKEW).accept(proof()))
     with pytest.raises(ReplayedProofError):
@@ -244,7 +244,7 @@ async def test_who_is_overtaken_by_the_same_proof_is_told_that_it_is_a_replay() 
 
 
 @pytest.mark.parametrize("fault", ["objects", "nodes", "refused", "overtaken for ever"])
-async def test_what_cannot_be_written_down_is_not_accepted(cluster: InCluster, fault: str) -> None:
+async def test_proof_that_cannot_be_stored_is_not_accepted(cluster: InCluster, fault: str) -> None:
     cluster.objects.put({"metadata": {"name": "node-a"}})
     cluster.objects.is_away = fault == "objects"
     cluster.nodes.is_away = fault == "nodes"
@@ -255,7 +255,7 @@ async def test_what_cannot_be_written_down_is_not_accepted(cluster: InCluster, f
     assert isinstance(caught.value.__cause__, (StoreUnavailableError, RefusedError, StaleError))
 
 
-async def test_an_entry_that_is_no_proof_is_replaced(cluster: InCluster) -> None:
+async def test_unreadable_entry_is_replaced_by_a_proof(cluster: InCluster) -> None:
     await cluster.book().accept(proof())
     for entry in ({"banned": True, "conflict": False}, {"hash": 1}):
         cluster.objects.status("node-a", sources={"jwt-svid": entry})
