@@ -1,4 +1,4 @@
-"""NodeEvidence in the API server: each source writes its own entry, seldom; every replica hears of all."""
+"""NodeEvidence in the API server: each source writes its own entry, seldom; every replica observes all entries."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
@@ -22,7 +22,7 @@ SAID, LATER = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
 
 
 class Provider:
-    """Says what the test says."""
+    """Returns the test's answer."""
 
     is_for_development = False
 
@@ -47,7 +47,7 @@ class Scene:
     def __init__(self, *providers: Provider, retired: Iterable[str] = (), awaited: Iterable[str] = ()) -> None:
         self.now = NOW
         self.is_current = self.are_nodes_current = True
-        # In the API server, whatever the watch has told of them.
+        # In the API server, whatever the watch has shown.
         self.nodes = {"node-a", "node-b"}
         self.asked_for: list[str] = []
         self.objects = FakeObjects()
@@ -68,7 +68,7 @@ class Scene:
         self.objects.listener = self.writer.view
 
     async def step(self, seconds: float = POLL_EVERY.total_seconds()) -> list[str]:
-        """What was written, after so long."""
+        """The writes of a step, that much later."""
         self.now += timedelta(seconds=seconds)
         self.objects.tell()
         self.objects.done.clear()
@@ -124,7 +124,7 @@ async def test_unavailable_provider_has_no_pending_update_and_is_counted(static:
 
 
 async def test_first_answer_is_pending_for_nodes_without_an_entry(static: Provider) -> None:
-    """A provider that was added a moment ago, and is away: nobody loses what he never had."""
+    """A provider that was just added and is unavailable: no node has lost evidence that it never had."""
     spire = Provider("spire-server", node_a=evidence("node-a", since=NOW, until=NOW + HOUR))
     spire.is_away = True
     scene = Scene(static, spire)
@@ -132,7 +132,7 @@ async def test_first_answer_is_pending_for_nodes_without_an_entry(static: Provid
     scene.objects.put({"metadata": {"name": "node-b"}, "status": {"sources": known}})
     await scene.step()
     assert scene.writer.is_update_pending("node-a")
-    assert not scene.writer.is_update_pending("node-b")  # what was said of it stands until its own end
+    assert not scene.writer.is_update_pending("node-b")  # its entry stays until it expires
     spire.is_away = False
     await scene.step()
     assert not scene.writer.is_update_pending("node-a")
@@ -230,11 +230,11 @@ async def test_renewed_evidence_is_written_at_half_its_lifetime() -> None:
         since = scene.now + 60 * SECOND
         spire.said = {"node-a": evidence("node-a", since=since, until=since + HOUR)}
         writes += len(await scene.step(60))
-    assert writes == 2 + 3  # made, and renewed after 30, 60 and 90 minutes
+    assert writes == 2 + 3  # created, and renewed after 30, 60 and 90 minutes
 
 
 async def test_first_evidence_of_a_recreated_node_is_written_at_once() -> None:
-    """What is written is of the machine before, and counts for nothing: half of its life is no time to wait."""
+    """The written entry is of the earlier machine and counts for nothing, so half of its lifetime is not waited for."""
     spire = Provider("spire-server", node_a=evidence("node-a", since=NOW, until=NOW + HOUR))
     scene = Scene(spire)
 
@@ -244,7 +244,7 @@ async def test_first_evidence_of_a_recreated_node_is_written_at_once() -> None:
     scene.writer.creation_times.changed(born("2026-03-02T11:00:00Z"))
     assert len(await scene.step()) == 2
     scene.writer.creation_times.changed(born("2026-03-02T12:00:30Z"))
-    assert await scene.step() == []  # there is nothing else to be said
+    assert await scene.step() == []  # nothing else has changed
     attested = NOW + 31 * SECOND
     spire.said = {"node-a": evidence("node-a", since=attested, until=attested + HOUR)}
     assert await scene.step() == ["status node-a"]
@@ -330,14 +330,14 @@ async def test_new_leader_removes_entries_of_retired_sources() -> None:
 
 
 async def test_leader_polls_again_before_overwriting_another_leaders_entry(spire: Provider) -> None:
-    """It stopped for a while in mid-pass, or its watch is behind."""
+    """It was suspended during a pass, or its watch lags."""
     scene = Scene(spire)
     await scene.step()
     scene.objects.status("node-a", sources={"spire-server": BANNED})
     spire.said = {"node-a": evolve(spire.said["node-a"], hash=OTHER_HASH)}
     scene.now += POLL_EVERY
     scene.objects.done.clear()
-    await scene.writer.step()  # which has not heard of it
+    await scene.writer.step()  # which has not observed it
     assert (scene.objects.done, spire.begun) == ([], 1)
     spire.said = {"node-a": evolve(spire.said["node-a"], hash=HASH, is_banned=True)}
     assert await scene.step(0.0) == []
@@ -381,7 +381,7 @@ async def test_rejected_evidence_does_not_delay_other_nodes(static: Provider) ->
     assert await scene.step() == []
 
 
-# What a replica hears.
+# What a replica observes.
 
 
 class Hearing:
@@ -437,7 +437,7 @@ def test_ban_overrides_a_valid_proof() -> None:
 
 
 def test_node_missing_from_one_of_two_sources_is_not_proven() -> None:
-    """Its agent was evicted, or the other provider has not been asked yet."""
+    """Its agent was evicted, or the other provider has not been polled yet."""
     hearing = Hearing("spire-server", "jwt-svid")
     hearing.view.changed(raw(jwt_svid=entry(since=SAID, until=LATER)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.ABSENT
@@ -491,7 +491,7 @@ def test_evidence_may_arrive_before_or_after_its_node(*, is_node_first: bool) ->
     ],
 )
 def test_every_entry_must_be_newer_than_the_node(spire: int, proof: int, state: str) -> None:
-    """The newer of two must not hide that the other is of the machine that had the name before."""
+    """The newer of two entries must not hide that the other is of the earlier machine with that name."""
     fleet = Fleet()
     view = EvidenceView({}, asked=["spire-server", "jwt-svid"])
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
@@ -524,7 +524,7 @@ def test_proof_with_a_fast_clock_is_not_of_the_recreated_node() -> None:
 @pytest.mark.parametrize("source", ["jwt-svid", "spire-server"])
 @pytest.mark.defect("S0-2")
 def test_written_evidence_is_limited_to_the_configured_age(source: str) -> None:
-    """Written under a longer `--max-evidence-age`, by a process of yesterday or by hand, it is as old as it is."""
+    """Written with a longer `--max-evidence-age`, by an earlier process or by hand: its real age counts."""
     shown: list[str] = []
     view = EvidenceView({}, asked=[source, "static"], skew=5 * SECOND, max_age=10 * MINUTE)
     view.notify(shown.append)
@@ -569,14 +569,14 @@ def test_unreadable_object_leaves_the_known_evidence() -> None:
     assert hearing.view.combined_evidence("node-a") == evolve(evidence("node-a"), source="static")
 
 
-# Of a node that is gone.
+# Evidence of a deleted node.
 
 
 PROVEN = NOW - MINUTE
 
 
 def proven(until: timedelta = timedelta(), **members: Any) -> Raw:
-    """What a node has sent a minute ago, good until so long from now."""
+    """A proof of a minute ago, valid for that long from now."""
     said = {"since": stamp(PROVEN), "until": stamp(NOW + until), "nonceDigest": "n", "challenged": stamp(PROVEN)}
     return {"jwt-svid": entry(**{**said, **members})}
 
@@ -600,7 +600,7 @@ async def test_evidence_of_a_deleted_node_is_deleted_when_no_source_reports_it(s
     static.said = {}
     assert await scene.step() == ["status node-a"]
     scene.nodes.clear()
-    assert await scene.step() == []  # the watch has not said so yet
+    assert await scene.step() == []  # the watch has not shown it yet
     scene.writer.creation_times.deleted({"metadata": {"name": "node-a", "resourceVersion": "2"}})
     assert await scene.step() == ["delete node-a"]
     assert [await scene.step() for _ in range(2)] == [[], []]
@@ -651,7 +651,7 @@ async def test_nothing_is_deleted_before_all_providers_have_answered(static: Pro
     assert await scene.step() == []
     static.is_away = False
     assert await scene.step() == ["delete node-a"]
-    static.is_away = True  # what it has said stands
+    static.is_away = True  # its last answer stays
     scene.objects.put(left_behind(sources=proven()).objects.objects["node-a"])
     assert await scene.step() == ["delete node-a"]
 
@@ -665,7 +665,7 @@ async def test_provider_answer_keeps_the_object_of_a_missing_node(static: Provid
 async def test_concurrent_proof_keeps_the_object() -> None:
     scene = left_behind(sources=proven())
     scene.objects.tell()
-    scene.objects.status("node-a", sources=proven(until=HOUR, nonceDigest="n2"))  # the watch is behind
+    scene.objects.status("node-a", sources=proven(until=HOUR, nonceDigest="n2"))  # the watch lags
     told, scene.objects.tell = scene.objects.tell, lambda: None  # type: ignore[method-assign]  # the watch is behind
     assert await scene.step() == []
     scene.objects.tell = told  # type: ignore[method-assign]  # and catches up

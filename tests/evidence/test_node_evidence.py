@@ -1,4 +1,4 @@
-"""NodeEvidence objects both ways: what goes in comes out, and what is left out proves nothing."""
+"""NodeEvidence objects: what is written is parsed unchanged, and a missing field proves nothing."""
 
 from datetime import timedelta
 from typing import Any

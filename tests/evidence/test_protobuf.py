@@ -16,7 +16,7 @@ RECORDED = Path(__file__).parent / "spire" / "recorded"
 
 
 def expected(row: Any) -> AgentMessage:
-    """A row as the server's own tool shows it."""
+    """An agent as the SPIRE CLI shows it."""
     return AgentMessage(
         trust_domain=row["id"]["trust_domain"],
         path=row["id"]["path"],

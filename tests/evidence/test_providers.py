@@ -1,4 +1,4 @@
-"""The settings put the providers together, and what SPIRE says decides about pods."""
+"""The settings select the providers, and SPIRE's answers decide about pods."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ def test_too_short_max_evidence_age_is_logged(max_age: str, warnings: int) -> No
 
 
 class Site:
-    """A house whose evidence comes from SPIRE."""
+    """A webhook whose evidence comes from SPIRE."""
 
     def __init__(self, house: House, spire: SpireDouble) -> None:
         self.house = house
@@ -204,7 +204,7 @@ async def test_server_is_ready_after_the_first_answer_of_spire(
     authority = Authority()
     spire.agents = [agent("node-a", HASH, expires_at=utc_now() + HOUR)]
     await spire.start(authority.issue(SERVER_ID), authority)
-    await spire.stop()  # its port stays its own
+    await spire.stop()  # its port stays reserved
     api = WorkloadApiDouble(str(tmp_path / "agent.sock"), [authority.issue(VERIFIER)], [authority.root])
     await api.start()
     (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
@@ -220,13 +220,11 @@ async def test_server_is_ready_after_the_first_answer_of_spire(
         assert await one.says(200)
         assert one.parts.fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH
         await spire.stop()
-        assert await one.says(200)  # what was said stays until its own end, and so does the server
+        assert await one.says(200)  # the evidence stays until it expires, and the server stays ready
     await api.stop()
 
 
-async def test_server_is_ready_after_the_first_trust_bundle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_server_is_ready_after_the_first_trust_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
     api = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), SigningKey.make())
@@ -248,14 +246,14 @@ async def test_server_is_ready_after_the_first_trust_bundle(
 
 @frozen(eq=False)
 class Beginning:
-    """A server that starts, and what it says of itself meanwhile."""
+    """A server that starts, and its readiness in the meantime."""
 
     server: Server
     parts: Parts
     starting: asyncio.Task[None]
 
     async def says(self, status: int) -> bool:
-        with suppress(httpx.HTTPError, AttributeError):  # the listeners are yet to come
+        with suppress(httpx.HTTPError, AttributeError):  # the listeners are not open yet
             url = dict(part.split("=", 1) for part in self.server.ready_line.split()[1:])["http"]
             async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
                 return (await client.get("/readyz")).status_code == status
@@ -278,7 +276,7 @@ async def beginning(flags: Mapping[str, str]) -> AsyncIterator[Beginning]:
 
 
 async def test_server_is_ready_with_the_evidence_of_spire(spire: SpireDouble, tmp_path: Path) -> None:
-    """The whole process, by the command line that an operator would write."""
+    """The whole process, with an operator's command line."""
     authority = Authority()
     spire.agents = [agent("node-a", HASH, expires_at=utc_now() + HOUR)]
     await spire.start(authority.issue(SERVER_ID), authority)

@@ -1,4 +1,4 @@
-"""Evidence that somebody wrote down."""
+"""Static evidence."""
 
 from webhook.core.evidence import Evidence
 from webhook.evidence.static import StaticEvidence

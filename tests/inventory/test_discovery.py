@@ -1,4 +1,4 @@
-"""What GPUNodes should name, and the writer: few writes, nothing held is dropped, nothing follows from not knowing."""
+"""Discovery writes GPUNodes: with few writes, without dropping reserved devices, and only on complete information."""
 
 import asyncio
 import base64
@@ -28,7 +28,7 @@ def annotation(*uuids: str, **labels: list[str]) -> str:
 
 
 class Scene:
-    """Nodes and GPUNodes, one step at a time; the watches catch up before each."""
+    """Nodes and GPUNodes, one step at a time; the watches catch up before each step."""
 
     def __init__(self, inventory: Path | None = None) -> None:
         self.is_current = True
@@ -57,7 +57,7 @@ class Scene:
         self.gpu_nodes.status(name, held={f"{uuid}/0": entry for uuid in uuids})
 
     async def step(self) -> list[str]:
-        """What was written."""
+        """The devices in the object."""
         self.nodes.tell()
         self.gpu_nodes.tell()
         self.gpu_nodes.done.clear()
@@ -65,12 +65,12 @@ class Scene:
         return list(self.gpu_nodes.done)
 
     def devices(self, name: str = "node-a") -> dict[str, bool]:
-        """Healthy or not, by UUID."""
+        """Health by UUID."""
         raw = self.gpu_nodes.objects[name]
         return {one["uuid"]: one.get("healthy", True) for one in raw["spec"]["devices"]}
 
     async def with_node(self, *uuids: str, held: tuple[str, ...] = ()) -> None:
-        """A node that was discovered, and rebuilt from pods."""
+        """A node that has been discovered and rebuilt from pods."""
         self.node(said=annotation(*uuids))
         await self.step()
         self.hold(*held)
@@ -230,7 +230,7 @@ async def test_unreserved_device_that_vanishes_is_dropped_at_once(scene: Scene) 
 
 
 async def test_reserved_device_removed_by_hand_is_restored(scene: Scene) -> None:
-    """By hand, or because the object was made anew from pods: every held device is shown."""
+    """Edited by hand, or rebuilt from pods: the object lists every reserved device."""
     await scene.with_node("GPU-1", held=("GPU-1", "GPU-lost"))
     assert scene.devices() == {"GPU-1": True, "GPU-lost": False}
 
@@ -246,7 +246,7 @@ async def test_concurrent_reservation_keeps_its_device(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.node(said=annotation())
     scene.nodes.tell()
-    scene.hold("GPU-1")  # and the watch does not tell
+    scene.hold("GPU-1")  # and the watch has not shown it
     await scene.discovery.step()
     assert scene.devices() == {"GPU-1": False}
     assert list(scene.gpu_nodes.objects["node-a"]["status"]["held"]) == ["GPU-1/0"]
@@ -293,7 +293,7 @@ async def test_pass_stops_after_some_failures_of_the_api_server(scene: Scene) ->
 
 
 async def test_existing_gpu_node_is_adopted(scene: Scene) -> None:
-    """Made by another reconciler, say, and the watch has not told."""
+    """Created by another reconciler, for example, and not observed yet."""
     scene.node(said=annotation("GPU-1"))
     scene.nodes.tell()
     scene.gpu_nodes.put(
@@ -312,14 +312,14 @@ async def test_rejected_gpu_node_gets_an_event_and_does_not_stop_others(scene: S
     assert "too many" in scene.events.messages[0]
 
 
-# Nodes that go.
+# Nodes that are deleted.
 
 
 async def test_gpu_node_is_deleted_with_its_node(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.nodes.remove("node-a")
     assert await scene.step() == ["delete node-a"]
-    assert "deletionTimestamp" in scene.gpu_nodes.objects["node-a"]["metadata"]  # the finalizer is the ledger's
+    assert "deletionTimestamp" in scene.gpu_nodes.objects["node-a"]["metadata"]  # the ledger owns the finalizer
     assert await scene.step() == []
     scene.gpu_nodes.remove("node-a")
     scene.node(said=annotation("GPU-1"))
@@ -342,7 +342,7 @@ async def test_gpu_node_with_reservations_outlives_its_node(scene: Scene) -> Non
     assert await scene.step() == []
     assert scene.events.told == [("node-a", Reason.NODE_GONE)]
     assert scene.devices() == {"GPU-1": True, "GPU-2": True}
-    scene.node(said=annotation("GPU-1", "GPU-2"))  # it comes back and finds it as it was
+    scene.node(said=annotation("GPU-1", "GPU-2"))  # it returns and the object is unchanged
     assert await scene.step() == []
 
 
@@ -393,7 +393,7 @@ async def test_gpu_node_created_by_a_user_is_never_deleted(scene: Scene) -> None
 
 
 async def test_node_missing_from_a_list_keeps_its_gpu_node(scene: Scene) -> None:
-    """The API server is asked by name before anything goes."""
+    """The API server is asked by name before anything is deleted."""
     await scene.with_node("GPU-1")
     scene.is_gone = False
     scene.discovery.nodes.replaced({})
@@ -415,12 +415,12 @@ async def test_concurrent_reservation_keeps_the_gpu_node(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.nodes.remove("node-a")
     scene.nodes.tell()
-    scene.hold("GPU-1")  # and the watch does not tell
+    scene.hold("GPU-1")  # and the watch has not shown it
     await scene.discovery.step()
     assert "deletionTimestamp" not in scene.gpu_nodes.objects["node-a"]["metadata"]
 
 
-# The same device on two nodes.
+# One device on two nodes.
 
 
 async def test_device_on_two_nodes_gets_one_event_on_each(scene: Scene) -> None:
@@ -509,7 +509,7 @@ async def test_bad_inventory_file_changes_nothing_and_delays_the_first_pass(tmp_
     assert scene.devices() == {"GPU-1": True, "GPU-2": True}
 
 
-# Size.
+# Many nodes and devices.
 
 
 async def test_node_with_2000_devices_fits_into_one_object(scene: Scene) -> None:
@@ -548,7 +548,7 @@ async def test_unexpected_error_with_one_node_is_raised_after_the_others_are_han
 
 
 async def test_node_of_a_cancelled_step_is_handled_again(scene: Scene) -> None:
-    """The Lease was lost in mid-write, and the same process is elected again."""
+    """The Lease was lost during a write, and the same process is elected again."""
     scene.node(said=annotation("GPU-1"))
     create, is_under_way = scene.gpu_nodes.create, asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The inventory file: read whole or not at all, with every mistake named."""
+"""The inventory file: read completely or not at all, with every mistake reported."""
 
 import json
 from datetime import UTC, datetime
@@ -74,7 +74,7 @@ async def test_file_is_parsed_again_only_when_its_content_changes(path: Path) ->
     file = read(path, FULL)
     assert await file.poll() is not None
     assert await file.poll() is None
-    path.write_text(FULL)  # touched, the same
+    path.write_text(FULL)  # touched, same content
     assert await file.poll() is None
     path.write_text("nodes: []")
     assert await file.poll() == {}

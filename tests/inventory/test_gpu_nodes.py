@@ -1,4 +1,4 @@
-"""The inventory of a cluster: two kinds of objects make a node, in whatever order they are heard of."""
+"""The inventory of a cluster: Nodes and GPUNodes are combined, whatever the order of their events."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from webhook.core.fleet import Fleet
 
 
 class Scene:
-    """Both listeners, and what the ledger was told."""
+    """Both listeners, and the objects that the ledger was given."""
 
     def __init__(self) -> None:
         self.fleet = Fleet()
@@ -114,7 +114,7 @@ def test_unreadable_object_does_not_affect_others(scene: Scene) -> None:
     known = scene.node("node-a")
     assert known is not None
     assert known.labels == {"zone": "a"}
-    # Who holds them cannot be read either, so they are offered to nobody until it can.
+    # Their reservations cannot be read either, so they are not offered.
     assert known.devices == tuple(evolve(one, is_healthy=False) for one in DEVICES)
     assert scene.node("node-b") is not None
     scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
@@ -122,7 +122,7 @@ def test_unreadable_object_does_not_affect_others(scene: Scene) -> None:
 
 
 def test_reservations_are_known_before_devices_are_offered(scene: Scene) -> None:
-    """Else a decision in between would take a held device for a free one."""
+    """Otherwise a decision in between would take a reserved device for a free one."""
     scene.nodes.changed(raw_node())
     offered: list[bool] = []
     listener = GpuNodesListener(

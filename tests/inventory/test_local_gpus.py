@@ -1,4 +1,4 @@
-"""The GPUs of this machine: a stand-in for nvidia-smi, and one for the driver's library under nvidia-ml-py."""
+"""The GPUs of this machine: with a fake nvidia-smi, and with a fake driver library under nvidia-ml-py."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def does(path: Path, line: str) -> None:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """nvidia-ml-py over a driver's library that the test gives."""
+    """nvidia-ml-py with the test's driver library."""
 
     def loaded(driver: Driver) -> Any:
         monkeypatch.setattr(pynvml, "nvmlLib", driver)
@@ -46,7 +46,7 @@ TRAY = (
 
 
 def test_gpus_are_read_with_nvml(library: Any) -> None:
-    """Through nvidia-ml-py itself: what it wants by reference and what by value is its own affair."""
+    """Through the real nvidia-ml-py, which decides what it passes by reference and what by value."""
     driver = Driver(TRAY)
     found = by_nvml(library(driver))
     assert found.driver == "580.10.01"

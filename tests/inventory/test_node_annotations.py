@@ -1,4 +1,4 @@
-"""What a node's annotation says of its GPUs: read whole or not at all, with every mistake named."""
+"""The device labels annotation of a node: read completely or not at all, with every mistake reported."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from webhook.inventory.node_annotations import (
     devices_in,
 )
 
-# What would show a container other GPUs than one, or none.
+# Names that would show a container other GPUs than one, or none.
 NO_UUIDS = [
     "all",
     "none",

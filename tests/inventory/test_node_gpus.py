@@ -1,4 +1,4 @@
-"""What stands in a Node's annotation of its GPUs: whoever may write Nodes may have written it."""
+"""The GPU reading in a Node's annotation: any client that may write Nodes may have written it."""
 
 import json
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""What nvidia-smi says, and what only looks like it."""
+"""The output of nvidia-smi, and documents that only look like it."""
 
 import subprocess
 import sys
@@ -122,7 +122,7 @@ def test_document_above_8_mib_is_rejected_unparsed() -> None:
 
 @pytest.mark.parametrize("dtd", [b"", b'SYSTEM "nvsmi_device_v12.dtd" '], ids=["alone", "with-a-dtd"])
 def test_attribute_defaults_are_rejected(dtd: bytes) -> None:
-    """Each element that leaves it out would have a copy of its own."""
+    """Each element without the attribute would get its own copy of the default."""
     declared = b"<!DOCTYPE r " + dtd + b'[<!ATTLIST a x CDATA "' + b"A" * 100_000 + b'">]>'
     with pytest.raises(UnreadableSmiError, match=r"^it contains its own declarations$"):
         parse(declared + b"<nvidia_smi_log>" + b"<a/>" * 100 + b"</nvidia_smi_log>")
@@ -167,7 +167,7 @@ print(most() - before)
     ],
 )
 def test_parsing_memory_is_bounded(content: bytes) -> None:
-    """In a process of its own, whose memory was never larger."""
+    """In its own process, whose peak memory nothing else has raised."""
     command = [sys.executable, "-c", MEASURING]
     done = subprocess.run(command, input=content, capture_output=True, check=True, timeout=120, cwd=ROOT)
     assert int(done.stdout) < 128
@@ -278,10 +278,8 @@ def outcome(content: bytes) -> SmiReport | str:
     st.sampled_from(("", "\ufeff", '<?xml version="1.0"?>', '<!DOCTYPE nvidia_smi_log SYSTEM "<a><a>">')),
     st.none() | st.tuples(st.integers(1, 300), DAMAGE, st.integers(0, 20)),
 )
-def test_thinning_does_not_change_the_result(
-    gpus: list[str], prolog: str, damage: tuple[int, str, int] | None
-) -> None:
-    """Of a text with a comment nothing is taken out. Some texts have something at a place in place of something."""
+def test_thinning_does_not_change_the_result(gpus: list[str], prolog: str, damage: tuple[int, str, int] | None) -> None:
+    """A document with a comment is not thinned. Some documents are changed at one place."""
     text = element("nvidia_smi_log", "", gpus, "")
     if damage is not None:
         at, put, lost = damage
@@ -290,7 +288,7 @@ def test_thinning_does_not_change_the_result(
 
 
 def test_eight_gpus_are_read_in_a_few_milliseconds() -> None:
-    """The figure is in the benchmarks; here it is that nothing grows with the square."""
+    """The benchmarks have the figure; this test shows that time does not grow quadratically."""
     content = document(h100_host())
     assert content.count(b"\n") > 5000
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`kubectl get gpunodes` says whether a pod could be given what is free."""
+"""`kubectl get gpunodes` shows whether free devices can be given to a pod."""
 
 from tests.builders import HASH, NOW, SECOND, Raw, reservation
 from tests.fake_objects import FakeObjects
@@ -70,7 +70,7 @@ async def test_gpus_reserved_for_placement_maps_are_not_offered_to_others() -> N
 
 async def test_offer_is_written_once_to_an_api_server_that_drops_it() -> None:
     scene = await Scene("a").steps(2)
-    scene.objects.put({"metadata": {"name": "a"}, "status": {"held": {}, "free": 1}})  # as an older CRD keeps it
+    scene.objects.put({"metadata": {"name": "a"}, "status": {"held": {}, "free": 1}})  # as an older CRD stores it
     await scene.steps(5)
     assert scene.writes == 1
     scene.offers.begin()

@@ -1,4 +1,4 @@
-"""What is taken out of an XML text, and what stays whatever stands around it."""
+"""Which sections are removed from an XML text, and which stay."""
 
 import time
 

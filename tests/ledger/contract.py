@@ -1,4 +1,4 @@
-"""What every ledger promises. Each implementation's test module hands in a bench and inherits the cases."""
+"""The contract of every ledger. Each implementation's test module provides a bench and inherits the cases."""
 
 import asyncio
 from collections.abc import Collection
@@ -158,7 +158,7 @@ class LedgerContract:
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(2, is_shared=True), on("node-a", "GPU-s", k=1))
 
-    # The pod becomes known.
+    # Naming and confirming the pod.
 
     async def test_naming_the_pod_records_its_uid_and_restarts_the_deadline(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
@@ -190,7 +190,7 @@ class LedgerContract:
             await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(2))
 
     @pytest.mark.parametrize(("name", "is_its"), [("train-abcde", True), ("stolen", False), ("train", False)])
-    async def test_generated_pod_name_must_have_the_requested_prefix(self, bench: Bench, name: str, *, is_its: bool) -> None:
+    async def test_generated_pod_name_must_have_the_prefix(self, bench: Bench, name: str, *, is_its: bool) -> None:
         what = ReservationRequest(ReservationId("r1"), "ml", "d1", name_prefix="train-")
         held = await self.reserve(bench, what, on("node-a", "GPU-a0"))
         assert held.name_prefix == "train-"
@@ -219,7 +219,7 @@ class LedgerContract:
         with pytest.raises(UnknownReservationError):
             await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
 
-    # The end.
+    # Releasing.
 
     async def test_devices_of_an_ended_pod_are_free(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
@@ -239,7 +239,7 @@ class LedgerContract:
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
 
     async def test_late_release_does_not_free_a_newer_reservation_with_the_same_id(self, bench: Bench) -> None:
-        """Ids of pods that wait follow from their uids: what is given back and reserved anew has the same."""
+        """A queued pod's reservation id is derived from its uid, so a reservation made again has the same id."""
         first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         await bench.ledger.bind_to_pod(PodProof.REPORTED, first.id, pod(1))
         assert await bench.ledger.release(first.id, pod(1), since=first.since)
@@ -273,7 +273,7 @@ class LedgerContract:
         assert not await bench.ledger.release(ReservationId("r1"), pod(2, name="pod-1"))
         assert await bench.ledger.find(ReservationId("r1")) == held
 
-    # Time.
+    # Deadlines.
 
     @pytest.mark.defect("S4-5")
     async def test_reservation_without_a_pod_stays_until_its_deadline(self, bench: Bench) -> None:
@@ -340,11 +340,11 @@ class LedgerContract:
         assert [one.id for one in await self.given_up(bench)] == ["r1"]
 
     async def given_up(self, bench: Bench) -> Collection[Reservation]:
-        """By who knows that no pod came."""
+        """The pod is certain not to have been created."""
         return await bench.ledger.collect(bench.now)
 
     async def test_late_review_may_name_a_pod_for_an_expired_reservation_that_still_exists(self, bench: Bench) -> None:
-        """The review names the pod: by that it is known to come. Nobody has had the devices meanwhile."""
+        """The review proves that the pod is being created. No other pod has had the devices since."""
         await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE
         bound = await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
@@ -396,14 +396,14 @@ class LedgerContract:
         assert again.node == "node-b"
 
     async def test_repeated_request_removes_the_expired_reservation_even_without_placements(self, bench: Bench) -> None:
-        """Who asks again and again would otherwise find it standing and untakeable for ever."""
+        """A caller that repeats its request would otherwise never get rid of the expired reservation."""
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE + CLOCK_SKEW
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(1))
         assert await bench.ledger.find(ReservationId("r1")) is None
 
-    # What waits, by namespace.
+    # Pending reservations by namespace.
 
     async def test_pending_reservations_are_counted_by_namespace_until_their_pod_exists(self, bench: Bench) -> None:
         waiting = bench.ledger.pending.gpus_in
@@ -417,7 +417,7 @@ class LedgerContract:
         assert bench.ledger.unnamed.gpus_in("ml") == 3
         await bench.ledger.bind_to_pod(
             PodProof.NAMED, ReservationId("r1"), pod(1)
-        )  # which anybody can ask for: it proves no pod
+        )  # any client can send it: it proves no pod
         assert bench.ledger.unnamed.gpus_in("ml") == 1
         assert waiting("ml") == 3
         await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
@@ -437,7 +437,7 @@ class LedgerContract:
         await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
         assert bench.ledger.pending.gpus_in("ml") == 1
 
-    # The fleet, which decides the next.
+    # The fleet, from which the next decision is made.
 
     async def test_fleet_is_updated_on_every_change(self, bench: Bench) -> None:
         slot = Slot(DeviceUuid("GPU-a0"), 0)

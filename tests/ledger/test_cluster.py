@@ -1,4 +1,4 @@
-"""The ledger in GPUNode objects keeps the contract, and what replicas, lost answers and lagging watches do to it."""
+"""The cluster ledger fulfils the contract, with several replicas, lost responses and lagging watches."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -53,7 +53,7 @@ KNOWN: Raw = {"status": {"held": {}}}
 
 
 def carrying(uid: str, uuid: str, *, node: str = "node-a", reservation: str = "r9", is_on_node: bool = True) -> Raw:
-    """A pod that exists and carries a reservation."""
+    """An existing pod that carries a reservation."""
     annotations = {
         "gpuwarden.io/reservation-id": reservation,
         "gpuwarden.io/node": node,
@@ -65,12 +65,12 @@ def carrying(uid: str, uuid: str, *, node: str = "node-a", reservation: str = "r
 
 
 def ended(phase: str = "Succeeded", **state: Raw) -> Raw:
-    """A pod's status as a kubelet writes it once its containers have ended."""
+    """A pod's status as the kubelet writes it when its containers have ended."""
     return {"phase": phase, "containerStatuses": [{"state": state or {"terminated": {"exitCode": 0}}}]}
 
 
 class Pods:
-    """The pods that the API server has, by uid, and its nodes."""
+    """The pods of the API server by uid, and its nodes."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, NodeSnapshot | None] = {}
@@ -110,7 +110,7 @@ class Pods:
 
 
 class Replica:
-    """One process over a store that others use too."""
+    """One process with a store that other processes use too."""
 
     def __init__(
         self, store: FakeStore, pods: PodReader, clock: Callable[[], datetime], backoff: Backoff = BACKOFF
@@ -125,7 +125,7 @@ class Replica:
 
 
 class ClusterBench:
-    """The contract's bench, and as many replicas as a case wants."""
+    """The contract's bench, with as many replicas as a case needs."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
@@ -141,7 +141,7 @@ class ClusterBench:
         return Replica(self.store, self.pods, lambda: self.now)
 
     async def given_up(self) -> Collection[Reservation]:
-        """By who has watched pods all the time."""
+        """On a replica that has watched pods all the time."""
         return await self.ledger.collect(self.now, was_never_created=lambda _: True)
 
     def held(self, node: str = "node-a") -> dict[str, Any]:
@@ -159,14 +159,14 @@ def bench() -> ClusterBench:
 
 
 class TestClusterLedger(LedgerContract):
-    """All of the contract."""
+    """The whole contract."""
 
     async def given_up(self, bench: Bench) -> Collection[Reservation]:
         assert isinstance(bench, ClusterBench)
         return await bench.given_up()
 
 
-# What stands in the store.
+# The stored object.
 
 
 async def test_object_has_one_entry_per_reserved_slot(bench: ClusterBench) -> None:
@@ -216,7 +216,7 @@ async def test_concurrent_reservations_on_one_node_share_writes(bench: ClusterBe
     assert bench.store.writes <= 2
 
 
-# Others.
+# Several replicas.
 
 
 async def test_slots_of_a_write_in_flight_are_not_offered_to_other_reviews(bench: ClusterBench) -> None:
@@ -298,7 +298,7 @@ async def test_offered_slots_are_taken_back_when_their_pod_is_alive(bench: Clust
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     other.watch.catch_up()
     bench.now += timedelta(seconds=60)
-    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))  # the other's watch has not told it of the longer wait
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))  # the other replica has not observed the new deadline
     bench.now += timedelta(seconds=35)
     assert [one.id for one in await other.ledger.collect(bench.now)] == ["r1"]
     with pytest.raises(SlotsTakenError):
@@ -307,7 +307,7 @@ async def test_offered_slots_are_taken_back_when_their_pod_is_alive(bench: Clust
 
 
 async def test_existing_pod_keeps_its_devices_without_finalize(bench: ClusterBench) -> None:
-    """The reconciler may be down for longer than the deadline: the pod is there all the same."""
+    """The reconciler may be down for longer than the deadline while the pod exists."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, carrying("uid-1", "GPU-a0", reservation="r1"))
@@ -366,7 +366,7 @@ CARRYING = carrying("uid-1", "GPU-a0", reservation="r1")
 async def test_reservation_named_in_a_review_is_kept_only_if_its_pod_may_use_it(
     bench: ClusterBench, raw: Raw, *, is_kept: bool
 ) -> None:
-    """Anybody who may post reviews can name a pod."""
+    """Any client that may send reviews can name a pod."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, raw)
@@ -377,7 +377,7 @@ async def test_reservation_named_in_a_review_is_kept_only_if_its_pod_may_use_it(
 
 
 async def test_unwatched_pod_is_confirmed_before_the_deadline(bench: ClusterBench) -> None:
-    """While reviews wait for room and no reconciler is there."""
+    """Reviews wait for free devices and no reconciler runs."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, CARRYING)
@@ -416,7 +416,7 @@ async def test_early_check_fails_without_releasing_while_the_api_server_is_unava
 
 
 async def test_forged_reservation_takes_no_device_from_the_named_pod(bench: ClusterBench) -> None:
-    """Whoever finds the one out cannot write the other down at that moment."""
+    """The replica that finds the one pod missing cannot write the other reservation at that moment."""
     await bench.reserve(ask(2), on("node-a", "GPU-a1"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r2"), pod(1))
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
@@ -446,14 +446,14 @@ async def test_devices_stay_reserved_while_pods_cannot_be_read(bench: ClusterBen
         await bench.reserve(ask(2), on("node-a", "GPU-a0"))
     bench.pods.is_away = False
     bench.now += timedelta(seconds=20)
-    assert not await bench.ledger.collect(bench.now)  # it may have been there meanwhile
+    assert not await bench.ledger.collect(bench.now)  # the pod may have existed in between
     bench.now += timedelta(seconds=20)
     assert [one.id for one in await bench.given_up()] == ["r1"]
     assert (await bench.reserve(ask(2), on("node-a", "GPU-a0"))).id == "r2"
 
 
 async def test_cancelled_expiry_is_completed_by_the_next_collect(bench: ClusterBench) -> None:
-    """Whoever looked was stopped between two reservations, one of which needed asking."""
+    """The first collect was cancelled between two reservations, one of which needed a read."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     await bench.reserve(ask(2), on("node-a", "GPU-a1"))
@@ -487,7 +487,7 @@ async def test_expired_slots_are_offered_again_after_a_failed_reservation(bench:
 
 
 async def on_two_nodes(bench: ClusterBench) -> Replica:
-    """The one who was behind, which has caught up."""
+    """The replica that was stale and has caught up."""
     behind = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bench.now += timedelta(seconds=1)
@@ -517,9 +517,7 @@ async def test_find_reads_the_given_node_although_the_id_is_known_on_another(ben
 
 
 @pytest.mark.parametrize("node", ["node-a", "node-b"])
-async def test_id_on_two_nodes_is_released_on_the_given_node_only(
-    bench: ClusterBench, node: str
-) -> None:
+async def test_id_on_two_nodes_is_released_on_the_given_node_only(bench: ClusterBench, node: str) -> None:
     ledger = (await on_two_nodes(bench)).ledger
     assert (await ledger.bind_to_pod(PodProof.CONFIRMED, R1, pod(1), node=node)).node == node
     held = ledger.of_pod("uid-1")
@@ -543,7 +541,7 @@ async def test_id_on_two_nodes_expires_on_both(bench: ClusterBench) -> None:
 
 
 async def test_reused_id_replaces_the_unobserved_earlier_reservation(bench: ClusterBench) -> None:
-    """Released and made anew with another device and pod, in one step of a watch that was behind."""
+    """One watch event shows both the release and a new reservation with another device and pod."""
     behind = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, pod(1))
@@ -592,7 +590,7 @@ async def test_unavailable_store_is_not_an_unknown_reservation(bench: ClusterBen
 
 
 async def test_refused_move_does_not_fail_other_moves_of_the_same_write(bench: ClusterBench) -> None:
-    """The store refuses a write of several: here because a hand has put a pod's uid behind our back."""
+    """The store refuses a write of several moves, here because a user has changed a pod's uid in the object."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     original = bench.store.put_status
     refusals = 0
@@ -692,7 +690,7 @@ async def test_reservations_of_an_unreadable_object_stay_known(bench: ClusterBen
 
 @pytest.mark.parametrize("slot", ["GPU-a0", "GPU-a0/", "GPU-a0/01", "GPU-a0/-1", "GPU-a0/\u0663", "GPU-a0/1000"])
 def test_invalid_slot_names_make_an_object_unreadable(slot: str) -> None:
-    """Written back it would be another key, and so the first one dropped."""
+    """Written back it would have another key, so the original one would be dropped."""
     held = {slot: {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}}
     with pytest.raises(UnreadableGpuNodeError):
         GpuNode.parse({**NODE_A, "status": {"held": held}})
@@ -720,7 +718,7 @@ async def test_unreadable_object_delays_no_review_until_it_is_repaired(bench: Cl
 
 
 async def test_writers_of_deleted_and_unknown_nodes_are_dropped(bench: ClusterBench) -> None:
-    """Whoever makes a pod can name a node."""
+    """Any client that may create pods can name a node."""
     for name in ("node-x", "node-y"):
         with pytest.raises(SlotsTakenError):
             await bench.reserve(ask(1), on(name, "GPU-x"))
@@ -759,7 +757,7 @@ async def test_older_object_version_is_ignored(bench: ClusterBench) -> None:
     assert await bench.ledger.find(R1) is not None
 
 
-# The second lock, as the fake has it; the e2e shows that the real one is the same.
+# The validation rules, as the fake has them; the e2e tests show that the real ones are the same.
 
 PENDING: dict[str, Any] = {"reservation": "r1", "phase": "pending", "namespace": "ml", "digest": "d"}
 
@@ -779,7 +777,7 @@ def test_store_refuses_to_displace_a_live_reservation(after: dict[str, Any]) -> 
 
 
 class SlowStore(FakeStore):
-    """Carries a write out, and answers when it may."""
+    """Applies a write at once and responds when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -812,7 +810,7 @@ async def test_rest_waits_for_writes_in_progress_and_starts_none_without_a_calle
 
 
 class StrictStore(FakeStore):
-    """Its rules forbid whatever is written on some nodes."""
+    """Refuses every write on some nodes."""
 
     def __init__(self, *forbidden: str) -> None:
         super().__init__()
@@ -839,7 +837,7 @@ CLAIM = Claim(ClaimRecord(gpus=1))
 
 
 async def test_placement_refused_on_every_node_is_denied_after_few_attempts(bench: ClusterBench) -> None:
-    """A forged review may name a namespace that no rule lets in: it must not keep us and the API server busy."""
+    """A forged review may name a namespace that no policy admits: it must not keep us and the API server busy."""
     store, reserver = strict(bench, "node-a", "node-b")
     what = ReservationRequest(ReservationId("r1"), "n" * 300, CLAIM.digest)
     async with asyncio.timeout(30):
@@ -889,7 +887,7 @@ async def test_refused_write_is_logged_once_until_a_write_succeeds(bench: Cluste
 
 
 class OddStore(SlowStore):
-    """Answers its first write with something that nobody foresaw."""
+    """Fails its first write with an unexpected error."""
 
     async def put_status(self, raw: Raw) -> Raw:
         if not self.has_begun.is_set():
@@ -915,18 +913,18 @@ async def test_unexpected_error_in_a_move_does_not_block_queued_moves(bench: Clu
         assert (await later).uuids == ("GPU-a1",)
 
 
-# Objects that are made anew again and again, and stores that will not answer.
+# Recreated objects, and stores that do not respond.
 
 
 def made_anew(bench: ClusterBench) -> None:
-    """By force, past the finalizer: it says nothing of what is held there."""
+    """Deleted by force despite its finalizer, and recreated without a status."""
     bench.store.objects.pop("node-a")
     bench.store.apply({**NODE_A, "metadata": {"name": "node-a"}})
     bench.replica.watch.catch_up()
 
 
 async def test_pod_list_is_not_reused_to_rebuild_a_later_object(bench: ClusterBench) -> None:
-    """A pod that came between the two is not in that list."""
+    """A pod created between the two objects is not in that list."""
     made_anew(bench)
     has_listed, may_go_on, list_pods = asyncio.Event(), asyncio.Event(), bench.pods.reserved_pods
 

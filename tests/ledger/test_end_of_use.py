@@ -1,4 +1,4 @@
-"""What proves that a pod's containers have ended, and how long those are waited for of which nothing does."""
+"""What proves that a pod's containers have ended, and how long an orphan is kept without proof."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -125,11 +125,11 @@ def test_unreadable_grace_period_is_unknown() -> None:
 
 MAX_GRACE = timedelta(hours=1)
 
-# What was seen of a pod from its first sight on.
+# The observed history of a pod.
 
 
 def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]:
-    """Of a pod that was seen like this, and went as the last version says."""
+    """A pod that was observed in these versions and was deleted in the last one."""
     histories = PodHistories()
     if is_listed:
         histories.listed({"u": versions[0]})
@@ -195,7 +195,7 @@ def test_pod_first_observed_as_rejected_may_still_run() -> None:
     assert departure(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, MAX_GRACE)
 
 
-# How long an orphan is waited for.
+# How long an orphan is kept.
 
 ORPHAN = Orphan(NOW, seconds(30), "boot-1")
 PATIENCE = OrphanTimes(seconds(3600), seconds(90))

@@ -1,7 +1,7 @@
-"""The reservation protocol as a model: replicas, lost answers, crashes, lagging watches and skewed clocks as moves.
+"""A model of the reservation protocol: replicas, lost responses, crashes, lagging watches and skewed clocks as rules.
 
-The replicas run the real ledger; the API server's part (which pods exist, and until when it may still make one) is the
-model's. What must hold is judged from the pods, not from anybody's ledger.
+The replicas run the real ledger. The model plays the API server: which pods exist, and until when it may still create
+one. The invariants are checked against the pods, not against any ledger.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from webhook.ledger.reserved_pod import ReservedPod
 
 T = TypeVar("T")
 
-# The API server gives up a request after 60 s, whatever its webhooks have said.
+# The API server cancels a request after 60 s, whatever its webhooks have answered.
 REQUEST_TIMEOUT = timedelta(seconds=60)
 REPLICAS = 3
 PLACES = st.lists(
@@ -53,13 +53,13 @@ def record_of(place: Placement) -> ClaimRecord:
 
 
 def alike(places: list[Placement], model: Placement) -> list[Placement]:
-    """Those that serve the same claim."""
+    """The devices that can serve the same claim."""
     return [place for place in places if len(place.slots) == len(model.slots)]
 
 
 @define
 class Creation:
-    """One pod on its way through the API server."""
+    """One pod request in the API server."""
 
     pod: PodIdentity
     begun: datetime
@@ -74,7 +74,7 @@ def slots_of(one: Creation) -> tuple[Slot, ...]:
 
 
 class Protocol(RuleBasedStateMachine):
-    """Every move that somebody in a cluster can make, at any time."""
+    """Everything that a component of the cluster can do, at any time."""
 
     creations = Bundle("creations")
     pods = Bundle("pods")
@@ -114,7 +114,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(target=creations, which=st.integers(0, REPLICAS - 1), places=PLACES, is_heard=st.booleans())
     def mutate(self, which: int, places: list[Placement], is_heard: bool) -> Any:
-        """A replica reserves; its answer may not be heard, and then there will be no pod."""
+        """A replica reserves. If its response is lost, there will be no pod."""
         self.number += 1
         pod = PodIdentity("ml", f"pod-{self.number}", f"uid-{self.number}")
         replica = self.replicas[which]
@@ -129,15 +129,15 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(target=creations, one=creations)
     def copy(self, one: Creation) -> Creation:
-        """Another pod with the same annotations: a copied manifest, or a forger."""
+        """Another pod with the same annotations: a copied manifest, or a forgery."""
         self.number += 1
-        pod = PodIdentity("ml", one.pod.name, f"uid-{self.number}")  # names come back
+        pod = PodIdentity("ml", one.pod.name, f"uid-{self.number}")  # names are reused
         return Creation(pod, self.true_now, one.placement, one.reservation_id, is_copy=True)
 
     @rule(one=creations, which=st.integers(0, REPLICAS - 1), places=PLACES)
     def mutate_again(self, one: Creation, which: int, places: list[Placement]) -> None:
-        """The same review once more, of a replica that may be behind and decides for another node. What it answers is
-        what counts."""
+        """The same review again, on a replica that may be stale and decides for another node. Its response replaces the
+        first one."""
         assert one.placement is not None
         assert one.reservation_id is not None
         if one.is_copy or one.is_validated:
@@ -151,7 +151,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(one=creations, which=st.integers(0, REPLICAS - 1), is_heard=st.booleans())
     def validate(self, one: Creation, which: int, is_heard: bool) -> None:
-        """Whichever replica is asked; a crash after its write is an answer that is not heard."""
+        """On any replica. A crash after its write equals a lost response."""
         assert one.placement is not None
         assert one.reservation_id is not None
         ledger = self.replicas[which].ledger
@@ -164,7 +164,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(target=pods, one=consumes(creations))
     def create(self, one: Creation) -> Any:
-        """The pod is stored, if the request is still alive and no other has the name."""
+        """The pod is stored if the request is still in progress and the name is free."""
         is_late = self.true_now - one.begun > REQUEST_TIMEOUT
         if not one.is_validated or is_late or one.pod.name in {other.pod.name for other in self.existing.values()}:
             return multiple()
@@ -181,18 +181,18 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(one=pods, which=st.integers(0, REPLICAS - 1), places=PLACES)
     def forge(self, one: Creation, which: int, places: list[Placement]) -> None:
-        """Reviews of the creation of a pod that exists, as anybody on the network may post them."""
+        """Forged reviews of the creation of an existing pod."""
         forged = self.mutate(which, places, True)
         if isinstance(forged, Creation):
             assert forged.reservation_id is not None
             self.forged.add(forged.reservation_id)
             self.run(self.replicas[which].ledger.bind_to_pod(PodProof.NAMED, forged.reservation_id, one.pod))
 
-    # The reconciler, whenever it is alive: any replica may be elected.
+    # The reconciler, while it is alive: any replica may be elected.
 
     @rule(which=st.integers(0, REPLICAS - 1))
     def reconcile(self, which: int) -> None:
-        """What a leader does on a complete view: confirm what exists, release what does not, expire what never came."""
+        """A leader with a complete view confirms existing pods, releases ended ones and expires those never created."""
         ledger = self.replicas[which].ledger
         self.run(ledger.collect(self.true_now + self.skews[which], was_never_created=lambda _: True))
         for one in list(ledger.reservations()):
@@ -205,7 +205,7 @@ class Protocol(RuleBasedStateMachine):
             else:
                 self.run(ledger.expire(one))
 
-    # Things go wrong.
+    # Faults.
 
     @rule(which=st.integers(0, REPLICAS - 1), events=st.integers(1, 5))
     def deliver(self, which: int, events: int) -> None:
@@ -221,7 +221,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(refusals=st.integers(1, 2))
     def refuse(self, refusals: int) -> None:
-        """Some writes, an expiry among them, that would do no harm."""
+        """Writes that must be harmless, including an expiry."""
         self.store.refusals = refusals
 
     @rule(is_away=st.booleans())
@@ -235,7 +235,7 @@ class Protocol(RuleBasedStateMachine):
     def all_is_well(self) -> None:
         self.store.faults, self.store.refusals, self.facts.is_away = [], 0, False
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def no_slot_is_with_two_pods(self) -> None:
@@ -266,7 +266,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(is_fresh=st.booleans())
     def in_the_end_nothing_leaks(self, is_fresh: bool) -> None:
-        """Once no request lives, any replica alone gets back what no pod holds, that has watched all pods."""
+        """When no request is in progress, any replica that has watched all pods gets back what no pod has."""
         self.all_is_well()
         self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
         last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]
@@ -294,8 +294,8 @@ TestProtocol = Protocol.TestCase
 
 
 class Remade(Protocol):
-    """Objects are taken away by force and made anew, as well. Whoever puts a pod on a node then asks the ledger first,
-    so what must hold is said of the pods that are on their node."""
+    """In addition objects are deleted by force and recreated. The ledger is asked before a pod is bound, so the
+    invariants are about pods that are on their node."""
 
     on_node: set[str]
 
@@ -324,7 +324,7 @@ class Remade(Protocol):
 
     @rule(one=Protocol.pods, which=st.integers(0, REPLICAS - 1))
     def put_on_its_node(self, one: Creation, which: int) -> None:
-        """The binding door: a reservation of this very pod, as the store has it."""
+        """The check of a Binding: a stored reservation of this very pod."""
         if one.pod.uid not in self.existing:
             return
         assert one.placement is not None
@@ -339,7 +339,7 @@ class Remade(Protocol):
 
     @rule(target=Protocol.pods, which=st.integers(0, REPLICAS - 1), places=PLACES)
     def come_to_run(self, which: int, places: list[Placement]) -> Any:
-        """The whole story of a pod at once, as it goes nearly always."""
+        """The usual life of a pod in one step."""
         one = super().mutate(which, places, True)
         if not isinstance(one, Creation):
             return multiple()
@@ -351,7 +351,8 @@ class Remade(Protocol):
 
     @rule(target=Protocol.pods, nodes=NODES, arrivals=ARRIVALS)
     def remake(self, nodes: list[str], arrivals: list[tuple[int, list[Placement]]]) -> Any:
-        """By force, past their finalizers; and before anybody has looked, pods come that want what was held there."""
+        """Objects are deleted by force despite their finalizers, and before they are rebuilt new pods want their
+        devices."""
         self.true_now += timedelta(seconds=1)
         for node in nodes:
             uuids = [one["uuid"] for one in self.store.objects.pop(node)["spec"]["devices"]]
@@ -363,7 +364,7 @@ class Remade(Protocol):
 
     @rule(which=st.integers(0, REPLICAS - 1))
     def restore(self, which: int) -> None:
-        """What the reconciler does about objects that say nothing, and about pods without their reservation."""
+        """The reconciler rebuilds objects without status, and handles pods without their reservation."""
         ledger = self.replicas[which].ledger
         for name in ledger.unsettled():
             self.run(ledger.settle(name))
@@ -393,11 +394,11 @@ class Remade(Protocol):
 
     @invariant()
     def several_devices_are_held_together(self) -> None:
-        """Said of what is stored in the plain protocol; an object that says nothing has nothing to be judged."""
+        """The base model checks the stored objects; an object without status has nothing to check."""
 
     @rule(is_fresh=st.booleans())
     def in_the_end_nothing_leaks(self, is_fresh: bool) -> None:
-        """Once no request lives and the reconciler has looked, what no pod carries can be had."""
+        """When no request is in progress and the reconciler has run, devices that no pod carries can be reserved."""
         self.all_is_well()
         self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
         last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]

@@ -1,4 +1,4 @@
-"""Moves on the reservations of one node, with no store around them."""
+"""Moves on the reservations of one node, without a store."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reservations whose pods are gone and may still run: nobody has their devices until the containers must have ended."""
+"""Orphans: devices of pods that are gone and may still run stay reserved until the containers must have ended."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -34,7 +34,7 @@ GRACE = timedelta(seconds=600)
 
 @pytest.fixture
 async def scene() -> Scene:
-    """A pod runs."""
+    """A pod is running."""
     scene = Scene()
     await scene.run_a_pod()
     scene.show(running())
@@ -83,7 +83,7 @@ async def assert_free_after(scene: Scene, time: timedelta, reconciler: Reconcile
 
 async def test_force_deleted_pod_keeps_its_devices_for_grace_period_plus_margin(scene: Scene) -> None:
     await gone_by_force(scene)
-    assert scene.phase is Phase.FINALIZED  # which a replica that knows nothing of orphans reads as well
+    assert scene.phase is Phase.FINALIZED  # a phase that replicas without orphan support understand
     assert await is_taken(scene)
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
     assert await after(scene, timedelta(seconds=1)) == {}
@@ -121,7 +121,7 @@ async def test_unobserved_deletion_waits_for_the_maximum_grace_period(scene: Sce
 
 @pytest.fixture
 async def stored() -> Scene:
-    """A pod runs, whose grace period `/validate` has stored."""
+    """A pod is running, and `/validate` has stored its grace period."""
     scene = Scene()
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
@@ -152,7 +152,7 @@ async def test_pod_terminating_when_the_watch_began_waits_for_the_stored_grace_p
 
 
 async def test_deletion_with_a_longer_grace_period_updates_the_stored_one(stored: Scene) -> None:
-    """Where no policy keeps it from that."""
+    """If no policy prevents it."""
     writes = stored.bench.store.writes
     stored.show(running(deleted=600))
     await stored.reconciler.step()
@@ -169,7 +169,7 @@ async def test_deletion_with_a_longer_grace_period_updates_the_stored_one(stored
 
 
 async def test_observed_grace_period_is_not_stored_if_none_was(scene: Scene) -> None:
-    """A deletion may have asked for more before."""
+    """An earlier deletion may have asked for more."""
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
     scene.show(running(deleted=1000))
     await scene.reconciler.step()
@@ -187,7 +187,7 @@ def of_old(*, deleted: int | None = None) -> Raw:
 
 @pytest.fixture
 async def old() -> Scene:
-    """A pod runs whose grace period is longer than the limit. Nothing is stored."""
+    """A pod is running whose grace period is above the limit. None is stored."""
     scene = Scene()
     await scene.run_a_pod()
     scene.reconciler.replaced({"ml/pod-1": of_old(deleted=7200)})
@@ -203,7 +203,7 @@ async def test_pod_with_a_grace_period_above_the_limit_is_waited_for_in_full(old
 
 
 async def test_grace_period_above_the_limit_is_stored_for_unobserved_deletions(old: Scene) -> None:
-    """Its deletion may ask for all of it."""
+    """Its deletion may ask for the full grace period."""
     writes = old.bench.store.writes
     await old.reconciler.step()
     assert old.bench.store.writes == writes
@@ -272,7 +272,7 @@ async def test_orphan_ends_some_time_after_its_node_is_gone(scene: Scene) -> Non
 
 
 async def test_pod_failed_by_the_pod_garbage_collector_is_an_orphan(scene: Scene) -> None:
-    """Such a pod may never be deleted, and is not given its devices again."""
+    """Such a pod may never be deleted, and does not get its devices back."""
     lost = running(status={"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]})
     scene.show(lost)
     assert await after(scene, timedelta(0))
@@ -303,7 +303,7 @@ async def test_later_deletion_with_a_longer_grace_period_extends_the_orphan(scen
 
 
 async def test_pod_that_ran_and_was_deleted_between_two_passes_is_an_orphan() -> None:
-    """Its reservation was only promised when its end was heard of."""
+    """Its reservation was still pending when its end was observed."""
     scene = Scene()
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
@@ -315,7 +315,8 @@ async def test_pod_that_ran_and_was_deleted_between_two_passes_is_an_orphan() ->
 
 
 async def went_unseen() -> tuple[Scene, Reconciler]:
-    """A pod was bound without a review, ran and was deleted by force while no reconciler watched. Another one comes."""
+    """A pod was bound without a review, ran, and was deleted by force while no reconciler watched. Then another one
+    comes."""
     scene = Scene()
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
@@ -342,10 +343,9 @@ async def test_no_replica_expires_a_reservation_whose_pod_may_have_run() -> None
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-async def test_overdue_reservation_counts_as_orphaned_if_its_pod_may_have_run(
-    *, is_away: bool
-) -> None:
-    """Otherwise a tenant could hold any number of GPUs by creations that a quota refuses, while no reconciler runs."""
+async def test_overdue_reservation_counts_as_orphaned_if_its_pod_may_have_run(*, is_away: bool) -> None:
+    """Otherwise a tenant could hold any number of GPUs with creations that a quota rejects, while no reconciler
+    runs."""
     scene, other = await went_unseen()
     ledger = scene.bench.ledger
     room = PendingLimiter(ledger, scene.bench.fleet, lambda: scene.bench.now, PendingLimits(orphans_per_namespace=1))
@@ -393,7 +393,7 @@ async def test_overdue_reservation_stops_counting_when_its_pod_is_observed_or_wa
 async def test_reservation_expires_if_the_watch_proves_that_its_pod_was_never_created(
     seconds: int,
 ) -> None:
-    """By whatever clocks."""
+    """Despite clock skew."""
     scene = Scene()
     scene.bench.now += timedelta(seconds=seconds)
     await scene.reserve()
@@ -501,11 +501,11 @@ def rewritten_by_an_older_replica(scene: Scene) -> None:
     store.apply({**raw, "status": {**raw["status"], "held": held}})
 
 
-# What its node says.
+# Reports of the node.
 
 
 def reports(scene: Scene) -> EndReports:
-    """Of a replica that a node comes to."""
+    """The reports of a replica that serves a node."""
     scene.bench.replica.watch.catch_up()
     return EndReports(scene.bench.replica.ledger, CLOCK_SKEW)
 
@@ -572,7 +572,7 @@ async def test_node_must_report_again_when_the_pod_is_orphaned_again(scene: Scen
 
 
 class Away:
-    """A ledger whose store is away."""
+    """A ledger whose store is unavailable."""
 
     def __init__(self, held: Reservation) -> None:
         self.held = held

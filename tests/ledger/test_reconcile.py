@@ -1,4 +1,4 @@
-"""The reconciler: pods decide, and nothing is freed because somebody could not be asked."""
+"""The reconciler: pods decide, and nothing is freed because a pod could not be read."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,7 +22,7 @@ from webhook.ledger.reserved_pod import PodSnapshot
 
 BIND_DEADLINE = timedelta(minutes=5)
 MARGIN, MAX_GRACE = timedelta(seconds=90), timedelta(hours=1)
-# After it an orphan of which nothing is known has ended.
+# An orphan without any known grace period has ended after this time.
 PATIENT = MARGIN + MAX_GRACE
 R1 = ReservationId("r1")
 RECORD = ClaimRecord(gpus=1)
@@ -34,12 +34,12 @@ POD = PodIdentity("ml", "pod-1", "uid-1")
 
 
 class Scene:
-    """A ledger, its pods, and a reconciler that hears of them."""
+    """A ledger, its pods, and a reconciler that observes them."""
 
     def __init__(self) -> None:
         self.bench = ClusterBench()
         self.heard = Heard()
-        self.open: set[str] = set()  # pods that could be bound while no replica answers
+        self.open: set[str] = set()  # pods that could be bound without a review
         self.reconciler = self.another(self.bench.ledger)
         self.reconciler.replaced({})
 
@@ -51,7 +51,7 @@ class Scene:
         )
 
     def show(self, raw: Raw) -> None:
-        """The pod exists, and the watch says so."""
+        """The pod exists, and the watch shows it."""
         self.bench.pods.uids.add(raw["metadata"]["uid"])
         self.bench.pods.raws[raw["metadata"]["uid"]] = raw
         self.reconciler.changed(raw)
@@ -214,7 +214,7 @@ async def test_started_release_is_completed(scene: Scene) -> None:
     assert scene.bench.held() == {}
 
 
-# A pod that exists and is not put on its node.
+# A pod that exists and is not bound.
 
 OWNED: Raw = {"ownerReferences": [{"kind": "ReplicaSet", "name": "rs", "uid": "u", "controller": True}]}
 
@@ -292,7 +292,7 @@ async def test_bare_pod_not_bound_in_time_stays_and_frees_its_devices_after_the_
     scene: Scene,
 ) -> None:
     await confirmed(scene)
-    # As the clocks may differ, the door may have let one through so much later than is thought here.
+    # Because of the clock skew, the binding check may have allowed a Binding that much later.
     scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW - timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
@@ -329,7 +329,7 @@ async def test_devices_stay_reserved_while_the_pod_could_be_bound_without_a_revi
 async def test_pod_that_can_always_be_bound_keeps_its_devices_until_it_is_gone(
     scene: Scene,
 ) -> None:
-    """As where its namespace has opted out since: no review, no policy."""
+    """For example after its namespace has opted out: no review, no policy."""
     await confirmed(scene)
     scene.open.add(POD.uid)
     for _ in range(3):
@@ -437,9 +437,7 @@ async def test_pod_without_its_devices_is_deleted_as_soon_as_it_is_bound(scene: 
         pytest.param({"spec": ON_NODE}, {"phase": "Running"}, id="started by now"),
     ],
 )
-async def test_pod_without_its_devices_is_not_deleted_by_a_stale_watch(
-    scene: Scene, told: Raw, living: Raw
-) -> None:
+async def test_pod_without_its_devices_is_not_deleted_by_a_stale_watch(scene: Scene, told: Raw, living: Raw) -> None:
     await expired(scene)
     await taken_by_another(scene)
     scene.show({**raw_pod(**OWNED), **told})
@@ -461,7 +459,7 @@ async def test_running_pod_without_reservation_gets_an_event_and_is_not_deleted(
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
 
 
-# A pod whose annotations a hand has taken off.
+# A pod whose annotations a user has removed.
 
 
 def bare(*, is_on_node: bool = True, phase: str = "Running", gates: Sequence[str] = ()) -> Raw:
@@ -517,11 +515,11 @@ async def test_gated_pod_keeps_a_reservation_it_does_not_carry_yet(scene: Scene)
     assert scene.phase is Phase.FINALIZED
 
 
-# Two reservations for one pod: whoever made the second one was behind.
+# Two reservations for one pod: the second one was made by a stale replica.
 
 
 async def reserved_twice(scene: Scene) -> ClusterLedger:
-    """On two nodes under one id; the ledger of the one that was behind, which has caught up."""
+    """On two nodes under one id, in the ledger of the stale replica after it has caught up."""
     behind = scene.bench.another()
     what = ReservationRequest(R1, "ml", RECORD.digest())
     for ledger, place in ((scene.bench.ledger, on("node-a", "GPU-a0")), (behind.ledger, on("node-b", "GPU-b0"))):
@@ -536,9 +534,7 @@ async def reserved_twice(scene: Scene) -> ClusterLedger:
 
 @pytest.mark.parametrize("where", ["node-a", "node-b"])
 @pytest.mark.parametrize("is_on_node", [True, False], ids=["on its node", "on no node"])
-async def test_pod_with_two_reservations_keeps_the_one_it_carries(
-    scene: Scene, where: str, is_on_node: bool
-) -> None:
+async def test_pod_with_two_reservations_keeps_the_one_it_carries(scene: Scene, where: str, is_on_node: bool) -> None:
     behind = await reserved_twice(scene)
     raw = raw_pod()
     carried = {"gpuwarden.io/node": where, "gpuwarden.io/gpu-uuid": f"GPU-{where[-1]}0"}
@@ -588,7 +584,7 @@ async def test_bound_pod_with_a_forged_annotation_keeps_its_reservation(scene: S
     assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r1"
 
 
-# What the store would not have at first.
+# Writes that the store refuses at first.
 
 
 async def test_failed_expiry_is_retried(scene: Scene) -> None:
@@ -602,7 +598,7 @@ async def test_failed_expiry_is_retried(scene: Scene) -> None:
 
 
 async def test_reservation_without_a_pod_is_deleted_after_a_refused_write(scene: Scene) -> None:
-    scene.bench.now += 2 * CLOCK_SKEW  # the watch is older than the reservation, by any clock
+    scene.bench.now += 2 * CLOCK_SKEW  # the watch is older than the reservation despite clock skew
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
@@ -613,7 +609,7 @@ async def test_reservation_without_a_pod_is_deleted_after_a_refused_write(scene:
     assert scene.bench.held() == {}
 
 
-# Hands that write what we never do.
+# Users who write what gpuwarden never writes.
 
 
 @pytest.mark.parametrize(
@@ -640,15 +636,13 @@ END_OF_TIME = "9999-12-31T23:59:59Z"
 
 
 @pytest.mark.parametrize("since", [END_OF_TIME, "0001-01-01T00:00:00Z"])
-async def test_reservation_time_out_of_range_counts_from_the_creation_of_the_pod(
-    scene: Scene, since: str
-) -> None:
+async def test_reservation_time_out_of_range_counts_from_the_creation_of_the_pod(scene: Scene, since: str) -> None:
     await confirmed(scene, **OWNED)
     raw = scene.bench.store.objects["node-a"]
     raw["status"]["held"]["GPU-a0/0"]["since"] = since
     scene.bench.store.apply(raw)
     scene.bench.replica.watch.catch_up()
-    scene.reconciler.changed(raw_pod(**OWNED))  # whoever hears of pods goes on hearing
+    scene.reconciler.changed(raw_pod(**OWNED))  # the watch continues
     await scene.reconciler.step()
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
@@ -696,7 +690,7 @@ async def test_reservation_deleted_by_hand_is_restored(scene: Scene) -> None:
 
 
 class OddPods(Pods):
-    """One of them is nothing that anybody foresaw."""
+    """One of the pods causes an unexpected error."""
 
     async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         if pod.uid == "uid-odd":
@@ -723,7 +717,7 @@ async def test_unexpected_error_with_one_pod_does_not_stop_the_others(scene: Sce
     assert list(scene.bench.held()) == ["GPU-a0/0"]
 
 
-# Objects that come and go.
+# Objects that are created and deleted.
 
 
 async def test_finalizer_keeps_the_object_while_it_has_reservations(scene: Scene) -> None:
@@ -743,7 +737,7 @@ async def test_finalizer_keeps_the_object_while_it_has_reservations(scene: Scene
 
 async def test_new_object_is_rebuilt_from_pods(scene: Scene) -> None:
     await confirmed(scene)
-    del scene.bench.store.objects["node-a"]  # by force, past its finalizer
+    del scene.bench.store.objects["node-a"]  # by force, despite its finalizer
     scene.bench.ledger.forget("node-a")
     scene.bench.store.apply(NODE_A)
     scene.bench.replica.watch.catch_up()
@@ -766,7 +760,7 @@ async def test_reservation_of_a_deleted_object_is_forgotten_with_its_pod(scene: 
 
 
 async def test_standby_reconciler_keeps_bounded_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one acts: its releases are heard of, and its pods' ends."""
+    """Another replica leads: this one observes its releases and the ends of its pods."""
     monkeypatch.setattr("webhook.ledger.reconcile.MAX_DELETIONS", 100)
     standby = scene.bench.another()
     idle = scene.another(standby.ledger)

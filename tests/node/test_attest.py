@@ -1,4 +1,4 @@
-"""`gpuwarden attest`: it proves its node and no other, gives its token to nobody else, and comes back in time."""
+"""`gpuwarden attest` proves only its own node, gives its token only to the right server, and returns in time."""
 
 import asyncio
 import json
@@ -118,7 +118,7 @@ def test_all_missing_settings_are_reported_together(tmp_path: Path) -> None:
     assert "set --server, --node, --spire-trust-domain, --spire-workload-api as well" in done.stderr
 
 
-# A server that is not what it should be.
+# Misbehaving servers.
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +161,7 @@ async def test_server_of_another_ca_gets_no_request(agent: JwtWorkloadApiDouble,
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", asking(1), b"A" * 100_000, b"[" * 50_000])
-async def test_malformed_answer_is_no_proof(
-    agent: JwtWorkloadApiDouble, ca: trustme.CA, content: bytes
-) -> None:
+async def test_malformed_answer_is_no_proof(agent: JwtWorkloadApiDouble, ca: trustme.CA, content: bytes) -> None:
     async with endpoint(context(ca), content) as server:
         with pytest.raises(NotAttestedError):
             await attester(agent, server, ca).attest()
@@ -208,7 +206,7 @@ async def test_spire_agent_without_a_token_is_an_error(
 
 
 async def slept(one: Attester, number: int, server: EndpointDouble, replies: dict[int, bytes]) -> list[float]:
-    """The pauses of so many rounds; `replies` say what the server answers from a round on."""
+    """The pauses of a number of rounds; `replies` maps a round to the server's answer from that round on."""
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -245,7 +243,7 @@ def test_renewals_of_many_nodes_are_spread() -> None:
 
 
 class Told:
-    """A server that challenges, and keeps what it is told."""
+    """A server that issues challenges and records the answers."""
 
     def __init__(self, *uids: str) -> None:
         self.orphans = [uid_digest(uid) for uid in uids]
@@ -282,7 +280,7 @@ async def node(tmp_path: Path) -> AsyncIterator[NodeDouble]:
 async def reporting(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble, server: Told
 ) -> AsyncIterator[Callable[..., Awaitable[list[object]]]]:
-    """Another round, so many seconds after the last: what the server was told in it."""
+    """Another round, that many seconds after the last one; returns what was reported to the server."""
     listener = await asyncio.start_server(server.answer, "127.0.0.1", 0, ssl=context(ca))
     double = EndpointDouble(b"", port=listener.sockets[0].getsockname()[1])
     now = 0.0

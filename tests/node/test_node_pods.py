@@ -1,4 +1,4 @@
-"""What a node has of its pods. It is known only where runtime and kubelet are those of this node, and both answer."""
+"""The pods of a node: known only if the runtime and the kubelet are those of this node, and both respond."""
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -111,11 +111,11 @@ async def test_kubelet_that_does_not_know_its_pods_yet_is_an_error(node: NodeDou
         await pods_of(node).snapshot()
 
 
-# From looks to ends.
+# From snapshots to ends.
 
 
 class Looks:
-    """Looks at one node, as time goes by."""
+    """Snapshots of one node over time."""
 
     def __init__(self, node: NodeDouble) -> None:
         self.node, self.ends, self.now = node, PodEnds(), 100.0
@@ -126,7 +126,7 @@ class Looks:
         return sorted(self.ends.observe(await pods_of(self.node).snapshot(), began, self.now))
 
     async def see_deleted(self, uid: str) -> None:
-        """Its sandbox is ready for some time after the kubelet has heard that it is gone."""
+        """Its sandbox is ready for some time after the kubelet has observed its deletion."""
         self.node.delete(uid)
         for _ in range(2):
             assert await self.see() == []
@@ -148,8 +148,8 @@ async def test_pod_has_ended_when_two_spaced_snapshots_show_nothing(node: NodeDo
 
 
 async def test_sandbox_that_the_kubelet_may_be_creating_is_waited_for(node: NodeDouble, looks: Looks) -> None:
-    """A container has killed the sandbox, and the network of the next one takes minutes. The runtime does not list it
-    before it is ready, and a deletion does not stop the kubelet from starting the containers in it."""
+    """A container has killed the sandbox, and the network of the next one takes minutes. The runtime does not list the
+    sandbox before it is ready, and a deletion does not stop the kubelet from starting containers in it."""
     node.run(OLD)
     await looks.see()
     node.end(OLD)
@@ -176,7 +176,7 @@ async def test_pod_without_a_ready_sandbox_ends_after_the_longest_sync(node: Nod
 
 
 async def test_longest_sync_counts_from_the_end_of_the_last_container(node: NodeDouble, looks: Looks) -> None:
-    """A sync that makes a new sandbox first ends the containers of the old one, with their grace period."""
+    """A sync that creates a new sandbox first ends the containers of the old one, with their grace period."""
     node.run(OLD)
     node.delete(OLD)
     node.sandboxes[OLD] = [NOT_READY]
@@ -200,10 +200,8 @@ async def test_sandbox_ready_only_while_the_kubelet_named_the_pod_proves_nothing
         assert await looks.see() == []
 
 
-async def test_sandbox_ready_only_during_the_deletion_proves_nothing(
-    node: NodeDouble, looks: Looks
-) -> None:
-    """A sync that has begun looks at the sandbox a moment later, and may find it dead."""
+async def test_sandbox_ready_only_during_the_deletion_proves_nothing(node: NodeDouble, looks: Looks) -> None:
+    """A sync that has begun checks the sandbox a moment later, and may find it dead."""
     node.run(OLD)
     node.delete(OLD)
     await looks.see()
@@ -214,7 +212,7 @@ async def test_sandbox_ready_only_during_the_deletion_proves_nothing(
 
 
 async def test_snapshot_counts_from_its_beginning(node: NodeDouble, looks: Looks) -> None:
-    """Kubelet and runtime may be slow to answer; what they say may be as old as the question."""
+    """The kubelet and the runtime may respond slowly, with data as old as the request."""
     node.run(OLD)
     node.delete(OLD)
     await looks.see()
@@ -225,7 +223,7 @@ async def test_snapshot_counts_from_its_beginning(node: NodeDouble, looks: Looks
 
 
 async def test_two_ready_sandboxes_prove_nothing(node: NodeDouble, looks: Looks) -> None:
-    """The kubelet ends both, and makes a new one."""
+    """The kubelet ends both and creates a new one."""
     node.run(OLD)
     node.sandboxes[OLD] = [READY, READY]
     await looks.see_deleted(OLD)
@@ -246,7 +244,7 @@ async def test_sandbox_proof_is_reset_when_the_kubelet_names_the_pod_again(node:
 
 
 async def test_pod_that_the_kubelet_names_has_not_ended(node: NodeDouble, looks: Looks) -> None:
-    """It may wait for a volume, or for the time to start a container again."""
+    """It may wait for a volume, or for the time to restart a container."""
     node.end(OLD)
     node.wanted.add("old")
     for _ in range(3):
@@ -254,7 +252,7 @@ async def test_pod_that_the_kubelet_names_has_not_ended(node: NodeDouble, looks:
 
 
 async def test_pod_that_was_never_observed_has_not_ended(node: NodeDouble, looks: Looks) -> None:
-    """The kubelet may not have heard of it yet."""
+    """The kubelet may not know the pod yet."""
     for _ in range(3):
         assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
 

@@ -33,7 +33,7 @@ NODE: Final = "node-a"
 
 @frozen
 class World:
-    """What an attacker may have in hand: everything public, good tokens, keys of other trust domains."""
+    """What an attacker may have: everything public, valid tokens, and keys of other trust domains."""
 
     key: SigningKey
     foreign: SigningKey
@@ -85,7 +85,7 @@ def unsigned(alg: str, signature: str = "") -> Bad:
 
 
 def secret(form: str) -> Bad:
-    """HS256 under the public key, as PEM, DER or the x of its point."""
+    """HS256 with the public key as the secret, as PEM, DER or the x coordinate of its point."""
 
     def make(w: World) -> str:
         public = w.key.private.public_key()
@@ -120,7 +120,7 @@ def other_payload(w: World) -> str:
 
 
 def twice(name: str, value: str) -> Bad:
-    """The claim as it should be, and before it another one that some reader might take."""
+    """A duplicate claim: the correct one, preceded by another one that some parser might use."""
 
     def make(w: World) -> str:
         raw = json.dumps(claims(w.ours(), w.now)).replace("{", f'{{"{name}": {value}, ', 1)
@@ -134,7 +134,7 @@ def respelt(change: Callable[[str], str]) -> Bad:
 
 
 def loose_last_bits(text: str) -> str:
-    """Another letter that stands for the same bytes: 64 bytes leave four bits of the last letter unused."""
+    """Another last letter for the same bytes: 64 bytes leave four of its bits unused."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     return text[:-1] + letters[letters.index(text[-1]) ^ 1]
 

@@ -1,4 +1,4 @@
-"""The HTTPS bundle endpoint: a real one over real TLS, and answers that a good one would not give."""
+"""The HTTPS bundle endpoint: a real one with real TLS, and responses that a correct one would not send."""
 
 import asyncio
 import gzip
@@ -104,7 +104,7 @@ async def test_invalid_bundle_document_is_rejected(content: bytes, respx_mock: r
 
 
 class Endless(httpx.AsyncByteStream):
-    """A body whose end never comes."""
+    """A body that never ends."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk, self.read = chunk, 0
@@ -148,11 +148,11 @@ async def test_endless_fast_response_is_aborted(ca: trustme.CA, tmp_path: Path) 
         await BundleEndpoint(url, WebTrust(tmp_path / "ca.pem"), deadline=30).fetch()
     await asyncio.wait_for(left.wait(), 30)
     server.close()
-    assert poured < 2**25  # what was read, and what stood in buffers on the way
+    assert poured < 2**25  # what was read, and what was in buffers
 
 
 async def test_slow_response_times_out(ca: trustme.CA, tmp_path: Path) -> None:
-    """Each byte would come in time, and the last one tomorrow: whoever asks for a new key waits behind this."""
+    """Each byte arrives in time, and the last one much too late: callers that need a new key wait for this fetch."""
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     left = asyncio.Event()
 
@@ -176,7 +176,7 @@ async def test_slow_response_times_out(ca: trustme.CA, tmp_path: Path) -> None:
 
 @pytest.mark.respx
 async def test_compressed_response_is_not_decompressed(respx_mock: respx.MockRouter) -> None:
-    """A small answer that unpacks to gigabytes is as large as they are."""
+    """A small compressed response may expand to gigabytes."""
     packed = gzip.compress(document(KEY))
     route = respx_mock.get(URL).respond(200, content=packed, headers={"Content-Encoding": "gzip"})
     with pytest.raises(BadBundleError):
@@ -200,7 +200,7 @@ async def test_changed_ca_file_is_reloaded(ca: trustme.CA, tmp_path: Path) -> No
 
 
 async def fetched(trust: SpiffeTrust, shown: Issued, authority: Authority, content: bytes) -> int:
-    """How many requests the endpoint got."""
+    """The number of requests to the endpoint."""
     async with endpoint(server_context(shown, authority), content) as double:
         found = BundleEndpoint(double.url, trust)
         try:
@@ -254,7 +254,7 @@ async def test_bundle_provides_the_next_roots(tmp_path: Path) -> None:
 
 
 async def test_changed_roots_file_replaces_the_roots_of_bundles(tmp_path: Path) -> None:
-    """Of a server that was built anew nobody else could say it. A file that did not change says nothing."""
+    """A rebuilt server's roots can come only from the file. A file that has not changed has no effect."""
     old, rebuilt = Authority(), Authority()
     trust = SpiffeTrust(FileRoots(pem(tmp_path, old.root)), SERVER_ID)
     assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root)) == 1

@@ -1,4 +1,4 @@
-"""How far the trust bundle has come: one promise for a process alone and for replicas that share a store."""
+"""Versions of the trust bundle: the same contract for one process and for replicas that share a store."""
 
 import asyncio
 from typing import Any
@@ -102,7 +102,7 @@ async def test_version_write_conflict_is_retried(objects: FakeObjects) -> None:
 
 
 class Overtaken(FakeObjects):
-    """Between our reading and our writing, another replica writes a later one."""
+    """Between our read and our write, another replica writes a later version."""
 
     async def replace_status(self, raw: dict[str, Any]) -> dict[str, Any]:
         if raw["status"]["sequence"] == 8:

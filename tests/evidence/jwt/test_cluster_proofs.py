@@ -1,4 +1,4 @@
-"""Where accepted proofs are kept: one promise for a process alone and for replicas that share a store."""
+"""Accepted proofs: the same contract for one process and for replicas that share a store."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,14 +23,14 @@ LONG_AGO = NOW - timedelta(days=1)
 def proof(
     at: float = 0, nonce: str = "n0", node: str = "node-a", hash: str = HASH, challenged: float | None = None
 ) -> Evidence:
-    """For a challenge that was issued a moment before it, or when a test says."""
+    """A proof for a challenge that was issued a moment before it, or at a given time."""
     since = NOW + timedelta(seconds=at)
     asked = since if challenged is None else NOW + timedelta(seconds=challenged)
     return Evidence(node, hash, "jwt-svid", since, since + timedelta(minutes=40), nonce_digest=nonce, challenged=asked)
 
 
 class Nodes:
-    """Node objects, by when they were made."""
+    """Nodes by creation time."""
 
     def __init__(self) -> None:
         self.born_at: dict[str, datetime] = {"node-a": LONG_AGO, "node-b": LONG_AGO}
@@ -43,7 +43,7 @@ class Nodes:
 
 
 class Place:
-    """One world, and as many books of it as a test wants."""
+    """One cluster, and as many proof stores for it as a test wants."""
 
     def __init__(self) -> None:
         self.now = NOW
@@ -65,7 +65,7 @@ class InMemory(Place):
         return self._book
 
     async def kept(self, name: str = "node-a") -> Evidence | None:
-        """As it was accepted: it is told of from a skew earlier on."""
+        """The accepted proof; the reported one begins one skew earlier."""
         told = (await self._book.poll()).get(name)
         return told if told is None or told.since is None else evolve(told, since=told.since + SKEW)
 
@@ -150,7 +150,7 @@ async def test_challenge_is_answered_once_although_its_token_is_signed_again(pla
 
 
 async def test_later_proof_is_accepted_after_one_without_challenge_time(place: Place) -> None:
-    """Those of a version before."""
+    """Proofs of an older version."""
     await place.book().accept(evolve(proof(), challenged=None))
     for again in (proof(1, "n0", challenged=-1), proof(0, "n1")):
         with pytest.raises(ReplayedProofError):
@@ -178,7 +178,7 @@ async def test_proof_of_a_missing_node_is_rejected(place: Place) -> None:
 
 
 async def made_anew(place: Place) -> None:
-    """The node goes and another of its name comes, and both are noticed."""
+    """The node is deleted and another one with its name is created, and both are observed."""
     place.nodes.born_at.pop("node-a")
     await place.kept()
     place.now = NOW + 10 * SECOND
@@ -187,9 +187,7 @@ async def made_anew(place: Place) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 9, 10, 15], ids=["before", "just before", "at that moment", "within the skew"])
-async def test_proof_of_an_earlier_node_with_that_name_is_rejected(
-    place: Place, at: float
-) -> None:
+async def test_proof_of_an_earlier_node_with_that_name_is_rejected(place: Place, at: float) -> None:
     await place.kept()
     await made_anew(place)
     with pytest.raises(UnknownNodeError, match="before the Node was created"):
@@ -222,7 +220,7 @@ async def test_write_conflict_with_another_source_is_retried(cluster: InCluster)
 
 
 class Overtaken(FakeObjects):
-    """Between our reading and our writing, another replica writes the same proof."""
+    """Between our read and our write, another replica writes the same proof."""
 
     def __init__(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
         super().__init__()

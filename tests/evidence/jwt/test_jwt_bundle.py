@@ -1,4 +1,4 @@
-"""Bundle documents: only keys that sign tokens, and never back."""
+"""Bundle documents: only keys that sign tokens, and no return to an earlier version."""
 
 import json
 from pathlib import Path
@@ -153,7 +153,7 @@ documents = st.fixed_dictionaries(
 @settings(deadline=None)
 @given(documents)
 def test_arbitrary_document_is_parsed_or_rejected(found: Any) -> None:
-    """Anything else would end the process that looks."""
+    """Any other error would end the process."""
     try:
         bundle = parse_bundle(json.dumps(found).encode())
         check_succession(bundle.version, bundle)

@@ -1,4 +1,4 @@
-"""No bad token proves anything; good ones do, as SPIRE makes them."""
+"""Bad tokens prove nothing; valid tokens prove their node, as SPIRE issues them."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -92,7 +92,8 @@ VALUES = st.recursive(
     st.dictionaries(st.sampled_from(["aud", "exp", "iat", "nbf", "sub", "iss", "jti", "x"]), VALUES),
 )
 def test_token_without_a_valid_signature_is_rejected(head: Raw, said: Raw) -> None:
-    """Over a good token's members, so that each check is got to; anything else than a refusal would be a 500."""
+    """Changes members of a valid token, so that each check is reached; any other error than a rejection would be a
+    500."""
     text = put_together({**header(KEY), **head}, {**claims(nonce(), NOW), **said}, FOREIGN)
     with pytest.raises(BadTokenError):
         proven(text)
@@ -121,7 +122,7 @@ def test_hash_keeps_its_case(hash: str) -> None:
 
 
 def test_alternative_encoding_of_a_signature_answers_the_same_challenge() -> None:
-    """ECDSA has two signatures for one; single use hangs on the challenge, not on the bytes of the token."""
+    """Every ECDSA signature has a second valid form; single use depends on the challenge, not on the token's bytes."""
     order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
     first = token(KEY, nonce(), NOW)
     signed, _, _ = first.rpartition(".")

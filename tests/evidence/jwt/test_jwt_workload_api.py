@@ -1,4 +1,4 @@
-"""The JWT side of the Workload API, over a real socket, with py-spiffe's own messages on the other side."""
+"""The JWT part of the Workload API, on a real socket, with py-spiffe's messages on the other side."""
 
 from collections.abc import AsyncIterator
 from datetime import timedelta

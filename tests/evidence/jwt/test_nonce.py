@@ -1,4 +1,4 @@
-"""Challenges: known again by every replica, for their node, for a short while; nobody remembers them."""
+"""Challenges: accepted by every replica, for their node, for a short time, and stored by none."""
 
 import tracemalloc
 from datetime import timedelta
@@ -130,7 +130,7 @@ def test_new_key_signs_and_the_old_one_is_still_accepted(tmp_path: Path) -> None
 
 
 def test_old_key_expires_after_its_overlap(tmp_path: Path) -> None:
-    """A key that is taken back because somebody else has it must not be good for as long as the process lives."""
+    """A key that is revoked because it leaked must not stay valid as long as the process lives."""
     path = tmp_path / "key"
     path.write_bytes(KEY)
     file = KeyFile(path)

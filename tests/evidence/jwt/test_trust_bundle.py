@@ -1,4 +1,4 @@
-"""The keys of the trust domain as a process keeps them: the last good ones, for as long as they may be."""
+"""The trust domain's keys in a process: the last valid bundle, until it expires."""
 
 import asyncio
 from datetime import timedelta
@@ -17,7 +17,7 @@ HOUR = timedelta(hours=1)
 
 
 class Scene:
-    """A source that has what the test says, and a clock that the test turns."""
+    """A source and a clock that the test sets."""
 
     def __init__(self, *keys: SigningKey, sequence: int | None = 1) -> None:
         self.now = NOW
@@ -74,14 +74,14 @@ async def test_bundle_with_a_lower_sequence_is_rejected() -> None:
 
 
 class Forgetful(MemoryBundleVersions):
-    """Of whoever keeps count, an object that somebody may delete."""
+    """The version is in an object that a user may delete."""
 
     def forget(self) -> None:
         self._last = None
 
 
 async def test_reset_version_is_accepted_without_a_restart() -> None:
-    """A SPIRE Server that was rebuilt counts from 1."""
+    """A rebuilt SPIRE Server starts at sequence 1."""
     scene, marks = Scene(KEY, sequence=700), Forgetful()
     scene.bundle = TrustBundle(scene, lambda: scene.now, HOUR, scene.told.append, marks)
     await scene.bundle.refresh()

@@ -1,4 +1,4 @@
-"""What agents say of nodes, and everything by which an agent that says it counts for nothing."""
+"""Evidence from agents, and all reasons to ignore an agent."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -37,7 +37,7 @@ RULES = AgentRules(
 
 
 def attested(ago: timedelta = timedelta(0), *args: Any, **members: Any) -> Any:
-    """An agent that was attested so long ago."""
+    """An agent that was attested that long ago."""
     return agent(*args, expires_at=NOW - ago + TTL, **members)
 
 
@@ -57,7 +57,7 @@ def state(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -
 
 
 def test_evidence_is_dated_to_the_earliest_possible_attestation() -> None:
-    """Its end is the attestation's time and the greatest age; it begins early enough for clocks that are behind."""
+    """It ends at the time of attestation plus the maximum age; it begins early enough for slow clocks."""
     attested_at = NOW - timedelta(minutes=10)
     assert said([attested(timedelta(minutes=10))]) == {
         "node-a": Evidence("node-a", "aa11", "spire-server", attested_at - SKEW, attested_at + MAX_AGE)
@@ -98,7 +98,7 @@ def test_overlong_svid_proves_nothing(ahead: timedelta, state_then: str) -> None
 
 
 def test_overlong_svid_proves_nothing_later_either() -> None:
-    """Within the last `agent_ttl` of its life it looks as if it had just been made."""
+    """Within the last `agent_ttl` of its life it looks as if it had just been issued."""
     row = rows_of([attested(-23 * TTL)])
     watchfulness = AgentHistory(RULES)
     watchfulness.distrusted(row, NOW)
@@ -151,7 +151,7 @@ def test_ignored_agents_prove_nothing(raw: Any) -> None:
 
 @pytest.mark.parametrize("hash", ["AA11", "Aa11", "sha256:aa11", "aa1"])
 def test_hash_is_reported_unchanged(hash: str) -> None:
-    """A pod that asks for `aa11` does not get a node that says something like it."""
+    """A pod that asks for `aa11` does not get a node with a similar hash."""
     (word,) = said([attested(timedelta(0), "node-a", hash)]).values()
     assert word is not None
     assert word.hash == hash
@@ -207,7 +207,7 @@ def test_agent_with_two_hashes_is_a_conflict() -> None:
 
 
 def test_hash_and_node_come_from_the_same_agent() -> None:
-    """Two agents of one machine have nothing in common that a cipher would vouch for."""
+    """Nothing cryptographic links two agents of one machine."""
     node_only = attested(NOTHING, "node-a", None)
     hash_only = other(NOTHING, None, "aa11")
     assert state([node_only, hash_only]) is EvidenceState.ABSENT
@@ -231,7 +231,7 @@ def test_ban_affects_only_its_node() -> None:
 
 
 def seen(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
-    """What is known of a node whose agent shows these serial numbers one after the other."""
+    """The evidence of a node whose agent has these serial numbers one after the other."""
     watchfulness, found = AgentHistory(RULES), []
     for number, serial in enumerate(serials):
         now = NOW + number * apart
@@ -241,7 +241,7 @@ def seen(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
 
 
 def test_two_machines_with_one_key_are_detected_by_serial_numbers() -> None:
-    """Each of them attests anew as soon as it sees the other's certificate in the place of its own."""
+    """Each machine re-attests as soon as it sees the other's certificate in place of its own."""
     assert [one.value for one in seen(["1", "2", "3", "4"], 5 * SECOND)] == ["fresh", "fresh", "fresh", "conflict"]
 
 

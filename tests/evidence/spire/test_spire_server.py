@@ -1,4 +1,4 @@
-"""Agents read over real mTLS from a server that speaks SPIRE's wire, by an identity from a real Workload API."""
+"""Agents are read over real mTLS from a fake SPIRE Server, with an identity from a real Workload API connection."""
 
 import asyncio
 import socket
@@ -34,7 +34,7 @@ THEIRS = CA.issue(SERVER_ID)
 
 
 class Scene:
-    """A SPIRE Server, a Workload API and the provider between them, by a clock that the test turns."""
+    """A SPIRE Server, a Workload API and the provider between them, with a clock that the test sets."""
 
     def __init__(self, directory: Path) -> None:
         self.now = NOW
@@ -48,7 +48,7 @@ class Scene:
         return SpireServer(self, RULES, lambda: self.now, POLL, **options)
 
     def connected(self) -> Any:
-        """The port is known once the server is there."""
+        """The port is known once the server has started."""
         return TcpServer("127.0.0.1", self.spire.port, TRUST_DOMAIN, self.identity).connected()
 
     async def start(self, shown: Issued = THEIRS, trusted: Authority = CA) -> "Scene":
@@ -57,7 +57,7 @@ class Scene:
         return self
 
     async def poll(self) -> Mapping[str, Evidence]:
-        """The next poll that asks."""
+        """The next poll that sends a request."""
         self.now += POLL
         return await self.provider.poll()
 
@@ -77,7 +77,7 @@ class Scene:
 
 @pytest.fixture
 async def idle(tmp_path: Path) -> AsyncIterator[Scene]:
-    """Nobody listens yet."""
+    """Nothing listens yet."""
     made = Scene(tmp_path)
     yield made
     await made.close()
@@ -159,7 +159,7 @@ async def test_last_answer_stays_until_it_expires_while_spire_is_unavailable(sce
     before = await scene.poll()
     await scene.spire.stop()
     assert "SPIRE: " in await scene.refused()
-    with pytest.raises(StillUnavailableError):  # not asked again yet: the last answer is no sign that it is back
+    with pytest.raises(StillUnavailableError):  # not asked again yet: the last answer does not mean that it is back
         await scene.provider.poll()
     assert state_of(before["node-a"], NOW + MAX_AGE - SECOND).value == "fresh"
     assert state_of(before["node-a"], NOW + MAX_AGE).value == "stale"
@@ -175,7 +175,7 @@ async def test_outage_and_recovery_are_logged_once_each(scene: Scene) -> None:
         await scene.spire.stop()
         for _ in range(3):
             scene.now += POLL
-            for _ in range(5):  # as the feed does, every second
+            for _ in range(5):  # as the fleet updater does, every second
                 assert await asked.answers() == {}
         await scene.spire.start(THEIRS, CA)
         scene.now += POLL
@@ -189,7 +189,7 @@ async def test_outage_and_recovery_are_logged_once_each(scene: Scene) -> None:
 
 
 async def test_spire_that_never_answered_is_unavailable(idle: Scene) -> None:
-    """Not the same as having said that there is no agent: nobody's evidence is taken away."""
+    """Not the same as an empty list of agents: no evidence is removed."""
     await idle.api.start()
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -204,7 +204,7 @@ async def test_frozen_spire_does_not_block_polls(scene: Scene) -> None:
     scene.provider = scene.made(patience=timedelta(milliseconds=50), deadline=timedelta(seconds=1))
     before = await scene.poll()
     scene.spire.answers.clear()
-    assert await scene.poll() is before  # told of later
+    assert await scene.poll() is before  # returned by a later poll
 
     async def has_failed() -> bool:
         try:
@@ -257,7 +257,7 @@ async def test_new_leader_gets_no_answer_to_an_earlier_request(scene: Scene) -> 
     async def questions(number: int) -> bool:
         return sum(not request.page_token for request in scene.spire.requests) == number
 
-    await until(partial(questions, 2))  # it is under way
+    await until(partial(questions, 2))  # the request is in progress
     scene.provider.begin()
     scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
     scene.spire.answers.set()
@@ -317,7 +317,7 @@ async def test_wrong_agent_ttl_is_logged_once(scene: Scene) -> None:
 
 
 async def test_agent_that_moves_between_pages_is_read_once(scene: Scene) -> None:
-    """Evicted and back, it stands at the end of the list, and was on the first page too."""
+    """Evicted and attested again, it is at the end of the list, and it was on the first page too."""
     scene.spire.agents = fleet(4)
     again = agent("node-0", "bb22", expires_at=NOW + TTL, serial="2")
 
@@ -353,7 +353,7 @@ async def test_repeating_page_tokens_are_an_error(scene: Scene) -> None:
 
 
 class TestTheHandshake:
-    """Whoever is not the server of our trust domain gets no byte from us."""
+    """A peer that is not the server of our trust domain gets no byte of a request."""
 
     @pytest.mark.parametrize(
         "uris",
@@ -375,7 +375,7 @@ class TestTheHandshake:
         assert idle.spire.requests == []
 
     async def test_certificate_with_unreadable_names_is_refused(self, idle: Scene) -> None:
-        """An X.400 address: no reason to fall over it."""
+        """An X.400 address: no reason to crash."""
         strange = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, b"\x30\x02\xa3\x00")
         await idle.start(CA.issue(names_in_der=strange))
         assert f"the peer is unknown, not {SERVER_ID}" in await idle.refused()
@@ -417,7 +417,7 @@ class TestTheHandshake:
         await until(is_back)
 
     async def test_removed_root_is_no_longer_trusted(self, scene: Scene) -> None:
-        """A connection that was made under it does not live on."""
+        """A connection that was opened with it is not used any more."""
         await scene.poll()
         scene.api.rotate(OURS, roots=[Authority().root])
 
@@ -438,7 +438,7 @@ class TestTheHandshake:
 
 
 def test_peer_verification_works_on_uvloop(tmp_path: Path) -> None:
-    """The loop that the server runs on does TLS in its own way."""
+    """uvloop implements TLS in its own way."""
 
     async def refused() -> str:
         scene = await Scene(tmp_path).start(CA.issue(f"spiffe://{TRUST_DOMAIN}/workload"))

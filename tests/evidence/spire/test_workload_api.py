@@ -1,4 +1,4 @@
-"""Our own SVID, from a Workload API on a real socket that answers with py-spiffe's messages."""
+"""This process's SVID, from a Workload API on a real socket that answers with py-spiffe's messages."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -16,15 +16,15 @@ from webhook.evidence.spire.x509_svid import X509Svid, each_der
 from webhook.runtime.clock import utc_now
 
 CA = Authority()
-# For messages that are looked at and no more: what is used as an identity is issued in its test.
+# For messages that are only parsed: a test that uses an identity issues its own.
 ISSUED = CA.issue(VERIFIER)
 
 
 class Scene:
-    """A Workload API and who asks it, by a clock that the test may turn."""
+    """A Workload API and its client, with a clock that the test may set."""
 
     def __init__(self, directory: Path) -> None:
-        self.first = CA.issue(VERIFIER)  # for an hour from now
+        self.first = CA.issue(VERIFIER)  # valid for one hour
         self.api = WorkloadApiDouble(str(directory / "agent.sock"), [self.first], [CA.root])
         self.ahead = timedelta(0)
         self.own_id: str | None = None
@@ -116,7 +116,7 @@ async def test_connection_is_reopened_after_the_svid_has_expired(scene: Scene) -
     identity = scene.identity()
     await identity.current()
     scene.ahead = HOUR + SECOND
-    scene.api.identities = [CA.issue(VERIFIER, not_after=utc_now() + 2 * HOUR)]  # and nobody is told of it
+    scene.api.identities = [CA.issue(VERIFIER, not_after=utc_now() + 2 * HOUR)]  # without an update on the stream
 
     async def has_arrived() -> bool:
         try:
