@@ -60,9 +60,9 @@ class Scene:
             nodes=self,
             are_nodes_current=lambda: self.are_nodes_current,
             retired=retired,
-            awaited=awaited,
-            patience=HOUR,
-            keep=MINUTE,
+            pushed=awaited,
+            first_report_timeout=HOUR,
+            replay_window=MINUTE,
             count_error=self.errors.append,
         )
         self.objects.listener = self.writer.view

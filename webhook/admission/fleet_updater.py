@@ -182,7 +182,7 @@ class FleetUpdater:
         self._prove(name)
 
     def _prove(self, name: str) -> None:
-        word = combined([said[name] for said in self._said.values() if name in said], self._round.asked)
+        word = combined([said[name] for said in self._said.values() if name in said], self._round.names)
         self._fleet.prove(name, word, self._clock())
 
 

@@ -225,9 +225,9 @@ class ClusterWriters:
             are_nodes_current=lambda: nodes.is_current,
             poll_every=settings.evidence_poll,
             retired=retired_of(settings),
-            awaited=pushed_of(settings),
-            patience=settings.max_evidence_age,
-            keep=CHALLENGE_LIFE + 2 * settings.clock_skew,
+            pushed=pushed_of(settings),
+            first_report_timeout=settings.max_evidence_age,
+            replay_window=CHALLENGE_LIFE + 2 * settings.clock_skew,
             count_error=count_error,
         )
         nodes = Watch(api, NODES_PATH, ListenerGroup(self._discovery.nodes, self._evidence.creation_times, *also_nodes))

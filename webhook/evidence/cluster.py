@@ -41,8 +41,8 @@ MAX_FAILURES = 3
 class EvidenceWriter:
     """Watches NodeEvidence; in `step` it asks the providers and writes their answers, each under the provider's name.
 
-    A provider that is unavailable or has not answered yet changes nothing. `awaited` are sources that nodes push to:
-    nodes have `patience` for their first report after this process started.
+    A provider that is unavailable or has not answered yet changes nothing. `pushed` are sources that nodes push to:
+    nodes have `first_report_timeout` for their first report after this process started.
     """
 
     def __init__(
@@ -55,26 +55,27 @@ class EvidenceWriter:
         are_nodes_current: Callable[[], bool],
         poll_every: timedelta = POLL_EVERY,
         retired: Iterable[str] = (),
-        awaited: Iterable[str] = (),
-        patience: timedelta = timedelta(),
-        keep: timedelta = timedelta(),
+        pushed: Iterable[str] = (),
+        first_report_timeout: timedelta = timedelta(),
+        replay_window: timedelta = timedelta(),
         count_error: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`keep`: how long after a proof an answer to the same or an earlier challenge could still be accepted."""
+        """`replay_window`: how long after a proof another answer to its challenge, or to an earlier one, could still be
+        accepted."""
         self._objects = objects
         self._poll_round = ProviderPoll(providers, count_error)
-        self._awaited = tuple(awaited)
-        self._patience = patience
+        self._pushed = tuple(pushed)
+        self._first_report_timeout = first_report_timeout
         self._started_at: datetime | None = None
         self._reported: set[tuple[str, str]] = set()
         self._clock = clock
         self._is_current = is_current
         self._nodes = nodes
         self._are_nodes_current = are_nodes_current
-        self._keep = keep
+        self._replay_window = replay_window
         self._poll_every = poll_every
         self._poll_at: datetime | None = None
-        # Entries of a source that is no longer asked would stay forever, because static evidence does not expire.
+        # Entries of a source that is no longer polled would stay forever, because static evidence does not expire.
         self._retired = tuple(retired)
         self._answers: dict[str, Mapping[str, Evidence]] = {name: {} for name in self._retired}
         self._todo: dict[str, None] = {}
@@ -112,15 +113,15 @@ class EvidenceWriter:
         return bool(self._changed_entries(raw, name, self._clock())) or self._is_awaited(raw, name)
 
     def _is_awaited(self, raw: Raw, name: str) -> bool:
-        is_early = self._started_at is None or self._clock() - self._started_at < self._patience
-        pushing = [one for one in self._awaited if is_early and (one, name) not in self._reported]
+        is_early = self._started_at is None or self._clock() - self._started_at < self._first_report_timeout
+        pushing = [one for one in self._pushed if is_early and (one, name) not in self._reported]
         return any(not has_entry(raw, one) for one in (*pushing, *self._poll_round.unanswered))
 
     def _changed_names(self) -> list[str]:
         news = [*self.view.take_news(), *self.creation_times.take_news()]
         for name in news:
             raw = self.view.get(name)
-            self._reported.update((one, name) for one in self._awaited if raw is not None and has_entry(raw, one))
+            self._reported.update((one, name) for one in self._pushed if raw is not None and has_entry(raw, one))
         return news
 
     async def _poll(self) -> None:
@@ -188,7 +189,7 @@ class EvidenceWriter:
         create, or cannot parse, stay. An interrupted watch or a provider without an answer proves nothing."""
         if not self._are_nodes_current() or name in self.creation_times or self._poll_round.unanswered:
             return False
-        if not is_ours(raw) or any(name in said for said in self._answers.values()):
+        if not is_ours(raw) or any(name in entries for entries in self._answers.values()):
             return False
         left = [entry_in(raw, source) for source in raw_entries(raw) if source not in self._answers]
         return all(one is not None and self._has_expired(one, now) for one in left)
@@ -196,7 +197,7 @@ class EvidenceWriter:
     def _has_expired(self, one: Evidence, now: datetime) -> bool:
         """If the last answered challenge were forgotten too early, it could be answered a second time."""
         proven = max((moment for moment in (one.since, one.challenged) if moment is not None), default=None)
-        return one.until is not None and proven is not None and max(one.until, proven + self._keep) <= now
+        return one.until is not None and proven is not None and max(one.until, proven + self._replay_window) <= now
 
     async def _delete(self, raw: Raw, name: str) -> None:
         """Deletes the version that was read: a proof that is written in the meantime keeps the object."""
@@ -208,8 +209,8 @@ class EvidenceWriter:
     def _changed_entries(self, raw: Raw, name: str, now: datetime) -> dict[str, Evidence | None]:
         """The entries to write, by source; None for an entry to remove."""
         found: dict[str, Evidence | None] = {}
-        for source, said in self._answers.items():
-            current, desired = entry_in(raw, source), said.get(name)
+        for source, entries in self._answers.items():
+            current, desired = entry_in(raw, source), entries.get(name)
             desired = desired and evolve(desired, source=source)
             is_unreadable = current is None and has_entry(raw, source)
             if is_unreadable or self._is_of_older_node(current, desired, name) or is_due(current, desired, now=now):
@@ -233,7 +234,7 @@ class EvidenceView:
     """The known evidence of every node: from NodeEvidence objects, and from this process's own providers.
 
     It also covers nodes that have not been observed yet. An object that cannot be parsed leaves the known evidence. All
-    sources in `asked` have to vouch for a node; other sources are ignored. A proof is dated by the clock of its signer,
+    sources in `asked` must vouch for a node; other sources are ignored. A proof is dated by the clock of its signer,
     so it may have been made a `skew` earlier. Evidence older than `max_age` is ignored, whatever expiry was written
     with it.
     """
@@ -249,7 +250,7 @@ class EvidenceView:
         self._max_age = max_age
         self._own_evidence = own
         self._listeners: list[Callable[[str], None]] = []
-        self._asked = frozenset(asked)
+        self._sources = frozenset(asked)
         self._view: ObjectView[tuple[Evidence, ...]] = ObjectView(self._evidence_in)
 
     def notify(self, listener: Callable[[str], None]) -> None:
@@ -258,11 +259,11 @@ class EvidenceView:
 
     def combined_evidence(self, name: str) -> Evidence | None:
         own = [self._own_evidence[name]] if name in self._own_evidence else []
-        return combined([*own, *(self._view.get(name) or ())], self._asked)
+        return combined([*own, *(self._view.get(name) or ())], self._sources)
 
     def _evidence_in(self, raw: Raw) -> tuple[Evidence, ...]:
-        said = NodeEvidence.parse(with_sources(raw, self._asked)).sources.values()
-        return tuple(self._with_skew(self._with_max_age(one)) for one in said)
+        entries = NodeEvidence.parse(with_sources(raw, self._sources)).sources.values()
+        return tuple(self._with_skew(self._with_max_age(one)) for one in entries)
 
     def _with_max_age(self, one: Evidence) -> Evidence:
         """Limit the age. An agent's evidence begins one skew early, so every source is allowed one skew more."""

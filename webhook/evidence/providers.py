@@ -33,13 +33,13 @@ class ProviderPoll:
         self._answered: set[str] = set()
 
     @property
-    def asked(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         return frozenset(one.name for one in self._providers)
 
     @property
     def unanswered(self) -> frozenset[str]:
         """The providers that have not answered since `begin`."""
-        return self.asked - self._answered
+        return self.names - self._answered
 
     def begin(self) -> None:
         """Forget earlier answers: they are not new enough."""

@@ -40,8 +40,8 @@ def by_program(name: str = "nvidia-smi") -> SmiReport:
     except (OSError, subprocess.TimeoutExpired) as exc:
         raise UnreadableSmiError(f"{name} could not be run: {exc}") from exc
     if done.returncode:
-        said = (done.stderr or done.stdout)[:500].decode(errors="replace").strip()
-        raise UnreadableSmiError(f"{name} ended with {done.returncode}: {said}")
+        output = (done.stderr or done.stdout)[:500].decode(errors="replace").strip()
+        raise UnreadableSmiError(f"{name} ended with {done.returncode}: {output}")
     return parse(done.stdout[: MAX_SIZE + 1])
 
 

@@ -86,8 +86,8 @@ class MemoryLedger:
         """Does nothing: a pod counts as existing as soon as it is named."""
 
     def _collect(self, now: datetime) -> list[Reservation]:
-        past = list(self._index.past_deadline(now - self._times.clock_skew))
-        gone = [one for one in past if self._make(one.node, Expire(one.id, ALL_PENDING), now) is not None]
+        overdue = list(self._index.past_deadline(now - self._times.clock_skew))
+        gone = [one for one in overdue if self._make(one.node, Expire(one.id, ALL_PENDING), now) is not None]
         for one in gone:
             seconds = self._times.pending_deadline.total_seconds()
             self.lapses.add(one, now, f"no pod was seen for it within {seconds:g} s")

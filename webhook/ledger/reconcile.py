@@ -85,8 +85,8 @@ class Reconciler:
         pods: PodRemover,
         events: Events,
         clock: Clock,
-        waiting: BindDeadline | None = None,
-        patience: OrphanTimes | None = None,
+        bind_deadline: BindDeadline | None = None,
+        orphan_times: OrphanTimes | None = None,
         is_closed: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`is_closed`: whether the pod with that uid can no longer be bound, even without a review."""
@@ -94,8 +94,8 @@ class Reconciler:
         self._api = pods
         self._events = events
         self._clock = clock
-        self._bind_deadline = waiting or BindDeadline()
-        self._orphan_times = patience or OrphanTimes()
+        self._bind_deadline = bind_deadline or BindDeadline()
+        self._orphan_times = orphan_times or OrphanTimes()
         self._orphans = Orphans(ledger, pods, events, clock, self._orphan_times)
         self._is_closed = is_closed
         self._pods: dict[str, ReservedPod] = {}
@@ -194,7 +194,7 @@ class Reconciler:
         await self._all(
             self._attempt(self._reconcile_podless(held), reservation=held.id)
             for held in list(self._ledger.reservations())
-            if held.phase is Phase.RELEASING or not self._is_carried(held)
+            if held.phase is Phase.RELEASING or not self._has_pod(held)
         )
         await self._all(
             self._attempt(
@@ -213,10 +213,10 @@ class Reconciler:
 
     async def _all(self, actions: Iterable[Awaitable[None]]) -> None:
         """Concurrent, within what the API server accepts: actions on one node share its writes."""
-        waiting = iter(actions)
+        remaining = iter(actions)
 
         async def work() -> None:
-            for action in waiting:
+            for action in remaining:
                 await action
 
         await asyncio.gather(*(work() for _ in range(AT_ONCE)))
@@ -378,7 +378,7 @@ class Reconciler:
 
     # A reservation without its pod.
 
-    def _is_carried(self, held: Reservation) -> bool:
+    def _has_pod(self, held: Reservation) -> bool:
         one = None if held.uid is None else self._pods.get(held.uid)
         return one is not None and one.carries(held)
 

@@ -211,8 +211,8 @@ class ReservationIndex:
 
     def find(self, reservation_id: ReservationId, node: str | None = None) -> Reservation | None:
         """The reservation on that node if there is one, else the first by rank."""
-        there = None if node is None else self._all.get((node, reservation_id))
-        return there or next(iter(self.find_all(reservation_id)), None)
+        known = None if node is None else self._all.get((node, reservation_id))
+        return known or next(iter(self.find_all(reservation_id)), None)
 
     def find_exact(self, reservation_id: ReservationId, node: str | None) -> Reservation | None:
         """The reservation on that node only, if a node is given: a pod may have another one under this id elsewhere."""

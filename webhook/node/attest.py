@@ -132,8 +132,8 @@ class Attester:
         return own.popitem()[1]
 
     def _is_own_id(self, spiffe_id: str) -> bool:
-        says = self.evidence_id.read(spiffe_id)
-        return says is not None and says.node == self.node
+        parts = self.evidence_id.read(spiffe_id)
+        return parts is not None and parts.node == self.node
 
     async def _send(self, request: httpx.Request, client: httpx.AsyncClient) -> bytes:
         try:
@@ -145,8 +145,8 @@ class Attester:
         except httpx.HTTPError as exc:
             raise NotAttestedError(f"the server did not answer: {str(exc) or type(exc).__name__}") from exc
         if reply.status_code != 200:
-            said = content[:MAX_ERROR_TEXT].decode(errors="replace")
-            raise NotAttestedError(f"the server answered {reply.status_code}: {said}")
+            text = content[:MAX_ERROR_TEXT].decode(errors="replace")
+            raise NotAttestedError(f"the server answered {reply.status_code}: {text}")
         return content
 
     def _url(self, path: str) -> str:

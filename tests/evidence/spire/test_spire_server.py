@@ -144,7 +144,7 @@ async def test_unchanged_agents_give_the_same_answer(scene: Scene) -> None:
 
 
 async def test_spire_is_polled_at_the_interval_with_jitter(scene: Scene) -> None:
-    scene.provider = scene.made(chance=lambda: 0.5)
+    scene.provider = scene.made(random_fraction=lambda: 0.5)
     await scene.provider.poll()
     asked = len(scene.spire.requests)
     scene.now += 0.89 * POLL
@@ -201,7 +201,7 @@ async def test_spire_that_never_answered_is_unavailable(idle: Scene) -> None:
 
 
 async def test_frozen_spire_does_not_block_polls(scene: Scene) -> None:
-    scene.provider = scene.made(patience=timedelta(milliseconds=50), deadline=timedelta(seconds=1))
+    scene.provider = scene.made(poll_timeout=timedelta(milliseconds=50), deadline=timedelta(seconds=1))
     before = await scene.poll()
     scene.spire.answers.clear()
     assert await scene.poll() is before  # returned by a later poll
@@ -218,7 +218,7 @@ async def test_frozen_spire_does_not_block_polls(scene: Scene) -> None:
 
 
 async def test_slow_answer_is_returned_by_a_later_poll(scene: Scene) -> None:
-    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+    scene.provider = scene.made(poll_timeout=timedelta(milliseconds=50))
     await scene.poll()
     scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
     scene.spire.answers.clear()
@@ -232,7 +232,7 @@ async def test_slow_answer_is_returned_by_a_later_poll(scene: Scene) -> None:
 
 
 async def test_new_leader_gets_no_earlier_answer(scene: Scene) -> None:
-    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+    scene.provider = scene.made(poll_timeout=timedelta(milliseconds=50))
     before = await scene.provider.poll()
     scene.provider.begin()
     scene.spire.answers.clear()
@@ -249,7 +249,7 @@ async def test_new_leader_gets_no_earlier_answer(scene: Scene) -> None:
 
 
 async def test_new_leader_gets_no_answer_to_an_earlier_request(scene: Scene) -> None:
-    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+    scene.provider = scene.made(poll_timeout=timedelta(milliseconds=50))
     await scene.poll()
     scene.spire.answers.clear()
     await scene.poll()

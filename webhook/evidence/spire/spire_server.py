@@ -97,8 +97,8 @@ class SpireServer:
         *,
         page_size: int = PAGE_SIZE,
         deadline: timedelta = DEADLINE,
-        patience: timedelta = POLL_TIMEOUT,
-        chance: Callable[[], float] = random.random,
+        poll_timeout: timedelta = POLL_TIMEOUT,
+        random_fraction: Callable[[], float] = random.random,
     ) -> None:
         self._server = server
         self._rules = rules
@@ -106,8 +106,8 @@ class SpireServer:
         self._every = every
         self._page_size = page_size
         self._deadline = deadline
-        self._patience = patience
-        self._chance = chance
+        self._poll_timeout = poll_timeout
+        self._random_fraction = random_fraction
         self._history = AgentHistory(rules)
         self._logged = DistrustedAgents()
         self._problem = ""
@@ -125,18 +125,20 @@ class SpireServer:
         self._request, self._due, self._evidence = None, None, None
 
     async def poll(self) -> Mapping[str, Evidence]:
-        """The newest answer. If it takes longer than `patience`, a later poll returns it; until then polls return the
-        last answer since `begin`.
+        """The newest answer. If it takes longer than `poll_timeout`, a later poll returns it; until then polls return
+        the last answer since `begin`.
 
         Between a failed request and the next answer every poll raises: the last answer does not mean that SPIRE is
         back.
         """
         now = self._clock()
         if self._request is None and (self._due is None or now >= self._due):
-            self._due = now + self._every * (1 - JITTER * self._chance())
+            self._due = now + self._every * (1 - JITTER * self._random_fraction())
             self._request = asyncio.create_task(self._ask())
         if self._request is not None:
-            await asyncio.wait({self._request}, timeout=self._patience.total_seconds() if self._has_answered else None)
+            await asyncio.wait(
+                {self._request}, timeout=self._poll_timeout.total_seconds() if self._has_answered else None
+            )
             if self._request.done():
                 asked, self._request = self._request, None
                 asked.result()
