@@ -486,8 +486,8 @@ def test_evidence_may_arrive_before_or_after_its_node(*, is_node_first: bool) ->
     ("spire", "proof", "state"),
     [
         pytest.param(1, 1, EvidenceState.FRESH, id="both of this node"),
-        pytest.param(1, 0, EvidenceState.ABSENT, id="the proof of the node before"),
-        pytest.param(0, 1, EvidenceState.ABSENT, id="the agent of the node before"),
+        pytest.param(1, 0, EvidenceState.ABSENT, id="the proof of the earlier node"),
+        pytest.param(0, 1, EvidenceState.ABSENT, id="the agent of the earlier node"),
     ],
 )
 def test_every_entry_must_be_newer_than_the_node(spire: int, proof: int, state: str) -> None:
@@ -610,11 +610,11 @@ async def test_evidence_of_a_deleted_node_is_deleted_when_no_source_reports_it(s
 @pytest.mark.parametrize(
     "sources",
     [
-        pytest.param(proven(until=2 * MINUTE), id="a proof that is good"),
+        pytest.param(proven(until=2 * MINUTE), id="a valid proof"),
         pytest.param(proven(since=stamp(NOW)), id="a token that was issued a moment ago"),
-        pytest.param(proven(challenged=stamp(NOW)), id="a challenge that is young"),
-        pytest.param({"jwt-svid": {"hash": 1}}, id="what cannot be read"),
-        pytest.param({"jwt-svid": {"banned": True, "conflict": False}}, id="a ban of somebody else"),
+        pytest.param(proven(challenged=stamp(NOW)), id="a recent challenge"),
+        pytest.param({"jwt-svid": {"hash": 1}}, id="an unreadable entry"),
+        pytest.param({"jwt-svid": {"banned": True, "conflict": False}}, id="a ban of another source"),
     ],
 )
 async def test_needed_evidence_stays_without_a_node(sources: Raw) -> None:

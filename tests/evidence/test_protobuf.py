@@ -97,13 +97,13 @@ def test_arbitrary_bytes_are_parsed_or_rejected(wire: bytes) -> None:
     [
         pytest.param(b"\x00\x01", id="no-field-number"),
         pytest.param(b"\x0b", id="a-group"),
-        pytest.param(b"\x0a\x05abc", id="text-cut-off"),
-        pytest.param(b"\x08", id="number-cut-off"),
-        pytest.param(b"\x09abc", id="fixed-cut-off"),
-        pytest.param(b"\x08" + b"\xff" * 11, id="number-without-end"),
-        pytest.param(b"\x32\x01\x01", id="a-text-for-a-truth"),
-        pytest.param(b"\x18\x01", id="a-number-for-a-text"),
-        pytest.param(b"\x1a\x01\xff", id="no-utf-8"),
+        pytest.param(b"\x0a\x05abc", id="truncated-string"),
+        pytest.param(b"\x08", id="truncated-number"),
+        pytest.param(b"\x09abc", id="truncated-fixed"),
+        pytest.param(b"\x08" + b"\xff" * 11, id="number-too-long"),
+        pytest.param(b"\x32\x01\x01", id="string-for-a-boolean"),
+        pytest.param(b"\x18\x01", id="number-for-a-string"),
+        pytest.param(b"\x1a\x01\xff", id="not-utf-8"),
     ],
 )
 def test_invalid_agent_is_rejected(wire: bytes) -> None:

@@ -74,7 +74,7 @@ def test_node_is_built_from_node_and_gpu_node(scene: Scene, *, nodes_first: bool
         pytest.param(
             raw_node(taints=[{"key": "gpu", "effect": "NoSchedule"}]), {"taints": (Taint("gpu"),)}, id="tainted"
         ),
-        pytest.param({"metadata": {"name": "node-a"}}, {"is_ready": False, "labels": {}}, id="just born"),
+        pytest.param({"metadata": {"name": "node-a"}}, {"is_ready": False, "labels": {}}, id="no status yet"),
     ],
 )
 def test_node_conditions_are_applied(scene: Scene, raw: Raw, expected: dict[str, Any]) -> None:
@@ -137,10 +137,12 @@ def test_reservations_are_known_before_devices_are_offered(scene: Scene) -> None
 @pytest.mark.parametrize(
     ("word", "state"),
     [
-        pytest.param(evidence("node-a", since=NOW - 2 * SECOND, until=NOW + SECOND), "absent", id="of the node before"),
-        pytest.param(evidence("node-a", since=NOW - SECOND, until=NOW + SECOND), "absent", id="of the same moment"),
+        pytest.param(
+            evidence("node-a", since=NOW - 2 * SECOND, until=NOW + SECOND), "absent", id="of the earlier node"
+        ),
+        pytest.param(evidence("node-a", since=NOW - SECOND, until=NOW + SECOND), "absent", id="of the same second"),
         pytest.param(evidence("node-a", since=NOW, until=NOW + SECOND), "fresh", id="its own"),
-        pytest.param(evidence("node-a"), "fresh", id="written by hand"),
+        pytest.param(evidence("node-a"), "fresh", id="static"),
         pytest.param(evidence("node-a", since=NOW - 2 * SECOND, is_banned=True), "banned", id="banned before"),
     ],
 )

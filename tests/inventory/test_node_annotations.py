@@ -75,13 +75,13 @@ def test_duplicate_labels_are_merged() -> None:
         pytest.param("e30", "it is not base64", id="cut off"),
         pytest.param("schön", "it is not base64", id="not ASCII"),
         pytest.param("/w==", "the decoded content is not JSON", id="not UTF-8"),
-        pytest.param(encoded('{"GPU-1": ['), "the decoded content is not JSON", id="half a JSON"),
-        pytest.param(encoded("[" * 100_000), "the decoded content is not JSON", id="nested without end"),
+        pytest.param(encoded('{"GPU-1": ['), "the decoded content is not JSON", id="truncated JSON"),
+        pytest.param(encoded("[" * 100_000), "the decoded content is not JSON", id="deeply nested"),
         pytest.param(encoded([]), "the JSON is not an object from GPU UUID to a list of labels", id="a list"),
         pytest.param(encoded("null"), "the JSON is not an object from GPU UUID to a list of labels", id="null"),
         pytest.param(encoded('{"GPU-1": [], "GPU-1": ["a"]}'), "'GPU-1' is listed twice", id="twice"),
         pytest.param(encoded({"GPU-1": {"a": 1}}), "'GPU-1': its labels are not a list", id="labels as an object"),
-        pytest.param(encoded({"GPU-1": None}), "'GPU-1': its labels are not a list", id="labels left out"),
+        pytest.param(encoded({"GPU-1": None}), "'GPU-1': its labels are not a list", id="null labels"),
         pytest.param(encoded({"GPU-1": [5]}), "'GPU-1': 5 is not a string", id="a number for a label"),
         pytest.param(
             encoded({"GPU-1": [""]}),
@@ -91,7 +91,7 @@ def test_duplicate_labels_are_merged() -> None:
         pytest.param(
             encoded('{"GPU-1": ["\\ud800"]}'),
             r"'GPU-1': label '\ud800' is empty, longer than 320 or not printable",
-            id="half a character",
+            id="lone surrogate",
         ),
     ],
 )

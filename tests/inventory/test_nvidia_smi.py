@@ -73,9 +73,9 @@ def test_host_without_gpus_is_accepted() -> None:
     ("content", "reason"),
     [
         pytest.param(b"", "it is empty", id="empty"),
-        pytest.param(b"NVIDIA-SMI has failed\n", "it is not XML: 'NVIDIA-SMI has failed'", id="a-complaint"),
-        pytest.param(document(h100_host())[:9000], "it ends in the middle", id="truncated"),
-        pytest.param(document(h100_host())[:-20], "it ends in the middle", id="truncated-at-the-end"),
+        pytest.param(b"NVIDIA-SMI has failed\n", "it is not XML: 'NVIDIA-SMI has failed'", id="an-error-message"),
+        pytest.param(document(h100_host())[:9000], "it is truncated", id="truncated"),
+        pytest.param(document(h100_host())[:-20], "it is truncated", id="truncated-at-the-end"),
         pytest.param(b"<html/>", "its root element is 'html', not nvidia_smi_log", id="another-root"),
         pytest.param(b"<nvidia_smi_log/><gpu/>", "it is not XML: junk after document element", id="two-roots"),
         pytest.param(b"<nvidia_smi_log>" + b"<a/>" * 600_000, "it has more than 200000 tags", id="many-tags"),
@@ -87,14 +87,16 @@ def test_host_without_gpus_is_accepted() -> None:
         pytest.param(
             b'<!DOCTYPE nvidia_smi_log [<!ENTITY f SYSTEM "file:///etc/passwd">]><nvidia_smi_log>&f;</nvidia_smi_log>',
             "it contains its own declarations",
-            id="a-file-of-ours",
+            id="a-local-file",
         ),
         pytest.param(
             b'<!DOCTYPE a SYSTEM "x.dtd"><nvidia_smi_log><gpu><serial>1&x;2</serial></gpu></nvidia_smi_log>',
             "it is not XML: undefined entity",
             id="an-entity-of-the-dtd",
         ),
-        pytest.param(b'<?xml version="1.0" encoding="klingon"?><a/>', "it is in an encoding", id="an-encoding"),
+        pytest.param(
+            b'<?xml version="1.0" encoding="klingon"?><a/>', "its encoding is not supported", id="an-encoding"
+        ),
         pytest.param(
             b'<?xml version="1.0" encoding="mac_arabic"?><nvidia_smi_log><a><b/>\xbc/a\xbe</nvidia_smi_log>',
             "it is not XML: unknown encoding",
@@ -194,9 +196,12 @@ def in_a_gpu(text: str) -> bytes:
         pytest.param("<serial>1</serial><clocks><serial>2</serial></clocks>", id="in-a-later-section"),
         pytest.param("<clocks><serial>2</serial></clocks><serial>1</serial>", id="in-an-earlier-section"),
         pytest.param("<clocks><gpu><serial>2</serial></gpu></clocks><serial>1</serial>", id="a-gpu-in-a-section"),
-        pytest.param("<pci><clocks><pci_bus_id>2</pci_bus_id></clocks></pci><serial>1</serial>", id="in-a-place"),
         pytest.param(
-            "<clocks><clocks><a/></clocks><serial>2</serial></clocks><serial>1</serial>", id="a-section-in-its-own"
+            "<pci><clocks><pci_bus_id>2</pci_bus_id></clocks></pci><serial>1</serial>", id="in-a-read-section"
+        ),
+        pytest.param(
+            "<clocks><clocks><a/></clocks><serial>2</serial></clocks><serial>1</serial>",
+            id="a-section-in-one-of-the-same-name",
         ),
         pytest.param("<clocks><!--</clocks>--><serial>2</serial></clocks><serial>1</serial>", id="a-comment"),
         pytest.param("<clocks><a/><![CDATA[</clocks>]]><serial>2</serial></clocks><serial>1</serial>", id="cdata"),
@@ -213,7 +218,7 @@ def test_unread_sections_do_not_affect_the_gpu(text: str) -> None:
     ("text", "reason"),
     [
         pytest.param("<clocks><a></clocks>", "it is not XML: mismatched tag at line 1", id="open"),
-        pytest.param("<clocks>\n<a>1 < 2</a></clocks>", "it is not XML: not well-formed", id="a-sign"),
+        pytest.param("<clocks>\n<a>1 < 2</a></clocks>", "it is not XML: not well-formed", id="a-less-than-sign"),
         pytest.param(
             "<clocks><a b='1' b='2'/></clocks>", "it is not XML: duplicate attribute", id="an-attribute-twice"
         ),

@@ -48,22 +48,22 @@ def on_node(said: Any = None, *, grace: int | None = 30, deleted: int | None = N
 @pytest.mark.parametrize(
     ("raw", "use"),
     [
-        pytest.param({"spec": {}, "status": {"phase": "Pending"}}, ContainerUse.NEVER_BOUND, id="on-no-node"),
+        pytest.param({"spec": {}, "status": {"phase": "Pending"}}, ContainerUse.NEVER_BOUND, id="unbound"),
         pytest.param({"spec": {"nodeName": ""}}, ContainerUse.NEVER_BOUND, id="on-a-node-without-a-name"),
-        pytest.param({}, ContainerUse.NEVER_BOUND, id="nothing-said"),
+        pytest.param({}, ContainerUse.NEVER_BOUND, id="empty-object"),
         pytest.param(on_node(), ContainerUse.POSSIBLE, id="runs"),
-        pytest.param(on_node({}), ContainerUse.POSSIBLE, id="on-a-node-and-no-status"),
+        pytest.param(on_node({}), ContainerUse.POSSIBLE, id="bound-without-status"),
         pytest.param(on_node(status("Pending", WAITING)), ContainerUse.POSSIBLE, id="is-about-to-start"),
         pytest.param(on_node(status("Succeeded", TERMINATED)), ContainerUse.ENDED, id="succeeded"),
         pytest.param(
             on_node(status("Failed", TERMINATED, WAITING)), ContainerUse.ENDED, id="failed-and-one-never-started"
         ),
         pytest.param(on_node(status("Failed", TERMINATED, RUNNING)), ContainerUse.POSSIBLE, id="failed-and-one-runs"),
-        pytest.param(on_node(status("Failed", {})), ContainerUse.POSSIBLE, id="failed-and-of-one-nothing-is-said"),
+        pytest.param(on_node(status("Failed", {})), ContainerUse.POSSIBLE, id="failed-and-one-state-is-empty"),
         pytest.param(
             on_node(status("Failed", TERMINATED, conditions=BY_POD_GC)),
             ContainerUse.POSSIBLE,
-            id="failed-by-the-collector",
+            id="failed-by-pod-garbage-collection",
         ),
         pytest.param(
             on_node(status("Succeeded", TERMINATED, initContainerStatuses=[{"state": RUNNING}])),
@@ -82,10 +82,10 @@ def on_node(said: Any = None, *, grace: int | None = 30, deleted: int | None = N
             id="between-two-crashes-and-deleted",
         ),
         pytest.param(on_node(status("Failed")), ContainerUse.REJECTED, id="failed-and-no-container-has-a-status"),
-        pytest.param(on_node({"phase": 3}), ContainerUse.POSSIBLE, id="a-phase-that-is-no-text"),
-        pytest.param({"spec": []}, ContainerUse.POSSIBLE, id="a-spec-that-is-no-object"),
+        pytest.param(on_node({"phase": 3}), ContainerUse.POSSIBLE, id="phase-is-not-a-string"),
+        pytest.param({"spec": []}, ContainerUse.POSSIBLE, id="spec-is-not-an-object"),
         pytest.param(
-            on_node({"phase": "Failed", "containerStatuses": {}}), ContainerUse.POSSIBLE, id="statuses-that-are-no-list"
+            on_node({"phase": "Failed", "containerStatuses": {}}), ContainerUse.POSSIBLE, id="statuses-are-not-a-list"
         ),
     ],
 )
@@ -97,11 +97,11 @@ def test_pod_object_shows_container_use(raw: Raw, use: ContainerUse) -> None:
     ("raw", "longest"),
     [
         pytest.param(on_node(grace=600), 600, id="of-the-spec"),
-        pytest.param(on_node(grace=None), 30, id="of-nobody"),
+        pytest.param(on_node(grace=None), 30, id="default"),
         pytest.param(on_node(grace=0), 1, id="none"),
-        pytest.param(on_node(grace=-5), 1, id="less-than-none"),
+        pytest.param(on_node(grace=-5), 1, id="negative"),
         pytest.param(on_node(grace=5, deleted=40), 40, id="of-the-deletion"),
-        pytest.param(on_node(grace=40, deleted=5), 40, id="of-the-spec-though-the-deletion-asks-for-less"),
+        pytest.param(on_node(grace=40, deleted=5), 40, id="spec-longer-than-deletion"),
         pytest.param(
             on_node(grace=5, containers=[{"livenessProbe": {"terminationGracePeriodSeconds": 70}}]),
             70,
@@ -112,7 +112,7 @@ def test_pod_object_shows_container_use(raw: Raw, use: ContainerUse) -> None:
             80,
             id="of-a-sidecars-probe",
         ),
-        pytest.param(on_node(grace=2**62), 315360000, id="longer-than-any-calendar"),
+        pytest.param(on_node(grace=2**62), 315360000, id="beyond-the-maximum"),
     ],
 )
 def test_longest_grace_period_of_a_pod_object(raw: Raw, longest: int) -> None:
@@ -216,20 +216,20 @@ def watched(*looks: tuple[float, NodeSnapshot | None]) -> OrphanObservation:
     [
         pytest.param([(0, READY)], 120, id="kubelet-alive"),
         pytest.param([(0, READY), (500, READY)], 120, id="kubelet-alive-for-long"),
-        pytest.param([(0, NOT_READY)], None, id="kubelet-away"),
-        pytest.param([(0, READY), (10, NOT_READY)], None, id="kubelet-gone-away"),
-        pytest.param([(0, NOT_READY), (60, READY)], 180, id="kubelet-back-as-we-saw"),
+        pytest.param([(0, NOT_READY)], None, id="kubelet-not-ready"),
+        pytest.param([(0, READY), (10, NOT_READY)], None, id="kubelet-becomes-not-ready"),
+        pytest.param([(0, NOT_READY), (60, READY)], 180, id="kubelet-ready-again-as-observed"),
         pytest.param(
             [(0, READY), (60, NodeSnapshot("boot-1", is_ready=True, ready_since=NOW + seconds(50)))],
             170,
-            id="kubelet-back-as-it-says",
+            id="kubelet-ready-again-by-its-condition",
         ),
-        pytest.param([(7, NodeSnapshot("boot-1", is_ready=True))], 127, id="ready-since-nobody-knows-when"),
+        pytest.param([(7, NodeSnapshot("boot-1", is_ready=True))], 127, id="ready-without-transition-time"),
         pytest.param([(5, NodeSnapshot("boot-2"))], 0, id="another-boot"),
         pytest.param([(5, NodeSnapshot(""))], None, id="no-boot-known"),
         pytest.param([(0, READY), (5, None), (400, None)], 3695, id="node-gone"),
         pytest.param([(0, READY), (5, None), (400, READY)], 520, id="node-back"),
-        pytest.param([(0, READY), (5, None), (400, NodeSnapshot("boot-2"))], 0, id="node-back-after-a-boot"),
+        pytest.param([(0, READY), (5, None), (400, NodeSnapshot("boot-2"))], 0, id="node-back-after-a-reboot"),
     ],
 )
 def test_orphan_ends_at_the_expected_time(looks: list[tuple[float, NodeSnapshot | None]], end: float | None) -> None:

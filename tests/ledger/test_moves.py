@@ -28,12 +28,12 @@ SHORT, LONG = timedelta(seconds=5), timedelta(seconds=600)
 @pytest.mark.parametrize(
     ("before", "said", "after"),
     [
-        pytest.param({"uid": None}, SHORT, SHORT, id="of a pod that is new"),
-        pytest.param({"uid": None}, None, None, id="not said"),
+        pytest.param({"uid": None}, SHORT, SHORT, id="new pod"),
+        pytest.param({"uid": None}, None, None, id="not given"),
         pytest.param({"grace": SHORT}, LONG, LONG, id="longer"),
         pytest.param({"grace": LONG}, SHORT, LONG, id="shorter"),
-        pytest.param({"grace": LONG}, None, LONG, id="not said again"),
-        pytest.param({}, LONG, None, id="of a pod that may exist, where none is known"),
+        pytest.param({"grace": LONG}, None, LONG, id="not given again"),
+        pytest.param({}, LONG, None, id="pod may exist, none stored"),
     ],
 )
 def test_grace_period_is_stored_with_the_pod_and_never_shortened(

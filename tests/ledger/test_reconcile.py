@@ -433,8 +433,8 @@ async def test_pod_without_its_devices_is_deleted_as_soon_as_it_is_bound(scene: 
 @pytest.mark.parametrize(
     ("told", "living"),
     [
-        pytest.param({}, {"phase": "Pending"}, id="on its node by now"),
-        pytest.param({"spec": ON_NODE}, {"phase": "Running"}, id="started by now"),
+        pytest.param({}, {"phase": "Pending"}, id="bound in the meantime"),
+        pytest.param({"spec": ON_NODE}, {"phase": "Running"}, id="started in the meantime"),
     ],
 )
 async def test_pod_without_its_devices_is_not_deleted_by_a_stale_watch(scene: Scene, told: Raw, living: Raw) -> None:
@@ -617,8 +617,8 @@ async def test_reservation_without_a_pod_is_deleted_after_a_refused_write(scene:
     [
         pytest.param({"phase": "pending"}, id="pending-without-a-deadline"),
         pytest.param({"phase": "finalized"}, id="finalized-without-a-pod"),
-        pytest.param({"phase": "finalized", "uid": "nobody"}, id="finalized-for-a-pod-that-is-not"),
-        pytest.param({"phase": "pending", "uid": "nobody"}, id="pending-for-a-pod-that-is-not"),
+        pytest.param({"phase": "finalized", "uid": "uid-missing"}, id="finalized-for-a-missing-pod"),
+        pytest.param({"phase": "pending", "uid": "uid-missing"}, id="pending-for-a-missing-pod"),
     ],
 )
 async def test_reservation_written_by_hand_without_a_pod_is_deleted(scene: Scene, entry: Raw) -> None:

@@ -106,7 +106,7 @@ class ExporterQueue:
     async def run(self) -> None:
         """Until all is stored that was taken before `finish`."""
         failures = 0
-        while await self._is_owed():
+        while await self._is_update_pending():
             try:
                 await self._deliver(await asyncio.to_thread(self._outbox.first, self._at_once))
             except ExportError as exc:
@@ -126,7 +126,7 @@ class ExporterQueue:
     async def close(self) -> None:
         await asyncio.to_thread(self._outbox.close)
 
-    async def _is_owed(self) -> bool:
+    async def _is_update_pending(self) -> bool:
         """Waits for a batch; False if there is none and none will come."""
         while not self._outbox.waiting.batches:
             if self._last_orders.is_set():

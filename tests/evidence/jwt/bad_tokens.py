@@ -236,30 +236,30 @@ def cases() -> Iterator[tuple[str, Bad, TokenFault]]:
     yield "exp of five thousand digits", with_raw("exp", "1" + "0" * 5000), TokenFault.FORM
     yield "expired", with_times(iat=-25, exp=-5), TokenFault.TIME
     yield "expired this second", with_times(iat=-20, exp=0), TokenFault.TIME
-    yield "of the future", with_times(iat=60, exp=90), TokenFault.TIME
-    yield "of the future, just past the skew", with_times(iat=6, exp=60), TokenFault.TIME
+    yield "issued in the future", with_times(iat=60, exp=90), TokenFault.TIME
+    yield "issued in the future, just past the skew", with_times(iat=6, exp=60), TokenFault.TIME
     yield "old though not expired", with_times(iat=-31, exp=30), TokenFault.TIME
-    yield "good for a day", with_times(iat=0, exp=86400), TokenFault.TIME
-    yield "good for too long", with_times(iat=0, exp=91), TokenFault.TIME
+    yield "valid for a day", with_times(iat=0, exp=86400), TokenFault.TIME
+    yield "valid for too long", with_times(iat=0, exp=91), TokenFault.TIME
     yield "ends before it begins", with_times(iat=4, exp=3), TokenFault.TIME
-    yield "not before tomorrow", lambda w: w.good(nbf=w.at(days=1)), TokenFault.TIME
-    yield "nbf is text", with_claims(nbf="soon"), TokenFault.TIME
+    yield "nbf of tomorrow", lambda w: w.good(nbf=w.at(days=1)), TokenFault.TIME
+    yield "nbf is a string", with_claims(nbf="soon"), TokenFault.TIME
 
     yield "jti is a number", with_claims(jti=1), TokenFault.FORM
     yield "iss is a list", with_claims(iss=["https://spire"]), TokenFault.FORM
-    yield "aud of somebody else", with_claims(aud=["vault"]), TokenFault.NONCE
+    yield "aud of another service", with_claims(aud=["vault"]), TokenFault.NONCE
     yield "aud empty", with_claims(aud=[]), TokenFault.AUDIENCE
-    yield "aud of an empty text", with_claims(aud=[""]), TokenFault.NONCE
-    yield "aud left out", with_claims(aud=None), TokenFault.AUDIENCE
+    yield "aud of an empty string", with_claims(aud=[""]), TokenFault.NONCE
+    yield "no aud", with_claims(aud=None), TokenFault.AUDIENCE
     yield "aud of a number", with_claims(aud=[1]), TokenFault.AUDIENCE
-    yield "aud as one text", lambda w: w.good(aud=w.ours()), TokenFault.AUDIENCE
+    yield "aud as one string", lambda w: w.good(aud=w.ours()), TokenFault.AUDIENCE
     yield "aud ours and another", lambda w: w.good(aud=[w.ours(), "vault"]), TokenFault.AUDIENCE
     yield "aud another and ours", lambda w: w.good(aud=["vault", w.ours()]), TokenFault.AUDIENCE
     yield "aud ours twice", lambda w: w.good(aud=[w.ours()] * 2), TokenFault.AUDIENCE
     yield "aud of the prefix", with_claims(aud=["gpuwarden/nonce/"]), TokenFault.NONCE
-    yield "aud cut", lambda w: w.good(aud=[w.ours()[:-1]]), TokenFault.NONCE
-    yield "aud with more behind", lambda w: w.good(aud=[w.ours() + "A"]), TokenFault.NONCE
-    yield "aud bent", lambda w: w.good(aud=[w.ours()[:-1] + "*"]), TokenFault.NONCE
+    yield "aud truncated", lambda w: w.good(aud=[w.ours()[:-1]]), TokenFault.NONCE
+    yield "aud with a suffix", lambda w: w.good(aud=[w.ours() + "A"]), TokenFault.NONCE
+    yield "aud with an invalid character", lambda w: w.good(aud=[w.ours()[:-1] + "*"]), TokenFault.NONCE
     yield "aud of a nonce with two nodes", lambda w: w.good(aud=[w.nonce("node-a,node-b")]), TokenFault.NONCE
     yield "aud of two hundred kilobytes", with_claims(aud=["x" * 200_000]), TokenFault.SIZE
     yield "nonce of another node", lambda w: w.good(aud=[w.nonce("node-b")]), TokenFault.NONCE
@@ -291,9 +291,9 @@ def cases() -> Iterator[tuple[str, Bad, TokenFault]]:
         yield f"sub {name}", with_claims(sub=sub), TokenFault.SUBJECT
     yield "sub of a workload", with_claims(sub="spiffe://example.org/ns/default/sa/web"), TokenFault.SUBJECT
     yield "sub of the agent", with_claims(sub="spiffe://example.org/spire/agent/x509pop/node-a"), TokenFault.SUBJECT
-    yield "sub with more behind", with_claims(sub=evidence_id() + "/more"), TokenFault.SUBJECT
+    yield "sub with a suffix", with_claims(sub=evidence_id() + "/more"), TokenFault.SUBJECT
     yield "sub without a hash", with_claims(sub="spiffe://example.org/evidence/node-a"), TokenFault.SUBJECT
-    yield "sub left out", with_claims(sub=None), TokenFault.SUBJECT
+    yield "no sub", with_claims(sub=None), TokenFault.SUBJECT
     yield "sub is a list", with_claims(sub=[evidence_id()]), TokenFault.SUBJECT
 
 

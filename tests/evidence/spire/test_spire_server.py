@@ -44,7 +44,11 @@ class Scene:
         self.provider = self.made()
 
     def made(self, **members: Any) -> SpireServer:
-        options: dict[str, Any] = {"chance": lambda: 0.0, "patience": timedelta(seconds=20), "page_size": 2} | members
+        options: dict[str, Any] = {
+            "random_fraction": lambda: 0.0,
+            "poll_timeout": timedelta(seconds=20),
+            "page_size": 2,
+        } | members
         return SpireServer(self, RULES, lambda: self.now, POLL, **options)
 
     def connected(self) -> Any:
