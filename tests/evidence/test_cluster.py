@@ -384,7 +384,7 @@ async def test_rejected_evidence_does_not_delay_other_nodes(static: Provider) ->
 # What a replica observes.
 
 
-class Hearing:
+class ViewListener:
     def __init__(self, *asked: str, **own: Evidence) -> None:
         self.shown: list[tuple[str, Evidence | None]] = []
         self.view = EvidenceView(
@@ -400,7 +400,7 @@ def raw(version: int = 1, name: str = "node-a", **sources: Any) -> Raw:
 
 
 def test_evidence_of_objects_is_shown_and_kept() -> None:
-    hearing = Hearing()
+    hearing = ViewListener()
     hearing.view.replaced({"/node-a": raw(static=entry())})
     assert hearing.shown == [("node-a", evidence("node-a"))]
     assert hearing.view.combined_evidence("node-a") == evidence("node-a")
@@ -408,27 +408,27 @@ def test_evidence_of_objects_is_shown_and_kept() -> None:
 
 
 def test_listeners_are_called_only_for_changes() -> None:
-    hearing = Hearing()
+    hearing = ViewListener()
     hearing.view.changed(raw(static=entry()))
     hearing.view.changed(raw(2, static=entry()))
     assert len(hearing.shown) == 1
 
 
 def test_evidence_of_all_sources_is_combined() -> None:
-    hearing = Hearing("static", "jwt-svid")
+    hearing = ViewListener("static", "jwt-svid")
     hearing.view.changed(raw(static=entry(hash=OTHER_HASH), jwt_svid=entry(since=SAID, until=LATER)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.CONFLICT
 
 
 def test_own_evidence_is_combined_with_the_objects() -> None:
-    hearing = Hearing("static", "spire-server", node_a=evidence("node-a"), node_b=evidence("node-b"))
+    hearing = ViewListener("static", "spire-server", node_a=evidence("node-a"), node_b=evidence("node-b"))
     assert state_of(hearing.view.combined_evidence("node-b"), NOW) is EvidenceState.ABSENT
     hearing.view.changed(raw(spire_server=entry(banned=True)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.BANNED
 
 
 def test_ban_overrides_a_valid_proof() -> None:
-    hearing = Hearing("spire-server", "jwt-svid")
+    hearing = ViewListener("spire-server", "jwt-svid")
     proof = entry(since=SAID, until=LATER)
     hearing.view.changed(raw(jwt_svid=proof, spire_server=entry(since=SAID, until=LATER)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.FRESH
@@ -438,13 +438,13 @@ def test_ban_overrides_a_valid_proof() -> None:
 
 def test_node_missing_from_one_of_two_sources_is_not_proven() -> None:
     """Its agent was evicted, or the other provider has not been polled yet."""
-    hearing = Hearing("spire-server", "jwt-svid")
+    hearing = ViewListener("spire-server", "jwt-svid")
     hearing.view.changed(raw(jwt_svid=entry(since=SAID, until=LATER)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.ABSENT
 
 
 def test_entries_of_other_sources_are_ignored_at_once() -> None:
-    hearing = Hearing("spire-server")
+    hearing = ViewListener("spire-server")
     others: Raw = {"jwt_svid": entry(since=SAID, until=LATER), "static": entry(hash=OTHER_HASH)}
     hearing.view.changed(raw(**others))
     assert hearing.view.combined_evidence("node-a") is None
@@ -455,7 +455,7 @@ def test_entries_of_other_sources_are_ignored_at_once() -> None:
 
 
 def test_deleted_object_removes_the_evidence() -> None:
-    hearing = Hearing()
+    hearing = ViewListener()
     hearing.view.changed(raw(static=entry()))
     hearing.view.deleted(raw(2, static=entry()))
     assert hearing.shown[-1] == ("node-a", None)
@@ -561,7 +561,7 @@ def test_time_out_of_range_leaves_the_known_evidence(since: str) -> None:
 
 
 def test_unreadable_object_leaves_the_known_evidence() -> None:
-    hearing = Hearing()
+    hearing = ViewListener()
     hearing.view.changed(raw(static=entry()))
     hearing.view.changed(raw(2, static={"hash": OTHER_HASH}))
     hearing.view.changed(raw(3, name="node-b", static=entry()))
@@ -585,7 +585,7 @@ def stamp(moment: datetime) -> str:
     return moment.isoformat().replace("+00:00", "Z")
 
 
-def left_behind(*providers: Provider, sources: Raw, gone: bool = True) -> Scene:
+def without_node(*providers: Provider, sources: Raw, gone: bool = True) -> Scene:
     scene = Scene(*providers, awaited=["jwt-svid"])
     scene.nodes = set() if gone else {"node-a"}
     labels = {"app.kubernetes.io/managed-by": "gpuwarden"}
@@ -594,7 +594,7 @@ def left_behind(*providers: Provider, sources: Raw, gone: bool = True) -> Scene:
 
 
 async def test_evidence_of_a_deleted_node_is_deleted_when_no_source_reports_it(static: Provider) -> None:
-    scene = left_behind(static, sources=proven())
+    scene = without_node(static, sources=proven())
     scene.writer.creation_times.changed({"metadata": {"name": "node-a", "resourceVersion": "1"}})
     assert await scene.step() == ["status node-a"]
     static.said = {}
@@ -618,25 +618,25 @@ async def test_evidence_of_a_deleted_node_is_deleted_when_no_source_reports_it(s
     ],
 )
 async def test_needed_evidence_stays_without_a_node(sources: Raw) -> None:
-    scene = left_behind(sources=sources)
+    scene = without_node(sources=sources)
     assert await scene.step() == []
     assert scene.asked_for == []
 
 
 async def test_proof_is_deleted_when_it_can_no_longer_be_replayed() -> None:
-    scene = left_behind(sources=proven(challenged=stamp(NOW)))
+    scene = without_node(sources=proven(challenged=stamp(NOW)))
     assert await scene.step(59) == []
     assert await scene.step() == ["delete node-a"]
 
 
 async def test_node_missed_by_the_watch_keeps_its_evidence() -> None:
-    scene = left_behind(sources=proven(), gone=False)
+    scene = without_node(sources=proven(), gone=False)
     assert await scene.step() == []
     assert scene.asked_for == ["node-a"]
 
 
 async def test_nothing_is_deleted_while_the_node_watch_is_interrupted() -> None:
-    scene = left_behind(sources=proven())
+    scene = without_node(sources=proven())
     scene.are_nodes_current = False
     assert await scene.step() == []
     scene.are_nodes_current, scene.objects.is_away = True, True
@@ -647,23 +647,23 @@ async def test_nothing_is_deleted_while_the_node_watch_is_interrupted() -> None:
 
 async def test_nothing_is_deleted_before_all_providers_have_answered(static: Provider) -> None:
     static.is_away, static.said = True, {}
-    scene = left_behind(static, sources=proven())
+    scene = without_node(static, sources=proven())
     assert await scene.step() == []
     static.is_away = False
     assert await scene.step() == ["delete node-a"]
     static.is_away = True  # its last answer stays
-    scene.objects.put(left_behind(sources=proven()).objects.objects["node-a"])
+    scene.objects.put(without_node(sources=proven()).objects.objects["node-a"])
     assert await scene.step() == ["delete node-a"]
 
 
 async def test_provider_answer_keeps_the_object_of_a_missing_node(static: Provider) -> None:
-    scene = left_behind(static, sources=proven())
+    scene = without_node(static, sources=proven())
     assert await scene.step() == ["status node-a"]
     assert await scene.step() == []
 
 
 async def test_concurrent_proof_keeps_the_object() -> None:
-    scene = left_behind(sources=proven())
+    scene = without_node(sources=proven())
     scene.objects.tell()
     scene.objects.status("node-a", sources=proven(until=HOUR, nonceDigest="n2"))  # the watch lags
     told, scene.objects.tell = scene.objects.tell, lambda: None  # type: ignore[method-assign]  # the watch is behind
@@ -673,6 +673,6 @@ async def test_concurrent_proof_keeps_the_object() -> None:
 
 
 async def test_object_created_by_a_user_stays() -> None:
-    scene = left_behind(sources=proven())
+    scene = without_node(sources=proven())
     scene.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": proven()}})
     assert await scene.step() == []

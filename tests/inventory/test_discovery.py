@@ -40,12 +40,12 @@ class Scene:
         written = FileInventory(InventoryFile(inventory) if inventory else None, self.evidence)
         scene = self
 
-        class Asked:
+        class RecordingNodes:
             async def is_gone(self, name: str) -> bool:
                 scene.asked.append(name)
                 return scene.is_gone
 
-        self.discovery = Discovery(self.gpu_nodes, Asked(), written, self.events, lambda: self.is_current)
+        self.discovery = Discovery(self.gpu_nodes, RecordingNodes(), written, self.events, lambda: self.is_current)
         self.nodes.listener, self.gpu_nodes.listener = self.discovery.nodes, self.discovery.gpu_nodes
 
     def node(self, name: str = "node-a", said: str | None = None) -> None:

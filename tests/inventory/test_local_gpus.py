@@ -14,13 +14,13 @@ from webhook.inventory.nvidia_smi import Gpu, UnreadableSmiError
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fake_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return path
 
 
-def does(path: Path, line: str) -> None:
+def make_script(path: Path, line: str) -> None:
     path.write_text(f"#!/bin/sh\n{line}\n")
     path.chmod(0o755)
 
@@ -84,40 +84,40 @@ def test_unloaded_driver_is_reported(library: Any) -> None:
         by_nvml(library(Driver(TRAY, works=False)))
 
 
-def test_nvml_is_tried_first_and_nvidia_smi_on_failure(library: Any, stand_in: Path) -> None:
-    stand_in.with_name("content.xml").write_bytes(document(gb200_tray()))
-    does(stand_in, f"cat {stand_in.with_name('content.xml')}")
+def test_nvml_is_tried_first_and_nvidia_smi_on_failure(library: Any, fake_nvidia_smi: Path) -> None:
+    fake_nvidia_smi.with_name("content.xml").write_bytes(document(gb200_tray()))
+    make_script(fake_nvidia_smi, f"cat {fake_nvidia_smi.with_name('content.xml')}")
     library(Driver(TRAY[:1]))
     assert [one.uuid for one in local_gpus().gpus] == ["GPU-1"]
     library(Driver(TRAY, works=False))
     assert [one.uuid for one in local_gpus().gpus] == [one.uuid for one in gb200_tray()]
-    stand_in.unlink()
+    fake_nvidia_smi.unlink()
     with pytest.raises(UnreadableSmiError, match=r"NVML cannot be initialized: .*; there is no nvidia-smi here"):
         local_gpus()
 
 
-def test_gpus_are_read_with_nvidia_smi(stand_in: Path) -> None:
-    stand_in.with_name("content.xml").write_bytes(document(gb200_tray()))
-    does(stand_in, f'[ "$*" = "-q -x" ] && cat {stand_in.with_name("content.xml")}')
+def test_gpus_are_read_with_nvidia_smi(fake_nvidia_smi: Path) -> None:
+    fake_nvidia_smi.with_name("content.xml").write_bytes(document(gb200_tray()))
+    make_script(fake_nvidia_smi, f'[ "$*" = "-q -x" ] && cat {fake_nvidia_smi.with_name("content.xml")}')
     assert [one.uuid for one in by_program().gpus] == [one.uuid for one in gb200_tray()]
 
 
-def test_failing_or_missing_nvidia_smi_is_reported(stand_in: Path) -> None:
-    does(stand_in, "echo NVIDIA-SMI has failed; exit 9")
+def test_failing_or_missing_nvidia_smi_is_reported(fake_nvidia_smi: Path) -> None:
+    make_script(fake_nvidia_smi, "echo NVIDIA-SMI has failed; exit 9")
     with pytest.raises(UnreadableSmiError, match="nvidia-smi ended with 9: NVIDIA-SMI has failed"):
         by_program()
-    stand_in.unlink()
+    fake_nvidia_smi.unlink()
     with pytest.raises(UnreadableSmiError, match="there is no nvidia-smi here"):
         by_program()
 
 
-def test_attest_prints_the_gpus_of_its_node(stand_in: Path, tmp_path: Path) -> None:
-    stand_in.with_name("content.xml").write_bytes(document(gb200_tray()))
-    does(stand_in, f"cat {stand_in.with_name('content.xml')}")
+def test_attest_prints_the_gpus_of_its_node(fake_nvidia_smi: Path, tmp_path: Path) -> None:
+    fake_nvidia_smi.with_name("content.xml").write_bytes(document(gb200_tray()))
+    make_script(fake_nvidia_smi, f"cat {fake_nvidia_smi.with_name('content.xml')}")
     done = refusing(tmp_path, "attest", "--gpus")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 4)
     assert '"serial":"176000000002"' in done.stdout
-    stand_in.unlink()
+    fake_nvidia_smi.unlink()
     done = refusing(tmp_path, "attest", "--gpus")
     assert (done.returncode, done.stdout) == (1, "")
     assert "there is no nvidia-smi here" in done.stderr

@@ -144,14 +144,14 @@ def test_too_many_attributes_are_rejected(encoding: str) -> None:
 MEASURING = """
 import resource, sys
 from webhook.inventory.nvidia_smi import UnreadableSmiError, parse
-def most(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+def peak_memory(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 content = sys.stdin.buffer.read()
-before = most()
+before = peak_memory()
 try:
     parse(content)
 except UnreadableSmiError:
     pass
-print(most() - before)
+print(peak_memory() - before)
 """
 
 

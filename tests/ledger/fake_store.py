@@ -134,7 +134,7 @@ class Watch:
             self._learn(copy.deepcopy(raw))
         self._seen = until
 
-    def start_over(self) -> None:
+    def relist(self) -> None:
         """After a restart or a 410: a list of the current objects."""
         for raw in self._store.objects.values():
             self._learn(copy.deepcopy(raw))

@@ -121,7 +121,7 @@ class Replica:
         for raw in store.objects.values():
             node = GpuNode.parse(raw)
             self.fleet.put(Node(node.name, devices=node.devices), clock())
-        self.watch.start_over()
+        self.watch.relist()
 
 
 class ClusterBench:
@@ -886,7 +886,7 @@ async def test_refused_write_is_logged_once_until_a_write_succeeds(bench: Cluste
     assert [(one["event"], one["problem"]) for one in told] == [("write refused by the API server", "not this one")] * 2
 
 
-class OddStore(SlowStore):
+class BrokenStore(SlowStore):
     """Fails its first write with an unexpected error."""
 
     async def put_status(self, raw: Raw) -> Raw:
@@ -898,7 +898,7 @@ class OddStore(SlowStore):
 
 
 async def test_unexpected_error_in_a_move_does_not_block_queued_moves(bench: ClusterBench) -> None:
-    store = bench.store = OddStore()
+    store = bench.store = BrokenStore()
     store.apply({**NODE_A, **KNOWN})
     bench.ledger = bench.another().ledger
     answer_by = bench.now + timedelta(seconds=10)
@@ -916,7 +916,7 @@ async def test_unexpected_error_in_a_move_does_not_block_queued_moves(bench: Clu
 # Recreated objects, and stores that do not respond.
 
 
-def made_anew(bench: ClusterBench) -> None:
+def recreated(bench: ClusterBench) -> None:
     """Deleted by force despite its finalizer, and recreated without a status."""
     bench.store.objects.pop("node-a")
     bench.store.apply({**NODE_A, "metadata": {"name": "node-a"}})
@@ -925,7 +925,7 @@ def made_anew(bench: ClusterBench) -> None:
 
 async def test_pod_list_is_not_reused_to_rebuild_a_later_object(bench: ClusterBench) -> None:
     """A pod created between the two objects is not in that list."""
-    made_anew(bench)
+    recreated(bench)
     has_listed, may_go_on, list_pods = asyncio.Event(), asyncio.Event(), bench.pods.reserved_pods
 
     async def reserved_pods() -> list[ReservedPod]:
@@ -942,7 +942,7 @@ async def test_pod_list_is_not_reused_to_rebuild_a_later_object(bench: ClusterBe
     await bench.reserve(ask(9), on("node-a", "GPU-a0"), by=other)
     bench.pods.raws["uid-9"] = carrying("uid-9", "GPU-a0", reservation="r9")
     bench.pods.uids.add("uid-9")
-    made_anew(bench)
+    recreated(bench)
     may_go_on.set()
     with pytest.raises(SlotsTakenError):
         await taking
@@ -950,7 +950,7 @@ async def test_pod_list_is_not_reused_to_rebuild_a_later_object(bench: ClusterBe
 
 
 async def test_failed_pod_list_is_requested_again(bench: ClusterBench) -> None:
-    made_anew(bench)
+    recreated(bench)
     list_pods, lists = bench.pods.reserved_pods, 0
 
     async def reserved_pods() -> list[ReservedPod]:

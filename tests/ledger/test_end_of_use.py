@@ -128,7 +128,7 @@ MAX_GRACE = timedelta(hours=1)
 # The observed history of a pod.
 
 
-def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]:
+def end_of_history(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]:
     """A pod that was observed in these versions and was deleted in the last one."""
     histories = PodHistories()
     if is_listed:
@@ -140,26 +140,29 @@ def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]
 
 
 def test_ended_pod_needs_no_waiting() -> None:
-    assert departure(on_node(), on_node(status("Failed", TERMINATED), deleted=30))[0]
+    assert end_of_history(on_node(), on_node(status("Failed", TERMINATED), deleted=30))[0]
 
 
 def test_shorter_grace_period_does_not_replace_a_longer_one() -> None:
-    assert departure(on_node(), on_node(deleted=600), on_node(deleted=5), on_node(deleted=0)) == (False, seconds(600))
+    assert end_of_history(on_node(), on_node(deleted=600), on_node(deleted=5), on_node(deleted=0)) == (
+        False,
+        seconds(600),
+    )
 
 
 def test_history_of_a_pod_listed_alive_is_complete() -> None:
-    assert departure(on_node(grace=5), on_node(grace=5, deleted=0), is_listed=True) == (False, seconds(5))
+    assert end_of_history(on_node(grace=5), on_node(grace=5, deleted=0), is_listed=True) == (False, seconds(5))
 
 
 def test_grace_period_is_unknown_for_a_pod_first_observed_while_terminating() -> None:
-    assert departure(on_node(deleted=5), on_node(deleted=0), is_listed=True) == (False, MAX_GRACE)
-    assert departure(on_node(deleted=5), on_node(deleted=0)) == (False, MAX_GRACE)
+    assert end_of_history(on_node(deleted=5), on_node(deleted=0), is_listed=True) == (False, MAX_GRACE)
+    assert end_of_history(on_node(deleted=5), on_node(deleted=0)) == (False, MAX_GRACE)
 
 
 def test_pod_older_than_the_limit_keeps_its_longer_grace_period() -> None:
     day = 24 * 3600
     pod = on_node(grace=day, deleted=day)
-    assert departure(pod, on_node(grace=day, deleted=0), is_listed=True) == (False, seconds(day))
+    assert end_of_history(pod, on_node(grace=day, deleted=0), is_listed=True) == (False, seconds(day))
     assert OrphanTimes(max_grace=MAX_GRACE).grace(Grace()) == MAX_GRACE
 
 
@@ -171,11 +174,11 @@ def test_stored_grace_period_bounds_an_unobserved_one() -> None:
 
 
 def test_grace_period_of_an_unobserved_pod_comes_from_its_spec() -> None:
-    assert departure(on_node(grace=7)) == (False, seconds(7))
+    assert end_of_history(on_node(grace=7)) == (False, seconds(7))
 
 
 def test_pod_rejected_by_the_kubelet_has_ended_if_it_never_ran() -> None:
-    assert departure(on_node(status("Pending")), on_node(status("Failed")))[0]
+    assert end_of_history(on_node(status("Pending")), on_node(status("Failed")))[0]
 
 
 @pytest.mark.parametrize(
@@ -188,11 +191,11 @@ def test_pod_rejected_by_the_kubelet_has_ended_if_it_never_ran() -> None:
     ],
 )
 def test_pod_rejected_after_a_kubelet_restart_may_still_run(before: Raw) -> None:
-    assert not departure(on_node(before), on_node(status("Failed")))[0]
+    assert not end_of_history(on_node(before), on_node(status("Failed")))[0]
 
 
 def test_pod_first_observed_as_rejected_may_still_run() -> None:
-    assert departure(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, MAX_GRACE)
+    assert end_of_history(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, MAX_GRACE)
 
 
 # How long an orphan is kept.

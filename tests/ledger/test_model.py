@@ -52,7 +52,7 @@ def record_of(place: Placement) -> ClaimRecord:
     return ClaimRecord(gpus=len(place.slots))
 
 
-def alike(places: list[Placement], model: Placement) -> list[Placement]:
+def same_shape(places: list[Placement], model: Placement) -> list[Placement]:
     """The devices that can serve the same claim."""
     return [place for place in places if len(place.slots) == len(model.slots)]
 
@@ -118,7 +118,7 @@ class Protocol(RuleBasedStateMachine):
         self.number += 1
         pod = PodIdentity("ml", f"pod-{self.number}", f"uid-{self.number}")
         replica = self.replicas[which]
-        places = alike(places, places[0])
+        places = same_shape(places, places[0])
         ask = ReservationRequest(ReservationId(f"r{self.number}"), "ml", record_of(places[0]).digest())
         self.run(replica.ledger.collect(self.true_now + self.skews[which]))
         answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
@@ -145,7 +145,7 @@ class Protocol(RuleBasedStateMachine):
         ask = ReservationRequest(one.reservation_id, "ml", record_of(one.placement).digest())
         answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
         ledger = self.replicas[which].ledger
-        held = self.run(ledger.reserve(ask, alike(places, one.placement), answer_by=answer_by))
+        held = self.run(ledger.reserve(ask, same_shape(places, one.placement), answer_by=answer_by))
         if held is not None:
             one.placement = Placement(held.node, held.slots)
 
@@ -216,7 +216,7 @@ class Protocol(RuleBasedStateMachine):
         self.replicas[which] = self.fresh(which)
 
     @rule(faults=st.lists(st.sampled_from(list(Fault)), max_size=3))
-    def trouble(self, faults: list[Fault]) -> None:
+    def inject_faults(self, faults: list[Fault]) -> None:
         self.store.faults = faults
 
     @rule(refusals=st.integers(1, 2))
@@ -225,25 +225,25 @@ class Protocol(RuleBasedStateMachine):
         self.store.refusals = refusals
 
     @rule(is_away=st.booleans())
-    def lose_the_witness(self, is_away: bool) -> None:
+    def make_pod_reader_unavailable(self, is_away: bool) -> None:
         self.facts.is_away = is_away
 
     @rule(seconds=st.sampled_from([1, 5, 30, 60, 100]))
     def wait(self, seconds: int) -> None:
         self.true_now += timedelta(seconds=seconds)
 
-    def all_is_well(self) -> None:
+    def stop_faults(self) -> None:
         self.store.faults, self.store.refusals, self.facts.is_away = [], 0, False
 
     # Invariants.
 
     @invariant()
-    def no_slot_is_with_two_pods(self) -> None:
+    def no_slot_has_two_pods(self) -> None:
         slots = [slot for one in self.existing.values() if one.placement for slot in one.placement.slots]
         assert len(slots) == len(set(slots))
 
     @invariant()
-    def an_existing_pod_holds_what_it_was_promised(self) -> None:
+    def existing_pod_has_its_reservation(self) -> None:
         for one in self.existing.values():
             assert one.placement is not None
             held = self.store.objects[one.placement.node]["status"]["held"]
@@ -251,12 +251,12 @@ class Protocol(RuleBasedStateMachine):
             assert [entry and entry.get("uid") for entry in entries] == [one.pod.uid] * len(entries)
 
     @invariant()
-    def what_is_forged_is_never_more_than_promised(self) -> None:
+    def forged_reservation_stays_pending(self) -> None:
         held = [entry for raw in self.store.objects.values() for entry in raw["status"].get("held", {}).values()]
         assert not [one for one in held if one["reservation"] in self.forged and one["phase"] == "finalized"]
 
     @invariant()
-    def several_devices_are_held_together(self) -> None:
+    def several_devices_are_reserved_together(self) -> None:
         for raw in self.store.objects.values():
             entries: dict[str, list[str]] = {}
             for slot, entry in raw["status"]["held"].items():
@@ -267,7 +267,7 @@ class Protocol(RuleBasedStateMachine):
     @rule(is_fresh=st.booleans())
     def in_the_end_nothing_leaks(self, is_fresh: bool) -> None:
         """When no request is in progress, any replica that has watched all pods gets back what no pod has."""
-        self.all_is_well()
+        self.stop_faults()
         self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
         last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]
         last.watch.catch_up()
@@ -293,7 +293,7 @@ Protocol.TestCase.settings = settings(max_examples=200, stateful_step_count=40, 
 TestProtocol = Protocol.TestCase
 
 
-class Remade(Protocol):
+class Recreated(Protocol):
     """In addition objects are deleted by force and recreated. The ledger is asked before a pod is bound, so the
     invariants are about pods that are on their node."""
 
@@ -304,8 +304,8 @@ class Remade(Protocol):
         self.on_node = set()
 
     @initialize(target=Protocol.pods, arrivals=ARRIVALS)
-    def settle_in(self, arrivals: list[tuple[int, list[Placement]]]) -> Any:
-        made = [self.come_to_run(which, places) for which, places in arrivals if self.replicas]
+    def create_first_pods(self, arrivals: list[tuple[int, list[Placement]]]) -> Any:
+        made = [self.create_and_run_a_pod(which, places) for which, places in arrivals if self.replicas]
         return multiple(*(one for one in made if isinstance(one, Creation)))
 
     @rule(target=Protocol.pods, one=consumes(Protocol.creations))
@@ -338,7 +338,7 @@ class Remade(Protocol):
             self.on_node.add(one.pod.uid)
 
     @rule(target=Protocol.pods, which=st.integers(0, REPLICAS - 1), places=PLACES)
-    def come_to_run(self, which: int, places: list[Placement]) -> Any:
+    def create_and_run_a_pod(self, which: int, places: list[Placement]) -> Any:
         """The usual life of a pod in one step."""
         one = super().mutate(which, places, True)
         if not isinstance(one, Creation):
@@ -350,7 +350,7 @@ class Remade(Protocol):
         return made
 
     @rule(target=Protocol.pods, nodes=NODES, arrivals=ARRIVALS)
-    def remake(self, nodes: list[str], arrivals: list[tuple[int, list[Placement]]]) -> Any:
+    def recreate_objects(self, nodes: list[str], arrivals: list[tuple[int, list[Placement]]]) -> Any:
         """Objects are deleted by force despite their finalizers, and before they are rebuilt new pods want their
         devices."""
         self.true_now += timedelta(seconds=1)
@@ -359,7 +359,7 @@ class Remade(Protocol):
             self.store.apply(gpu_node(node, *uuids))
         for replica in self.replicas:
             replica.watch.catch_up()
-        made = [self.come_to_run(which, places) for which, places in arrivals]
+        made = [self.create_and_run_a_pod(which, places) for which, places in arrivals]
         return multiple(*(one for one in made if isinstance(one, Creation)))
 
     @rule(which=st.integers(0, REPLICAS - 1))
@@ -377,13 +377,13 @@ class Remade(Protocol):
                 self.run(ledger.adopt(reserved_pod))
 
     @invariant()
-    def no_slot_is_with_two_pods(self) -> None:
+    def no_slot_has_two_pods(self) -> None:
         running = [self.existing[uid] for uid in self.on_node]
         slots = [slot for one in running if one.placement for slot in one.placement.slots]
         assert len(slots) == len(set(slots))
 
     @invariant()
-    def an_existing_pod_holds_what_it_was_promised(self) -> None:
+    def existing_pod_has_its_reservation(self) -> None:
         for uid in self.on_node:
             one = self.existing[uid]
             assert one.placement is not None
@@ -393,13 +393,13 @@ class Remade(Protocol):
                 assert [entry and entry.get("uid") for entry in entries] == [uid] * len(entries)
 
     @invariant()
-    def several_devices_are_held_together(self) -> None:
+    def several_devices_are_reserved_together(self) -> None:
         """The base model checks the stored objects; an object without status has nothing to check."""
 
     @rule(is_fresh=st.booleans())
     def in_the_end_nothing_leaks(self, is_fresh: bool) -> None:
         """When no request is in progress and the reconciler has run, devices that no pod carries can be reserved."""
-        self.all_is_well()
+        self.stop_faults()
         self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
         last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]
         last.watch.catch_up()
@@ -427,5 +427,5 @@ def carrying(one: Creation) -> Raw:
     return {"metadata": {"namespace": "ml", "name": one.pod.name, "uid": one.pod.uid, "annotations": annotations}}
 
 
-Remade.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
-TestRemade = Remade.TestCase
+Recreated.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestRecreated = Recreated.TestCase

@@ -57,7 +57,7 @@ async def gone_by_force(scene: Scene) -> None:
     await scene.reconciler.step()
 
 
-async def is_taken(scene: Scene) -> bool:
+async def can_be_reserved(scene: Scene) -> bool:
     scene.bench.replica.watch.catch_up()
     try:
         await scene.bench.reserve(
@@ -84,10 +84,10 @@ async def assert_free_after(scene: Scene, time: timedelta, reconciler: Reconcile
 async def test_force_deleted_pod_keeps_its_devices_for_grace_period_plus_margin(scene: Scene) -> None:
     await gone_by_force(scene)
     assert scene.phase is Phase.FINALIZED  # a phase that replicas without orphan support understand
-    assert await is_taken(scene)
+    assert await can_be_reserved(scene)
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
     assert await after(scene, timedelta(seconds=1)) == {}
-    assert not await is_taken(scene)
+    assert not await can_be_reserved(scene)
     assert scene.heard.told == [("node-a", Reason.GPU_ORPHANED), ("node-a", Reason.ORPHAN_ENDED)]
 
 
@@ -186,7 +186,7 @@ def of_old(*, deleted: int | None = None) -> Raw:
 
 
 @pytest.fixture
-async def old() -> Scene:
+async def old_pod() -> Scene:
     """A pod is running whose grace period is above the limit. None is stored."""
     scene = Scene()
     await scene.run_a_pod()
@@ -196,30 +196,30 @@ async def old() -> Scene:
     return scene
 
 
-async def test_pod_with_a_grace_period_above_the_limit_is_waited_for_in_full(old: Scene) -> None:
-    old.bench.pods.uids.clear()
-    old.reconciler.deleted(of_old(deleted=0))
-    await assert_free_after(old, OLD + MARGIN)
+async def test_pod_with_a_grace_period_above_the_limit_is_waited_for_in_full(old_pod: Scene) -> None:
+    old_pod.bench.pods.uids.clear()
+    old_pod.reconciler.deleted(of_old(deleted=0))
+    await assert_free_after(old_pod, OLD + MARGIN)
 
 
-async def test_grace_period_above_the_limit_is_stored_for_unobserved_deletions(old: Scene) -> None:
+async def test_grace_period_above_the_limit_is_stored_for_unobserved_deletions(old_pod: Scene) -> None:
     """Its deletion may ask for the full grace period."""
-    writes = old.bench.store.writes
-    await old.reconciler.step()
-    assert old.bench.store.writes == writes
-    old.bench.pods.uids.clear()
-    other = old.another(old.bench.another().ledger)
+    writes = old_pod.bench.store.writes
+    await old_pod.reconciler.step()
+    assert old_pod.bench.store.writes == writes
+    old_pod.bench.pods.uids.clear()
+    other = old_pod.another(old_pod.bench.another().ledger)
     other.replaced({})
-    await assert_free_after(old, OLD + MARGIN, other)
+    await assert_free_after(old_pod, OLD + MARGIN, other)
 
 
-async def test_grace_period_above_the_limit_counts_on_a_node_that_is_gone(old: Scene) -> None:
-    old.bench.pods.uids.clear()
-    old.reconciler.deleted(of_old(deleted=0))
-    old.bench.pods.nodes["node-a"] = None
-    assert await after(old, timedelta(0))
-    assert await after(old, OLD + MARGIN - timedelta(seconds=1))
-    assert await after(old, CHECK_INTERVAL) == {}
+async def test_grace_period_above_the_limit_counts_on_a_node_that_is_gone(old_pod: Scene) -> None:
+    old_pod.bench.pods.uids.clear()
+    old_pod.reconciler.deleted(of_old(deleted=0))
+    old_pod.bench.pods.nodes["node-a"] = None
+    assert await after(old_pod, timedelta(0))
+    assert await after(old_pod, OLD + MARGIN - timedelta(seconds=1))
+    assert await after(old_pod, CHECK_INTERVAL) == {}
 
 
 async def test_grace_period_is_unknown_after_a_write_by_an_older_replica(stored: Scene) -> None:
@@ -330,7 +330,7 @@ async def test_pod_that_may_have_run_before_the_watch_is_an_orphan() -> None:
     scene, other = await went_unseen()
     assert "orphanedAt" not in (await after(scene, PENDING_DEADLINE, other))["GPU-a0/0"]
     assert "orphanedAt" in (await after(scene, CLOCK_SKEW, other))["GPU-a0/0"]
-    assert await is_taken(scene)
+    assert await can_be_reserved(scene)
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
     assert await after(scene, timedelta(seconds=1), other) == {}
 
@@ -339,7 +339,7 @@ async def test_no_replica_expires_a_reservation_whose_pod_may_have_run() -> None
     scene, _ = await went_unseen()
     scene.bench.now += 10 * PENDING_DEADLINE
     assert await scene.bench.ledger.collect(scene.bench.now) == []
-    assert await is_taken(scene)
+    assert await can_be_reserved(scene)
 
 
 @pytest.mark.parametrize("is_away", [False, True])
@@ -571,7 +571,7 @@ async def test_node_must_report_again_when_the_pod_is_orphaned_again(scene: Scen
     assert reports(scene).digests("node-a", scene.bench.now) == [uid_digest(UID)]
 
 
-class Away:
+class UnavailableLedger:
     """A ledger whose store is unavailable."""
 
     def __init__(self, held: Reservation) -> None:
@@ -588,6 +588,6 @@ async def test_report_that_cannot_be_stored_is_requested_again(scene: Scene) -> 
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     (held,) = scene.bench.ledger.orphans_on("node-a")
-    asking = EndReports(Away(held), CLOCK_SKEW)
+    asking = EndReports(UnavailableLedger(held), CLOCK_SKEW)
     await asking.take("node-a", [UID], scene.bench.now)
     assert asking.digests("node-a", scene.bench.now) == [uid_digest(UID)]

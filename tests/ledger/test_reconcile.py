@@ -252,12 +252,12 @@ async def test_pod_bound_during_the_check_is_not_deleted(scene: Scene) -> None:
     await confirmed(scene, **OWNED, resourceVersion="1")
     look = scene.bench.pods.read_pod
 
-    async def look_and_bind(pod: PodIdentity) -> PodSnapshot | None:
+    async def read_and_bind(pod: PodIdentity) -> PodSnapshot | None:
         seen = await look(pod)
         scene.bench.pods.raws[pod.uid] = {**raw_pod(**OWNED, resourceVersion="2"), "spec": ON_NODE}
         return seen
 
-    scene.bench.pods.read_pod = look_and_bind  # type: ignore[method-assign]
+    scene.bench.pods.read_pod = read_and_bind  # type: ignore[method-assign]
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
@@ -689,7 +689,7 @@ async def test_reservation_deleted_by_hand_is_restored(scene: Scene) -> None:
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
 
 
-class OddPods(Pods):
+class BrokenPods(Pods):
     """One of the pods causes an unexpected error."""
 
     async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
@@ -707,7 +707,7 @@ async def test_unexpected_error_with_one_pod_does_not_stop_the_others(scene: Sce
             PodProof.CONFIRMED, reservation.id, PodIdentity("ml", f"pod-{number}", uid)
         )
     waiting = BindDeadline(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
-    reconciler = Reconciler(scene.bench.ledger, OddPods(), scene.heard, lambda: scene.bench.now, waiting)
+    reconciler = Reconciler(scene.bench.ledger, BrokenPods(), scene.heard, lambda: scene.bench.now, waiting)
     reconciler.replaced({})
     await scene.bench.reserve(ReservationRequest(ReservationId("r3"), "ml", "d"), on("node-a", "GPU-a2"))
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW

@@ -22,7 +22,7 @@ from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Replica
-from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, alike, record_of
+from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, record_of, same_shape
 from webhook.admission.binding_check import BindingCheck
 from webhook.admission.namespaces import ClaimReader, NoDemands
 from webhook.admission.reserving import Reserver
@@ -103,9 +103,9 @@ class ApiServer:
             asked = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": grace}
             self.change(uid, metadata=asked)
         else:
-            self.take_away(uid)
+            self.remove_pod(uid)
 
-    def take_away(self, uid: str) -> None:
+    def remove_pod(self, uid: str) -> None:
         raw = self.of_uid(uid)
         if raw is not None:
             del self.pods[raw["metadata"]["namespace"], raw["metadata"]["name"]]
@@ -191,14 +191,14 @@ class Process:
         self.reconciler.replaced(listed)
         self.seen = len(self.api.history)
 
-    def hear_of_pods(self, events: int | None = None) -> None:
+    def deliver_pod_events(self, events: int | None = None) -> None:
         until = len(self.api.history) if events is None else min(self.seen + events, len(self.api.history))
         for kind, raw in self.api.history[self.seen : until]:
             tell = self.reconciler.deleted if kind == "DELETED" else self.reconciler.changed
             tell(copy.deepcopy(raw))
         self.seen = until
 
-    def hear_of_nodes(self, events: int | None = None) -> None:
+    def deliver_node_events(self, events: int | None = None) -> None:
         self.replica.watch.catch_up(events)
         for name in DEVICES if events is None else ():
             if name not in self.store.objects:
@@ -240,7 +240,7 @@ class Creation:
 
 
 @define
-class Reviewed:
+class AllowedBinding:
     """A Binding that was allowed and that the API server has not carried out yet."""
 
     uid: str
@@ -337,7 +337,7 @@ class World(RuleBasedStateMachine):
     ) -> Any:
         self.number += 1
         one, ledger = self.processes[which], self.processes[which].ledger
-        places = alike(places, places[0])
+        places = same_shape(places, places[0])
         what = ReservationRequest(ReservationId(f"r{self.number}"), namespace, record_of(places[0]).digest())
         self.run(ledger.collect(one.clock()))
         held = self.run(ledger.reserve(what, places, answer_by=one.clock() + timedelta(seconds=10)))
@@ -374,7 +374,7 @@ class World(RuleBasedStateMachine):
                 # No webhook sees it again. The threat model states the limit: no watch lags beyond the reservation's
                 # deadline.
                 for process in self.processes:
-                    process.hear_of_pods()
+                    process.deliver_pod_events()
                 self.start(raw)
 
     # The kubelets. They start the pods they are given, and may take the full grace period to stop them.
@@ -385,7 +385,7 @@ class World(RuleBasedStateMachine):
     def is_alive(self, node: str) -> bool:
         return node not in self.dead_since
 
-    def tell_kubelet(self, uid: str, grace: int) -> None:
+    def request_deletion(self, uid: str, grace: int) -> None:
         """A deletion. A shorter grace period does not replace a longer one."""
         one = self.containers.get(uid)
         if one is not None:
@@ -413,7 +413,7 @@ class World(RuleBasedStateMachine):
         """A new kubelet stops what has to be stopped. A rebooted machine has nothing to stop."""
         if self.is_alive(node):
             return
-        self.look_at_heartbeats()
+        self.check_heartbeats()
         del self.dead_since[node]
         self.back_at[node] = self.now
         before = self.api.nodes[node]
@@ -426,7 +426,7 @@ class World(RuleBasedStateMachine):
             else:
                 one.ends = self.now + timedelta(seconds=one.grace)
 
-    def look_at_heartbeats(self) -> None:
+    def check_heartbeats(self) -> None:
         for node, since in self.dead_since.items():
             if since + UNNOTICED <= self.now:
                 self.api.nodes[node] = NodeSnapshot(self.api.nodes[node].boot_id)
@@ -441,7 +441,7 @@ class World(RuleBasedStateMachine):
         grace=OWN,
         is_older=st.booleans(),
     )
-    def come_to_be(
+    def create_confirmed_pod(
         self,
         which: int,
         places: list[Placement],
@@ -459,7 +459,7 @@ class World(RuleBasedStateMachine):
             self.store_pod(one)
             raw = self.api.of_uid(one.pod.uid)
             if raw is not None and is_bound:
-                binding = self.let_through(which, raw)
+                binding = self.review_binding(which, raw)
                 if binding is not None:
                     self.carry_out_a_binding(binding)
 
@@ -489,9 +489,9 @@ class World(RuleBasedStateMachine):
     @rule(target=reviewed, which=WHICH, data=st.data())
     def review_a_binding(self, which: int, data: st.DataObject) -> Any:
         waiting = [raw for raw in self.pods() if not raw["spec"].get("nodeName")]
-        return (waiting and self.let_through(which, data.draw(st.sampled_from(waiting)))) or multiple()
+        return (waiting and self.review_binding(which, data.draw(st.sampled_from(waiting)))) or multiple()
 
-    def let_through(self, which: int, raw: Raw) -> "Reviewed | None":
+    def review_binding(self, which: int, raw: Raw) -> "AllowedBinding | None":
         """With the check of Bindings."""
         meta = raw["metadata"]
         node = meta["annotations"]["gpuwarden.io/node"]
@@ -503,10 +503,10 @@ class World(RuleBasedStateMachine):
             is_let_through = await self.processes[which].door.refusal(binding) is None
 
         self.run(review())
-        return Reviewed(meta["uid"], node, self.now) if is_let_through else None
+        return AllowedBinding(meta["uid"], node, self.now) if is_let_through else None
 
     @rule(one=consumes(reviewed))
-    def carry_out_a_binding(self, one: Reviewed) -> None:
+    def carry_out_a_binding(self, one: AllowedBinding) -> None:
         """At any time while the request is in progress."""
         raw = self.api.of_uid(one.uid)
         if raw is None or raw["spec"].get("nodeName") or self.now - one.begun > REQUEST_TIMEOUT:
@@ -517,13 +517,13 @@ class World(RuleBasedStateMachine):
         self.start(bound)
 
     @rule(data=st.data(), phase=st.sampled_from(["Running", "Running", *ENDED]), is_crash=st.booleans())
-    def go_on(self, data: st.DataObject, phase: str, is_crash: bool) -> None:
+    def change_phase(self, data: st.DataObject, phase: str, is_crash: bool) -> None:
         """As its kubelet reports. A crashed container is about to be restarted."""
         there = [raw for raw in self.alive() if raw["status"]["phase"] not in ENDED]
         if there:
-            self.go_on_with(data.draw(st.sampled_from(there))["metadata"]["uid"], phase, is_crash=is_crash)
+            self.set_phase(data.draw(st.sampled_from(there))["metadata"]["uid"], phase, is_crash=is_crash)
 
-    def go_on_with(self, uid: str, phase: str, *, is_crash: bool) -> None:
+    def set_phase(self, uid: str, phase: str, *, is_crash: bool) -> None:
         state = "terminated" if is_crash or phase in ENDED else "running"
         self.api.change(uid, status={"phase": phase, "containerStatuses": [{"state": {state: {}}}]})
         if phase in ENDED:
@@ -552,7 +552,7 @@ class World(RuleBasedStateMachine):
         ]
         grace = min(grace, *(entry.get("grace") or MAX_GRACE for entry in entries), MAX_GRACE)
         self.api.delete(uid, grace)
-        self.tell_kubelet(uid, grace)
+        self.request_deletion(uid, grace)
 
     @rule(node=st.sampled_from(sorted(DEVICES)))
     def let_an_older_replica_write(self, node: str) -> None:
@@ -593,12 +593,12 @@ class World(RuleBasedStateMachine):
         """A running pod is deleted by force, and another one wants its devices: a sequence that random rules seldom
         produce."""
         before = set(self.containers)
-        self.come_to_be(which, place[:1], "one", True, False, True, grace, is_older)
+        self.create_confirmed_pod(which, place[:1], "one", True, False, True, grace, is_older)
         uids = list(self.containers.keys() - before)
         node = place[0].node
         self.reconcile(which, None, None)
         for uid in uids:
-            self.go_on_with(uid, "Running", is_crash="crash" in moves)
+            self.set_phase(uid, "Running", is_crash="crash" in moves)
             for move in [*moves, 0]:
                 if isinstance(move, int):
                     self.delete_with(uid, move)
@@ -618,7 +618,7 @@ class World(RuleBasedStateMachine):
         if "kubelet dies" in moves:
             self.start_a_kubelet(node, is_reboot=False)
             self.reconcile(which, None, None)
-        self.come_to_be(which, place[:1], "two", True, False, True, grace, is_older)
+        self.create_confirmed_pod(which, place[:1], "two", True, False, True, grace, is_older)
 
     @rule(data=st.data(), is_all=st.booleans())
     def delete(self, data: st.DataObject, is_all: bool) -> None:
@@ -638,17 +638,17 @@ class World(RuleBasedStateMachine):
                 uid = raw["metadata"]["uid"]
                 self.containers.pop(uid, None)
                 self.api.change(uid, status={"phase": "Failed", "containerStatuses": [{"state": {"terminated": {}}}]})
-                self.api.take_away(uid)
+                self.api.remove_pod(uid)
 
     @rule(which=WHICH, node=st.sampled_from(sorted(DEVICES)), of_nodes=HEARD)
     def ask_a_node_about_its_orphans(self, which: int, node: str, of_nodes: int | None) -> None:
         """No answer from a dead kubelet, or from one that still wants the pod."""
         one = self.processes[which]
-        one.hear_of_nodes(of_nodes)
+        one.deliver_node_events(of_nodes)
         wanted = {raw["metadata"]["uid"] for raw in self.pods()}
         reports = EndReports(one.ledger, CLOCK_SKEW)
-        marks = reports.digests(node, one.clock())
-        known = [held.uid for held in one.ledger.orphans_on(node) if held.uid and uid_digest(held.uid) in marks]
+        digests = reports.digests(node, one.clock())
+        known = [held.uid for held in one.ledger.orphans_on(node) if held.uid and uid_digest(held.uid) in digests]
         ended = [uid for uid in known if uid not in self.containers and uid not in wanted]
         if self.is_alive(node) and ended:
             self.run(reports.take(node, ended, one.clock()))
@@ -658,8 +658,8 @@ class World(RuleBasedStateMachine):
     @rule(which=WHICH, of_pods=HEARD, of_nodes=HEARD)
     def reconcile(self, which: int, of_pods: int | None, of_nodes: int | None) -> None:
         """With as many events of each watch as were delivered."""
-        self.processes[which].hear_of_pods(of_pods)
-        self.processes[which].hear_of_nodes(of_nodes)
+        self.processes[which].deliver_pod_events(of_pods)
+        self.processes[which].deliver_node_events(of_nodes)
         self.run(self.processes[which].reconciler.step())
 
     @rule()
@@ -672,7 +672,7 @@ class World(RuleBasedStateMachine):
         self.run(both())
 
     @rule(which=WHICH, is_new=st.booleans())
-    def start_over(self, which: int, is_new: bool) -> None:
+    def relist(self, which: int, is_new: bool) -> None:
         """After a restart, or after a 410 to the watch of pods."""
         if is_new:
             self.processes[which] = Process(self, which)
@@ -693,14 +693,14 @@ class World(RuleBasedStateMachine):
     # Faults.
 
     @rule(faults=st.lists(st.sampled_from(list(Fault)), max_size=3), is_away=st.booleans())
-    def trouble(self, faults: list[Fault], is_away: bool) -> None:
+    def inject_faults(self, faults: list[Fault], is_away: bool) -> None:
         self.store.faults, self.api.is_away = faults, is_away
 
     @rule(seconds=st.sampled_from([1, 12, 58, 100, 290, 420]))
     def wait(self, seconds: int) -> None:
         self.now += timedelta(seconds=seconds)
         self.kill_in_time()
-        self.look_at_heartbeats()
+        self.check_heartbeats()
 
     # Invariants.
 
@@ -711,7 +711,7 @@ class World(RuleBasedStateMachine):
         assert len(uuids) == len(set(uuids))
 
     @invariant()
-    def no_device_is_with_the_containers_of_two_pods(self) -> None:
+    def no_device_is_used_by_two_pods(self) -> None:
         uuids = [uuid for one in self.containers.values() for uuid in one.gpus]
         assert len(uuids) == len(set(uuids))
 
@@ -727,7 +727,7 @@ class World(RuleBasedStateMachine):
                 assert [entry and entry.get("uid") for entry in entries] == [raw["metadata"]["uid"]] * len(entries)
 
     @rule(is_fresh=st.booleans(), which=WHICH)
-    def in_the_end_the_ledger_says_what_is(self, is_fresh: bool, which: int) -> None:
+    def in_the_end_the_ledger_matches_the_pods(self, is_fresh: bool, which: int) -> None:
         """When there are no faults and no requests in progress, one reconciler alone reaches the right state."""
         self.store.faults, self.api.is_away = [], False
         one = self.processes[which] = Process(self, which) if is_fresh else self.processes[which]
@@ -736,8 +736,8 @@ class World(RuleBasedStateMachine):
         for _ in range(6):
             self.now += BIND_DEADLINE + REQUEST_TIMEOUT + PENDING_DEADLINE + 4 * CLOCK_SKEW + 2 * RECHECK_DELAY + LOOK
             self.kill_in_time()
-            one.hear_of_pods()
-            one.hear_of_nodes()
+            one.deliver_pod_events()
+            one.deliver_node_events()
             self.run(one.reconciler.step())
             self.discover()
         expected = {
@@ -752,7 +752,7 @@ class World(RuleBasedStateMachine):
             for slot, entry in (raw["status"].get("held") or {}).items()
         }
         assert held == expected
-        one.hear_of_nodes()
+        one.deliver_node_events()
         known = {str(slot): one.uid for one in one.ledger.reservations() for slot in one.slots}
         assert known == expected
 

@@ -86,7 +86,7 @@ async def test_node_attests_and_its_gpus_are_admitted(agent: JwtWorkloadApiDoubl
     async with served(agent, tmp_path, "8s") as running:
         assert not await admits(running, HASH)
         code, log = await attested(running, agent)
-        assert (code, "node proven" in log) == (0, True), log
+        assert (code, "node attested" in log) == (0, True), log
         await becomes(running, HASH, admitted=True)
         await becomes(running, HASH, admitted=False)
         agent.identities = [evidence_id(node="node-b")]
@@ -242,7 +242,7 @@ def test_renewals_of_many_nodes_are_spread() -> None:
 # Ends of orphaned pods.
 
 
-class Told:
+class RecordingServer:
     """A server that issues challenges and records the answers."""
 
     def __init__(self, *uids: str) -> None:
@@ -278,7 +278,7 @@ async def node(tmp_path: Path) -> AsyncIterator[NodeDouble]:
 
 @asynccontextmanager
 async def reporting(
-    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble, server: Told
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble, server: RecordingServer
 ) -> AsyncIterator[Callable[..., Awaitable[list[object]]]]:
     """Another round, that many seconds after the last one; returns what was reported to the server."""
     listener = await asyncio.start_server(server.answer, "127.0.0.1", 0, ssl=context(ca))
@@ -304,7 +304,7 @@ async def reporting(
 async def test_end_of_an_orphan_is_reported_with_a_proof(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
-    server = Told("uid-old", "uid-other")
+    server = RecordingServer("uid-old", "uid-other")
     node.run("uid-old")
     node.run("uid-finished")
     async with reporting(agent, ca, node, server) as another_round:
@@ -326,7 +326,7 @@ async def test_end_of_an_orphan_is_reported_with_a_proof(
 async def test_pod_alive_at_the_last_check_is_not_reported(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
-    server = Told("uid-old")
+    server = RecordingServer("uid-old")
     node.run("uid-old")
     node.delete("uid-old")
     async with reporting(agent, ca, node, server) as another_round:
@@ -343,7 +343,7 @@ async def test_pod_alive_at_the_last_check_is_not_reported(
 async def test_server_is_asked_less_often_than_the_node(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
-    server = Told()
+    server = RecordingServer()
     node.run("uid-old")
     node.delete("uid-old")
     async with reporting(agent, ca, node, server) as another_round:

@@ -33,7 +33,7 @@ def pods_of(node: NodeDouble) -> NodePods:
     return NodePods(node.runtime, node.kubelet, OWN)
 
 
-async def seen(node: NodeDouble, uid: str = OLD) -> RemainingContainers | None:
+async def remaining(node: NodeDouble, uid: str = OLD) -> RemainingContainers | None:
     return (await pods_of(node).snapshot()).remains.get(uid)
 
 
@@ -72,13 +72,13 @@ async def test_remaining_containers_of_a_pod(
     node: NodeDouble, sandboxes: Sequence[int], containers: Sequence[int], left: bool
 ) -> None:
     node.sandboxes[OLD], node.containers[OLD] = list(sandboxes), list(containers)
-    found = await seen(node)
+    found = await remaining(node)
     assert (found is not None and found.is_alive) is left
 
 
 async def test_ready_sandboxes_are_counted(node: NodeDouble) -> None:
     node.sandboxes[OLD], node.containers[OLD] = [NOT_READY, READY, 7, READY], [RUNNING]
-    assert await seen(node) == RemainingContainers(OLD, ("ml", "old"), is_alive=True, ready_sandboxes=2)
+    assert await remaining(node) == RemainingContainers(OLD, ("ml", "old"), is_alive=True, ready_sandboxes=2)
 
 
 async def test_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:
@@ -114,7 +114,7 @@ async def test_kubelet_that_does_not_know_its_pods_yet_is_an_error(node: NodeDou
 # From snapshots to ends.
 
 
-class Looks:
+class Snapshots:
     """Snapshots of one node over time."""
 
     def __init__(self, node: NodeDouble) -> None:
@@ -133,163 +133,167 @@ class Looks:
 
 
 @pytest.fixture
-def looks(node: NodeDouble) -> Looks:
-    return Looks(node)
+def snapshots(node: NodeDouble) -> Snapshots:
+    return Snapshots(node)
 
 
-async def test_pod_has_ended_when_two_spaced_snapshots_show_nothing(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_has_ended_when_two_spaced_snapshots_show_nothing(node: NodeDouble, snapshots: Snapshots) -> None:
     node.run(OLD)
-    assert await looks.see() == []
-    await looks.see_deleted(OLD)
+    assert await snapshots.see() == []
+    await snapshots.see_deleted(OLD)
     node.clear(OLD)
-    assert await looks.see() == []
-    assert await looks.see(4.9) == []
-    assert await looks.see(0.1) == [OLD]
+    assert await snapshots.see() == []
+    assert await snapshots.see(4.9) == []
+    assert await snapshots.see(0.1) == [OLD]
 
 
-async def test_sandbox_that_the_kubelet_may_be_creating_is_waited_for(node: NodeDouble, looks: Looks) -> None:
+async def test_sandbox_that_the_kubelet_may_be_creating_is_waited_for(node: NodeDouble, snapshots: Snapshots) -> None:
     """A container has killed the sandbox, and the network of the next one takes minutes. The runtime does not list the
     sandbox before it is ready, and a deletion does not stop the kubelet from starting containers in it."""
     node.run(OLD)
-    await looks.see()
+    await snapshots.see()
     node.end(OLD)
-    await looks.see()
+    await snapshots.see()
     node.delete(OLD)
     for _ in range(48):
-        assert await looks.see() == [], "four minutes without a trace of the next sandbox"
+        assert await snapshots.see() == [], "four minutes without a trace of the next sandbox"
     node.sandboxes[OLD], node.containers[OLD] = [NOT_READY, READY], [EXITED, RUNNING]
-    assert await looks.see() == []
-    assert await looks.see() == []
+    assert await snapshots.see() == []
+    assert await snapshots.see() == []
     node.end(OLD)
-    assert await looks.see() == []
-    assert await looks.see() == [OLD], "one sync makes one sandbox"
+    assert await snapshots.see() == []
+    assert await snapshots.see() == [OLD], "one sync makes one sandbox"
 
 
-async def test_pod_without_a_ready_sandbox_ends_after_the_longest_sync(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_without_a_ready_sandbox_ends_after_the_longest_sync(node: NodeDouble, snapshots: Snapshots) -> None:
     node.run(OLD)
-    await looks.see()
+    await snapshots.see()
     node.delete(OLD)
     node.end(OLD)
-    assert await looks.see() == []
-    assert await looks.see(MAX_SYNC_DURATION.total_seconds() - 0.1) == []
-    assert await looks.see(0.1) == [OLD]
+    assert await snapshots.see() == []
+    assert await snapshots.see(MAX_SYNC_DURATION.total_seconds() - 0.1) == []
+    assert await snapshots.see(0.1) == [OLD]
 
 
-async def test_longest_sync_counts_from_the_end_of_the_last_container(node: NodeDouble, looks: Looks) -> None:
+async def test_longest_sync_counts_from_the_end_of_the_last_container(node: NodeDouble, snapshots: Snapshots) -> None:
     """A sync that creates a new sandbox first ends the containers of the old one, with their grace period."""
     node.run(OLD)
     node.delete(OLD)
     node.sandboxes[OLD] = [NOT_READY]
     for _ in range(2):
-        assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
+        assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
     node.end(OLD)
-    assert await looks.see() == []
-    assert await looks.see() == []
-    assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
+    assert await snapshots.see() == []
+    assert await snapshots.see() == []
+    assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
 
 
 async def test_sandbox_ready_only_while_the_kubelet_named_the_pod_proves_nothing(
-    node: NodeDouble, looks: Looks
+    node: NodeDouble, snapshots: Snapshots
 ) -> None:
     node.run(OLD)
     for _ in range(3):
-        await looks.see()
+        await snapshots.see()
     node.delete(OLD)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_sandbox_ready_only_during_the_deletion_proves_nothing(node: NodeDouble, looks: Looks) -> None:
+async def test_sandbox_ready_only_during_the_deletion_proves_nothing(node: NodeDouble, snapshots: Snapshots) -> None:
     """A sync that has begun checks the sandbox a moment later, and may find it dead."""
     node.run(OLD)
     node.delete(OLD)
-    await looks.see()
-    await looks.see(4.9)
+    await snapshots.see()
+    await snapshots.see(4.9)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_snapshot_counts_from_its_beginning(node: NodeDouble, looks: Looks) -> None:
+async def test_snapshot_counts_from_its_beginning(node: NodeDouble, snapshots: Snapshots) -> None:
     """The kubelet and the runtime may respond slowly, with data as old as the request."""
     node.run(OLD)
     node.delete(OLD)
-    await looks.see()
-    await looks.see(1, lasting=10)
+    await snapshots.see()
+    await snapshots.see(1, lasting=10)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_two_ready_sandboxes_prove_nothing(node: NodeDouble, looks: Looks) -> None:
+async def test_two_ready_sandboxes_prove_nothing(node: NodeDouble, snapshots: Snapshots) -> None:
     """The kubelet ends both and creates a new one."""
     node.run(OLD)
     node.sandboxes[OLD] = [READY, READY]
-    await looks.see_deleted(OLD)
+    await snapshots.see_deleted(OLD)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_sandbox_proof_is_reset_when_the_kubelet_names_the_pod_again(node: NodeDouble, looks: Looks) -> None:
+async def test_sandbox_proof_is_reset_when_the_kubelet_names_the_pod_again(
+    node: NodeDouble, snapshots: Snapshots
+) -> None:
     node.run(OLD)
-    await looks.see_deleted(OLD)
+    await snapshots.see_deleted(OLD)
     node.wanted.add("old")
-    await looks.see()
+    await snapshots.see()
     node.delete(OLD)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_pod_that_the_kubelet_names_has_not_ended(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_that_the_kubelet_names_has_not_ended(node: NodeDouble, snapshots: Snapshots) -> None:
     """It may wait for a volume, or for the time to restart a container."""
     node.end(OLD)
     node.wanted.add("old")
     for _ in range(3):
-        assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
+        assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_pod_that_was_never_observed_has_not_ended(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_that_was_never_observed_has_not_ended(node: NodeDouble, snapshots: Snapshots) -> None:
     """The kubelet may not know the pod yet."""
     for _ in range(3):
-        assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
+        assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_pod_that_returns_between_two_snapshots_has_not_ended(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_that_returns_between_two_snapshots_has_not_ended(node: NodeDouble, snapshots: Snapshots) -> None:
     node.run(OLD)
-    await looks.see_deleted(OLD)
+    await snapshots.see_deleted(OLD)
     node.end(OLD)
-    await looks.see()
+    await snapshots.see()
     node.sandboxes[OLD] = [NOT_READY, READY]
-    assert await looks.see() == []
+    assert await snapshots.see() == []
     node.clear(OLD)
-    assert await looks.see() == []
-    assert await looks.see() == [OLD]
+    assert await snapshots.see() == []
+    assert await snapshots.see() == [OLD]
 
 
-async def test_pod_ended_before_the_first_snapshot_is_known_by_its_remains(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_ended_before_the_first_snapshot_is_known_by_its_remains(
+    node: NodeDouble, snapshots: Snapshots
+) -> None:
     node.end(OLD)
-    await looks.see()
-    assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
+    await snapshots.see()
+    assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
 
 
-async def test_new_pod_with_the_same_name_delays_the_end_of_the_old_one(node: NodeDouble, looks: Looks) -> None:
+async def test_new_pod_with_the_same_name_delays_the_end_of_the_old_one(node: NodeDouble, snapshots: Snapshots) -> None:
     node.end(OLD)
-    await looks.see()
+    await snapshots.see()
     node.wanted.add("old")
-    assert await looks.see(MAX_SYNC_DURATION.total_seconds()) == []
+    assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_ended_pods_are_forgotten_after_a_time_and_above_a_limit(node: NodeDouble, looks: Looks) -> None:
+async def test_ended_pods_are_forgotten_after_a_time_and_above_a_limit(node: NodeDouble, snapshots: Snapshots) -> None:
     for number in range(MAX_PODS + 3):
         node.end(f"uid-{number}")
-    await looks.see()
-    ended = await looks.see(MAX_SYNC_DURATION.total_seconds())
+    await snapshots.see()
+    ended = await snapshots.see(MAX_SYNC_DURATION.total_seconds())
     assert len(ended) == MAX_PODS + 3, "the runtime has something of them all the same"
     for number in range(MAX_PODS + 3):
         node.clear(f"uid-{number}")
-    assert len(await looks.see()) == MAX_PODS
-    assert await looks.see(RETENTION.total_seconds()) == []
-    assert await looks.see() == []
+    assert len(await snapshots.see()) == MAX_PODS
+    assert await snapshots.see(RETENTION.total_seconds()) == []
+    assert await snapshots.see() == []

@@ -164,7 +164,7 @@ class Attester:
                 log.warning("node not attested", node=self.node, problem=str(exc), again_in=pause.total_seconds())
                 await sleep(BACKOFF.jittered(pause))
             else:
-                log.info("node proven", node=self.node, hash=proven.hash, until=proven.until)
+                log.info("node attested", node=self.node, hash=proven.hash, until=proven.until)
                 failures = 0
                 await sleep(BACKOFF.jittered(proven.half_life))
 
@@ -279,7 +279,7 @@ async def attest(settings: Settings, *, once: bool = False) -> None:
     reporter = end_reporter(settings, one)
     if once:
         proven = await one.attest()
-        log.info("node proven", node=one.node, hash=proven.hash, until=proven.until)
+        log.info("node attested", node=one.node, hash=proven.hash, until=proven.until)
         return
     running = asyncio.ensure_future(one.run())
     beside = [asyncio.ensure_future(log_gpus(one.node))]

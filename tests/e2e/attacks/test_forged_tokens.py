@@ -24,11 +24,11 @@ from tests.evidence.jwt.tokens import (
     RS256,
     TRUST_DOMAIN,
     SigningKey,
+    assemble,
     claims,
     document,
     evidence_id,
     header,
-    put_together,
     seconds,
 )
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
@@ -76,7 +76,7 @@ def random_cases(rng: random.Random, nonce: str, now: datetime, number: int) -> 
         odd = {name: rng.choice(values) for name, values in rng.sample(oddities(nonce, now), rng.randrange(4))}
         head = {name: value for name, value in odd.items() if name in HEADER}
         said = {name: value for name, value in odd.items() if name not in HEADER}
-        text = put_together(header(key, **head), claims(nonce, now, **said), key)
+        text = assemble(header(key, **head), claims(nonce, now, **said), key)
         yield Case(f"random {at}: {key.key_id} {odd}", text)
         place = rng.randrange(len(text))
         yield Case(f"random {at}, bent at {place}", text[:place] + rng.choice(letters) + text[place + 1 :])
@@ -108,7 +108,7 @@ def corpus(rng: random.Random, world: World, number: int = 300) -> list[Case]:
     good = [
         Case(
             f"good, {key.algorithm} {at}",
-            put_together(header(key), claims(world.ours(), world.now, iat=world.at(seconds=-at)), key),
+            assemble(header(key), claims(world.ours(), world.now, iat=world.at(seconds=-at)), key),
             is_good=True,
         )
         for key in (KEY, *KEYS)

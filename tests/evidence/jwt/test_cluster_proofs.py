@@ -42,46 +42,46 @@ class Nodes:
         return self.born_at.get(name)
 
 
-class Place:
+class Setup:
     """One cluster, and as many proof stores for it as a test wants."""
 
     def __init__(self) -> None:
         self.now = NOW
         self.objects, self.nodes = FakeObjects(), Nodes()
 
-    def book(self) -> ProofStore:
+    def proofs(self) -> ProofStore:
         raise NotImplementedError
 
-    async def kept(self, name: str = "node-a") -> Evidence | None:
+    async def stored(self, name: str = "node-a") -> Evidence | None:
         raise NotImplementedError
 
 
-class InMemory(Place):
+class InMemory(Setup):
     def __init__(self) -> None:
         super().__init__()
         self._book = MemoryProofs(lambda: self.nodes.born_at.keys(), lambda: self.now, SKEW)
 
-    def book(self) -> MemoryProofs:
+    def proofs(self) -> MemoryProofs:
         return self._book
 
-    async def kept(self, name: str = "node-a") -> Evidence | None:
+    async def stored(self, name: str = "node-a") -> Evidence | None:
         """The accepted proof; the reported one begins one skew earlier."""
         told = (await self._book.poll()).get(name)
         return told if told is None or told.since is None else evolve(told, since=told.since + SKEW)
 
 
-class InCluster(Place):
-    def book(self) -> ClusterProofs:
+class InCluster(Setup):
+    def proofs(self) -> ClusterProofs:
         return ClusterProofs(self.objects, self.nodes, SKEW)
 
-    async def kept(self, name: str = "node-a") -> Evidence | None:
+    async def stored(self, name: str = "node-a") -> Evidence | None:
         raw = await self.objects.get(name)
         return None if raw is None else entry_in(raw, "jwt-svid")
 
 
 @pytest.fixture(params=[InMemory, InCluster])
-def place(request: pytest.FixtureRequest) -> Place:
-    made: Place = request.param()
+def setup(request: pytest.FixtureRequest) -> Setup:
+    made: Setup = request.param()
     return made
 
 
@@ -98,15 +98,15 @@ async def refused(attempt: Awaitable[None]) -> bool:
     return False
 
 
-async def test_accepted_proof_is_stored(place: Place) -> None:
-    await place.book().accept(proof())
-    assert await place.kept() == proof()
+async def test_accepted_proof_is_stored(setup: Setup) -> None:
+    await setup.proofs().accept(proof())
+    assert await setup.stored() == proof()
 
 
-async def test_later_proof_replaces_an_earlier_one(place: Place) -> None:
-    await place.book().accept(proof())
-    await place.book().accept(proof(1, "n1", hash=OTHER_HASH))
-    assert await place.kept() == proof(1, "n1", hash=OTHER_HASH)
+async def test_later_proof_replaces_an_earlier_one(setup: Setup) -> None:
+    await setup.proofs().accept(proof())
+    await setup.proofs().accept(proof(1, "n1", hash=OTHER_HASH))
+    assert await setup.stored() == proof(1, "n1", hash=OTHER_HASH)
 
 
 @pytest.mark.parametrize(
@@ -132,94 +132,94 @@ async def test_later_proof_replaces_an_earlier_one(place: Place) -> None:
         "nobody knows when it was challenged",
     ],
 )
-async def test_proof_is_accepted_once_across_replicas(place: Place, again: Evidence) -> None:
-    await place.book().accept(proof())
+async def test_proof_is_accepted_once_across_replicas(setup: Setup, again: Evidence) -> None:
+    await setup.proofs().accept(proof())
     with pytest.raises(ReplayedProofError):
-        await place.book().accept(again)
-    assert await place.kept() == proof()
+        await setup.proofs().accept(again)
+    assert await setup.stored() == proof()
 
 
 @pytest.mark.defect("S0-2")
-async def test_challenge_is_answered_once_although_its_token_is_signed_again(place: Place) -> None:
-    await place.book().accept(proof(0, "n0", challenged=0))
-    await place.book().accept(proof(1, "n1", challenged=0.5))
+async def test_challenge_is_answered_once_although_its_token_is_signed_again(setup: Setup) -> None:
+    await setup.proofs().accept(proof(0, "n0", challenged=0))
+    await setup.proofs().accept(proof(1, "n1", challenged=0.5))
     for at, nonce, challenged in ((2, "n0", 0), (3, "n1", 0.5), (4, "n0", 0)):
         with pytest.raises(ReplayedProofError):
-            await place.book().accept(proof(at, nonce, challenged=challenged))
-    await place.book().accept(proof(5, "n2", challenged=0.501))
+            await setup.proofs().accept(proof(at, nonce, challenged=challenged))
+    await setup.proofs().accept(proof(5, "n2", challenged=0.501))
 
 
-async def test_later_proof_is_accepted_after_one_without_challenge_time(place: Place) -> None:
+async def test_later_proof_is_accepted_after_one_without_challenge_time(setup: Setup) -> None:
     """Proofs of an older version."""
-    await place.book().accept(evolve(proof(), challenged=None))
+    await setup.proofs().accept(evolve(proof(), challenged=None))
     for again in (proof(1, "n0", challenged=-1), proof(0, "n1")):
         with pytest.raises(ReplayedProofError):
-            await place.book().accept(again)
-    await place.book().accept(proof(1, "n1", challenged=-1))
-    assert await place.kept() == proof(1, "n1", challenged=-1)
+            await setup.proofs().accept(again)
+    await setup.proofs().accept(proof(1, "n1", challenged=-1))
+    assert await setup.stored() == proof(1, "n1", challenged=-1)
 
 
-async def test_each_node_has_its_own_proof(place: Place) -> None:
-    await place.book().accept(proof(5))
-    await place.book().accept(proof(0, node="node-b"))
-    assert [await place.kept("node-a"), await place.kept("node-b")] == [proof(5), proof(0, node="node-b")]
+async def test_each_node_has_its_own_proof(setup: Setup) -> None:
+    await setup.proofs().accept(proof(5))
+    await setup.proofs().accept(proof(0, node="node-b"))
+    assert [await setup.stored("node-a"), await setup.stored("node-b")] == [proof(5), proof(0, node="node-b")]
 
 
-async def test_one_of_concurrent_identical_proofs_is_accepted(place: Place) -> None:
-    await place.book().accept(proof(-1, "before"))
-    answers = await asyncio.gather(*(refused(place.book().accept(proof())) for _ in range(5)))
+async def test_one_of_concurrent_identical_proofs_is_accepted(setup: Setup) -> None:
+    await setup.proofs().accept(proof(-1, "before"))
+    answers = await asyncio.gather(*(refused(setup.proofs().accept(proof())) for _ in range(5)))
     assert sorted(answers) == [False, True, True, True, True]
 
 
-async def test_proof_of_a_missing_node_is_rejected(place: Place) -> None:
+async def test_proof_of_a_missing_node_is_rejected(setup: Setup) -> None:
     with pytest.raises(UnknownNodeError):
-        await place.book().accept(proof(node="node-x"))
-    assert await place.kept("node-x") is None
+        await setup.proofs().accept(proof(node="node-x"))
+    assert await setup.stored("node-x") is None
 
 
-async def made_anew(place: Place) -> None:
+async def recreate_node(setup: Setup) -> None:
     """The node is deleted and another one with its name is created, and both are observed."""
-    place.nodes.born_at.pop("node-a")
-    await place.kept()
-    place.now = NOW + 10 * SECOND
-    place.nodes.born_at["node-a"] = place.now
-    await place.kept()
+    setup.nodes.born_at.pop("node-a")
+    await setup.stored()
+    setup.now = NOW + 10 * SECOND
+    setup.nodes.born_at["node-a"] = setup.now
+    await setup.stored()
 
 
 @pytest.mark.parametrize("at", [0, 9, 10, 15], ids=["before", "just before", "at that moment", "within the skew"])
-async def test_proof_of_an_earlier_node_with_that_name_is_rejected(place: Place, at: float) -> None:
-    await place.kept()
-    await made_anew(place)
+async def test_proof_of_an_earlier_node_with_that_name_is_rejected(setup: Setup, at: float) -> None:
+    await setup.stored()
+    await recreate_node(setup)
     with pytest.raises(UnknownNodeError, match="before the Node was created"):
-        await place.book().accept(proof(at))
-    await place.book().accept(proof(16, "n1"))
-    assert await place.kept() == proof(16, "n1")
+        await setup.proofs().accept(proof(at))
+    await setup.proofs().accept(proof(16, "n1"))
+    assert await setup.stored() == proof(16, "n1")
 
 
 async def test_proof_in_memory_ends_with_its_node_and_cannot_be_replayed() -> None:
-    place = InMemory()
-    await place.book().accept(proof())
-    await made_anew(place)
-    assert await place.kept() is None
+    setup = InMemory()
+    await setup.proofs().accept(proof())
+    await recreate_node(setup)
+    assert await setup.stored() is None
     with pytest.raises(UnknownNodeError):
-        await place.book().accept(proof())
+        await setup.proofs().accept(proof())
 
 
 async def test_entries_of_other_sources_stay(cluster: InCluster) -> None:
     entry = {"hash": HASH, "banned": False, "conflict": False}
     cluster.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": {"static": entry}}})
-    await cluster.book().accept(proof())
+    await cluster.proofs().accept(proof())
     assert set(cluster.objects.objects["node-a"]["status"]["sources"]) == {"static", "jwt-svid"}
 
 
 async def test_write_conflict_with_another_source_is_retried(cluster: InCluster) -> None:
     cluster.objects.put({"metadata": {"name": "node-a"}})
     cluster.objects.overtaken = 2
-    await cluster.book().accept(proof())
-    assert await cluster.kept() == proof()
+    await cluster.proofs().accept(proof())
+    assert await cluster.stored() == proof()
 
 
-class Overtaken(FakeObjects):
+class ConflictingObjects(FakeObjects):
     """Between our read and our write, another replica writes the same proof."""
 
     def __init__(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
@@ -235,7 +235,7 @@ class Overtaken(FakeObjects):
 
 async def test_write_conflict_with_the_same_proof_is_a_replay() -> None:
     nodes = Nodes()
-    objects = Overtaken(lambda: ClusterProofs(objects, nodes, SKEW).accept(proof()))
+    objects = ConflictingObjects(lambda: ClusterProofs(objects, nodes, SKEW).accept(proof()))
     with pytest.raises(ReplayedProofError):
         await ClusterProofs(objects, nodes, SKEW).accept(proof())
     assert objects.done == ["create node-a", "status node-a"]
@@ -249,13 +249,13 @@ async def test_proof_that_cannot_be_stored_is_not_accepted(cluster: InCluster, f
     cluster.objects.refused = {"node-a"} if fault == "refused" else set()
     cluster.objects.overtaken = 99 if fault == "overtaken for ever" else 0
     with pytest.raises(EvidenceUnavailableError) as caught:
-        await cluster.book().accept(proof())
+        await cluster.proofs().accept(proof())
     assert isinstance(caught.value.__cause__, (StoreUnavailableError, RefusedError, StaleError))
 
 
 async def test_unreadable_entry_is_replaced_by_a_proof(cluster: InCluster) -> None:
-    await cluster.book().accept(proof())
+    await cluster.proofs().accept(proof())
     for entry in ({"banned": True, "conflict": False}, {"hash": 1}):
         cluster.objects.status("node-a", sources={"jwt-svid": entry})
-        await cluster.book().accept(proof())
-        assert await cluster.kept() == proof()
+        await cluster.proofs().accept(proof())
+        assert await cluster.stored() == proof()

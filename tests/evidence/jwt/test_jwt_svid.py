@@ -15,12 +15,12 @@ from tests.evidence.jwt.tokens import (
     RS256,
     TRUST_DOMAIN,
     SigningKey,
+    assemble,
     b64,
     claims,
     document,
     evidence_id,
     header,
-    put_together,
     seconds,
     token,
 )
@@ -69,7 +69,7 @@ def test_valid_token_proves_its_node(key: SigningKey) -> None:
     ],
 )
 def test_optional_claims_and_headers_are_accepted(bad: dict[str, str | None]) -> None:
-    text = put_together(header(KEY, **bad), claims(nonce(), NOW, iss="https://spire", jti="1"), KEY)
+    text = assemble(header(KEY, **bad), claims(nonce(), NOW, iss="https://spire", jti="1"), KEY)
     assert proven(text).evidence_id.node == "node-a"
 
 
@@ -94,7 +94,7 @@ VALUES = st.recursive(
 def test_token_without_a_valid_signature_is_rejected(head: Raw, said: Raw) -> None:
     """Changes members of a valid token, so that each check is reached; any other error than a rejection would be a
     500."""
-    text = put_together({**header(KEY), **head}, {**claims(nonce(), NOW), **said}, FOREIGN)
+    text = assemble({**header(KEY), **head}, {**claims(nonce(), NOW), **said}, FOREIGN)
     with pytest.raises(BadTokenError):
         proven(text)
 

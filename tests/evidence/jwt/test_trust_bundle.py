@@ -73,7 +73,7 @@ async def test_bundle_with_a_lower_sequence_is_rejected() -> None:
     assert scene.told == ["renewed", "renewed", "refused"]
 
 
-class Forgetful(MemoryBundleVersions):
+class ResettableVersions(MemoryBundleVersions):
     """The version is in an object that a user may delete."""
 
     def forget(self) -> None:
@@ -82,12 +82,12 @@ class Forgetful(MemoryBundleVersions):
 
 async def test_reset_version_is_accepted_without_a_restart() -> None:
     """A rebuilt SPIRE Server starts at sequence 1."""
-    scene, marks = Scene(KEY, sequence=700), Forgetful()
-    scene.bundle = TrustBundle(scene, lambda: scene.now, HOUR, scene.told.append, marks)
+    scene, versions = Scene(KEY, sequence=700), ResettableVersions()
+    scene.bundle = TrustBundle(scene, lambda: scene.now, HOUR, scene.told.append, versions)
     await scene.bundle.refresh()
     scene.document = document(OTHER, sequence=1)
     await scene.bundle.refresh()
-    marks.forget()
+    versions.forget()
     await scene.bundle.refresh()
     assert [await scene.has("key-1"), await scene.has("key-2")] == [False, True]
     assert scene.told == ["renewed", "refused", "renewed"]

@@ -96,7 +96,7 @@ def claims(nonce: str, now: datetime, **members: Any) -> Raw:
     return {name: value for name, value in (said | members).items() if value is not None}
 
 
-def put_together(raw_header: bytes | Mapping[str, Any], raw_claims: bytes | Mapping[str, Any], key: SigningKey) -> str:
+def assemble(raw_header: bytes | Mapping[str, Any], raw_claims: bytes | Mapping[str, Any], key: SigningKey) -> str:
     """A token of exactly these parts, signed."""
     signed = ".".join(
         b64(part if isinstance(part, bytes) else json.dumps(part).encode()) for part in (raw_header, raw_claims)
@@ -105,7 +105,7 @@ def put_together(raw_header: bytes | Mapping[str, Any], raw_claims: bytes | Mapp
 
 
 def token(key: SigningKey, nonce: str, now: datetime, **members: Any) -> str:
-    return put_together(header(key), claims(nonce, now, **members), key)
+    return assemble(header(key), claims(nonce, now, **members), key)
 
 
 def hs256(key: SigningKey, nonce: str, now: datetime, secret: bytes, **members: Any) -> str:

@@ -46,20 +46,20 @@ def rows_of(raws: Sequence[Any], rules: AgentRules = RULES) -> list[AgentRow]:
     return [row for row in read if row is not None]
 
 
-def said(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> dict[str, Evidence | None]:
+def evidence_from(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> dict[str, Evidence | None]:
     rows = rows_of(raws, rules)
     doubts = AgentHistory(rules).distrusted(rows, now)
     return {node: combined_evidence(node, of_node, rules, doubts, now) for node, of_node in by_node(rows).items()}
 
 
 def state(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> EvidenceState:
-    return state_of(said(raws, now, rules).get("node-a"), now)
+    return state_of(evidence_from(raws, now, rules).get("node-a"), now)
 
 
 def test_evidence_is_dated_to_the_earliest_possible_attestation() -> None:
     """It ends at the time of attestation plus the maximum age; it begins early enough for slow clocks."""
     attested_at = NOW - timedelta(minutes=10)
-    assert said([attested(timedelta(minutes=10))]) == {
+    assert evidence_from([attested(timedelta(minutes=10))]) == {
         "node-a": Evidence("node-a", "aa11", "spire-server", attested_at - SKEW, attested_at + MAX_AGE)
     }
 
@@ -152,7 +152,7 @@ def test_ignored_agents_prove_nothing(raw: Any) -> None:
 @pytest.mark.parametrize("hash", ["AA11", "Aa11", "sha256:aa11", "aa1"])
 def test_hash_is_reported_unchanged(hash: str) -> None:
     """A pod that asks for `aa11` does not get a node with a similar hash."""
-    (word,) = said([attested(timedelta(0), "node-a", hash)]).values()
+    (word,) = evidence_from([attested(timedelta(0), "node-a", hash)]).values()
     assert word is not None
     assert word.hash == hash
 
@@ -214,7 +214,7 @@ def test_hash_and_node_come_from_the_same_agent() -> None:
 
 
 def test_newest_of_agreeing_agents_counts() -> None:
-    (word,) = said([attested(timedelta(minutes=39)), other(timedelta(minutes=1))]).values()
+    (word,) = evidence_from([attested(timedelta(minutes=39)), other(timedelta(minutes=1))]).values()
     assert word is not None
     assert word.until == NOW - timedelta(minutes=1) + MAX_AGE
 
@@ -226,11 +226,11 @@ def test_ban_counts_without_a_valid_expiry(expires_at: int) -> None:
 
 
 def test_ban_affects_only_its_node() -> None:
-    words = said([attested(banned=True), attested(NOTHING, "node-b", "bb22")])
+    words = evidence_from([attested(banned=True), attested(NOTHING, "node-b", "bb22")])
     assert {node: state_of(word, NOW).value for node, word in words.items()} == {"node-a": "banned", "node-b": "fresh"}
 
 
-def seen(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
+def states_after(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
     """The evidence of a node whose agent has these serial numbers one after the other."""
     watchfulness, found = AgentHistory(RULES), []
     for number, serial in enumerate(serials):
@@ -242,7 +242,12 @@ def seen(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
 
 def test_two_machines_with_one_key_are_detected_by_serial_numbers() -> None:
     """Each machine re-attests as soon as it sees the other's certificate in place of its own."""
-    assert [one.value for one in seen(["1", "2", "3", "4"], 5 * SECOND)] == ["fresh", "fresh", "fresh", "conflict"]
+    assert [one.value for one in states_after(["1", "2", "3", "4"], 5 * SECOND)] == [
+        "fresh",
+        "fresh",
+        "fresh",
+        "conflict",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -254,12 +259,12 @@ def test_two_machines_with_one_key_are_detected_by_serial_numbers() -> None:
     ],
 )
 def test_one_machine_is_not_detected_as_two(serials: Sequence[str], apart: timedelta) -> None:
-    assert set(seen(serials, apart)) == {EvidenceState.FRESH}
+    assert set(states_after(serials, apart)) == {EvidenceState.FRESH}
 
 
 def test_shared_key_detection_ends_when_the_serials_settle() -> None:
     serials = ["1", "2", "3", "4", "4", "4", "4", "4"]
-    found = seen(serials, TTL / 16)
+    found = states_after(serials, TTL / 16)
     assert found[3] is EvidenceState.CONFLICT
     assert found[-1] is EvidenceState.FRESH
 

@@ -244,12 +244,12 @@ async def test_new_leader_gets_no_earlier_answer(scene: Scene) -> None:
         await scene.provider.poll()
     scene.spire.answers.set()
 
-    async def is_told() -> bool:
+    async def has_warning() -> bool:
         with suppress(EvidenceUnavailableError):
             return await scene.provider.poll() == before
         return False
 
-    await until(is_told)
+    await until(has_warning)
 
 
 async def test_new_leader_gets_no_answer_to_an_earlier_request(scene: Scene) -> None:

@@ -26,14 +26,14 @@ def objects() -> FakeObjects:
 
 
 @pytest.fixture(params=["own", "cluster"])
-def marks(request: pytest.FixtureRequest, objects: FakeObjects) -> BundleVersions:
+def versions(request: pytest.FixtureRequest, objects: FakeObjects) -> BundleVersions:
     return MemoryBundleVersions() if request.param == "own" else ClusterBundleVersions(objects, NAME)
 
 
 @pytest.mark.parametrize("later", [bundle(7), bundle(8), bundle(8, KEY, OTHER), bundle(700, OTHER)])
-async def test_later_version_is_accepted(marks: BundleVersions, later: JwtBundle) -> None:
-    await marks.advance(bundle(7))
-    await marks.advance(later)
+async def test_later_version_is_accepted(versions: BundleVersions, later: JwtBundle) -> None:
+    await versions.advance(bundle(7))
+    await versions.advance(later)
 
 
 @pytest.mark.parametrize(
@@ -41,23 +41,23 @@ async def test_later_version_is_accepted(marks: BundleVersions, later: JwtBundle
     [bundle(6), bundle(0), bundle(7, KEY, OTHER), bundle(7, OTHER), bundle(None)],
     ids=["lower", "none", "one more key", "another key", "unnumbered"],
 )
-async def test_earlier_version_is_rejected(marks: BundleVersions, older: JwtBundle) -> None:
-    await marks.advance(bundle(7))
+async def test_earlier_version_is_rejected(versions: BundleVersions, older: JwtBundle) -> None:
+    await versions.advance(bundle(7))
     for _ in range(2):
         with pytest.raises(BadBundleError):
-            await marks.advance(older)
-    await marks.advance(bundle(7))
+            await versions.advance(older)
+    await versions.advance(bundle(7))
 
 
-async def test_bundles_without_a_sequence_are_not_ordered(marks: BundleVersions) -> None:
+async def test_bundles_without_a_sequence_are_not_ordered(versions: BundleVersions) -> None:
     for one in (bundle(None), bundle(None, OTHER), bundle(1)):
-        await marks.advance(one)
+        await versions.advance(one)
 
 
-async def test_bundle_without_a_key_is_rejected(marks: BundleVersions) -> None:
+async def test_bundle_without_a_key_is_rejected(versions: BundleVersions) -> None:
     with pytest.raises(BadBundleError):
-        await marks.advance(parse_bundle(document(sequence=9)))
-    await marks.advance(bundle(8))
+        await versions.advance(parse_bundle(document(sequence=9)))
+    await versions.advance(bundle(8))
 
 
 # In a cluster.
@@ -77,10 +77,10 @@ async def test_same_version_is_written_once(objects: FakeObjects) -> None:
 
 
 async def test_deleting_the_object_resets_the_version(objects: FakeObjects) -> None:
-    marks = ClusterBundleVersions(objects, NAME)
-    await marks.advance(bundle(700))
+    versions = ClusterBundleVersions(objects, NAME)
+    await versions.advance(bundle(700))
     objects.remove(NAME)
-    await marks.advance(bundle(1, OTHER))
+    await versions.advance(bundle(1, OTHER))
     with pytest.raises(BadBundleError):
         await ClusterBundleVersions(objects, NAME).advance(bundle(0, OTHER))
 
@@ -101,7 +101,7 @@ async def test_version_write_conflict_is_retried(objects: FakeObjects) -> None:
         await ClusterBundleVersions(objects, NAME).advance(bundle(7))
 
 
-class Overtaken(FakeObjects):
+class ConflictingObjects(FakeObjects):
     """Between our read and our write, another replica writes a later version."""
 
     async def replace_status(self, raw: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Overtaken(FakeObjects):
 
 
 async def test_version_write_conflict_does_not_revert_a_later_version() -> None:
-    objects = Overtaken()
+    objects = ConflictingObjects()
     await ClusterBundleVersions(objects, NAME).advance(bundle(7))
     with pytest.raises(BadBundleError, match="went back from sequence 9 to 8"):
         await ClusterBundleVersions(objects, NAME).advance(bundle(8))
