@@ -365,7 +365,7 @@ class ClusterLedger:
             if not self.release_reason(one, await self._pod_reader.read_pod(pod)):
                 await self.bind_to_pod(PodProof.CONFIRMED, one.id, pod, node=one.node)
         except (PodReaderUnavailableError, LedgerError) as exc:
-            log.info("not confirmed before its deadline", reservation=one.id, error=type(exc).__name__)
+            log.info("early confirmation failed", reservation=one.id, error=type(exc).__name__)
 
     async def _is_given_up(
         self, one: Reservation, now: datetime, was_never_created: Callable[[Reservation], bool]
@@ -468,7 +468,7 @@ class ClusterLedger:
             try:
                 await self._apply_writes(writer, writes)
             except StoreUnavailableError as exc:
-                log.warning("store away", node=writer.name, exc_info=exc)
+                log.warning("API server unavailable", node=writer.name, exc_info=exc)
             except Exception:  # a bug with one move must not stop the moves behind it
                 log.exception("moves failed", node=writer.name, moves=[type(write.move).__name__ for write in writes])
             finally:  # no caller may wait forever

@@ -225,7 +225,7 @@ class Reconciler:
         try:
             await action
         except (LedgerError, PodReaderUnavailableError) as exc:
-            log.warning("action action left for the next pass", error=type(exc).__name__, **about)
+            log.warning("action left for the next pass", error=type(exc).__name__, **about)
         except Exception:  # a bug with one action must not stop the others
             log.exception("action failed", **about)
 
