@@ -20,7 +20,7 @@ from bench.figures import Target, percentile, typical
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence.jwt.jwt_bundle import parse_bundle
 from webhook.evidence.jwt.jwt_svid import BadTokenError, TokenVerifier, check_signature
-from webhook.evidence.jwt.nonce import PREFIX, Nonces, one_process_only
+from webhook.evidence.jwt.nonce import PREFIX, Nonces, process_key
 from webhook.runtime.clock import utc_now
 
 Raw = dict[str, Any]
@@ -71,16 +71,16 @@ def signers() -> list[Signer]:
 def run(plan: Plan) -> Raw:
     made = signers()
     keys = parse_bundle(json.dumps({"keys": [one.jwk for one in made]}).encode()).keys
-    nonces = Nonces(one_process_only(), SKEW)
-    examiner = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
+    nonces = Nonces(process_key(), SKEW)
+    verifier = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
 
     def verify(token: str) -> None:
-        proof = examiner.examined(token, utc_now())
+        proof = verifier.check_claims(token, utc_now())
         check_signature(proof, keys[proof.token.key_id])
 
     def turn_down(token: str) -> None:
         try:
-            examiner.examined(token, utc_now())
+            verifier.check_claims(token, utc_now())
         except BadTokenError:
             return
         raise AssertionError(token)

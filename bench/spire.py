@@ -120,7 +120,7 @@ async def one_round(plan: Plan, directory: Path) -> dict[str, float]:
         identity = OwnIdentity(socket, TRUST_DOMAIN, clock)
         server = TcpServer("127.0.0.1", spire.port, TRUST_DOMAIN, identity)
         patience = timedelta(minutes=1)
-        provider = SpireServer(server, RULES, clock, timedelta(seconds=1), patience=patience, deadline=patience)
+        provider = SpireServer(server, RULES, clock, timedelta(seconds=1), poll_timeout=patience, deadline=patience)
 
         async def polled() -> float:
             clock.now += timedelta(seconds=1)

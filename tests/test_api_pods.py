@@ -83,30 +83,30 @@ async def test_a_pod_is_read_for_certain(api_server: ApiServer, pods: ApiPods) -
     found = await pods.find("ml", "train-0")
     assert found == Pod.parse(DRESSED)
     assert await pods.uid_of("ml", "train-0") == builders.POD_UID
-    assert await pods.look(THE_POD) is not None
-    assert await pods.contradicts(THE_POD, HELD) is None
+    assert await pods.read_pod(THE_POD) is not None
+    assert await pods.find_mismatch(THE_POD, HELD) is None
     assert set(api_server.asked) == {"/api/v1/namespaces/ml/pods/train-0"}
 
 
 async def test_another_pod_of_the_name_is_not_this_one(api_server: ApiServer, pods: ApiPods) -> None:
     api_server.says(200, builders.created(POD, uid="another"))
-    assert await pods.look(THE_POD) is None
-    assert await pods.contradicts(THE_POD, HELD) == "pod ml/train-0 has another uid"
+    assert await pods.read_pod(THE_POD) is None
+    assert await pods.find_mismatch(THE_POD, HELD) == "pod ml/train-0 has another uid"
 
 
 async def test_a_pod_that_carries_another_reservation_is_not_the_one_told(api_server: ApiServer, pods: ApiPods) -> None:
     api_server.says(200, DRESSED)
     other = evolve(HELD, id=ReservationId("r2"))
     said = f"pod ml/train-0 carries reservation {builders.REVIEW_UID}, not r2"
-    assert await pods.contradicts(THE_POD, other) == said
+    assert await pods.find_mismatch(THE_POD, other) == said
 
 
 async def test_a_pod_that_is_not_there_is_gone(api_server: ApiServer, pods: ApiPods) -> None:
     api_server.says(404, {"kind": "Status"})
     assert await pods.find("ml", "train-0") is None
-    assert await pods.contradicts(THE_POD, HELD) == "there is no pod ml/train-0"
+    assert await pods.find_mismatch(THE_POD, HELD) == "there is no pod ml/train-0"
     assert await pods.uid_of("ml", "train-0") == ""
-    assert await pods.look(THE_POD) is None
+    assert await pods.read_pod(THE_POD) is None
 
 
 NO_ANSWERS = {
@@ -130,22 +130,22 @@ async def test_what_is_no_answer_proves_no_absence(api_server: ApiServer, pods: 
     with pytest.raises(PodsUnavailableError):
         await pods.find("ml", "train-0")
     with pytest.raises(PodsUnavailableError):
-        await pods.contradicts(THE_POD, HELD)
+        await pods.find_mismatch(THE_POD, HELD)
     with pytest.raises(PodReaderUnavailableError):
-        await pods.look(THE_POD)
+        await pods.read_pod(THE_POD)
 
 
 async def test_a_pod_is_looked_at_whatever_it_carries(api_server: ApiServer, pods: ApiPods) -> None:
     gated = {"schedulingGates": [{"name": "other"}, {"name": keys.QUEUE_GATE}]}
     api_server.says(200, {**POD, "spec": {**POD["spec"], **gated}})
-    assert await pods.look(THE_POD) == PodSnapshot(None, is_gated=True, node="", has_ended=False)
+    assert await pods.read_pod(THE_POD) == PodSnapshot(None, is_gated=True, node="", has_ended=False)
     ended = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {}}}]}
     api_server.says(200, {**POD, "spec": {**POD["spec"], "nodeName": "node-a"}, "status": ended})
-    assert await pods.look(THE_POD) == PodSnapshot(None, is_gated=False, node="node-a", has_ended=True)
+    assert await pods.read_pod(THE_POD) == PodSnapshot(None, is_gated=False, node="node-a", has_ended=True)
     api_server.says(200, builders.created(POD, uid="another"))
-    assert await pods.look(THE_POD) is None
+    assert await pods.read_pod(THE_POD) is None
     api_server.says(404, {"kind": "Status"})
-    assert await pods.look(THE_POD) is None
+    assert await pods.read_pod(THE_POD) is None
 
 
 async def test_a_pod_whose_name_nobody_knows_is_looked_for_in_the_whole_list(
@@ -154,9 +154,9 @@ async def test_a_pod_whose_name_nobody_knows_is_looked_for_in_the_whole_list(
     nameless = evolve(THE_POD, name="")
     listed = {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [POD]}
     api_server.says(200, listed)
-    assert await pods.look(nameless) is not None
+    assert await pods.read_pod(nameless) is not None
     api_server.says(200, {**listed, "items": []})
-    assert await pods.look(nameless) is None
+    assert await pods.read_pod(nameless) is None
 
 
 async def test_nobody_there_proves_no_absence() -> None:
@@ -175,9 +175,9 @@ async def test_a_name_that_no_pod_can_have_leads_nowhere_and_its_pod_is_gone(
     api_server.says(400, {"kind": "Status", "reason": "BadRequest"})
     assert await pods.find("ml", name) is None
     assert await pods.find(name, "train-0") is None
-    assert await pods.look(evolve(THE_POD, namespace=name)) is None
+    assert await pods.read_pod(evolve(THE_POD, namespace=name)) is None
     if name:
-        assert await pods.look(evolve(THE_POD, name=name)) is None
+        assert await pods.read_pod(evolve(THE_POD, name=name)) is None
     assert api_server.asked == []
 
 

@@ -111,11 +111,11 @@ def pods_of_a_kubelet(content: bytes) -> object:
 
 
 def sandboxes_of_a_runtime(content: bytes) -> object:
-    return node_pods.remains_in(content, b"")
+    return node_pods.containers_in(content, b"")
 
 
 def containers_of_a_runtime(content: bytes) -> object:
-    return node_pods.remains_in(b"", content)
+    return node_pods.containers_in(b"", content)
 
 
 def scorers_answer(content: bytes) -> object:

@@ -88,7 +88,7 @@ def trust_bundle(raw: Raw) -> object:
     """The CRD's schema has validated the status."""
     status = raw.get("status")
     is_whole = isinstance(status, dict) and type(status.get("sequence")) is int and isinstance(status.get("keys"), str)
-    mark = node_proofs.mark_in(raw if is_whole else {})
+    mark = node_proofs.version_in(raw if is_whole else {})
     try:
         check_succession(mark, JwtBundle({}, frozenset(), 1))
     except BadBundleError:

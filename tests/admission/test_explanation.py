@@ -14,7 +14,7 @@ from tests.web.house import House, patched
 from webhook.core.near_misses import MOST_KEYS, near_keys
 from webhook.core.reservation import Orphan, PodIdentity, PodProof
 from webhook.ledger.memory import MemoryLedger
-from webhook.ledger.moves import Abandon, Times
+from webhook.ledger.moves import MarkOrphaned, Times
 
 
 async def explained(house: House, raw: Raw) -> Raw:
@@ -63,12 +63,12 @@ async def test_a_namespace_with_too_many_orphans_is_told_so_as_its_next_pod_will
     pod = PodIdentity(held.namespace, "train-0", "uid-0")
     await house.parts.ledger.bind_to_pod(PodProof.REPORTED, held.id, pod)
     orphan = Orphan(builders.NOW, timedelta(hours=1))
-    abandon = Abandon(held.id, pod, held.since, orphan)
+    mark_orphaned = MarkOrphaned(held.id, pod, held.since, orphan)
     assert isinstance(house.parts.ledger, MemoryLedger)
-    house.parts.ledger._index.make(held.node, abandon, builders.NOW, Times(timedelta(0), timedelta(0)))
+    house.parts.ledger._index.make(held.node, mark_orphaned, builders.NOW, Times(timedelta(0), timedelta(0)))
     answer = await explained(house, raw_pod(raw_container(gpus=1)))
     assert (answer["verdict"], answer["reason"]) == ("deny", "NamespaceFull")
-    assert answer["message"].startswith("namespace 'ml' has 1 GPU held by pods that are not there and may still run")
+    assert answer["message"].startswith("namespace 'ml' has 1 GPU held by pods that are gone and may still run")
     assert await creation(house, raw_pod(raw_container(gpus=1))) == ("deny", "NamespaceFull")
 
 

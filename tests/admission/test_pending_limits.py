@@ -18,7 +18,7 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Orphan, PodIdentity, PodProof, Reservation, ReservationId, ReservationRequest
 from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
-from webhook.ledger.moves import Abandon, Times
+from webhook.ledger.moves import MarkOrphaned, Times
 from webhook.runtime.telemetry import Metrics
 
 DEADLINE, SKEW = timedelta(seconds=15), timedelta(seconds=5)
@@ -354,8 +354,8 @@ async def test_a_namespace_with_as_many_gpus_of_pods_that_are_gone_as_it_may_hav
     full = await house.ask(8, patience=SOON)
     assert isinstance(full, Deny)
     assert full.sentence == (
-        "namespace 'ml' has 3 GPUs held by pods that are not there and may still run: with 1 more it would be above 3; "
-        "wait until they are free; who manages reservations may release them (gpuwarden release)"
+        "namespace 'ml' has 3 GPUs held by pods that are gone and may still run: with 1 more it would be above 3; "
+        "wait until they are free, or ask an administrator to release them (gpuwarden release)"
     )
 
 
@@ -376,5 +376,7 @@ async def test_a_claim_without_gpus_is_no_matter_of_orphans() -> None:
 def orphaned(house: House, number: int) -> None:
     """Its pod was deleted by force."""
     (one,) = (one for one in house.ledger.reservations() if one.id == f"r{number}")
-    gone = Abandon(one.id, PodIdentity("ml", f"pod-{number}", f"u{number}"), one.since, Orphan(NOW, timedelta(hours=1)))
+    gone = MarkOrphaned(
+        one.id, PodIdentity("ml", f"pod-{number}", f"u{number}"), one.since, Orphan(NOW, timedelta(hours=1))
+    )
     house.ledger._index.make(one.node, gone, NOW, Times(DEADLINE, SKEW))

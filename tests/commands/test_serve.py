@@ -56,7 +56,7 @@ async def test_it_says_one_line_and_stops_cleanly(tmp_path: Path) -> None:
     assert (code, out) == (0, "")
     events = [json.loads(line)["event"] for line in log.splitlines()]
     assert events[-2:] == ["draining", "stopped"]
-    assert "evidence is static (somebody wrote it down, nothing is attested): for development only" in events
+    assert "evidence is static (configured by hand, nothing is attested): for development only" in events
 
 
 @pytest.mark.defect("S4-21")

@@ -264,8 +264,8 @@ async def test_a_gpu_that_comes_back_is_had_again_and_one_that_nobody_holds_goes
 async def test_a_gpu_on_two_nodes_is_nobodys_until_one_of_them_is_left(scene: Scene) -> None:
     await scene.node(A, said("GPU-twin"))
     await scene.node(B, said("GPU-twin"))
-    assert f"GPU-twin is on {B} too" in await scene.told(A, "DeviceDisputed")
-    assert f"GPU-twin is on {A} too" in await scene.told(B, "DeviceDisputed")
+    assert f"GPU-twin is also on {B}" in await scene.told(A, "DeviceDisputed")
+    assert f"GPU-twin is also on {A}" in await scene.told(B, "DeviceDisputed")
     for name in NAMES:
         await wait_until(lambda name=name: scene.answer(scene.asking(name)), lambda one: not is_admitted(one))  # type: ignore[misc]  # bound now
     await scene.kube.delete(NODES, B)

@@ -90,7 +90,7 @@ class TestClusterLedgerOnTheApiServer(LedgerContract):
 
     async def given_up(self, bench: Bench) -> Collection[Reservation]:
         assert isinstance(bench.ledger, ClusterLedger)
-        return await bench.ledger.collect(bench.now, never_came=lambda _: True)
+        return await bench.ledger.collect(bench.now, was_never_created=lambda _: True)
 
 
 async def test_replicas_that_see_nothing_of_each_other_never_hold_the_same_device(bench: ApiBench) -> None:

@@ -21,7 +21,7 @@ from webhook.kube.events import ApiEvents
 from webhook.kube.paths import GPU_NODES_PATH, PODS_PATH
 from webhook.kube.watch import Watch
 from webhook.ledger.api_pods import ApiPods
-from webhook.ledger.reconcile import PATIENCE as LOST_AFTER
+from webhook.ledger.reconcile import RECHECK_DELAY as LOST_AFTER
 from webhook.ledger.reconcile import BindDeadline, Reconciler
 from webhook.runtime.clock import utc_now
 from webhook.runtime.settings import Settings

@@ -1,4 +1,4 @@
-"""X.509-SVIDs as SPIRE makes them: one URI and nothing else says whose they are."""
+"""X.509-SVIDs as SPIRE issues them: the URI is the only name in the certificate."""
 
 import ssl
 import tempfile
@@ -19,7 +19,7 @@ HOUR = timedelta(hours=1)
 
 @frozen
 class Issued:
-    """A certificate with its key, as the Workload API hands it out."""
+    """A certificate with its key, as the Workload API returns it."""
 
     spiffe_id: str
     chain: bytes
@@ -33,7 +33,7 @@ class Issued:
 
 
 class Authority:
-    """The CA of a trust domain. It has no name that would tell it from another of the same trust domain."""
+    """The CA of a trust domain. Its name does not distinguish it from another CA of the same trust domain."""
 
     def __init__(self, trust_domain: str = "example.org") -> None:
         self.trust_domain = trust_domain
@@ -62,7 +62,7 @@ class Authority:
     def issue(
         self, *uris: str, not_after: datetime | None = None, names_in_der: x509.UnrecognizedExtension | None = None
     ) -> Issued:
-        """`spiffe_id` is the first URI: whoever asks for two wants to see them refused."""
+        """`spiffe_id` is the first URI. Tests issue two to see the certificate rejected."""
         now, key = utc_now(), ec.generate_private_key(ec.SECP256R1())
         builder = (
             x509.CertificateBuilder()
@@ -111,7 +111,7 @@ def key_usage(*, is_ca: bool) -> x509.KeyUsage:
 
 
 def server_context(shown: Issued, trusted: Authority) -> ssl.SSLContext:
-    """As SPIRE Server's: a client certificate is asked for and not required, but if there is one it has to be good."""
+    """Like SPIRE Server's: a client certificate is requested and not required, but must be valid if presented."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["h2"])
     context.verify_mode = ssl.CERT_OPTIONAL

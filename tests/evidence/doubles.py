@@ -1,6 +1,6 @@
-"""A SPIRE Server and a Workload API that speak the same wire, over real connections, with messages of Google's making.
+"""A fake SPIRE Server and a fake Workload API with real connections and messages encoded by Google's protobuf library.
 
-The server's messages are built from the numbers and types of its definitions; the Workload API's are py-spiffe's.
+The server's messages are built from the field numbers and types of its definitions; the Workload API's are py-spiffe's.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ SERVER_ID = f"spiffe://{TRUST_DOMAIN}/spire/server"
 VERIFIER = f"spiffe://{TRUST_DOMAIN}/gpuwarden"
 
 Table = dict[str, tuple[tuple[int, str, str], ...]]
-# Number, name, type; a capital letter begins a message, `*` says repeated.
+# Number, name, type; a capital letter means a message, `*` means repeated.
 TABLE: Table = {
     "SPIFFEID": ((1, "trust_domain", "string"), (2, "path", "string")),
     "Selector": ((1, "type", "string"), (2, "value", "string")),
@@ -56,7 +56,7 @@ TABLE: Table = {
 
 
 def built(table: Table) -> dict[str, Any]:
-    """Classes of Google's protobuf for all messages of the table."""
+    """Classes of Google's protobuf library for all messages in the table."""
     descriptors: Any = import_module("google.protobuf.descriptor_pb2")
     pools: Any = import_module("google.protobuf.descriptor_pool")
     factory: Any = import_module("google.protobuf.message_factory")
@@ -94,7 +94,7 @@ def agent(
     can_reattest: bool = True,
     selectors: list[tuple[str, str]] | None = None,
 ) -> Any:
-    """A row as SPIRE Server shows it: attested by a certificate that names node and hash."""
+    """An agent as SPIRE Server returns it: attested by a certificate that names node and hash."""
     if selectors is None:
         selectors = [("x509pop", "subject:cn:somebody")]
         selectors += [("x509pop", f"san:node-name:{node}")] if node is not None else []
@@ -113,7 +113,7 @@ def agent(
 
 @contextmanager
 def hanging_up(stream: "Stream[Any, Any]") -> Iterator[None]:
-    """A process that ends takes its connections with it."""
+    """The connections of a process end with it."""
     try:
         yield
     except asyncio.CancelledError:
@@ -130,15 +130,15 @@ def at_once() -> asyncio.Event:
 
 @define
 class SpireDouble:
-    """The Agent API, as far as ListAgents. `readers` are those whom the policy lets list agents."""
+    """The ListAgents part of the Agent API. `readers` are the callers that the policy lets list agents."""
 
     agents: list[Any] = field(factory=list)
     readers: set[str] = field(factory=lambda: {VERIFIER})
-    # Called before a page is answered, with its number.
+    # Called with the number of each page before it is sent.
     before_page: Callable[[int], None] = lambda number: None
-    # A frozen server answers nothing while this is not set.
+    # A frozen server does not respond while this is not set.
     answers: asyncio.Event = field(factory=at_once)
-    # From pages to their requests.
+    # From page tokens to their requests.
     requests: list[Any] = field(factory=list)
     callers: list[str | None] = field(factory=list)
     port: int = 0
@@ -181,7 +181,7 @@ class SpireDouble:
         await stream.send_message(self._page(request))
 
     def _page(self, request: Any) -> Any:
-        """A page with agents carries a token, however many follow; the last one is empty, and so is its token."""
+        """Every page with agents has a token, even the last one; then follows an empty page without a token."""
         if request.page_token and not request.page_token.isdigit():
             raise GRPCError(Status.INTERNAL, "could not parse token")
         begin = int(request.page_token or 0)
@@ -192,7 +192,7 @@ class SpireDouble:
 
 
 def masked(one: Any, request: Any) -> Any:
-    """What a mask does not ask for is left out, and looks like a no."""
+    """Fields that the mask does not request are omitted, and look like false."""
     if not request.HasField("output_mask"):
         return one
     shown = MESSAGES["Agent"]()
@@ -204,7 +204,7 @@ def masked(one: Any, request: Any) -> Any:
 
 
 def caller_of(stream: "Stream[Any, Any]") -> str | None:
-    """The SPIFFE ID of the client certificate, if one was shown."""
+    """The SPIFFE ID of the client certificate, if one was presented."""
     certificate: Any = stream.peer.cert()
     uris = [value for kind, value in (certificate or {}).get("subjectAltName", ()) if kind == "URI"]
     return uris[0] if uris else None
@@ -212,7 +212,7 @@ def caller_of(stream: "Stream[Any, Any]") -> str | None:
 
 @define
 class WorkloadApiDouble:
-    """The X.509 side of the Workload API: what is current at once, and again whenever it changes."""
+    """The X.509 part of the Workload API: sends the current SVIDs at once, and again after every change."""
 
     path: str
     identities: list[Issued] = field(factory=list)
@@ -275,7 +275,7 @@ class WorkloadApiDouble:
 
 
 async def until(holds: Callable[[], Awaitable[bool]] | Callable[[], bool]) -> None:
-    """Waits, with patience for slow machines."""
+    """Waits long enough for slow machines."""
     async with asyncio.timeout(30):
         while True:
             found = holds()

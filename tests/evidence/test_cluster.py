@@ -1,4 +1,4 @@
-"""NodeEvidence in the API server: each source writes its own entry, seldom; every replica hears of all."""
+"""NodeEvidence in the API server: each source writes its own entry, seldom; every replica observes all entries."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
@@ -22,7 +22,7 @@ SAID, LATER = "2026-03-02T12:00:00Z", "2026-03-02T13:00:00Z"
 
 
 class Provider:
-    """Says what the test says."""
+    """Returns the test's answer."""
 
     is_for_development = False
 
@@ -47,7 +47,7 @@ class Scene:
     def __init__(self, *providers: Provider, retired: Iterable[str] = (), awaited: Iterable[str] = ()) -> None:
         self.now = NOW
         self.is_current = self.are_nodes_current = True
-        # In the API server, whatever the watch has told of them.
+        # In the API server, whatever the watch has shown.
         self.nodes = {"node-a", "node-b"}
         self.asked_for: list[str] = []
         self.objects = FakeObjects()
@@ -60,15 +60,15 @@ class Scene:
             nodes=self,
             are_nodes_current=lambda: self.are_nodes_current,
             retired=retired,
-            awaited=awaited,
-            patience=HOUR,
-            keep=MINUTE,
+            pushed=awaited,
+            first_report_timeout=HOUR,
+            replay_window=MINUTE,
             count_error=self.errors.append,
         )
         self.objects.listener = self.writer.view
 
     async def step(self, seconds: float = POLL_EVERY.total_seconds()) -> list[str]:
-        """What was written, after so long."""
+        """The writes of a step, that much later."""
         self.now += timedelta(seconds=seconds)
         self.objects.tell()
         self.objects.done.clear()
@@ -95,63 +95,63 @@ def static() -> Provider:
     return Provider("static", node_a=evidence("node-a"))
 
 
-async def test_what_a_provider_says_is_written_once(static: Provider) -> None:
+async def test_provider_answer_is_written_once(static: Provider) -> None:
     scene = Scene(static)
     assert await scene.step() == ["create node-a", "status node-a"]
     assert scene.sources() == {"static": entry()}
     assert [await scene.step() for _ in range(3)] == [[], [], []]
 
 
-async def test_what_is_yet_to_be_written_is_known(static: Provider) -> None:
+async def test_pending_update_is_known(static: Provider) -> None:
     scene = Scene(static)
     await scene.step()
-    assert not scene.writer.is_owed("node-a")
+    assert not scene.writer.is_update_pending("node-a")
     scene.objects.remove("node-a")
     scene.objects.is_away = True
     await scene.step()
-    assert scene.writer.is_owed("node-a")
+    assert scene.writer.is_update_pending("node-a")
     scene.objects.is_away = False
     await scene.step()
-    assert not scene.writer.is_owed("node-a")
+    assert not scene.writer.is_update_pending("node-a")
 
 
-async def test_a_provider_that_is_away_owes_nothing_and_is_counted(static: Provider) -> None:
+async def test_unavailable_provider_has_no_pending_update_and_is_counted(static: Provider) -> None:
     scene = Scene(static)
     await scene.step()
     static.is_away = True
     await scene.step()
-    assert (scene.writer.is_owed("node-a"), scene.errors) == (False, ["static"])
+    assert (scene.writer.is_update_pending("node-a"), scene.errors) == (False, ["static"])
 
 
-async def test_a_first_answer_is_owed_to_nodes_that_the_provider_has_never_spoken_of(static: Provider) -> None:
-    """A provider that was added a moment ago, and is away: nobody loses what he never had."""
+async def test_first_answer_is_pending_for_nodes_without_an_entry(static: Provider) -> None:
+    """A provider that was just added and is unavailable: no node has lost evidence that it never had."""
     spire = Provider("spire-server", node_a=evidence("node-a", since=NOW, until=NOW + HOUR))
     spire.is_away = True
     scene = Scene(static, spire)
     known = {"spire-server": entry(since=SAID, until=LATER)}
     scene.objects.put({"metadata": {"name": "node-b"}, "status": {"sources": known}})
     await scene.step()
-    assert scene.writer.is_owed("node-a")
-    assert not scene.writer.is_owed("node-b")  # what was said of it stands until its own end
+    assert scene.writer.is_update_pending("node-a")
+    assert not scene.writer.is_update_pending("node-b")  # its entry stays until it expires
     spire.is_away = False
     await scene.step()
-    assert not scene.writer.is_owed("node-a")
+    assert not scene.writer.is_update_pending("node-a")
 
 
-async def test_a_first_proof_is_owed_for_a_while_to_nodes_that_have_never_sent_one(static: Provider) -> None:
+async def test_first_proof_is_pending_for_a_while_for_nodes_without_one(static: Provider) -> None:
     scene = Scene(static, awaited=["jwt-svid"])
     proof = {"jwt-svid": entry(since=SAID, until=LATER)}
     scene.objects.put({"metadata": {"name": "node-b"}, "status": {"sources": proof}})
     await scene.step()
-    assert (scene.writer.is_owed("node-a"), scene.writer.is_owed("node-b")) == (True, False)
+    assert (scene.writer.is_update_pending("node-a"), scene.writer.is_update_pending("node-b")) == (True, False)
     scene.objects.remove("node-b")
     await scene.step()
-    assert not scene.writer.is_owed("node-b")  # it had one, and it is gone
+    assert not scene.writer.is_update_pending("node-b")  # it had one, and it is gone
     await scene.step(HOUR.total_seconds())
-    assert not scene.writer.is_owed("node-a")
+    assert not scene.writer.is_update_pending("node-a")
 
 
-async def test_an_outage_is_told_once(static: Provider) -> None:
+async def test_provider_outage_is_logged_once(static: Provider) -> None:
     scene = Scene(static)
     static.is_away = True
     with capture_logs() as lines:
@@ -161,11 +161,14 @@ async def test_an_outage_is_told_once(static: Provider) -> None:
         for _ in range(3):
             await scene.step()
     told = [line["event"] for line in lines if line.get("provider") == "static" and line["log_level"] != "debug"]
-    assert told == ["evidence provider away, what it said stays until its own end", "evidence provider answers again"]
+    assert told == [
+        "evidence provider unavailable, its last answer stays until it expires",
+        "evidence provider answers again",
+    ]
     assert scene.errors == ["static"] * 3
 
 
-async def test_a_change_is_written(static: Provider) -> None:
+async def test_changed_evidence_is_written(static: Provider) -> None:
     scene = Scene(static)
     await scene.step()
     static.said = {"node-a": evidence("node-a", OTHER_HASH)}
@@ -173,7 +176,7 @@ async def test_a_change_is_written(static: Provider) -> None:
     assert scene.sources() == {"static": entry(hash=OTHER_HASH)}
 
 
-async def test_a_node_that_the_provider_no_longer_has_loses_that_entry_alone(static: Provider) -> None:
+async def test_node_missing_from_a_provider_loses_only_that_entry(static: Provider) -> None:
     scene = Scene(static)
     scene.objects.put(
         {"metadata": {"name": "node-a"}, "status": {"sources": {"jwt-svid": entry(since=SAID, until=LATER)}}}
@@ -185,7 +188,7 @@ async def test_a_node_that_the_provider_no_longer_has_loses_that_entry_alone(sta
     assert scene.sources() == {"jwt-svid": entry(since=SAID, until=LATER)}
 
 
-async def test_an_object_without_entries_stays(static: Provider) -> None:
+async def test_object_without_entries_is_not_deleted(static: Provider) -> None:
     scene = Scene(static)
     await scene.step()
     static.said = {}
@@ -193,7 +196,7 @@ async def test_an_object_without_entries_stays(static: Provider) -> None:
     assert (scene.sources(), await scene.step()) == ({}, [])
 
 
-async def test_a_provider_that_is_away_changes_nothing(static: Provider) -> None:
+async def test_unavailable_provider_changes_nothing(static: Provider) -> None:
     spire = Provider("spire-server", node_a=evidence("node-a", since=NOW, until=NOW + HOUR))
     scene = Scene(spire, static)
     await scene.step()
@@ -203,14 +206,14 @@ async def test_a_provider_that_is_away_changes_nothing(static: Provider) -> None
     assert set(scene.sources()) == {"spire-server"}
 
 
-async def test_a_provider_that_has_not_answered_yet_takes_nothing_away(static: Provider) -> None:
+async def test_provider_without_an_answer_removes_nothing(static: Provider) -> None:
     static.is_away = True
     scene = Scene(static)
     scene.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": {"static": entry()}}})
     assert await scene.step() == []
 
 
-async def test_what_a_source_said_that_is_no_longer_asked_is_taken_away() -> None:
+async def test_entry_of_a_retired_source_is_removed() -> None:
     spire = Provider("spire-server")
     scene = Scene(spire, retired=["static"])
     proof = entry(since=SAID, until=LATER)
@@ -219,7 +222,7 @@ async def test_what_a_source_said_that_is_no_longer_asked_is_taken_away() -> Non
     assert scene.sources() == {"jwt-svid": proof}
 
 
-async def test_evidence_that_is_renewed_all_the_time_is_written_at_half_its_life() -> None:
+async def test_renewed_evidence_is_written_at_half_its_lifetime() -> None:
     spire = Provider("spire-server")
     scene = Scene(spire)
     writes = 0
@@ -227,41 +230,41 @@ async def test_evidence_that_is_renewed_all_the_time_is_written_at_half_its_life
         since = scene.now + 60 * SECOND
         spire.said = {"node-a": evidence("node-a", since=since, until=since + HOUR)}
         writes += len(await scene.step(60))
-    assert writes == 2 + 3  # made, and renewed after 30, 60 and 90 minutes
+    assert writes == 2 + 3  # created, and renewed after 30, 60 and 90 minutes
 
 
-async def test_the_first_word_on_a_node_made_anew_is_written_at_once() -> None:
-    """What is written is of the machine before, and counts for nothing: half of its life is no time to wait."""
+async def test_first_evidence_of_a_recreated_node_is_written_at_once() -> None:
+    """The written entry is of the earlier machine and counts for nothing, so half of its lifetime is not waited for."""
     spire = Provider("spire-server", node_a=evidence("node-a", since=NOW, until=NOW + HOUR))
     scene = Scene(spire)
 
     def born(moment: str) -> Raw:
         return {"metadata": {"name": "node-a", "creationTimestamp": moment}}
 
-    scene.writer.births.changed(born("2026-03-02T11:00:00Z"))
+    scene.writer.creation_times.changed(born("2026-03-02T11:00:00Z"))
     assert len(await scene.step()) == 2
-    scene.writer.births.changed(born("2026-03-02T12:00:30Z"))
-    assert await scene.step() == []  # there is nothing else to be said
+    scene.writer.creation_times.changed(born("2026-03-02T12:00:30Z"))
+    assert await scene.step() == []  # nothing else has changed
     attested = NOW + 31 * SECOND
     spire.said = {"node-a": evidence("node-a", since=attested, until=attested + HOUR)}
     assert await scene.step() == ["status node-a"]
-    assert scene.writer.is_owed("node-a") is False
+    assert scene.writer.is_update_pending("node-a") is False
 
 
-async def test_providers_are_asked_now_and_then(static: Provider) -> None:
+async def test_providers_are_polled_at_intervals(static: Provider) -> None:
     scene = Scene(static)
     for _ in range(10):
         await scene.step(1)
     assert static.polls == 2
 
 
-async def test_nothing_is_written_before_it_is_known_what_is_there(static: Provider) -> None:
+async def test_nothing_is_written_before_the_first_list(static: Provider) -> None:
     scene = Scene(static)
     scene.is_current = False
     assert (await scene.step(), static.polls) == ([], 0)
 
 
-async def test_a_hand_is_put_right_at_once(static: Provider) -> None:
+async def test_manual_change_is_corrected_at_once(static: Provider) -> None:
     scene = Scene(static)
     await scene.step()
     scene.objects.status("node-a", sources={"static": {"hash": OTHER_HASH}})
@@ -269,14 +272,14 @@ async def test_a_hand_is_put_right_at_once(static: Provider) -> None:
     assert scene.sources() == {"static": entry()}
 
 
-async def test_an_entry_of_nobody_that_cannot_be_read_is_taken_away(static: Provider) -> None:
+async def test_unreadable_entry_of_a_retired_source_is_removed(static: Provider) -> None:
     static.said = {}
     scene = Scene(static)
     scene.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": {"static": {"hash": HASH}}}})
     assert await scene.step() == ["status node-a"]
 
 
-async def test_who_is_overtaken_writes_on_what_is_there_then(static: Provider) -> None:
+async def test_write_conflict_is_retried_on_the_current_object(static: Provider) -> None:
     scene = Scene(static)
     await scene.step()
     static.said = {"node-a": evidence("node-a", OTHER_HASH)}
@@ -293,7 +296,7 @@ def spire() -> Provider:
 BANNED = entry(banned=True, since=SAID, until=LATER)
 
 
-async def test_whoever_is_elected_again_takes_no_ban_of_another_leader_back(spire: Provider) -> None:
+async def test_reelected_leader_does_not_revert_a_ban(spire: Provider) -> None:
     scene = Scene(spire)
     scene.writer.begin()
     await scene.step()
@@ -307,7 +310,7 @@ async def test_whoever_is_elected_again_takes_no_ban_of_another_leader_back(spir
     assert await scene.step() == ["status node-a"]
 
 
-async def test_whoever_is_elected_asks_at_once_and_deletes_nothing_before_the_answer(spire: Provider) -> None:
+async def test_new_leader_polls_at_once_and_deletes_nothing_before_the_answer(spire: Provider) -> None:
     scene = Scene(spire)
     await scene.step()
     spire.is_away = True
@@ -319,29 +322,29 @@ async def test_whoever_is_elected_asks_at_once_and_deletes_nothing_before_the_an
     assert await scene.step() == ["delete node-a"]
 
 
-async def test_what_a_retired_source_said_is_taken_away_by_whoever_is_elected() -> None:
+async def test_new_leader_removes_entries_of_retired_sources() -> None:
     scene = Scene(retired=["static"])
     scene.writer.begin()
     scene.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": {"static": entry()}}})
     assert await scene.step() == ["status node-a"]
 
 
-async def test_who_finds_another_leaders_word_asks_anew_before_it_is_overwritten(spire: Provider) -> None:
-    """It stopped for a while in mid-pass, or its watch is behind."""
+async def test_leader_polls_again_before_overwriting_another_leaders_entry(spire: Provider) -> None:
+    """It was suspended during a pass, or its watch lags."""
     scene = Scene(spire)
     await scene.step()
     scene.objects.status("node-a", sources={"spire-server": BANNED})
     spire.said = {"node-a": evolve(spire.said["node-a"], hash=OTHER_HASH)}
     scene.now += POLL_EVERY
     scene.objects.done.clear()
-    await scene.writer.step()  # which has not heard of it
+    await scene.writer.step()  # which has not observed it
     assert (scene.objects.done, spire.begun) == ([], 1)
     spire.said = {"node-a": evolve(spire.said["node-a"], hash=HASH, is_banned=True)}
     assert await scene.step(0.0) == []
     assert scene.sources() == {"spire-server": BANNED}
 
 
-async def test_who_is_overtaken_by_a_proof_goes_on_at_once(spire: Provider) -> None:
+async def test_write_conflict_with_a_proof_is_retried_at_once(spire: Provider) -> None:
     scene = Scene(spire)
     await scene.step()
     scene.objects.status("node-a", sources={**scene.sources(), "jwt-svid": entry(since=SAID, until=LATER)})
@@ -351,7 +354,7 @@ async def test_who_is_overtaken_by_a_proof_goes_on_at_once(spire: Provider) -> N
     assert (scene.sources()["spire-server"]["banned"], spire.begun) == (True, 0)
 
 
-async def test_an_api_server_that_is_away_is_asked_again_in_the_next_pass(static: Provider) -> None:
+async def test_unavailable_api_server_is_retried_in_the_next_pass(static: Provider) -> None:
     scene = Scene(static)
     scene.objects.is_away = True
     assert await scene.step() == []
@@ -359,7 +362,7 @@ async def test_an_api_server_that_is_away_is_asked_again_in_the_next_pass(static
     assert await scene.step(0.5) == ["create node-a", "status node-a"]
 
 
-async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_node(static: Provider) -> None:
+async def test_pass_stops_after_some_failures_of_the_api_server(static: Provider) -> None:
     static.said = {f"n{number}": evidence(f"n{number}") for number in range(50)}
     scene = Scene(static)
     scene.objects.is_away = True
@@ -370,7 +373,7 @@ async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_node(st
     assert len(await scene.step(0.5)) == 2 * 50
 
 
-async def test_what_the_api_server_refuses_keeps_nobody_else_waiting(static: Provider) -> None:
+async def test_rejected_evidence_does_not_delay_other_nodes(static: Provider) -> None:
     static.said["node-b"] = evidence("node-b")
     scene = Scene(static)
     scene.objects.refused = {"node-a"}
@@ -378,10 +381,10 @@ async def test_what_the_api_server_refuses_keeps_nobody_else_waiting(static: Pro
     assert await scene.step() == []
 
 
-# What a replica hears.
+# What a replica observes.
 
 
-class Hearing:
+class ViewListener:
     def __init__(self, *asked: str, **own: Evidence) -> None:
         self.shown: list[tuple[str, Evidence | None]] = []
         self.view = EvidenceView(
@@ -396,36 +399,36 @@ def raw(version: int = 1, name: str = "node-a", **sources: Any) -> Raw:
     return {"metadata": {"name": name, "resourceVersion": str(version)}, "status": {"sources": entries}}
 
 
-def test_what_is_said_is_shown_and_remembered() -> None:
-    hearing = Hearing()
+def test_evidence_of_objects_is_shown_and_kept() -> None:
+    hearing = ViewListener()
     hearing.view.replaced({"/node-a": raw(static=entry())})
     assert hearing.shown == [("node-a", evidence("node-a"))]
     assert hearing.view.combined_evidence("node-a") == evidence("node-a")
     assert hearing.view.combined_evidence("node-b") is None
 
 
-def test_only_news_are_shown() -> None:
-    hearing = Hearing()
+def test_listeners_are_called_only_for_changes() -> None:
+    hearing = ViewListener()
     hearing.view.changed(raw(static=entry()))
     hearing.view.changed(raw(2, static=entry()))
     assert len(hearing.shown) == 1
 
 
-def test_all_sources_count() -> None:
-    hearing = Hearing("static", "jwt-svid")
+def test_evidence_of_all_sources_is_combined() -> None:
+    hearing = ViewListener("static", "jwt-svid")
     hearing.view.changed(raw(static=entry(hash=OTHER_HASH), jwt_svid=entry(since=SAID, until=LATER)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.CONFLICT
 
 
-def test_what_this_process_was_told_itself_counts_too() -> None:
-    hearing = Hearing("static", "spire-server", node_a=evidence("node-a"), node_b=evidence("node-b"))
+def test_own_evidence_is_combined_with_the_objects() -> None:
+    hearing = ViewListener("static", "spire-server", node_a=evidence("node-a"), node_b=evidence("node-b"))
     assert state_of(hearing.view.combined_evidence("node-b"), NOW) is EvidenceState.ABSENT
     hearing.view.changed(raw(spire_server=entry(banned=True)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.BANNED
 
 
-def test_a_ban_beats_a_living_proof() -> None:
-    hearing = Hearing("spire-server", "jwt-svid")
+def test_ban_overrides_a_valid_proof() -> None:
+    hearing = ViewListener("spire-server", "jwt-svid")
     proof = entry(since=SAID, until=LATER)
     hearing.view.changed(raw(jwt_svid=proof, spire_server=entry(since=SAID, until=LATER)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.FRESH
@@ -433,15 +436,15 @@ def test_a_ban_beats_a_living_proof() -> None:
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.BANNED
 
 
-def test_a_node_that_one_of_two_says_nothing_of_is_not_proven() -> None:
-    """Its agent was evicted, or the other provider has not been asked yet."""
-    hearing = Hearing("spire-server", "jwt-svid")
+def test_node_missing_from_one_of_two_sources_is_not_proven() -> None:
+    """Its agent was evicted, or the other provider has not been polled yet."""
+    hearing = ViewListener("spire-server", "jwt-svid")
     hearing.view.changed(raw(jwt_svid=entry(since=SAID, until=LATER)))
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.ABSENT
 
 
-def test_what_a_source_said_that_is_not_asked_counts_for_nothing_at_once() -> None:
-    hearing = Hearing("spire-server")
+def test_entries_of_other_sources_are_ignored_at_once() -> None:
+    hearing = ViewListener("spire-server")
     others: Raw = {"jwt_svid": entry(since=SAID, until=LATER), "static": entry(hash=OTHER_HASH)}
     hearing.view.changed(raw(**others))
     assert hearing.view.combined_evidence("node-a") is None
@@ -451,8 +454,8 @@ def test_what_a_source_said_that_is_not_asked_counts_for_nothing_at_once() -> No
     assert state_of(hearing.view.combined_evidence("node-a"), NOW) is EvidenceState.BANNED
 
 
-def test_a_deleted_object_is_no_evidence() -> None:
-    hearing = Hearing()
+def test_deleted_object_removes_the_evidence() -> None:
+    hearing = ViewListener()
     hearing.view.changed(raw(static=entry()))
     hearing.view.deleted(raw(2, static=entry()))
     assert hearing.shown[-1] == ("node-a", None)
@@ -462,7 +465,7 @@ def test_a_deleted_object_is_no_evidence() -> None:
 
 
 @pytest.mark.parametrize("is_node_first", [True, False], ids=["node first", "evidence first"])
-def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
+def test_evidence_may_arrive_before_or_after_its_node(*, is_node_first: bool) -> None:
     fleet = Fleet()
     view = EvidenceView({}, asked=["static"])
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
@@ -483,12 +486,12 @@ def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
     ("spire", "proof", "state"),
     [
         pytest.param(1, 1, EvidenceState.FRESH, id="both of this node"),
-        pytest.param(1, 0, EvidenceState.ABSENT, id="the proof of the node before"),
-        pytest.param(0, 1, EvidenceState.ABSENT, id="the agent of the node before"),
+        pytest.param(1, 0, EvidenceState.ABSENT, id="the proof of the earlier node"),
+        pytest.param(0, 1, EvidenceState.ABSENT, id="the agent of the earlier node"),
     ],
 )
-def test_each_word_has_to_be_of_this_node_and_not_of_the_one_before(spire: int, proof: int, state: str) -> None:
-    """The newer of two must not hide that the other is of the machine that had the name before."""
+def test_every_entry_must_be_newer_than_the_node(spire: int, proof: int, state: str) -> None:
+    """The newer of two entries must not hide that the other is of the earlier machine with that name."""
     fleet = Fleet()
     view = EvidenceView({}, asked=["spire-server", "jwt-svid"])
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
@@ -504,7 +507,7 @@ def test_each_word_has_to_be_of_this_node_and_not_of_the_one_before(spire: int, 
     assert fleet.indexed_nodes["node-a"].state is state
 
 
-def test_a_proof_by_a_clock_that_is_ahead_is_not_of_the_node_that_came_after() -> None:
+def test_proof_with_a_fast_clock_is_not_of_the_recreated_node() -> None:
     fleet = Fleet()
     view = EvidenceView({}, asked=["jwt-svid"], skew=5 * SECOND)
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
@@ -520,8 +523,8 @@ def test_a_proof_by_a_clock_that_is_ahead_is_not_of_the_node_that_came_after() -
 
 @pytest.mark.parametrize("source", ["jwt-svid", "spire-server"])
 @pytest.mark.defect("S0-2")
-def test_what_is_written_counts_no_longer_than_evidence_may_here(source: str) -> None:
-    """Written under a longer `--max-evidence-age`, by a process of yesterday or by hand, it is as old as it is."""
+def test_written_evidence_is_limited_to_the_configured_age(source: str) -> None:
+    """Written with a longer `--max-evidence-age`, by an earlier process or by hand: its real age counts."""
     shown: list[str] = []
     view = EvidenceView({}, asked=[source, "static"], skew=5 * SECOND, max_age=10 * MINUTE)
     view.notify(shown.append)
@@ -537,7 +540,7 @@ def test_what_is_written_counts_no_longer_than_evidence_may_here(source: str) ->
         assert found.until == ends
 
 
-def test_what_somebody_wrote_down_has_the_end_that_he_gave_it() -> None:
+def test_static_evidence_keeps_its_own_expiry() -> None:
     view = EvidenceView({}, asked=["static"], max_age=10 * MINUTE)
     view.changed(raw(static=entry(since="2026-03-02T11:00:00Z", until=LATER)))
     found = view.combined_evidence("node-a")
@@ -546,7 +549,7 @@ def test_what_somebody_wrote_down_has_the_end_that_he_gave_it() -> None:
 
 
 @pytest.mark.parametrize("since", ["9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z"])
-def test_a_moment_that_nobody_can_reckon_with_leaves_what_was_known(since: str) -> None:
+def test_time_out_of_range_leaves_the_known_evidence(since: str) -> None:
     shown: list[str] = []
     view = EvidenceView({}, asked=["jwt-svid"], skew=MINUTE, max_age=HOUR)
     view.notify(shown.append)
@@ -557,8 +560,8 @@ def test_a_moment_that_nobody_can_reckon_with_leaves_what_was_known(since: str) 
     assert view.combined_evidence("node-a") == known
 
 
-def test_an_object_that_cannot_be_read_leaves_what_was_known() -> None:
-    hearing = Hearing()
+def test_unreadable_object_leaves_the_known_evidence() -> None:
+    hearing = ViewListener()
     hearing.view.changed(raw(static=entry()))
     hearing.view.changed(raw(2, static={"hash": OTHER_HASH}))
     hearing.view.changed(raw(3, name="node-b", static=entry()))
@@ -566,14 +569,14 @@ def test_an_object_that_cannot_be_read_leaves_what_was_known() -> None:
     assert hearing.view.combined_evidence("node-a") == evolve(evidence("node-a"), source="static")
 
 
-# Of a node that is gone.
+# Evidence of a deleted node.
 
 
 PROVEN = NOW - MINUTE
 
 
 def proven(until: timedelta = timedelta(), **members: Any) -> Raw:
-    """What a node has sent a minute ago, good until so long from now."""
+    """A proof of a minute ago, valid for that long from now."""
     said = {"since": stamp(PROVEN), "until": stamp(NOW + until), "nonceDigest": "n", "challenged": stamp(PROVEN)}
     return {"jwt-svid": entry(**{**said, **members})}
 
@@ -582,7 +585,7 @@ def stamp(moment: datetime) -> str:
     return moment.isoformat().replace("+00:00", "Z")
 
 
-def left_behind(*providers: Provider, sources: Raw, gone: bool = True) -> Scene:
+def without_node(*providers: Provider, sources: Raw, gone: bool = True) -> Scene:
     scene = Scene(*providers, awaited=["jwt-svid"])
     scene.nodes = set() if gone else {"node-a"}
     labels = {"app.kubernetes.io/managed-by": "gpuwarden"}
@@ -590,15 +593,15 @@ def left_behind(*providers: Provider, sources: Raw, gone: bool = True) -> Scene:
     return scene
 
 
-async def test_evidence_of_a_node_that_is_gone_goes_when_nobody_speaks_of_it(static: Provider) -> None:
-    scene = left_behind(static, sources=proven())
-    scene.writer.births.changed({"metadata": {"name": "node-a", "resourceVersion": "1"}})
+async def test_evidence_of_a_deleted_node_is_deleted_when_no_source_reports_it(static: Provider) -> None:
+    scene = without_node(static, sources=proven())
+    scene.writer.creation_times.changed({"metadata": {"name": "node-a", "resourceVersion": "1"}})
     assert await scene.step() == ["status node-a"]
     static.said = {}
     assert await scene.step() == ["status node-a"]
     scene.nodes.clear()
-    assert await scene.step() == []  # the watch has not said so yet
-    scene.writer.births.deleted({"metadata": {"name": "node-a", "resourceVersion": "2"}})
+    assert await scene.step() == []  # the watch has not shown it yet
+    scene.writer.creation_times.deleted({"metadata": {"name": "node-a", "resourceVersion": "2"}})
     assert await scene.step() == ["delete node-a"]
     assert [await scene.step() for _ in range(2)] == [[], []]
     assert scene.objects.objects == {}
@@ -607,33 +610,33 @@ async def test_evidence_of_a_node_that_is_gone_goes_when_nobody_speaks_of_it(sta
 @pytest.mark.parametrize(
     "sources",
     [
-        pytest.param(proven(until=2 * MINUTE), id="a proof that is good"),
+        pytest.param(proven(until=2 * MINUTE), id="a valid proof"),
         pytest.param(proven(since=stamp(NOW)), id="a token that was issued a moment ago"),
-        pytest.param(proven(challenged=stamp(NOW)), id="a challenge that is young"),
-        pytest.param({"jwt-svid": {"hash": 1}}, id="what cannot be read"),
-        pytest.param({"jwt-svid": {"banned": True, "conflict": False}}, id="a ban of somebody else"),
+        pytest.param(proven(challenged=stamp(NOW)), id="a recent challenge"),
+        pytest.param({"jwt-svid": {"hash": 1}}, id="an unreadable entry"),
+        pytest.param({"jwt-svid": {"banned": True, "conflict": False}}, id="a ban of another source"),
     ],
 )
-async def test_what_may_be_needed_stays_without_a_node(sources: Raw) -> None:
-    scene = left_behind(sources=sources)
+async def test_needed_evidence_stays_without_a_node(sources: Raw) -> None:
+    scene = without_node(sources=sources)
     assert await scene.step() == []
     assert scene.asked_for == []
 
 
-async def test_a_proof_goes_when_nothing_of_it_can_be_replayed() -> None:
-    scene = left_behind(sources=proven(challenged=stamp(NOW)))
+async def test_proof_is_deleted_when_it_can_no_longer_be_replayed() -> None:
+    scene = without_node(sources=proven(challenged=stamp(NOW)))
     assert await scene.step(59) == []
     assert await scene.step() == ["delete node-a"]
 
 
-async def test_a_node_that_a_watch_has_missed_keeps_its_evidence() -> None:
-    scene = left_behind(sources=proven(), gone=False)
+async def test_node_missed_by_the_watch_keeps_its_evidence() -> None:
+    scene = without_node(sources=proven(), gone=False)
     assert await scene.step() == []
     assert scene.asked_for == ["node-a"]
 
 
-async def test_while_the_watch_of_nodes_is_interrupted_nothing_is_deleted() -> None:
-    scene = left_behind(sources=proven())
+async def test_nothing_is_deleted_while_the_node_watch_is_interrupted() -> None:
+    scene = without_node(sources=proven())
     scene.are_nodes_current = False
     assert await scene.step() == []
     scene.are_nodes_current, scene.objects.is_away = True, True
@@ -642,34 +645,34 @@ async def test_while_the_watch_of_nodes_is_interrupted_nothing_is_deleted() -> N
     assert await scene.step() == ["delete node-a"]
 
 
-async def test_while_a_provider_has_not_answered_nothing_is_deleted(static: Provider) -> None:
+async def test_nothing_is_deleted_before_all_providers_have_answered(static: Provider) -> None:
     static.is_away, static.said = True, {}
-    scene = left_behind(static, sources=proven())
+    scene = without_node(static, sources=proven())
     assert await scene.step() == []
     static.is_away = False
     assert await scene.step() == ["delete node-a"]
-    static.is_away = True  # what it has said stands
-    scene.objects.put(left_behind(sources=proven()).objects.objects["node-a"])
+    static.is_away = True  # its last answer stays
+    scene.objects.put(without_node(sources=proven()).objects.objects["node-a"])
     assert await scene.step() == ["delete node-a"]
 
 
-async def test_what_a_provider_says_keeps_the_object_of_a_node_that_is_not_there(static: Provider) -> None:
-    scene = left_behind(static, sources=proven())
+async def test_provider_answer_keeps_the_object_of_a_missing_node(static: Provider) -> None:
+    scene = without_node(static, sources=proven())
     assert await scene.step() == ["status node-a"]
     assert await scene.step() == []
 
 
-async def test_a_proof_that_comes_meanwhile_keeps_the_object() -> None:
-    scene = left_behind(sources=proven())
+async def test_concurrent_proof_keeps_the_object() -> None:
+    scene = without_node(sources=proven())
     scene.objects.tell()
-    scene.objects.status("node-a", sources=proven(until=HOUR, nonceDigest="n2"))  # the watch is behind
+    scene.objects.status("node-a", sources=proven(until=HOUR, nonceDigest="n2"))  # the watch lags
     told, scene.objects.tell = scene.objects.tell, lambda: None  # type: ignore[method-assign]  # the watch is behind
     assert await scene.step() == []
     scene.objects.tell = told  # type: ignore[method-assign]  # and catches up
     assert await scene.step() == []
 
 
-async def test_what_a_hand_has_made_stays() -> None:
-    scene = left_behind(sources=proven())
+async def test_object_created_by_a_user_stays() -> None:
+    scene = without_node(sources=proven())
     scene.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": proven()}})
     assert await scene.step() == []

@@ -1,4 +1,4 @@
-"""NodeEvidence objects both ways: what goes in comes out, and what is left out proves nothing."""
+"""NodeEvidence objects: what is written is parsed unchanged, and a missing field proves nothing."""
 
 from datetime import timedelta
 from typing import Any
@@ -39,13 +39,13 @@ def entry(**members: Any) -> Raw:
         pytest.param(Evidence("node-a", HASH, "spire-server", NOW, NOW + timedelta(microseconds=7)), id="microseconds"),
     ],
 )
-def test_what_is_written_is_read_again(one: Evidence) -> None:
+def test_written_evidence_is_parsed_unchanged(one: Evidence) -> None:
     written = with_entries(new_node_evidence("node-a"), {one.source: one})
     assert NodeEvidence.parse(written) == NodeEvidence("node-a", {one.source: one})
-    assert NodeEvidence.parse(written).word == one
+    assert NodeEvidence.parse(written).combined_evidence == one
 
 
-def test_the_object_is_as_others_read_it() -> None:
+def test_written_object_has_the_documented_form() -> None:
     assert with_entries(new_node_evidence("node-a"), {"jwt-svid": PROOF}) == {
         "apiVersion": "gpuwarden.io/v1alpha1",
         "kind": "NodeEvidence",
@@ -83,37 +83,37 @@ def test_each_source_has_its_own_entry() -> None:
     assert (alone["status"]["source"], alone["status"]["conflict"]) == ("jwt-svid", False)
 
 
-def test_an_entry_replaces_the_old_one_whole() -> None:
+def test_entry_replaces_the_old_one_completely() -> None:
     banned = raw(static=entry(banned=True, since=SAID, until=SAID))
     written = with_entries(banned, {"static": Evidence("node-a", HASH, "static")})
     assert written["status"]["sources"] == {"static": entry()}
 
 
-def test_without_an_entry_nothing_is_said() -> None:
+def test_object_without_entries_has_no_evidence() -> None:
     empty = with_entries(raw(static=entry()), {"static": None})
     assert empty["status"] == {"sources": {}}
-    assert NodeEvidence.parse(empty).word is None
-    assert NodeEvidence.parse({"metadata": {"name": "node-a"}}).word is None
+    assert NodeEvidence.parse(empty).combined_evidence is None
+    assert NodeEvidence.parse({"metadata": {"name": "node-a"}}).combined_evidence is None
 
 
 @pytest.mark.parametrize(
     "entries",
     [
         pytest.param({"static": {}}, id="nothing"),
-        pytest.param({"static": {"hash": HASH, "conflict": False}}, id="not said whether banned"),
-        pytest.param({"static": {"hash": HASH, "banned": False}}, id="not said whether in conflict"),
+        pytest.param({"static": {"hash": HASH, "conflict": False}}, id="no banned field"),
+        pytest.param({"static": {"hash": HASH, "banned": False}}, id="no conflict field"),
         pytest.param({"static": entry(hash=None)}, id="no hash"),
         pytest.param({"static": entry(hash="")}, id="empty hash"),
-        pytest.param({"static": entry(banned="no")}, id="a word for a truth value"),
-        pytest.param({"jwt_svid": entry(since=SAID)}, id="no end"),
-        pytest.param({"jwt_svid": entry(until=SAID)}, id="no beginning"),
-        pytest.param({"jwt_svid": entry(since=SAID, until="2026-03-02T12:00:00")}, id="an end in no time zone"),
-        pytest.param({"jwt_svid": entry(since=SAID, until=5)}, id="a number for an end"),
+        pytest.param({"static": entry(banned="no")}, id="a string for a boolean"),
+        pytest.param({"jwt_svid": entry(since=SAID)}, id="no until"),
+        pytest.param({"jwt_svid": entry(until=SAID)}, id="no since"),
+        pytest.param({"jwt_svid": entry(since=SAID, until="2026-03-02T12:00:00")}, id="until without a time zone"),
+        pytest.param({"jwt_svid": entry(since=SAID, until=5)}, id="a number for until"),
         pytest.param({"static": None}, id="null"),
         pytest.param({"static": entry(), "jwt_svid": {}}, id="one of two"),
     ],
 )
-def test_what_is_left_out_proves_nothing(entries: Raw) -> None:
+def test_missing_fields_prove_nothing(entries: Raw) -> None:
     with pytest.raises(UnreadableEvidenceError):
         NodeEvidence.parse(raw(**entries))
 
@@ -123,32 +123,32 @@ END_OF_TIME = "9999-12-31T23:59:59Z"
 
 @pytest.mark.parametrize("member", ["since", "challenged"])
 @pytest.mark.parametrize("moment", [END_OF_TIME, "0001-01-01T00:00:00Z"])
-def test_a_moment_of_no_day_of_ours_proves_nothing(member: str, moment: str) -> None:
+def test_time_out_of_range_proves_nothing(member: str, moment: str) -> None:
     said = entry(**{"since": SAID, "until": END_OF_TIME, "nonceDigest": "d"} | {member: moment})
-    with pytest.raises(UnreadableEvidenceError, match="on no day of ours"):
+    with pytest.raises(UnreadableEvidenceError, match="with a time out of range"):
         NodeEvidence.parse(raw(jwt_svid=said))
 
 
-def test_a_ban_of_no_day_of_ours_is_a_ban() -> None:
+def test_ban_with_a_time_out_of_range_is_a_ban() -> None:
     said = raw(jwt_svid=entry(banned=True, since=END_OF_TIME, until=END_OF_TIME))
     (one,) = NodeEvidence.parse(said).sources.values()
     assert (one.is_banned, one.since) == (True, None)
 
 
-def test_what_somebody_wrote_down_may_be_good_for_ever() -> None:
+def test_static_evidence_may_have_no_expiry() -> None:
     assert NodeEvidence.parse(raw(static=entry(since="0001-01-01T00:00:00Z", until=END_OF_TIME))).sources
 
 
-def test_one_entry_can_be_read_beside_one_that_cannot() -> None:
+def test_readable_entry_is_found_beside_an_unreadable_one() -> None:
     both = raw(static=entry(), jwt_svid={})
     assert entry_in(both, "static") == Evidence("node-a", HASH, "static")
     assert (entry_in(both, "jwt-svid"), entry_in(both, "spire-server")) == (None, None)
     assert "hash" not in with_entries(both, {"static": Evidence("node-a", HASH, "static")})["status"]
 
 
-def test_sources_that_disagree_prove_nothing() -> None:
+def test_disagreeing_sources_prove_nothing() -> None:
     both = NodeEvidence.parse(raw(static=entry(), jwt_svid=entry(hash=OTHER_HASH, since=SAID, until=SAID)))
-    assert state_of(both.word, NOW) is EvidenceState.CONFLICT
+    assert state_of(both.combined_evidence, NOW) is EvidenceState.CONFLICT
 
 
 ENDING = Evidence("node-a", HASH, "spire-server", NOW, NOW + HOUR)
@@ -172,7 +172,7 @@ def lasting(minutes: float, since: float = 0) -> Evidence:
         pytest.param(ENDING, lasting(89, since=29), 29, False, id="not-yet-half"),
         pytest.param(ENDING, lasting(90, since=30), 30, True, id="half-is-over"),
         pytest.param(ENDING, lasting(150, since=90), 90, True, id="it-has-ended"),
-        pytest.param(ENDING, Evidence("node-a", HASH, "spire-server", NOW), 0, True, id="no-end-any-more"),
+        pytest.param(ENDING, Evidence("node-a", HASH, "spire-server", NOW), 0, True, id="without-until"),
         pytest.param(ENDING, Evidence("node-a", OTHER_HASH, "spire-server", NOW, NOW + HOUR), 0, True, id="hash"),
         pytest.param(
             ENDING, Evidence("node-a", HASH, "spire-server", NOW, NOW + HOUR, is_banned=True), 0, True, id="ban"

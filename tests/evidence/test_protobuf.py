@@ -16,7 +16,7 @@ RECORDED = Path(__file__).parent / "spire" / "recorded"
 
 
 def expected(row: Any) -> AgentMessage:
-    """A row as the server's own tool shows it."""
+    """An agent as the SPIRE CLI shows it."""
     return AgentMessage(
         trust_domain=row["id"]["trust_domain"],
         path=row["id"]["path"],
@@ -29,21 +29,21 @@ def expected(row: Any) -> AgentMessage:
     )
 
 
-def test_a_recorded_list_reads_as_the_servers_own_tool_shows_it() -> None:
+def test_recorded_list_matches_the_output_of_the_spire_cli() -> None:
     page = AgentPage.parse((RECORDED / "list-agents.response.bin").read_bytes())
     shown = json.loads((RECORDED / "list-agents.decoded.json").read_text())
     assert [AgentMessage.parse(one) for one in page.agents] == [expected(row) for row in shown["agents"]]
     assert page.next_token == ""
 
 
-def test_a_recorded_ban_takes_the_serial_number_away_and_nothing_else() -> None:
+def test_recorded_ban_removes_only_the_serial_number() -> None:
     first, second = AgentPage.parse((RECORDED / "list-agents-banned.response.bin").read_bytes()).agents
     before = json.loads((RECORDED / "list-agents.decoded.json").read_text())["agents"]
     assert AgentMessage.parse(first) == expected(before[0])
     assert AgentMessage.parse(second) == expected({**before[1], "banned": True, "x509svid_serial_number": ""})
 
 
-def test_a_recorded_agent_reads_alone_as_in_the_list() -> None:
+def test_recorded_agent_is_the_same_alone_and_in_the_list() -> None:
     alone = (RECORDED / "get-agent.response.bin").read_bytes()
     assert AgentMessage.parse(alone) == AgentMessage.parse(
         AgentPage.parse((RECORDED / "list-agents.response.bin").read_bytes()).agents[0]
@@ -51,7 +51,7 @@ def test_a_recorded_agent_reads_alone_as_in_the_list() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "250"])
-def test_all_that_is_read_is_asked_for_by_name(token: str) -> None:
+def test_request_mask_contains_all_fields_that_are_read(token: str) -> None:
     asked = MESSAGES["ListAgentsRequest"].FromString(list_agents_request(250, token))
     mask = {field.name: value for field, value in asked.output_mask.ListFields()}
     assert mask == dict.fromkeys(
@@ -62,7 +62,7 @@ def test_all_that_is_read_is_asked_for_by_name(token: str) -> None:
 
 
 @given(number=st.integers(-(2**63), 2**63 - 1), text=st.text())
-def test_what_is_written_reads_as_it_was(number: int, text: str) -> None:
+def test_encoded_fields_are_decoded_unchanged(number: int, text: str) -> None:
     found = dict(fields_of(int_field(4, number) + text_field(2, text)))
     assert (as_int64(found.get(4, 0)), as_text(found.get(2, b""))) == (number, text)
 
@@ -74,7 +74,7 @@ def test_what_is_written_reads_as_it_was(number: int, text: str) -> None:
     banned=st.booleans(),
     can_reattest=st.booleans(),
 )
-def test_it_reads_what_googles_codec_writes(
+def test_messages_of_the_google_codec_are_decoded(
     node: str, hash: str, expires_at: int, banned: bool, can_reattest: bool
 ) -> None:
     wire = agent(node, hash, expires_at=expires_at, banned=banned, can_reattest=can_reattest).SerializeToString()
@@ -84,7 +84,7 @@ def test_it_reads_what_googles_codec_writes(
 
 
 @given(st.binary())
-def test_any_bytes_read_as_something_or_are_refused(wire: bytes) -> None:
+def test_arbitrary_bytes_are_parsed_or_rejected(wire: bytes) -> None:
     try:
         for raw in AgentPage.parse(wire).agents:
             AgentMessage.parse(raw)
@@ -97,21 +97,21 @@ def test_any_bytes_read_as_something_or_are_refused(wire: bytes) -> None:
     [
         pytest.param(b"\x00\x01", id="no-field-number"),
         pytest.param(b"\x0b", id="a-group"),
-        pytest.param(b"\x0a\x05abc", id="text-cut-off"),
-        pytest.param(b"\x08", id="number-cut-off"),
-        pytest.param(b"\x09abc", id="fixed-cut-off"),
-        pytest.param(b"\x08" + b"\xff" * 11, id="number-without-end"),
-        pytest.param(b"\x32\x01\x01", id="a-text-for-a-truth"),
-        pytest.param(b"\x18\x01", id="a-number-for-a-text"),
-        pytest.param(b"\x1a\x01\xff", id="no-utf-8"),
+        pytest.param(b"\x0a\x05abc", id="truncated-string"),
+        pytest.param(b"\x08", id="truncated-number"),
+        pytest.param(b"\x09abc", id="truncated-fixed"),
+        pytest.param(b"\x08" + b"\xff" * 11, id="number-too-long"),
+        pytest.param(b"\x32\x01\x01", id="string-for-a-boolean"),
+        pytest.param(b"\x18\x01", id="number-for-a-string"),
+        pytest.param(b"\x1a\x01\xff", id="not-utf-8"),
     ],
 )
-def test_what_is_no_agent_is_refused(wire: bytes) -> None:
+def test_invalid_agent_is_rejected(wire: bytes) -> None:
     with pytest.raises(MalformedMessageError):
         AgentMessage.parse(wire)
 
 
-def test_fields_that_nobody_knows_are_passed_over() -> None:
+def test_unknown_fields_are_skipped() -> None:
     known = agent(expires_at=1794993696).SerializeToString()
     unknown = (
         int_field(99, 7) + text_field(100, "x") + varint(101 << 3 | 1) + bytes(8) + varint(102 << 3 | 5) + bytes(4)

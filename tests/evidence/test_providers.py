@@ -1,4 +1,4 @@
-"""The settings put the providers together, and what SPIRE says decides about pods."""
+"""The settings select the providers, and SPIRE's answers decide about pods."""
 
 import asyncio
 import json
@@ -49,13 +49,13 @@ def names(**flags: str) -> list[str]:
     return [one.name for one in providers_of(found, lambda: NOW, StaticEvidence(found.node_hash_map))]
 
 
-def test_the_providers_are_those_that_are_named() -> None:
+def test_providers_are_those_in_the_settings() -> None:
     assert names() == ["static"]
     assert names(**FLAGS) == ["spire-server"]
     assert names(**FLAGS | {"evidence": "spire-server,static"}) == ["spire-server", "static"]
 
 
-def test_the_servers_socket_needs_no_workload_api() -> None:
+def test_spire_server_socket_needs_no_workload_api() -> None:
     assert names(evidence="spire-server", spire_server="unix:/tmp/api.sock", spire_trust_domain="a") == ["spire-server"]
 
 
@@ -68,21 +68,21 @@ def test_the_servers_socket_needs_no_workload_api() -> None:
         (["spire_server", "spire_trust_domain"], "--spire-server and --spire-trust-domain"),
     ],
 )
-def test_what_a_spire_server_needs_is_named(missing: list[str], flags: str) -> None:
+def test_missing_spire_server_settings_are_reported(missing: list[str], flags: str) -> None:
     with pytest.raises(settings.SettingsError) as caught:
         settings.load({name: text for name, text in FLAGS.items() if name not in missing}, {})
     assert caught.value.mistakes == (f"flag --evidence: spire-server needs {flags}",)
 
 
 @pytest.mark.parametrize(("max_age", "warnings"), [("36m", 0), ("35m", 1)])
-def test_an_age_that_no_agent_keeps_is_told(max_age: str, warnings: int) -> None:
+def test_too_short_max_evidence_age_is_logged(max_age: str, warnings: int) -> None:
     with capture_logs() as lines:
         names(**FLAGS | {"max_evidence_age": max_age})
     assert len(lines) == warnings
 
 
 class Site:
-    """A house whose evidence comes from SPIRE."""
+    """A webhook whose evidence comes from SPIRE."""
 
     def __init__(self, house: House, spire: SpireDouble) -> None:
         self.house = house
@@ -124,11 +124,11 @@ async def site(request: pytest.FixtureRequest, build: Build, spire: SpireDouble,
     await api.stop()
 
 
-async def test_a_pod_gets_the_node_that_spire_vouches_for(site: Site) -> None:
+async def test_pod_gets_the_node_that_spire_vouches_for(site: Site) -> None:
     assert await site.verdict("r1") == "Admitted"
 
 
-async def test_what_somebody_wrote_down_counts_for_nothing_then(site: Site) -> None:
+async def test_static_evidence_is_ignored_without_the_static_source(site: Site) -> None:
     pod = raw_pod(raw_container(gpus=1), annotations={"gpuwarden.io/required-hash": OTHER_HASH})
     assert INVENTORY["nodes"][1]["evidence"] == {"hash": OTHER_HASH}
     assert await site.verdict("r1", pod) == "NoProvenNode"
@@ -155,13 +155,13 @@ async def test_what_somebody_wrote_down_counts_for_nothing_then(site: Site) -> N
         ),
     ],
 )
-async def test_no_pod_gets_a_node_that_spire_no_longer_vouches_for(site: Site, agents: list[Any]) -> None:
+async def test_pod_does_not_get_a_node_that_spire_no_longer_vouches_for(site: Site, agents: list[Any]) -> None:
     site.spire.agents = agents
     await site.look()
     assert await site.verdict("r1") == "NoProvenNode"
 
 
-async def test_evidence_ends_at_the_second_without_a_poll_while_spire_is_away(site: Site) -> None:
+async def test_evidence_expires_to_the_second_while_spire_is_unavailable(site: Site) -> None:
     await site.spire.stop()
     await site.look()
     metrics = site.house.parts.metrics.render()[0].decode()
@@ -173,7 +173,7 @@ async def test_evidence_ends_at_the_second_without_a_poll_while_spire_is_away(si
 
 
 @pytest.mark.parametrize("site", [("spire-server", "static")], indirect=True)
-async def test_a_ban_stands_when_the_inventory_changes_while_spire_is_away(site: Site) -> None:
+async def test_ban_stays_when_the_inventory_changes_while_spire_is_unavailable(site: Site) -> None:
     site.spire.agents = [agent("node-a", HASH, expires_at=NOW + HOUR, banned=True)]
     await site.look()
     await site.spire.stop()
@@ -183,28 +183,28 @@ async def test_a_ban_stands_when_the_inventory_changes_while_spire_is_away(site:
 
 
 @pytest.mark.parametrize("site", [("spire-server", "static")], indirect=True)
-async def test_a_node_that_spire_says_nothing_of_is_proven_by_nobody_else(site: Site) -> None:
+async def test_node_missing_in_spire_is_not_proven_by_another_source(site: Site) -> None:
     assert await site.verdict("r1") == "Admitted"
     site.spire.agents = []
     await site.look()
     assert await site.verdict("r2") == "NoProvenNode"
 
 
-async def test_a_ban_is_heard_of_though_the_inventory_file_is_bad(site: Site) -> None:
+async def test_ban_is_applied_although_the_inventory_file_is_bad(site: Site) -> None:
     site.house.file.write_text("nodes: [")
     site.spire.agents = [agent("node-a", HASH, expires_at=NOW + HOUR, banned=True)]
     await site.look()
     assert await site.verdict("r1") == "NoProvenNode"
 
 
-async def test_a_server_is_ready_when_spire_has_answered_once(
+async def test_server_is_ready_after_the_first_answer_of_spire(
     spire: SpireDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     authority = Authority()
     spire.agents = [agent("node-a", HASH, expires_at=utc_now() + HOUR)]
     await spire.start(authority.issue(SERVER_ID), authority)
-    await spire.stop()  # its port stays its own
+    await spire.stop()  # its port stays reserved
     api = WorkloadApiDouble(str(tmp_path / "agent.sock"), [authority.issue(VERIFIER)], [authority.root])
     await api.start()
     (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
@@ -220,13 +220,11 @@ async def test_a_server_is_ready_when_spire_has_answered_once(
         assert await one.says(200)
         assert one.parts.fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH
         await spire.stop()
-        assert await one.says(200)  # what was said stays until its own end, and so does the server
+        assert await one.says(200)  # the evidence stays until it expires, and the server stays ready
     await api.stop()
 
 
-async def test_a_server_is_ready_when_it_has_had_the_keys_of_the_trust_domain_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_server_is_ready_after_the_first_trust_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
     api = JwtWorkloadApiDouble(str(tmp_path / "agent.sock"), SigningKey.make())
@@ -248,14 +246,14 @@ async def test_a_server_is_ready_when_it_has_had_the_keys_of_the_trust_domain_on
 
 @frozen(eq=False)
 class Beginning:
-    """A server that starts, and what it says of itself meanwhile."""
+    """A server that starts, and its readiness in the meantime."""
 
     server: Server
     parts: Parts
     starting: asyncio.Task[None]
 
     async def says(self, status: int) -> bool:
-        with suppress(httpx.HTTPError, AttributeError):  # the listeners are yet to come
+        with suppress(httpx.HTTPError, AttributeError):  # the listeners are not open yet
             url = dict(part.split("=", 1) for part in self.server.ready_line.split()[1:])["http"]
             async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
                 return (await client.get("/readyz")).status_code == status
@@ -277,8 +275,8 @@ async def beginning(flags: Mapping[str, str]) -> AsyncIterator[Beginning]:
         await server.run(stop)
 
 
-async def test_a_server_is_ready_with_what_spire_says(spire: SpireDouble, tmp_path: Path) -> None:
-    """The whole process, by the command line that an operator would write."""
+async def test_server_is_ready_with_the_evidence_of_spire(spire: SpireDouble, tmp_path: Path) -> None:
+    """The whole process, with an operator's command line."""
     authority = Authority()
     spire.agents = [agent("node-a", HASH, expires_at=utc_now() + HOUR)]
     await spire.start(authority.issue(SERVER_ID), authority)

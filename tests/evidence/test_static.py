@@ -1,10 +1,10 @@
-"""Evidence that somebody wrote down."""
+"""Static evidence."""
 
 from webhook.core.evidence import Evidence
 from webhook.evidence.static import StaticEvidence
 
 
-async def test_the_map_is_evidence() -> None:
+async def test_node_hash_map_is_evidence() -> None:
     assert await StaticEvidence({"node-a": "abc123"}).poll() == {"node-a": Evidence("node-a", "abc123", "static")}
 
 
@@ -17,12 +17,12 @@ async def test_map_and_file_must_agree() -> None:
     assert (said["node-a"].is_conflict, said["node-b"].is_conflict) == (False, True)
 
 
-async def test_a_new_file_replaces_what_the_old_one_said() -> None:
+async def test_new_file_replaces_the_old_entries() -> None:
     evidence = StaticEvidence({})
     evidence.read_from_file({"node-a": Evidence("node-a", "abc", "static")})
     evidence.read_from_file({})
     assert await evidence.poll() == {}
 
 
-async def test_it_says_that_it_is_for_development() -> None:
+async def test_static_evidence_is_marked_for_development() -> None:
     assert StaticEvidence({}).is_for_development

@@ -3,7 +3,7 @@
 import pytest
 
 from webhook.export.labels import WantedLabels, label_patch, wanted_labels
-from webhook.inventory.nvidia_smi import Gpu, known
+from webhook.inventory.nvidia_smi import Gpu, available
 
 LONG = "9" * 80
 
@@ -11,7 +11,7 @@ LONG = "9" * 80
 def gpus(*pairs: tuple[str, str]) -> list[Gpu]:
     """GPUs from pairs of chassis and serial texts."""
     return [
-        Gpu(k, serial=known(serial), chassis=known(chassis), said_serial=serial, said_chassis=chassis)
+        Gpu(k, serial=available(serial), chassis=available(chassis), raw_serial=serial, raw_chassis=chassis)
         for k, (chassis, serial) in enumerate(pairs)
     ]
 

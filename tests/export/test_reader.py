@@ -17,7 +17,7 @@ from webhook.export.nodes import ExportedNode
 from webhook.export.outbox import Backlog
 from webhook.export.reader import MIN_INTERVAL, PARSE_IN_THREAD, FailureObserver, GpuReader, ReadingPlan
 from webhook.export.records import Batch, Reading
-from webhook.inventory.nvidia_smi import Smi, parse
+from webhook.inventory.nvidia_smi import SmiReport, parse
 from webhook.kube.pod_exec import ExecError
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 
@@ -48,7 +48,7 @@ class House:
     refuses_labels: Exception | None = None
     labels_take: float = 0.0
     before_answer: Callable[[], Any] = lambda: None
-    parse: Callable[[bytes], Smi] = parse
+    parse: Callable[[bytes], SmiReport] = parse
     now: datetime = NOW
     # What the clock of turns is ahead of the loop's.
     ahead: float = 0.0
@@ -358,7 +358,7 @@ async def test_long_outputs_are_parsed_one_at_a_time() -> None:
     long = document(h100_host()) + b" " * PARSE_IN_THREAD
     at_once, most, lock = 0, 0, threading.Lock()
 
-    def counting(content: bytes) -> Smi:
+    def counting(content: bytes) -> SmiReport:
         nonlocal at_once, most
         with lock:
             at_once += 1

@@ -1,6 +1,6 @@
-"""A driver's NVML library, as ctypes sees one: functions of C's calling convention under the names that it exports.
+"""A fake NVML library for ctypes: C functions under the names that the real library exports.
 
-What is asked of it goes through the real nvidia-ml-py, with its structures and its ways of passing them.
+Calls go through the real nvidia-ml-py, with its structures and its ways of passing them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from attrs import frozen
 SUCCESS, NOT_SUPPORTED, DRIVER_NOT_LOADED, GPU_IS_LOST = 0, 3, 9, 15
 MIB: Final = 1024 * 1024
 
-# Whatever is pointed to: what is passed by value instead is an error here, and would end the process there.
+# Accepts any pointer. An argument passed by value is an error here; in the real library it would crash the process.
 At = c_void_p
 
 
@@ -30,7 +30,7 @@ class Platform(Structure):
 
 @frozen
 class Chip:
-    """What a GPU says of itself; None: that it has no such thing."""
+    """The values that a GPU reports; None means not supported."""
 
     uuid: bytes
     serial: bytes | None
@@ -42,7 +42,7 @@ class Chip:
 
 
 class Driver:
-    """The library of a machine with these GPUs. `lacks`: what an older driver does not export."""
+    """The library of a machine with these GPUs. `lacks`: functions that an older driver does not export."""
 
     def __init__(self, chips: Sequence[Chip], *, lacks: Sequence[str] = (), works: bool = True) -> None:
         self._chips = chips

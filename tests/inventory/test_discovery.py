@@ -1,4 +1,4 @@
-"""What GPUNodes should name, and the writer: few writes, nothing held is dropped, nothing follows from not knowing."""
+"""Discovery writes GPUNodes: with few writes, without dropping reserved devices, and only on complete information."""
 
 import asyncio
 import base64
@@ -14,7 +14,7 @@ from tests.heard import Heard
 from webhook.core.device import Device, DeviceUuid
 from webhook.core.reasons import Reason
 from webhook.evidence.static import StaticEvidence
-from webhook.inventory.discovery import AT_A_TIME, AT_ONCE, Discovery, WrittenInventory, due
+from webhook.inventory.discovery import BATCH_SIZE, CONCURRENCY, Discovery, FileInventory, desired_devices
 from webhook.inventory.file import InventoryFile
 from webhook.kube.gpu_node import GpuNode
 from webhook.kube.store import StoreUnavailableError
@@ -28,7 +28,7 @@ def annotation(*uuids: str, **labels: list[str]) -> str:
 
 
 class Scene:
-    """Nodes and GPUNodes, one step at a time; the watches catch up before each."""
+    """Nodes and GPUNodes, one step at a time; the watches catch up before each step."""
 
     def __init__(self, inventory: Path | None = None) -> None:
         self.is_current = True
@@ -37,15 +37,15 @@ class Scene:
         self.events = Heard()
         self.nodes, self.gpu_nodes = FakeObjects(), FakeObjects()
         self.evidence = StaticEvidence({})
-        written = WrittenInventory(InventoryFile(inventory) if inventory else None, self.evidence)
+        written = FileInventory(InventoryFile(inventory) if inventory else None, self.evidence)
         scene = self
 
-        class Asked:
+        class RecordingNodes:
             async def is_gone(self, name: str) -> bool:
                 scene.asked.append(name)
                 return scene.is_gone
 
-        self.discovery = Discovery(self.gpu_nodes, Asked(), written, self.events, lambda: self.is_current)
+        self.discovery = Discovery(self.gpu_nodes, RecordingNodes(), written, self.events, lambda: self.is_current)
         self.nodes.listener, self.gpu_nodes.listener = self.discovery.nodes, self.discovery.gpu_nodes
 
     def node(self, name: str = "node-a", said: str | None = None) -> None:
@@ -57,7 +57,7 @@ class Scene:
         self.gpu_nodes.status(name, held={f"{uuid}/0": entry for uuid in uuids})
 
     async def step(self) -> list[str]:
-        """What was written."""
+        """The devices in the object."""
         self.nodes.tell()
         self.gpu_nodes.tell()
         self.gpu_nodes.done.clear()
@@ -65,12 +65,12 @@ class Scene:
         return list(self.gpu_nodes.done)
 
     def devices(self, name: str = "node-a") -> dict[str, bool]:
-        """Healthy or not, by UUID."""
+        """Health by UUID."""
         raw = self.gpu_nodes.objects[name]
         return {one["uuid"]: one.get("healthy", True) for one in raw["spec"]["devices"]}
 
     async def with_node(self, *uuids: str, held: tuple[str, ...] = ()) -> None:
-        """A node that was discovered, and rebuilt from pods."""
+        """A node that has been discovered and rebuilt from pods."""
         self.node(said=annotation(*uuids))
         await self.step()
         self.hold(*held)
@@ -87,15 +87,15 @@ def known(**members: Any) -> GpuNode:
     return GpuNode.parse(raw)
 
 
-def test_until_it_is_known_what_is_held_everything_may_be() -> None:
-    what = due((), known(spec={"devices": [{"uuid": "GPU-1"}]}))
+def test_every_device_may_be_reserved_until_the_object_is_rebuilt() -> None:
+    what = desired_devices((), known(spec={"devices": [{"uuid": "GPU-1"}]}))
     assert (dict(what.devices), what.vanished) == (
         {DeviceUuid("GPU-1"): Device(DeviceUuid("GPU-1"), is_healthy=False)},
         (),
     )
 
 
-async def test_an_annotated_node_gets_its_gpu_node(scene: Scene) -> None:
+async def test_annotated_node_gets_a_gpu_node(scene: Scene) -> None:
     scene.node(said=annotation("GPU-1", GPU_1=["fudo.org/gpu.fast"]))
     assert await scene.step() == ["create node-a"]
     made = scene.gpu_nodes.objects["node-a"]
@@ -105,21 +105,21 @@ async def test_an_annotated_node_gets_its_gpu_node(scene: Scene) -> None:
     assert "status" not in made
 
 
-async def test_what_is_as_it_should_be_is_not_written(scene: Scene) -> None:
+async def test_unchanged_gpu_node_is_not_written(scene: Scene) -> None:
     await scene.with_node("GPU-1", "GPU-2")
     scene.node(said=annotation("GPU-2", "GPU-1"))  # in another order
     scene.hold("GPU-1")
     assert await scene.step() == []
 
 
-async def test_a_write_of_ours_is_not_repeated_before_the_watch_tells_of_it(scene: Scene) -> None:
+async def test_own_write_is_not_repeated_before_the_watch_shows_it(scene: Scene) -> None:
     scene.node(said=annotation("GPU-1"))
     await scene.step()
     await scene.discovery.step()
     assert scene.gpu_nodes.done == ["create node-a"]
 
 
-async def test_what_others_wrote_into_the_object_stays(scene: Scene) -> None:
+async def test_fields_of_other_writers_stay(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     raw = scene.gpu_nodes.objects["node-a"]
     theirs = {"labels": {**OURS, "team": "x"}, "annotations": {"note": "y"}, "finalizers": ["gpuwarden.io/held", "z/z"]}
@@ -131,19 +131,19 @@ async def test_what_others_wrote_into_the_object_stays(scene: Scene) -> None:
     assert raw["status"] == {"held": {}}
 
 
-async def test_a_node_that_nobody_speaks_for_is_left_alone(scene: Scene) -> None:
+async def test_gpu_node_without_a_source_of_devices_is_left_alone(scene: Scene) -> None:
     scene.node()
     scene.gpu_nodes.put({"metadata": {"name": "node-a"}, "spec": {"devices": [{"uuid": "GPU-hand"}]}})
     assert await scene.step() == []
 
 
-async def test_a_node_without_gpus_gets_no_object(scene: Scene) -> None:
+async def test_node_without_gpus_gets_no_gpu_node(scene: Scene) -> None:
     scene.node(said=annotation())
     assert await scene.step() == []
 
 
 @pytest.mark.defect("S4-14")
-async def test_a_bad_annotation_is_told_once_and_changes_nothing(scene: Scene) -> None:
+async def test_bad_annotation_gets_one_event_and_changes_nothing(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.node(said="!")
     scene.node("node-b", annotation("GPU-b"))
@@ -156,7 +156,7 @@ async def test_a_bad_annotation_is_told_once_and_changes_nothing(scene: Scene) -
 
 
 @pytest.mark.parametrize("name", ["all", "0", "void", "GPU-1,GPU-2", "nvidia.com/gpu=all"])
-async def test_entry_that_is_no_uuid_is_left_out_and_told_once_and_the_others_count(scene: Scene, name: str) -> None:
+async def test_entry_without_a_gpu_uuid_is_ignored_with_one_event(scene: Scene, name: str) -> None:
     scene.node(said=annotation("GPU-1", name))
     await scene.step()
     await scene.step()
@@ -169,7 +169,7 @@ async def test_entry_that_is_no_uuid_is_left_out_and_told_once_and_the_others_co
     assert len(scene.events.told) == 2
 
 
-async def test_reading_with_an_entry_that_is_no_uuid_keeps_the_others(scene: Scene) -> None:
+async def test_reading_with_an_invalid_uuid_keeps_the_other_devices(scene: Scene) -> None:
     read = as_read({"index": 0, "uuid": "GPU-1"}, {"index": 1, "uuid": "all"})
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
     await scene.step()
@@ -177,7 +177,7 @@ async def test_reading_with_an_entry_that_is_no_uuid_keeps_the_others(scene: Sce
     assert scene.events.told == [("node-a", Reason.DEVICES_UNREADABLE)]
 
 
-async def test_stored_device_that_is_no_uuid_goes_unless_it_is_held(scene: Scene) -> None:
+async def test_stored_device_with_an_invalid_uuid_is_dropped_unless_reserved(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     raw = scene.gpu_nodes.objects["node-a"]
     scene.gpu_nodes.put({**raw, "spec": {"devices": [{"uuid": "GPU-1"}, {"uuid": "all"}, {"uuid": "gpu-7"}]}})
@@ -186,7 +186,7 @@ async def test_stored_device_that_is_no_uuid_goes_unless_it_is_held(scene: Scene
     assert scene.devices() == {"GPU-1": True, "gpu-7": False}
 
 
-async def test_an_object_that_a_hand_made_unreadable_is_told_once_and_left_as_it_is(scene: Scene) -> None:
+async def test_unreadable_gpu_node_gets_one_event_and_is_left_alone(scene: Scene) -> None:
     await scene.with_node("GPU-1", held=("GPU-1",))
     good = scene.gpu_nodes.objects["node-a"]
     by_hand = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
@@ -199,7 +199,7 @@ async def test_an_object_that_a_hand_made_unreadable_is_told_once_and_left_as_it
     assert "'GPU-1' is not a slot" in scene.events.messages[0]
 
 
-async def test_a_device_that_vanishes_while_held_is_quarantined_until_nothing_holds_it(scene: Scene) -> None:
+async def test_reserved_device_that_vanishes_is_quarantined_until_released(scene: Scene) -> None:
     await scene.with_node("GPU-1", "GPU-2", held=("GPU-1",))
     scene.node(said=annotation("GPU-2"))
     assert await scene.step() == ["replace node-a"]
@@ -211,7 +211,7 @@ async def test_a_device_that_vanishes_while_held_is_quarantined_until_nothing_ho
     assert scene.devices() == {"GPU-2": True}
 
 
-async def test_a_device_that_comes_back_is_healthy_again(scene: Scene) -> None:
+async def test_returning_device_is_healthy_again(scene: Scene) -> None:
     await scene.with_node("GPU-1", held=("GPU-1",))
     scene.node(said=annotation())
     await scene.step()
@@ -221,7 +221,7 @@ async def test_a_device_that_comes_back_is_healthy_again(scene: Scene) -> None:
     assert scene.devices() == {"GPU-1": True}
 
 
-async def test_a_device_that_nothing_holds_vanishes_at_once(scene: Scene) -> None:
+async def test_unreserved_device_that_vanishes_is_dropped_at_once(scene: Scene) -> None:
     await scene.with_node("GPU-1", "GPU-2")
     scene.node(said=annotation("GPU-new", "GPU-2"))
     await scene.step()
@@ -229,37 +229,37 @@ async def test_a_device_that_nothing_holds_vanishes_at_once(scene: Scene) -> Non
     assert scene.events.told == []
 
 
-async def test_what_is_held_and_was_edited_out_is_there_again(scene: Scene) -> None:
-    """By hand, or because the object was made anew from pods: every held device is shown."""
+async def test_reserved_device_removed_by_hand_is_restored(scene: Scene) -> None:
+    """Edited by hand, or rebuilt from pods: the object lists every reserved device."""
     await scene.with_node("GPU-1", held=("GPU-1", "GPU-lost"))
     assert scene.devices() == {"GPU-1": True, "GPU-lost": False}
 
 
-async def test_an_annotation_taken_away_takes_the_devices_away(scene: Scene) -> None:
+async def test_removing_the_annotation_removes_the_devices(scene: Scene) -> None:
     await scene.with_node("GPU-1", "GPU-2", held=("GPU-1",))
     scene.node()
     await scene.step()
     assert scene.devices() == {"GPU-1": False}
 
 
-async def test_a_reservation_made_meanwhile_is_seen_before_its_device_is_dropped(scene: Scene) -> None:
+async def test_concurrent_reservation_keeps_its_device(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.node(said=annotation())
     scene.nodes.tell()
-    scene.hold("GPU-1")  # and the watch does not tell
+    scene.hold("GPU-1")  # and the watch has not shown it
     await scene.discovery.step()
     assert scene.devices() == {"GPU-1": False}
     assert list(scene.gpu_nodes.objects["node-a"]["status"]["held"]) == ["GPU-1/0"]
 
 
-async def test_who_is_overtaken_writes_on_what_is_there_then(scene: Scene) -> None:
+async def test_write_conflict_is_retried_on_the_current_object(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.node(said=annotation("GPU-1", "GPU-2"))
     scene.gpu_nodes.overtaken = 3
     assert await scene.step() == ["replace node-a"]
 
 
-async def test_who_is_always_overtaken_tries_again_in_the_next_pass(scene: Scene) -> None:
+async def test_repeated_write_conflicts_are_left_for_the_next_pass(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.node(said=annotation("GPU-1", "GPU-2"))
     scene.gpu_nodes.overtaken = 5
@@ -267,7 +267,7 @@ async def test_who_is_always_overtaken_tries_again_in_the_next_pass(scene: Scene
     assert await scene.step() == ["replace node-a"]
 
 
-async def test_an_api_server_that_is_away_is_asked_again_in_the_next_pass(scene: Scene) -> None:
+async def test_unavailable_api_server_is_retried_in_the_next_pass(scene: Scene) -> None:
     scene.node(said=annotation("GPU-1"))
     scene.gpu_nodes.is_away = True
     assert await scene.step() == []
@@ -275,7 +275,7 @@ async def test_an_api_server_that_is_away_is_asked_again_in_the_next_pass(scene:
     assert await scene.step() == ["create node-a"]
 
 
-async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_node(scene: Scene) -> None:
+async def test_pass_stops_after_some_failures_of_the_api_server(scene: Scene) -> None:
     for number in range(50):
         scene.node(f"node-{number}", annotation(f"GPU-{number}"))
     create, asked = scene.gpu_nodes.create, []
@@ -287,13 +287,13 @@ async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_node(sc
 
     scene.gpu_nodes.create = silent  # type: ignore[method-assign]
     await scene.step()
-    assert len(asked) == AT_ONCE
+    assert len(asked) == CONCURRENCY
     scene.gpu_nodes.create = create  # type: ignore[method-assign]
     assert len(await scene.step()) == 50
 
 
-async def test_an_object_that_is_there_already_is_taken_over_as_it_is(scene: Scene) -> None:
-    """Made by another reconciler, say, and the watch has not told."""
+async def test_existing_gpu_node_is_adopted(scene: Scene) -> None:
+    """Created by another reconciler, for example, and not observed yet."""
     scene.node(said=annotation("GPU-1"))
     scene.nodes.tell()
     scene.gpu_nodes.put(
@@ -303,7 +303,7 @@ async def test_an_object_that_is_there_already_is_taken_over_as_it_is(scene: Sce
     assert scene.devices() == {"GPU-1": True}
 
 
-async def test_what_the_api_server_refuses_is_told_and_the_others_are_served(scene: Scene) -> None:
+async def test_rejected_gpu_node_gets_an_event_and_does_not_stop_others(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.node(name, annotation(f"GPU-{name}"))
     scene.gpu_nodes.refused = {"node-a"}
@@ -312,21 +312,21 @@ async def test_what_the_api_server_refuses_is_told_and_the_others_are_served(sce
     assert "too many" in scene.events.messages[0]
 
 
-# Nodes that go.
+# Nodes that are deleted.
 
 
-async def test_a_gpu_node_goes_with_its_node(scene: Scene) -> None:
+async def test_gpu_node_is_deleted_with_its_node(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.nodes.remove("node-a")
     assert await scene.step() == ["delete node-a"]
-    assert "deletionTimestamp" in scene.gpu_nodes.objects["node-a"]["metadata"]  # the finalizer is the ledger's
+    assert "deletionTimestamp" in scene.gpu_nodes.objects["node-a"]["metadata"]  # the ledger owns the finalizer
     assert await scene.step() == []
     scene.gpu_nodes.remove("node-a")
     scene.node(said=annotation("GPU-1"))
     assert await scene.step() == ["create node-a"]
 
 
-async def test_one_that_is_being_deleted_is_made_anew_when_it_is_gone(scene: Scene) -> None:
+async def test_gpu_node_being_deleted_is_recreated_when_gone(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.nodes.remove("node-a")
     await scene.step()
@@ -336,17 +336,17 @@ async def test_one_that_is_being_deleted_is_made_anew_when_it_is_gone(scene: Sce
     assert await scene.step() == ["create node-a"]
 
 
-async def test_a_gpu_node_with_reservations_outlives_its_node(scene: Scene) -> None:
+async def test_gpu_node_with_reservations_outlives_its_node(scene: Scene) -> None:
     await scene.with_node("GPU-1", "GPU-2", held=("GPU-1",))
     scene.nodes.remove("node-a")
     assert await scene.step() == []
     assert scene.events.told == [("node-a", Reason.NODE_GONE)]
     assert scene.devices() == {"GPU-1": True, "GPU-2": True}
-    scene.node(said=annotation("GPU-1", "GPU-2"))  # it comes back and finds it as it was
+    scene.node(said=annotation("GPU-1", "GPU-2"))  # it returns and the object is unchanged
     assert await scene.step() == []
 
 
-async def test_it_goes_when_the_last_reservation_has_gone(scene: Scene) -> None:
+async def test_gpu_node_without_node_is_deleted_with_its_last_reservation(scene: Scene) -> None:
     await scene.with_node("GPU-1", held=("GPU-1",))
     scene.nodes.remove("node-a")
     await scene.step()
@@ -354,7 +354,7 @@ async def test_it_goes_when_the_last_reservation_has_gone(scene: Scene) -> None:
     assert await scene.step() == ["delete node-a"]
 
 
-async def test_nothing_is_remembered_of_a_node_that_is_gone_with_its_gpu_node(scene: Scene) -> None:
+async def test_state_of_a_deleted_node_is_dropped(scene: Scene) -> None:
     for _ in range(2):
         await scene.with_node("GPU-1", held=("GPU-1",))
         scene.nodes.remove("node-a")
@@ -364,26 +364,26 @@ async def test_nothing_is_remembered_of_a_node_that_is_gone_with_its_gpu_node(sc
         scene.gpu_nodes.objects["node-a"]["metadata"].pop("finalizers")
         scene.gpu_nodes.remove("node-a")
         assert await scene.step() == []
-    assert (scene.events.told, scene.discovery.remembered) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
+    assert (scene.events.told, scene.discovery.recorded_count) == ([("node-a", Reason.NODE_GONE)] * 2, 0)
 
 
-async def test_nothing_is_remembered_of_a_node_whose_devices_nobody_could_read(scene: Scene) -> None:
+async def test_state_of_a_deleted_node_with_a_bad_annotation_is_dropped(scene: Scene) -> None:
     scene.node(said="nonsense")
     await scene.step()
-    assert scene.discovery.remembered == 1
+    assert scene.discovery.recorded_count == 1
     scene.nodes.remove("node-a")
     await scene.step()
-    assert scene.discovery.remembered == 0
+    assert scene.discovery.recorded_count == 0
 
 
-async def test_before_it_is_known_what_is_held_a_gpu_node_stays(scene: Scene) -> None:
+async def test_gpu_node_is_not_deleted_before_it_is_rebuilt(scene: Scene) -> None:
     scene.node(said=annotation("GPU-1"))
     await scene.step()
     scene.nodes.remove("node-a")
     assert await scene.step() == []
 
 
-async def test_what_was_made_by_hand_is_never_deleted(scene: Scene) -> None:
+async def test_gpu_node_created_by_a_user_is_never_deleted(scene: Scene) -> None:
     scene.node()
     scene.gpu_nodes.put({"metadata": {"name": "node-a"}, "spec": {"devices": []}, "status": {"held": {}}})
     scene.gpu_nodes.put({"metadata": {"name": "node-x"}, "spec": {"devices": []}, "status": {"held": {}}})
@@ -392,8 +392,8 @@ async def test_what_was_made_by_hand_is_never_deleted(scene: Scene) -> None:
     assert await scene.step() == []
 
 
-async def test_a_node_that_is_only_missing_from_a_list_loses_nothing(scene: Scene) -> None:
-    """The API server is asked by name before anything goes."""
+async def test_node_missing_from_a_list_keeps_its_gpu_node(scene: Scene) -> None:
+    """The API server is asked by name before anything is deleted."""
     await scene.with_node("GPU-1")
     scene.is_gone = False
     scene.discovery.nodes.replaced({})
@@ -401,7 +401,7 @@ async def test_a_node_that_is_only_missing_from_a_list_loses_nothing(scene: Scen
     assert scene.asked == ["node-a"]
 
 
-async def test_nothing_is_decided_while_a_watch_is_interrupted(scene: Scene) -> None:
+async def test_nothing_is_written_while_a_watch_is_interrupted(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.is_current = False
     scene.nodes.remove("node-a")
@@ -411,19 +411,19 @@ async def test_nothing_is_decided_while_a_watch_is_interrupted(scene: Scene) -> 
     assert await scene.step() == ["delete node-a"]
 
 
-async def test_a_reservation_made_meanwhile_keeps_the_gpu_node(scene: Scene) -> None:
+async def test_concurrent_reservation_keeps_the_gpu_node(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.nodes.remove("node-a")
     scene.nodes.tell()
-    scene.hold("GPU-1")  # and the watch does not tell
+    scene.hold("GPU-1")  # and the watch has not shown it
     await scene.discovery.step()
     assert "deletionTimestamp" not in scene.gpu_nodes.objects["node-a"]["metadata"]
 
 
-# The same device on two nodes.
+# One device on two nodes.
 
 
-async def test_a_device_on_two_nodes_is_told_on_both_once(scene: Scene) -> None:
+async def test_device_on_two_nodes_gets_one_event_on_each(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.node(name, annotation("GPU-1", f"GPU-{name}"))
     scene.node("node-c", annotation("GPU-c"))
@@ -431,10 +431,10 @@ async def test_a_device_on_two_nodes_is_told_on_both_once(scene: Scene) -> None:
     scene.hold("GPU-node-a")
     await scene.step()
     assert sorted(scene.events.told) == [("node-a", Reason.DEVICE_DISPUTED), ("node-b", Reason.DEVICE_DISPUTED)]
-    assert sorted(scene.events.messages)[0].startswith("GPU-1 is on node-a too")
+    assert sorted(scene.events.messages)[0].startswith("GPU-1 is also on node-a")
 
 
-async def test_a_dispute_ends_with_one_of_the_nodes_and_may_begin_again(scene: Scene) -> None:
+async def test_dispute_ends_with_one_node_and_may_start_again(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.node(name, annotation("GPU-1"))
     await scene.step()
@@ -446,7 +446,7 @@ async def test_a_dispute_ends_with_one_of_the_nodes_and_may_begin_again(scene: S
     assert len(scene.events.told) == 4
 
 
-async def test_a_device_of_a_gpu_node_made_by_hand_can_be_disputed(scene: Scene) -> None:
+async def test_device_of_a_gpu_node_created_by_a_user_can_be_disputed(scene: Scene) -> None:
     scene.node("node-h")
     scene.gpu_nodes.put({"metadata": {"name": "node-h"}, "spec": {"devices": [{"uuid": "GPU-1"}]}})
     scene.node(said=annotation("GPU-1"))
@@ -463,7 +463,7 @@ def inventory(path: Path, *nodes: Raw) -> Path:
     return file
 
 
-async def test_the_file_comes_before_the_annotation(tmp_path: Path) -> None:
+async def test_inventory_file_overrides_the_annotation(tmp_path: Path) -> None:
     file = inventory(
         tmp_path,
         {"name": "node-a", "devices": [{"uuid": "GPU-file", "model": "H100", "shares": 2}]},
@@ -479,7 +479,7 @@ async def test_the_file_comes_before_the_annotation(tmp_path: Path) -> None:
     assert set(await scene.evidence.poll()) == {"node-b"}
 
 
-async def test_a_file_that_changes_is_followed(tmp_path: Path) -> None:
+async def test_changed_inventory_file_is_applied(tmp_path: Path) -> None:
     scene = Scene(inventory(tmp_path, {"name": "node-a", "devices": [{"uuid": "GPU-1"}]}))
     scene.node()
     await scene.step()
@@ -492,7 +492,7 @@ async def test_a_file_that_changes_is_followed(tmp_path: Path) -> None:
     assert scene.devices() == {}
 
 
-async def test_a_bad_file_changes_nothing_and_before_a_good_one_nothing_is_decided(tmp_path: Path) -> None:
+async def test_bad_inventory_file_changes_nothing_and_delays_the_first_pass(tmp_path: Path) -> None:
     file = tmp_path / "inventory.json"
     file.write_text("{")
     scene = Scene(file)
@@ -509,10 +509,10 @@ async def test_a_bad_file_changes_nothing_and_before_a_good_one_nothing_is_decid
     assert scene.devices() == {"GPU-1": True, "GPU-2": True}
 
 
-# Size.
+# Many nodes and devices.
 
 
-async def test_a_node_with_2000_devices_fits_into_one_object(scene: Scene) -> None:
+async def test_node_with_2000_devices_fits_into_one_object(scene: Scene) -> None:
     uuids = [f"GPU-{k:08x}-0000-4000-8000-000000000000" for k in range(2000)]
     scene.node(said=annotation(*uuids))
     scene.node("node-b", annotation("GPU-b"))
@@ -522,13 +522,13 @@ async def test_a_node_with_2000_devices_fits_into_one_object(scene: Scene) -> No
     assert len(json.dumps(scene.gpu_nodes.objects["node-a"])) < 1.5 * 1024 * 1024
 
 
-async def test_many_nodes_are_seen_to_in_several_steps(scene: Scene) -> None:
-    for number in range(AT_A_TIME + 5):
+async def test_many_nodes_are_handled_in_several_steps(scene: Scene) -> None:
+    for number in range(BATCH_SIZE + 5):
         scene.node(f"node-{number}", annotation(f"GPU-{number}"))
-    assert [len(await scene.step()) for _ in range(3)] == [AT_A_TIME, 5, 0]
+    assert [len(await scene.step()) for _ in range(3)] == [BATCH_SIZE, 5, 0]
 
 
-async def test_a_bug_with_one_node_is_seen_and_the_others_are_served(scene: Scene) -> None:
+async def test_unexpected_error_with_one_node_is_raised_after_the_others_are_handled(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.node(name, annotation(f"GPU-{name}"))
     create = scene.gpu_nodes.create
@@ -547,8 +547,8 @@ async def test_a_bug_with_one_node_is_seen_and_the_others_are_served(scene: Scen
     assert await scene.step() == ["create node-a"]
 
 
-async def test_a_node_whose_step_was_cancelled_has_its_turn_again(scene: Scene) -> None:
-    """The Lease was lost in mid-write, and the same process is elected again."""
+async def test_node_of_a_cancelled_step_is_handled_again(scene: Scene) -> None:
+    """The Lease was lost during a write, and the same process is elected again."""
     scene.node(said=annotation("GPU-1"))
     create, is_under_way = scene.gpu_nodes.create, asyncio.Event()
 
@@ -566,7 +566,7 @@ async def test_a_node_whose_step_was_cancelled_has_its_turn_again(scene: Scene) 
     assert await scene.step() == ["create node-a"]
 
 
-async def test_a_gpu_node_that_cannot_be_deleted_now_is_deleted_later(scene: Scene) -> None:
+async def test_failed_deletion_of_a_gpu_node_is_retried(scene: Scene) -> None:
     await scene.with_node("GPU-1")
     scene.nodes.remove("node-a")
     scene.gpu_nodes.is_away = True
@@ -580,7 +580,7 @@ def as_read(*gpus: dict[str, Any]) -> str:
 
 
 @pytest.mark.defect("S2-19")
-async def test_what_was_read_of_a_node_maps_index_uuid_and_serial(scene: Scene) -> None:
+async def test_reading_provides_index_uuid_and_serial(scene: Scene) -> None:
     gpus = [{"index": k, "uuid": f"GPU-{k}", "serial": "S", "model": "GB200", "memory": "189471Mi"} for k in range(2)]
     read = as_read(*gpus, {"index": 2}, {"index": 3, "uuid": "GPU-3", "mig": True})
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
@@ -593,7 +593,7 @@ async def test_what_was_read_of_a_node_maps_index_uuid_and_serial(scene: Scene) 
     }
 
 
-async def test_the_other_annotation_says_which_devices_there_are_and_what_was_read_says_more_of_them(
+async def test_device_labels_annotation_selects_devices_and_readings_complete_them(
     scene: Scene,
 ) -> None:
     read = as_read(*({"index": k, "uuid": f"GPU-{k}", "serial": f"S{k}"} for k in range(3)))
@@ -613,7 +613,7 @@ async def test_the_other_annotation_says_which_devices_there_are_and_what_was_re
     ["", "[]", '{"gpus": []}', as_read({"uuid": "GPU-1"}), as_read({"index": 0, "uuid": 5})],
     ids=["empty", "a-list", "no-time", "no-index", "no-uuid"],
 )
-async def test_a_reading_that_cannot_be_read_changes_nothing(scene: Scene, read: str) -> None:
+async def test_unreadable_reading_changes_nothing(scene: Scene, read: str) -> None:
     await scene.with_node("GPU-1")
     scene.nodes.put({"metadata": {"name": "node-a", "annotations": {"gpuwarden.io/gpus": read}}})
     assert await scene.step() == []

@@ -1,4 +1,4 @@
-"""The inventory file: read whole or not at all, with every mistake named."""
+"""The inventory file: read completely or not at all, with every mistake reported."""
 
 import json
 from datetime import UTC, datetime
@@ -36,7 +36,7 @@ def read(path: Path, text: str) -> InventoryFile:
     return InventoryFile(path)
 
 
-async def test_everything_in_it_is_read(path: Path) -> None:
+async def test_all_fields_of_the_file_are_read(path: Path) -> None:
     file = read(path, FULL)
     assert await file.poll() == {
         "node-a": Node(
@@ -63,24 +63,24 @@ async def test_everything_in_it_is_read(path: Path) -> None:
     }
 
 
-async def test_json_is_as_good(path: Path) -> None:
+async def test_json_is_accepted(path: Path) -> None:
     file = read(path, json.dumps({"nodes": [{"name": "node-a", "devices": [{"uuid": "GPU-0001"}]}]}))
     nodes = await file.poll()
     assert nodes is not None
     assert nodes["node-a"].devices == (Device(DeviceUuid("GPU-0001")),)
 
 
-async def test_it_is_read_again_only_when_its_content_changes(path: Path) -> None:
+async def test_file_is_parsed_again_only_when_its_content_changes(path: Path) -> None:
     file = read(path, FULL)
     assert await file.poll() is not None
     assert await file.poll() is None
-    path.write_text(FULL)  # touched, the same
+    path.write_text(FULL)  # touched, same content
     assert await file.poll() is None
     path.write_text("nodes: []")
     assert await file.poll() == {}
 
 
-async def test_a_file_swapped_by_a_link_is_noticed(tmp_path: Path) -> None:
+async def test_file_replaced_through_a_symlink_is_noticed(tmp_path: Path) -> None:
     for name, text in (("old", FULL), ("new", "nodes: []")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "inventory.yaml").write_text(text)
@@ -105,20 +105,20 @@ more: 1
 """
 
 
-async def test_every_mistake_is_named_at_once(path: Path) -> None:
+async def test_all_mistakes_of_the_file_are_reported_together(path: Path) -> None:
     with pytest.raises(InventoryUnavailableError) as refused:
         await read(path, MISTAKES).poll()
     assert refused.value.mistakes == (
         "unknown member 'more'",
-        "nodes[0].name: a node has a name of up to 253 characters",
+        "nodes[0].name: a node name has 1 to 253 characters",
         "nodes[1]: Object contains unknown field `label`",
         "nodes[3]: Expected `str`, got `array` - at `$.evidence.hash`",
         "nodes[6]: Expected `object`, got `str`",
-        "nodes: node-d stands there twice",
-        "nodes[2].devices[0].uuid: 'GPU 1' is no UUID of a GPU: GPU-… or MIG-…",
+        "nodes: node-d is listed twice",
+        "nodes[2].devices[0].uuid: 'GPU 1' is not a GPU UUID: GPU-… or MIG-…",
         "nodes[2].devices[1]: Object missing required field `uuid`",
         "nodes[2].devices[2].shares: 0 is not between 1 and 128",
-        "nodes[2]: device GPU-3 stands there twice",
+        "nodes[2]: device GPU-3 is listed twice",
     )
     assert str(refused.value).startswith(f"{path}: unknown member 'more'; nodes[0].name: ")
 
@@ -127,11 +127,11 @@ async def test_every_mistake_is_named_at_once(path: Path) -> None:
     "text",
     ["", "[]", "nodes: {}", "{", "a: [", "nodes: 5", "{'nodes': ", "!!python/object/apply:os.system [true]", "\0"],
 )
-async def test_what_is_no_inventory_is_refused(path: Path, text: str) -> None:
+async def test_content_that_is_no_inventory_is_rejected(path: Path, text: str) -> None:
     with pytest.raises(InventoryUnavailableError):
         await read(path, text).poll()
 
 
-async def test_a_missing_file_is_refused_in_a_sentence(path: Path) -> None:
+async def test_missing_file_is_reported_in_a_sentence(path: Path) -> None:
     with pytest.raises(InventoryUnavailableError, match="No such file or directory"):
         await InventoryFile(path).poll()

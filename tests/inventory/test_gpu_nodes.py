@@ -1,4 +1,4 @@
-"""The inventory of a cluster: two kinds of objects make a node, in whatever order they are heard of."""
+"""The inventory of a cluster: Nodes and GPUNodes are combined, whatever the order of their events."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from webhook.core.fleet import Fleet
 
 
 class Scene:
-    """Both listeners, and what the ledger was told."""
+    """Both listeners, and the objects that the ledger was given."""
 
     def __init__(self) -> None:
         self.fleet = Fleet()
@@ -55,7 +55,7 @@ DEVICES = (Device(DeviceUuid("GPU-1")),)
 
 
 @pytest.mark.parametrize("nodes_first", [True, False], ids=["node first", "devices first"])
-def test_a_node_and_its_devices_come_together(scene: Scene, *, nodes_first: bool) -> None:
+def test_node_is_built_from_node_and_gpu_node(scene: Scene, *, nodes_first: bool) -> None:
     if nodes_first:
         scene.nodes.changed(raw_node())
     scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
@@ -74,17 +74,17 @@ def test_a_node_and_its_devices_come_together(scene: Scene, *, nodes_first: bool
         pytest.param(
             raw_node(taints=[{"key": "gpu", "effect": "NoSchedule"}]), {"taints": (Taint("gpu"),)}, id="tainted"
         ),
-        pytest.param({"metadata": {"name": "node-a"}}, {"is_ready": False, "labels": {}}, id="just born"),
+        pytest.param({"metadata": {"name": "node-a"}}, {"is_ready": False, "labels": {}}, id="no status yet"),
     ],
 )
-def test_the_nodes_own_conditions_count(scene: Scene, raw: Raw, expected: dict[str, Any]) -> None:
+def test_node_conditions_are_applied(scene: Scene, raw: Raw, expected: dict[str, Any]) -> None:
     scene.nodes.changed(raw)
     node = scene.node()
     assert node is not None
     assert {member: getattr(node, member) for member in expected} == expected
 
 
-def test_without_its_node_a_gpu_is_offered_to_nobody(scene: Scene) -> None:
+def test_gpu_without_its_node_is_not_offered(scene: Scene) -> None:
     scene.nodes.changed(raw_node())
     scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
     scene.nodes.deleted(raw_node())
@@ -93,7 +93,7 @@ def test_without_its_node_a_gpu_is_offered_to_nobody(scene: Scene) -> None:
     assert scene.node() == Node("node-a", {"zone": "a"}, DEVICES)
 
 
-def test_objects_missing_in_a_list_are_removed(scene: Scene) -> None:
+def test_list_replaces_all_nodes(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.nodes.changed(raw_node(name))
         scene.gpu_nodes.changed(raw_gpu_node(name, f"GPU-{name}"))
@@ -105,7 +105,7 @@ def test_objects_missing_in_a_list_are_removed(scene: Scene) -> None:
 
 
 @pytest.mark.defect("S4-14")
-def test_one_object_that_cannot_be_read_leaves_the_others_alone(scene: Scene) -> None:
+def test_unreadable_object_does_not_affect_others(scene: Scene) -> None:
     scene.nodes.changed(raw_node())
     scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
     scene.nodes.changed({"metadata": {"name": "node-a", "labels": 5}})
@@ -114,15 +114,15 @@ def test_one_object_that_cannot_be_read_leaves_the_others_alone(scene: Scene) ->
     known = scene.node("node-a")
     assert known is not None
     assert known.labels == {"zone": "a"}
-    # Who holds them cannot be read either, so they are offered to nobody until it can.
+    # Their reservations cannot be read either, so they are not offered.
     assert known.devices == tuple(evolve(one, is_healthy=False) for one in DEVICES)
     assert scene.node("node-b") is not None
     scene.gpu_nodes.changed(raw_gpu_node("node-a", "GPU-1"))
     assert scene.node("node-a") == Node("node-a", {"zone": "a"}, DEVICES)
 
 
-def test_what_is_held_is_learnt_before_devices_are_offered(scene: Scene) -> None:
-    """Else a decision in between would take a held device for a free one."""
+def test_reservations_are_known_before_devices_are_offered(scene: Scene) -> None:
+    """Otherwise a decision in between would take a reserved device for a free one."""
     scene.nodes.changed(raw_node())
     offered: list[bool] = []
     listener = GpuNodesListener(
@@ -137,14 +137,16 @@ def test_what_is_held_is_learnt_before_devices_are_offered(scene: Scene) -> None
 @pytest.mark.parametrize(
     ("word", "state"),
     [
-        pytest.param(evidence("node-a", since=NOW - 2 * SECOND, until=NOW + SECOND), "absent", id="of the node before"),
-        pytest.param(evidence("node-a", since=NOW - SECOND, until=NOW + SECOND), "absent", id="of the same moment"),
+        pytest.param(
+            evidence("node-a", since=NOW - 2 * SECOND, until=NOW + SECOND), "absent", id="of the earlier node"
+        ),
+        pytest.param(evidence("node-a", since=NOW - SECOND, until=NOW + SECOND), "absent", id="of the same second"),
         pytest.param(evidence("node-a", since=NOW, until=NOW + SECOND), "fresh", id="its own"),
-        pytest.param(evidence("node-a"), "fresh", id="written by hand"),
+        pytest.param(evidence("node-a"), "fresh", id="static"),
         pytest.param(evidence("node-a", since=NOW - 2 * SECOND, is_banned=True), "banned", id="banned before"),
     ],
 )
-def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(word: Evidence, state: str) -> None:
+def test_recreated_node_must_attest_again(word: Evidence, state: str) -> None:
     fleet = Fleet()
     inventory = ClusterFleet(fleet, lambda: NOW, lambda name: word)
     born = (NOW - SECOND).isoformat().replace("+00:00", "Z")
@@ -153,7 +155,7 @@ def test_a_node_made_anew_under_its_old_name_has_to_prove_itself_anew(word: Evid
     assert fleet.indexed_nodes["node-a"].state == state
 
 
-def test_a_node_comes_with_its_evidence(scene: Scene) -> None:
+def test_node_gets_its_evidence(scene: Scene) -> None:
     for name in ("node-a", "node-b"):
         scene.nodes.changed(raw_node(name))
     assert {name: indexed.state for name, indexed in scene.fleet.indexed_nodes.items()} == {
@@ -162,7 +164,7 @@ def test_a_node_comes_with_its_evidence(scene: Scene) -> None:
     }
 
 
-def test_a_gpu_node_that_is_being_deleted_offers_no_device(scene: Scene) -> None:
+def test_gpu_node_being_deleted_offers_no_device(scene: Scene) -> None:
     scene.nodes.changed(raw_node())
     raw = raw_gpu_node("node-a", "GPU-1")
     scene.gpu_nodes.changed({**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-03-02T12:00:00Z"}})

@@ -1,4 +1,4 @@
-"""What a node's annotation says of its GPUs: read whole or not at all, with every mistake named."""
+"""The device labels annotation of a node: read completely or not at all, with every mistake reported."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ from webhook.inventory.node_annotations import (
     devices_in,
 )
 
-# What would show a container other GPUs than one, or none.
+# Names that would show a container other GPUs than one, or none.
 NO_UUIDS = [
     "all",
     "none",
@@ -46,7 +46,7 @@ def mistakes(text: str) -> tuple[str, ...]:
     return refused.value.mistakes
 
 
-def test_every_device_comes_with_its_labels() -> None:
+def test_annotated_devices_have_their_labels() -> None:
     said = {"GPU-1": ["fudo.org/gpu.memory-80g", "model=h100"], "GPU-2": []}
     assert devices_in(encoded(said)).devices == (
         Device(DeviceUuid("GPU-1"), labels=frozenset({"fudo.org/gpu.memory-80g", "model=h100"})),
@@ -54,35 +54,35 @@ def test_every_device_comes_with_its_labels() -> None:
     )
 
 
-def test_a_node_may_have_none() -> None:
+def test_annotation_may_list_no_devices() -> None:
     assert devices_in(encoded({})) == AnnotatedDevices()
 
 
-def test_folded_lines_are_as_good() -> None:
+def test_wrapped_base64_is_accepted() -> None:
     text = encoded({"GPU-1": ["a"], "GPU-2": ["b"]})
     assert devices_in("\n".join(text[at : at + 8] for at in range(0, len(text), 8)) + "\n") == devices_in(text)
 
 
-def test_a_label_said_twice_is_one_label() -> None:
+def test_duplicate_labels_are_merged() -> None:
     assert devices_in(encoded({"GPU-1": ["a", "a"]})).devices == (Device(DeviceUuid("GPU-1"), labels=frozenset({"a"})),)
 
 
 @pytest.mark.parametrize(
     ("text", "mistake"),
     [
-        pytest.param("", "what is in the base64 is not JSON", id="empty"),
+        pytest.param("", "the decoded content is not JSON", id="empty"),
         pytest.param("{}", "it is not base64", id="plain JSON"),
         pytest.param("e30", "it is not base64", id="cut off"),
         pytest.param("schön", "it is not base64", id="not ASCII"),
-        pytest.param("/w==", "what is in the base64 is not JSON", id="not UTF-8"),
-        pytest.param(encoded('{"GPU-1": ['), "what is in the base64 is not JSON", id="half a JSON"),
-        pytest.param(encoded("[" * 100_000), "what is in the base64 is not JSON", id="nested without end"),
-        pytest.param(encoded([]), "the JSON is no object, GPU UUID to a list of labels", id="a list"),
-        pytest.param(encoded("null"), "the JSON is no object, GPU UUID to a list of labels", id="null"),
-        pytest.param(encoded('{"GPU-1": [], "GPU-1": ["a"]}'), "'GPU-1' stands there twice", id="twice"),
-        pytest.param(encoded({"GPU-1": {"a": 1}}), "'GPU-1': its labels are no list", id="labels as an object"),
-        pytest.param(encoded({"GPU-1": None}), "'GPU-1': its labels are no list", id="labels left out"),
-        pytest.param(encoded({"GPU-1": [5]}), "'GPU-1': 5 is no text", id="a number for a label"),
+        pytest.param("/w==", "the decoded content is not JSON", id="not UTF-8"),
+        pytest.param(encoded('{"GPU-1": ['), "the decoded content is not JSON", id="truncated JSON"),
+        pytest.param(encoded("[" * 100_000), "the decoded content is not JSON", id="deeply nested"),
+        pytest.param(encoded([]), "the JSON is not an object from GPU UUID to a list of labels", id="a list"),
+        pytest.param(encoded("null"), "the JSON is not an object from GPU UUID to a list of labels", id="null"),
+        pytest.param(encoded('{"GPU-1": [], "GPU-1": ["a"]}'), "'GPU-1' is listed twice", id="twice"),
+        pytest.param(encoded({"GPU-1": {"a": 1}}), "'GPU-1': its labels are not a list", id="labels as an object"),
+        pytest.param(encoded({"GPU-1": None}), "'GPU-1': its labels are not a list", id="null labels"),
+        pytest.param(encoded({"GPU-1": [5]}), "'GPU-1': 5 is not a string", id="a number for a label"),
         pytest.param(
             encoded({"GPU-1": [""]}),
             "'GPU-1': label '' is empty, longer than 320 or not printable",
@@ -91,42 +91,42 @@ def test_a_label_said_twice_is_one_label() -> None:
         pytest.param(
             encoded('{"GPU-1": ["\\ud800"]}'),
             r"'GPU-1': label '\ud800' is empty, longer than 320 or not printable",
-            id="half a character",
+            id="lone surrogate",
         ),
     ],
 )
-def test_a_mistake_is_named(text: str, mistake: str) -> None:
+def test_mistake_in_the_annotation_is_reported(text: str, mistake: str) -> None:
     assert mistakes(text) == (mistake,)
 
 
 @pytest.mark.parametrize("name", NO_UUIDS)
-def test_what_is_no_uuid_of_a_gpu_is_left_out_and_named(name: str) -> None:
+def test_name_that_is_not_a_gpu_uuid_is_ignored_and_reported(name: str) -> None:
     found = devices_in(encoded({"GPU-1": [], name: []}))
     assert found.devices == (Device(DeviceUuid("GPU-1")),)
-    assert found.left_out == (name,)
-    assert found.complaint.endswith(": no UUID of a GPU")
+    assert found.ignored == (name,)
+    assert found.ignored_message.endswith(": not a GPU UUID")
 
 
-def test_very_many_left_out_are_counted() -> None:
+def test_many_ignored_names_are_counted() -> None:
     found = devices_in(encoded({f"gpu-{k}": [] for k in range(100)}))
     assert found.devices == ()
-    assert found.complaint.endswith("'gpu-9' and 90 more: no UUID of a GPU")
+    assert found.ignored_message.endswith("'gpu-9' and 90 more: not a GPU UUID")
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_mistakes_in_the_annotation_are_reported_together() -> None:
     assert mistakes(encoded({"GPU-2": [5, "x" * 321], "GPU-3": 0})) == (
-        "'GPU-2': 5 is no text",
+        "'GPU-2': 5 is not a string",
         f"'GPU-2': label '{'x' * 59}… is empty, longer than 320 or not printable",
-        "'GPU-3': its labels are no list",
+        "'GPU-3': its labels are not a list",
     )
 
 
-def test_very_many_mistakes_are_counted() -> None:
+def test_many_mistakes_are_counted() -> None:
     named = mistakes(encoded({f"GPU-{k}": 0 for k in range(100)}))
     assert (len(named), named[-1]) == (11, "and 90 more")
 
 
-def test_as_much_as_the_api_server_takes_and_no_more() -> None:
+def test_annotation_limits_match_the_api_server() -> None:
     labels = [f"{k:03}".ljust(MAX_LABEL, "x") for k in range(MAX_LABELS)]
     assert len(devices_in(encoded({"GPU-1": labels})).devices[0].labels) == MAX_LABELS
     assert mistakes(encoded({"GPU-1": [*labels, "one"]})) == ("'GPU-1': 65 labels are more than 64",)
@@ -135,7 +135,7 @@ def test_as_much_as_the_api_server_takes_and_no_more() -> None:
     assert mistakes(encoded({**many, "one": []})) == ("4097 devices are more than 4096",)
 
 
-def test_the_bounds_are_those_of_the_object_that_is_written() -> None:
+def test_annotation_limits_match_the_gpu_node_crd() -> None:
     crd = yaml.safe_load(Path("webhook/kube/install/manifests/gpunodes.yaml").read_text())
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["devices"]
     uuid, labels = schema["items"]["properties"]["uuid"], schema["items"]["properties"]["labels"]

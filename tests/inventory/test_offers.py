@@ -1,4 +1,4 @@
-"""`kubectl get gpunodes` says whether a pod could be given what is free."""
+"""`kubectl get gpunodes` shows whether free devices can be given to a pod."""
 
 from tests.builders import HASH, NOW, SECOND, Raw, reservation
 from tests.fake_objects import FakeObjects
@@ -6,7 +6,7 @@ from webhook.core.device import Device, DeviceUuid, Node, Slot
 from webhook.core.evidence import Evidence
 from webhook.core.fleet import Fleet
 from webhook.core.gpu_map import MapOwner, SetId
-from webhook.inventory.offers import AT_A_TIME, Offers
+from webhook.inventory.offers import BATCH_SIZE, Offers
 
 
 class Scene:
@@ -36,7 +36,7 @@ class Scene:
         return sum("status" in one for one in self.objects.done)
 
 
-async def test_the_offer_follows_node_and_evidence_and_is_written_once() -> None:
+async def test_offer_follows_node_and_evidence_and_is_written_once() -> None:
     scene = await Scene("a").steps(3)
     assert (scene.status(), scene.writes) == ({"held": {}, "free": 1, "offer": "unproven"}, 1)
     scene.fleet.prove("a", Evidence("a", HASH, "static", until=NOW + SECOND), NOW)
@@ -50,7 +50,7 @@ async def test_the_offer_follows_node_and_evidence_and_is_written_once() -> None
     assert scene.writes == 5
 
 
-async def test_what_maps_keep_is_offered_to_others_no_more() -> None:
+async def test_gpus_reserved_for_placement_maps_are_not_offered_to_others() -> None:
     scene = Scene("a")
     keeper = MapOwner("2026-01-01", SetId("set", "ml"))
     scene.fleet.put(Node("a", {}, (Device(DeviceUuid("GPU-0")), Device(DeviceUuid("GPU-1")))), NOW)
@@ -68,9 +68,9 @@ async def test_what_maps_keep_is_offered_to_others_no_more() -> None:
     assert (await scene.steps(2)).status()["offer"] == "stale"
 
 
-async def test_an_api_server_that_drops_the_word_is_told_it_once() -> None:
+async def test_offer_is_written_once_to_an_api_server_that_drops_it() -> None:
     scene = await Scene("a").steps(2)
-    scene.objects.put({"metadata": {"name": "a"}, "status": {"held": {}, "free": 1}})  # as an older CRD keeps it
+    scene.objects.put({"metadata": {"name": "a"}, "status": {"held": {}, "free": 1}})  # as an older CRD stores it
     await scene.steps(5)
     assert scene.writes == 1
     scene.offers.begin()
@@ -78,7 +78,7 @@ async def test_an_api_server_that_drops_the_word_is_told_it_once() -> None:
     assert scene.writes == 2, "whoever is elected tries again"
 
 
-async def test_a_write_that_somebody_overtook_comes_again_and_takes_nothing_from_the_ledger() -> None:
+async def test_conflicting_offer_write_is_retried_without_undoing_the_ledger() -> None:
     scene = Scene("a")
     scene.objects.overtaken = 1
     await scene.steps(1)
@@ -88,7 +88,7 @@ async def test_a_write_that_somebody_overtook_comes_again_and_takes_nothing_from
     assert (scene.status()["free"], scene.status()["offer"]) == (0, "unproven")
 
 
-async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
+async def test_offer_write_is_retried_after_an_outage() -> None:
     scene = Scene("a")
     scene.objects.is_away = True
     await scene.steps(2)
@@ -96,7 +96,7 @@ async def test_reading_is_retried_if_the_api_server_is_unavailable() -> None:
     assert (await scene.steps(2)).status()["offer"] == "unproven"
 
 
-async def test_an_object_that_the_ledger_has_not_begun_is_left_alone() -> None:
+async def test_object_without_status_gets_no_offer() -> None:
     scene = Scene()
     scene.objects.put({"metadata": {"name": "new"}})
     scene.node("new")
@@ -106,15 +106,15 @@ async def test_an_object_that_the_ledger_has_not_begun_is_left_alone() -> None:
     assert (await scene.steps(2)).status("new")["offer"] == "unproven"
 
 
-async def test_many_changes_leave_others_their_turn() -> None:
-    scene = Scene(*(f"n{number}" for number in range(2 * AT_A_TIME + 1)))
+async def test_offers_are_written_in_batches() -> None:
+    scene = Scene(*(f"n{number}" for number in range(2 * BATCH_SIZE + 1)))
     await scene.steps(1)
-    assert scene.writes == AT_A_TIME
+    assert scene.writes == BATCH_SIZE
     await scene.steps(2)
-    assert scene.writes == 2 * AT_A_TIME + 1
+    assert scene.writes == 2 * BATCH_SIZE + 1
 
 
-async def test_a_gpu_node_without_a_node_is_offered_by_nobody() -> None:
+async def test_gpu_node_without_a_node_gets_no_offer() -> None:
     scene = Scene()
     scene.objects.put({"metadata": {"name": "lost"}, "status": {"held": {}}})
     await scene.steps(2)

@@ -1,4 +1,4 @@
-"""What every ledger promises. Each implementation's test module hands in a bench and inherits the cases."""
+"""The contract of every ledger. Each implementation's test module provides a bench and inherits the cases."""
 
 import asyncio
 from collections.abc import Collection
@@ -65,7 +65,7 @@ class LedgerContract:
 
     # Reserving.
 
-    async def test_a_reservation_starts_pending_with_a_deadline_and_no_pod(self, bench: Bench) -> None:
+    async def test_reservation_starts_pending_with_a_deadline_and_no_pod(self, bench: Bench) -> None:
         held = await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0", "GPU-a1"))
         assert held == Reservation(
             id=ReservationId("r1"),
@@ -82,20 +82,20 @@ class LedgerContract:
         assert await bench.ledger.find(ReservationId("r1")) == held
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a1"))) == [held]
 
-    async def test_devices_stand_in_one_order_whatever_the_decisions_was(self, bench: Bench) -> None:
+    async def test_devices_are_stored_in_one_order(self, bench: Bench) -> None:
         held = await self.reserve(bench, ask(1), on("node-a", "GPU-a2", "GPU-a0"))
         assert held.uuids == ("GPU-a0", "GPU-a2")
         assert await bench.ledger.find(held.id, node="node-a", is_fresh=True) == held
 
     @pytest.mark.defect("S4-1")
     @pytest.mark.defect("S1-3")
-    async def test_a_slot_has_one_live_reservation(self, bench: Bench) -> None:
+    async def test_slot_has_one_live_reservation(self, bench: Bench) -> None:
         first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [first]
 
-    async def test_several_devices_are_held_together_or_not_at_all(self, bench: Bench) -> None:
+    async def test_several_devices_are_reserved_together_or_not_at_all(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a1"))
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(2), on("node-a", "GPU-a0", "GPU-a1", "GPU-a2"))
@@ -103,14 +103,14 @@ class LedgerContract:
         assert not bench.ledger.of_device(DeviceUuid("GPU-a0"))
         assert not bench.ledger.of_device(DeviceUuid("GPU-a2"))
 
-    async def test_the_next_placement_is_tried_when_one_is_taken(self, bench: Bench) -> None:
+    async def test_next_placement_is_tried_when_one_is_taken(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         second = await self.reserve(bench, ask(2), on("node-a", "GPU-a0"), on("node-b", "GPU-b0"))
         assert (second.node, second.uuids) == ("node-b", ("GPU-b0",))
 
     @pytest.mark.defect("X-4")
     @pytest.mark.defect("S4-20")
-    async def test_the_same_ask_again_finds_the_same_reservation(self, bench: Bench) -> None:
+    async def test_repeated_request_returns_the_same_reservation(self, bench: Bench) -> None:
         first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         again = await self.reserve(bench, ask(1), on("node-b", "GPU-b0"))
         assert again == first
@@ -119,13 +119,13 @@ class LedgerContract:
     @pytest.mark.parametrize(
         "other", [ask(1, namespace="other"), ask(1, digest="d2")], ids=["another namespace", "another claim"]
     )
-    async def test_an_id_is_never_given_to_another_claim(self, bench: Bench, other: ReservationRequest) -> None:
+    async def test_id_is_never_given_to_another_claim(self, bench: Bench, other: ReservationRequest) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         with pytest.raises(ReservationConflictError):
             await self.reserve(bench, other, on("node-a", "GPU-a1"))
 
     @pytest.mark.defect("S4-4")
-    async def test_of_many_at_once_each_device_goes_to_one(self, bench: Bench) -> None:
+    async def test_concurrent_requests_get_distinct_devices(self, bench: Bench) -> None:
         places = [on("node-a", f"GPU-a{k}") for k in range(4)]
         asks = [self.reserve(bench, ask(number), *places) for number in range(200)]
         results = await asyncio.gather(*asks, return_exceptions=True)
@@ -134,7 +134,7 @@ class LedgerContract:
         assert {one.uuids for one in winners} == {("GPU-a0",), ("GPU-a1",), ("GPU-a2",), ("GPU-a3",)}
         assert all(isinstance(one, Reservation | SlotsTakenError) for one in results)
 
-    async def test_the_same_ask_many_times_at_once_holds_once(self, bench: Bench) -> None:
+    async def test_concurrent_identical_requests_reserve_once(self, bench: Bench) -> None:
         places = [on("node-a", f"GPU-a{k}") for k in range(4)]
         results = await asyncio.gather(*(self.reserve(bench, ask(1), *places) for _ in range(50)))
         assert len(set(results)) == 1
@@ -146,21 +146,21 @@ class LedgerContract:
             await bench.ledger.reserve(ask(1), [on("node-a", "GPU-a0")], answer_by=bench.now - late)
         assert await bench.ledger.find(ReservationId("r1")) is None
 
-    async def test_the_shares_of_a_device_are_held_one_by_one(self, bench: Bench) -> None:
+    async def test_shares_of_a_device_are_reserved_one_by_one(self, bench: Bench) -> None:
         for k in range(4):
             await self.reserve(bench, ask(k, is_shared=True), on("node-a", "GPU-s", k=k))
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(9, is_shared=True), on("node-a", "GPU-s", k=3))
         assert [held.id for held in bench.ledger.of_device(DeviceUuid("GPU-s"))] == ["r0", "r1", "r2", "r3"]
 
-    async def test_who_did_not_ask_to_share_has_the_device_alone(self, bench: Bench) -> None:
+    async def test_exclusive_claim_has_the_device_alone(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-s", k=0))
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(2, is_shared=True), on("node-a", "GPU-s", k=1))
 
-    # The pod becomes known.
+    # Naming and confirming the pod.
 
-    async def test_the_uid_is_learnt_once_and_the_wait_begins_anew(self, bench: Bench) -> None:
+    async def test_naming_the_pod_records_its_uid_and_restarts_the_deadline(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += 30 * SECOND
         bound = await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
@@ -175,7 +175,7 @@ class LedgerContract:
         [pod(2), pod(1, namespace="other"), pod(1, name="another-name")],
         ids=["another uid", "another namespace", "another name"],
     )
-    async def test_a_bound_reservation_is_nobody_elses(self, bench: Bench, other: PodIdentity) -> None:
+    async def test_bound_reservation_is_refused_to_another_pod(self, bench: Bench, other: PodIdentity) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bound = await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         with pytest.raises(ReservationConflictError):
@@ -184,13 +184,13 @@ class LedgerContract:
             await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), other)
         assert await bench.ledger.find(ReservationId("r1")) == bound
 
-    async def test_a_name_given_at_the_start_binds_too(self, bench: Bench) -> None:
+    async def test_pod_name_in_the_request_binds_the_reservation(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0"))
         with pytest.raises(ReservationConflictError):
             await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(2))
 
     @pytest.mark.parametrize(("name", "is_its"), [("train-abcde", True), ("stolen", False), ("train", False)])
-    async def test_a_name_that_is_made_up_begins_as_was_said(self, bench: Bench, name: str, *, is_its: bool) -> None:
+    async def test_generated_pod_name_must_have_the_prefix(self, bench: Bench, name: str, *, is_its: bool) -> None:
         what = ReservationRequest(ReservationId("r1"), "ml", "d1", name_prefix="train-")
         held = await self.reserve(bench, what, on("node-a", "GPU-a0"))
         assert held.name_prefix == "train-"
@@ -200,7 +200,7 @@ class LedgerContract:
             with pytest.raises(ReservationConflictError):
                 await bench.ledger.bind_to_pod(PodProof.NAMED, held.id, pod(1, name=name))
 
-    async def test_finalized_it_waits_for_nothing(self, bench: Bench) -> None:
+    async def test_finalized_reservation_has_no_deadline(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         finalized = await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert (finalized.phase, finalized.uid, finalized.deadline) == (Phase.FINALIZED, "uid-1", None)
@@ -213,15 +213,15 @@ class LedgerContract:
         finalized = await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1)) == finalized
 
-    async def test_what_is_not_there_cannot_be_bound(self, bench: Bench) -> None:
+    async def test_unknown_reservation_cannot_be_bound(self, bench: Bench) -> None:
         with pytest.raises(UnknownReservationError):
             await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         with pytest.raises(UnknownReservationError):
             await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
 
-    # The end.
+    # Releasing.
 
-    async def test_an_ended_pods_devices_are_free(self, bench: Bench) -> None:
+    async def test_devices_of_an_ended_pod_are_free(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert await bench.ledger.release(ReservationId("r1"), pod(1))
@@ -230,7 +230,7 @@ class LedgerContract:
         await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
 
     @pytest.mark.defect("S4-18")
-    async def test_a_late_release_of_one_cannot_free_another(self, bench: Bench) -> None:
+    async def test_late_release_does_not_free_another_reservation(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         await bench.ledger.release(ReservationId("r1"), pod(1))
@@ -238,8 +238,8 @@ class LedgerContract:
         assert not await bench.ledger.release(ReservationId("r1"), pod(1))
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
 
-    async def test_a_late_release_cannot_free_what_stands_under_the_same_id_since(self, bench: Bench) -> None:
-        """Ids of pods that wait follow from their uids: what is given back and reserved anew has the same."""
+    async def test_late_release_does_not_free_a_newer_reservation_with_the_same_id(self, bench: Bench) -> None:
+        """A queued pod's reservation id is derived from its uid, so a reservation made again has the same id."""
         first = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         await bench.ledger.bind_to_pod(PodProof.REPORTED, first.id, pod(1))
         assert await bench.ledger.release(first.id, pod(1), since=first.since)
@@ -250,13 +250,13 @@ class LedgerContract:
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
         assert await bench.ledger.release(first.id, pod(1), node="node-a", since=second.since)
 
-    async def test_a_release_on_one_node_frees_nothing_on_another(self, bench: Bench) -> None:
+    async def test_release_on_one_node_frees_nothing_on_another(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-b", "GPU-b0"))
         held = await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert not await bench.ledger.release(held.id, pod(1), node="node-a")
         assert list(bench.ledger.of_device(DeviceUuid("GPU-b0"))) == [held]
 
-    async def test_one_uid_with_two_reservations_its_end_frees_both(self, bench: Bench) -> None:
+    async def test_end_of_a_pod_with_two_reservations_frees_both(self, bench: Bench) -> None:
         for k, node in ((1, "node-a"), (2, "node-b")):
             await self.reserve(bench, ask(k), on(node, f"GPU-{node[-1]}0"))
             await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId(f"r{k}"), pod(1), node=node)
@@ -267,16 +267,16 @@ class LedgerContract:
         assert freed == ["r1", "r2"]
         assert not bench.ledger.reservations()
 
-    async def test_another_pods_end_frees_nothing(self, bench: Bench) -> None:
+    async def test_end_of_another_pod_frees_nothing(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         held = await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
         assert not await bench.ledger.release(ReservationId("r1"), pod(2, name="pod-1"))
         assert await bench.ledger.find(ReservationId("r1")) == held
 
-    # Time.
+    # Deadlines.
 
     @pytest.mark.defect("S4-5")
-    async def test_a_young_reservation_without_a_pod_survives(self, bench: Bench) -> None:
+    async def test_reservation_without_a_pod_stays_until_its_deadline(self, bench: Bench) -> None:
         held = await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE - SECOND
         assert not await bench.ledger.collect(bench.now)
@@ -291,7 +291,7 @@ class LedgerContract:
         ],
         ids=["on its deadline", "within the skew", "past the skew"],
     )
-    async def test_others_count_it_out_a_clock_skew_late(
+    async def test_other_replicas_expire_it_one_clock_skew_late(
         self, bench: Bench, after: timedelta, is_collected: bool
     ) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
@@ -309,7 +309,7 @@ class LedgerContract:
         [(PENDING_DEADLINE - CLOCK_SKEW - SECOND, False), (PENDING_DEADLINE - CLOCK_SKEW, True)],
         ids=["a second before", "a clock skew before its deadline"],
     )
-    async def test_its_holder_counts_it_out_a_clock_skew_early(
+    async def test_binding_is_refused_one_clock_skew_early(
         self, bench: Bench, after: timedelta, is_refused: bool
     ) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
@@ -324,13 +324,13 @@ class LedgerContract:
 
     @pytest.mark.defect("S4-2")
     @pytest.mark.defect("S4-3")
-    async def test_whoever_needs_the_device_collects_what_expired(self, bench: Bench) -> None:
+    async def test_new_reservation_collects_expired_ones(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE + CLOCK_SKEW
         second = await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
         assert list(bench.ledger.of_device(DeviceUuid("GPU-a0"))) == [second]
 
-    async def test_the_wait_that_began_anew_is_the_one_that_counts(self, bench: Bench) -> None:
+    async def test_restarted_deadline_counts(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += 60 * SECOND
         await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
@@ -340,11 +340,11 @@ class LedgerContract:
         assert [one.id for one in await self.given_up(bench)] == ["r1"]
 
     async def given_up(self, bench: Bench) -> Collection[Reservation]:
-        """By who knows that no pod came."""
+        """The pod is certain not to have been created."""
         return await bench.ledger.collect(bench.now)
 
-    async def test_a_hold_that_still_stands_serves_a_review_that_comes_late(self, bench: Bench) -> None:
-        """The review names the pod: by that it is known to come. Nobody has had the devices meanwhile."""
+    async def test_late_review_may_name_a_pod_for_an_expired_reservation_that_still_exists(self, bench: Bench) -> None:
+        """The review proves that the pod is being created. No other pod has had the devices since."""
         await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE
         bound = await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
@@ -352,14 +352,14 @@ class LedgerContract:
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
 
-    async def test_naming_the_same_pod_again_wins_no_time(self, bench: Bench) -> None:
+    async def test_naming_the_same_pod_again_does_not_extend_the_deadline(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
         bench.now += PENDING_DEADLINE
         with pytest.raises(ReservationExpiredError):
             await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), pod(1))
 
-    async def test_a_hold_that_went_without_a_pod_is_known_for_a_while(self, bench: Bench) -> None:
+    async def test_expired_reservation_without_a_pod_is_known_for_a_while(self, bench: Bench) -> None:
         first = await self.reserve(bench, ask(1, pod_name="pod-1"), on("node-a", "GPU-a0", "GPU-a1"))
         assert bench.ledger.lapsed(first.id) is None
         bench.now += 20 * SECOND
@@ -371,7 +371,7 @@ class LedgerContract:
         bench.now += 60 * SECOND
         assert bench.ledger.lapsed(first.id) is None
 
-    async def test_what_was_taken_again_or_had_a_pod_is_known_no_more(self, bench: Bench) -> None:
+    async def test_lapse_is_forgotten_when_reserved_again_or_if_it_had_a_pod(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         await bench.ledger.release(ReservationId("r1"), PodIdentity("ml", "", ""))
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
@@ -380,7 +380,7 @@ class LedgerContract:
         await bench.ledger.release(ReservationId("r1"), pod(1))
         assert bench.ledger.lapsed(ReservationId("r1")) is None
 
-    async def test_what_lapsed_is_forgotten_as_others_lapse(self, bench: Bench) -> None:
+    async def test_old_lapses_are_forgotten_as_others_lapse(self, bench: Bench) -> None:
         for number in (1, 2):
             await self.reserve(bench, ask(number), on("node-a", "GPU-a0"))
             await bench.ledger.release(ReservationId(f"r{number}"), PodIdentity("ml", "", ""))
@@ -389,23 +389,23 @@ class LedgerContract:
         assert bench.ledger.lapsed(ReservationId("r1")) is None
         assert bench.ledger.lapsed(ReservationId("r2")) is not None
 
-    async def test_an_expired_id_can_be_asked_for_again(self, bench: Bench) -> None:
+    async def test_expired_id_can_be_reserved_again(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE + CLOCK_SKEW
         again = await self.reserve(bench, ask(1, digest="d2"), on("node-b", "GPU-b0"))
         assert again.node == "node-b"
 
-    async def test_an_expired_id_is_gone_once_it_is_asked_for_even_with_nowhere_to_go(self, bench: Bench) -> None:
-        """Who asks again and again would otherwise find it standing and untakeable for ever."""
+    async def test_repeated_request_removes_the_expired_reservation_even_without_placements(self, bench: Bench) -> None:
+        """A caller that repeats its request would otherwise never get rid of the expired reservation."""
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE + CLOCK_SKEW
         with pytest.raises(SlotsTakenError):
             await self.reserve(bench, ask(1))
         assert await bench.ledger.find(ReservationId("r1")) is None
 
-    # What waits, by namespace.
+    # Pending reservations by namespace.
 
-    async def test_what_waits_is_counted_by_namespace_until_its_pod_exists(self, bench: Bench) -> None:
+    async def test_pending_reservations_are_counted_by_namespace_until_their_pod_exists(self, bench: Bench) -> None:
         waiting = bench.ledger.pending.gpus_in
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0", "GPU-a1"))
         await self.reserve(bench, ask(2), on("node-b", "GPU-b0"))
@@ -417,7 +417,7 @@ class LedgerContract:
         assert bench.ledger.unnamed.gpus_in("ml") == 3
         await bench.ledger.bind_to_pod(
             PodProof.NAMED, ReservationId("r1"), pod(1)
-        )  # which anybody can ask for: it proves no pod
+        )  # any client can send it: it proves no pod
         assert bench.ledger.unnamed.gpus_in("ml") == 1
         assert waiting("ml") == 3
         await bench.ledger.bind_to_pod(PodProof.REPORTED, ReservationId("r1"), pod(1))
@@ -425,11 +425,11 @@ class LedgerContract:
         assert (waiting("ml"), waiting("other")) == (0, 1)
         assert set(bench.ledger.pending.namespaces) == {"other"}
 
-    async def test_what_the_queue_reserves_is_no_reviews(self, bench: Bench) -> None:
+    async def test_reservations_of_the_queue_are_not_counted_as_pending(self, bench: Bench) -> None:
         await self.reserve(bench, ReservationRequest(ReservationId("pod-uid-1"), "ml", "d1"), on("node-a", "GPU-a0"))
         assert bench.ledger.pending.gpus_in("ml") == 0
 
-    async def test_what_is_given_up_waits_no_more(self, bench: Bench) -> None:
+    async def test_expired_reservation_is_not_counted_as_pending(self, bench: Bench) -> None:
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         bench.now += PENDING_DEADLINE + CLOCK_SKEW
         await bench.ledger.collect(bench.now)
@@ -437,9 +437,9 @@ class LedgerContract:
         await self.reserve(bench, ask(2), on("node-a", "GPU-a0"))
         assert bench.ledger.pending.gpus_in("ml") == 1
 
-    # The fleet, which decides the next.
+    # The fleet, from which the next decision is made.
 
-    async def test_the_fleet_hears_of_every_change(self, bench: Bench) -> None:
+    async def test_fleet_is_updated_on_every_change(self, bench: Bench) -> None:
         slot = Slot(DeviceUuid("GPU-a0"), 0)
         await self.reserve(bench, ask(1), on("node-a", "GPU-a0"))
         assert not bench.fleet.is_slot_free(slot)

@@ -1,4 +1,4 @@
-"""A store of GPUNodes with the API server's manners: versions, rules, watches that lag, answers that get lost."""
+"""A fake store of GPUNodes that behaves like the API server: versions, validation, lagging watches, lost responses."""
 
 import asyncio
 import copy
@@ -14,7 +14,7 @@ Held = Mapping[str, Mapping[str, Any]]
 
 
 class Fault(Enum):
-    """What may happen to one write."""
+    """What happens to one write."""
 
     STALE = "somebody else was faster"
     NOT_WRITTEN = "no answer, and nothing written"
@@ -22,24 +22,24 @@ class Fault(Enum):
 
 
 class FakeStore:
-    """Objects by name. Every version is remembered in order, so that watchers can be behind."""
+    """Objects by name. All versions are kept in order, so that watches can lag."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Raw] = {}
         self.history: list[Raw] = []
         self.faults: list[Fault] = []
         self.is_away = False
-        self.refusals = 0  # how many writes are refused, whatever they are
+        self.refusals = 0  # how many of the next writes are refused
         self.writes = 0
 
     def apply(self, raw: Raw) -> None:
-        """A spec written by somebody else; the status stays. A new object says nothing of what is held."""
+        """Write a spec as another client; the status stays. A new object has no status."""
         name = raw["metadata"]["name"]
         old = self.objects.get(name, {})
         self._keep({**raw, "status": raw.get("status", old.get("status", {}))})
 
     def delete(self, name: str) -> None:
-        """It goes at once, unless a finalizer keeps it."""
+        """Deletes the object at once, unless it has a finalizer."""
         raw = self.objects[name]
         if raw["metadata"].get("finalizers"):
             self._keep({**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
@@ -104,7 +104,7 @@ class FakeStore:
 
 
 def check_rules(old: Held, new: Held) -> None:
-    """What the CRD's rules refuse, said once more; the e2e shows that the real ones refuse the same."""
+    """The validation rules of the CRD. The e2e tests show that the real ones refuse the same."""
     for slot, before in old.items():
         after = new.get(slot)
         is_going = before["phase"] == "releasing"
@@ -121,7 +121,7 @@ def check_rules(old: Held, new: Held) -> None:
 
 
 class Watch:
-    """One replica's view of the history, behind by as much as the test wants."""
+    """One replica's watch, which lags as far as the test wants."""
 
     def __init__(self, store: FakeStore, learn: Callable[[Raw], None]) -> None:
         self._store = store
@@ -134,8 +134,8 @@ class Watch:
             self._learn(copy.deepcopy(raw))
         self._seen = until
 
-    def start_over(self) -> None:
-        """As after a restart or a 410: a list of what is there."""
+    def relist(self) -> None:
+        """After a restart or a 410: a list of the current objects."""
         for raw in self._store.objects.values():
             self._learn(copy.deepcopy(raw))
         self._seen = len(self._store.history)

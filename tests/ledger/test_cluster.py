@@ -1,4 +1,4 @@
-"""The ledger in GPUNode objects keeps the contract, and what replicas, lost answers and lagging watches do to it."""
+"""The cluster ledger fulfils the contract, with several replicas, lost responses and lagging watches."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -38,7 +38,7 @@ from webhook.core.reservation import (
 from webhook.core.verdict import Deny
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError
 from webhook.kube.store import RefusedError, StoreUnavailableError
-from webhook.ledger.cluster import BACKOFF, PATIENCE, ClusterLedger, PodReader, PodReaderUnavailableError
+from webhook.ledger.cluster import BACKOFF, DEFAULT_TIMEOUT, ClusterLedger, PodReader, PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.moves import Times
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
@@ -53,7 +53,7 @@ KNOWN: Raw = {"status": {"held": {}}}
 
 
 def carrying(uid: str, uuid: str, *, node: str = "node-a", reservation: str = "r9", is_on_node: bool = True) -> Raw:
-    """A pod that exists and carries a reservation."""
+    """An existing pod that carries a reservation."""
     annotations = {
         "gpuwarden.io/reservation-id": reservation,
         "gpuwarden.io/node": node,
@@ -65,12 +65,12 @@ def carrying(uid: str, uuid: str, *, node: str = "node-a", reservation: str = "r
 
 
 def ended(phase: str = "Succeeded", **state: Raw) -> Raw:
-    """A pod's status as a kubelet writes it once its containers have ended."""
+    """A pod's status as the kubelet writes it when its containers have ended."""
     return {"phase": phase, "containerStatuses": [{"state": state or {"terminated": {"exitCode": 0}}}]}
 
 
 class Pods:
-    """The pods that the API server has, by uid, and its nodes."""
+    """The pods of the API server by uid, and its nodes."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, NodeSnapshot | None] = {}
@@ -90,7 +90,7 @@ class Pods:
             raise PodReaderUnavailableError("away")
         return [one for one in map(ReservedPod.of, self.raws.values()) if one is not None]
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         self.looks += 1
         await asyncio.sleep(0)
         await self.may_answer.wait()
@@ -98,7 +98,7 @@ class Pods:
             raise PodReaderUnavailableError("away")
         return PodSnapshot.of(self.raws[pod.uid]) if pod.uid in self.uids else None
 
-    async def node(self, name: str) -> NodeSnapshot | None:
+    async def read_node(self, name: str) -> NodeSnapshot | None:
         await asyncio.sleep(0)
         if self.is_away:
             raise PodReaderUnavailableError("away")
@@ -110,7 +110,7 @@ class Pods:
 
 
 class Replica:
-    """One process over a store that others use too."""
+    """One process with a store that other processes use too."""
 
     def __init__(
         self, store: FakeStore, pods: PodReader, clock: Callable[[], datetime], backoff: Backoff = BACKOFF
@@ -121,11 +121,11 @@ class Replica:
         for raw in store.objects.values():
             node = GpuNode.parse(raw)
             self.fleet.put(Node(node.name, devices=node.devices), clock())
-        self.watch.start_over()
+        self.watch.relist()
 
 
 class ClusterBench:
-    """The contract's bench, and as many replicas as a case wants."""
+    """The contract's bench, with as many replicas as a case needs."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
@@ -141,8 +141,8 @@ class ClusterBench:
         return Replica(self.store, self.pods, lambda: self.now)
 
     async def given_up(self) -> Collection[Reservation]:
-        """By who has watched pods all the time."""
-        return await self.ledger.collect(self.now, never_came=lambda _: True)
+        """On a replica that has watched pods all the time."""
+        return await self.ledger.collect(self.now, was_never_created=lambda _: True)
 
     def held(self, node: str = "node-a") -> dict[str, Any]:
         held: dict[str, Any] = self.store.objects[node]["status"]["held"]
@@ -159,17 +159,17 @@ def bench() -> ClusterBench:
 
 
 class TestClusterLedger(LedgerContract):
-    """All of the contract."""
+    """The whole contract."""
 
     async def given_up(self, bench: Bench) -> Collection[Reservation]:
         assert isinstance(bench, ClusterBench)
         return await bench.given_up()
 
 
-# What stands in the store.
+# The stored object.
 
 
-async def test_a_reservation_stands_in_the_object_once_a_slot(bench: ClusterBench) -> None:
+async def test_object_has_one_entry_per_reserved_slot(bench: ClusterBench) -> None:
     await bench.reserve(ask(1, pod_name="pod-1"), on("node-a", "GPU-a0", "GPU-a1"))
     entry = {
         "reservation": "r1",
@@ -190,12 +190,12 @@ def numbers(bench: ClusterBench) -> tuple[int, int, int]:
     return status["total"], status["taken"], status["free"]
 
 
-async def test_a_shared_device_that_is_held_alone_has_no_free_share(bench: ClusterBench) -> None:
+async def test_exclusively_reserved_shared_device_has_no_free_share(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-s"))
     assert numbers(bench) == (8, 1, 4)
 
 
-async def test_numbers_follow_the_devices_though_nothing_is_reserved(bench: ClusterBench) -> None:
+async def test_device_counts_follow_devices_without_reservations(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.settle("node-a")
     devices = [{"uuid": "GPU-a0"}, {"uuid": "GPU-a1"}, {"uuid": "GPU-a2", "healthy": False}]
@@ -210,16 +210,16 @@ async def test_numbers_follow_the_devices_though_nothing_is_reserved(bench: Clus
     assert bench.store.writes == writes
 
 
-async def test_many_at_once_on_one_node_share_few_writes(bench: ClusterBench) -> None:
+async def test_concurrent_reservations_on_one_node_share_writes(bench: ClusterBench) -> None:
     places = [on("node-a", f"GPU-a{k}") for k in range(4)]
     await asyncio.gather(*(bench.reserve(ask(n), places[n]) for n in range(4)))
     assert bench.store.writes <= 2
 
 
-# Others.
+# Several replicas.
 
 
-async def test_what_one_review_is_about_to_take_another_does_not_want(bench: ClusterBench) -> None:
+async def test_slots_of_a_write_in_flight_are_not_offered_to_other_reviews(bench: ClusterBench) -> None:
     slot = on("node-a", "GPU-a0").slots[0]
     taking = asyncio.create_task(bench.reserve(ask(1), on("node-a", "GPU-a0")))
     await asyncio.sleep(0)
@@ -229,7 +229,7 @@ async def test_what_one_review_is_about_to_take_another_does_not_want(bench: Clu
     assert not bench.fleet.is_slot_free(slot)
 
 
-async def test_what_could_not_be_taken_is_seen_as_what_it_is(bench: ClusterBench) -> None:
+async def test_failed_reservation_restores_actual_holders_in_the_fleet(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"), by=other)
     slots = on("node-a", "GPU-a0", "GPU-a1")
@@ -238,7 +238,7 @@ async def test_what_could_not_be_taken_is_seen_as_what_it_is(bench: ClusterBench
     assert [bench.fleet.is_slot_free(slot) for slot in slots.slots] == [False, True]
 
 
-async def test_of_four_replicas_that_see_nothing_of_each_other_one_wins_each_device(bench: ClusterBench) -> None:
+async def test_one_of_four_replicas_wins_each_device_without_watches(bench: ClusterBench) -> None:
     replicas = [bench.another() for _ in range(4)]
     places = [on("node-a", f"GPU-a{k}") for k in range(4)]
     asks = [bench.reserve(ask(n), *places, by=replicas[n % 4]) for n in range(40)]
@@ -248,14 +248,14 @@ async def test_of_four_replicas_that_see_nothing_of_each_other_one_wins_each_dev
     assert all(isinstance(one, Reservation | SlotsTakenError) for one in results)
 
 
-async def test_what_another_replica_holds_is_not_taken_though_the_watch_is_behind(bench: ClusterBench) -> None:
+async def test_stale_replica_does_not_take_devices_reserved_by_another_replica(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     with pytest.raises(SlotsTakenError):
         await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=other)
 
 
-async def test_a_pod_of_another_replica_is_bound_here(bench: ClusterBench) -> None:
+async def test_reservation_of_another_replica_is_bound_to_its_pod(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     assert await other.ledger.find(R1) is None
@@ -266,7 +266,7 @@ async def test_a_pod_of_another_replica_is_bound_here(bench: ClusterBench) -> No
     assert bench.ledger.of_pod("uid-1") == bound
 
 
-async def test_of_two_pods_with_one_reservation_the_first_uid_wins_whatever_each_replica_has_seen(
+async def test_first_uid_wins_when_two_replicas_bind_one_reservation(
     bench: ClusterBench,
 ) -> None:
     other = bench.another()
@@ -280,7 +280,7 @@ async def test_of_two_pods_with_one_reservation_the_first_uid_wins_whatever_each
     assert sum(isinstance(one, Reservation) for one in results) == 1
 
 
-async def test_what_expired_is_taken_over_in_two_writes_and_its_owner_is_too_late(bench: ClusterBench) -> None:
+async def test_expired_reservation_is_displaced_in_two_writes_and_its_pod_is_refused(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     other.watch.catch_up()
@@ -293,12 +293,12 @@ async def test_what_expired_is_taken_over_in_two_writes_and_its_owner_is_too_lat
     assert [one["reservation"] for one in bench.held().values()] == [taken.id]
 
 
-async def test_what_was_offered_and_found_alive_is_shown_as_held_again(bench: ClusterBench) -> None:
+async def test_offered_slots_are_taken_back_when_their_pod_is_alive(bench: ClusterBench) -> None:
     other = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     other.watch.catch_up()
     bench.now += timedelta(seconds=60)
-    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))  # the other's watch has not told it of the longer wait
+    await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))  # the other replica has not observed the new deadline
     bench.now += timedelta(seconds=35)
     assert [one.id for one in await other.ledger.collect(bench.now)] == ["r1"]
     with pytest.raises(SlotsTakenError):
@@ -306,8 +306,8 @@ async def test_what_was_offered_and_found_alive_is_shown_as_held_again(bench: Cl
     assert not other.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
 
 
-async def test_a_promised_pod_that_exists_keeps_its_devices_though_nobody_finalized_it(bench: ClusterBench) -> None:
-    """The reconciler may be down for longer than the deadline: the pod is there all the same."""
+async def test_existing_pod_keeps_its_devices_without_finalize(bench: ClusterBench) -> None:
+    """The reconciler may be down for longer than the deadline while the pod exists."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, carrying("uid-1", "GPU-a0", reservation="r1"))
@@ -347,26 +347,26 @@ CARRYING = carrying("uid-1", "GPU-a0", reservation="r1")
     ("raw", "is_kept"),
     [
         pytest.param(CARRYING, True, id="carries-it"),
-        pytest.param({**CARRYING, "spec": {}}, True, id="carries-it-on-no-node"),
+        pytest.param({**CARRYING, "spec": {}}, True, id="carries-it-unbound"),
         pytest.param({**CARRYING, "status": ended("Failed")}, False, id="carries-it-and-has-ended"),
-        pytest.param({**CARRYING, "status": {"phase": "Failed"}}, True, id="has-failed-and-may-run"),
+        pytest.param({**CARRYING, "status": {"phase": "Failed"}}, True, id="failed-and-may-run"),
         pytest.param(carrying("uid-1", "GPU-a1", reservation="r9"), False, id="carries-another"),
         pytest.param(without_annotations(None), False, id="runs-without-gpus"),
-        pytest.param(without_annotations(shows("all")), False, id="was-shown-all-as-a-monitor-is"),
-        pytest.param(without_annotations(shows("void")), False, id="was-shown-none"),
-        pytest.param(without_annotations(FROM_ELSEWHERE), False, id="was-shown-what-somebody-else-says"),
-        pytest.param(without_annotations(shows("GPU-a1")), False, id="was-shown-others"),
-        pytest.param(without_annotations(shows("GPU-a1,GPU-a0")), True, id="was-shown-them"),
-        pytest.param(without_annotations(shows("0,1")), True, id="was-shown-indices"),
-        pytest.param(without_annotations(FROM_ITS_ANNOTATION), True, id="was-shown-its-annotation"),
+        pytest.param(without_annotations(shows("all")), False, id="sees-all-gpus-like-a-monitor"),
+        pytest.param(without_annotations(shows("void")), False, id="sees-no-gpu"),
+        pytest.param(without_annotations(FROM_ELSEWHERE), False, id="sees-gpus-from-another-field"),
+        pytest.param(without_annotations(shows("GPU-a1")), False, id="sees-other-gpus"),
+        pytest.param(without_annotations(shows("GPU-a1,GPU-a0")), True, id="sees-its-gpus"),
+        pytest.param(without_annotations(shows("0,1")), True, id="sees-gpu-indices"),
+        pytest.param(without_annotations(FROM_ITS_ANNOTATION), True, id="sees-its-annotation"),
         pytest.param(without_annotations(shows("GPU-a0"), node="node-b"), False, id="is-on-another-node"),
-        pytest.param({**without_annotations(None), "spec": GATED}, True, id="is-behind-our-gate"),
+        pytest.param({**without_annotations(None), "spec": GATED}, True, id="is-gated"),
     ],
 )
-async def test_what_a_review_has_promised_to_a_pod_that_exists_is_kept_only_if_the_pod_may_use_it(
+async def test_reservation_named_in_a_review_is_kept_only_if_its_pod_may_use_it(
     bench: ClusterBench, raw: Raw, *, is_kept: bool
 ) -> None:
-    """Anybody who may post reviews can name a pod."""
+    """Any client that may send reviews can name a pod."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, raw)
@@ -376,8 +376,8 @@ async def test_what_a_review_has_promised_to_a_pod_that_exists_is_kept_only_if_t
     assert bench.held()["GPU-a0/0"]["phase"] == ("finalized" if is_kept else "pending")
 
 
-async def test_a_pod_that_nobody_has_told_of_is_confirmed_before_the_deadline(bench: ClusterBench) -> None:
-    """While reviews wait for room and no reconciler is there."""
+async def test_unwatched_pod_is_confirmed_before_the_deadline(bench: ClusterBench) -> None:
+    """Reviews wait for free devices and no reconciler runs."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     exists(bench, CARRYING)
@@ -389,7 +389,7 @@ async def test_a_pod_that_nobody_has_told_of_is_confirmed_before_the_deadline(be
     assert bench.ledger.pending.gpus_in("ml") == 0
 
 
-async def test_a_pod_that_is_not_there_yet_keeps_its_hold_and_is_asked_for_three_times(bench: ClusterBench) -> None:
+async def test_missing_pod_keeps_its_reservation_after_three_early_checks(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     for _ in range(30):
@@ -399,14 +399,14 @@ async def test_a_pod_that_is_not_there_yet_keeps_its_hold_and_is_asked_for_three
     assert bench.held()["GPU-a0/0"]["phase"] == "pending"
 
 
-async def test_nobody_is_asked_early_about_what_has_no_pod(bench: ClusterBench) -> None:
+async def test_reservation_without_a_pod_is_not_checked_early(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bench.now += 10 * SECOND
     await bench.ledger.confirm_early(bench.now)
     assert bench.pods.looks == 0
 
 
-async def test_an_api_server_that_is_away_costs_an_early_question_and_no_hold(bench: ClusterBench) -> None:
+async def test_early_check_fails_without_releasing_while_the_api_server_is_unavailable(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     bench.pods.is_away = True
@@ -415,8 +415,8 @@ async def test_an_api_server_that_is_away_costs_an_early_question_and_no_hold(be
     assert bench.held()["GPU-a0/0"]["phase"] == "pending"
 
 
-async def test_what_was_forged_for_a_pod_takes_nothing_from_it(bench: ClusterBench) -> None:
-    """Whoever finds the one out cannot write the other down at that moment."""
+async def test_forged_reservation_takes_no_device_from_the_named_pod(bench: ClusterBench) -> None:
+    """The replica that finds the one pod missing cannot write the other reservation at that moment."""
     await bench.reserve(ask(2), on("node-a", "GPU-a1"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r2"), pod(1))
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
@@ -436,7 +436,7 @@ def exists(bench: ClusterBench, raw: Raw) -> None:
     bench.pods.raws["uid-1"] = raw
 
 
-async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench: ClusterBench) -> None:
+async def test_devices_stay_reserved_while_pods_cannot_be_read(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     bench.pods.is_away = True
@@ -446,14 +446,14 @@ async def test_while_nobody_knows_of_a_promised_pod_its_devices_stay_held(bench:
         await bench.reserve(ask(2), on("node-a", "GPU-a0"))
     bench.pods.is_away = False
     bench.now += timedelta(seconds=20)
-    assert not await bench.ledger.collect(bench.now)  # it may have been there meanwhile
+    assert not await bench.ledger.collect(bench.now)  # the pod may have existed in between
     bench.now += timedelta(seconds=20)
     assert [one.id for one in await bench.given_up()] == ["r1"]
     assert (await bench.reserve(ask(2), on("node-a", "GPU-a0"))).id == "r2"
 
 
-async def test_what_nobody_could_decide_to_the_end_is_given_up_by_the_next_who_looks(bench: ClusterBench) -> None:
-    """Whoever looked was stopped between two reservations, one of which needed asking."""
+async def test_cancelled_expiry_is_completed_by_the_next_collect(bench: ClusterBench) -> None:
+    """The first collect was cancelled between two reservations, one of which needed a read."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.NAMED, R1, pod(1))
     await bench.reserve(ask(2), on("node-a", "GPU-a1"))
@@ -466,11 +466,11 @@ async def test_what_nobody_could_decide_to_the_end_is_given_up_by_the_next_who_l
     await asyncio.gather(looking, return_exceptions=True)
     bench.pods.may_answer.set()
     assert [one.id for one in await bench.given_up()] == ["r2"]
-    bench.now += PATIENCE + CLOCK_SKEW
+    bench.now += DEFAULT_TIMEOUT + CLOCK_SKEW
     assert [one.id for one in await bench.given_up()] == ["r1"]
 
 
-async def test_what_was_offered_and_could_not_be_taken_is_offered_again(bench: ClusterBench) -> None:
+async def test_expired_slots_are_offered_again_after_a_failed_reservation(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bench.now += PENDING_DEADLINE + CLOCK_SKEW
     await bench.ledger.collect(bench.now)
@@ -487,7 +487,7 @@ async def test_what_was_offered_and_could_not_be_taken_is_offered_again(bench: C
 
 
 async def on_two_nodes(bench: ClusterBench) -> Replica:
-    """The one who was behind, which has caught up."""
+    """The replica that was stale and has caught up."""
     behind = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bench.now += timedelta(seconds=1)
@@ -496,7 +496,7 @@ async def on_two_nodes(bench: ClusterBench) -> Replica:
     return behind
 
 
-async def test_an_id_that_stands_on_two_nodes_is_seen_twice_and_found_where_it_is_looked_for(
+async def test_id_on_two_nodes_is_found_on_the_given_node(
     bench: ClusterBench,
 ) -> None:
     ledger = (await on_two_nodes(bench)).ledger
@@ -507,7 +507,7 @@ async def test_an_id_that_stands_on_two_nodes_is_seen_twice_and_found_where_it_i
     assert ledger.pending.gpus_in("ml") == 2
 
 
-async def test_where_it_is_looked_for_is_asked_though_it_is_known_elsewhere(bench: ClusterBench) -> None:
+async def test_find_reads_the_given_node_although_the_id_is_known_on_another(bench: ClusterBench) -> None:
     behind = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.reserve(ask(1), on("node-b", "GPU-b0"), by=behind)
@@ -517,9 +517,7 @@ async def test_where_it_is_looked_for_is_asked_though_it_is_known_elsewhere(benc
 
 
 @pytest.mark.parametrize("node", ["node-a", "node-b"])
-async def test_of_an_id_on_two_nodes_the_one_that_is_meant_is_named_and_released(
-    bench: ClusterBench, node: str
-) -> None:
+async def test_id_on_two_nodes_is_released_on_the_given_node_only(bench: ClusterBench, node: str) -> None:
     ledger = (await on_two_nodes(bench)).ledger
     assert (await ledger.bind_to_pod(PodProof.CONFIRMED, R1, pod(1), node=node)).node == node
     held = ledger.of_pod("uid-1")
@@ -531,7 +529,7 @@ async def test_of_an_id_on_two_nodes_the_one_that_is_meant_is_named_and_released
     assert ledger.of_pod("uid-1") is None
 
 
-async def test_of_an_id_on_two_nodes_both_expire(bench: ClusterBench) -> None:
+async def test_id_on_two_nodes_expires_on_both(bench: ClusterBench) -> None:
     ledger = (await on_two_nodes(bench)).ledger
     bench.now += PENDING_DEADLINE + CLOCK_SKEW
     given_up = await ledger.collect(bench.now)
@@ -542,8 +540,8 @@ async def test_of_an_id_on_two_nodes_both_expire(bench: ClusterBench) -> None:
     assert not ledger.reservations()
 
 
-async def test_an_id_that_came_again_unseen_leaves_nothing_of_what_it_was(bench: ClusterBench) -> None:
-    """Released and made anew with another device and pod, in one step of a watch that was behind."""
+async def test_reused_id_replaces_the_unobserved_earlier_reservation(bench: ClusterBench) -> None:
+    """One watch event shows both the release and a new reservation with another device and pod."""
     behind = bench.another()
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     await bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, pod(1))
@@ -561,7 +559,7 @@ async def test_an_id_that_came_again_unseen_leaves_nothing_of_what_it_was(bench:
 
 @pytest.mark.parametrize("fault", list(Fault), ids=lambda fault: fault.name)
 @pytest.mark.parametrize("times", [1, 3])
-async def test_a_fault_in_the_write_costs_a_try_and_never_a_second_holding(
+async def test_failed_write_is_retried_without_a_second_reservation(
     bench: ClusterBench, fault: Fault, times: int
 ) -> None:
     bench.store.faults = [fault] * times
@@ -572,7 +570,7 @@ async def test_a_fault_in_the_write_costs_a_try_and_never_a_second_holding(
     assert bench.store.writes == 1
 
 
-async def test_a_store_that_stays_away_is_said_when_nobody_waits_any_more(bench: ClusterBench) -> None:
+async def test_unavailable_store_is_reported_at_the_deadline(bench: ClusterBench) -> None:
     async def time_passes() -> None:
         await asyncio.sleep(0.05)
         bench.now += timedelta(seconds=11)
@@ -586,13 +584,13 @@ async def test_a_store_that_stays_away_is_said_when_nobody_waits_any_more(bench:
     assert (await bench.reserve(ask(1), on("node-a", "GPU-a0"))).node == "node-a"
 
 
-async def test_a_store_that_cannot_be_asked_is_not_a_reservation_that_is_not_there(bench: ClusterBench) -> None:
+async def test_unavailable_store_is_not_an_unknown_reservation(bench: ClusterBench) -> None:
     with bench.store.away(), pytest.raises(LedgerUnavailableError):
         await bench.ledger.find(R1, node="node-a")
 
 
-async def test_one_bad_move_does_not_fail_its_neighbours(bench: ClusterBench) -> None:
-    """The store refuses a write of several: here because a hand has put a pod's uid behind our back."""
+async def test_refused_move_does_not_fail_other_moves_of_the_same_write(bench: ClusterBench) -> None:
+    """The store refuses a write of several moves, here because a user has changed a pod's uid in the object."""
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     original = bench.store.put_status
     refusals = 0
@@ -612,7 +610,7 @@ async def test_one_bad_move_does_not_fail_its_neighbours(bench: ClusterBench) ->
     assert refusals
 
 
-async def test_an_object_that_says_nothing_of_what_is_held_is_rebuilt_before_it_gives_anything(
+async def test_object_without_status_is_rebuilt_before_the_first_reservation(
     bench: ClusterBench,
 ) -> None:
     bench.pods.raws = {"u1": carrying("u1", "GPU-a0"), "u2": carrying("u2", "GPU-b0", node="node-b", reservation="r8")}
@@ -628,7 +626,7 @@ async def test_an_object_that_says_nothing_of_what_is_held_is_rebuilt_before_it_
     assert bench.pods.lists == 1
 
 
-async def test_pods_listed_before_an_object_was_made_anew_do_not_speak_for_it(bench: ClusterBench) -> None:
+async def test_recreated_object_is_rebuilt_from_a_newer_pod_list(bench: ClusterBench) -> None:
     bench.store.objects.clear()
     bench.store.apply(NODE_B)
     replica = bench.another()
@@ -640,7 +638,7 @@ async def test_pods_listed_before_an_object_was_made_anew_do_not_speak_for_it(be
         await bench.reserve(ask(2), on("node-a", "GPU-a0"), by=replica)
 
 
-async def test_an_object_that_cannot_be_rebuilt_gives_nothing(bench: ClusterBench) -> None:
+async def test_object_that_cannot_be_rebuilt_takes_no_reservation(bench: ClusterBench) -> None:
     bench.store.objects.clear()
     bench.store.apply(NODE_A)
     replica = bench.another()
@@ -650,7 +648,7 @@ async def test_an_object_that_cannot_be_rebuilt_gives_nothing(bench: ClusterBenc
     assert "held" not in bench.store.objects["node-a"]["status"]
 
 
-async def test_of_two_pods_with_one_device_the_one_on_the_node_is_rebuilt(bench: ClusterBench) -> None:
+async def test_rebuild_prefers_the_pod_on_the_node(bench: ClusterBench) -> None:
     bench.pods.raws = {
         "u1": carrying("u1", "GPU-a0", is_on_node=False),
         "u2": carrying("u2", "GPU-a0", reservation="r8"),
@@ -661,7 +659,7 @@ async def test_of_two_pods_with_one_device_the_one_on_the_node_is_rebuilt(bench:
     assert bench.held()["GPU-a0/0"]["uid"] == "u2"
 
 
-async def test_an_object_that_is_being_deleted_gives_nothing_new(bench: ClusterBench) -> None:
+async def test_object_being_deleted_takes_no_new_reservation(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     raw = bench.store.objects["node-a"]
     bench.store.apply({**raw, "metadata": {**raw["metadata"], "finalizers": ["gpuwarden.io/held"]}})
@@ -672,7 +670,7 @@ async def test_an_object_that_is_being_deleted_gives_nothing_new(bench: ClusterB
     assert (await bench.reserve(ask(1), by=replica)).uuids == ("GPU-a0",)
 
 
-async def test_a_node_whose_object_is_gone_gives_nothing_and_forgets_nothing(bench: ClusterBench) -> None:
+async def test_deleted_object_takes_no_reservation_and_its_reservations_stay_known(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     del bench.store.objects["node-a"]
     bench.ledger.forget("node-a")
@@ -682,7 +680,7 @@ async def test_a_node_whose_object_is_gone_gives_nothing_and_forgets_nothing(ben
     assert not bench.fleet.is_slot_free(on("node-a", "GPU-a0").slots[0])
 
 
-async def test_what_was_held_on_an_object_that_cannot_be_read_is_remembered(bench: ClusterBench) -> None:
+async def test_reservations_of_an_unreadable_object_stay_known(bench: ClusterBench) -> None:
     held = await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bad = {**bench.store.objects["node-a"], "status": {"held": {"no slot": {"phase": "odd"}}}}
     bad["metadata"] = {**bad["metadata"], "resourceVersion": "999"}
@@ -691,21 +689,21 @@ async def test_what_was_held_on_an_object_that_cannot_be_read_is_remembered(benc
 
 
 @pytest.mark.parametrize("slot", ["GPU-a0", "GPU-a0/", "GPU-a0/01", "GPU-a0/-1", "GPU-a0/\u0663", "GPU-a0/1000"])
-def test_what_names_no_slot_is_not_read_as_one(slot: str) -> None:
-    """Written back it would be another key, and so the first one dropped."""
+def test_invalid_slot_names_make_an_object_unreadable(slot: str) -> None:
+    """Written back it would have another key, so the original one would be dropped."""
     held = {slot: {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}}
     with pytest.raises(UnreadableGpuNodeError):
         GpuNode.parse({**NODE_A, "status": {"held": held}})
 
 
-async def test_what_is_no_object_at_all_is_no_news(bench: ClusterBench) -> None:
+async def test_object_without_a_name_is_ignored(bench: ClusterBench) -> None:
     held = await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     for raw in ({"kind": "APIResourceList", "resources": []}, {"kind": "GPUNodeList", "metadata": {}, "items": []}):
         bench.ledger.learn(raw)
     assert await bench.ledger.find(R1) == held
 
 
-async def test_an_object_that_a_hand_made_unreadable_holds_nobody_up_until_it_is_mended(bench: ClusterBench) -> None:
+async def test_unreadable_object_delays_no_review_until_it_is_repaired(bench: ClusterBench) -> None:
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     good = bench.store.objects["node-a"]
     by_hand = {"reservation": "x", "phase": "pending", "namespace": "ml", "digest": "d"}
@@ -719,8 +717,8 @@ async def test_an_object_that_a_hand_made_unreadable_holds_nobody_up_until_it_is
     assert (await bench.reserve(ask(3), on("node-a", "GPU-a2"))).node == "node-a"
 
 
-async def test_nothing_is_kept_of_nodes_that_are_gone_or_never_were(bench: ClusterBench) -> None:
-    """Whoever makes a pod can name a node."""
+async def test_writers_of_deleted_and_unknown_nodes_are_dropped(bench: ClusterBench) -> None:
+    """Any client that may create pods can name a node."""
     for name in ("node-x", "node-y"):
         with pytest.raises(SlotsTakenError):
             await bench.reserve(ask(1), on(name, "GPU-x"))
@@ -732,13 +730,13 @@ async def test_nothing_is_kept_of_nodes_that_are_gone_or_never_were(bench: Clust
 @pytest.mark.parametrize(
     ("uuids", "record"),
     [
-        pytest.param("GPU-a0", ClaimRecord(), id="some-for-none"),
-        pytest.param("", ClaimRecord(gpus=1), id="none-for-one"),
+        pytest.param("GPU-a0", ClaimRecord(), id="one-device-for-no-claim"),
+        pytest.param("", ClaimRecord(gpus=1), id="no-device-for-one"),
         pytest.param("GPU-a0,GPU-a1", ClaimRecord(gpus=1), id="two-for-one"),
         pytest.param("GPU-a0", ClaimRecord(gpus=2), id="one-for-two"),
     ],
 )
-async def test_a_pod_with_another_number_of_devices_than_it_was_to_have_carries_nothing(
+async def test_pod_with_a_wrong_number_of_devices_carries_no_reservation(
     bench: ClusterBench, uuids: str, record: ClaimRecord
 ) -> None:
     raw = carrying("u1", uuids)
@@ -752,14 +750,14 @@ async def test_a_pod_with_another_number_of_devices_than_it_was_to_have_carries_
     assert bench.held() == {}
 
 
-async def test_older_news_is_no_news(bench: ClusterBench) -> None:
+async def test_older_object_version_is_ignored(bench: ClusterBench) -> None:
     before = bench.store.history[-2]
     await bench.reserve(ask(1), on("node-a", "GPU-a0"))
     bench.ledger.learn(before)
     assert await bench.ledger.find(R1) is not None
 
 
-# The second lock, as the fake has it; the e2e shows that the real one is the same.
+# The validation rules, as the fake has them; the e2e tests show that the real ones are the same.
 
 PENDING: dict[str, Any] = {"reservation": "r1", "phase": "pending", "namespace": "ml", "digest": "d"}
 
@@ -773,13 +771,13 @@ PENDING: dict[str, Any] = {"reservation": "r1", "phase": "pending", "namespace":
         pytest.param({"s": {**PENDING, "digest": "x"}}, id="another claim"),
     ],
 )
-def test_the_store_refuses_to_give_away_what_is_held(after: dict[str, Any]) -> None:
+def test_store_refuses_to_displace_a_live_reservation(after: dict[str, Any]) -> None:
     with pytest.raises(RefusedError):
         check_rules({"s": PENDING}, after)
 
 
 class SlowStore(FakeStore):
-    """Carries a write out, and answers when it may."""
+    """Applies a write at once and responds when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -791,7 +789,7 @@ class SlowStore(FakeStore):
         return await super().put_status(raw)
 
 
-async def test_at_rest_no_write_is_under_way_and_none_begins_that_nobody_waits_for(bench: ClusterBench) -> None:
+async def test_rest_waits_for_writes_in_progress_and_starts_none_without_a_caller(bench: ClusterBench) -> None:
     store = bench.store = SlowStore()
     store.apply({**NODE_A, **KNOWN})
     ledger = bench.another().ledger
@@ -812,7 +810,7 @@ async def test_at_rest_no_write_is_under_way_and_none_begins_that_nobody_waits_f
 
 
 class StrictStore(FakeStore):
-    """Its rules forbid whatever is written on some nodes."""
+    """Refuses every write on some nodes."""
 
     def __init__(self, *forbidden: str) -> None:
         super().__init__()
@@ -838,8 +836,8 @@ def strict(bench: ClusterBench, *forbidden: str) -> tuple[StrictStore, Reserver]
 CLAIM = Claim(ClaimRecord(gpus=1))
 
 
-async def test_what_the_store_forbids_everywhere_is_denied_after_few_tries(bench: ClusterBench) -> None:
-    """A forged review may name a namespace that no rule lets in: it must not keep us and the API server busy."""
+async def test_placement_refused_on_every_node_is_denied_after_few_attempts(bench: ClusterBench) -> None:
+    """A forged review may name a namespace that no policy admits: it must not keep us and the API server busy."""
     store, reserver = strict(bench, "node-a", "node-b")
     what = ReservationRequest(ReservationId("r1"), "n" * 300, CLAIM.digest)
     async with asyncio.timeout(30):
@@ -850,7 +848,7 @@ async def test_what_the_store_forbids_everywhere_is_denied_after_few_tries(bench
 
 
 @pytest.mark.parametrize("phase", ["finalized", "releasing"])
-async def test_a_deadline_that_a_hand_has_given_to_what_has_none_stops_nobody(bench: ClusterBench, phase: str) -> None:
+async def test_deadline_added_by_hand_to_a_finalized_reservation_is_harmless(bench: ClusterBench, phase: str) -> None:
     entry = {"reservation": "x", "phase": phase, "namespace": "ml", "digest": "d", "deadline": "2025-01-01T00:00:00Z"}
     bench.store.apply({**bench.store.objects["node-a"], "status": {"held": {"GPU-a0/0": entry}}})
     bench.replica.watch.catch_up()
@@ -865,7 +863,7 @@ async def test_a_deadline_that_a_hand_has_given_to_what_has_none_stops_nobody(be
 
 
 @pytest.mark.parametrize("forbidden", ["node-a", "node-b"])
-async def test_what_one_node_cannot_keep_another_does(bench: ClusterBench, forbidden: str) -> None:
+async def test_placement_refused_on_one_node_is_made_on_another(bench: ClusterBench, forbidden: str) -> None:
     _, reserver = strict(bench, forbidden)
     what = ReservationRequest(ReservationId("r1"), "ml", CLAIM.digest)
     async with asyncio.timeout(30):
@@ -874,7 +872,7 @@ async def test_what_one_node_cannot_keep_another_does(bench: ClusterBench, forbi
     assert held.node != forbidden
 
 
-async def test_what_a_node_cannot_keep_is_told_once_until_it_can(bench: ClusterBench) -> None:
+async def test_refused_write_is_logged_once_until_a_write_succeeds(bench: ClusterBench) -> None:
     with capture_logs() as logs:
         for n in range(3):
             bench.store.refusals = 1
@@ -885,11 +883,11 @@ async def test_what_a_node_cannot_keep_is_told_once_until_it_can(bench: ClusterB
         with pytest.raises(PlacementRefusedError):
             await bench.reserve(ask(6), on("node-a", "GPU-a1"))
     told = [one for one in logs if one["log_level"] == "error"]
-    assert [(one["event"], one["problem"]) for one in told] == [("the store refused a move", "not this one")] * 2
+    assert [(one["event"], one["problem"]) for one in told] == [("write refused by the API server", "not this one")] * 2
 
 
-class OddStore(SlowStore):
-    """Answers its first write with something that nobody foresaw."""
+class BrokenStore(SlowStore):
+    """Fails its first write with an unexpected error."""
 
     async def put_status(self, raw: Raw) -> Raw:
         if not self.has_begun.is_set():
@@ -899,8 +897,8 @@ class OddStore(SlowStore):
         return await FakeStore.put_status(self, raw)
 
 
-async def test_what_nobody_foresaw_strands_nobody_who_has_queued_behind_it(bench: ClusterBench) -> None:
-    store = bench.store = OddStore()
+async def test_unexpected_error_in_a_move_does_not_block_queued_moves(bench: ClusterBench) -> None:
+    store = bench.store = BrokenStore()
     store.apply({**NODE_A, **KNOWN})
     bench.ledger = bench.another().ledger
     answer_by = bench.now + timedelta(seconds=10)
@@ -915,19 +913,19 @@ async def test_what_nobody_foresaw_strands_nobody_who_has_queued_behind_it(bench
         assert (await later).uuids == ("GPU-a1",)
 
 
-# Objects that are made anew again and again, and stores that will not answer.
+# Recreated objects, and stores that do not respond.
 
 
-def made_anew(bench: ClusterBench) -> None:
-    """By force, past the finalizer: it says nothing of what is held there."""
+def recreated(bench: ClusterBench) -> None:
+    """Deleted by force despite its finalizer, and recreated without a status."""
     bench.store.objects.pop("node-a")
     bench.store.apply({**NODE_A, "metadata": {"name": "node-a"}})
     bench.replica.watch.catch_up()
 
 
-async def test_who_has_listed_pods_for_one_object_rebuilds_no_later_one_by_them(bench: ClusterBench) -> None:
-    """A pod that came between the two is not in that list."""
-    made_anew(bench)
+async def test_pod_list_is_not_reused_to_rebuild_a_later_object(bench: ClusterBench) -> None:
+    """A pod created between the two objects is not in that list."""
+    recreated(bench)
     has_listed, may_go_on, list_pods = asyncio.Event(), asyncio.Event(), bench.pods.reserved_pods
 
     async def reserved_pods() -> list[ReservedPod]:
@@ -944,15 +942,15 @@ async def test_who_has_listed_pods_for_one_object_rebuilds_no_later_one_by_them(
     await bench.reserve(ask(9), on("node-a", "GPU-a0"), by=other)
     bench.pods.raws["uid-9"] = carrying("uid-9", "GPU-a0", reservation="r9")
     bench.pods.uids.add("uid-9")
-    made_anew(bench)
+    recreated(bench)
     may_go_on.set()
     with pytest.raises(SlotsTakenError):
         await taking
     assert bench.held()["GPU-a0/0"]["reservation"] == "r9"
 
 
-async def test_a_list_of_pods_that_failed_in_whatever_way_is_asked_for_again(bench: ClusterBench) -> None:
-    made_anew(bench)
+async def test_failed_pod_list_is_requested_again(bench: ClusterBench) -> None:
+    recreated(bench)
     list_pods, lists = bench.pods.reserved_pods, 0
 
     async def reserved_pods() -> list[ReservedPod]:
@@ -969,7 +967,7 @@ async def test_a_list_of_pods_that_failed_in_whatever_way_is_asked_for_again(ben
     assert (lists, len(bench.held())) == (2, 1)
 
 
-async def test_a_store_that_is_asked_too_much_is_asked_less_and_less(
+async def test_overloaded_store_is_retried_with_increasing_pauses(
     bench: ClusterBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = 0

@@ -1,4 +1,4 @@
-"""What proves that a pod's containers have ended, and how long those are waited for of which nothing does."""
+"""What proves that a pod's containers have ended, and how long an orphan is kept without proof."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -14,8 +14,8 @@ from webhook.ledger.end_of_use import (
     OrphanObservation,
     OrphanTimes,
     PodHistories,
-    grace_in,
-    use_in,
+    container_use_in,
+    longest_grace_in,
 )
 from webhook.runtime.clock import LONG_AGO
 
@@ -48,22 +48,22 @@ def on_node(said: Any = None, *, grace: int | None = 30, deleted: int | None = N
 @pytest.mark.parametrize(
     ("raw", "use"),
     [
-        pytest.param({"spec": {}, "status": {"phase": "Pending"}}, ContainerUse.NEVER_BOUND, id="on-no-node"),
+        pytest.param({"spec": {}, "status": {"phase": "Pending"}}, ContainerUse.NEVER_BOUND, id="unbound"),
         pytest.param({"spec": {"nodeName": ""}}, ContainerUse.NEVER_BOUND, id="on-a-node-without-a-name"),
-        pytest.param({}, ContainerUse.NEVER_BOUND, id="nothing-said"),
+        pytest.param({}, ContainerUse.NEVER_BOUND, id="empty-object"),
         pytest.param(on_node(), ContainerUse.POSSIBLE, id="runs"),
-        pytest.param(on_node({}), ContainerUse.POSSIBLE, id="on-a-node-and-no-status"),
+        pytest.param(on_node({}), ContainerUse.POSSIBLE, id="bound-without-status"),
         pytest.param(on_node(status("Pending", WAITING)), ContainerUse.POSSIBLE, id="is-about-to-start"),
         pytest.param(on_node(status("Succeeded", TERMINATED)), ContainerUse.ENDED, id="succeeded"),
         pytest.param(
             on_node(status("Failed", TERMINATED, WAITING)), ContainerUse.ENDED, id="failed-and-one-never-started"
         ),
         pytest.param(on_node(status("Failed", TERMINATED, RUNNING)), ContainerUse.POSSIBLE, id="failed-and-one-runs"),
-        pytest.param(on_node(status("Failed", {})), ContainerUse.POSSIBLE, id="failed-and-of-one-nothing-is-said"),
+        pytest.param(on_node(status("Failed", {})), ContainerUse.POSSIBLE, id="failed-and-one-state-is-empty"),
         pytest.param(
             on_node(status("Failed", TERMINATED, conditions=BY_POD_GC)),
             ContainerUse.POSSIBLE,
-            id="failed-by-the-collector",
+            id="failed-by-pod-garbage-collection",
         ),
         pytest.param(
             on_node(status("Succeeded", TERMINATED, initContainerStatuses=[{"state": RUNNING}])),
@@ -82,26 +82,26 @@ def on_node(said: Any = None, *, grace: int | None = 30, deleted: int | None = N
             id="between-two-crashes-and-deleted",
         ),
         pytest.param(on_node(status("Failed")), ContainerUse.REJECTED, id="failed-and-no-container-has-a-status"),
-        pytest.param(on_node({"phase": 3}), ContainerUse.POSSIBLE, id="a-phase-that-is-no-text"),
-        pytest.param({"spec": []}, ContainerUse.POSSIBLE, id="a-spec-that-is-no-object"),
+        pytest.param(on_node({"phase": 3}), ContainerUse.POSSIBLE, id="phase-is-not-a-string"),
+        pytest.param({"spec": []}, ContainerUse.POSSIBLE, id="spec-is-not-an-object"),
         pytest.param(
-            on_node({"phase": "Failed", "containerStatuses": {}}), ContainerUse.POSSIBLE, id="statuses-that-are-no-list"
+            on_node({"phase": "Failed", "containerStatuses": {}}), ContainerUse.POSSIBLE, id="statuses-are-not-a-list"
         ),
     ],
 )
-def test_what_an_object_says_of_its_containers(raw: Raw, use: ContainerUse) -> None:
-    assert use_in(raw) is use
+def test_pod_object_shows_container_use(raw: Raw, use: ContainerUse) -> None:
+    assert container_use_in(raw) is use
 
 
 @pytest.mark.parametrize(
     ("raw", "longest"),
     [
         pytest.param(on_node(grace=600), 600, id="of-the-spec"),
-        pytest.param(on_node(grace=None), 30, id="of-nobody"),
+        pytest.param(on_node(grace=None), 30, id="default"),
         pytest.param(on_node(grace=0), 1, id="none"),
-        pytest.param(on_node(grace=-5), 1, id="less-than-none"),
+        pytest.param(on_node(grace=-5), 1, id="negative"),
         pytest.param(on_node(grace=5, deleted=40), 40, id="of-the-deletion"),
-        pytest.param(on_node(grace=40, deleted=5), 40, id="of-the-spec-though-the-deletion-asks-for-less"),
+        pytest.param(on_node(grace=40, deleted=5), 40, id="spec-longer-than-deletion"),
         pytest.param(
             on_node(grace=5, containers=[{"livenessProbe": {"terminationGracePeriodSeconds": 70}}]),
             70,
@@ -112,70 +112,73 @@ def test_what_an_object_says_of_its_containers(raw: Raw, use: ContainerUse) -> N
             80,
             id="of-a-sidecars-probe",
         ),
-        pytest.param(on_node(grace=2**62), 315360000, id="longer-than-any-calendar"),
+        pytest.param(on_node(grace=2**62), 315360000, id="beyond-the-maximum"),
     ],
 )
-def test_the_longest_grace_period_that_an_object_names(raw: Raw, longest: int) -> None:
-    assert grace_in(raw) == seconds(longest)
+def test_longest_grace_period_of_a_pod_object(raw: Raw, longest: int) -> None:
+    assert longest_grace_in(raw) == seconds(longest)
 
 
-def test_a_grace_period_that_cannot_be_read_is_not_known() -> None:
-    assert grace_in(on_node(grace="soon")) is None  # type: ignore[arg-type]
+def test_unreadable_grace_period_is_unknown() -> None:
+    assert longest_grace_in(on_node(grace="soon")) is None  # type: ignore[arg-type]
 
 
 MAX_GRACE = timedelta(hours=1)
 
-# What was seen of a pod from its first sight on.
+# The observed history of a pod.
 
 
-def departure(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]:
-    """Of a pod that was seen like this, and went as the last version says."""
+def end_of_history(*versions: Raw, is_listed: bool = False) -> tuple[bool, timedelta]:
+    """A pod that was observed in these versions and was deleted in the last one."""
     histories = PodHistories()
     if is_listed:
         histories.listed({"u": versions[0]})
     for raw in versions[is_listed:-1]:
         histories.seen("u", raw)
-    went = histories.departed("u", versions[-1], NOW)
+    went = histories.deleted("u", versions[-1], NOW)
     return went.is_over, OrphanTimes(max_grace=MAX_GRACE).grace(went.grace)
 
 
-def test_of_a_pod_that_ended_nothing_is_waited_for() -> None:
-    assert departure(on_node(), on_node(status("Failed", TERMINATED), deleted=30))[0]
+def test_ended_pod_needs_no_waiting() -> None:
+    assert end_of_history(on_node(), on_node(status("Failed", TERMINATED), deleted=30))[0]
 
 
-def test_a_shorter_grace_period_does_not_take_the_place_of_a_longer_one() -> None:
-    assert departure(on_node(), on_node(deleted=600), on_node(deleted=5), on_node(deleted=0)) == (False, seconds(600))
+def test_shorter_grace_period_does_not_replace_a_longer_one() -> None:
+    assert end_of_history(on_node(), on_node(deleted=600), on_node(deleted=5), on_node(deleted=0)) == (
+        False,
+        seconds(600),
+    )
 
 
-def test_of_a_pod_that_was_listed_alive_everything_is_known() -> None:
-    assert departure(on_node(grace=5), on_node(grace=5, deleted=0), is_listed=True) == (False, seconds(5))
+def test_history_of_a_pod_listed_alive_is_complete() -> None:
+    assert end_of_history(on_node(grace=5), on_node(grace=5, deleted=0), is_listed=True) == (False, seconds(5))
 
 
-def test_of_a_pod_that_was_being_deleted_when_it_was_first_seen_the_grace_period_is_not_known() -> None:
-    assert departure(on_node(deleted=5), on_node(deleted=0), is_listed=True) == (False, MAX_GRACE)
-    assert departure(on_node(deleted=5), on_node(deleted=0)) == (False, MAX_GRACE)
+def test_grace_period_is_unknown_for_a_pod_first_observed_while_terminating() -> None:
+    assert end_of_history(on_node(deleted=5), on_node(deleted=0), is_listed=True) == (False, MAX_GRACE)
+    assert end_of_history(on_node(deleted=5), on_node(deleted=0)) == (False, MAX_GRACE)
 
 
-def test_a_pod_that_is_older_than_the_limit_keeps_its_longer_grace_period() -> None:
+def test_pod_older_than_the_limit_keeps_its_longer_grace_period() -> None:
     day = 24 * 3600
     pod = on_node(grace=day, deleted=day)
-    assert departure(pod, on_node(grace=day, deleted=0), is_listed=True) == (False, seconds(day))
+    assert end_of_history(pod, on_node(grace=day, deleted=0), is_listed=True) == (False, seconds(day))
     assert OrphanTimes(max_grace=MAX_GRACE).grace(Grace()) == MAX_GRACE
 
 
-def test_what_is_stored_is_the_longest_that_can_have_gone_unseen() -> None:
+def test_stored_grace_period_bounds_an_unobserved_one() -> None:
     patience = OrphanTimes(max_grace=MAX_GRACE)
     assert patience.grace(Grace(), stored=seconds(5)) == seconds(5)
     assert patience.grace(Grace(seconds(7)), stored=seconds(5)) == seconds(7)
     assert patience.grace(Grace(seconds(3), is_all=True), stored=seconds(5)) == seconds(5)
 
 
-def test_of_a_pod_that_was_never_seen_before_it_went_the_grace_period_is_that_of_its_spec() -> None:
-    assert departure(on_node(grace=7)) == (False, seconds(7))
+def test_grace_period_of_an_unobserved_pod_comes_from_its_spec() -> None:
+    assert end_of_history(on_node(grace=7)) == (False, seconds(7))
 
 
-def test_a_pod_that_the_kubelet_refused_has_ended_if_it_never_ran() -> None:
-    assert departure(on_node(status("Pending")), on_node(status("Failed")))[0]
+def test_pod_rejected_by_the_kubelet_has_ended_if_it_never_ran() -> None:
+    assert end_of_history(on_node(status("Pending")), on_node(status("Failed")))[0]
 
 
 @pytest.mark.parametrize(
@@ -187,15 +190,15 @@ def test_a_pod_that_the_kubelet_refused_has_ended_if_it_never_ran() -> None:
         pytest.param({"initContainerStatuses": [{"state": TERMINATED}]}, id="was-initialized"),
     ],
 )
-def test_a_pod_that_the_kubelet_refused_after_a_restart_may_run(before: Raw) -> None:
-    assert not departure(on_node(before), on_node(status("Failed")))[0]
+def test_pod_rejected_after_a_kubelet_restart_may_still_run(before: Raw) -> None:
+    assert not end_of_history(on_node(before), on_node(status("Failed")))[0]
 
 
-def test_of_a_pod_that_was_refused_when_it_was_first_seen_nothing_is_known() -> None:
-    assert departure(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, MAX_GRACE)
+def test_pod_first_observed_as_rejected_may_still_run() -> None:
+    assert end_of_history(on_node(status("Failed")), on_node(status("Failed")), is_listed=True) == (False, MAX_GRACE)
 
 
-# How long an orphan is waited for.
+# How long an orphan is kept.
 
 ORPHAN = Orphan(NOW, seconds(30), "boot-1")
 PATIENCE = OrphanTimes(seconds(3600), seconds(90))
@@ -205,8 +208,8 @@ NOT_READY = NodeSnapshot("boot-1")
 
 def watched(*looks: tuple[float, NodeSnapshot | None]) -> OrphanObservation:
     found = None
-    for after, sight in looks:
-        found = OrphanObservation.after(found, sight, NOW + seconds(after))
+    for after, node in looks:
+        found = OrphanObservation.after(found, node, NOW + seconds(after))
     assert found is not None
     return found
 
@@ -216,33 +219,33 @@ def watched(*looks: tuple[float, NodeSnapshot | None]) -> OrphanObservation:
     [
         pytest.param([(0, READY)], 120, id="kubelet-alive"),
         pytest.param([(0, READY), (500, READY)], 120, id="kubelet-alive-for-long"),
-        pytest.param([(0, NOT_READY)], None, id="kubelet-away"),
-        pytest.param([(0, READY), (10, NOT_READY)], None, id="kubelet-gone-away"),
-        pytest.param([(0, NOT_READY), (60, READY)], 180, id="kubelet-back-as-we-saw"),
+        pytest.param([(0, NOT_READY)], None, id="kubelet-not-ready"),
+        pytest.param([(0, READY), (10, NOT_READY)], None, id="kubelet-becomes-not-ready"),
+        pytest.param([(0, NOT_READY), (60, READY)], 180, id="kubelet-ready-again-as-observed"),
         pytest.param(
             [(0, READY), (60, NodeSnapshot("boot-1", is_ready=True, ready_since=NOW + seconds(50)))],
             170,
-            id="kubelet-back-as-it-says",
+            id="kubelet-ready-again-by-its-condition",
         ),
-        pytest.param([(7, NodeSnapshot("boot-1", is_ready=True))], 127, id="ready-since-nobody-knows-when"),
+        pytest.param([(7, NodeSnapshot("boot-1", is_ready=True))], 127, id="ready-without-transition-time"),
         pytest.param([(5, NodeSnapshot("boot-2"))], 0, id="another-boot"),
         pytest.param([(5, NodeSnapshot(""))], None, id="no-boot-known"),
         pytest.param([(0, READY), (5, None), (400, None)], 3695, id="node-gone"),
         pytest.param([(0, READY), (5, None), (400, READY)], 520, id="node-back"),
-        pytest.param([(0, READY), (5, None), (400, NodeSnapshot("boot-2"))], 0, id="node-back-after-a-boot"),
+        pytest.param([(0, READY), (5, None), (400, NodeSnapshot("boot-2"))], 0, id="node-back-after-a-reboot"),
     ],
 )
-def test_an_orphan_has_ended(looks: list[tuple[float, NodeSnapshot | None]], end: float | None) -> None:
+def test_orphan_ends_at_the_expected_time(looks: list[tuple[float, NodeSnapshot | None]], end: float | None) -> None:
     expected = None if end is None else NOW + seconds(end)
     assert watched(*looks).end_of(ORPHAN, PATIENCE) == expected
 
 
-def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
+def test_boot_id_proves_nothing_without_an_earlier_one() -> None:
     assert watched((0, NodeSnapshot("boot-2"))).end_of(Orphan(NOW, seconds(30)), PATIENCE) is None
 
 
 @pytest.mark.parametrize(
-    ("raw", "sight"),
+    ("raw", "node"),
     [
         ({}, NodeSnapshot()),
         (
@@ -265,5 +268,5 @@ def test_without_a_boot_to_compare_with_a_boot_says_nothing() -> None:
         ),
     ],
 )
-def test_what_a_node_says_of_itself(raw: Raw, sight: NodeSnapshot) -> None:
-    assert NodeSnapshot.of(raw) == sight
+def test_node_snapshot_from_a_node_object(raw: Raw, node: NodeSnapshot) -> None:
+    assert NodeSnapshot.of(raw) == node

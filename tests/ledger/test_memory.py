@@ -1,4 +1,4 @@
-"""The ledger in memory keeps the contract; its protocol survives any order of moves."""
+"""The memory ledger fulfils the contract; its protocol holds for any order of operations."""
 
 import contextlib
 from collections.abc import Coroutine
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class MemoryBench:
-    """The contract's nodes under a clock that the test turns."""
+    """The contract's nodes with a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
@@ -47,11 +47,11 @@ def bench() -> MemoryBench:
 
 
 class TestMemoryLedger(LedgerContract):
-    """All of the contract."""
+    """The whole contract."""
 
 
 def done(coroutine: Coroutine[Any, Any, T]) -> T:
-    """A method of the ledger in memory never waits, so it ends at the first step."""
+    """Methods of the memory ledger never wait, so they complete in one step."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -78,7 +78,7 @@ places = st.lists(
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Asks, repeats, late answers, ends and time in any order: promises 1 to 3 hold after every move."""
+    """Requests, repetitions, late responses, ends and time in any order: promises 1 to 3 hold after every step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The reservation protocol as a model: replicas, lost answers, crashes, lagging watches and skewed clocks as moves.
+"""A model of the reservation protocol: replicas, lost responses, crashes, lagging watches and skewed clocks as rules.
 
-The replicas run the real ledger; the API server's part (which pods exist, and until when it may still make one) is the
-model's. What must hold is judged from the pods, not from anybody's ledger.
+The replicas run the real ledger. The model plays the API server: which pods exist, and until when it may still create
+one. The invariants are checked against the pods, not against any ledger.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from webhook.ledger.reserved_pod import ReservedPod
 
 T = TypeVar("T")
 
-# The API server gives up a request after 60 s, whatever its webhooks have said.
+# The API server cancels a request after 60 s, whatever its webhooks have answered.
 REQUEST_TIMEOUT = timedelta(seconds=60)
 REPLICAS = 3
 PLACES = st.lists(
@@ -52,14 +52,14 @@ def record_of(place: Placement) -> ClaimRecord:
     return ClaimRecord(gpus=len(place.slots))
 
 
-def alike(places: list[Placement], model: Placement) -> list[Placement]:
-    """Those that serve the same claim."""
+def same_shape(places: list[Placement], model: Placement) -> list[Placement]:
+    """The devices that can serve the same claim."""
     return [place for place in places if len(place.slots) == len(model.slots)]
 
 
 @define
 class Creation:
-    """One pod on its way through the API server."""
+    """One pod request in the API server."""
 
     pod: PodIdentity
     begun: datetime
@@ -74,7 +74,7 @@ def slots_of(one: Creation) -> tuple[Slot, ...]:
 
 
 class Protocol(RuleBasedStateMachine):
-    """Every move that somebody in a cluster can make, at any time."""
+    """Everything that a component of the cluster can do, at any time."""
 
     creations = Bundle("creations")
     pods = Bundle("pods")
@@ -114,11 +114,11 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(target=creations, which=st.integers(0, REPLICAS - 1), places=PLACES, is_heard=st.booleans())
     def mutate(self, which: int, places: list[Placement], is_heard: bool) -> Any:
-        """A replica reserves; its answer may not be heard, and then there will be no pod."""
+        """A replica reserves. If its response is lost, there will be no pod."""
         self.number += 1
         pod = PodIdentity("ml", f"pod-{self.number}", f"uid-{self.number}")
         replica = self.replicas[which]
-        places = alike(places, places[0])
+        places = same_shape(places, places[0])
         ask = ReservationRequest(ReservationId(f"r{self.number}"), "ml", record_of(places[0]).digest())
         self.run(replica.ledger.collect(self.true_now + self.skews[which]))
         answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
@@ -129,15 +129,15 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(target=creations, one=creations)
     def copy(self, one: Creation) -> Creation:
-        """Another pod with the same annotations: a copied manifest, or a forger."""
+        """Another pod with the same annotations: a copied manifest, or a forgery."""
         self.number += 1
-        pod = PodIdentity("ml", one.pod.name, f"uid-{self.number}")  # names come back
+        pod = PodIdentity("ml", one.pod.name, f"uid-{self.number}")  # names are reused
         return Creation(pod, self.true_now, one.placement, one.reservation_id, is_copy=True)
 
     @rule(one=creations, which=st.integers(0, REPLICAS - 1), places=PLACES)
     def mutate_again(self, one: Creation, which: int, places: list[Placement]) -> None:
-        """The same review once more, of a replica that may be behind and decides for another node. What it answers is
-        what counts."""
+        """The same review again, on a replica that may be stale and decides for another node. Its response replaces the
+        first one."""
         assert one.placement is not None
         assert one.reservation_id is not None
         if one.is_copy or one.is_validated:
@@ -145,13 +145,13 @@ class Protocol(RuleBasedStateMachine):
         ask = ReservationRequest(one.reservation_id, "ml", record_of(one.placement).digest())
         answer_by = self.true_now + self.skews[which] + timedelta(seconds=10)
         ledger = self.replicas[which].ledger
-        held = self.run(ledger.reserve(ask, alike(places, one.placement), answer_by=answer_by))
+        held = self.run(ledger.reserve(ask, same_shape(places, one.placement), answer_by=answer_by))
         if held is not None:
             one.placement = Placement(held.node, held.slots)
 
     @rule(one=creations, which=st.integers(0, REPLICAS - 1), is_heard=st.booleans())
     def validate(self, one: Creation, which: int, is_heard: bool) -> None:
-        """Whichever replica is asked; a crash after its write is an answer that is not heard."""
+        """On any replica. A crash after its write equals a lost response."""
         assert one.placement is not None
         assert one.reservation_id is not None
         ledger = self.replicas[which].ledger
@@ -164,7 +164,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(target=pods, one=consumes(creations))
     def create(self, one: Creation) -> Any:
-        """The pod is stored, if the request is still alive and no other has the name."""
+        """The pod is stored if the request is still in progress and the name is free."""
         is_late = self.true_now - one.begun > REQUEST_TIMEOUT
         if not one.is_validated or is_late or one.pod.name in {other.pod.name for other in self.existing.values()}:
             return multiple()
@@ -181,20 +181,20 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(one=pods, which=st.integers(0, REPLICAS - 1), places=PLACES)
     def forge(self, one: Creation, which: int, places: list[Placement]) -> None:
-        """Reviews of the creation of a pod that exists, as anybody on the network may post them."""
+        """Forged reviews of the creation of an existing pod."""
         forged = self.mutate(which, places, True)
         if isinstance(forged, Creation):
             assert forged.reservation_id is not None
             self.forged.add(forged.reservation_id)
             self.run(self.replicas[which].ledger.bind_to_pod(PodProof.NAMED, forged.reservation_id, one.pod))
 
-    # The reconciler, whenever it is alive: any replica may be elected.
+    # The reconciler, while it is alive: any replica may be elected.
 
     @rule(which=st.integers(0, REPLICAS - 1))
     def reconcile(self, which: int) -> None:
-        """What a leader does on a complete view: confirm what exists, release what does not, expire what never came."""
+        """A leader with a complete view confirms existing pods, releases ended ones and expires those never created."""
         ledger = self.replicas[which].ledger
-        self.run(ledger.collect(self.true_now + self.skews[which], never_came=lambda _: True))
+        self.run(ledger.collect(self.true_now + self.skews[which], was_never_created=lambda _: True))
         for one in list(ledger.reservations()):
             if one.uid is None:
                 self.run(ledger.expire(one))
@@ -205,7 +205,7 @@ class Protocol(RuleBasedStateMachine):
             else:
                 self.run(ledger.expire(one))
 
-    # Things go wrong.
+    # Faults.
 
     @rule(which=st.integers(0, REPLICAS - 1), events=st.integers(1, 5))
     def deliver(self, which: int, events: int) -> None:
@@ -216,34 +216,34 @@ class Protocol(RuleBasedStateMachine):
         self.replicas[which] = self.fresh(which)
 
     @rule(faults=st.lists(st.sampled_from(list(Fault)), max_size=3))
-    def trouble(self, faults: list[Fault]) -> None:
+    def inject_faults(self, faults: list[Fault]) -> None:
         self.store.faults = faults
 
     @rule(refusals=st.integers(1, 2))
     def refuse(self, refusals: int) -> None:
-        """Some writes, an expiry among them, that would do no harm."""
+        """Writes that must be harmless, including an expiry."""
         self.store.refusals = refusals
 
     @rule(is_away=st.booleans())
-    def lose_the_witness(self, is_away: bool) -> None:
+    def make_pod_reader_unavailable(self, is_away: bool) -> None:
         self.facts.is_away = is_away
 
     @rule(seconds=st.sampled_from([1, 5, 30, 60, 100]))
     def wait(self, seconds: int) -> None:
         self.true_now += timedelta(seconds=seconds)
 
-    def all_is_well(self) -> None:
+    def stop_faults(self) -> None:
         self.store.faults, self.store.refusals, self.facts.is_away = [], 0, False
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
-    def no_slot_is_with_two_pods(self) -> None:
+    def no_slot_has_two_pods(self) -> None:
         slots = [slot for one in self.existing.values() if one.placement for slot in one.placement.slots]
         assert len(slots) == len(set(slots))
 
     @invariant()
-    def an_existing_pod_holds_what_it_was_promised(self) -> None:
+    def existing_pod_has_its_reservation(self) -> None:
         for one in self.existing.values():
             assert one.placement is not None
             held = self.store.objects[one.placement.node]["status"]["held"]
@@ -251,12 +251,12 @@ class Protocol(RuleBasedStateMachine):
             assert [entry and entry.get("uid") for entry in entries] == [one.pod.uid] * len(entries)
 
     @invariant()
-    def what_is_forged_is_never_more_than_promised(self) -> None:
+    def forged_reservation_stays_pending(self) -> None:
         held = [entry for raw in self.store.objects.values() for entry in raw["status"].get("held", {}).values()]
         assert not [one for one in held if one["reservation"] in self.forged and one["phase"] == "finalized"]
 
     @invariant()
-    def several_devices_are_held_together(self) -> None:
+    def several_devices_are_reserved_together(self) -> None:
         for raw in self.store.objects.values():
             entries: dict[str, list[str]] = {}
             for slot, entry in raw["status"]["held"].items():
@@ -266,13 +266,13 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(is_fresh=st.booleans())
     def in_the_end_nothing_leaks(self, is_fresh: bool) -> None:
-        """Once no request lives, any replica alone gets back what no pod holds, that has watched all pods."""
-        self.all_is_well()
+        """When no request is in progress, any replica that has watched all pods gets back what no pod has."""
+        self.stop_faults()
         self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
         last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]
         last.watch.catch_up()
         now = self.true_now + self.skews[0]
-        self.run(last.ledger.collect(now, never_came=lambda _: True))
+        self.run(last.ledger.collect(now, was_never_created=lambda _: True))
         busy = {slot for one in self.existing.values() if one.placement for slot in one.placement.slots}
         final = {
             slot
@@ -293,9 +293,9 @@ Protocol.TestCase.settings = settings(max_examples=200, stateful_step_count=40, 
 TestProtocol = Protocol.TestCase
 
 
-class Remade(Protocol):
-    """Objects are taken away by force and made anew, as well. Whoever puts a pod on a node then asks the ledger first,
-    so what must hold is said of the pods that are on their node."""
+class Recreated(Protocol):
+    """In addition objects are deleted by force and recreated. The ledger is asked before a pod is bound, so the
+    invariants are about pods that are on their node."""
 
     on_node: set[str]
 
@@ -304,8 +304,8 @@ class Remade(Protocol):
         self.on_node = set()
 
     @initialize(target=Protocol.pods, arrivals=ARRIVALS)
-    def settle_in(self, arrivals: list[tuple[int, list[Placement]]]) -> Any:
-        made = [self.come_to_run(which, places) for which, places in arrivals if self.replicas]
+    def create_first_pods(self, arrivals: list[tuple[int, list[Placement]]]) -> Any:
+        made = [self.create_and_run_a_pod(which, places) for which, places in arrivals if self.replicas]
         return multiple(*(one for one in made if isinstance(one, Creation)))
 
     @rule(target=Protocol.pods, one=consumes(Protocol.creations))
@@ -324,7 +324,7 @@ class Remade(Protocol):
 
     @rule(one=Protocol.pods, which=st.integers(0, REPLICAS - 1))
     def put_on_its_node(self, one: Creation, which: int) -> None:
-        """The binding door: a reservation of this very pod, as the store has it."""
+        """The check of a Binding: a stored reservation of this very pod."""
         if one.pod.uid not in self.existing:
             return
         assert one.placement is not None
@@ -338,8 +338,8 @@ class Remade(Protocol):
             self.on_node.add(one.pod.uid)
 
     @rule(target=Protocol.pods, which=st.integers(0, REPLICAS - 1), places=PLACES)
-    def come_to_run(self, which: int, places: list[Placement]) -> Any:
-        """The whole story of a pod at once, as it goes nearly always."""
+    def create_and_run_a_pod(self, which: int, places: list[Placement]) -> Any:
+        """The usual life of a pod in one step."""
         one = super().mutate(which, places, True)
         if not isinstance(one, Creation):
             return multiple()
@@ -350,20 +350,21 @@ class Remade(Protocol):
         return made
 
     @rule(target=Protocol.pods, nodes=NODES, arrivals=ARRIVALS)
-    def remake(self, nodes: list[str], arrivals: list[tuple[int, list[Placement]]]) -> Any:
-        """By force, past their finalizers; and before anybody has looked, pods come that want what was held there."""
+    def recreate_objects(self, nodes: list[str], arrivals: list[tuple[int, list[Placement]]]) -> Any:
+        """Objects are deleted by force despite their finalizers, and before they are rebuilt new pods want their
+        devices."""
         self.true_now += timedelta(seconds=1)
         for node in nodes:
             uuids = [one["uuid"] for one in self.store.objects.pop(node)["spec"]["devices"]]
             self.store.apply(gpu_node(node, *uuids))
         for replica in self.replicas:
             replica.watch.catch_up()
-        made = [self.come_to_run(which, places) for which, places in arrivals]
+        made = [self.create_and_run_a_pod(which, places) for which, places in arrivals]
         return multiple(*(one for one in made if isinstance(one, Creation)))
 
     @rule(which=st.integers(0, REPLICAS - 1))
     def restore(self, which: int) -> None:
-        """What the reconciler does about objects that say nothing, and about pods without their reservation."""
+        """The reconciler rebuilds objects without status, and handles pods without their reservation."""
         ledger = self.replicas[which].ledger
         for name in ledger.unsettled():
             self.run(ledger.settle(name))
@@ -376,13 +377,13 @@ class Remade(Protocol):
                 self.run(ledger.adopt(reserved_pod))
 
     @invariant()
-    def no_slot_is_with_two_pods(self) -> None:
+    def no_slot_has_two_pods(self) -> None:
         running = [self.existing[uid] for uid in self.on_node]
         slots = [slot for one in running if one.placement for slot in one.placement.slots]
         assert len(slots) == len(set(slots))
 
     @invariant()
-    def an_existing_pod_holds_what_it_was_promised(self) -> None:
+    def existing_pod_has_its_reservation(self) -> None:
         for uid in self.on_node:
             one = self.existing[uid]
             assert one.placement is not None
@@ -392,13 +393,13 @@ class Remade(Protocol):
                 assert [entry and entry.get("uid") for entry in entries] == [uid] * len(entries)
 
     @invariant()
-    def several_devices_are_held_together(self) -> None:
-        """Said of what is stored in the plain protocol; an object that says nothing has nothing to be judged."""
+    def several_devices_are_reserved_together(self) -> None:
+        """The base model checks the stored objects; an object without status has nothing to check."""
 
     @rule(is_fresh=st.booleans())
     def in_the_end_nothing_leaks(self, is_fresh: bool) -> None:
-        """Once no request lives and the reconciler has looked, what no pod carries can be had."""
-        self.all_is_well()
+        """When no request is in progress and the reconciler has run, devices that no pod carries can be reserved."""
+        self.stop_faults()
         self.true_now += PENDING_DEADLINE + REQUEST_TIMEOUT + 2 * CLOCK_SKEW
         last = self.replicas[0] = self.fresh(0) if is_fresh else self.replicas[0]
         last.watch.catch_up()
@@ -426,5 +427,5 @@ def carrying(one: Creation) -> Raw:
     return {"metadata": {"namespace": "ml", "name": one.pod.name, "uid": one.pod.uid, "annotations": annotations}}
 
 
-Remade.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
-TestRemade = Remade.TestCase
+Recreated.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestRecreated = Recreated.TestCase

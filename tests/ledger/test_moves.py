@@ -1,4 +1,4 @@
-"""Moves on the reservations of one node, with no store around them."""
+"""Moves on the reservations of one node, without a store."""
 
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,7 @@ TIMES = Times(pending_deadline=timedelta(seconds=90), clock_skew=timedelta(secon
 
 
 @pytest.mark.parametrize("proof", [PodProof.REPORTED, PodProof.CONFIRMED])
-def test_no_pod_gets_a_reservation_that_is_being_released(proof: PodProof) -> None:
+def test_releasing_reservation_is_given_to_no_pod(proof: PodProof) -> None:
     leaving = builders.reservation().after(ReservationEvent.POD_ENDED)
     move = BindPod(leaving.id, builders.identity(), proof)
     with pytest.raises(ReservationExpiredError):
@@ -28,15 +28,15 @@ SHORT, LONG = timedelta(seconds=5), timedelta(seconds=600)
 @pytest.mark.parametrize(
     ("before", "said", "after"),
     [
-        pytest.param({"uid": None}, SHORT, SHORT, id="of a pod that is new"),
-        pytest.param({"uid": None}, None, None, id="not said"),
+        pytest.param({"uid": None}, SHORT, SHORT, id="new pod"),
+        pytest.param({"uid": None}, None, None, id="not given"),
         pytest.param({"grace": SHORT}, LONG, LONG, id="longer"),
         pytest.param({"grace": LONG}, SHORT, LONG, id="shorter"),
-        pytest.param({"grace": LONG}, None, LONG, id="not said again"),
-        pytest.param({}, LONG, None, id="of a pod that may exist, where none is known"),
+        pytest.param({"grace": LONG}, None, LONG, id="not given again"),
+        pytest.param({}, LONG, None, id="pod may exist, none stored"),
     ],
 )
-def test_a_grace_period_is_stored_with_the_pod_and_never_shortened(
+def test_grace_period_is_stored_with_the_pod_and_never_shortened(
     before: dict[str, Any], said: timedelta | None, after: timedelta | None
 ) -> None:
     pod = builders.identity()

@@ -1,4 +1,4 @@
-"""Reservations whose pods are gone and may still run: nobody has their devices until the containers must have ended."""
+"""Orphans: devices of pods that are gone and may still run stay reserved until the containers must have ended."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -22,11 +22,11 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.evidence.jwt.end_reports import EndReports, mark_of
+from webhook.evidence.jwt.end_reports import EndReports, uid_digest
 from webhook.kube.gpu_node import GpuNode
-from webhook.ledger.cluster import PATIENCE as AGAIN
+from webhook.ledger.cluster import DEFAULT_TIMEOUT as AGAIN
 from webhook.ledger.end_of_use import NodeSnapshot
-from webhook.ledger.orphans import PAUSE
+from webhook.ledger.orphans import CHECK_INTERVAL
 from webhook.ledger.reconcile import Reconciler
 
 GRACE = timedelta(seconds=600)
@@ -34,7 +34,7 @@ GRACE = timedelta(seconds=600)
 
 @pytest.fixture
 async def scene() -> Scene:
-    """A pod runs."""
+    """A pod is running."""
     scene = Scene()
     await scene.run_a_pod()
     scene.show(running())
@@ -57,7 +57,7 @@ async def gone_by_force(scene: Scene) -> None:
     await scene.reconciler.step()
 
 
-async def is_taken(scene: Scene) -> bool:
+async def can_be_reserved(scene: Scene) -> bool:
     scene.bench.replica.watch.catch_up()
     try:
         await scene.bench.reserve(
@@ -81,17 +81,17 @@ async def assert_free_after(scene: Scene, time: timedelta, reconciler: Reconcile
     assert await after(scene, timedelta(seconds=1), reconciler) == {}
 
 
-async def test_a_pod_deleted_by_force_keeps_its_devices_for_its_grace_period_and_the_margin(scene: Scene) -> None:
+async def test_force_deleted_pod_keeps_its_devices_for_grace_period_plus_margin(scene: Scene) -> None:
     await gone_by_force(scene)
-    assert scene.phase is Phase.FINALIZED  # which a replica that knows nothing of orphans reads as well
-    assert await is_taken(scene)
+    assert scene.phase is Phase.FINALIZED  # a phase that replicas without orphan support understand
+    assert await can_be_reserved(scene)
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
     assert await after(scene, timedelta(seconds=1)) == {}
-    assert not await is_taken(scene)
+    assert not await can_be_reserved(scene)
     assert scene.heard.told == [("node-a", Reason.GPU_ORPHANED), ("node-a", Reason.ORPHAN_ENDED)]
 
 
-async def test_what_stands_in_the_store_is_all_that_another_reconciler_needs(scene: Scene) -> None:
+async def test_another_reconciler_continues_from_the_stored_orphan(scene: Scene) -> None:
     begun = scene.bench.now
     await gone_by_force(scene)
     held = GpuNode.parse(scene.bench.store.objects["node-a"]).reservations[R1]
@@ -104,7 +104,7 @@ async def test_what_stands_in_the_store_is_all_that_another_reconciler_needs(sce
     assert await after(scene, timedelta(seconds=1), other) == {}
 
 
-async def test_a_pod_that_the_kubelet_has_ended_frees_its_devices_at_once(scene: Scene) -> None:
+async def test_pod_ended_by_the_kubelet_frees_its_devices_at_once(scene: Scene) -> None:
     scene.reconciler.changed(running(deleted=30))
     scene.reconciler.deleted(running(deleted=30, status=ended("Failed")))
     await scene.reconciler.step()
@@ -112,7 +112,7 @@ async def test_a_pod_that_the_kubelet_has_ended_frees_its_devices_at_once(scene:
     assert scene.heard.told == []
 
 
-async def test_a_pod_that_went_unseen_is_waited_for_as_long_as_any_pod_may_take(scene: Scene) -> None:
+async def test_unobserved_deletion_waits_for_the_maximum_grace_period(scene: Scene) -> None:
     scene.bench.pods.uids.clear()
     other = scene.another(scene.bench.another().ledger)
     other.replaced({})
@@ -121,7 +121,7 @@ async def test_a_pod_that_went_unseen_is_waited_for_as_long_as_any_pod_may_take(
 
 @pytest.fixture
 async def stored() -> Scene:
-    """A pod runs, whose grace period `/validate` has stored."""
+    """A pod is running, and `/validate` has stored its grace period."""
     scene = Scene()
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
@@ -131,28 +131,28 @@ async def stored() -> Scene:
     return scene
 
 
-async def test_of_a_pod_that_went_unseen_the_grace_period_is_stored(stored: Scene) -> None:
+async def test_unobserved_deletion_uses_the_stored_grace_period(stored: Scene) -> None:
     stored.bench.pods.uids.clear()
     other = stored.another(stored.bench.another().ledger)
     other.replaced({})
     await assert_free_after(stored, GRACE + MARGIN, other)
 
 
-async def test_of_a_pod_that_went_between_two_lists_too(stored: Scene) -> None:
+async def test_deletion_between_two_lists_uses_the_stored_grace_period(stored: Scene) -> None:
     stored.bench.pods.uids.clear()
     stored.reconciler.replaced({})
     await assert_free_after(stored, GRACE + MARGIN)
 
 
-async def test_a_pod_that_was_being_deleted_when_the_watch_began_has_no_more_than_is_stored(stored: Scene) -> None:
+async def test_pod_terminating_when_the_watch_began_waits_for_the_stored_grace_period(stored: Scene) -> None:
     stored.reconciler.replaced({"ml/pod-1": running(deleted=5)})
     await gone_by_force(stored)
     assert await after(stored, GRACE + MARGIN - timedelta(seconds=1))
     assert await after(stored, timedelta(seconds=1)) == {}
 
 
-async def test_a_deletion_with_more_than_is_stored_is_stored_in_its_place(stored: Scene) -> None:
-    """Where no policy keeps it from that."""
+async def test_deletion_with_a_longer_grace_period_updates_the_stored_one(stored: Scene) -> None:
+    """If no policy prevents it."""
     writes = stored.bench.store.writes
     stored.show(running(deleted=600))
     await stored.reconciler.step()
@@ -168,8 +168,8 @@ async def test_a_deletion_with_more_than_is_stored_is_stored_in_its_place(stored
     await assert_free_after(stored, timedelta(seconds=1000) + MARGIN, other)
 
 
-async def test_what_is_seen_of_a_pod_that_exists_is_not_stored_where_nothing_was(scene: Scene) -> None:
-    """A deletion may have asked for more before."""
+async def test_observed_grace_period_is_not_stored_if_none_was(scene: Scene) -> None:
+    """An earlier deletion may have asked for more."""
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
     scene.show(running(deleted=1000))
     await scene.reconciler.step()
@@ -186,8 +186,8 @@ def of_old(*, deleted: int | None = None) -> Raw:
 
 
 @pytest.fixture
-async def old() -> Scene:
-    """A pod runs whose grace period is longer than the limit. Nothing is stored."""
+async def old_pod() -> Scene:
+    """A pod is running whose grace period is above the limit. None is stored."""
     scene = Scene()
     await scene.run_a_pod()
     scene.reconciler.replaced({"ml/pod-1": of_old(deleted=7200)})
@@ -196,33 +196,33 @@ async def old() -> Scene:
     return scene
 
 
-async def test_a_living_pod_with_more_than_the_limit_is_waited_for_as_long_as_it_says(old: Scene) -> None:
-    old.bench.pods.uids.clear()
-    old.reconciler.deleted(of_old(deleted=0))
-    await assert_free_after(old, OLD + MARGIN)
+async def test_pod_with_a_grace_period_above_the_limit_is_waited_for_in_full(old_pod: Scene) -> None:
+    old_pod.bench.pods.uids.clear()
+    old_pod.reconciler.deleted(of_old(deleted=0))
+    await assert_free_after(old_pod, OLD + MARGIN)
 
 
-async def test_more_than_the_limit_is_stored_for_who_does_not_see_the_pod_go(old: Scene) -> None:
-    """Its deletion may ask for all of it."""
-    writes = old.bench.store.writes
-    await old.reconciler.step()
-    assert old.bench.store.writes == writes
-    old.bench.pods.uids.clear()
-    other = old.another(old.bench.another().ledger)
+async def test_grace_period_above_the_limit_is_stored_for_unobserved_deletions(old_pod: Scene) -> None:
+    """Its deletion may ask for the full grace period."""
+    writes = old_pod.bench.store.writes
+    await old_pod.reconciler.step()
+    assert old_pod.bench.store.writes == writes
+    old_pod.bench.pods.uids.clear()
+    other = old_pod.another(old_pod.bench.another().ledger)
     other.replaced({})
-    await assert_free_after(old, OLD + MARGIN, other)
+    await assert_free_after(old_pod, OLD + MARGIN, other)
 
 
-async def test_more_than_the_limit_is_waited_for_on_a_node_that_is_gone(old: Scene) -> None:
-    old.bench.pods.uids.clear()
-    old.reconciler.deleted(of_old(deleted=0))
-    old.bench.pods.nodes["node-a"] = None
-    assert await after(old, timedelta(0))
-    assert await after(old, OLD + MARGIN - timedelta(seconds=1))
-    assert await after(old, PAUSE) == {}
+async def test_grace_period_above_the_limit_counts_on_a_node_that_is_gone(old_pod: Scene) -> None:
+    old_pod.bench.pods.uids.clear()
+    old_pod.reconciler.deleted(of_old(deleted=0))
+    old_pod.bench.pods.nodes["node-a"] = None
+    assert await after(old_pod, timedelta(0))
+    assert await after(old_pod, OLD + MARGIN - timedelta(seconds=1))
+    assert await after(old_pod, CHECK_INTERVAL) == {}
 
 
-async def test_what_an_older_replica_has_left_out_is_not_known(stored: Scene) -> None:
+async def test_grace_period_is_unknown_after_a_write_by_an_older_replica(stored: Scene) -> None:
     rewritten_by_an_older_replica(stored)
     stored.bench.pods.uids.clear()
     other = stored.another(stored.bench.another().ledger)
@@ -230,7 +230,7 @@ async def test_what_an_older_replica_has_left_out_is_not_known(stored: Scene) ->
     await assert_free_after(stored, MAX_GRACE + MARGIN, other)
 
 
-async def test_a_pod_that_was_being_deleted_when_the_watch_began_may_have_been_given_longer_before(
+async def test_pod_terminating_when_the_watch_began_may_have_a_longer_grace_period(
     scene: Scene,
 ) -> None:
     scene.reconciler.replaced({"ml/pod-1": running(deleted=5)})
@@ -239,57 +239,57 @@ async def test_a_pod_that_was_being_deleted_when_the_watch_began_may_have_been_g
     assert await after(scene, timedelta(seconds=1)) == {}
 
 
-async def test_while_the_kubelet_is_away_nothing_ends(scene: Scene) -> None:
+async def test_orphan_does_not_end_while_its_node_is_not_ready(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-1")
     assert await after(scene, 10 * MAX_GRACE)
     scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-1", is_ready=True, ready_since=scene.bench.now)
-    assert await after(scene, PAUSE)
+    assert await after(scene, CHECK_INTERVAL)
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_while_nobody_can_say_how_the_node_is_nothing_ends(scene: Scene) -> None:
+async def test_orphan_does_not_end_while_its_node_cannot_be_read(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.is_away = True
     assert await after(scene, 10 * MAX_GRACE)
     scene.bench.pods.is_away = False
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_a_node_that_was_started_anew_has_nothing_left(scene: Scene) -> None:
+async def test_orphan_ends_when_its_node_has_rebooted(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.nodes["node-a"] = NodeSnapshot("boot-2")
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_of_a_node_that_is_gone_nothing_is_held_for_ever(scene: Scene) -> None:
+async def test_orphan_ends_some_time_after_its_node_is_gone(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.pods.nodes["node-a"] = None
-    assert await after(scene, PAUSE)
+    assert await after(scene, CHECK_INTERVAL)
     assert await after(scene, MAX_GRACE + MARGIN - timedelta(seconds=1))
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_a_pod_that_failed_for_the_collector_is_an_orphan_though_it_is_still_there(scene: Scene) -> None:
-    """Such a pod may never be deleted, and is not given its devices again."""
+async def test_pod_failed_by_the_pod_garbage_collector_is_an_orphan(scene: Scene) -> None:
+    """Such a pod may never be deleted, and does not get its devices back."""
     lost = running(status={"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]})
     scene.show(lost)
     assert await after(scene, timedelta(0))
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1))
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
     for _ in range(3):
-        assert await after(scene, PAUSE) == {}
+        assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_an_orphan_whose_pod_is_shown_to_have_ended_after_all_is_free_at_once(scene: Scene) -> None:
+async def test_orphan_is_released_at_once_when_its_pod_provably_ended(scene: Scene) -> None:
     scene.show(running(status={"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]}))
     assert await after(scene, timedelta(0))
     scene.show(running(status=ended("Failed")))
     assert await after(scene, timedelta(0)) == {}
 
 
-async def test_a_later_deletion_with_more_grace_is_waited_for(scene: Scene) -> None:
+async def test_later_deletion_with_a_longer_grace_period_extends_the_orphan(scene: Scene) -> None:
     lost = {"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}]}
     scene.show(running(status=lost))
     await scene.reconciler.step()
@@ -299,11 +299,11 @@ async def test_a_later_deletion_with_more_grace_is_waited_for(scene: Scene) -> N
     scene.reconciler.deleted(running(status=lost, deleted=0))
     await scene.reconciler.step()
     assert await after(scene, timedelta(seconds=1000) + MARGIN - timedelta(seconds=1))
-    assert await after(scene, PAUSE) == {}
+    assert await after(scene, CHECK_INTERVAL) == {}
 
 
-async def test_a_pod_that_came_ran_and_went_between_two_passes_is_an_orphan() -> None:
-    """Its reservation was only promised when its end was heard of."""
+async def test_pod_that_ran_and_was_deleted_between_two_passes_is_an_orphan() -> None:
+    """Its reservation was still pending when its end was observed."""
     scene = Scene()
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
@@ -315,7 +315,8 @@ async def test_a_pod_that_came_ran_and_went_between_two_passes_is_an_orphan() ->
 
 
 async def went_unseen() -> tuple[Scene, Reconciler]:
-    """A pod was bound without a review, ran and was deleted by force while no reconciler watched. Another one comes."""
+    """A pod was bound without a review, ran, and was deleted by force while no reconciler watched. Then another one
+    comes."""
     scene = Scene()
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD, grace=GRACE)
@@ -325,27 +326,26 @@ async def went_unseen() -> tuple[Scene, Reconciler]:
     return scene, other
 
 
-async def test_a_pod_that_may_have_run_before_anybody_watched_is_an_orphan() -> None:
+async def test_pod_that_may_have_run_before_the_watch_is_an_orphan() -> None:
     scene, other = await went_unseen()
     assert "orphanedAt" not in (await after(scene, PENDING_DEADLINE, other))["GPU-a0/0"]
     assert "orphanedAt" in (await after(scene, CLOCK_SKEW, other))["GPU-a0/0"]
-    assert await is_taken(scene)
+    assert await can_be_reserved(scene)
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
     assert await after(scene, timedelta(seconds=1), other) == {}
 
 
-async def test_no_replica_gives_up_what_was_promised_to_a_pod_that_may_have_run() -> None:
+async def test_no_replica_expires_a_reservation_whose_pod_may_have_run() -> None:
     scene, _ = await went_unseen()
     scene.bench.now += 10 * PENDING_DEADLINE
     assert await scene.bench.ledger.collect(scene.bench.now) == []
-    assert await is_taken(scene)
+    assert await can_be_reserved(scene)
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-async def test_what_was_promised_to_a_pod_that_may_have_run_counts_as_orphaned_from_its_deadline_on(
-    *, is_away: bool
-) -> None:
-    """Otherwise a tenant could hold any number of GPUs by creations that a quota refuses, while no reconciler runs."""
+async def test_overdue_reservation_counts_as_orphaned_if_its_pod_may_have_run(*, is_away: bool) -> None:
+    """Otherwise a tenant could hold any number of GPUs with creations that a quota rejects, while no reconciler
+    runs."""
     scene, other = await went_unseen()
     ledger = scene.bench.ledger
     room = PendingLimiter(ledger, scene.bench.fleet, lambda: scene.bench.now, PendingLimits(orphans_per_namespace=1))
@@ -368,7 +368,7 @@ async def test_what_was_promised_to_a_pod_that_may_have_run_counts_as_orphaned_f
     assert ledger.orphaned.gpus_in("ml") == 0
 
 
-async def test_what_was_promised_counts_no_more_when_its_pod_is_seen_or_has_never_come() -> None:
+async def test_overdue_reservation_stops_counting_when_its_pod_is_observed_or_was_never_created() -> None:
     scene, _ = await went_unseen()
     ledger = scene.bench.ledger
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
@@ -385,15 +385,15 @@ async def test_what_was_promised_counts_no_more_when_its_pod_is_seen_or_has_neve
     await ledger.collect(scene.bench.now)
     assert ledger.orphaned.gpus_in("ml") == 1
     scene.bench.now += AGAIN + CLOCK_SKEW
-    await ledger.collect(scene.bench.now, never_came=lambda _: True)
+    await ledger.collect(scene.bench.now, was_never_created=lambda _: True)
     assert ledger.orphaned.gpus_in("ml") == 0
 
 
 @pytest.mark.parametrize("seconds", [0, 9, 10])
-async def test_a_creation_that_came_to_nothing_ends_with_its_hold_if_the_watch_would_have_told_of_it(
+async def test_reservation_expires_if_the_watch_proves_that_its_pod_was_never_created(
     seconds: int,
 ) -> None:
-    """By whatever clocks."""
+    """Despite clock skew."""
     scene = Scene()
     scene.bench.now += timedelta(seconds=seconds)
     await scene.reserve()
@@ -402,7 +402,7 @@ async def test_a_creation_that_came_to_nothing_ends_with_its_hold_if_the_watch_w
     assert (left == {}) is (seconds == 10)
 
 
-async def test_a_creation_that_took_so_long_that_its_pod_was_taken_for_gone_keeps_its_devices() -> None:
+async def test_slowly_created_pod_that_was_taken_for_gone_keeps_its_devices() -> None:
     scene, other = await went_unseen()
     assert "orphanedAt" in (await after(scene, PENDING_DEADLINE + CLOCK_SKEW, other))["GPU-a0/0"]
     scene.show(running())
@@ -417,7 +417,7 @@ LOST: Raw = {"phase": "Failed", "containerStatuses": [{"state": {"running": {}}}
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen alive in a pass", "between two passes"])
-async def test_a_pod_that_was_taken_for_gone_and_fails_later_is_waited_for_from_then_on(*, is_seen: bool) -> None:
+async def test_pod_taken_for_gone_that_fails_later_is_waited_for_from_its_failure(*, is_seen: bool) -> None:
     scene, other = await went_unseen()
     assert "orphanedAt" in (await after(scene, PENDING_DEADLINE + CLOCK_SKEW, other))["GPU-a0/0"]
     scene.show(running())
@@ -432,10 +432,10 @@ async def test_a_pod_that_was_taken_for_gone_and_fails_later_is_waited_for_from_
         assert await after(scene, timedelta(0), other)
     assert scene.bench.store.writes == writes + 1
     assert await after(scene, GRACE + MARGIN - timedelta(seconds=1), other)
-    assert await after(scene, PAUSE, other) == {}
+    assert await after(scene, CHECK_INTERVAL, other) == {}
 
 
-async def test_one_that_is_behind_takes_no_orphan_for_a_living_pod(scene: Scene) -> None:
+async def test_stale_reconciler_does_not_clear_an_orphan_mark(scene: Scene) -> None:
     behind = scene.another(scene.bench.another().ledger)
     behind.replaced({"ml/pod-1": running()})
     await gone_by_force(scene)
@@ -443,7 +443,7 @@ async def test_one_that_is_behind_takes_no_orphan_for_a_living_pod(scene: Scene)
     assert "orphanedAt" in (await after(scene, timedelta(0), behind))["GPU-a0/0"]
 
 
-async def test_a_pods_end_is_remembered_until_its_reservation_is_heard_of(scene: Scene) -> None:
+async def test_pod_deletion_is_remembered_until_its_reservation_is_observed(scene: Scene) -> None:
     behind = scene.bench.another()
     other = scene.another(behind.ledger)
     other.replaced({})
@@ -459,18 +459,18 @@ async def test_a_pods_end_is_remembered_until_its_reservation_is_heard_of(scene:
     assert list(scene.bench.held()) == ["GPU-a0/0"]
 
 
-async def test_an_orphan_of_which_more_is_known_by_now_is_not_released_by_one_that_is_behind(scene: Scene) -> None:
+async def test_stale_reconciler_does_not_release_a_changed_orphan(scene: Scene) -> None:
     await gone_by_force(scene)
     behind = scene.bench.another()
     (stale,) = behind.ledger.reservations()
     assert stale.orphan is not None
     longer = type(stale.orphan)(scene.bench.now, 2 * GRACE)
-    await scene.bench.ledger.abandon(R1, POD, longer, node="node-a", since=stale.since)
+    await scene.bench.ledger.mark_orphaned(R1, POD, longer, node="node-a", since=stale.since)
     assert not await behind.ledger.release_orphan(stale)
     assert scene.bench.held()["GPU-a0/0"]["grace"] == 1200
 
 
-async def test_the_gpus_of_orphans_are_counted_by_namespace_until_they_are_released(scene: Scene) -> None:
+async def test_orphaned_gpus_are_counted_by_namespace_until_released(scene: Scene) -> None:
     ledger = scene.bench.replica.ledger
     scene.bench.replica.watch.catch_up()
     assert ledger.orphaned.gpus_in("ml") == 0
@@ -482,7 +482,7 @@ async def test_the_gpus_of_orphans_are_counted_by_namespace_until_they_are_relea
     assert ledger.orphaned.gpus_in("ml") == 0
 
 
-async def test_an_orphan_that_an_older_replica_has_written_anew_is_not_counted_as_one(scene: Scene) -> None:
+async def test_orphan_rewritten_by_an_older_replica_is_not_counted(scene: Scene) -> None:
     await gone_by_force(scene)
     replica = scene.bench.replica
     replica.watch.catch_up()
@@ -501,11 +501,11 @@ def rewritten_by_an_older_replica(scene: Scene) -> None:
     store.apply({**raw, "status": {**raw["status"], "held": held}})
 
 
-# What its node says.
+# Reports of the node.
 
 
 def reports(scene: Scene) -> EndReports:
-    """Of a replica that a node comes to."""
+    """The reports of a replica that serves a node."""
     scene.bench.replica.watch.catch_up()
     return EndReports(scene.bench.replica.ledger, CLOCK_SKEW)
 
@@ -514,65 +514,65 @@ UID = POD.uid
 EARLY = 2 * CLOCK_SKEW
 
 
-async def test_an_orphan_is_released_at_once_when_its_node_says_that_nothing_uses_it(scene: Scene) -> None:
+async def test_orphan_is_released_at_once_when_its_node_reports_no_use(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
-    assert reports(scene).marks("node-a", scene.bench.now) == [mark_of(UID)]
+    assert reports(scene).digests("node-a", scene.bench.now) == [uid_digest(UID)]
     await reports(scene).take("node-a", [UID], scene.bench.now)
     assert scene.bench.held()["GPU-a0/0"]["unusedAt"]
-    assert reports(scene).marks("node-a", scene.bench.now) == []
+    assert reports(scene).digests("node-a", scene.bench.now) == []
     assert await after(scene, timedelta(0)) == {}
     assert scene.heard.told[-1] == ("node-a", Reason.ORPHAN_ENDED)
-    assert "its node says that nothing uses it" in scene.heard.messages[-1]
+    assert "its node reports that nothing uses it" in scene.heard.messages[-1]
 
 
-async def test_the_word_of_a_node_frees_nothing_of_another_node(scene: Scene) -> None:
+async def test_node_report_releases_no_orphan_of_another_node(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
-    assert reports(scene).marks("node-b", scene.bench.now) == []
+    assert reports(scene).digests("node-b", scene.bench.now) == []
     await reports(scene).take("node-b", [UID], scene.bench.now)
-    assert await after(scene, PAUSE)
+    assert await after(scene, CHECK_INTERVAL)
 
 
-async def test_the_word_of_a_node_frees_only_the_pods_that_it_names(scene: Scene) -> None:
+async def test_node_report_releases_only_the_named_pods(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
-    await reports(scene).take("node-a", ["another", mark_of(UID), ""], scene.bench.now)
-    assert await after(scene, PAUSE)
+    await reports(scene).take("node-a", ["another", uid_digest(UID), ""], scene.bench.now)
+    assert await after(scene, CHECK_INTERVAL)
 
 
-async def test_the_word_of_a_node_about_a_pod_that_is_no_orphan_changes_nothing(scene: Scene) -> None:
+async def test_node_report_about_a_pod_that_is_no_orphan_is_ignored(scene: Scene) -> None:
     before = scene.bench.held()
     await reports(scene).take("node-a", [UID], scene.bench.now + timedelta(days=1))
-    assert await after(scene, PAUSE) == before
+    assert await after(scene, CHECK_INTERVAL) == before
 
 
-async def test_a_question_that_may_be_older_than_the_orphan_is_not_asked_and_its_answer_does_not_count(
+async def test_challenge_within_the_clock_skew_of_an_orphan_neither_asks_nor_counts(
     scene: Scene,
 ) -> None:
     await gone_by_force(scene)
     asked = scene.bench.now + EARLY
-    assert reports(scene).marks("node-a", asked) == []
+    assert reports(scene).digests("node-a", asked) == []
     await reports(scene).take("node-a", [UID], asked)
     (held,) = scene.bench.replica.ledger.orphans_on("node-a")
     assert not await scene.bench.replica.ledger.mark_unused(held, asked)
-    assert await after(scene, PAUSE)
+    assert await after(scene, CHECK_INTERVAL)
 
 
-async def test_a_node_has_to_say_it_again_when_the_pod_is_orphaned_anew(scene: Scene) -> None:
+async def test_node_must_report_again_when_the_pod_is_orphaned_again(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     await reports(scene).take("node-a", [UID], scene.bench.now)
     (held,) = scene.bench.replica.ledger.reservations()
     later = Orphan(scene.bench.now + timedelta(seconds=1), GRACE)
-    await scene.bench.ledger.abandon(R1, POD, later, node="node-a", since=held.since)
-    assert await after(scene, PAUSE)
+    await scene.bench.ledger.mark_orphaned(R1, POD, later, node="node-a", since=held.since)
+    assert await after(scene, CHECK_INTERVAL)
     scene.bench.now += EARLY
-    assert reports(scene).marks("node-a", scene.bench.now) == [mark_of(UID)]
+    assert reports(scene).digests("node-a", scene.bench.now) == [uid_digest(UID)]
 
 
-class Away:
-    """A ledger whose store is away."""
+class UnavailableLedger:
+    """A ledger whose store is unavailable."""
 
     def __init__(self, held: Reservation) -> None:
         self.held = held
@@ -584,10 +584,10 @@ class Away:
         raise LedgerUnavailableError("away")
 
 
-async def test_what_cannot_be_written_down_is_asked_again(scene: Scene) -> None:
+async def test_report_that_cannot_be_stored_is_requested_again(scene: Scene) -> None:
     await gone_by_force(scene)
     scene.bench.now += EARLY + timedelta(seconds=1)
     (held,) = scene.bench.ledger.orphans_on("node-a")
-    asking = EndReports(Away(held), CLOCK_SKEW)
+    asking = EndReports(UnavailableLedger(held), CLOCK_SKEW)
     await asking.take("node-a", [UID], scene.bench.now)
-    assert asking.marks("node-a", scene.bench.now) == [mark_of(UID)]
+    assert asking.digests("node-a", scene.bench.now) == [uid_digest(UID)]

@@ -1,4 +1,4 @@
-"""The reconciler: pods decide, and nothing is freed because somebody could not be asked."""
+"""The reconciler: pods decide, and nothing is freed because a pod could not be read."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,12 +17,12 @@ from webhook.core.reasons import Reason
 from webhook.core.reservation import Phase, PodIdentity, PodProof, ReservationId, ReservationRequest
 from webhook.ledger.cluster import ClusterLedger
 from webhook.ledger.end_of_use import OrphanTimes
-from webhook.ledger.reconcile import LAST_BINDING, PATIENCE, BindDeadline, OnBindDeadline, Reconciler
+from webhook.ledger.reconcile import MAX_BINDING_DURATION, RECHECK_DELAY, BindDeadline, OnBindDeadline, Reconciler
 from webhook.ledger.reserved_pod import PodSnapshot
 
 BIND_DEADLINE = timedelta(minutes=5)
 MARGIN, MAX_GRACE = timedelta(seconds=90), timedelta(hours=1)
-# After it an orphan of which nothing is known has ended.
+# An orphan without any known grace period has ended after this time.
 PATIENT = MARGIN + MAX_GRACE
 R1 = ReservationId("r1")
 RECORD = ClaimRecord(gpus=1)
@@ -34,12 +34,12 @@ POD = PodIdentity("ml", "pod-1", "uid-1")
 
 
 class Scene:
-    """A ledger, its pods, and a reconciler that hears of them."""
+    """A ledger, its pods, and a reconciler that observes them."""
 
     def __init__(self) -> None:
         self.bench = ClusterBench()
         self.heard = Heard()
-        self.open: set[str] = set()  # pods that could be bound while no replica answers
+        self.open: set[str] = set()  # pods that could be bound without a review
         self.reconciler = self.another(self.bench.ledger)
         self.reconciler.replaced({})
 
@@ -51,7 +51,7 @@ class Scene:
         )
 
     def show(self, raw: Raw) -> None:
-        """The pod exists, and the watch says so."""
+        """The pod exists, and the watch shows it."""
         self.bench.pods.uids.add(raw["metadata"]["uid"])
         self.bench.pods.raws[raw["metadata"]["uid"]] = raw
         self.reconciler.changed(raw)
@@ -89,19 +89,19 @@ def scene() -> Scene:
     return Scene()
 
 
-async def test_a_pod_that_exists_is_confirmed_though_nobody_called_finalize(scene: Scene) -> None:
+async def test_existing_pod_is_confirmed_without_finalize(scene: Scene) -> None:
     await scene.run_a_pod()
     assert scene.phase is Phase.FINALIZED
 
 
-async def test_a_pod_whose_uid_nobody_bound_is_bound_by_the_watch(scene: Scene) -> None:
+async def test_watch_binds_a_pod_whose_uid_no_review_has_recorded(scene: Scene) -> None:
     await scene.reserve()
     scene.reconciler.changed(raw_pod())
     await scene.reconciler.step()
     assert scene.bench.held()["GPU-a0/0"]["uid"] == POD.uid
 
 
-async def test_a_pod_with_another_claim_is_not_given_the_reservation(scene: Scene) -> None:
+async def test_pod_with_another_claim_does_not_get_the_reservation(scene: Scene) -> None:
     await scene.reserve()
     scene.reconciler.changed(raw_pod(record=ClaimRecord(gpus=1, requirements=("h100",))))
     await scene.reconciler.step()
@@ -110,7 +110,7 @@ async def test_a_pod_with_another_claim_is_not_given_the_reservation(scene: Scen
 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
-async def test_a_pod_that_has_ended_frees_its_devices(scene: Scene, phase: str) -> None:
+async def test_ended_pod_frees_its_devices(scene: Scene, phase: str) -> None:
     await scene.run_a_pod()
     scene.reconciler.changed({**raw_pod(), "spec": ON_NODE, "status": ended(phase)})
     await scene.reconciler.step()
@@ -118,14 +118,14 @@ async def test_a_pod_that_has_ended_frees_its_devices(scene: Scene, phase: str) 
 
 
 @pytest.mark.defect("S4-7")
-async def test_a_terminating_pod_still_holds_its_devices(scene: Scene) -> None:
+async def test_terminating_pod_keeps_its_devices(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.changed(raw_pod(phase="Running", deletionTimestamp="2026-01-01T00:00:00Z"))
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
 
 
-async def test_a_pod_that_is_deleted_before_it_is_on_a_node_frees_its_devices(scene: Scene) -> None:
+async def test_pod_deleted_before_it_is_bound_frees_its_devices(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.deleted(raw_pod())
     await scene.reconciler.step()
@@ -133,7 +133,7 @@ async def test_a_pod_that_is_deleted_before_it_is_on_a_node_frees_its_devices(sc
 
 
 @pytest.mark.defect("S4-6")
-async def test_an_empty_list_frees_nothing_while_the_pod_is_there(scene: Scene) -> None:
+async def test_empty_list_frees_nothing_while_the_pod_exists(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.replaced({})
     await scene.reconciler.step()
@@ -141,7 +141,7 @@ async def test_an_empty_list_frees_nothing_while_the_pod_is_there(scene: Scene) 
 
 
 @pytest.mark.defect("S4-6")
-async def test_nothing_is_freed_while_nobody_can_be_asked(scene: Scene) -> None:
+async def test_nothing_is_freed_while_the_api_server_is_unavailable(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.replaced({})
     scene.bench.pods.uids.clear()
@@ -155,7 +155,7 @@ async def test_nothing_is_freed_while_nobody_can_be_asked(scene: Scene) -> None:
     assert scene.bench.held() == {}
 
 
-async def test_before_the_first_list_nothing_is_done(scene: Scene) -> None:
+async def test_reconciler_does_nothing_before_the_first_list(scene: Scene) -> None:
     await scene.run_a_pod()
     fresh = scene.bench.another()
     scene.bench.pods.uids.clear()
@@ -163,7 +163,7 @@ async def test_before_the_first_list_nothing_is_done(scene: Scene) -> None:
     assert scene.phase is Phase.FINALIZED
 
 
-async def test_a_name_that_came_back_is_another_pod(scene: Scene) -> None:
+async def test_pod_recreated_with_the_same_name_is_another_pod(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.reconciler.deleted(raw_pod())
     scene.bench.pods.uids = {"uid-2"}
@@ -172,7 +172,7 @@ async def test_a_name_that_came_back_is_another_pod(scene: Scene) -> None:
     assert scene.bench.held() == {}
 
 
-async def test_what_never_came_expires_and_leaves_the_store(scene: Scene) -> None:
+async def test_reservation_of_a_pod_never_created_expires_and_is_deleted(scene: Scene) -> None:
     await scene.reserve()
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW - timedelta(seconds=1)
     await scene.reconciler.step()
@@ -182,7 +182,7 @@ async def test_what_never_came_expires_and_leaves_the_store(scene: Scene) -> Non
     assert scene.bench.held() == {}
 
 
-async def test_after_a_long_absence_what_exists_is_confirmed_and_what_does_not_is_an_orphan(scene: Scene) -> None:
+async def test_after_a_long_outage_existing_pods_are_confirmed_and_missing_ones_orphaned(scene: Scene) -> None:
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
     second = PodIdentity("ml", "pod-2", "uid-2")
@@ -203,7 +203,7 @@ async def test_after_a_long_absence_what_exists_is_confirmed_and_what_does_not_i
     assert {slot: entry["phase"] for slot, entry in scene.bench.held().items()} == {"GPU-a0/0": "finalized"}
 
 
-async def test_a_release_that_was_begun_is_ended(scene: Scene) -> None:
+async def test_started_release_is_completed(scene: Scene) -> None:
     await scene.run_a_pod()
     raw = scene.bench.store.objects["node-a"]
     raw["status"]["held"]["GPU-a0/0"]["phase"] = "releasing"  # a crash between the two writes
@@ -214,7 +214,7 @@ async def test_a_release_that_was_begun_is_ended(scene: Scene) -> None:
     assert scene.bench.held() == {}
 
 
-# A pod that exists and is not put on its node.
+# A pod that exists and is not bound.
 
 OWNED: Raw = {"ownerReferences": [{"kind": "ReplicaSet", "name": "rs", "uid": "u", "controller": True}]}
 
@@ -224,7 +224,7 @@ async def confirmed(scene: Scene, **meta: Any) -> None:
     scene.show(raw_pod(**meta))
 
 
-async def test_an_owned_pod_that_is_not_bound_in_time_is_removed_and_holds_until_it_is_gone(scene: Scene) -> None:
+async def test_owned_pod_not_bound_in_time_is_deleted_and_keeps_its_devices_until_gone(scene: Scene) -> None:
     await confirmed(scene, **OWNED)
     scene.bench.now += BIND_DEADLINE - timedelta(seconds=1)
     await scene.reconciler.step()
@@ -239,7 +239,7 @@ async def test_an_owned_pod_that_is_not_bound_in_time_is_removed_and_holds_until
     assert scene.bench.held() == {}
 
 
-async def test_a_pod_that_was_bound_in_time_is_not_removed_though_the_watch_is_behind(scene: Scene) -> None:
+async def test_pod_bound_in_time_is_not_deleted_by_a_stale_watch(scene: Scene) -> None:
     await confirmed(scene, **OWNED)
     scene.bench.pods.raws[POD.uid] = {**raw_pod(phase="Running", **OWNED), "spec": ON_NODE}
     scene.bench.now += BIND_DEADLINE
@@ -248,22 +248,22 @@ async def test_a_pod_that_was_bound_in_time_is_not_removed_though_the_watch_is_b
     assert scene.phase is Phase.FINALIZED
 
 
-async def test_a_pod_that_is_bound_as_it_is_looked_at_stays(scene: Scene) -> None:
+async def test_pod_bound_during_the_check_is_not_deleted(scene: Scene) -> None:
     await confirmed(scene, **OWNED, resourceVersion="1")
-    look = scene.bench.pods.look
+    look = scene.bench.pods.read_pod
 
-    async def look_and_bind(pod: PodIdentity) -> PodSnapshot | None:
+    async def read_and_bind(pod: PodIdentity) -> PodSnapshot | None:
         seen = await look(pod)
         scene.bench.pods.raws[pod.uid] = {**raw_pod(**OWNED, resourceVersion="2"), "spec": ON_NODE}
         return seen
 
-    scene.bench.pods.look = look_and_bind  # type: ignore[method-assign]
+    scene.bench.pods.read_pod = read_and_bind  # type: ignore[method-assign]
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
 
 
-async def test_a_pod_that_nobody_can_be_asked_about_is_removed_by_nobody(scene: Scene) -> None:
+async def test_pod_is_not_deleted_while_it_cannot_be_read(scene: Scene) -> None:
     await confirmed(scene, **OWNED)
     scene.bench.pods.is_away = True
     scene.bench.now += BIND_DEADLINE
@@ -274,13 +274,13 @@ async def test_a_pod_that_nobody_can_be_asked_about_is_removed_by_nobody(scene: 
     assert scene.bench.pods.removed == [POD]
 
 
-async def test_a_pod_that_is_not_as_the_watch_says_is_looked_at_now_and_then(scene: Scene) -> None:
+async def test_pod_that_differs_from_the_watch_is_read_at_intervals(scene: Scene) -> None:
     await confirmed(scene, **OWNED)
     scene.bench.pods.raws[POD.uid] = {**raw_pod(**OWNED), "spec": ON_NODE}
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
     scene.bench.pods.raws[POD.uid] = raw_pod(**OWNED)
-    scene.bench.now += PATIENCE - timedelta(seconds=1)
+    scene.bench.now += RECHECK_DELAY - timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     scene.bench.now += timedelta(seconds=1)
@@ -288,37 +288,37 @@ async def test_a_pod_that_is_not_as_the_watch_says_is_looked_at_now_and_then(sce
     assert scene.bench.pods.removed == [POD]
 
 
-async def test_a_bare_pod_that_is_not_bound_in_time_stays_and_holds_nothing_once_no_binding_can_come(
+async def test_bare_pod_not_bound_in_time_stays_and_frees_its_devices_after_the_last_binding(
     scene: Scene,
 ) -> None:
     await confirmed(scene)
-    # As the clocks may differ, the door may have let one through so much later than is thought here.
-    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW - timedelta(seconds=1)
+    # Because of the clock skew, the binding check may have allowed a Binding that much later.
+    scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW - timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
     scene.bench.now += timedelta(seconds=1)
     await scene.reconciler.step()
     assert scene.bench.held() == {}
-    scene.bench.now += 2 * PATIENCE
+    scene.bench.now += 2 * RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     assert scene.bench.held() == {}
 
 
-async def test_an_owned_pod_stays_where_nothing_is_to_be_removed(scene: Scene) -> None:
+async def test_owned_pod_is_not_deleted_if_configured_to_keep_pods(scene: Scene) -> None:
     await confirmed(scene, **OWNED)
     keeping = scene.another(scene.bench.ledger, OnBindDeadline.KEEP)
     keeping.replaced({"ml/pod-1": raw_pod(**OWNED)})
-    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW
+    scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW
     await keeping.step()
     assert scene.bench.held() == {}
     assert scene.bench.pods.removed == []
 
 
-async def test_nothing_is_given_up_while_the_pod_could_be_bound_without_a_review(scene: Scene) -> None:
+async def test_devices_stay_reserved_while_the_pod_could_be_bound_without_a_review(scene: Scene) -> None:
     await confirmed(scene)
     scene.open.add(POD.uid)
-    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW
+    scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
     scene.open.clear()
@@ -326,10 +326,10 @@ async def test_nothing_is_given_up_while_the_pod_could_be_bound_without_a_review
     assert scene.bench.held() == {}
 
 
-async def test_a_pod_that_could_be_bound_for_ever_holds_its_devices_until_it_is_gone_and_no_longer(
+async def test_pod_that_can_always_be_bound_keeps_its_devices_until_it_is_gone(
     scene: Scene,
 ) -> None:
-    """As where its namespace has opted out since: no review, no policy."""
+    """For example after its namespace has opted out: no review, no policy."""
     await confirmed(scene)
     scene.open.add(POD.uid)
     for _ in range(3):
@@ -343,15 +343,15 @@ async def test_a_pod_that_could_be_bound_for_ever_holds_its_devices_until_it_is_
     assert scene.bench.held() == {}
 
 
-async def test_a_pod_that_was_bound_at_last_keeps_its_devices_though_the_watch_is_behind(scene: Scene) -> None:
+async def test_late_bound_pod_keeps_its_devices_with_a_stale_watch(scene: Scene) -> None:
     await confirmed(scene)
     scene.bench.pods.raws[POD.uid] = {**raw_pod(), "spec": ON_NODE}
-    scene.bench.now += BIND_DEADLINE + LAST_BINDING + 2 * CLOCK_SKEW
+    scene.bench.now += BIND_DEADLINE + MAX_BINDING_DURATION + 2 * CLOCK_SKEW
     await scene.reconciler.step()
     assert scene.phase is Phase.FINALIZED
 
 
-async def test_a_pod_on_its_node_has_no_deadline_any_more(scene: Scene) -> None:
+async def test_bound_pod_has_no_bind_deadline(scene: Scene) -> None:
     await confirmed(scene, **OWNED)
     scene.show({**raw_pod(**OWNED), "spec": ON_NODE})
     scene.bench.now += 10 * BIND_DEADLINE
@@ -374,7 +374,7 @@ async def taken_by_another(scene: Scene) -> None:
     await scene.bench.reserve(ReservationRequest(ReservationId("r2"), "ml", "d2"), on("node-a", "GPU-a0"))
 
 
-async def test_a_pod_that_comes_late_has_its_devices_again_if_nobody_else_does(scene: Scene) -> None:
+async def test_late_pod_gets_its_free_devices_back(scene: Scene) -> None:
     await expired(scene)
     scene.show(raw_pod())
     await scene.reconciler.step()
@@ -383,41 +383,41 @@ async def test_a_pod_that_comes_late_has_its_devices_again_if_nobody_else_does(s
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
 
 
-async def test_a_pod_that_comes_too_late_is_removed_by_uid_and_frees_nobody_else(scene: Scene) -> None:
+async def test_late_pod_without_devices_is_deleted_by_uid_and_frees_nothing(scene: Scene) -> None:
     await expired(scene)
     await taken_by_another(scene)
     scene.show(raw_pod(**OWNED))
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
     assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r2"
 
 
-async def test_a_bare_pod_that_comes_too_late_stays_to_say_why(scene: Scene) -> None:
+async def test_late_bare_pod_without_devices_stays_with_an_event(scene: Scene) -> None:
     await expired(scene)
     await taken_by_another(scene)
     scene.show(raw_pod())
     await scene.reconciler.step()
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
 
 
-async def test_a_pod_that_is_on_a_node_with_anothers_devices_is_removed_before_it_starts(scene: Scene) -> None:
+async def test_bound_pod_with_devices_of_another_is_deleted_before_it_starts(scene: Scene) -> None:
     await expired(scene)
     await taken_by_another(scene)
     scene.show({**raw_pod(), "spec": ON_NODE})
     await scene.reconciler.step()
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
 
 
-async def test_a_pod_without_its_devices_that_is_put_on_a_node_is_removed_at_once(scene: Scene) -> None:
+async def test_pod_without_its_devices_is_deleted_as_soon_as_it_is_bound(scene: Scene) -> None:
     """A moment later its containers would run."""
     await expired(scene)
     await taken_by_another(scene)
@@ -433,35 +433,33 @@ async def test_a_pod_without_its_devices_that_is_put_on_a_node_is_removed_at_onc
 @pytest.mark.parametrize(
     ("told", "living"),
     [
-        pytest.param({}, {"phase": "Pending"}, id="on its node by now"),
-        pytest.param({"spec": ON_NODE}, {"phase": "Running"}, id="started by now"),
+        pytest.param({}, {"phase": "Pending"}, id="bound in the meantime"),
+        pytest.param({"spec": ON_NODE}, {"phase": "Running"}, id="started in the meantime"),
     ],
 )
-async def test_a_pod_without_its_devices_is_not_removed_by_a_watch_that_is_behind(
-    scene: Scene, told: Raw, living: Raw
-) -> None:
+async def test_pod_without_its_devices_is_not_deleted_by_a_stale_watch(scene: Scene, told: Raw, living: Raw) -> None:
     await expired(scene)
     await taken_by_another(scene)
     scene.show({**raw_pod(**OWNED), **told})
     await scene.reconciler.step()
     scene.bench.pods.raws[POD.uid] = {**raw_pod(**living, **OWNED), "spec": ON_NODE}
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
 
 
-async def test_a_running_pod_is_told_of_and_never_killed(scene: Scene) -> None:
+async def test_running_pod_without_reservation_gets_an_event_and_is_not_deleted(scene: Scene) -> None:
     await expired(scene)
     await taken_by_another(scene)
     scene.show({**raw_pod(phase="Running"), "spec": ON_NODE})
     await scene.reconciler.step()
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.pods.removed == []
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_LOST)]
 
 
-# A pod whose annotations a hand has taken off.
+# A pod whose annotations a user has removed.
 
 
 def bare(*, is_on_node: bool = True, phase: str = "Running", gates: Sequence[str] = ()) -> Raw:
@@ -471,7 +469,7 @@ def bare(*, is_on_node: bool = True, phase: str = "Running", gates: Sequence[str
     return {**raw, "spec": {**spec, **(ON_NODE if is_on_node else {})}}
 
 
-async def test_without_its_annotations_a_running_pod_holds_its_devices_until_it_is_deleted(scene: Scene) -> None:
+async def test_running_pod_without_annotations_keeps_its_devices_until_deleted(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.show(bare())
     scene.bench.now += 10 * BIND_DEADLINE
@@ -482,7 +480,7 @@ async def test_without_its_annotations_a_running_pod_holds_its_devices_until_it_
     assert scene.bench.held() == {}
 
 
-async def test_a_pod_that_runs_and_was_shown_no_gpu_holds_none_whoever_says_so(scene: Scene) -> None:
+async def test_running_pod_without_visible_gpus_keeps_no_reservation(scene: Scene) -> None:
     await scene.run_a_pod()
     raw = bare()
     scene.show({**raw, "spec": {**raw["spec"], "containers": [builders.raw_container()]}})
@@ -490,24 +488,24 @@ async def test_a_pod_that_runs_and_was_shown_no_gpu_holds_none_whoever_says_so(s
     assert scene.bench.held() == {}
 
 
-async def test_without_its_annotations_a_pod_that_has_ended_holds_nothing(scene: Scene) -> None:
+async def test_ended_pod_without_annotations_keeps_no_reservation(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.show(bare())
     await scene.reconciler.step()
     scene.show({**bare(), "status": ended()})
-    scene.bench.now += PATIENCE
+    scene.bench.now += RECHECK_DELAY
     await scene.reconciler.step()
     assert scene.bench.held() == {}
 
 
-async def test_a_pod_on_no_node_that_carries_nothing_holds_nothing(scene: Scene) -> None:
+async def test_unbound_pod_without_annotations_keeps_no_reservation(scene: Scene) -> None:
     await scene.run_a_pod()
     scene.show(bare(is_on_node=False, phase="Pending", gates=["somebody.else/gate"]))
     await scene.reconciler.step()
     assert scene.bench.held() == {}
 
 
-async def test_a_pod_behind_our_gate_holds_what_it_does_not_carry_yet(scene: Scene) -> None:
+async def test_gated_pod_keeps_a_reservation_it_does_not_carry_yet(scene: Scene) -> None:
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, POD)
     scene.show(bare(is_on_node=False, phase="Pending", gates=[keys.QUEUE_GATE]))
@@ -517,11 +515,11 @@ async def test_a_pod_behind_our_gate_holds_what_it_does_not_carry_yet(scene: Sce
     assert scene.phase is Phase.FINALIZED
 
 
-# Two reservations for one pod: whoever made the second one was behind.
+# Two reservations for one pod: the second one was made by a stale replica.
 
 
 async def reserved_twice(scene: Scene) -> ClusterLedger:
-    """On two nodes under one id; the ledger of the one that was behind, which has caught up."""
+    """On two nodes under one id, in the ledger of the stale replica after it has caught up."""
     behind = scene.bench.another()
     what = ReservationRequest(R1, "ml", RECORD.digest())
     for ledger, place in ((scene.bench.ledger, on("node-a", "GPU-a0")), (behind.ledger, on("node-b", "GPU-b0"))):
@@ -536,9 +534,7 @@ async def reserved_twice(scene: Scene) -> ClusterLedger:
 
 @pytest.mark.parametrize("where", ["node-a", "node-b"])
 @pytest.mark.parametrize("is_on_node", [True, False], ids=["on its node", "on no node"])
-async def test_of_two_reservations_of_one_pod_the_one_that_it_carries_stays(
-    scene: Scene, where: str, is_on_node: bool
-) -> None:
+async def test_pod_with_two_reservations_keeps_the_one_it_carries(scene: Scene, where: str, is_on_node: bool) -> None:
     behind = await reserved_twice(scene)
     raw = raw_pod()
     carried = {"gpuwarden.io/node": where, "gpuwarden.io/gpu-uuid": f"GPU-{where[-1]}0"}
@@ -556,7 +552,7 @@ async def test_of_two_reservations_of_one_pod_the_one_that_it_carries_stays(
     assert scene.heard.told == []
 
 
-async def test_of_two_reservations_of_one_pod_none_stays_without_it(scene: Scene) -> None:
+async def test_pod_with_two_reservations_loses_both_when_it_is_gone(scene: Scene) -> None:
     behind = await reserved_twice(scene)
     assert len(behind.reservations()) == 2
     second = scene.another(behind)
@@ -567,7 +563,7 @@ async def test_of_two_reservations_of_one_pod_none_stays_without_it(scene: Scene
     assert (scene.bench.held(), scene.bench.held("node-b")) == ({}, {})
 
 
-async def test_a_pod_has_what_it_carries_though_its_reservation_was_made_elsewhere(scene: Scene) -> None:
+async def test_pod_gets_the_reservation_it_carries_although_another_was_made_elsewhere(scene: Scene) -> None:
     await scene.run_a_pod()
     raw = raw_pod()
     raw["metadata"]["annotations"] |= {"gpuwarden.io/node": "node-b", "gpuwarden.io/gpu-uuid": "GPU-b0"}
@@ -577,21 +573,21 @@ async def test_a_pod_has_what_it_carries_though_its_reservation_was_made_elsewhe
     assert scene.bench.held("node-b")["GPU-b0/0"]["uid"] == POD.uid
 
 
-async def test_a_pod_on_its_node_that_names_what_it_does_not_have_keeps_what_it_has(scene: Scene) -> None:
+async def test_bound_pod_with_a_forged_annotation_keeps_its_reservation(scene: Scene) -> None:
     await scene.run_a_pod()
     raw = raw_pod(phase="Running")
     raw["metadata"]["annotations"]["gpuwarden.io/reservation-id"] = "r2"
     scene.show({**raw, "spec": ON_NODE})
     for _ in range(3):
         await scene.reconciler.step()
-        scene.bench.now += PATIENCE
+        scene.bench.now += RECHECK_DELAY
     assert scene.bench.held()["GPU-a0/0"]["reservation"] == "r1"
 
 
-# What the store would not have at first.
+# Writes that the store refuses at first.
 
 
-async def test_an_expiry_that_fails_is_tried_again(scene: Scene) -> None:
+async def test_failed_expiry_is_retried(scene: Scene) -> None:
     await scene.reserve()
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
     scene.bench.store.refusals = 1
@@ -601,8 +597,8 @@ async def test_an_expiry_that_fails_is_tried_again(scene: Scene) -> None:
     assert scene.bench.held() == {}
 
 
-async def test_what_was_proven_to_be_of_no_pod_is_cleared_away_though_the_store_refused_once(scene: Scene) -> None:
-    scene.bench.now += 2 * CLOCK_SKEW  # the watch is older than the reservation, by any clock
+async def test_reservation_without_a_pod_is_deleted_after_a_refused_write(scene: Scene) -> None:
+    scene.bench.now += 2 * CLOCK_SKEW  # the watch is older than the reservation despite clock skew
     await scene.reserve()
     await scene.bench.ledger.bind_to_pod(PodProof.NAMED, R1, POD)
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
@@ -613,7 +609,7 @@ async def test_what_was_proven_to_be_of_no_pod_is_cleared_away_though_the_store_
     assert scene.bench.held() == {}
 
 
-# Hands that write what we never do.
+# Users who write what gpuwarden never writes.
 
 
 @pytest.mark.parametrize(
@@ -621,11 +617,11 @@ async def test_what_was_proven_to_be_of_no_pod_is_cleared_away_though_the_store_
     [
         pytest.param({"phase": "pending"}, id="pending-without-a-deadline"),
         pytest.param({"phase": "finalized"}, id="finalized-without-a-pod"),
-        pytest.param({"phase": "finalized", "uid": "nobody"}, id="finalized-for-a-pod-that-is-not"),
-        pytest.param({"phase": "pending", "uid": "nobody"}, id="pending-for-a-pod-that-is-not"),
+        pytest.param({"phase": "finalized", "uid": "uid-missing"}, id="finalized-for-a-missing-pod"),
+        pytest.param({"phase": "pending", "uid": "uid-missing"}, id="pending-for-a-missing-pod"),
     ],
 )
-async def test_what_was_written_by_hand_and_is_of_no_pod_goes_again(scene: Scene, entry: Raw) -> None:
+async def test_reservation_written_by_hand_without_a_pod_is_deleted(scene: Scene, entry: Raw) -> None:
     raw = scene.bench.store.objects["node-a"]
     by_hand = {"reservation": "x", "namespace": "ml", "digest": "d", **entry}
     scene.bench.store.apply({**raw, "status": {"held": {"GPU-a0/0": by_hand}}})
@@ -640,22 +636,20 @@ END_OF_TIME = "9999-12-31T23:59:59Z"
 
 
 @pytest.mark.parametrize("since", [END_OF_TIME, "0001-01-01T00:00:00Z"])
-async def test_a_pod_that_has_its_gpus_since_no_day_of_ours_has_had_them_since_it_exists(
-    scene: Scene, since: str
-) -> None:
+async def test_reservation_time_out_of_range_counts_from_the_creation_of_the_pod(scene: Scene, since: str) -> None:
     await confirmed(scene, **OWNED)
     raw = scene.bench.store.objects["node-a"]
     raw["status"]["held"]["GPU-a0/0"]["since"] = since
     scene.bench.store.apply(raw)
     scene.bench.replica.watch.catch_up()
-    scene.reconciler.changed(raw_pod(**OWNED))  # whoever hears of pods goes on hearing
+    scene.reconciler.changed(raw_pod(**OWNED))  # the watch continues
     await scene.reconciler.step()
     scene.bench.now += BIND_DEADLINE
     await scene.reconciler.step()
     assert scene.bench.pods.removed == [POD]
 
 
-async def test_what_waits_for_its_pod_until_the_end_of_time_goes_again(scene: Scene) -> None:
+async def test_reservation_with_an_endless_deadline_is_deleted(scene: Scene) -> None:
     await scene.reserve()
     raw = scene.bench.store.objects["node-a"]
     raw["status"]["held"]["GPU-a0/0"]["deadline"] = END_OF_TIME
@@ -666,7 +660,7 @@ async def test_what_waits_for_its_pod_until_the_end_of_time_goes_again(scene: Sc
 
 
 @pytest.mark.parametrize("slot", ["GPU-a0/0", "GPU-a1/0"])
-async def test_of_two_devices_that_a_hand_gives_up_one_both_are_given_up_and_had_again(scene: Scene, slot: str) -> None:
+async def test_reservation_partly_released_by_hand_is_released_and_restored_completely(scene: Scene, slot: str) -> None:
     two = ClaimRecord(gpus=2)
     await scene.bench.reserve(ReservationRequest(R1, "ml", two.digest()), on("node-a", "GPU-a0", "GPU-a1"))
     await scene.bench.ledger.bind_to_pod(PodProof.CONFIRMED, R1, POD)
@@ -685,7 +679,7 @@ async def test_of_two_devices_that_a_hand_gives_up_one_both_are_given_up_and_had
     }
 
 
-async def test_a_hold_that_was_dropped_by_hand_is_there_again(scene: Scene) -> None:
+async def test_reservation_deleted_by_hand_is_restored(scene: Scene) -> None:
     await confirmed(scene)
     scene.show({**raw_pod(phase="Running"), "spec": ON_NODE})
     scene.bench.store.apply({**scene.bench.store.objects["node-a"], "status": {"held": {}}})
@@ -695,16 +689,16 @@ async def test_a_hold_that_was_dropped_by_hand_is_there_again(scene: Scene) -> N
     assert scene.heard.told == [("pod-1", Reason.RESERVATION_RESTORED)]
 
 
-class OddPods(Pods):
-    """One of them is nothing that anybody foresaw."""
+class BrokenPods(Pods):
+    """One of the pods causes an unexpected error."""
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         if pod.uid == "uid-odd":
             raise KeyError("metadata")
-        return await super().look(pod)
+        return await super().read_pod(pod)
 
 
-async def test_one_pod_that_nobody_foresaw_stops_nothing_for_the_others(scene: Scene) -> None:
+async def test_unexpected_error_with_one_pod_does_not_stop_the_others(scene: Scene) -> None:
     for number, uuid, uid in ((1, "GPU-a0", "uid-odd"), (2, "GPU-a1", "uid-2")):
         reservation = await scene.bench.reserve(
             ReservationRequest(ReservationId(f"r{number}"), "ml", "d"), on("node-a", uuid)
@@ -713,7 +707,7 @@ async def test_one_pod_that_nobody_foresaw_stops_nothing_for_the_others(scene: S
             PodProof.CONFIRMED, reservation.id, PodIdentity("ml", f"pod-{number}", uid)
         )
     waiting = BindDeadline(BIND_DEADLINE, OnBindDeadline.REMOVE, CLOCK_SKEW)
-    reconciler = Reconciler(scene.bench.ledger, OddPods(), scene.heard, lambda: scene.bench.now, waiting)
+    reconciler = Reconciler(scene.bench.ledger, BrokenPods(), scene.heard, lambda: scene.bench.now, waiting)
     reconciler.replaced({})
     await scene.bench.reserve(ReservationRequest(ReservationId("r3"), "ml", "d"), on("node-a", "GPU-a2"))
     scene.bench.now += PENDING_DEADLINE + CLOCK_SKEW
@@ -723,10 +717,10 @@ async def test_one_pod_that_nobody_foresaw_stops_nothing_for_the_others(scene: S
     assert list(scene.bench.held()) == ["GPU-a0/0"]
 
 
-# Objects that come and go.
+# Objects that are created and deleted.
 
 
-async def test_an_object_is_kept_while_something_is_held_and_let_go_after(scene: Scene) -> None:
+async def test_finalizer_keeps_the_object_while_it_has_reservations(scene: Scene) -> None:
     await confirmed(scene)
     store = scene.bench.store
     assert store.objects["node-a"]["metadata"]["finalizers"] == ["gpuwarden.io/held"]
@@ -741,9 +735,9 @@ async def test_an_object_is_kept_while_something_is_held_and_let_go_after(scene:
     assert "node-a" not in store.objects
 
 
-async def test_a_new_object_is_rebuilt_from_the_pods(scene: Scene) -> None:
+async def test_new_object_is_rebuilt_from_pods(scene: Scene) -> None:
     await confirmed(scene)
-    del scene.bench.store.objects["node-a"]  # by force, past its finalizer
+    del scene.bench.store.objects["node-a"]  # by force, despite its finalizer
     scene.bench.ledger.forget("node-a")
     scene.bench.store.apply(NODE_A)
     scene.bench.replica.watch.catch_up()
@@ -752,7 +746,7 @@ async def test_a_new_object_is_rebuilt_from_the_pods(scene: Scene) -> None:
     assert (entry["reservation"], entry["uid"], entry["phase"]) == ("r1", POD.uid, "finalized")
 
 
-async def test_what_was_held_on_an_object_that_is_gone_for_good_is_forgotten_with_its_pod(scene: Scene) -> None:
+async def test_reservation_of_a_deleted_object_is_forgotten_with_its_pod(scene: Scene) -> None:
     await confirmed(scene)
     del scene.bench.store.objects["node-a"]  # by force, and its node has gone as well
     scene.bench.ledger.forget("node-a")
@@ -765,9 +759,9 @@ async def test_what_was_held_on_an_object_that_is_gone_for_good_is_forgotten_wit
     assert scene.bench.ledger.writer_count == 1  # node-b's
 
 
-async def test_whoever_stands_by_remembers_no_more_than_there_is(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one acts: its releases are heard of, and its pods' ends."""
-    monkeypatch.setattr("webhook.ledger.reconcile.MANY", 100)
+async def test_standby_reconciler_keeps_bounded_memory(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another replica leads: this one observes its releases and the ends of its pods."""
+    monkeypatch.setattr("webhook.ledger.reconcile.MAX_DELETIONS", 100)
     standby = scene.bench.another()
     idle = scene.another(standby.ledger)
     idle.replaced({})
@@ -782,4 +776,4 @@ async def test_whoever_stands_by_remembers_no_more_than_there_is(scene: Scene, m
         standby.watch.catch_up()
         scene.bench.now += timedelta(seconds=1)
     assert idle.deletions <= 200
-    assert standby.ledger.reminders <= 200
+    assert standby.ledger.deadline_entries <= 200

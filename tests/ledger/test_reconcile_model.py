@@ -1,7 +1,7 @@
-"""The reconciler under any order of moves: the real one, two of them at once, over the real ledger and the real door of
-Bindings. Names of pods come back, watches lag, answers get lost, namespaces and GPUNodes are deleted, clocks differ.
+"""A model of the reconciler: two real ones at once, with the real ledger and the real check of Bindings. Names of pods
+are reused, watches lag, responses get lost, namespaces and GPUNodes are deleted, clocks differ.
 
-Who has a GPU is judged from the pods that the API server has, not from anybody's ledger.
+Which pod has a GPU is determined from the pods of the API server, not from any ledger.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tests.heard import Heard
 from tests.ledger.contract import CLOCK_SKEW, PENDING_DEADLINE
 from tests.ledger.fake_store import FakeStore, Fault, gpu_node
 from tests.ledger.test_cluster import Replica
-from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, alike, record_of
+from tests.ledger.test_model import PLACES, REQUEST_TIMEOUT, record_of, same_shape
 from webhook.admission.binding_check import BindingCheck
 from webhook.admission.namespaces import ClaimReader, NoDemands
 from webhook.admission.reserving import Reserver
@@ -40,13 +40,13 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.evidence.jwt.end_reports import EndReports, mark_of
+from webhook.evidence.jwt.end_reports import EndReports, uid_digest
 from webhook.kube.gpu_node import FINALIZER
 from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot, OrphanTimes
-from webhook.ledger.orphans import PAUSE as LOOK
+from webhook.ledger.orphans import CHECK_INTERVAL as LOOK
 from webhook.ledger.pods import PodsUnavailableError
-from webhook.ledger.reconcile import PATIENCE, BindDeadline, OnBindDeadline, Reconciler
+from webhook.ledger.reconcile import RECHECK_DELAY, BindDeadline, OnBindDeadline, Reconciler
 from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import LONG_AGO
@@ -61,19 +61,19 @@ WHICH = st.integers(0, PROCESSES - 1)
 NAMES = st.sampled_from(["one", "two", "three"])
 NAMESPACES = st.sampled_from(["ml", "dl"])
 ENDED = ("Succeeded", "Failed")
-# In seconds: of pods by themselves, of deletions that ask for something else, and the most that any may ask for.
+# Grace periods in seconds: of pods, of deletions that ask for another one, and the maximum of any.
 OWN, GRACES, MAX_GRACE = st.sampled_from([5, 30]), st.sampled_from([0, 5, 30, 200]), 200
-# How long a kubelet may be dead before its node says so, and how long nobody has the devices beyond a grace period.
+# How long a kubelet may be dead before its node is not ready, and the margin after a grace period.
 UNNOTICED, MARGIN = timedelta(seconds=50), timedelta(seconds=60)
 BEFORE_IT_IS_GONE = st.sampled_from([200, 5, "crash", "start over", "kubelet dies", "collected", "unheard"])
 SHORT = st.sampled_from([1, 12, 49, 58, 100, 140, 255])
-# Of what there is to be heard: so many events, or all.
+# How many pending watch events to deliver, or all.
 HEARD = st.sampled_from([None, 0, 1, 3, None])
 QUICK = Backoff(timedelta(milliseconds=0.1), timedelta(milliseconds=1))
 
 
 class ApiServer:
-    """Pods by namespace and name, and all that has become of them, in order."""
+    """Pods by namespace and name, and all their versions in order."""
 
     def __init__(self) -> None:
         self.pods: dict[tuple[str, str], Raw] = {}
@@ -94,7 +94,7 @@ class ApiServer:
         self.put({**raw, **{name: {**raw[name], **part} for name, part in parts.items()}})
 
     def delete(self, uid: str, grace: int | None = None) -> None:
-        """What runs is stopped first."""
+        """Running pods are stopped first."""
         raw = self.of_uid(uid)
         if raw is None:
             return
@@ -103,17 +103,17 @@ class ApiServer:
             asked = {"deletionTimestamp": "2026-01-01T00:00:00Z", "deletionGracePeriodSeconds": grace}
             self.change(uid, metadata=asked)
         else:
-            self.take_away(uid)
+            self.remove_pod(uid)
 
-    def take_away(self, uid: str) -> None:
+    def remove_pod(self, uid: str) -> None:
         raw = self.of_uid(uid)
         if raw is not None:
             del self.pods[raw["metadata"]["namespace"], raw["metadata"]["name"]]
             self.history.append(("DELETED", copy.deepcopy(raw)))
 
-    # As the door of Bindings asks.
+    # The interface of the Binding check.
 
-    believes_reviews = False
+    trusts_reviews = False
 
     async def find(self, namespace: str, name: str) -> Pod | None:
         await asyncio.sleep(0)
@@ -126,16 +126,16 @@ class ApiServer:
         found = await self.find(namespace, name)
         return (found and found.meta.uid) or ""
 
-    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
+    async def find_mismatch(self, pod: PodIdentity, held: Reservation) -> str | None:
         return None if await self.uid_of(pod.namespace, pod.name) == pod.uid else "another pod"
 
     def created(self, pod: PodIdentity) -> None:
-        """The watch says so."""
+        """A watch event."""
 
     def ended(self, pod: PodIdentity) -> None:
-        """The watch says so."""
+        """A watch event."""
 
-    # As those ask who want to be certain.
+    # The interface of quorum reads.
 
     async def _read(self, pod: PodIdentity) -> Raw | None:
         await asyncio.sleep(0)
@@ -144,11 +144,11 @@ class ApiServer:
         raw = self.pods.get((pod.namespace, pod.name))
         return raw if raw is not None and raw["metadata"]["uid"] == pod.uid else None
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         raw = await self._read(pod)
         return None if raw is None else PodSnapshot.of(copy.deepcopy(raw))
 
-    async def node(self, name: str) -> NodeSnapshot | None:
+    async def read_node(self, name: str) -> NodeSnapshot | None:
         await asyncio.sleep(0)
         if self.is_away:
             raise PodReaderUnavailableError("away")
@@ -167,7 +167,7 @@ class ApiServer:
 
 
 class Process:
-    """One that reviews and reconciles; it may be behind in either watch."""
+    """A replica that reviews and reconciles. Each of its watches may lag."""
 
     def __init__(self, world: "World", which: int) -> None:
         self.world, self.which = world, which
@@ -186,19 +186,19 @@ class Process:
         return self.world.now + self.world.skews[self.which]
 
     def list_pods(self) -> None:
-        """As after a restart or a 410."""
+        """After a restart or a 410."""
         listed = {"/".join(key): copy.deepcopy(raw) for key, raw in self.api.pods.items()}
         self.reconciler.replaced(listed)
         self.seen = len(self.api.history)
 
-    def hear_of_pods(self, events: int | None = None) -> None:
+    def deliver_pod_events(self, events: int | None = None) -> None:
         until = len(self.api.history) if events is None else min(self.seen + events, len(self.api.history))
         for kind, raw in self.api.history[self.seen : until]:
             tell = self.reconciler.deleted if kind == "DELETED" else self.reconciler.changed
             tell(copy.deepcopy(raw))
         self.seen = until
 
-    def hear_of_nodes(self, events: int | None = None) -> None:
+    def deliver_node_events(self, events: int | None = None) -> None:
         self.replica.watch.catch_up(events)
         for name in DEVICES if events is None else ():
             if name not in self.store.objects:
@@ -207,7 +207,7 @@ class Process:
 
 @define
 class Creation:
-    """One pod on its way through the API server, as the mutating door has dressed it."""
+    """One pod request in the API server, as the mutating webhook has dressed it."""
 
     pod: PodIdentity
     begun: datetime
@@ -240,8 +240,8 @@ class Creation:
 
 
 @define
-class Reviewed:
-    """A Binding that the door has let pass, and that the API server has not carried out yet."""
+class AllowedBinding:
+    """A Binding that was allowed and that the API server has not carried out yet."""
 
     uid: str
     node: str
@@ -250,12 +250,13 @@ class Reviewed:
 
 @define
 class Containers:
-    """What runs on a node of a pod, whether or not there is such a pod any more: the truth, which nobody asks."""
+    """The containers of a pod on a node, whether or not the pod still exists: the truth, which no component can
+    read."""
 
     node: str
     gpus: list[str]
     grace: int
-    # The kubelet is to stop them; while it lives it kills them then.
+    # When the kubelet has to stop them; it kills them then if it is alive.
     is_told: bool = False
     ends: datetime | None = None
 
@@ -270,7 +271,7 @@ def own_grace(raw: Raw) -> int:
 
 
 class World(RuleBasedStateMachine):
-    """Every move that somebody in a cluster can make, at any time."""
+    """Everything that a component of the cluster can do, at any time."""
 
     creations = Bundle("creations")
     reviewed = Bundle("reviewed")
@@ -279,7 +280,7 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.quiet = ExitStack()
-        self.quiet.enter_context(capture_logs())  # to write out what is logged takes longer than all the rest
+        self.quiet.enter_context(capture_logs())  # writing the log would take longer than everything else
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.api, self.store = ApiServer(), FakeStore()
         for name in DEVICES:
@@ -312,7 +313,7 @@ class World(RuleBasedStateMachine):
     def pods(self) -> list[Raw]:
         return sorted(self.api.pods.values(), key=lambda raw: str(raw["metadata"]["uid"]))
 
-    # A pod comes to be.
+    # A pod is created.
 
     @rule(
         target=creations,
@@ -336,7 +337,7 @@ class World(RuleBasedStateMachine):
     ) -> Any:
         self.number += 1
         one, ledger = self.processes[which], self.processes[which].ledger
-        places = alike(places, places[0])
+        places = same_shape(places, places[0])
         what = ReservationRequest(ReservationId(f"r{self.number}"), namespace, record_of(places[0]).digest())
         self.run(ledger.collect(one.clock()))
         held = self.run(ledger.reserve(what, places, answer_by=one.clock() + timedelta(seconds=10)))
@@ -350,7 +351,7 @@ class World(RuleBasedStateMachine):
         self.bind(one, which, is_heard=is_heard, is_older=is_older)
 
     def bind(self, one: Creation, which: int, *, is_heard: bool, is_older: bool = False) -> None:
-        """A replica of before stores no grace period."""
+        """A replica of an older version stores no grace period."""
         ledger = self.processes[which].ledger
         found = self.run(ledger.find(one.reservation_id, node=one.placement.node))
         if found is None or found.phase is Phase.RELEASING or found.slots != one.placement.slots:
@@ -364,18 +365,19 @@ class World(RuleBasedStateMachine):
         self.store_pod(one)
 
     def store_pod(self, one: Creation) -> None:
-        """If the request is alive still, and no other has the name."""
+        """If the request is still in progress and the name is free."""
         is_late = self.now - one.begun > REQUEST_TIMEOUT
         if one.is_validated and not is_late and (one.pod.namespace, one.pod.name) not in self.api.pods:
             raw = one.raw(self.now)
             self.api.put(raw)
             if one.is_preset:
-                # No door sees it again. The threat model names the limit: no watch is later than its hold's end.
+                # No webhook sees it again. The threat model states the limit: no watch lags beyond the reservation's
+                # deadline.
                 for process in self.processes:
-                    process.hear_of_pods()
+                    process.deliver_pod_events()
                 self.start(raw)
 
-    # What the kubelets do. They start what they are given, and may take all of its grace period to stop it.
+    # The kubelets. They start the pods they are given, and may take the full grace period to stop them.
 
     def start(self, raw: Raw) -> None:
         self.containers[raw["metadata"]["uid"]] = Containers(raw["spec"]["nodeName"], gpus_of(raw), own_grace(raw))
@@ -383,8 +385,8 @@ class World(RuleBasedStateMachine):
     def is_alive(self, node: str) -> bool:
         return node not in self.dead_since
 
-    def tell_kubelet(self, uid: str, grace: int) -> None:
-        """Of a deletion. A shorter grace period does not take the place of a longer one."""
+    def request_deletion(self, uid: str, grace: int) -> None:
+        """A deletion. A shorter grace period does not replace a longer one."""
         one = self.containers.get(uid)
         if one is not None:
             one.grace, one.is_told = max(one.grace, grace), True
@@ -399,7 +401,7 @@ class World(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from(sorted(DEVICES)))
     def kill_a_kubelet(self, node: str) -> None:
-        """It is started again by whoever looks after it, and does not die again at once: see the threat model."""
+        """A new kubelet is started, and does not die again at once: see the threat model."""
         rested = self.back_at.get(node, LONG_AGO) + timedelta(seconds=MAX_GRACE) + 2 * MARGIN
         if self.is_alive(node) and rested <= self.now:
             self.dead_since[node] = self.now
@@ -408,10 +410,10 @@ class World(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from(sorted(DEVICES)), is_reboot=st.booleans())
     def start_a_kubelet(self, node: str, is_reboot: bool) -> None:
-        """It stops what is to be stopped, from the beginning. A machine that is booted has nothing to stop."""
+        """A new kubelet stops what has to be stopped. A rebooted machine has nothing to stop."""
         if self.is_alive(node):
             return
-        self.look_at_heartbeats()
+        self.check_heartbeats()
         del self.dead_since[node]
         self.back_at[node] = self.now
         before = self.api.nodes[node]
@@ -424,7 +426,7 @@ class World(RuleBasedStateMachine):
             else:
                 one.ends = self.now + timedelta(seconds=one.grace)
 
-    def look_at_heartbeats(self) -> None:
+    def check_heartbeats(self) -> None:
         for node, since in self.dead_since.items():
             if since + UNNOTICED <= self.now:
                 self.api.nodes[node] = NodeSnapshot(self.api.nodes[node].boot_id)
@@ -439,7 +441,7 @@ class World(RuleBasedStateMachine):
         grace=OWN,
         is_older=st.booleans(),
     )
-    def come_to_be(
+    def create_confirmed_pod(
         self,
         which: int,
         places: list[Placement],
@@ -450,18 +452,18 @@ class World(RuleBasedStateMachine):
         grace: int,
         is_older: bool,
     ) -> None:
-        """As it goes nearly always."""
+        """The usual case."""
         one = self.mutate(which, places, name, "ml", is_owned, is_preset, grace)
         if isinstance(one, Creation):
             self.bind(one, which, is_heard=True, is_older=is_older)
             self.store_pod(one)
             raw = self.api.of_uid(one.pod.uid)
             if raw is not None and is_bound:
-                binding = self.let_through(which, raw)
+                binding = self.review_binding(which, raw)
                 if binding is not None:
                     self.carry_out_a_binding(binding)
 
-    # Others, and what is forged.
+    # Other pods, and forgeries.
 
     def run_a_pod_without_gpus(self, node: str) -> Raw:
         self.number += 1
@@ -472,7 +474,7 @@ class World(RuleBasedStateMachine):
 
     @rule(which=WHICH, places=PLACES, is_of_its_own=st.booleans(), data=st.data())
     def forge(self, which: int, places: list[Placement], is_of_its_own: bool, data: st.DataObject) -> None:
-        """Reviews of the creation of a pod that exists, as anybody on the network may post them."""
+        """Forged reviews of the creation of an existing pod."""
         if self.api.pods and not is_of_its_own:
             meta = data.draw(st.sampled_from(self.pods()))["metadata"]
         else:
@@ -482,15 +484,15 @@ class World(RuleBasedStateMachine):
             forged.pod = PodIdentity(meta["namespace"], meta["name"], meta["uid"])
             self.bind(forged, which, is_heard=False)
 
-    # It is put on its node, runs, ends and goes.
+    # A pod is bound, runs, ends and is deleted.
 
     @rule(target=reviewed, which=WHICH, data=st.data())
     def review_a_binding(self, which: int, data: st.DataObject) -> Any:
         waiting = [raw for raw in self.pods() if not raw["spec"].get("nodeName")]
-        return (waiting and self.let_through(which, data.draw(st.sampled_from(waiting)))) or multiple()
+        return (waiting and self.review_binding(which, data.draw(st.sampled_from(waiting)))) or multiple()
 
-    def let_through(self, which: int, raw: Raw) -> "Reviewed | None":
-        """By the door, as it is."""
+    def review_binding(self, which: int, raw: Raw) -> "AllowedBinding | None":
+        """With the check of Bindings."""
         meta = raw["metadata"]
         node = meta["annotations"]["gpuwarden.io/node"]
         binding = Binding(PodIdentity(meta["namespace"], meta["name"], meta["uid"]), node, {})
@@ -501,11 +503,11 @@ class World(RuleBasedStateMachine):
             is_let_through = await self.processes[which].door.refusal(binding) is None
 
         self.run(review())
-        return Reviewed(meta["uid"], node, self.now) if is_let_through else None
+        return AllowedBinding(meta["uid"], node, self.now) if is_let_through else None
 
     @rule(one=consumes(reviewed))
-    def carry_out_a_binding(self, one: Reviewed) -> None:
-        """At any time while the request lives."""
+    def carry_out_a_binding(self, one: AllowedBinding) -> None:
+        """At any time while the request is in progress."""
         raw = self.api.of_uid(one.uid)
         if raw is None or raw["spec"].get("nodeName") or self.now - one.begun > REQUEST_TIMEOUT:
             return
@@ -515,25 +517,25 @@ class World(RuleBasedStateMachine):
         self.start(bound)
 
     @rule(data=st.data(), phase=st.sampled_from(["Running", "Running", *ENDED]), is_crash=st.booleans())
-    def go_on(self, data: st.DataObject, phase: str, is_crash: bool) -> None:
-        """As its kubelet says. A container that has crashed is about to be started again."""
+    def change_phase(self, data: st.DataObject, phase: str, is_crash: bool) -> None:
+        """As its kubelet reports. A crashed container is about to be restarted."""
         there = [raw for raw in self.alive() if raw["status"]["phase"] not in ENDED]
         if there:
-            self.go_on_with(data.draw(st.sampled_from(there))["metadata"]["uid"], phase, is_crash=is_crash)
+            self.set_phase(data.draw(st.sampled_from(there))["metadata"]["uid"], phase, is_crash=is_crash)
 
-    def go_on_with(self, uid: str, phase: str, *, is_crash: bool) -> None:
+    def set_phase(self, uid: str, phase: str, *, is_crash: bool) -> None:
         state = "terminated" if is_crash or phase in ENDED else "running"
         self.api.change(uid, status={"phase": phase, "containerStatuses": [{"state": {state: {}}}]})
         if phase in ENDED:
             self.containers.pop(uid, None)
 
     def alive(self) -> list[Raw]:
-        """Pods on nodes whose kubelets live."""
+        """Pods on nodes with a living kubelet."""
         return [raw for raw in self.pods() if (node := raw["spec"].get("nodeName")) and self.is_alive(node)]
 
     @rule(data=st.data())
     def collect_garbage(self, data: st.DataObject) -> None:
-        """The collector takes a pod for lost, whatever runs."""
+        """The pod garbage collector fails a pod, whether or not it runs."""
         there = [raw for raw in self.pods() if raw["spec"].get("nodeName") and raw["status"]["phase"] not in ENDED]
         if there:
             uid = data.draw(st.sampled_from(there))["metadata"]["uid"]
@@ -541,7 +543,7 @@ class World(RuleBasedStateMachine):
             self.delete_with(uid, 0)
 
     def delete_with(self, uid: str, grace: int) -> None:
-        """The policies let no deletion ask for more than is stored; where nothing is, for no more than the limit."""
+        """The policies limit a deletion to the stored grace period, or to the limit if none is stored."""
         entries = [
             entry
             for raw in self.store.objects.values()
@@ -550,11 +552,11 @@ class World(RuleBasedStateMachine):
         ]
         grace = min(grace, *(entry.get("grace") or MAX_GRACE for entry in entries), MAX_GRACE)
         self.api.delete(uid, grace)
-        self.tell_kubelet(uid, grace)
+        self.request_deletion(uid, grace)
 
     @rule(node=st.sampled_from(sorted(DEVICES)))
     def let_an_older_replica_write(self, node: str) -> None:
-        """It leaves out what it does not know."""
+        """A replica of an older version drops fields it does not know."""
         raw = self.store.objects.get(node)
         if raw is not None and raw["status"].get("held"):
             held = {
@@ -565,7 +567,7 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data(), grace=GRACES)
     def delete_one(self, data: st.DataObject, grace: int) -> None:
-        """As its owner may ask; 0 is by force."""
+        """As its owner may request; 0 is a forced deletion."""
         if self.api.pods:
             self.delete_with(data.draw(st.sampled_from(self.pods()))["metadata"]["uid"], grace)
 
@@ -588,14 +590,15 @@ class World(RuleBasedStateMachine):
         is_older: bool,
         is_watched: bool,
     ) -> None:
-        """One pod runs, is deleted by force at last, and another wants its devices: what chance alone seldom makes."""
+        """A running pod is deleted by force, and another one wants its devices: a sequence that random rules seldom
+        produce."""
         before = set(self.containers)
-        self.come_to_be(which, place[:1], "one", True, False, True, grace, is_older)
+        self.create_confirmed_pod(which, place[:1], "one", True, False, True, grace, is_older)
         uids = list(self.containers.keys() - before)
         node = place[0].node
         self.reconcile(which, None, None)
         for uid in uids:
-            self.go_on_with(uid, "Running", is_crash="crash" in moves)
+            self.set_phase(uid, "Running", is_crash="crash" in moves)
             for move in [*moves, 0]:
                 if isinstance(move, int):
                     self.delete_with(uid, move)
@@ -615,11 +618,11 @@ class World(RuleBasedStateMachine):
         if "kubelet dies" in moves:
             self.start_a_kubelet(node, is_reboot=False)
             self.reconcile(which, None, None)
-        self.come_to_be(which, place[:1], "two", True, False, True, grace, is_older)
+        self.create_confirmed_pod(which, place[:1], "two", True, False, True, grace, is_older)
 
     @rule(data=st.data(), is_all=st.booleans())
     def delete(self, data: st.DataObject, is_all: bool) -> None:
-        """A pod, or a namespace with all that is in it."""
+        """A pod, or a namespace with all its pods."""
         if self.api.pods:
             meta = data.draw(st.sampled_from(self.pods()))["metadata"]
             for raw in self.pods():
@@ -635,33 +638,33 @@ class World(RuleBasedStateMachine):
                 uid = raw["metadata"]["uid"]
                 self.containers.pop(uid, None)
                 self.api.change(uid, status={"phase": "Failed", "containerStatuses": [{"state": {"terminated": {}}}]})
-                self.api.take_away(uid)
+                self.api.remove_pod(uid)
 
     @rule(which=WHICH, node=st.sampled_from(sorted(DEVICES)), of_nodes=HEARD)
     def ask_a_node_about_its_orphans(self, which: int, node: str, of_nodes: int | None) -> None:
-        """A kubelet that is dead, or still wants the pod, gives no answer."""
+        """No answer from a dead kubelet, or from one that still wants the pod."""
         one = self.processes[which]
-        one.hear_of_nodes(of_nodes)
+        one.deliver_node_events(of_nodes)
         wanted = {raw["metadata"]["uid"] for raw in self.pods()}
         reports = EndReports(one.ledger, CLOCK_SKEW)
-        marks = reports.marks(node, one.clock())
-        known = [held.uid for held in one.ledger.orphans_on(node) if held.uid and mark_of(held.uid) in marks]
+        digests = reports.digests(node, one.clock())
+        known = [held.uid for held in one.ledger.orphans_on(node) if held.uid and uid_digest(held.uid) in digests]
         ended = [uid for uid in known if uid not in self.containers and uid not in wanted]
         if self.is_alive(node) and ended:
             self.run(reports.take(node, ended, one.clock()))
 
-    # Those who act.
+    # The reconcilers.
 
     @rule(which=WHICH, of_pods=HEARD, of_nodes=HEARD)
     def reconcile(self, which: int, of_pods: int | None, of_nodes: int | None) -> None:
-        """On as much as it has heard of either."""
-        self.processes[which].hear_of_pods(of_pods)
-        self.processes[which].hear_of_nodes(of_nodes)
+        """With as many events of each watch as were delivered."""
+        self.processes[which].deliver_pod_events(of_pods)
+        self.processes[which].deliver_node_events(of_nodes)
         self.run(self.processes[which].reconciler.step())
 
     @rule()
     def reconcile_both_at_once(self) -> None:
-        """One that has lost its Lease, and one that has it."""
+        """One that has lost its Lease, and one that holds it."""
 
         async def both() -> None:
             await asyncio.gather(*(one.reconciler.step() for one in self.processes))
@@ -669,8 +672,8 @@ class World(RuleBasedStateMachine):
         self.run(both())
 
     @rule(which=WHICH, is_new=st.booleans())
-    def start_over(self, which: int, is_new: bool) -> None:
-        """As after a restart, or after a 410 to the watch of pods."""
+    def relist(self, which: int, is_new: bool) -> None:
+        """After a restart, or after a 410 to the watch of pods."""
         if is_new:
             self.processes[which] = Process(self, which)
         else:
@@ -678,7 +681,7 @@ class World(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(sorted(DEVICES)))
     def delete_a_gpu_node(self, name: str) -> None:
-        """One that has gone is made anew first."""
+        """A deleted object is recreated first."""
         self.discover()
         self.store.delete(name)
 
@@ -687,19 +690,19 @@ class World(RuleBasedStateMachine):
             if name not in self.store.objects:
                 self.make(name)
 
-    # What goes wrong.
+    # Faults.
 
     @rule(faults=st.lists(st.sampled_from(list(Fault)), max_size=3), is_away=st.booleans())
-    def trouble(self, faults: list[Fault], is_away: bool) -> None:
+    def inject_faults(self, faults: list[Fault], is_away: bool) -> None:
         self.store.faults, self.api.is_away = faults, is_away
 
     @rule(seconds=st.sampled_from([1, 12, 58, 100, 290, 420]))
     def wait(self, seconds: int) -> None:
         self.now += timedelta(seconds=seconds)
         self.kill_in_time()
-        self.look_at_heartbeats()
+        self.check_heartbeats()
 
-    # What must hold.
+    # Invariants.
 
     @invariant()
     def no_device_is_with_two_pods_on_their_node(self) -> None:
@@ -708,7 +711,7 @@ class World(RuleBasedStateMachine):
         assert len(uuids) == len(set(uuids))
 
     @invariant()
-    def no_device_is_with_the_containers_of_two_pods(self) -> None:
+    def no_device_is_used_by_two_pods(self) -> None:
         uuids = [uuid for one in self.containers.values() for uuid in one.gpus]
         assert len(uuids) == len(set(uuids))
 
@@ -724,17 +727,17 @@ class World(RuleBasedStateMachine):
                 assert [entry and entry.get("uid") for entry in entries] == [raw["metadata"]["uid"]] * len(entries)
 
     @rule(is_fresh=st.booleans(), which=WHICH)
-    def in_the_end_the_ledger_says_what_is(self, is_fresh: bool, which: int) -> None:
-        """Once all is well and nothing is under way, one of them alone makes it so."""
+    def in_the_end_the_ledger_matches_the_pods(self, is_fresh: bool, which: int) -> None:
+        """When there are no faults and no requests in progress, one reconciler alone reaches the right state."""
         self.store.faults, self.api.is_away = [], False
         one = self.processes[which] = Process(self, which) if is_fresh else self.processes[which]
         for node in list(self.dead_since):
             self.start_a_kubelet(node, is_reboot=False)
         for _ in range(6):
-            self.now += BIND_DEADLINE + REQUEST_TIMEOUT + PENDING_DEADLINE + 4 * CLOCK_SKEW + 2 * PATIENCE + LOOK
+            self.now += BIND_DEADLINE + REQUEST_TIMEOUT + PENDING_DEADLINE + 4 * CLOCK_SKEW + 2 * RECHECK_DELAY + LOOK
             self.kill_in_time()
-            one.hear_of_pods()
-            one.hear_of_nodes()
+            one.deliver_pod_events()
+            one.deliver_node_events()
             self.run(one.reconciler.step())
             self.discover()
         expected = {
@@ -749,7 +752,7 @@ class World(RuleBasedStateMachine):
             for slot, entry in (raw["status"].get("held") or {}).items()
         }
         assert held == expected
-        one.hear_of_nodes()
+        one.deliver_node_events()
         known = {str(slot): one.uid for one in one.ledger.reservations() for slot in one.slots}
         assert known == expected
 

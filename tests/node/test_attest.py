@@ -1,4 +1,4 @@
-"""`gpuwarden attest`: it proves its node and no other, gives its token to nobody else, and comes back in time."""
+"""`gpuwarden attest` proves only its own node, gives its token only to the right server, and returns in time."""
 
 import asyncio
 import json
@@ -24,12 +24,12 @@ from tests.running import GPUWARDEN, Running, refusing, serving
 from tests.web.house import INVENTORY
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
 from webhook.evidence import EvidenceUnavailableError
-from webhook.evidence.jwt.end_reports import mark_of
+from webhook.evidence.jwt.end_reports import uid_digest
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.jwt.nonce import PREFIX
 from webhook.node.attest import BACKOFF, Attester, EndReporter, NotAttestedError
 from webhook.node.node_pods import NodePods
-from webhook.node.pod_ends import LONGEST_SYNC
+from webhook.node.pod_ends import MAX_SYNC_DURATION
 
 KEY = SigningKey.make()
 NONCE = PREFIX + "A" * 76
@@ -82,19 +82,19 @@ async def served(agent: JwtWorkloadApiDouble, directory: Path, age: str) -> Asyn
         yield await asyncio.to_thread(stack.enter_context, serving(directory, INVENTORY, [*options, *flags(agent)]))
 
 
-async def test_a_node_is_proven_from_its_socket_to_a_pod(agent: JwtWorkloadApiDouble, tmp_path: Path) -> None:
+async def test_node_attests_and_its_gpus_are_admitted(agent: JwtWorkloadApiDouble, tmp_path: Path) -> None:
     async with served(agent, tmp_path, "8s") as running:
         assert not await admits(running, HASH)
         code, log = await attested(running, agent)
-        assert (code, "node proven" in log) == (0, True), log
+        assert (code, "node attested" in log) == (0, True), log
         await becomes(running, HASH, admitted=True)
         await becomes(running, HASH, admitted=False)
         agent.identities = [evidence_id(node="node-b")]
         code, log = await attested(running, agent)
-        assert (code, "there has to be one identity of node-a" in log) == (1, True), log
+        assert (code, "expected exactly one identity for node node-a" in log) == (1, True), log
 
 
-async def test_it_comes_back_at_half_of_a_proof_and_ends_when_it_is_told(
+async def test_agent_attests_again_at_half_life_and_stops_on_a_signal(
     agent: JwtWorkloadApiDouble, tmp_path: Path
 ) -> None:
     async with served(agent, tmp_path, "10s") as running:
@@ -112,13 +112,13 @@ async def test_it_comes_back_at_half_of_a_proof_and_ends_when_it_is_told(
         assert len(set(agent.audiences)) == len(agent.audiences)
 
 
-def test_what_it_needs_is_named_at_once(tmp_path: Path) -> None:
+def test_all_missing_settings_are_reported_together(tmp_path: Path) -> None:
     done = refusing(tmp_path, "attest", "--once")
     assert done.returncode == 1
     assert "set --server, --node, --spire-trust-domain, --spire-workload-api as well" in done.stderr
 
 
-# A server that is not what it should be.
+# Misbehaving servers.
 
 
 @pytest.fixture(scope="module")
@@ -144,16 +144,16 @@ def asking(nonce: object = NONCE) -> bytes:
 
 
 @pytest.mark.parametrize("nonce", ["vault", "", PREFIX, PREFIX + "A" * 75, "https://sts.example/", NONCE + "A"])
-async def test_no_server_gets_a_token_that_is_good_elsewhere(
+async def test_server_gets_no_token_with_another_audience(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, nonce: str
 ) -> None:
     async with endpoint(context(ca), asking(nonce)) as server:
-        with pytest.raises(NotAttestedError, match="good elsewhere"):
+        with pytest.raises(NotAttestedError, match="another audience"):
             await attester(agent, server, ca).attest()
     assert (agent.audiences, len(server.requests)) == ([], 1)
 
 
-async def test_a_server_of_another_ca_is_asked_nothing(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+async def test_server_of_another_ca_gets_no_request(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
     async with endpoint(context(trustme.CA()), asking()) as server:
         with pytest.raises(NotAttestedError, match="certificate verify failed"):
             await attester(agent, server, ca).attest()
@@ -161,15 +161,13 @@ async def test_a_server_of_another_ca_is_asked_nothing(agent: JwtWorkloadApiDoub
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", asking(1), b"A" * 100_000, b"[" * 50_000])
-async def test_an_answer_that_makes_no_sense_is_no_proof(
-    agent: JwtWorkloadApiDouble, ca: trustme.CA, content: bytes
-) -> None:
+async def test_malformed_answer_is_no_proof(agent: JwtWorkloadApiDouble, ca: trustme.CA, content: bytes) -> None:
     async with endpoint(context(ca), content) as server:
         with pytest.raises(NotAttestedError):
             await attester(agent, server, ca).attest()
 
 
-async def test_what_the_server_says_against_it_is_passed_on(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+async def test_servers_error_text_is_reported(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
     async with endpoint(context(ca), b'{"error": "the server is draining"}', "503 Service Unavailable") as server:
         with pytest.raises(NotAttestedError, match=r"503.*draining"):
             await attester(agent, server, ca).attest()
@@ -185,18 +183,18 @@ async def test_what_the_server_says_against_it_is_passed_on(agent: JwtWorkloadAp
     ],
     ids=["of another node", "two hashes", "other trust domain", "a workload"],
 )
-async def test_it_answers_only_with_the_one_identity_of_its_node(
+async def test_agent_uses_only_the_identity_of_its_node(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, identities: list[str]
 ) -> None:
     agent.identities = identities
     async with endpoint(context(ca), asking()) as server:
-        with pytest.raises(NotAttestedError, match="one identity of node-a"):
+        with pytest.raises(NotAttestedError, match="exactly one identity for node node-a"):
             await attester(agent, server, ca).attest()
     assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("trouble", ["banned", "gone", "no identity"])
-async def test_an_agent_that_gives_no_token_is_no_proof(
+async def test_spire_agent_without_a_token_is_an_error(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, trouble: str
 ) -> None:
     agent.is_banned, agent.identities = trouble == "banned", [] if trouble == "no identity" else agent.identities
@@ -208,7 +206,7 @@ async def test_an_agent_that_gives_no_token_is_no_proof(
 
 
 async def slept(one: Attester, number: int, server: EndpointDouble, replies: dict[int, bytes]) -> list[float]:
-    """The pauses of so many rounds; `replies` say what the server answers from a round on."""
+    """The pauses of a number of rounds; `replies` maps a round to the server's answer from that round on."""
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -222,14 +220,14 @@ async def slept(one: Attester, number: int, server: EndpointDouble, replies: dic
     return pauses
 
 
-async def test_after_failures_it_comes_back_less_and_less_often(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+async def test_failures_are_retried_with_increasing_pauses(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
     async with endpoint(context(ca), b"{}") as server:
         pauses = await slept(attester(agent, server, ca), 9, server, {})
     for pause, most in zip(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 60], strict=True):
         assert 0.8 * most <= pause <= most
 
 
-async def test_after_a_proof_it_comes_back_at_half_of_it(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
+async def test_accepted_proof_is_renewed_at_half_its_life(agent: JwtWorkloadApiDouble, ca: trustme.CA) -> None:
     both = json.dumps({"nonce": NONCE, **PROVEN}).encode()
     async with endpoint(context(ca), b"{}") as server:
         pauses = await slept(attester(agent, server, ca), 4, server, {2: http(both), 3: http(b"{}")})
@@ -237,18 +235,18 @@ async def test_after_a_proof_it_comes_back_at_half_of_it(agent: JwtWorkloadApiDo
     assert pauses[3] <= BACKOFF.first.total_seconds()
 
 
-def test_many_nodes_do_not_come_back_at_once() -> None:
+def test_renewals_of_many_nodes_are_spread() -> None:
     assert len({BACKOFF.jittered(timedelta(minutes=20)) for _ in range(100)}) == 100
 
 
 # Ends of orphaned pods.
 
 
-class Told:
-    """A server that challenges, and keeps what it is told."""
+class RecordingServer:
+    """A server that issues challenges and records the answers."""
 
     def __init__(self, *uids: str) -> None:
-        self.orphans = [mark_of(uid) for uid in uids]
+        self.orphans = [uid_digest(uid) for uid in uids]
         self.posted: list[dict[str, object]] = []
         self.asked = 0
         self.on_challenge: Callable[[], object] = lambda: None
@@ -280,9 +278,9 @@ async def node(tmp_path: Path) -> AsyncIterator[NodeDouble]:
 
 @asynccontextmanager
 async def reporting(
-    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble, server: Told
+    agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble, server: RecordingServer
 ) -> AsyncIterator[Callable[..., Awaitable[list[object]]]]:
-    """Another round, so many seconds after the last: what the server was told in it."""
+    """Another round, that many seconds after the last one; returns what was reported to the server."""
     listener = await asyncio.start_server(server.answer, "127.0.0.1", 0, ssl=context(ca))
     double = EndpointDouble(b"", port=listener.sockets[0].getsockname()[1])
     now = 0.0
@@ -303,10 +301,10 @@ async def reporting(
         await listener.wait_closed()
 
 
-async def test_the_end_of_an_orphan_is_told_with_a_proof(
+async def test_end_of_an_orphan_is_reported_with_a_proof(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
-    server = Told("uid-old", "uid-other")
+    server = RecordingServer("uid-old", "uid-other")
     node.run("uid-old")
     node.run("uid-finished")
     async with reporting(agent, ca, node, server) as another_round:
@@ -325,10 +323,10 @@ async def test_the_end_of_an_orphan_is_told_with_a_proof(
         assert await another_round() == []
 
 
-async def test_what_lives_again_at_the_last_look_is_not_told(
+async def test_pod_alive_at_the_last_check_is_not_reported(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
-    server = Told("uid-old")
+    server = RecordingServer("uid-old")
     node.run("uid-old")
     node.delete("uid-old")
     async with reporting(agent, ca, node, server) as another_round:
@@ -342,10 +340,10 @@ async def test_what_lives_again_at_the_last_look_is_not_told(
         assert agent.audiences == []
 
 
-async def test_the_server_is_asked_less_often_than_the_node(
+async def test_server_is_asked_less_often_than_the_node(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
-    server = Told()
+    server = RecordingServer()
     node.run("uid-old")
     node.delete("uid-old")
     async with reporting(agent, ca, node, server) as another_round:
@@ -358,7 +356,7 @@ async def test_the_server_is_asked_less_often_than_the_node(
     assert server.asked == 3
 
 
-async def test_a_node_that_cannot_be_asked_is_no_reason_to_stop(
+async def test_unreadable_node_does_not_stop_the_reporter(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
     node.refused.add("ListContainers")
@@ -379,7 +377,7 @@ async def test_a_node_that_cannot_be_asked_is_no_reason_to_stop(
     assert [one["event"] for one in logs] == ["ends of pods not reported", "ends of pods reported again"]
 
 
-async def test_a_server_that_is_away_is_not_logged_as_back_between_two_questions(
+async def test_unavailable_server_is_not_logged_as_back_between_requests(
     agent: JwtWorkloadApiDouble, ca: trustme.CA, node: NodeDouble
 ) -> None:
     node.end("uid-old")
@@ -390,8 +388,8 @@ async def test_a_server_that_is_away_is_not_logged_as_back_between_two_questions
 
         async def sleep(_: float) -> None:
             nonlocal now
-            now += 2 if now else LONGEST_SYNC.total_seconds()
-            if now > LONGEST_SYNC.total_seconds() + 20:
+            now += 2 if now else MAX_SYNC_DURATION.total_seconds()
+            if now > MAX_SYNC_DURATION.total_seconds() + 20:
                 raise asyncio.CancelledError
 
         with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
@@ -399,7 +397,7 @@ async def test_a_server_that_is_away_is_not_logged_as_back_between_two_questions
     assert [one["event"] for one in logs] == ["ends of pods not reported"]
 
 
-def test_the_socket_of_a_runtime_needs_the_pod_that_has_to_be_found_there(tmp_path: Path) -> None:
+def test_runtime_socket_needs_the_pod_uid(tmp_path: Path) -> None:
     own = ["--server", "https://a", "--node", "node-a", "--spire-trust-domain", TRUST_DOMAIN]
     sockets = ["--spire-workload-api", "unix:/a", "--runtime-socket", "unix:/b"]
     done = refusing(tmp_path, "attest", *own, *sockets)

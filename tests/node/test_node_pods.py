@@ -1,4 +1,4 @@
-"""What a node has of its pods. It is known only where runtime and kubelet are those of this node, and both answer."""
+"""The pods of a node: known only if the runtime and the kubelet are those of this node, and both respond."""
 
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.node_double import (
     NodeDouble,
 )
 from webhook.node.node_pods import NodePods, NodeUnknownError, RemainingContainers
-from webhook.node.pod_ends import APART, KEPT, LONGEST_SYNC, MOST, PodEnds
+from webhook.node.pod_ends import MAX_PODS, MAX_SYNC_DURATION, MIN_INTERVAL, RETENTION, PodEnds
 
 OLD = "uid-old"
 
@@ -33,8 +33,8 @@ def pods_of(node: NodeDouble) -> NodePods:
     return NodePods(node.runtime, node.kubelet, OWN)
 
 
-async def seen(node: NodeDouble, uid: str = OLD) -> RemainingContainers | None:
-    return (await pods_of(node).look()).remains.get(uid)
+async def remaining(node: NodeDouble, uid: str = OLD) -> RemainingContainers | None:
+    return (await pods_of(node).snapshot()).remains.get(uid)
 
 
 @pytest.mark.parametrize(
@@ -68,230 +68,232 @@ async def seen(node: NodeDouble, uid: str = OLD) -> RemainingContainers | None:
         "a state of a sandbox that is new",
     ],
 )
-async def test_what_is_left_of_a_pod(
+async def test_remaining_containers_of_a_pod(
     node: NodeDouble, sandboxes: Sequence[int], containers: Sequence[int], left: bool
 ) -> None:
     node.sandboxes[OLD], node.containers[OLD] = list(sandboxes), list(containers)
-    found = await seen(node)
+    found = await remaining(node)
     assert (found is not None and found.is_alive) is left
 
 
 async def test_ready_sandboxes_are_counted(node: NodeDouble) -> None:
     node.sandboxes[OLD], node.containers[OLD] = [NOT_READY, READY, 7, READY], [RUNNING]
-    assert await seen(node) == RemainingContainers(OLD, ("ml", "old"), is_alive=True, ready_sandboxes=2)
+    assert await remaining(node) == RemainingContainers(OLD, ("ml", "old"), is_alive=True, ready_sandboxes=2)
 
 
-async def test_the_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:
-    await pods_of(node).look()
+async def test_kubelet_is_asked_before_the_runtime(node: NodeDouble) -> None:
+    await pods_of(node).snapshot()
     assert node.calls == ["List", "ListPodSandbox", "ListContainers"]
 
 
 @pytest.mark.parametrize("call", ["List", "ListPodSandbox", "ListContainers"])
-async def test_an_error_is_no_answer(node: NodeDouble, call: str) -> None:
+async def test_error_of_a_socket_is_raised(node: NodeDouble, call: str) -> None:
     node.refused.add(call)
     with pytest.raises(NodeUnknownError, match="not ready"):
-        await pods_of(node).look()
+        await pods_of(node).snapshot()
 
 
-async def test_a_kubelet_that_is_dead_is_no_answer(node: NodeDouble) -> None:
+async def test_dead_kubelet_is_an_error(node: NodeDouble) -> None:
     await node.kill_kubelet()
     with pytest.raises(NodeUnknownError, match="kubelet"):
-        await pods_of(node).look()
+        await pods_of(node).snapshot()
 
 
-async def test_another_runtime_than_the_nodes_is_no_answer(node: NodeDouble) -> None:
+async def test_runtime_of_another_node_is_an_error(node: NodeDouble) -> None:
     node.clear(OWN)
     with pytest.raises(NodeUnknownError, match="does not run this pod"):
-        await pods_of(node).look()
+        await pods_of(node).snapshot()
 
 
-async def test_a_kubelet_that_has_not_heard_of_its_pods_yet_is_no_answer(node: NodeDouble) -> None:
+async def test_kubelet_that_does_not_know_its_pods_yet_is_an_error(node: NodeDouble) -> None:
     node.wanted.clear()
-    with pytest.raises(NodeUnknownError, match="does not name this pod, ml/own"):
-        await pods_of(node).look()
+    with pytest.raises(NodeUnknownError, match="does not list this pod, ml/own"):
+        await pods_of(node).snapshot()
 
 
-# From looks to ends.
+# From snapshots to ends.
 
 
-class Looks:
-    """Looks at one node, as time goes by."""
+class Snapshots:
+    """Snapshots of one node over time."""
 
     def __init__(self, node: NodeDouble) -> None:
         self.node, self.ends, self.now = node, PodEnds(), 100.0
 
-    async def see(self, after: float = APART.total_seconds(), *, lasting: float = 0.0) -> list[str]:
+    async def see(self, after: float = MIN_INTERVAL.total_seconds(), *, lasting: float = 0.0) -> list[str]:
         began = self.now + after
         self.now = began + lasting
-        return sorted(self.ends.see(await pods_of(self.node).look(), began, self.now))
+        return sorted(self.ends.observe(await pods_of(self.node).snapshot(), began, self.now))
 
     async def see_deleted(self, uid: str) -> None:
-        """Its sandbox is ready for some time after the kubelet has heard that it is gone."""
+        """Its sandbox is ready for some time after the kubelet has observed its deletion."""
         self.node.delete(uid)
         for _ in range(2):
             assert await self.see() == []
 
 
 @pytest.fixture
-def looks(node: NodeDouble) -> Looks:
-    return Looks(node)
+def snapshots(node: NodeDouble) -> Snapshots:
+    return Snapshots(node)
 
 
-async def test_a_pod_has_ended_when_looks_some_time_apart_find_nothing(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_has_ended_when_two_spaced_snapshots_show_nothing(node: NodeDouble, snapshots: Snapshots) -> None:
     node.run(OLD)
-    assert await looks.see() == []
-    await looks.see_deleted(OLD)
+    assert await snapshots.see() == []
+    await snapshots.see_deleted(OLD)
     node.clear(OLD)
-    assert await looks.see() == []
-    assert await looks.see(4.9) == []
-    assert await looks.see(0.1) == [OLD]
+    assert await snapshots.see() == []
+    assert await snapshots.see(4.9) == []
+    assert await snapshots.see(0.1) == [OLD]
 
 
-async def test_a_sandbox_that_the_kubelet_is_still_making_is_waited_for(node: NodeDouble, looks: Looks) -> None:
-    """A container has killed the sandbox, and the network of the next one takes minutes. The runtime does not list it
-    before it is ready, and a deletion does not stop the kubelet from starting the containers in it."""
+async def test_sandbox_that_the_kubelet_may_be_creating_is_waited_for(node: NodeDouble, snapshots: Snapshots) -> None:
+    """A container has killed the sandbox, and the network of the next one takes minutes. The runtime does not list the
+    sandbox before it is ready, and a deletion does not stop the kubelet from starting containers in it."""
     node.run(OLD)
-    await looks.see()
+    await snapshots.see()
     node.end(OLD)
-    await looks.see()
+    await snapshots.see()
     node.delete(OLD)
     for _ in range(48):
-        assert await looks.see() == [], "four minutes without a trace of the next sandbox"
+        assert await snapshots.see() == [], "four minutes without a trace of the next sandbox"
     node.sandboxes[OLD], node.containers[OLD] = [NOT_READY, READY], [EXITED, RUNNING]
-    assert await looks.see() == []
-    assert await looks.see() == []
+    assert await snapshots.see() == []
+    assert await snapshots.see() == []
     node.end(OLD)
-    assert await looks.see() == []
-    assert await looks.see() == [OLD], "one sync makes one sandbox"
+    assert await snapshots.see() == []
+    assert await snapshots.see() == [OLD], "one sync makes one sandbox"
 
 
-async def test_without_a_ready_sandbox_the_longest_sync_is_waited_for(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_without_a_ready_sandbox_ends_after_the_longest_sync(node: NodeDouble, snapshots: Snapshots) -> None:
     node.run(OLD)
-    await looks.see()
+    await snapshots.see()
     node.delete(OLD)
     node.end(OLD)
-    assert await looks.see() == []
-    assert await looks.see(LONGEST_SYNC.total_seconds() - 0.1) == []
-    assert await looks.see(0.1) == [OLD]
+    assert await snapshots.see() == []
+    assert await snapshots.see(MAX_SYNC_DURATION.total_seconds() - 0.1) == []
+    assert await snapshots.see(0.1) == [OLD]
 
 
-async def test_the_longest_sync_is_counted_from_the_end_of_the_last_container(node: NodeDouble, looks: Looks) -> None:
-    """A sync that makes a new sandbox first ends the containers of the old one, with their grace period."""
+async def test_longest_sync_counts_from_the_end_of_the_last_container(node: NodeDouble, snapshots: Snapshots) -> None:
+    """A sync that creates a new sandbox first ends the containers of the old one, with their grace period."""
     node.run(OLD)
     node.delete(OLD)
     node.sandboxes[OLD] = [NOT_READY]
     for _ in range(2):
-        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+        assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
     node.end(OLD)
-    assert await looks.see() == []
-    assert await looks.see() == []
-    assert await looks.see(LONGEST_SYNC.total_seconds()) == [OLD]
+    assert await snapshots.see() == []
+    assert await snapshots.see() == []
+    assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
 
 
-async def test_a_sandbox_that_was_ready_only_while_the_kubelet_named_the_pod_proves_nothing(
-    node: NodeDouble, looks: Looks
+async def test_sandbox_ready_only_while_the_kubelet_named_the_pod_proves_nothing(
+    node: NodeDouble, snapshots: Snapshots
 ) -> None:
     node.run(OLD)
     for _ in range(3):
-        await looks.see()
+        await snapshots.see()
     node.delete(OLD)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_a_sandbox_that_was_ready_only_as_the_deletion_came_proves_nothing(
-    node: NodeDouble, looks: Looks
-) -> None:
-    """A sync that has begun looks at the sandbox a moment later, and may find it dead."""
+async def test_sandbox_ready_only_during_the_deletion_proves_nothing(node: NodeDouble, snapshots: Snapshots) -> None:
+    """A sync that has begun checks the sandbox a moment later, and may find it dead."""
     node.run(OLD)
     node.delete(OLD)
-    await looks.see()
-    await looks.see(4.9)
+    await snapshots.see()
+    await snapshots.see(4.9)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_a_look_counts_from_its_beginning(node: NodeDouble, looks: Looks) -> None:
-    """Kubelet and runtime may be slow to answer; what they say may be as old as the question."""
+async def test_snapshot_counts_from_its_beginning(node: NodeDouble, snapshots: Snapshots) -> None:
+    """The kubelet and the runtime may respond slowly, with data as old as the request."""
     node.run(OLD)
     node.delete(OLD)
-    await looks.see()
-    await looks.see(1, lasting=10)
+    await snapshots.see()
+    await snapshots.see(1, lasting=10)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_two_ready_sandboxes_prove_nothing(node: NodeDouble, looks: Looks) -> None:
-    """The kubelet ends both, and makes a new one."""
+async def test_two_ready_sandboxes_prove_nothing(node: NodeDouble, snapshots: Snapshots) -> None:
+    """The kubelet ends both and creates a new one."""
     node.run(OLD)
     node.sandboxes[OLD] = [READY, READY]
-    await looks.see_deleted(OLD)
+    await snapshots.see_deleted(OLD)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_what_a_sandbox_has_proven_ends_when_the_kubelet_names_the_pod(node: NodeDouble, looks: Looks) -> None:
+async def test_sandbox_proof_is_reset_when_the_kubelet_names_the_pod_again(
+    node: NodeDouble, snapshots: Snapshots
+) -> None:
     node.run(OLD)
-    await looks.see_deleted(OLD)
+    await snapshots.see_deleted(OLD)
     node.wanted.add("old")
-    await looks.see()
+    await snapshots.see()
     node.delete(OLD)
     node.end(OLD)
     for _ in range(3):
-        assert await looks.see() == []
+        assert await snapshots.see() == []
 
 
-async def test_a_pod_that_the_kubelet_names_has_not_ended_whatever_runs(node: NodeDouble, looks: Looks) -> None:
-    """It may wait for a volume, or for the time to start a container again."""
+async def test_pod_that_the_kubelet_names_has_not_ended(node: NodeDouble, snapshots: Snapshots) -> None:
+    """It may wait for a volume, or for the time to restart a container."""
     node.end(OLD)
     node.wanted.add("old")
     for _ in range(3):
-        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+        assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_a_pod_that_was_never_seen_has_not_ended(node: NodeDouble, looks: Looks) -> None:
-    """The kubelet may not have heard of it yet."""
+async def test_pod_that_was_never_observed_has_not_ended(node: NodeDouble, snapshots: Snapshots) -> None:
+    """The kubelet may not know the pod yet."""
     for _ in range(3):
-        assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+        assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_what_comes_back_between_two_looks_has_not_ended(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_that_returns_between_two_snapshots_has_not_ended(node: NodeDouble, snapshots: Snapshots) -> None:
     node.run(OLD)
-    await looks.see_deleted(OLD)
+    await snapshots.see_deleted(OLD)
     node.end(OLD)
-    await looks.see()
+    await snapshots.see()
     node.sandboxes[OLD] = [NOT_READY, READY]
-    assert await looks.see() == []
+    assert await snapshots.see() == []
     node.clear(OLD)
-    assert await looks.see() == []
-    assert await looks.see() == [OLD]
+    assert await snapshots.see() == []
+    assert await snapshots.see() == [OLD]
 
 
-async def test_what_has_ended_before_the_first_look_is_known_by_its_traces(node: NodeDouble, looks: Looks) -> None:
+async def test_pod_ended_before_the_first_snapshot_is_known_by_its_remains(
+    node: NodeDouble, snapshots: Snapshots
+) -> None:
     node.end(OLD)
-    await looks.see()
-    assert await looks.see(LONGEST_SYNC.total_seconds()) == [OLD]
+    await snapshots.see()
+    assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == [OLD]
 
 
-async def test_a_new_pod_of_the_same_name_leaves_the_end_of_the_old_one_open(node: NodeDouble, looks: Looks) -> None:
+async def test_new_pod_with_the_same_name_delays_the_end_of_the_old_one(node: NodeDouble, snapshots: Snapshots) -> None:
     node.end(OLD)
-    await looks.see()
+    await snapshots.see()
     node.wanted.add("old")
-    assert await looks.see(LONGEST_SYNC.total_seconds()) == []
+    assert await snapshots.see(MAX_SYNC_DURATION.total_seconds()) == []
 
 
-async def test_ends_are_forgotten_in_time_and_beyond_a_number(node: NodeDouble, looks: Looks) -> None:
-    for number in range(MOST + 3):
+async def test_ended_pods_are_forgotten_after_a_time_and_above_a_limit(node: NodeDouble, snapshots: Snapshots) -> None:
+    for number in range(MAX_PODS + 3):
         node.end(f"uid-{number}")
-    await looks.see()
-    ended = await looks.see(LONGEST_SYNC.total_seconds())
-    assert len(ended) == MOST + 3, "the runtime has something of them all the same"
-    for number in range(MOST + 3):
+    await snapshots.see()
+    ended = await snapshots.see(MAX_SYNC_DURATION.total_seconds())
+    assert len(ended) == MAX_PODS + 3, "the runtime has something of them all the same"
+    for number in range(MAX_PODS + 3):
         node.clear(f"uid-{number}")
-    assert len(await looks.see()) == MOST
-    assert await looks.see(KEPT.total_seconds()) == []
-    assert await looks.see() == []
+    assert len(await snapshots.see()) == MAX_PODS
+    assert await snapshots.see(RETENTION.total_seconds()) == []
+    assert await snapshots.see() == []

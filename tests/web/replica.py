@@ -17,7 +17,7 @@ from webhook.evidence.static import StaticEvidence
 from webhook.inventory.file import InventoryFile
 from webhook.ledger.cluster import ClusterLedger, PodReaderUnavailableError
 from webhook.ledger.pods import PodsUnavailableError
-from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod, carries_other
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod, reservation_mismatch
 from webhook.runtime.clock import Clock
 from webhook.runtime.settings import Settings
 from webhook.runtime.telemetry import Metrics
@@ -35,7 +35,7 @@ class Shared:
         self.pod_reads = 0
         self.is_away = False
 
-    believes_reviews = False
+    trusts_reviews = False
 
     def has(self, raw: Raw) -> None:
         """The pod exists."""
@@ -52,14 +52,14 @@ class Shared:
         found = await self.find(namespace, name)
         return (found.meta.uid if found else None) or ""
 
-    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
+    async def find_mismatch(self, pod: PodIdentity, held: Reservation) -> str | None:
         uid = await self.uid_of(pod.namespace, pod.name)
         if uid != pod.uid:
             return f"pod {pod.namespace}/{pod.name} has another uid"
-        other = carries_other(self.pods[pod.namespace, pod.name], held)
+        other = reservation_mismatch(self.pods[pod.namespace, pod.name], held)
         return None if other is None else f"pod {pod.namespace}/{pod.name} {other}"
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         if self.is_away:
             raise PodReaderUnavailableError("away")
         raw = self.pods.get((pod.namespace, pod.name))

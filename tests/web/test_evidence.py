@@ -21,7 +21,7 @@ from tests.evidence.jwt.tokens import TRUST_DOMAIN, SigningKey, document, eviden
 from tests.web.house import INVENTORY, House
 from webhook.core.device import DeviceUuid, Slot
 from webhook.core.reservation import Orphan, Phase, Reservation, ReservationId
-from webhook.evidence.jwt.end_reports import MOST, EndReports, mark_of
+from webhook.evidence.jwt.end_reports import MAX_PODS, EndReports, uid_digest
 from webhook.evidence.jwt.jwt_svid import TokenFault
 
 KEY, FOREIGN = SigningKey.make("key-1"), SigningKey.make("key-1")
@@ -303,7 +303,7 @@ async def test_while_the_keys_are_away_a_flood_of_answers_is_one_line(site: Site
             assert (await site.post(forged)).status_code == 503
     assert site.counted("unavailable") == 50
     loud = [line["event"] for line in lines if line["log_level"] != "debug"]
-    assert loud == ["trust bundle not to be had, the last one stays"]
+    assert loud == ["trust bundle unavailable, the last one stays"]
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def orphanage(site: Site) -> Orphanage:
 
 async def test_a_challenge_asks_about_the_nodes_orphans_and_names_none(site: Site, orphanage: Orphanage) -> None:
     reply = await site.house.tls.get("/evidence/challenge?node=node-a")
-    assert reply.json()["orphans"] == [mark_of("uid-1")]
+    assert reply.json()["orphans"] == [uid_digest("uid-1")]
     assert "uid-1" not in reply.text
     assert "orphans" not in (await site.house.tls.get("/evidence/challenge?node=node-b")).json()
 
@@ -411,7 +411,7 @@ async def test_without_a_proof_nothing_is_believed_of_orphans(site: Site, orphan
     assert orphanage.marked == []
 
 
-@pytest.mark.parametrize("ended", ["uid-1", [1], [None], ["u" * 65], ["uid-1"] * (MOST + 1)])
+@pytest.mark.parametrize("ended", ["uid-1", [1], [None], ["u" * 65], ["uid-1"] * (MAX_PODS + 1)])
 async def test_what_is_no_list_of_uids_is_refused_whole(site: Site, orphanage: Orphanage, ended: Any) -> None:
     reply = await site.house.tls.post("/evidence", json={"token": await site.token(), "ended": ended})
     assert (reply.status_code, orphanage.marked) == (400, [])

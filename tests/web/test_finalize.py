@@ -172,7 +172,7 @@ async def test_after_the_end_there_is_nothing_to_finalize(house: House) -> None:
 class FactsAway:
     """An API server that cannot be reached."""
 
-    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
+    async def find_mismatch(self, pod: PodIdentity, held: Reservation) -> str | None:
         raise PodsUnavailableError("the API server cannot be reached")
 
     async def uid_of(self, namespace: str, name: str) -> str:

@@ -88,9 +88,9 @@ async def test_what_does_not_fit_changes_nothing(
 
 
 CARRIED = {
-    "no reservation": (None, "carries no reservation that could be its own"),
+    "no reservation": (None, "carries no valid reservation"),
     "another reservation": ({"reservation-id": "r1"}, f"carries reservation r1, not {REVIEW_UID}"),
-    "other GPUs": ({"gpu-uuid": "GPU-a0,GPU-b0"}, f"carries other GPUs than reservation {REVIEW_UID} holds"),
+    "other GPUs": ({"gpu-uuid": "GPU-a0,GPU-b0"}, f"carries GPUs that reservation {REVIEW_UID} does not hold"),
 }
 
 

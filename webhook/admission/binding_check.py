@@ -34,7 +34,7 @@ class BindingCheck:
     async def refusal(self, binding: Binding, *, is_dry_run: bool = False) -> Deny | None:
         """What speaks against a Binding, whoever sends it; one that names no uid is of the living pod."""
         uid = binding.pod.uid
-        if not self._pods.believes_reviews:
+        if not self._pods.trusts_reviews:
             living = await self._pods.find(binding.pod.namespace, binding.pod.name)
             return await self.refusal_of(living, binding, is_dry_run=is_dry_run)
         uid = uid or await self._pods.uid_of(binding.pod.namespace, binding.pod.name)

@@ -30,7 +30,7 @@ from webhook.core.reservation import Reservation
 from webhook.kube.api_objects import ObjectClient
 from webhook.kube.store import StaleError
 from webhook.kube.view import ObjectView
-from webhook.ledger.reconcile import had_since
+from webhook.ledger.reconcile import waiting_since
 from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
 from webhook.runtime.clock import LONG_AGO, Clock
 
@@ -325,7 +325,7 @@ class BindingEnds:
             return LONG_AGO
         if not self._suits(claim, held.node):
             return LONG_AGO
-        return had_since(one.reserved_pod, held) + self._bind_deadline
+        return waiting_since(one.reserved_pod, held) + self._bind_deadline
 
     def _suits(self, claim: Claim, node: str) -> bool:
         return check.still_proven(claim, node, self._fleet, self._policy) is None

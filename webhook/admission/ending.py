@@ -25,7 +25,7 @@ class PodEnding:
 
     async def ended(self, review: Review) -> Verdict:
         """Embedded, a DELETE review is all we shall hear of a pod's end; in a cluster only the watch ends pods."""
-        if review.is_dry_run or review.subresource or not self._pods.believes_reviews:
+        if review.is_dry_run or review.subresource or not self._pods.trusts_reviews:
             return NOT_ASKED
         old = Pod.parse(review.raw_old or {})
         if self._hinting is not None:

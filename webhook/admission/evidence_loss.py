@@ -162,11 +162,11 @@ class EvidenceLoss:
         claims: ClaimReader,
         *,
         is_current: Callable[[], bool],
-        is_owed: Callable[[str], bool],
+        is_update_pending: Callable[[str], bool],
         is_vouched: Callable[[BoundPod], bool],
         count_change: Callable[[str], None],
     ) -> None:
-        """`is_owed`: a node's evidence has news that is yet to be written. `is_vouched`: a ledger knows the claim."""
+        """`is_update_pending`: newer evidence of a node awaits its write. `is_vouched`: a ledger knows the claim."""
         self._fleet = fleet
         self._policy = policy
         self._on_lost = on_lost
@@ -175,7 +175,7 @@ class EvidenceLoss:
         self._clock = clock
         self._claims = claims
         self._is_current = is_current
-        self._is_owed = is_owed
+        self._is_update_pending = is_update_pending
         self._is_vouched = is_vouched
         self._changes = Changes(fleet, count_change)
         self._current_since: datetime | None = None
@@ -227,7 +227,9 @@ class EvidenceLoss:
         self._tell_changes(now)
         self._look(now)
         lost = [
-            one for one in self._losses.values() if now - one.since >= SETTLED and not self._is_owed(one.resident.node)
+            one
+            for one in self._losses.values()
+            if now - one.since >= SETTLED and not self._is_update_pending(one.resident.node)
         ]
         self._tell_losses(lost, now)
         await self._act(lost, now)
@@ -235,7 +237,7 @@ class EvidenceLoss:
     def _tell_changes(self, now: datetime) -> None:
         if not self._changes.has_begun:
             log.info("evidence watched", nodes=len(self._fleet.indexed_nodes), policy=self._on_lost)
-        for one in self._changes.since_last(self._is_owed):
+        for one in self._changes.since_last(self._is_update_pending):
             # The moment tells it from the same change of another day, which is told as well.
             text = f"evidence was {one.was}, is {one.word}; {moment(now)}, by {one.source}"
             self._events.record(Subject.of_node(one.node), Reason.EVIDENCE_CHANGED, text, is_warning=one.is_worse)
@@ -250,7 +252,7 @@ class EvidenceLoss:
                 were_proven.add((uid, self._claim(one).hashes))
             elif uid in self._losses:
                 losses[uid] = evolve(self._losses[uid], resident=one, text=objection)
-            elif not self._is_owed(one.node):
+            elif not self._is_update_pending(one.node):
                 losses[uid] = LostEvidence(one, objection, now)
         self._losses = losses
         self._were_proven = {known for known in were_proven if known[0] in self._residents}
@@ -322,7 +324,7 @@ class EvidenceLoss:
             is_tainted = has_our_taint(indexed.node)
             is_back = name not in nodes and indexed.state is EvidenceState.FRESH
             wanted = self._on_lost is OnEvidenceLost.TAINT and (name in believed or (is_tainted and not is_back))
-            if wanted != is_tainted and not self._is_owed(name):
+            if wanted != is_tainted and not self._is_update_pending(name):
                 yield name, wanted
 
     def _is_believed(self, one: BoundPod) -> bool:

@@ -113,7 +113,11 @@ class FleetUpdater:
                 f"{self._inventory.path} cannot be used, its last good content counts: {mistakes}", False
             )
             self._metrics.count_file_reload("inventory", "refused")
-            log.warning("inventory refused, the old one stays", mistakes=exc.mistakes, file=str(self._inventory.path))
+            log.warning(
+                "inventory file rejected, the previous content stays",
+                mistakes=exc.mistakes,
+                file=str(self._inventory.path),
+            )
             return None
         if inventory is not None:
             self.outdated = None
@@ -178,7 +182,7 @@ class FleetUpdater:
         self._prove(name)
 
     def _prove(self, name: str) -> None:
-        word = combined([said[name] for said in self._said.values() if name in said], self._round.asked)
+        word = combined([said[name] for said in self._said.values() if name in said], self._round.names)
         self._fleet.prove(name, word, self._clock())
 
 

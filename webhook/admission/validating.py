@@ -23,7 +23,7 @@ from webhook.core.reservation import Phase, PodIdentity, PodProof, ReservationId
 from webhook.core.review import Operation, Review
 from webhook.core.verdict import Admit, Deny, Verdict
 from webhook.ledger import Ledger
-from webhook.ledger.end_of_use import grace_in
+from webhook.ledger.end_of_use import longest_grace_in
 from webhook.ledger.pods import PodSource
 from webhook.runtime.clock import Clock
 from webhook.scoring.hints import HintService
@@ -80,7 +80,7 @@ class PodValidator:
 
     def _seen(self, review: Review, verdict: Verdict) -> Verdict:
         """Embedded, reviews are all that is heard of what runs."""
-        is_pod = isinstance(verdict, Admit) and not review.is_dry_run and self._pods.believes_reviews
+        is_pod = isinstance(verdict, Admit) and not review.is_dry_run and self._pods.trusts_reviews
         if self._hinting is not None and is_pod:
             self._hinting.jobs.runs(review.raw or {})
         return verdict
@@ -155,8 +155,8 @@ class PodValidator:
         if refused is not None:
             return refused
         if identity.uid:
-            proof = PodProof.REPORTED if self._pods.believes_reviews else PodProof.NAMED
-            refused = await bind_to_pod(self._ledger, proof, known, identity, grace_in(raw))
+            proof = PodProof.REPORTED if self._pods.trusts_reviews else PodProof.NAMED
+            refused = await bind_to_pod(self._ledger, proof, known, identity, longest_grace_in(raw))
             if refused is None:
                 self._pods.created(identity)
         return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})

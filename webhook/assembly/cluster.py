@@ -26,7 +26,7 @@ from webhook.evidence.jwt.end_reports import EndReports
 from webhook.evidence.jwt.nonce import LIFE as CHALLENGE_LIFE
 from webhook.evidence.providers import providers_of, pushed_of, retired_of
 from webhook.evidence.static import StaticEvidence, written_by_hand
-from webhook.inventory.discovery import Discovery, WrittenInventory
+from webhook.inventory.discovery import Discovery, FileInventory
 from webhook.inventory.file import InventoryFile
 from webhook.kube.api_gpu_nodes import ApiGpuNodes
 from webhook.kube.api_objects import ApiNodes, ApiObjects
@@ -208,7 +208,7 @@ class ClusterWriters:
     ) -> None:
         static = StaticEvidence(settings.node_hash_map)
         file = None if settings.inventory is None else InventoryFile(settings.inventory)
-        written = WrittenInventory(file, static)
+        written = FileInventory(file, static)
         self._discovery = Discovery(
             ApiObjects(api, GPU_NODES),
             ApiNodes(api),
@@ -225,12 +225,12 @@ class ClusterWriters:
             are_nodes_current=lambda: nodes.is_current,
             poll_every=settings.evidence_poll,
             retired=retired_of(settings),
-            awaited=pushed_of(settings),
-            patience=settings.max_evidence_age,
-            keep=CHALLENGE_LIFE + 2 * settings.clock_skew,
+            pushed=pushed_of(settings),
+            first_report_timeout=settings.max_evidence_age,
+            replay_window=CHALLENGE_LIFE + 2 * settings.clock_skew,
             count_error=count_error,
         )
-        nodes = Watch(api, NODES_PATH, ListenerGroup(self._discovery.nodes, self._evidence.births, *also_nodes))
+        nodes = Watch(api, NODES_PATH, ListenerGroup(self._discovery.nodes, self._evidence.creation_times, *also_nodes))
         devices = Watch(api, GPU_NODES_PATH, ListenerGroup(gpu_nodes, self._discovery.gpu_nodes))
         evidences = Watch(api, NODE_EVIDENCES_PATH, ListenerGroup(self._evidence.view, *also_evidences))
         self.watches = (nodes, devices, evidences)
@@ -239,9 +239,9 @@ class ClusterWriters:
         """Elected."""
         self._evidence.begin()
 
-    def is_owed(self, name: str) -> bool:
+    def is_update_pending(self, name: str) -> bool:
         """Whether something newer is known of the node's evidence than its object says."""
-        return self._evidence.is_owed(name)
+        return self._evidence.is_update_pending(name)
 
     async def step(self) -> None:
         """One pass of each; a failure of the one does not keep the other from its turn."""

@@ -150,7 +150,7 @@ async def ledger_in(api: ApiClient) -> LedgerSnapshot:
 def evidence_in(raw: Raw) -> tuple[str, Evidence | None] | None:
     """What all sources say together. An object that cannot be read proves nothing."""
     try:
-        return object_name(raw), NodeEvidence.parse(raw).word
+        return object_name(raw), NodeEvidence.parse(raw).combined_evidence
     except UnreadableEvidenceError:
         return object_name(raw), None
 

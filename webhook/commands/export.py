@@ -210,7 +210,7 @@ class ClusterFacts:
 
 
 def evidence_hash(raw: Raw) -> str | None:
-    word = NodeEvidence.parse(raw).word
+    word = NodeEvidence.parse(raw).combined_evidence
     return word.hash or None if word is not None else None
 
 

@@ -98,14 +98,14 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
         utc_now,
         rules.claims,
         is_current=lambda: all(watch.is_current for watch in watches),
-        is_owed=discovering.is_owed,
+        is_update_pending=discovering.is_update_pending,
         is_vouched=lambda one: is_vouched(ledger.of_pod(one.pod.uid), one),
         count_change=metrics.count_evidence_change,
     )
     metrics.watch_evidence(continuous.counts)
     metrics.watch_ages(lambda: evidence_ages(fleet, utc_now()))
     waking = Wakeups(fleet, policy, rules.claims, ApiPodWaker(api), utc_now)
-    waiting_pods = WaitingPods(rules.claims, rules.dress, has_come=lambda _: reconciler.news.set())
+    waiting_pods = WaitingPods(rules.claims, rules.dress, has_come=lambda _: reconciler.wakeup.set())
     queue = Queue(
         waiting_pods,
         ledger,
@@ -175,7 +175,7 @@ async def work(settings: Settings, api: ApiClient, probes: Probes) -> None:
             offers.begin()
             discovering.begin()
             ends.begin()
-            await passes(parts, reconciler.news, pause=PAUSE, breath=BREATH)
+            await passes(parts, reconciler.wakeup, pause=PAUSE, breath=BREATH)
 
         await run_while_elected(settings, api, LEASE, lead, ledger.rest)
 

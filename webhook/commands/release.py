@@ -87,7 +87,7 @@ async def release(api: ApiClient, ledger: ClusterLedger, one: Reservation) -> No
         ) from exc
     if not is_released:
         raise NotReleasedError(f"{said(one)}: it has changed meanwhile, look again")
-    text = f"{gpus_of(one)} of pod {one.namespace}/{one.pod_name} can be had again: an operator has released it"
+    text = f"{gpus_of(one)} of pod {one.namespace}/{one.pod_name} is free again: an operator has released it"
     happening = QueuedEvent(Subject.of_node(one.node), Reason.ORPHAN_ENDED, text, is_warning=False, at=utc_now())
     try:
         status, _ = await request_json(

@@ -64,7 +64,7 @@ class Changes:
     def has_begun(self) -> bool:
         return self._words is not None
 
-    def since_last(self, is_owed: Callable[[str], bool] = lambda _: False) -> list[Change]:
+    def since_last(self, is_update_pending: Callable[[str], bool] = lambda _: False) -> list[Change]:
         """Each counted. What was so at the first look is no change, and neither is what a new node comes with. News of
         a node that is still owed is left for a later look."""
         before, self._words = self._words or {}, {}
@@ -75,7 +75,7 @@ class Changes:
                 word = EvidenceStatus.on(indexed)
                 if word == last:
                     last = word
-                elif not is_owed(name):
+                elif not is_update_pending(name):
                     self._count(word.state)
                     found.append(Change(name, last, word))
                     last = word

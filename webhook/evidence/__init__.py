@@ -1,4 +1,4 @@
-"""What proves a node. One protocol; every provider says only what it knows and until when."""
+"""What proves a node's identity. One protocol; each provider reports only what it knows, and until when it holds."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -8,11 +8,11 @@ from webhook.core.evidence import Evidence
 
 
 class EvidenceUnavailableError(GpuwardenError):
-    """The provider cannot be asked: what it last said stays good until its own end."""
+    """The provider cannot be asked. Its last answer stays valid until its own expiry."""
 
 
-class StillAwayError(EvidenceUnavailableError):
-    """The provider did not answer when it was last asked, and has not been asked again since."""
+class StillUnavailableError(EvidenceUnavailableError):
+    """The provider did not answer the last request, and has not been asked again since."""
 
 
 class EvidenceProvider(Protocol):
@@ -22,7 +22,7 @@ class EvidenceProvider(Protocol):
     is_for_development: bool
 
     def begin(self) -> None:
-        """Whoever asks has been elected: what was heard before may be older than what another leader wrote since."""
+        """The caller was elected: earlier answers may be older than what another leader has written since."""
 
     async def poll(self) -> Mapping[str, Evidence]:
         """Everything it knows at this moment, by node."""

@@ -1,4 +1,4 @@
-"""NodeEvidence objects, both ways: what each source says of a node. Nothing is proven by what is left out."""
+"""Reads and writes NodeEvidence objects: the evidence of each source about a node. A missing field proves nothing."""
 
 from collections.abc import Collection, Mapping
 from datetime import datetime
@@ -14,14 +14,14 @@ from webhook.core.raw import Raw
 from webhook.runtime.clock import is_of_our_days
 
 API_VERSION = "gpuwarden.io/v1alpha1"
-# Only what somebody wrote down may be without an end.
-ENDLESS = frozenset({"static"})
+# Only evidence that a user wrote may be without an expiry.
+SOURCES_WITHOUT_END = frozenset({"static"})
 
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class UnreadableEvidenceError(GpuwardenError):
-    """A NodeEvidence that no version of ours has written."""
+    """No version of gpuwarden has written this NodeEvidence."""
 
 
 class EvidenceEntryWire(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
@@ -31,7 +31,7 @@ class EvidenceEntryWire(msgspec.Struct, frozen=True, omit_defaults=True, rename=
     since: Moment | None = None
     until: Moment | None = None
     nonce_digest: str | None = None
-    # What was written before there was this member has none.
+    # Missing in objects that were written by older versions.
     challenged: Moment | None = None
 
 
@@ -50,7 +50,7 @@ class NodeEvidenceWire(msgspec.Struct, frozen=True):
 
 @frozen
 class NodeEvidence:
-    """What is said of one node, by source."""
+    """The evidence about one node, by source."""
 
     name: str
     sources: Mapping[str, Evidence]
@@ -65,34 +65,38 @@ class NodeEvidence:
         return cls(name, {source: evidence_of(name, source, entry) for source, entry in entries.items()})
 
     @property
-    def word(self) -> Evidence | None:
+    def combined_evidence(self) -> Evidence | None:
         return combined(list(self.sources.values()))
 
 
 def evidence_of(node: str, source: str, entry: EvidenceEntryWire) -> Evidence:
     if not (entry.hash or entry.banned or entry.conflict):
-        raise UnreadableEvidenceError(f"{source} says nothing of {node}")
-    if source not in ENDLESS and not (entry.banned or entry.conflict) and None in (entry.since, entry.until):
-        raise UnreadableEvidenceError(f"{source} does not say since when and until when its word on {node} is good")
+        raise UnreadableEvidenceError(f"{source} has an empty entry for {node}")
+    if (
+        source not in SOURCES_WITHOUT_END
+        and not (entry.banned or entry.conflict)
+        and None in (entry.since, entry.until)
+    ):
+        raise UnreadableEvidenceError(f"{source} has an entry for {node} without since and until")
     moments = [one for one in (entry.since, entry.challenged) if one is not None]
-    is_odd = source not in ENDLESS and not all(map(is_of_our_days, moments))
-    if is_odd and not (entry.banned or entry.conflict):
-        raise UnreadableEvidenceError(f"{source} said something of {node} on no day of ours")
+    is_out_of_range = source not in SOURCES_WITHOUT_END and not all(map(is_of_our_days, moments))
+    if is_out_of_range and not (entry.banned or entry.conflict):
+        raise UnreadableEvidenceError(f"{source} has an entry for {node} with a time out of range")
     return Evidence(
         node=node,
         hash=entry.hash or "",
         source=source,
-        since=None if is_odd else entry.since,
+        since=None if is_out_of_range else entry.since,
         until=entry.until,
         nonce_digest=entry.nonce_digest,
-        challenged=None if is_odd else entry.challenged,
+        challenged=None if is_out_of_range else entry.challenged,
         is_banned=entry.banned,
         is_conflict=entry.conflict,
     )
 
 
 def entry_in(raw: Raw, source: str) -> Evidence | None:
-    """What one source said; None if it said nothing that can be read."""
+    """The evidence of one source; None if there is none that can be parsed."""
     entry = raw_entries(raw).get(source)
     alone = {"metadata": raw["metadata"], "status": {"sources": {source: entry}}}
     try:
@@ -109,8 +113,8 @@ def raw_entries(raw: Raw) -> Raw:
     return dict((raw.get("status") or {}).get("sources") or {})
 
 
-def only(raw: Raw, sources: Collection[str]) -> Raw:
-    """The object as if nobody else had said anything: what others wrote need not even be readable."""
+def with_sources(raw: Raw, sources: Collection[str]) -> Raw:
+    """The object without the entries of other sources, which need not even be readable."""
     return {**raw, "status": {"sources": {name: one for name, one in raw_entries(raw).items() if name in sources}}}
 
 
@@ -123,12 +127,12 @@ def new_node_evidence(name: str) -> Raw:
 
 
 def is_ours(raw: Raw) -> bool:
-    """Whether we have made it, or somebody by hand."""
+    """Whether we created it, not a user by hand."""
     return (raw["metadata"].get("labels") or {}).get(keys.MANAGED_BY) == keys.OURS
 
 
 def with_entries(raw: Raw, entries: Mapping[str, Evidence | None]) -> Raw:
-    """The object with these entries in place of those sources' old ones, and the columns that `kubectl get` shows."""
+    """The object with the entries of these sources replaced, and the fields that `kubectl get` shows."""
     sources = {**raw_entries(raw), **{source: raw_entry(one) for source, one in entries.items() if one is not None}}
     for source in [source for source, one in entries.items() if one is None]:
         sources.pop(source, None)
@@ -151,28 +155,33 @@ def raw_entry(one: Evidence) -> Raw:
 
 
 def summary(raw: Raw) -> Raw:
-    """One word of all sources, for people: none if one of them cannot be read."""
+    """The combined evidence of all sources for `kubectl get`; empty if one of them cannot be parsed."""
     try:
-        word = NodeEvidence.parse(raw).word
+        combined_evidence = NodeEvidence.parse(raw).combined_evidence
     except UnreadableEvidenceError:
         return {}
     return (
-        {} if word is None else {"source": word.source, **raw_entry(evolve(word, nonce_digest=None, challenged=None))}
+        {}
+        if combined_evidence is None
+        else {
+            "source": combined_evidence.source,
+            **raw_entry(evolve(combined_evidence, nonce_digest=None, challenged=None)),
+        }
     )
 
 
-def is_due(have: Evidence | None, want: Evidence | None, *, now: datetime) -> bool:
-    """Whether `want` has to be written in place of `have`: it says something else, or half of the life that it gives
-    is over. So evidence that is good for an hour and asked for every five seconds is written twice an hour."""
-    if have is None or want is None:
-        return have is not want
-    if (have.hash, have.is_banned, have.is_conflict, have.nonce_digest) != (
-        want.hash,
-        want.is_banned,
-        want.is_conflict,
-        want.nonce_digest,
+def is_due(current: Evidence | None, desired: Evidence | None, *, now: datetime) -> bool:
+    """Whether to replace `current` with `desired`: it differs, or half of the lifetime that it would add is over. So
+    evidence that is valid for an hour and polled every five seconds is written twice an hour."""
+    if current is None or desired is None:
+        return current is not desired
+    if (current.hash, current.is_banned, current.is_conflict, current.nonce_digest) != (
+        desired.hash,
+        desired.is_banned,
+        desired.is_conflict,
+        desired.nonce_digest,
     ):
         return True
-    if have.until is None or want.until is None or want.until <= have.until:
-        return (have.since, have.until) != (want.since, want.until)
-    return have.until - now <= (want.until - now) / 2
+    if current.until is None or desired.until is None or desired.until <= current.until:
+        return (current.since, current.until) != (desired.since, desired.until)
+    return current.until - now <= (desired.until - now) / 2

@@ -1,4 +1,4 @@
-"""The evidence providers that the settings name, each with what it needs, and how they are asked together."""
+"""Builds the evidence providers that the settings name, and polls them together."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,7 +7,7 @@ import structlog
 from webhook.core.agent_naming import naming_of
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence import Evidence
-from webhook.evidence import EvidenceProvider, EvidenceUnavailableError, StillAwayError
+from webhook.evidence import EvidenceProvider, EvidenceUnavailableError, StillUnavailableError
 from webhook.evidence.jwt.jwt_svid import SOURCE as JWT_SVID
 from webhook.evidence.spire.attested import SOURCE, AgentRules
 from webhook.evidence.spire.spire_server import SocketServer, SpireConnection, SpireServer, TcpServer
@@ -18,62 +18,64 @@ from webhook.runtime.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-# How much of the life of its SVID an agent lets pass before it attests anew: 0.55, and some seconds.
-ROUND = 0.6
+# The part of its SVID's lifetime after which an agent re-attests: 0.55, and some seconds.
+REATTESTATION_FRACTION = 0.6
 
 
 class ProviderPoll:
-    """Asks all providers, one after the other. Logs one line when one goes away and one when it answers again."""
+    """Polls all providers, one after the other. Logs once when one becomes unavailable, and once when it answers
+    again."""
 
     def __init__(self, providers: Sequence[EvidenceProvider], count_error: Callable[[str], None]) -> None:
         self._providers = providers
         self._count_error = count_error
-        self._away: set[str] = set()
+        self._unavailable: set[str] = set()
         self._answered: set[str] = set()
 
     @property
-    def asked(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         return frozenset(one.name for one in self._providers)
 
     @property
     def unanswered(self) -> frozenset[str]:
-        """Who has not answered once since it began."""
-        return self.asked - self._answered
+        """The providers that have not answered since `begin`."""
+        return self.names - self._answered
 
     def begin(self) -> None:
-        """What was answered until now is not new enough."""
+        """Forget earlier answers: they are not new enough."""
         self._answered.clear()
         for one in self._providers:
             one.begin()
 
     async def answers(self) -> dict[str, Mapping[str, Evidence]]:
-        """What each says that can be asked at this moment."""
+        """The answers of the providers that are available at this moment."""
         found = {}
         for one in self._providers:
             try:
                 found[one.name] = await one.poll()
             except EvidenceUnavailableError as exc:
-                self._missed(one.name, exc)
+                self._record_failure(one.name, exc)
             else:
-                self._met(one.name)
+                self._record_answer(one.name)
         return found
 
-    def _missed(self, name: str, exc: EvidenceUnavailableError) -> None:
-        if not isinstance(exc, StillAwayError):
+    def _record_failure(self, name: str, exc: EvidenceUnavailableError) -> None:
+        if not isinstance(exc, StillUnavailableError):
             self._count_error(name)
-        if name not in self._away:
-            log.warning("evidence provider away, what it said stays until its own end", provider=name, problem=str(exc))
-        self._away.add(name)
+        if name not in self._unavailable:
+            text = "evidence provider unavailable, its last answer stays until it expires"
+            log.warning(text, provider=name, problem=str(exc))
+        self._unavailable.add(name)
 
-    def _met(self, name: str) -> None:
+    def _record_answer(self, name: str) -> None:
         self._answered.add(name)
-        if name in self._away:
+        if name in self._unavailable:
             log.info("evidence provider answers again", provider=name)
-        self._away.discard(name)
+        self._unavailable.discard(name)
 
 
 def providers_of(settings: Settings, clock: Clock, *own: EvidenceProvider) -> list[EvidenceProvider]:
-    """In the order of `--evidence`; `own` are those that other parts of the process know too."""
+    """In the order of `--evidence`. `own` are providers that other parts of the process use too."""
     known = {one.name: one for one in own}
     if SOURCE in settings.evidence:
         known[SOURCE] = spire_server_of(settings, clock)
@@ -81,20 +83,20 @@ def providers_of(settings: Settings, clock: Clock, *own: EvidenceProvider) -> li
 
 
 def retired_of(settings: Settings) -> set[str]:
-    """The sources that this process would ask and does not. Those that nodes push to are not ours to retire."""
+    """The sources that this process could poll and does not. Sources that nodes push to are not among them."""
     return {StaticEvidence.name, SOURCE} - set(settings.evidence)
 
 
 def pushed_of(settings: Settings) -> set[str]:
-    """The sources that nodes push to: nobody asks them."""
+    """The sources that nodes push to, which are not polled."""
     return {JWT_SVID} & set(settings.evidence)
 
 
 def spire_server_of(settings: Settings, clock: Clock) -> SpireServer:
     trust_domain = needed(settings.spire_trust_domain, "--spire-trust-domain")
     server = server_of(settings, trust_domain, clock)
-    if settings.max_evidence_age < ROUND * settings.spire_agent_ttl:
-        log.warning("--max-evidence-age is under 0.6 of --spire-agent-ttl: nodes are stale for a while in every round")
+    if settings.max_evidence_age < REATTESTATION_FRACTION * settings.spire_agent_ttl:
+        log.warning("--max-evidence-age is under 0.6 of --spire-agent-ttl: nodes become stale in every round")
     return SpireServer(server, rules_of(settings, trust_domain), clock, settings.evidence_poll)
 
 
@@ -122,5 +124,5 @@ def server_of(settings: Settings, trust_domain: str, clock: Clock) -> SpireConne
 
 def needed(value: str | None, flag: str) -> str:
     if value is None:
-        raise GpuwardenError(f"no SPIRE Server can be asked: name one with {flag}")
+        raise GpuwardenError(f"the SPIRE Server provider needs {flag}")
     return value

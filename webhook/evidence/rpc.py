@@ -1,4 +1,4 @@
-"""gRPC calls whose messages are bytes on both sides, over grpclib. Every fault of a call comes out as one error."""
+"""gRPC calls with messages as bytes, over grpclib. Every failure of a call is raised as CallFailedError."""
 
 import struct
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -13,13 +13,13 @@ from h2.exceptions import H2Error
 from webhook.core.errors import GpuwardenError
 from webhook.evidence.protobuf import MalformedMessageError
 
-# The last four are what grpclib has for an answer that is cut off, compressed or not there, and for broken metadata.
+# grpclib raises the last four for truncated, compressed or missing responses, and for malformed metadata.
 FAULTS = (
     GRPCError,
     ProtocolError,
     StreamTerminatedError,
     H2Error,
-    OSError,  # ssl.SSLError is one
+    OSError,  # includes ssl.SSLError
     MalformedMessageError,
     struct.error,
     NotImplementedError,
@@ -29,11 +29,11 @@ FAULTS = (
 
 
 class CallFailedError(GpuwardenError):
-    """The other side could not be reached, refused, or made no sense."""
+    """The peer could not be reached, refused the call, or sent a malformed response."""
 
 
 class RawCodec(CodecBase):
-    """Messages are written and read by whoever calls."""
+    """Passes bytes through: the caller encodes and decodes messages."""
 
     __content_subtype__ = "proto"
 
@@ -46,16 +46,16 @@ class RawCodec(CodecBase):
 
 @contextmanager
 def faults_of(peer: str) -> Iterator[None]:
-    """What goes wrong in here went wrong with `peer`."""
+    """Translate failures in this block into a CallFailedError that names `peer`."""
     try:
         yield
     except TimeoutError as exc:
         raise CallFailedError(f"{peer}: no answer in time") from exc
     except FAULTS as exc:
-        raise CallFailedError(f"{peer}: {in_words(exc)}") from exc
+        raise CallFailedError(f"{peer}: {describe(exc)}") from exc
 
 
-def in_words(fault: BaseException) -> str:
+def describe(fault: BaseException) -> str:
     if isinstance(fault, GRPCError):
         return f"{fault.status.name}: {fault.message or ''}"
     return str(fault) or type(fault).__name__
@@ -66,7 +66,7 @@ async def ask(channel: Channel, method: str, request: bytes) -> bytes:
 
 
 async def listen(channel: Channel, method: str, request: bytes, metadata: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """Every message that the other side sends, as it comes."""
+    """The messages that the peer sends, as they arrive."""
     opened = UnaryStreamMethod[bytes, bytes](channel, method, bytes, bytes).open(metadata=dict(metadata))
     async with opened as stream:
         await stream.send_message(request, end=True)

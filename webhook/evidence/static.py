@@ -1,10 +1,10 @@
-"""Evidence that somebody wrote down: nothing is attested. For development only, and it says so."""
+"""Evidence from configuration: nothing is attested. For development only, and it warns about that."""
 
 from collections.abc import Collection, Mapping
 
 from webhook.core.evidence import Evidence, combined
 
-NOTE = "evidence is static (somebody wrote it down, nothing is attested): for development only"
+NOTE = "evidence is static (configured by hand, nothing is attested): for development only"
 
 
 class StaticEvidence:
@@ -19,18 +19,18 @@ class StaticEvidence:
 
     @property
     def mapped(self) -> Collection[str]:
-        """The nodes that the map names, which may have no GPU that anybody has told of."""
+        """The nodes that the map names. They may have no known GPU."""
         return self._from_map.keys()
 
     def read_from_file(self, entries: Mapping[str, Evidence]) -> None:
-        """What the inventory file says now, in place of what it said before."""
+        """Replace the entries of the inventory file."""
         sources = (self._from_map, entries)
         nodes = {node for source in sources for node in source}
         found = {node: combined([source[node] for source in sources if node in source]) for node in nodes}
         self._agreed = {node: evidence for node, evidence in found.items() if evidence is not None}
 
     def begin(self) -> None:
-        """Nothing: it is never older than what is written down."""
+        """Does nothing: the answer is always current."""
 
     async def poll(self) -> Mapping[str, Evidence]:
         return self._agreed

@@ -6,7 +6,7 @@ from typing import Final
 
 from attrs import frozen
 
-from webhook.inventory.nvidia_smi import Gpu, known
+from webhook.inventory.nvidia_smi import Gpu, available
 
 DOMAIN: Final = "gpuid.github.com/"
 # Kubernetes' limit for a label value.
@@ -59,14 +59,14 @@ def grouped(gpus: Iterable[Gpu]) -> Sequence[tuple[str | None, Sequence[str]]]:
     serials: dict[str | None, set[str]] = {}
     texts: dict[str | None, str] = {}
     for one in gpus:
-        serials.setdefault(one.chassis, set()).add(one.said_serial)
-        texts[one.chassis] = min(texts.get(one.chassis, one.said_chassis), one.said_chassis)
+        serials.setdefault(one.chassis, set()).add(one.raw_serial)
+        texts[one.chassis] = min(texts.get(one.chassis, one.raw_chassis), one.raw_chassis)
     return [(name, sorted(serials[name])) for name in sorted(serials, key=lambda name: texts[name])]
 
 
 def label_value(text: str) -> str:
     """`na` if no character is allowed in a label."""
-    return NOT_ALLOWED.sub("-", known(text) or "").strip(EDGE_CHARACTERS) or "na"
+    return NOT_ALLOWED.sub("-", available(text) or "").strip(EDGE_CHARACTERS) or "na"
 
 
 def label_patch(wanted: Mapping[str, str], present: Mapping[str, str]) -> dict[str, str | None]:

@@ -30,7 +30,7 @@ from webhook.export.reading import (
 from webhook.export.records import Batch
 from webhook.export.schedule import BACKOFF, Schedule
 from webhook.inventory.node_gpus import NodeGpus
-from webhook.inventory.nvidia_smi import MAX_SIZE, Smi, UnreadableSmiError, parse
+from webhook.inventory.nvidia_smi import MAX_SIZE, SmiReport, UnreadableSmiError, parse
 from webhook.kube.pod_exec import ExecError
 from webhook.kube.requests import ApiRefusesError, ApiUnavailableError
 from webhook.runtime.clock import Clock
@@ -171,7 +171,7 @@ class GpuReader:
         clock: Clock,
         now: Callable[[], float],
         observer: FailureObserver | None = None,
-        parsed: Callable[[bytes], Smi] = parse,
+        parsed: Callable[[bytes], SmiReport] = parse,
     ) -> None:
         self._plan = plan
         self._exec = execute
@@ -357,12 +357,12 @@ class GpuReader:
             await self._label_node(pod, node, smi, found)
         return found
 
-    async def _parse(self, content: bytes) -> Smi:
+    async def _parse(self, content: bytes) -> SmiReport:
         if len(content) < PARSE_IN_THREAD:
             return self._parsed(content)
         return await asyncio.get_running_loop().run_in_executor(self._parsing, self._parsed, content)
 
-    async def _label_node(self, pod: PluginPod, node: ExportedNode, smi: Smi, found: NodeGpus) -> None:
+    async def _label_node(self, pod: PluginPod, node: ExportedNode, smi: SmiReport, found: NodeGpus) -> None:
         """Labels and annotates the node. If the API server refuses, the reading is exported all the same."""
         wanted = wanted_labels(smi.gpus)
         for note in wanted.notes:

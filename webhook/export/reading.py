@@ -17,7 +17,7 @@ from webhook.core.device import is_uuid
 from webhook.core.errors import GpuwardenError
 from webhook.export.records import UNKNOWN, Batch, Reading
 from webhook.inventory.node_gpus import MAX_ANNOTATION, GpuWire, NodeGpus, gpus_in
-from webhook.inventory.nvidia_smi import Gpu, Smi
+from webhook.inventory.nvidia_smi import Gpu, SmiReport
 
 NO_MACHINE: Final = "na"
 # Allowed clock skew of another replica or the API server.
@@ -46,7 +46,7 @@ def machine_of(provider_id: str | None) -> str:
     return (provider_id or "").rstrip("/").rpartition("/")[2] or NO_MACHINE
 
 
-def node_gpus(smi: Smi, pod_uid: str, boot_id: str | None, time: datetime) -> NodeGpus:
+def node_gpus(smi: SmiReport, pod_uid: str, boot_id: str | None, time: datetime) -> NodeGpus:
     return NodeGpus(
         time=time,
         pod=pod_uid,

@@ -1,4 +1,4 @@
-"""What GPUs there are. One protocol; a provider that cannot be read changes nothing of what is known."""
+"""Which GPUs exist. A source that cannot be read leaves the known inventory as it is."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from webhook.core.errors import GpuwardenError
 
 
 class InventoryUnavailableError(GpuwardenError):
-    """The inventory cannot be read; every mistake found in it is named."""
+    """The inventory cannot be read. The message names every mistake."""
 
     def __init__(self, *mistakes: str, where: str = "") -> None:
         super().__init__(where + "; ".join(mistakes))

@@ -1,8 +1,8 @@
-"""What GPUs the GPUNode of each node should name, and the one writer who sees to it.
+"""Which GPUs the GPUNode of each node should list, and the writer that keeps it up to date.
 
-Which devices there are comes from the inventory file for the nodes that it gives devices to, else from the annotation
-of S4, else from what `gpuwarden export` has read there. What was read says more of each, wherever they come from.
-What a reservation holds is never dropped: while its device is not reported, it stays there unhealthy.
+The devices of a node come from the inventory file if it lists devices for the node, else from the annotation
+`fudo.org/gpu.device.labels`, else from the GPUs that `gpuwarden export` has read there. Whatever the source, these
+readings fill in missing details. A reserved device is never dropped: while it is not reported, it stays as unhealthy.
 """
 
 import asyncio
@@ -29,28 +29,28 @@ from webhook.kube.view import ObjectView
 
 log = structlog.get_logger(__name__)
 
-# How many nodes are seen to in one step: others want their turn too.
-AT_A_TIME = 200
-AT_ONCE = 8
-# In a row: an API server that does not answer is not asked about two hundred nodes a pass.
+# Nodes handled in one step, so that other tasks get to run in between.
+BATCH_SIZE = 200
+CONCURRENCY = 8
+# Consecutive failures after which a pass stops, so that an unavailable API server does not get 200 requests a pass.
 MAX_FAILURES = 3
 # Reservations are written to the same object all the time.
-TRIES = 5
-# Devices that one event names.
+MAX_ATTEMPTS = 5
+# Devices that one Event names.
 MAX_NAMED = 5
 
 
 @frozen
 class WantedDevices:
-    """What a GPUNode should name."""
+    """The devices that a GPUNode should list."""
 
     devices: Mapping[DeviceUuid, Device]
-    # Held, no longer reported, and this is news.
+    # Reserved devices that have just stopped being reported.
     vanished: tuple[DeviceUuid, ...] = ()
 
 
-def due(reported: Iterable[Device], known: GpuNode | None) -> WantedDevices:
-    """What is reported, and unhealthy beside it what is held or may be."""
+def desired_devices(reported: Iterable[Device], known: GpuNode | None) -> WantedDevices:
+    """The reported devices, and as unhealthy those that are or may be reserved and are no longer reported."""
     devices = {one.uuid: one for one in reported}
     if known is None:
         return WantedDevices(devices)
@@ -78,35 +78,35 @@ def with_devices(raw: Raw, devices: Iterable[Device]) -> Raw:
 
 
 def is_ours(raw: Raw) -> bool:
-    """Whether we have made it, or somebody by hand."""
+    """Whether we created it, not a user by hand."""
     return (raw["metadata"].get("labels") or {}).get(keys.MANAGED_BY) == keys.OURS
 
 
 @frozen
 class NodeAnnotations:
-    """What a Node says of its GPUs in its annotations."""
+    """The annotations of a Node that describe its GPUs."""
 
-    s4: str | None = None
-    read: str | None = None
+    device_labels: str | None = None
+    exported: str | None = None
 
 
-def said_by(raw: Raw) -> NodeAnnotations:
+def annotations_of(raw: Raw) -> NodeAnnotations:
     annotations = raw["metadata"].get("annotations") or {}
-    texts = [None if text is None else str(text) for text in map(annotations.get, SAYING)]
+    texts = [None if text is None else str(text) for text in map(annotations.get, ANNOTATION_KEYS)]
     return NodeAnnotations(*texts)
 
 
-# In the order of NodeSays.
-SAYING = (keys.S4_DEVICE_LABELS, keys.NODE_GPUS)
+# In the order of the fields of NodeAnnotations.
+ANNOTATION_KEYS = (keys.S4_DEVICE_LABELS, keys.NODE_GPUS)
 
 
-def completed(listed: Iterable[Device], read: Iterable[Device]) -> tuple[Device, ...]:
-    """The listed devices; what is not said of them is taken from what was read."""
+def with_readings(listed: Iterable[Device], read: Iterable[Device]) -> tuple[Device, ...]:
+    """The listed devices, with missing details filled in from the readings."""
     by_uuid = {one.uuid: one for one in read}
-    return tuple(filled(one, by_uuid.get(one.uuid)) for one in listed)
+    return tuple(with_reading(one, by_uuid.get(one.uuid)) for one in listed)
 
 
-def filled(one: Device, read: Device | None) -> Device:
+def with_reading(one: Device, read: Device | None) -> Device:
     if read is None:
         return one
     return evolve(
@@ -118,32 +118,33 @@ def filled(one: Device, read: Device | None) -> Device:
     )
 
 
-class EvidenceOfFile(Protocol):
-    """Takes the evidence entries of the inventory file."""
+class FileEvidenceSink(Protocol):
+    """Receives the evidence entries of the inventory file."""
 
     def read_from_file(self, entries: Mapping[str, Evidence]) -> None: ...
 
 
-class WrittenInventory:
-    """The inventory file, if there is one: devices for discovery, evidence entries for `evidence`."""
+class FileInventory:
+    """The optional inventory file: devices for discovery, evidence entries for `evidence`."""
 
-    def __init__(self, file: InventoryFile | None, evidence: EvidenceOfFile) -> None:
+    def __init__(self, file: InventoryFile | None, evidence: FileEvidenceSink) -> None:
         self._file = file
         self._evidence = evidence
         self._nodes: Inventory = {}
         self._mistakes: tuple[str, ...] = ()
         self.is_known = file is None
-        """Whether it has been read: until then nothing can be said of what it does not name."""
+        """Whether the file has been read. Until then a node without devices may be listed in it."""
 
     async def refresh(self) -> list[str]:
-        """The nodes that it says something else of than before. A bad file is told once, and the old one stays."""
+        """The nodes whose entries have changed. A bad file is logged once, and the old content stays."""
         if self._file is None:
             return []
         try:
             found = await self._file.poll()
         except InventoryUnavailableError as exc:
             if exc.mistakes != self._mistakes:
-                log.warning("inventory refused, the old one stays", mistakes=exc.mistakes, file=str(self._file.path))
+                file = str(self._file.path)
+                log.warning("inventory file rejected, the previous content stays", mistakes=exc.mistakes, file=file)
             self._mistakes = exc.mistakes
             return []
         if found is None:
@@ -159,16 +160,16 @@ class WrittenInventory:
 
 
 class DeviceClaims:
-    """Which nodes say that they have which device."""
+    """Which nodes report which device."""
 
     def __init__(self) -> None:
         self._devices: dict[str, frozenset[DeviceUuid]] = {}
         self._nodes: dict[DeviceUuid, set[str]] = {}
 
     def put(self, name: str, devices: Iterable[DeviceUuid]) -> set[str]:
-        """This node has these and no others; the nodes that it was in dispute with, or is now."""
+        """Set the devices of a node. Returns the other nodes that had or have a dispute with it over a device."""
         before, now = self._devices.pop(name, frozenset[DeviceUuid]()), frozenset(devices)
-        affected = self._rivals(name, before)
+        affected = self._other_claimants(name, before)
         for uuid in before - now:
             self._nodes[uuid].discard(name)
             if not self._nodes[uuid]:
@@ -177,167 +178,169 @@ class DeviceClaims:
             self._nodes.setdefault(uuid, set()).add(name)
         if now:
             self._devices[name] = now
-        return affected | self._rivals(name, now)
+        return affected | self._other_claimants(name, now)
 
-    def _rivals(self, name: str, devices: Iterable[DeviceUuid]) -> set[str]:
+    def _other_claimants(self, name: str, devices: Iterable[DeviceUuid]) -> set[str]:
         return {other for uuid in devices for other in self._nodes[uuid] if other != name}
 
     def disputed(self, name: str) -> list[tuple[DeviceUuid, list[str]]]:
-        """Its devices that others have too, and who."""
+        """The devices that other nodes report too, and those nodes."""
         mine = sorted(self._devices.get(name, ()))
         return [(uuid, sorted(self._nodes[uuid] - {name})) for uuid in mine if len(self._nodes[uuid]) > 1]
 
 
 class Discovery:
-    """Hears of Nodes and GPUNodes from watches; writes in `step`, which the elected one takes.
+    """Observes Nodes and GPUNodes through watches; the elected leader writes in `step`.
 
-    `is_current` says whether both watches have listed and are not interrupted: nothing follows from an absence else.
+    `is_current` returns whether both watches have listed and are not interrupted: only then absence proves anything.
     """
 
     def __init__(
         self,
         objects: ObjectClient,
         api_nodes: NodeExistence,
-        written: WrittenInventory,
+        written: FileInventory,
         events: Events,
         is_current: Callable[[], bool],
     ) -> None:
         self._objects = objects
         self._api_nodes = api_nodes
-        self._written = written
+        self._file_inventory = written
         self._events = events
         self._is_current = is_current
-        self.nodes: ObjectView[NodeAnnotations] = ObjectView(said_by)
+        self.nodes: ObjectView[NodeAnnotations] = ObjectView(annotations_of)
         self.gpu_nodes: ObjectView[Raw] = ObjectView(lambda raw: raw)
         self._todo: dict[str, None] = {}
         self._claims = DeviceClaims()
-        self._told: dict[tuple[str, Reason], str] = {}
-        self._gate = asyncio.Semaphore(AT_ONCE)
+        self._recorded: dict[tuple[str, Reason], str] = {}
+        self._limit = asyncio.Semaphore(CONCURRENCY)
         self._failures = 0
 
     @property
-    def remembered(self) -> int:
-        """What was told and still is so."""
-        return len(self._told)
+    def recorded_count(self) -> int:
+        """The number of conditions that Events were recorded for and that still hold."""
+        return len(self._recorded)
 
     async def step(self) -> None:
-        """One pass over what is news. What cannot be done now is left for the next one."""
-        self._todo.update(dict.fromkeys(await self._written.refresh()))
-        if not (self._written.is_known and self._is_current()):
+        """One pass over what has changed. What fails is left for the next one."""
+        self._todo.update(dict.fromkeys(await self._file_inventory.refresh()))
+        if not (self._file_inventory.is_known and self._is_current()):
             return
         self._todo.update(dict.fromkeys([*self.nodes.take_changes(), *self.gpu_nodes.take_changes()]))
-        batch, self._failures = list(self._todo)[:AT_A_TIME], 0
+        batch, self._failures = list(self._todo)[:BATCH_SIZE], 0
         done = await asyncio.gather(*map(self._attempt, batch), return_exceptions=True)
         left = done.count(False)
         if left:
             log.warning("nodes left for the next pass", nodes=left)
-        for one in done:  # a bug with one node: the others have been served
+        for one in done:  # a bug with one node must not stop the others
             if isinstance(one, BaseException):
                 raise one
 
     async def _attempt(self, name: str) -> bool:
-        async with self._gate:
+        async with self._limit:
             if self._failures >= MAX_FAILURES:
                 return False
             del self._todo[name]
             try:
-                await self._settle(name)
+                await self._reconcile_node(name)
             except RefusedError as exc:
-                self._tell_once(name, Reason.DEVICES_UNREADABLE, f"the API server refuses its devices: {exc}")
+                self._record_once(name, Reason.DEVICES_UNREADABLE, f"the API server rejects its devices: {exc}")
             except (StaleError, StoreUnavailableError) as exc:
                 log.debug("node left for the next pass", node=name, exc_info=exc)
                 self._todo[name] = None
                 self._failures = self._failures + 1 if isinstance(exc, StoreUnavailableError) else 0
                 return False
-            except BaseException:  # a bug, or the end of this leadership: the node has its turn again
+            except BaseException:  # a bug, or cancelled: the node is handled again
                 self._todo[name] = None
                 raise
             else:
                 self._failures = 0
             return True
 
-    async def _settle(self, name: str) -> None:
-        """As often as somebody else is faster, on what is there then."""
-        for _ in range(TRIES - 1):
+    async def _reconcile_node(self, name: str) -> None:
+        """Repeat on the current object when another writer was faster."""
+        for _ in range(MAX_ATTEMPTS - 1):
             try:
-                return await self._settle_as_known(name)
+                return await self._reconcile_known(name)
             except StaleError:
                 raw = await self._objects.get(name)
                 if raw is None:
                     self.gpu_nodes.forget(name)
                 else:
                     self.gpu_nodes.changed(raw)
-        return await self._settle_as_known(name)
+        return await self._reconcile_known(name)
 
-    async def _settle_as_known(self, name: str) -> None:
+    async def _reconcile_known(self, name: str) -> None:
         raw = self.gpu_nodes.get(name)
         try:
             known = None if raw is None else GpuNode.parse(raw)
         except UnreadableGpuNodeError as exc:
-            text = f"GPUNode {name} is left out of account, what was known of it stays: {exc}"
-            self._tell_once(name, Reason.DEVICES_UNREADABLE, text)
+            text = f"GPUNode {name} is ignored, its last known state stays: {exc}"
+            self._record_once(name, Reason.DEVICES_UNREADABLE, text)
             return
         if name not in self.nodes:
-            self._dispute(name, ())
+            self._record_disputes(name, ())
             if raw is None:
                 for reason in (Reason.NODE_GONE, Reason.DEVICES_UNREADABLE):
-                    self._told.pop((name, reason), None)
+                    self._recorded.pop((name, reason), None)
             elif known is not None:
-                await self._part(raw, known)
+                await self._delete_gpu_node(raw, known)
             return
-        self._told.pop((name, Reason.NODE_GONE), None)
+        self._recorded.pop((name, Reason.NODE_GONE), None)
         reported = self._reported(name, is_ours=raw is None or is_ours(raw))
         if reported is None:
-            self._dispute(name, [one.uuid for one in known.devices] if known else ())
+            self._record_disputes(name, [one.uuid for one in known.devices] if known else ())
             return
-        what = due(reported, known)
-        self._dispute(name, what.devices)
+        desired = desired_devices(reported, known)
+        self._record_disputes(name, desired.devices)
         if raw is None:
-            if what.devices:
-                self.gpu_nodes.changed(await self._objects.create(new_gpu_node(name, what.devices.values())))
-                log.info("GPUNode created", node=name, devices=len(what.devices))
-        elif known is not None and not known.is_being_deleted:  # a GPUNode being deleted offers no devices
-            await self._write(raw, known, what)
+            if desired.devices:
+                self.gpu_nodes.changed(await self._objects.create(new_gpu_node(name, desired.devices.values())))
+                log.info("GPUNode created", node=name, devices=len(desired.devices))
+        elif (
+            known is not None and not known.is_being_deleted
+        ):  # an object that is being deleted is replaced by being deleted one
+            await self._write(raw, known, desired)
 
-    async def _write(self, raw: Raw, known: GpuNode, what: WantedDevices) -> None:
-        if {one.uuid: one for one in known.devices} == what.devices:
+    async def _write(self, raw: Raw, known: GpuNode, desired: WantedDevices) -> None:
+        if {one.uuid: one for one in known.devices} == desired.devices:
             return
-        if what.vanished:
-            text = f"{named(what.vanished)} no longer reported, and held: quarantined until nothing holds it"
+        if desired.vanished:
+            text = f"{named(desired.vanished)} reserved and no longer reported: quarantined until the reservation ends"
             self._events.record(Subject.of_node(known.name), Reason.DEVICE_VANISHED, text)
-        self.gpu_nodes.changed(await self._objects.replace(with_devices(raw, what.devices.values())))
-        log.info("devices written", node=known.name, devices=len(what.devices))
+        self.gpu_nodes.changed(await self._objects.replace(with_devices(raw, desired.devices.values())))
+        log.info("devices written", node=known.name, devices=len(desired.devices))
 
     def _reported(self, name: str, *, is_ours: bool) -> tuple[Device, ...] | None:
-        """The node's devices; None where nobody says which, so that what is known stays."""
-        said = self.nodes.get(name) or NodeAnnotations()
-        where = keys.NODE_GPUS
+        """The node's devices; None if they cannot be determined and the known ones stay."""
+        annotations = self.nodes.get(name) or NodeAnnotations()
+        key = keys.NODE_GPUS
         try:
-            read = None if said.read is None else devices_read(gpus_in(said.read))
-            where = keys.S4_DEVICE_LABELS
-            named_there = None if said.s4 is None else devices_in(said.s4)
+            readings = None if annotations.exported is None else devices_read(gpus_in(annotations.exported))
+            key = keys.S4_DEVICE_LABELS
+            labelled = None if annotations.device_labels is None else devices_in(annotations.device_labels)
         except UnreadableDevicesError as exc:
-            text = f"annotation {where} left out of account, the known devices stay: {exc}"
-            self._tell_once(name, Reason.DEVICES_UNREADABLE, text)
+            text = f"annotation {key} is ignored, the known devices stay: {exc}"
+            self._record_once(name, Reason.DEVICES_UNREADABLE, text)
             return None
-        self._tell_of_left_out(name, {keys.NODE_GPUS: read, keys.S4_DEVICE_LABELS: named_there})
-        listed = self._written.devices_of(name) or (None if named_there is None else named_there.devices)
-        found = None if read is None else read.devices
-        reported = found if listed is None else completed(listed, found or ())
+        self._record_ignored(name, {keys.NODE_GPUS: readings, keys.S4_DEVICE_LABELS: labelled})
+        listed = self._file_inventory.devices_of(name) or (None if labelled is None else labelled.devices)
+        found = None if readings is None else readings.devices
+        reported = found if listed is None else with_readings(listed, found or ())
         return () if reported is None and is_ours else reported
 
-    def _tell_of_left_out(self, name: str, said: Mapping[str, AnnotatedDevices | None]) -> None:
-        complaints = [f"annotation {key}: {one.complaint}" for key, one in said.items() if one and one.left_out]
-        if complaints:
-            self._tell_once(name, Reason.DEVICES_UNREADABLE, f"left out, the others count: {'; '.join(complaints)}")
+    def _record_ignored(self, name: str, parsed: Mapping[str, AnnotatedDevices | None]) -> None:
+        messages = [f"annotation {key}: {one.ignored_message}" for key, one in parsed.items() if one and one.ignored]
+        if messages:
+            self._record_once(name, Reason.DEVICES_UNREADABLE, f"devices ignored: {'; '.join(messages)}")
         else:
-            self._told.pop((name, Reason.DEVICES_UNREADABLE), None)
+            self._recorded.pop((name, Reason.DEVICES_UNREADABLE), None)
 
-    async def _part(self, raw: Raw, known: GpuNode) -> None:
-        """Its Node is not there. What is held outlives it, and so does what somebody made by hand."""
+    async def _delete_gpu_node(self, raw: Raw, known: GpuNode) -> None:
+        """The Node is gone. Keeps an object with reservations, and one that a user made."""
         if known.reservations:
-            text = "the Node is gone; what is reserved on it stays so until its pods are gone too"
-            self._tell_once(known.name, Reason.NODE_GONE, text)
+            text = "the Node is gone; its reservations stay until their pods are gone too"
+            self._record_once(known.name, Reason.NODE_GONE, text)
             return
         if (
             known.is_rebuilt
@@ -348,22 +351,22 @@ class Discovery:
             await self._objects.delete(raw)
             log.info("GPUNode deleted with its Node", node=known.name)
 
-    def _dispute(self, name: str, devices: Iterable[DeviceUuid]) -> None:
-        """The fleet offers nothing that two nodes say they have; here it is said."""
+    def _record_disputes(self, name: str, devices: Iterable[DeviceUuid]) -> None:
+        """Record Events for devices that two nodes report. The fleet offers no such device."""
         for one in [name, *sorted(self._claims.put(name, devices))]:
             found = self._claims.disputed(one)
             if not found:
-                self._told.pop((one, Reason.DEVICE_DISPUTED), None)
+                self._recorded.pop((one, Reason.DEVICE_DISPUTED), None)
                 continue
-            pieces = [f"{uuid} is on {', '.join(others)} too" for uuid, others in found[:MAX_NAMED]]
+            pieces = [f"{uuid} is also on {', '.join(others)}" for uuid, others in found[:MAX_NAMED]]
             if len(found) > MAX_NAMED:
                 pieces.append(f"and {len(found) - MAX_NAMED} more")
-            self._tell_once(one, Reason.DEVICE_DISPUTED, "; ".join([*pieces, "offered to nobody until one is left"]))
+            self._record_once(one, Reason.DEVICE_DISPUTED, "; ".join([*pieces, "not offered until one node is left"]))
 
-    def _tell_once(self, name: str, reason: Reason, text: str) -> None:
-        """A state, not a change: it is told when it begins, and when something else is to be said of it."""
-        if self._told.get((name, reason)) != text:
-            self._told[name, reason] = text
+    def _record_once(self, name: str, reason: Reason, text: str) -> None:
+        """Record a condition when it begins and when its text changes, not on every pass."""
+        if self._recorded.get((name, reason)) != text:
+            self._recorded[name, reason] = text
             self._events.record(Subject.of_node(name), reason, text)
 
 

@@ -1,4 +1,4 @@
-"""Nodes, devices and written-down evidence from one YAML or JSON file."""
+"""Nodes, devices and static evidence from one YAML or JSON file."""
 
 import asyncio
 import hashlib
@@ -57,7 +57,7 @@ Entry = TypeVar("Entry")
 
 
 class InventoryFile:
-    """The file, read anew when its content changes."""
+    """The file, read again when its content changes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class InventoryFile:
         return await asyncio.to_thread(self.read)
 
     def read(self) -> Inventory | None:
-        """The nodes, or None if the file is as it was. A bad file is refused once, not at every look."""
+        """The nodes; None if the file is unchanged. A bad file is rejected once, not on every call."""
         try:
             found = self.path.stat()
             stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
@@ -91,7 +91,7 @@ class InventoryFile:
 
 
 class InventoryParser:
-    """One reading of a file's content, which collects every mistake."""
+    """Parses a file's content and collects every mistake."""
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -101,7 +101,7 @@ class InventoryParser:
     def contents(self) -> tuple[Inventory, Mapping[str, Evidence]]:
         entries = list(self._nodes(self._document()))
         names = [entry.name for _, entry in entries]
-        self.mistakes += [f"nodes: {name} stands there twice" for name in duplicates(names)]
+        self.mistakes += [f"nodes: {name} is listed twice" for name in duplicates(names)]
         nodes = {entry.name: self._node(path, entry) for path, entry in entries}
         if self.mistakes:
             more = len(self.mistakes) - MAX_MISTAKES
@@ -120,14 +120,14 @@ class InventoryParser:
     def _nodes(self, document: Any) -> Iterator[tuple[str, NodeEntry]]:
         nodes = document.get("nodes") if isinstance(document, dict) else None
         if not isinstance(nodes, list):
-            raise InventoryUnavailableError("the file is no mapping with a list of 'nodes'")
+            raise InventoryUnavailableError("the file is not a mapping with a list of 'nodes'")
         self.mistakes += [f"unknown member {key!r}" for key in document if key != "nodes"]
         for position, raw in enumerate(nodes):
             path = f"nodes[{position}]"
             entry = self._converted(raw, NodeEntry, path)
             if entry is not None:
                 if not entry.name or len(entry.name) > 253:
-                    self.mistakes.append(f"{path}.name: a node has a name of up to 253 characters")
+                    self.mistakes.append(f"{path}.name: a node name has 1 to 253 characters")
                 yield path, entry
 
     def _converted(self, raw: Any, kind: type[Entry], path: str) -> Entry | None:
@@ -143,7 +143,7 @@ class InventoryParser:
             for position, raw in enumerate(entry.devices)
             if (found := self._converted(raw, DeviceEntry, f"{path}.devices[{position}]")) is not None
         ]
-        self.mistakes += [f"{path}: device {uuid} stands there twice" for uuid in duplicates(d.uuid for d in devices)]
+        self.mistakes += [f"{path}: device {uuid} is listed twice" for uuid in duplicates(d.uuid for d in devices)]
         return Node(
             name=entry.name,
             labels={HOSTNAME_LABEL: entry.name, **entry.labels},
@@ -155,7 +155,7 @@ class InventoryParser:
 
     def _device(self, path: str, entry: DeviceEntry) -> Device:
         if not is_uuid(entry.uuid):
-            self.mistakes.append(f"{path}.uuid: {entry.uuid!r} is no UUID of a GPU: GPU-… or MIG-…")
+            self.mistakes.append(f"{path}.uuid: {entry.uuid!r} is not a GPU UUID: GPU-… or MIG-…")
         if not 1 <= entry.shares <= MAX_SHARES:
             self.mistakes.append(f"{path}.shares: {entry.shares} is not between 1 and {MAX_SHARES}")
         labels = frozenset(entry.labels)

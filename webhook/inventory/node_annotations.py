@@ -1,4 +1,4 @@
-"""What a Node says of its GPUs in an annotation: base64 of a JSON object, UUID to a list of labels; read only."""
+"""Devices in a Node annotation: base64 of a JSON object from GPU UUID to a list of labels. Never written here."""
 
 import base64
 import binascii
@@ -12,11 +12,11 @@ from attrs import frozen
 from webhook.core.device import Device, DeviceUuid, is_uuid
 from webhook.core.errors import GpuwardenError
 
-# What the API server takes in a GPUNode (manifests/gpunodes.yaml).
+# Limits of the GPUNode CRD (manifests/gpunodes.yaml).
 MAX_DEVICES = 4096
 MAX_LABELS = 64
 MAX_LABEL = 320
-# Somebody has to read them.
+# People have to read them.
 MAX_MISTAKES = 10
 MAX_SHOWN = 60
 
@@ -24,7 +24,7 @@ Pairs = list[tuple[str, Any]]
 
 
 class UnreadableDevicesError(GpuwardenError):
-    """The annotation cannot be read; every mistake is named."""
+    """The annotation cannot be parsed. The message names the mistakes."""
 
     def __init__(self, *mistakes: str) -> None:
         more = len(mistakes) - MAX_MISTAKES
@@ -35,25 +35,25 @@ class UnreadableDevicesError(GpuwardenError):
 
 @frozen
 class AnnotatedDevices:
-    """What an annotation names: devices, and what is no UUID of a GPU and left out."""
+    """The devices in an annotation, and the names that are not GPU UUIDs and are ignored."""
 
     devices: tuple[Device, ...] = ()
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
-    def complaint(self) -> str:
-        """What is left out, for people; empty if nothing is."""
-        named = ", ".join(shown(one) for one in self.left_out[:MAX_MISTAKES])
-        more = len(self.left_out) - MAX_MISTAKES
-        return f"{named}{f' and {more} more' if more > 0 else ''}: no UUID of a GPU" if named else ""
+    def ignored_message(self) -> str:
+        """A message about what is ignored; empty if nothing is."""
+        named = ", ".join(shown(one) for one in self.ignored[:MAX_MISTAKES])
+        more = len(self.ignored) - MAX_MISTAKES
+        return f"{named}{f' and {more} more' if more > 0 else ''}: not a GPU UUID" if named else ""
 
 
 class JsonMembers(Pairs):
-    """A JSON object as it stands there: a name may stand there twice."""
+    """The members of a JSON object in order, including duplicate names."""
 
 
 def devices_in(text: str) -> AnnotatedDevices:
-    """The devices that the annotation names. Raises UnreadableDevicesError where it has another form."""
+    """The devices in the annotation. Raises UnreadableDevicesError."""
     members = object_in(text)
     mistakes = list(mistakes_in(members))
     if mistakes:
@@ -64,15 +64,15 @@ def devices_in(text: str) -> AnnotatedDevices:
 
 def object_in(text: str) -> JsonMembers:
     try:
-        content = base64.b64decode("".join(text.split()), validate=True)  # `base64` folds its lines
+        content = base64.b64decode("".join(text.split()), validate=True)  # the `base64` command wraps lines
     except (binascii.Error, ValueError) as exc:
         raise UnreadableDevicesError("it is not base64") from exc
     try:
         members = json.loads(content, object_pairs_hook=JsonMembers)
     except (ValueError, RecursionError) as exc:
-        raise UnreadableDevicesError("what is in the base64 is not JSON") from exc
+        raise UnreadableDevicesError("the decoded content is not JSON") from exc
     if not isinstance(members, JsonMembers):
-        raise UnreadableDevicesError("the JSON is no object, GPU UUID to a list of labels")
+        raise UnreadableDevicesError("the JSON is not an object from GPU UUID to a list of labels")
     return members
 
 
@@ -82,21 +82,21 @@ def mistakes_in(members: JsonMembers) -> Iterator[str]:
         return
     for uuid, times in Counter(uuid for uuid, _ in members).items():
         if times > 1:
-            yield f"{shown(uuid)} stands there twice"
+            yield f"{shown(uuid)} is listed twice"
     for uuid, labels in members:
         yield from mistakes_in_labels(uuid, labels)
 
 
 def mistakes_in_labels(uuid: str, labels: object) -> Iterator[str]:
     if isinstance(labels, JsonMembers) or not isinstance(labels, list):
-        yield f"{shown(uuid)}: its labels are no list"
+        yield f"{shown(uuid)}: its labels are not a list"
         return
     if len(labels) > MAX_LABELS:
         yield f"{shown(uuid)}: {len(labels)} labels are more than {MAX_LABELS}"
         return
     for label in labels:
         if not isinstance(label, str):
-            yield f"{shown(uuid)}: {shown(label)} is no text"
+            yield f"{shown(uuid)}: {shown(label)} is not a string"
         elif not (0 < len(label) <= MAX_LABEL and label.isprintable()):
             yield f"{shown(uuid)}: label {shown(label)} is empty, longer than {MAX_LABEL} or not printable"
 

@@ -1,4 +1,4 @@
-"""What `gpuwarden export` has read of a node's GPUs, as it stands in an annotation of the Node; read by discovery."""
+"""The GPUs that `gpuwarden export` has read on a node, in the Node annotation that discovery reads."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import msgspec
 from webhook.core.device import Device, DeviceUuid, is_uuid
 from webhook.inventory.node_annotations import MAX_DEVICES, AnnotatedDevices, UnreadableDevicesError, shown
 
-# All annotations of an object may have 256 KiB together.
+# The API server allows 256 KiB for all annotations of an object together.
 MAX_ANNOTATION: Final = 200 * 1024
-# What the API server takes in a GPUNode (manifests/gpunodes.yaml) is longer.
+# The limits of the GPUNode CRD (manifests/gpunodes.yaml) are longer.
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)]
 
@@ -30,7 +30,7 @@ class GpuWire(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 class NodeGpus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One reading: when, from which pod, in which boot."""
+    """One reading: its time, the pod and the boot that it comes from."""
 
     time: Annotated[datetime, msgspec.Meta(tz=True)]
     gpus: list[GpuWire]
@@ -40,35 +40,35 @@ class NodeGpus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def gpus_in(text: str) -> NodeGpus:
-    """What the text says, with its time in UTC. Raises UnreadableDevicesError."""
+    """The parsed annotation, with its time in UTC. Raises UnreadableDevicesError."""
     try:
         found = msgspec.json.decode(text, type=NodeGpus)
     except (msgspec.DecodeError, RecursionError) as exc:
-        raise UnreadableDevicesError(f"it is not what was read of GPUs: {exc}") from exc
+        raise UnreadableDevicesError(f"it is not a GPU reading: {exc}") from exc
     if len(found.gpus) > MAX_DEVICES:
         raise UnreadableDevicesError(f"{len(found.gpus)} devices are more than {MAX_DEVICES}")
     uuids = Counter(one.uuid for one in found.gpus if one.uuid is not None)
     if wrong := [uuid for uuid, times in uuids.items() if times > 1]:
-        raise UnreadableDevicesError(f"{shown(wrong[0])} stands there twice")
+        raise UnreadableDevicesError(f"{shown(wrong[0])} is listed twice")
     if wrong := [text for text in texts_in(found) if not text.isprintable()]:
         raise UnreadableDevicesError(f"{shown(wrong[0])} is not printable")
     try:
         return msgspec.structs.replace(found, time=found.time.astimezone(UTC))
     except OverflowError as exc:
-        raise UnreadableDevicesError(f"its time {found.time.isoformat()} is in no calendar of UTC") from exc
+        raise UnreadableDevicesError(f"its time {found.time.isoformat()} cannot be converted to UTC") from exc
 
 
 def texts_in(found: NodeGpus) -> Iterator[str]:
-    """They end up in tables and on terminals, and whoever may write Nodes may have written them."""
+    """The texts end up in tables and on terminals, and any client that may write Nodes may have written them."""
     for one in found.gpus:
         yield from filter(None, (one.uuid, one.serial, one.pci, one.model, one.memory, one.chassis))
     yield from filter(None, (found.driver,))
 
 
 def devices_read(found: NodeGpus) -> AnnotatedDevices:
-    """Those that have a UUID: nothing else tells one device from another for good.
+    """The devices with a UUID, the only permanent identity of a GPU.
 
-    A GPU that is cut into MIG instances is there, and cannot be had as a whole.
+    A GPU that is partitioned into MIG instances is listed as unhealthy, because it cannot be used as a whole.
     """
     uuids = [one.uuid for one in found.gpus if one.uuid is not None]
     devices = tuple(

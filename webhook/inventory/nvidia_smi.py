@@ -1,7 +1,7 @@
-"""What `nvidia-smi -q -x` says, read from its bytes. They come from a container, so nothing in them is trusted.
+"""Parses the output of `nvidia-smi -q -x`. It comes from a container, so nothing in it is trusted.
 
-The text names an external DTD, which is never fetched. What declares entities or attributes itself is refused: none is
-needed, and a few lines of them grow to gigabytes.
+The document names an external DTD, which is never fetched. A document that declares entities or attributes itself is
+rejected: none is needed, and a few lines of them can expand to gigabytes.
 """
 
 import re
@@ -14,19 +14,19 @@ from attrs import frozen
 from webhook.core.errors import GpuwardenError
 from webhook.inventory.xml_thinning import thinned
 
-# A GPU has some 30 KiB there. Whatever is larger than this is no list of GPUs, and many nodes may answer at once.
+# A GPU takes some 30 KiB. A larger document is no list of GPUs, and many nodes may respond at once.
 MAX_SIZE: Final = 8 * 1024 * 1024
-# A GPU has about 1,000 elements there, and an element in memory is larger than its text: so many take some 100 MiB.
+# A GPU has about 1,000 elements, and an element in memory is larger than its text: this many take some 100 MiB.
 MAX_TAGS: Final = 200_000
-# A GPU has one. Each takes some 300 bytes of memory, and equals signs in texts count too.
+# A GPU has one. Each takes some 300 bytes of memory. Equals signs in text count too.
 MAX_ATTRIBUTES: Final = 50_000
 MAX_GPUS: Final = 1024
-# Longer is no serial, no model and no version.
+# No serial, model or version is longer.
 MAX_TEXT: Final = 128
 
 ROOT: Final = "nvidia_smi_log"
-# By place and element. `platformInfo` is the one name there in camel case.
-OF_GPU: Final = (
+# Field names by parent and element. `platformInfo` is the only parent in camel case.
+GPU_ELEMENTS: Final = (
     (None, {"serial": "serial", "uuid": "uuid", "minor_number": "minor", "product_name": "model"}),
     ("fb_memory_usage", {"total": "memory"}),
     ("mig_mode", {"current_mig": "mig"}),
@@ -46,27 +46,27 @@ OF_GPU: Final = (
     ("fabric", {"cliqueId": "clique", "clusterUuid": "fabric_cluster"}),
 )
 ROOT_TAG: Final = f"<{ROOT}".encode()
-# The names on all ways from the root to what is read.
-WAYS: Final = frozenset(
+# The names on all paths from the root to the elements that are read.
+KEPT_NAMES: Final = frozenset(
     name.encode()
     for name in (
         *(ROOT, "driver_version", "gpu"),
-        *(place for place, _ in OF_GPU if place is not None),
-        *(element for _, names in OF_GPU for element in names),
+        *(parent for parent, _ in GPU_ELEMENTS if parent is not None),
+        *(element for _, names in GPU_ELEMENTS for element in names),
     )
 )
-NOTHING: Final = frozenset({"", "N/A", "[N/A]", "Unknown Error", "[Unknown Error]", "ERR!", "[GPU is lost]"})
+UNAVAILABLE: Final = frozenset({"", "N/A", "[N/A]", "Unknown Error", "[Unknown Error]", "ERR!", "[GPU is lost]"})
 MINOR: Final = re.compile(r"[0-9]{1,9}")
 MEMORY: Final = re.compile(r"([0-9]{1,9}) MiB")
 
 
 class UnreadableSmiError(GpuwardenError):
-    """This is not what nvidia-smi says of GPUs."""
+    """This is not the output of `nvidia-smi -q -x`."""
 
 
 @frozen
 class Gpu:
-    """One device, in the order of the text, which is that of the index. What it does not say is None."""
+    """One device. The document lists devices in the order of their index. Missing values are None."""
 
     index: int
     pci: str | None = None
@@ -85,20 +85,20 @@ class Gpu:
     fabric_guid: str | None = None
     clique: str | None = None
     fabric_cluster: str | None = None
-    # As they stand there: labels keep apart what is empty and what is not applicable.
-    said_serial: str = ""
-    said_chassis: str = ""
+    # Unchanged from the document: labels distinguish an empty value from N/A.
+    raw_serial: str = ""
+    raw_chassis: str = ""
 
 
 @frozen
-class Smi:
-    """A host's GPUs as they were read at once."""
+class SmiReport:
+    """The GPUs of a host, from one reading."""
 
     gpus: tuple[Gpu, ...]
     driver: str | None = None
 
 
-def parse(content: bytes) -> Smi:
+def parse(content: bytes) -> SmiReport:
     """Raises UnreadableSmiError, which says why."""
     if len(content) > MAX_SIZE:
         raise UnreadableSmiError(f"{len(content)} bytes are more than {MAX_SIZE}")
@@ -108,114 +108,115 @@ def parse(content: bytes) -> Smi:
         raise UnreadableSmiError(f"it has more than {MAX_ATTRIBUTES} attributes")
     root = _root(content)
     if root.tag != ROOT:
-        raise UnreadableSmiError(f"its root is {root.tag[:MAX_TEXT]!r}, not {ROOT}")
+        raise UnreadableSmiError(f"its root element is {root.tag[:MAX_TEXT]!r}, not {ROOT}")
     gpus = root.findall("gpu")
     if len(gpus) > MAX_GPUS:
         raise UnreadableSmiError(f"it describes more than {MAX_GPUS} GPUs")
-    driver = known(_text(root.find("driver_version")))
-    return Smi(tuple(_gpu(index, one.get("id", ""), _said(one)) for index, one in enumerate(gpus)), driver)
+    driver = available(_text(root.find("driver_version")))
+    return SmiReport(tuple(_gpu(index, one.get("id", ""), _values(one)) for index, one in enumerate(gpus)), driver)
 
 
 def _root(content: bytes) -> ElementTree.Element:
     try:
-        survey = _Survey(content)
-        # Where the root's tag stands in ASCII, all tags do: expat knows no encodings but UTF-16 and such.
-        if survey.has_tags_only and content.startswith(ROOT_TAG, survey.root_at):
-            content = thinned(content, survey.root_at, WAYS)
+        scan = _Scan(content)
+        # If the root's tag is in ASCII, all tags are: expat supports no other encodings than UTF-16 and ASCII
+        # supersets.
+        if scan.has_tags_only and content.startswith(ROOT_TAG, scan.root_at):
+            content = thinned(content, scan.root_at, KEPT_NAMES)
         return ElementTree.fromstring(content)  # noqa: S314 - see above
     except expat.ExpatError as exc:
-        raise UnreadableSmiError(_why(content, exc.code, exc.lineno)) from exc
+        raise UnreadableSmiError(_describe_error(content, exc.code, exc.lineno)) from exc
     except ElementTree.ParseError as exc:
-        raise UnreadableSmiError(_why(content, exc.code, exc.position[0])) from exc
+        raise UnreadableSmiError(_describe_error(content, exc.code, exc.position[0])) from exc
     except (ValueError, LookupError) as exc:
-        raise UnreadableSmiError(f"it is in an encoding that cannot be read: {exc}") from exc
+        raise UnreadableSmiError(f"its encoding is not supported: {exc}") from exc
 
 
-class _Survey:
-    """What expat alone has seen of the whole text, before anything is made of it."""
+class _Scan:
+    """A first pass over the whole document with expat alone, before a tree is built."""
 
     def __init__(self, content: bytes) -> None:
-        """Raises UnreadableSmiError where things are declared, and ExpatError where the text is not well-formed."""
+        """Raises UnreadableSmiError for declarations, and ExpatError if the document is not well-formed."""
         self.root_at = 0
-        self.has_tags_only = True  # from the root on: nothing else that begins with "<"
+        self.has_tags_only = True  # from the root on: no other markup that begins with "<"
         self._parser = parser = expat.ParserCreate(namespace_separator="}")  # as ElementTree's does
         parser.SetParamEntityParsing(expat.XML_PARAM_ENTITY_PARSING_NEVER)
         parser.StartDoctypeDeclHandler = _refuse_declarations
         parser.SkippedEntityHandler = self._refuse_entity
-        parser.StartElementHandler = self._see_root
-        parser.CommentHandler = self._see_no_tag
-        parser.ProcessingInstructionHandler = self._see_no_tag
-        parser.StartCdataSectionHandler = self._see_no_tag
+        parser.StartElementHandler = self._note_root
+        parser.CommentHandler = self._note_other_markup
+        parser.ProcessingInstructionHandler = self._note_other_markup
+        parser.StartCdataSectionHandler = self._note_other_markup
         try:
             parser.Parse(content, True)
         finally:
-            del self._parser  # it knows us, too
+            del self._parser  # breaks the reference cycle
 
-    def _see_root(self, _name: str, _attributes: object) -> None:
+    def _note_root(self, _name: str, _attributes: object) -> None:
         self.root_at = self._parser.CurrentByteIndex
         self._parser.StartElementHandler = None
 
-    def _see_no_tag(self, *_said: str) -> None:
+    def _note_other_markup(self, *_values: str) -> None:
         self.has_tags_only = False
 
     def _refuse_entity(self, _name: str, _is_parameter: bool) -> None:
-        raise UnreadableSmiError(f"it is no XML: undefined entity at line {self._parser.CurrentLineNumber}")
+        raise UnreadableSmiError(f"it is not XML: undefined entity at line {self._parser.CurrentLineNumber}")
 
 
 def _refuse_declarations(_name: str, _system: str | None, _public: str | None, has_own: int) -> None:
     if has_own:
-        raise UnreadableSmiError("it declares things of its own")
+        raise UnreadableSmiError("it contains its own declarations")
 
 
-def _said(gpu: ElementTree.Element) -> dict[str, str]:
-    said = {}
-    for place, names in OF_GPU:
-        where = gpu if place is None else gpu.find(place)
-        if where is None:
+def _values(gpu: ElementTree.Element) -> dict[str, str]:
+    values = {}
+    for parent, names in GPU_ELEMENTS:
+        parent_element = gpu if parent is None else gpu.find(parent)
+        if parent_element is None:
             continue
         for element, name in names.items():
-            text = _text(where.find(element))
+            text = _text(parent_element.find(element))
             if text is not None:
-                said[name] = text
-    return said
+                values[name] = text
+    return values
 
 
 def _text(element: ElementTree.Element | None) -> str | None:
-    """What stands there, if it could be a name or a number."""
+    """The element's text, if it could be a name or a number."""
     text = "" if element is None else (element.text or "").strip()
     return None if element is None or len(text) > MAX_TEXT or not text.isprintable() else text
 
 
-def known(text: str | None) -> str | None:
-    return None if text is None or text in NOTHING else text
+def available(text: str | None) -> str | None:
+    return None if text is None or text in UNAVAILABLE else text
 
 
-def _gpu(index: int, pci: str, said: dict[str, str]) -> Gpu:
-    minor = said.pop("minor", "")
-    address = known(said.pop("pci", None)) or known(pci.strip()[:MAX_TEXT])
-    memory = MEMORY.fullmatch(said.pop("memory", ""))
+def _gpu(index: int, pci: str, values: dict[str, str]) -> Gpu:
+    minor = values.pop("minor", "")
+    address = available(values.pop("pci", None)) or available(pci.strip()[:MAX_TEXT])
+    memory = MEMORY.fullmatch(values.pop("memory", ""))
     return Gpu(
         index=index,
         pci=address if address is not None and address.isprintable() else None,
         minor=int(minor) if MINOR.fullmatch(minor) else None,
         memory=f"{memory[1]}Mi" if memory else None,
-        is_mig=said.pop("mig", "") == "Enabled",
-        said_serial=said.get("serial", ""),
-        said_chassis=said.get("chassis", ""),
-        **{name: known(text) for name, text in said.items()},
+        is_mig=values.pop("mig", "") == "Enabled",
+        raw_serial=values.get("serial", ""),
+        raw_chassis=values.get("chassis", ""),
+        **{name: available(text) for name, text in values.items()},
     )
 
 
-def _why(content: bytes, code: int, line: int) -> str:
-    """In words that tell a tool's own complaint from half an answer."""
+def _describe_error(content: bytes, code: int, line: int) -> str:
+    """A message that distinguishes an error message of a tool from a truncated document."""
     if not content.strip():
-        return "there is nothing"
+        return "it is empty"
     if not content.lstrip().startswith(b"<") and not content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         first = content.strip().splitlines()[0][:MAX_TEXT].decode(errors="replace")
-        return f"it is no XML: {first!r}"
+        return f"it is not XML: {first!r}"
     if code in _TRUNCATED:
-        return f"it ends in the middle, at line {line}"
-    return f"it is no XML: {expat.ErrorString(code)} at line {line}"
+        return f"it is truncated at line {line}"
+    return f"it is not XML: {expat.ErrorString(code)} at line {line}"
 
 
 _TRUNCATED: Final = tuple(

@@ -1,4 +1,4 @@
-"""Where reservations live. One protocol, one contract suite, and implementations that pass it."""
+"""Where reservations are stored: one protocol, one contract suite, and the implementations that pass it."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
@@ -10,26 +10,28 @@ from webhook.ledger.pending import PendingGpus
 
 
 class Ledger(Protocol):
-    """Holds devices for claims. A slot has at most one live reservation, whatever is asked in whatever order.
+    """Reserves devices for claims. A slot has at most one live reservation, whatever the order of the requests.
 
-    Ids are fixed by the caller before the write, so whoever lost an answer asks again and finds what was done. Asked
-    again of one that was behind, an id may stand on two nodes: `node` says which is meant, if there is one.
+    The caller chooses the id before the write, so a caller that lost the reply can repeat the request and finds the
+    result of the first one. If a stale replica handled the repeated request, one id may exist on two nodes: pass `node`
+    to select one.
     """
 
     async def reserve(
         self, ask: ReservationRequest, placements: Sequence[Placement], *, answer_by: datetime
     ) -> Reservation:
-        """Hold the first placement that is free, whole or not at all.
+        """Reserve the first placement that is free, completely or not at all.
 
-        The same ask again gets the same reservation. Nothing is written from `answer_by` on.
-        Raises SlotsTakenError, PlacementRefusedError among them, ReservationConflictError, DeadlinePassedError or
+        Repeating a request returns the same reservation. Nothing is written after `answer_by`.
+        Raises SlotsTakenError (or its subclass PlacementRefusedError), ReservationConflictError, DeadlinePassedError or
         LedgerUnavailableError.
         """
 
     async def find(
         self, reservation_id: ReservationId, *, node: str | None = None, is_fresh: bool = False
     ) -> Reservation | None:
-        """The reservation, of whatever phase; `node` says where to look if it is not known there, or to be sure."""
+        """The reservation, in any phase. With `node`, an implementation may read that node if it does not know the id
+        there, or if `is_fresh` is set."""
 
     async def bind_to_pod(
         self,
@@ -40,49 +42,50 @@ class Ledger(Protocol):
         node: str | None = None,
         grace: timedelta | None = None,
     ) -> Reservation:
-        """Record whose the reservation is, and how that is known. Idempotent for the same pod.
+        """Record the pod of a reservation, and how the pod is known to exist. Idempotent for the same pod.
 
-        A pod that is only named gives the reservation a new deadline. `grace` is the pod's grace period: it is stored
-        if it is given before the pod is on a node; later, only a longer one is.
+        A pod that is only named in a review gives the reservation a new deadline. `grace` is the pod's grace period: it
+        is stored if it is given before the pod is on a node; after that, only a longer one is stored.
         Raises UnknownReservationError, ReservationConflictError or ReservationExpiredError.
         """
 
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
     ) -> bool:
-        """The pod has ended: its devices are free. Another pod's or another reservation's stay held.
+        """The pod has ended: free its devices. Reservations of other pods, and other reservations, stay.
 
-        `since` is that of the reservation that is meant, where by now another may stand there under its id.
+        Pass the reservation's `since` if a newer reservation may have the same id by now.
         """
 
     async def collect(self, now: datetime) -> Collection[Reservation]:
-        """Give up what waited past its deadline; others count it out a clock skew later than its holder does."""
+        """Expire pending reservations past their deadline. Other replicas wait one clock skew longer than the replica
+        that made the reservation."""
 
     def lapsed(self, reservation_id: ReservationId) -> Reservation | None:
-        """What was promised under an id, and went before a pod was named for it, as far as it was seen here."""
+        """A reservation that expired before a review named its pod, as far as this process knows."""
 
     async def confirm_early(self, now: datetime) -> None:
-        """Ask whether pods exist by now that were named in reviews, and nobody has told of."""
+        """Check whether pods exist by now that reviews have named and the watch has not shown."""
 
     @property
     def pending(self) -> PendingGpus:
-        """What reviews have reserved for pods that nobody has seen, as far as it is known here; what is given up does
-        not count."""
+        """Reservations that reviews have made for pods that are not known to exist yet, as far as this process knows.
+        Expired reservations do not count."""
 
     @property
     def unnamed(self) -> PendingGpus:
-        """Of these, what no review has named a pod for."""
+        """The pending reservations that no review has named a pod for."""
 
     @property
     def orphaned(self) -> PendingGpus:
-        """What pods had that are gone and were not seen to end, as far as it is known here; and what was promised to
-        pods that are not there past its deadline, and may have run."""
+        """Reservations of pods that are gone and were not seen to end, as far as this process knows. Includes
+        reservations past their deadline whose pod does not exist but may have run."""
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
-        """Who holds a device's slots, as far as it is known here."""
+        """The reservations that hold slots of a device, as far as this process knows."""
 
     def of_pod(self, uid: str) -> Reservation | None:
-        """What a pod holds, as far as it is known here."""
+        """The reservation of a pod, as far as this process knows."""
 
     def reservations(self) -> Collection[Reservation]:
-        """All that are known here."""
+        """All reservations that this process knows."""

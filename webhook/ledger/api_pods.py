@@ -15,44 +15,44 @@ from webhook.kube.watch import WATCH_ERRORS, whole_list
 from webhook.ledger.cluster import PodReaderUnavailableError
 from webhook.ledger.end_of_use import NodeSnapshot
 from webhook.ledger.pods import PodsUnavailableError
-from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod, carries_other
+from webhook.ledger.reserved_pod import PodSnapshot, ReservedPod, reservation_mismatch
 
 
 def pod_in(body: bytes, namespace: str, name: str) -> Raw:
-    """The pod that was asked for: names come from whoever sends reviews, and `..` is the path of something else."""
+    """The requested pod. The names come from review senders, and a name such as `..` addresses another resource."""
     try:
         raw = object_in(body)
         meta = raw["metadata"]
         if (raw["kind"], meta["namespace"], meta["name"]) == ("Pod", namespace, name) and meta["uid"]:
             return raw
     except (msgspec.DecodeError, KeyError, TypeError) as exc:
-        raise PodsUnavailableError("the API server answered with something else than a pod") from exc
-    raise PodsUnavailableError("the API server answered with something else than that pod")
+        raise PodsUnavailableError("the API server answered with something other than a pod") from exc
+    raise PodsUnavailableError("the API server answered with another object than the requested pod")
 
 
 class ApiPods:
-    """The pods that the API server has. A read without a version is a quorum read: no cache answers it."""
+    """Pods in the API server. A read without a resource version is a quorum read, never answered from a cache."""
 
-    believes_reviews = False
+    trusts_reviews = False
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
 
-    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
+    async def find_mismatch(self, pod: PodIdentity, held: Reservation) -> str | None:
         name = f"pod {pod.namespace}/{pod.name}"
         raw = await self._read(pod.namespace, pod.name)
         if raw is None:
             return f"there is no {name}"
         if raw["metadata"]["uid"] != pod.uid:
             return f"{name} has another uid"
-        other = carries_other(raw, held)
+        other = reservation_mismatch(raw, held)
         return None if other is None else f"{name} {other}"
 
     def created(self, pod: PodIdentity) -> None:
-        """Nothing: a review is no proof that the pod will exist, the watch is."""
+        """Does nothing: only the watch proves that the pod exists, a review does not."""
 
     def ended(self, pod: PodIdentity) -> None:
-        """Nothing: eviction sends no DELETE review, and a terminating pod still holds its devices."""
+        """Does nothing: an eviction sends no DELETE review, and a terminating pod still uses its devices."""
 
     async def uid_of(self, namespace: str, name: str) -> str:
         raw = await self._read(namespace, name)
@@ -85,25 +85,25 @@ class ApiPods:
             raise PodReaderUnavailableError("pods cannot be listed") from exc
         return raws.values()
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
         try:
             if pod.name:
                 raw = await self._read(pod.namespace, pod.name)
-            else:  # written by hand: then only a whole list tells
+            else:  # a reservation written by hand: only the full list can answer
                 raw = next((one for one in await self._all() if one["metadata"].get("uid") == pod.uid), None)
             is_gone = raw is None or raw["metadata"]["uid"] != pod.uid
             return None if raw is None or is_gone else PodSnapshot.of(raw)
         except (PodsUnavailableError, msgspec.ValidationError) as exc:
             raise PodReaderUnavailableError(str(exc)) from exc
 
-    async def node(self, name: str) -> NodeSnapshot | None:
+    async def read_node(self, name: str) -> NodeSnapshot | None:
         try:
             status, body = await request_json(self._api, "GET", NODE_PATH, {"name": name}, seconds=REQUEST_TIMEOUT)
             if status == 404:
                 return None
             raw = object_in(body) if status == 200 else {}
             if (raw.get("kind"), raw.get("metadata", {}).get("name")) != ("Node", name):
-                raise PodReaderUnavailableError(f"the API server answered {status} with something else than that node")
+                raise PodReaderUnavailableError(f"the API server answered {status} with another object than that node")
             return NodeSnapshot.of(raw)
         except (*REQUEST_ERRORS, msgspec.MsgspecError, AttributeError) as exc:
             raise PodReaderUnavailableError("the node cannot be read") from exc
@@ -114,6 +114,6 @@ class ApiPods:
         try:
             status, _ = await request_json(self._api, "DELETE", POD_PATH, names, body, seconds=REQUEST_TIMEOUT)
         except REQUEST_ERRORS as exc:
-            raise PodReaderUnavailableError("the pod cannot be removed") from exc
-        if status >= 400 and status not in (404, 409):  # gone, or another by now
-            raise PodReaderUnavailableError("the pod cannot be removed")
+            raise PodReaderUnavailableError("the pod cannot be deleted") from exc
+        if status >= 400 and status not in (404, 409):  # gone, or replaced or changed since
+            raise PodReaderUnavailableError("the pod cannot be deleted")

@@ -1,8 +1,8 @@
-"""Reservations in GPUNode objects: the store's version is the lock, its own rules are the second one.
+"""Reservations in GPUNode objects. The object's resourceVersion is the lock; the CRD's validation rules are the second.
 
-Each node has a desk. Moves that arrive while one write is under way share the next one, so many reservations on one
-node cost few writes. After an answer that was lost, late or stale the object is read again and the moves are made on
-what is really there: a move that was made already is found made.
+Each node has one writer. Moves that arrive during a write share the next write, so many reservations on one node need
+few writes. After a lost, late or stale response the ledger reads the object again and applies the moves to its current
+state: a move that was already applied is recognized as such.
 """
 
 import asyncio
@@ -39,22 +39,22 @@ from webhook.core.reservation import (
 from webhook.kube.gpu_node import GpuNode, UnreadableGpuNodeError, object_name, with_finalizer, with_held
 from webhook.kube.store import RefusedError, StaleError, StoreUnavailableError
 from webhook.ledger.moves import (
-    Abandon,
     Adopt,
+    Assignment,
     BindPod,
+    ClearOrphanMark,
     Expire,
     Held,
     HoldSlots,
+    MarkOrphaned,
     MarkUnused,
     Move,
-    Promise,
     Refresh,
     Release,
     Times,
-    Unmark,
     WriteAgainError,
-    may_give_way,
-    promise_of,
+    assignment_of,
+    may_be_displaced,
 )
 from webhook.ledger.pending import PendingGpus
 from webhook.ledger.reservation_index import ReservationIndex
@@ -66,32 +66,33 @@ from webhook.runtime.clock import Clock
 log = structlog.get_logger(__name__)
 
 # For moves that no review waits for.
-PATIENCE = timedelta(seconds=10)
-# Between two tries on one object: long enough for the others' writes, shorter than anybody's patience.
-# The longest pause is for a store that does not answer or is overloaded.
+DEFAULT_TIMEOUT = timedelta(seconds=10)
+# Between two attempts on one object: long enough for other replicas' writes, shorter than any deadline. The maximum is
+# for a store that does not respond or limits the request rate.
 BACKOFF = Backoff(timedelta(seconds=0.02), timedelta(seconds=0.5), jitter=(0.5, 1.5))
-# How long after a pod was named it is asked whether it exists, while reviews wait for room; and of how many at once.
-EARLY = (timedelta(seconds=0.5), timedelta(seconds=2), timedelta(seconds=6))
-ASKED_AT_ONCE = 32
+# Delays after a pod was named at which the ledger checks whether it exists, while reviews wait for free devices, and
+# the maximum number of concurrent checks.
+EARLY_CHECKS = (timedelta(seconds=0.5), timedelta(seconds=2), timedelta(seconds=6))
+MAX_EARLY_CHECKS = 32
 
 
 class PodReaderUnavailableError(GpuwardenError):
-    """Nobody can say at this moment whether a pod exists."""
+    """Whether the pod exists cannot be determined at this moment."""
 
 
 class PodReader(Protocol):
-    """Knows for certain which pods exist and which do not: by a quorum read, never by a cache."""
+    """Reads pods with quorum reads, never from a cache, so its answers are authoritative."""
 
-    async def look(self, pod: PodIdentity) -> PodSnapshot | None:
-        """The pod as it is now; None if it is gone. Raises WitnessAwayError."""
+    async def read_pod(self, pod: PodIdentity) -> PodSnapshot | None:
+        """The pod as it is now; None if it is gone. Raises PodReaderUnavailableError."""
 
     async def reserved_pods(self) -> Sequence[ReservedPod]:
-        """All pods that carry a reservation. Raises WitnessAwayError."""
+        """All pods that carry a reservation. Raises PodReaderUnavailableError."""
 
 
 @define(eq=False)
 class PendingWrite:
-    """A move that somebody waits for."""
+    """A move that a caller waits for."""
 
     move: Move
     answer_by: datetime
@@ -109,29 +110,29 @@ class PendingWrite:
 
 @define(eq=False)
 class NodeWriter:
-    """One node: the object as last seen, and who wants to change it."""
+    """One node: the last known object, and the writes that wait for it."""
 
     name: str
     raw: Raw | None = None
     node: GpuNode | None = None
-    # When it was last read, on the ledger's own count; 0 while there is none.
+    # Sequence number of the last read; 0 if there is no object.
     seen: int = 0
     waiting: list[PendingWrite] = field(factory=list)
-    # What the store has had against a single move since its last write.
+    # Why the store refused a single move after its last successful write.
     refusal: str = ""
     worker: asyncio.Task[None] | None = None
 
 
 @define(eq=False)
 class PodCensus:
-    """All carriers, as a read found them that was begun at this count."""
+    """All pods with a reservation, from a list request that started at this sequence number."""
 
     begun: int
     found: asyncio.Future[Sequence[ReservedPod]]
 
 
 class ClusterLedger:
-    """Any number of these may share a store."""
+    """A ledger in the cluster. Any number of replicas may share a store."""
 
     def __init__(
         self,
@@ -146,24 +147,24 @@ class ClusterLedger:
         self._index = ReservationIndex(fleet)
         self._store = store
         self._pod_reader = pod_reader
-        self._in_vain: set[Promise] = set()  # no pod will come for these, until they are cleared away
-        self._asked: dict[Promise, int] = {}  # how often, while they are pending
+        self._unclaimed: set[Assignment] = set()  # their pod does not exist; kept until they are deleted
+        self._checks_made: dict[Assignment, int] = {}  # early checks per pending reservation
         self._clock = clock
         self._times = times
         self._writers: dict[str, NodeWriter] = {}
         self._count = 0
         self._census: PodCensus | None = None
 
-    # What the watch tells.
+    # Input from the watch.
 
     def learn(self, raw: Raw) -> None:
-        """A GPUNode as somebody saw it; older than what is known, it is nothing new. What was held on one that cannot
-        be read is remembered, as on one that has gone."""
+        """A GPUNode as some client saw it; ignored if a newer version is known. The reservations of an object that
+        cannot be parsed stay known, as if the object had been deleted."""
         try:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError as exc:
             log.warning("GPUNode cannot be read", problem=str(exc))
-            self.forget(object_name(raw))  # nothing can be written there
+            self.forget(object_name(raw))  # it cannot be written either
             return
         writer = self._writer(node.name)
         if writer.node is not None and writer.node.version >= node.version:
@@ -173,7 +174,7 @@ class ClusterLedger:
         self._index.replace(node.name, node.reservations)
 
     def forget(self, name: str) -> None:
-        """The object has gone. What was held is remembered: its devices are offered to nobody meanwhile."""
+        """The object is deleted. Its reservations stay known, so their devices are not offered in the meantime."""
         writer = self._writers.get(name)
         if writer is not None:
             writer.raw, writer.node, writer.seen = None, None, 0
@@ -185,31 +186,31 @@ class ClusterLedger:
 
     @property
     def writer_count(self) -> int:
-        """Of nodes that are there, and of those that somebody asks for at this moment."""
+        """Number of nodes that exist or that a caller asks for at this moment."""
         return len(self._writers)
 
     @property
-    def reminders(self) -> int:
-        """Of deadlines, those that are over included."""
-        return self._index.reminders
+    def deadline_entries(self) -> int:
+        """Number of scheduled deadline checks, including obsolete ones."""
+        return self._index.deadline_entries
 
-    # What the ledger does.
+    # The ledger's operations.
 
     async def reserve(
         self, ask: ReservationRequest, placements: Sequence[Placement], *, answer_by: datetime
     ) -> Reservation:
         if self._clock() >= answer_by:
             raise DeadlinePassedError(ask.id)
-        for known in self._index.several(ask.id):
-            if not may_give_way(known, self._clock(), self._times, self._in_vain):
+        for known in self._index.find_all(ask.id):
+            if not may_be_displaced(known, self._clock(), self._times, self._unclaimed):
                 placements = [Placement(known.node, known.slots)]
                 break
-            await self.expire(known)  # asked for again, it is a new one
+            await self.expire(known)  # the repeated request makes a new one
         refused = 0
         for placement in placements:
-            with self._index.wished(ask, placement):
+            with self._index.held_tentatively(ask, placement):
                 try:
-                    taken = await self._moved(placement.node, HoldSlots(ask, placement, self._in_vain), answer_by)
+                    taken = await self._make(placement.node, HoldSlots(ask, placement, self._unclaimed), answer_by)
                 except SlotsTakenError as exc:
                     refused += isinstance(exc, PlacementRefusedError)
                     continue
@@ -238,13 +239,13 @@ class ClusterLedger:
     ) -> Reservation:
         return await self._bind(BindPod(reservation_id, pod, proof, grace), node)
 
-    async def lengthen(self, one: Reservation, pod: PodIdentity, grace: timedelta) -> Reservation:
-        """The pod exists, and may be given a longer grace period than is waited for; the reconciler's part."""
+    async def extend_grace(self, one: Reservation, pod: PodIdentity, grace: timedelta) -> Reservation:
+        """The pod exists and its grace period may be longer than the stored one. Only the reconciler calls this."""
         return await self._bind(BindPod(one.id, pod, PodProof.CONFIRMED, grace, is_longest=True), one.node)
 
     async def _bind(self, move: BindPod, node: str | None) -> Reservation:
         known = self._index.find(move.reservation_id, node)
-        bound = None if known is None else await self._moved(known.node, move)
+        bound = None if known is None else await self._make(known.node, move)
         if bound is None:
             raise UnknownReservationError(move.reservation_id)
         return bound
@@ -252,160 +253,169 @@ class ClusterLedger:
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
     ) -> bool:
-        known = self._index.exactly(reservation_id, node)
+        known = self._index.find_exact(reservation_id, node)
         if known is None:
             return False
-        return await self._moved(known.node, Release(known.id, pod, since or known.since)) is not None
+        return await self._make(known.node, Release(known.id, pod, since or known.since)) is not None
 
     async def release_orphan(self, one: Reservation) -> bool:
-        """Its pod must have ended by now. An orphan that has changed since it was read stays."""
-        return await self._moved(one.node, Release(one.id, pod_of(one), one.since, one.orphan)) is not None
+        """The pod must have ended by now. An orphan that has changed since it was read stays."""
+        return await self._make(one.node, Release(one.id, pod_of(one), one.since, one.orphan)) is not None
 
-    async def abandon(
+    async def mark_orphaned(
         self, reservation_id: ReservationId, pod: PodIdentity, orphan: Orphan, *, node: str, since: datetime
     ) -> Reservation | None:
-        """The pod is gone and may still run: its devices stay held. None if they are not its any more."""
-        return await self._moved(node, Abandon(reservation_id, pod, since, orphan))
+        """The pod is gone and may still run: its devices stay reserved. None if they are no longer the pod's."""
+        return await self._make(node, MarkOrphaned(reservation_id, pod, since, orphan))
 
     def orphans_on(self, node: str) -> Collection[Reservation]:
-        """As far as they are known here."""
+        """The orphans on a node, as far as this process knows."""
         held = self._index.on(node).values()
         return [one for one in held if one.orphan is not None and one.phase is Phase.FINALIZED]
 
-    async def unmark(self, one: Reservation) -> bool:
+    async def clear_orphan_mark(self, one: Reservation) -> bool:
         """The orphan's pod exists and is alive. An orphan that has changed since it was read stays one."""
         if one.orphan is None:
             return False
-        return await self._moved(one.node, Unmark(one.id, one.uid or "", one.since, one.orphan)) is not None
+        return await self._make(one.node, ClearOrphanMark(one.id, one.uid or "", one.since, one.orphan)) is not None
 
     async def mark_unused(self, one: Reservation, asked_at: datetime) -> bool:
-        """The orphan's node, asked at that time, says that nothing of the pod is left. False if it was asked too early:
-        before the pod went, as far as clocks can tell."""
+        """The node was asked at that time and reports that nothing of the orphan's pod is left. False if it was asked
+        too early: possibly before the pod was gone, given the clock skew."""
         move = MarkUnused(one.id, one.uid or "", one.since, asked_at)
-        return await self._moved(one.node, move) is not None
+        return await self._make(one.node, move) is not None
 
     def given_up(self, now: datetime) -> Collection[Reservation]:
-        """What nobody came for and `collect` has given up: all of it, however often it could not be cleared away."""
+        """All pending reservations that `collect` has expired and that are not deleted from the store yet."""
         return [
             one
             for one in self._index.all()
-            if one.phase is Phase.PENDING and may_give_way(one, now, self._times, self._in_vain)
+            if one.phase is Phase.PENDING and may_be_displaced(one, now, self._times, self._unclaimed)
         ]
 
     async def expire(self, one: Reservation) -> bool:
-        """Clear away what was given up; the reconciler's part."""
-        return await self._moved(one.node, Expire(one.id, self._in_vain)) is not None
+        """Delete an expired reservation. Only the reconciler calls this."""
+        return await self._make(one.node, Expire(one.id, self._unclaimed)) is not None
 
     async def adopt(self, reserved_pod: ReservedPod) -> Reservation | None:
-        """Hold again what an existing pod carries and nobody else has; the reconciler's part.
+        """Reserve again what an existing pod carries, if its devices are free. Only the reconciler calls this.
 
         Raises SlotsTakenError, ReservationConflictError or ReservationExpiredError.
         """
         if reserved_pod.node is None:
             raise SlotsTakenError(reserved_pod.reservation_id)
-        return await self._moved(reserved_pod.node, Adopt(reserved_pod, reserved_pod.node))
+        return await self._make(reserved_pod.node, Adopt(reserved_pod, reserved_pod.node))
 
     def unsettled(self) -> Collection[str]:
-        """Nodes whose object has to be rebuilt, kept from being deleted, or let go."""
+        """Nodes whose object has to be rebuilt, needs its finalizer, or has to lose it."""
         return [
             name for name, writer in self._writers.items() if writer.node is not None and not is_settled(writer.node)
         ]
 
     async def settle(self, name: str) -> None:
-        """One step towards it; the reconciler's part."""
-        await self._moved(name, Refresh())
+        """One step towards a settled object. Only the reconciler calls this."""
+        await self._make(name, Refresh())
         writer = self._writers.get(name)
         if (
             writer is not None
             and writer.raw is not None
             and writer.node is not None
-            and not has_expected_finalizer(writer.node)
+            and not has_correct_finalizer(writer.node)
         ):
             self.learn(
                 await self._store.put(with_finalizer(writer.raw, has_finalizer=not writer.node.is_being_deleted))
             )
 
     async def collect(
-        self, now: datetime, *, never_came: Callable[[Reservation], bool] = lambda _: False
+        self, now: datetime, *, was_never_created: Callable[[Reservation], bool] = lambda _: False
     ) -> Collection[Reservation]:
-        """Offer what is past its deadline; whoever takes it clears it away in the store. `never_came`: whether it is
-        certain that no pod was stored for it, where there is none at this moment. Only who watches pods can say that.
+        """Offer the devices of reservations past their deadline; a new reservation then deletes them in the store.
+
+        `was_never_created` returns whether it is certain that a pod that does not exist now was never stored. Only a
+        caller that watches pods can know that.
         """
         past = deque(self._index.past_deadline(now - self._times.clock_skew))
         given_up = []
         try:
             while past:
-                if past[0].phase is Phase.PENDING and await self._is_given_up(past[0], now, never_came):
+                if past[0].phase is Phase.PENDING and await self._is_given_up(past[0], now, was_never_created):
                     given_up.append(past[0])
                 past.popleft()
         finally:
-            for one in past:  # whoever waited for this is gone; the first one may be the reason
-                self._index.look_again(one, now + PATIENCE if one is past[0] else one.deadline or now)
+            for one in past:  # cancelled or failed, possibly because of the first one
+                self._index.check_again(one, now + DEFAULT_TIMEOUT if one is past[0] else one.deadline or now)
         return given_up
 
     async def confirm_early(self, now: datetime) -> None:
         pending = self._index.pending_with_pod()
-        self._asked = {promise: self._asked.get(promise, 0) for promise in map(promise_of, pending)}
-        due = [one for one in pending if self._is_due(one, now)][:ASKED_AT_ONCE]
+        self._checks_made = {promise: self._checks_made.get(promise, 0) for promise in map(assignment_of, pending)}
+        due = [one for one in pending if self._is_due(one, now)][:MAX_EARLY_CHECKS]
         for one in due:
-            self._asked[promise_of(one)] += 1
+            self._checks_made[assignment_of(one)] += 1
         await asyncio.gather(*(self._confirm_what_exists(one) for one in due))
 
     def _is_due(self, one: Reservation, now: datetime) -> bool:
-        asked = self._asked[promise_of(one)]
-        if asked == len(EARLY) or one.deadline is None:
+        asked = self._checks_made[assignment_of(one)]
+        if asked == len(EARLY_CHECKS) or one.deadline is None:
             return False
-        return one.deadline - self._times.pending_deadline + EARLY[asked] <= now
+        return one.deadline - self._times.pending_deadline + EARLY_CHECKS[asked] <= now
 
     async def _confirm_what_exists(self, one: Reservation) -> None:
-        """That there is no pod yet says nothing: it may be on its way until the deadline."""
+        """A missing pod proves nothing here: it may still be created before the deadline."""
         pod = pod_of(one)
         try:
-            if not self.why_not_its(one, await self._pod_reader.look(pod)):
+            if not self.release_reason(one, await self._pod_reader.read_pod(pod)):
                 await self.bind_to_pod(PodProof.CONFIRMED, one.id, pod, node=one.node)
         except (PodReaderUnavailableError, LedgerError) as exc:
-            log.info("not confirmed before its deadline", reservation=one.id, error=type(exc).__name__)
+            log.info("early confirmation failed", reservation=one.id, error=type(exc).__name__)
 
-    async def _is_given_up(self, one: Reservation, now: datetime, never_came: Callable[[Reservation], bool]) -> bool:
-        """A reservation that was promised to a pod ends only with proof that no such pod will use it, nor has."""
+    async def _is_given_up(
+        self, one: Reservation, now: datetime, was_never_created: Callable[[Reservation], bool]
+    ) -> bool:
+        """A reservation that was given to a pod expires only with proof that the pod neither uses nor used it."""
         if one.uid is not None:
             pod = pod_of(one)
             try:
-                seen = await self._pod_reader.look(pod)
-                if not self.why_not_its(one, seen):
+                seen = await self._pod_reader.read_pod(pod)
+                if not self.release_reason(one, seen):
                     await self.bind_to_pod(PodProof.CONFIRMED, one.id, pod, node=one.node)
                     return False
-                if seen is None and not never_came(one):
-                    self._index.keep(one, now + PATIENCE)
+                if seen is None and not was_never_created(one):
+                    self._index.count_as_orphaned(one, now + DEFAULT_TIMEOUT)
                     return False
             except (PodReaderUnavailableError, LedgerError) as exc:
-                log.warning("expired reservation left as it is", reservation=one.id, exc_info=exc)
-                self._index.keep(one, now + PATIENCE)
+                log.warning("expired reservation kept, its pod cannot be checked", reservation=one.id, exc_info=exc)
+                self._index.count_as_orphaned(one, now + DEFAULT_TIMEOUT)
                 return False
-            self._in_vain = {promise for promise in self._in_vain if self._stands(promise)} | {promise_of(one)}
-        self._index.offer(one)
+            self._unclaimed = {promise for promise in self._unclaimed if self._is_current(promise)} | {
+                assignment_of(one)
+            }
+        self._index.offer_devices(one)
         return True
 
-    def _stands(self, promise: Promise) -> bool:
+    def _is_current(self, promise: Assignment) -> bool:
         node, reservation_id, _ = promise
         known = self._index.on(node).get(reservation_id)
-        return known is not None and promise_of(known) == promise
+        return known is not None and assignment_of(known) == promise
 
-    def why_not_its(self, held: Reservation, seen: PodSnapshot | None) -> str:
-        """Empty as long as the pod may use what is held. That there is such a pod says nothing: anybody who may post
-        reviews can name one. It carries the reservation, waits behind our gate for it to be written there, or was
-        shown its devices as it started and has lost what it carried."""
+    def release_reason(self, held: Reservation, seen: PodSnapshot | None) -> str:
+        """Why the pod cannot use the reservation any more; empty as long as it may.
+
+        That the pod exists is not enough, because any client that may send reviews can name a pod. The pod must carry
+        the reservation, be gated until the reservation is written into it, or have started with the reserved devices
+        visible and lost the annotations since.
+        """
         if seen is None:
             return "gone"
         if seen.has_ended:
             return "ended"
         if seen.is_gated or (seen.reserved_pod is not None and seen.reserved_pod.carries(held)):
             return ""
-        if seen.may_see(held) and not self._has_another(seen.reserved_pod):
+        if seen.may_use_gpus_of(held) and not self._has_other_reservation(seen.reserved_pod):
             return ""
-        return "its pod does not carry it"
+        return "its pod does not carry the reservation"
 
-    def _has_another(self, one: ReservedPod | None) -> bool:
+    def _has_other_reservation(self, one: ReservedPod | None) -> bool:
         own = None if one is None else self.carried(one)
         return one is not None and own is not None and own.phase is Phase.FINALIZED and own.uid == one.pod.uid
 
@@ -431,7 +441,7 @@ class ClusterLedger:
         return self._index.of_pod(uid)
 
     def carried(self, one: ReservedPod) -> Reservation | None:
-        """The reservation that the pod says it carries, as far as it is known here, whosever it is."""
+        """The reservation that the pod carries, as far as this process knows. It may belong to another pod."""
         held = self._index.find(one.reservation_id, one.node)
         return held if held is not None and held.node == one.node else None
 
@@ -439,126 +449,126 @@ class ClusterLedger:
         return self._index.all()
 
     async def rest(self) -> None:
-        """Until no write is under way. What nobody waits for any more is not begun."""
+        """Wait until no write is in progress. Writes that no caller waits for are not started."""
         working = [writer.worker for writer in self._writers.values() if writer.worker is not None]
         if working:
             await asyncio.wait(working)
 
-    # How a move gets into the store.
+    # How a move is written to the store.
 
-    async def _moved(self, node: str, move: Move, answer_by: datetime | None = None) -> Reservation | None:
+    async def _make(self, node: str, move: Move, answer_by: datetime | None = None) -> Reservation | None:
         writer = self._writer(node)
         done: asyncio.Future[Reservation | None] = asyncio.get_running_loop().create_future()
-        writer.waiting.append(PendingWrite(move, answer_by or self._clock() + PATIENCE, done))
+        writer.waiting.append(PendingWrite(move, answer_by or self._clock() + DEFAULT_TIMEOUT, done))
         if writer.worker is None or writer.worker.done():
-            writer.worker = asyncio.create_task(self._work(writer))
+            writer.worker = asyncio.create_task(self._write_pending(writer))
         return await done
 
-    async def _work(self, writer: NodeWriter) -> None:
+    async def _write_pending(self, writer: NodeWriter) -> None:
         while writer.waiting:
-            turns, writer.waiting = writer.waiting, []
+            writes, writer.waiting = writer.waiting, []
             try:
-                await self._serve(writer, turns)
+                await self._apply_writes(writer, writes)
             except StoreUnavailableError as exc:
-                log.warning("store away", node=writer.name, exc_info=exc)
-            except Exception:  # a bug with one move: those that have queued behind it are served
-                log.exception("moves failed", node=writer.name, moves=[type(turn.move).__name__ for turn in turns])
-            finally:  # whatever went wrong, nobody is left waiting
-                for turn in turns:
-                    turn.fail(LedgerUnavailableError("the store cannot be reached"))
+                log.warning("API server unavailable", node=writer.name, exc_info=exc)
+            except Exception:  # a bug with one move must not stop the moves behind it
+                log.exception("moves failed", node=writer.name, moves=[type(write.move).__name__ for write in writes])
+            finally:  # no caller may wait forever
+                for write in writes:
+                    write.fail(LedgerUnavailableError("the API server cannot be reached"))
         if writer.node is None and self._writers.get(writer.name) is writer:
-            del self._writers[writer.name]  # anybody can name a node that does not exist
+            del self._writers[writer.name]  # requests may name nodes that do not exist
 
-    async def _serve(self, writer: NodeWriter, turns: list[PendingWrite]) -> None:
-        """All turns to their end: made, failed, or out of time."""
+    async def _apply_writes(self, writer: NodeWriter, writes: list[PendingWrite]) -> None:
+        """Complete all writes: each is applied, fails or times out."""
         is_current, failures = writer.node is None, 1
         if writer.node is None:
             await self._read(writer.name)
-        while turns := self._in_time(turns):
+        while writes := self._drop_late(writes):
             if writer.raw is None or writer.node is None:
-                self._without_object(writer.name, turns)
+                self._apply_without_object(writer.name, writes)
                 return
             seen = writer.seen
             reserved_pods = () if writer.node.is_rebuilt else await self._reserved_pods(seen)
             if writer.seen != seen:
-                continue  # it is another object by now, and who has something of it may have come since
+                continue  # the object was replaced, and new pods may exist
             try:
                 if not writer.node.is_rebuilt:
                     await self._rebuild(writer.node, writer.raw, reserved_pods)
                     is_current = True
                     continue
                 held: Held = dict(writer.node.reservations)
-                made, again, doubtful = self._apply(writer.node, held, turns, is_current=is_current)
-                if held != writer.node.stored or (not writer.node.has_correct_counts and is_looked_at(turns)):
+                applied, to_retry, stale = self._apply(writer.node, held, writes, is_current=is_current)
+                if held != writer.node.stored or (not writer.node.has_correct_counts and includes_refresh(writes)):
                     self.learn(await self._store.put_status(with_held(writer.raw, held.values(), writer.node.devices)))
                     is_current, writer.refusal = True, ""
             except RefusedError as exc:
-                await self._one_by_one(writer, turns, str(exc))
+                await self._apply_one_by_one(writer, writes, str(exc))
                 return
             except (StaleError, StoreUnavailableError) as exc:
                 failures = failures + 1 if isinstance(exc, StoreUnavailableError) else 1
                 await asyncio.sleep(self._backoff.seconds(failures))
-                await self._read_in_time(writer, turns)
+                await self._read_until_late(writer, writes)
                 is_current = True
                 continue
-            for turn in made:
-                turn.succeed()
-            if doubtful:
+            for write in applied:
+                write.succeed()
+            if stale:
                 await self._read(writer.name)
                 is_current = True
-            turns = again + doubtful
+            writes = to_retry + stale
 
-    def _without_object(self, name: str, turns: list[PendingWrite]) -> None:
-        """Nothing is to be had there. What was held is only remembered, and forgotten as it ends."""
-        for turn in turns:
-            if isinstance(turn.move, Release | Expire | Abandon):
-                turn.result = self._index.make(name, turn.move, self._clock(), self._times)
-                turn.succeed()
+    def _apply_without_object(self, name: str, writes: list[PendingWrite]) -> None:
+        """Without an object nothing can be reserved. Known reservations are only dropped from memory as they end."""
+        for write in writes:
+            if isinstance(write.move, Release | Expire | MarkOrphaned):
+                write.result = self._index.make(name, write.move, self._clock(), self._times)
+                write.succeed()
             else:
-                turn.fail(SlotsTakenError(f"there is no GPUNode {name}"))
+                write.fail(SlotsTakenError(f"there is no GPUNode {name}"))
 
     def _apply(
-        self, node: GpuNode, held: Held, turns: list[PendingWrite], *, is_current: bool
+        self, node: GpuNode, held: Held, writes: list[PendingWrite], *, is_current: bool
     ) -> tuple[list[PendingWrite], list[PendingWrite], list[PendingWrite]]:
-        """Make the moves on `held`: those made, those that need another write, and those that failed on what may be
-        out of date: absence in a cache is no reason to refuse."""
-        made: list[PendingWrite] = []
-        again: list[PendingWrite] = []
-        doubtful: list[PendingWrite] = []
+        """Apply the moves to `held`. Returns those applied, those that need another write, and those that failed on
+        data that may be stale: absence in a cache is no reason to refuse a move."""
+        applied: list[PendingWrite] = []
+        to_retry: list[PendingWrite] = []
+        stale: list[PendingWrite] = []
         now = self._clock()
-        for turn in turns:
-            if node.is_being_deleted and isinstance(turn.move, HoldSlots) and turn.move.ask.id not in held:
-                turn.fail(SlotsTakenError(f"GPUNode {node.name} is being deleted"))
+        for write in writes:
+            if node.is_being_deleted and isinstance(write.move, HoldSlots) and write.move.ask.id not in held:
+                write.fail(SlotsTakenError(f"GPUNode {node.name} is being deleted"))
                 continue
             try:
-                turn.result = turn.move.apply(node.stored, held, now, self._times)
-                made.append(turn)
+                write.result = write.move.apply(node.stored, held, now, self._times)
+                applied.append(write)
             except WriteAgainError:
-                again.append(turn)
+                to_retry.append(write)
             except SlotsTakenError as exc:
-                turn.fail(exc)
+                write.fail(exc)
             except LedgerError as exc:
                 if is_current:
-                    turn.fail(exc)
+                    write.fail(exc)
                 else:
-                    doubtful.append(turn)
-        return made, again, doubtful
+                    stale.append(write)
+        return applied, to_retry, stale
 
     async def _rebuild(self, node: GpuNode, raw: Raw, reserved_pods: Sequence[ReservedPod]) -> None:
-        """A new object says nothing of the pods that are there already: they say it. Those that are on the node come
-        first, then the older ones."""
+        """Restore the reservations of a new object from the pods that carry them: first those on the node, then the
+        older ones."""
         held: Held = {}
         there = [one for one in reserved_pods if one.node == node.name and not one.has_ended]
         for one in sorted(there, key=lambda one: (not one.is_on_node, one.created, one.pod.uid)):
             try:
                 Adopt(one, node.name).apply({}, held, self._clock(), self._times)
             except LedgerError:
-                log.warning("not rebuilt: somebody else has its devices", reservation=one.reservation_id)
+                log.warning("reservation not rebuilt: another pod has its devices", reservation=one.reservation_id)
         self.learn(await self._store.put_status(with_held(raw, held.values(), node.devices)))
         log.info("GPUNode rebuilt from pods", node=node.name, reservations=len(held))
 
     async def _reserved_pods(self, seen: int) -> Sequence[ReservedPod]:
-        """As a read finds them that was begun later than `seen`; whoever needs one at the same time shares it."""
+        """The result of a list request that started after `seen`. Concurrent callers share one request."""
         if self._census is None or self._census.begun < seen:
             self._count += 1
             self._census = PodCensus(self._count, asyncio.ensure_future(self._pod_reader.reserved_pods()))
@@ -572,29 +582,30 @@ class ClusterLedger:
                 raise StoreUnavailableError("pods cannot be listed") from exc
             raise
 
-    async def _one_by_one(self, writer: NodeWriter, turns: list[PendingWrite], why: str) -> None:
-        """The store refused the write of several moves: one bad one must not fail its neighbours."""
+    async def _apply_one_by_one(self, writer: NodeWriter, writes: list[PendingWrite], why: str) -> None:
+        """The store refused a write of several moves: write them separately, so that one bad move fails alone."""
         await self._read(writer.name)
-        if len(turns) > 1:
-            for turn in turns:
-                await self._serve(writer, [turn])
+        if len(writes) > 1:
+            for write in writes:
+                await self._apply_writes(writer, [write])
             return
-        if writer.refusal != why:  # it is tried again with every claim
+        if writer.refusal != why:  # logged once: every new claim tries it again
             writer.refusal = why
-            log.error("the store refused a move", node=writer.name, move=type(turns[0].move).__name__, problem=why)
-        turns[0].fail(PlacementRefusedError("the store refused it"))
+            move = type(writes[0].move).__name__
+            log.error("write refused by the API server", node=writer.name, move=move, problem=why)
+        writes[0].fail(PlacementRefusedError("the API server refused the write"))
 
-    def _in_time(self, turns: list[PendingWrite]) -> list[PendingWrite]:
+    def _drop_late(self, writes: list[PendingWrite]) -> list[PendingWrite]:
         now = self._clock()
-        for turn in turns:
-            if now >= turn.answer_by:
-                turn.fail(DeadlinePassedError("nobody waits any more"))
-        return [turn for turn in turns if not turn.done.done()]
+        for write in writes:
+            if now >= write.answer_by:
+                write.fail(DeadlinePassedError("no write before the deadline"))
+        return [write for write in writes if not write.done.done()]
 
-    async def _read_in_time(self, writer: NodeWriter, turns: list[PendingWrite]) -> None:
-        """Read until it works or nobody waits any more."""
+    async def _read_until_late(self, writer: NodeWriter, writes: list[PendingWrite]) -> None:
+        """Read the object until a read succeeds or all writes are late."""
         failures = 2
-        while self._in_time(turns):
+        while self._drop_late(writes):
             try:
                 await self._read(writer.name)
             except StoreUnavailableError:
@@ -615,15 +626,16 @@ def pod_of(held: Reservation) -> PodIdentity:
     return PodIdentity(held.namespace, held.pod_name or "", held.uid or "")
 
 
-def is_looked_at(turns: Sequence[PendingWrite]) -> bool:
-    """Whether somebody sees to it that the object is as it should be, whatever is done."""
-    return any(isinstance(turn.move, Refresh) for turn in turns)
+def includes_refresh(writes: Sequence[PendingWrite]) -> bool:
+    """Whether a settling pass waits for this write: then the object's own state is corrected as well."""
+    return any(isinstance(write.move, Refresh) for write in writes)
 
 
 def is_settled(node: GpuNode) -> bool:
-    """Whether it says what is held and how much that is, and goes neither too early nor never."""
-    return node.is_rebuilt and node.has_correct_counts and has_expected_finalizer(node)
+    """Whether the object lists its reservations and their count, and has a finalizer exactly as long as it needs
+    one."""
+    return node.is_rebuilt and node.has_correct_counts and has_correct_finalizer(node)
 
 
-def has_expected_finalizer(node: GpuNode) -> bool:
+def has_correct_finalizer(node: GpuNode) -> bool:
     return not (node.has_finalizer and not node.reservations) if node.is_being_deleted else node.has_finalizer

@@ -1,4 +1,4 @@
-"""When a pod's containers cannot use its devices any more: docs/decisions/0024.
+"""When a pod's containers can no longer use its devices: docs/decisions/0024.
 
 A pod that is gone from the API server may still run: a forced deletion removes the object at once, and the kubelet
 stops the containers later.
@@ -20,9 +20,9 @@ from webhook.kube.gpu_node import MOST_SECONDS
 from webhook.runtime.clock import is_of_our_days
 
 TERMINAL = frozenset({"Succeeded", "Failed"})
-# What a GPUNode has room for.
-MOST_OF_A_BOOT_ID = 128
-# The reason of the condition under which the pod garbage collector sets a pod Failed. It does not know what runs.
+# The limit in the GPUNode CRD.
+MAX_BOOT_ID = 128
+# The condition reason under which the pod garbage collector sets a pod to Failed. It does not know what still runs.
 BY_POD_GC = "DeletionByPodGC"
 
 
@@ -45,7 +45,7 @@ class ContainerStatusWire(WireStruct, frozen=True):
 
     @property
     def runs(self) -> bool:
-        """A status without a state says nothing, so the container may run."""
+        """A status without a state proves nothing, so the container may run."""
         state = self.state or StateWire()
         return state.running is not None or (state.waiting is None and state.terminated is None)
 
@@ -79,19 +79,19 @@ class UsedPodWire(WireStruct, frozen=True):
 
 
 class ContainerUse(StrEnum):
-    """What one version of a pod's object says of its containers."""
+    """What one version of a pod object shows about its containers."""
 
     NEVER_BOUND = "never bound"
     ENDED = "ended"
-    # Failed, and no container has a status: refused by the kubelet, which may say so of a pod that ran before the
-    # kubelet was restarted.
+    # Failed without any container status: the kubelet rejected the pod. It may report that of a pod that ran before the
+    # kubelet restarted.
     REJECTED = "rejected"
     POSSIBLE = "possible"
 
 
-def use_in(raw: Raw) -> ContainerUse:
-    """The kubelet sets a phase that is final only when none of the pod's containers can run any more. A container that
-    is terminated in any other phase may be started again."""
+def container_use_in(raw: Raw) -> ContainerUse:
+    """The kubelet sets a terminal phase only when no container of the pod can run any more. In any other phase a
+    terminated container may be started again."""
     try:
         wire = msgspec.convert(raw, UsedPodWire)
     except msgspec.ValidationError:
@@ -106,7 +106,7 @@ def use_in(raw: Raw) -> ContainerUse:
 
 
 def has_ended(raw: Raw) -> bool:
-    return use_in(raw) is ContainerUse.ENDED
+    return container_use_in(raw) is ContainerUse.ENDED
 
 
 def has_started(raw: Raw) -> bool:
@@ -117,8 +117,8 @@ def has_started(raw: Raw) -> bool:
     return any(one.has_started for one in status.containers())
 
 
-def grace_in(raw: Mapping[str, Any]) -> timedelta | None:
-    """The longest grace period that the object names; None if it cannot be read. A probe may have one of its own."""
+def longest_grace_in(raw: Mapping[str, Any]) -> timedelta | None:
+    """The longest grace period in the object, including those of probes; None if the object cannot be parsed."""
     try:
         wire = msgspec.convert(raw, UsedPodWire)
     except msgspec.ValidationError:
@@ -138,43 +138,44 @@ def is_being_deleted(raw: Raw) -> bool:
 
 @frozen
 class Grace:
-    """The longest grace period of a pod that was seen."""
+    """The longest grace period of a pod that was observed."""
 
     longest: timedelta = timedelta(0)
-    # Whether none can have gone unseen: a pod may be deleted with a longer one before anybody looks.
+    # Whether no longer one can have been missed: a pod may be deleted with a longer grace period before the first watch
+    # event is handled.
     is_all: bool = False
 
     def and_of(self, raw: Raw) -> "Grace":
-        found = grace_in(raw)
+        found = longest_grace_in(raw)
         return Grace(self.longest, is_all=False) if found is None else evolve(self, longest=max(self.longest, found))
 
 
 @frozen
 class PodHistory:
-    """What is known of one pod from its first sight on."""
+    """What is known of one pod since it was first observed."""
 
     grace: Grace
     has_started: bool
 
     @classmethod
     def begun(cls, raw: Raw) -> "PodHistory":
-        is_late = is_being_deleted(raw) or use_in(raw) is ContainerUse.REJECTED
+        is_late = is_being_deleted(raw) or container_use_in(raw) is ContainerUse.REJECTED
         return cls(Grace(is_all=not is_late).and_of(raw), has_started(raw) or is_late)
 
     def after(self, raw: Raw) -> "PodHistory":
         return PodHistory(self.grace.and_of(raw), self.has_started or has_started(raw))
 
     def is_over(self, raw: Raw) -> bool:
-        """Whether this version of the pod, seen after all that came before, proves that its devices are not used."""
-        use = use_in(raw)
+        """Whether this version of the pod, together with all earlier ones, proves that its devices are not in use."""
+        use = container_use_in(raw)
         return use in (ContainerUse.NEVER_BOUND, ContainerUse.ENDED) or (
             use is ContainerUse.REJECTED and not self.has_started
         )
 
 
 @frozen
-class Departure:
-    """How a pod was last seen: with proof that it uses nothing, or not."""
+class PodEnd:
+    """When a pod was last observed, and whether it provably used nothing by then."""
 
     at: datetime
     is_over: bool = False
@@ -182,13 +183,13 @@ class Departure:
 
 
 class PodHistories:
-    """Of the pods of a list, and of all that a watch has told since."""
+    """Histories of the pods of a list, and of all watch events since."""
 
     def __init__(self) -> None:
         self._known: dict[str, PodHistory] = {}
 
     def listed(self, pods: Mapping[str, Raw]) -> None:
-        """What happened between the end of the watch and the list was not seen."""
+        """Start again from a list: changes between the end of the last watch and the list were not observed."""
         self._known = {uid: PodHistory.begun(raw) for uid, raw in pods.items()}
 
     def seen(self, uid: str, raw: Raw) -> None:
@@ -202,11 +203,11 @@ class PodHistories:
         known = self._known.get(uid)
         return Grace() if known is None else known.grace
 
-    def departed(self, uid: str, raw: Raw, now: datetime) -> Departure:
-        """`raw` is the object's last version."""
+    def deleted(self, uid: str, raw: Raw, now: datetime) -> PodEnd:
+        """`raw` is the last version of the object."""
         history = self._of(uid, raw).after(raw)
         self._known.pop(uid, None)
-        return Departure(now, history.is_over(raw), history.grace)
+        return PodEnd(now, history.is_over(raw), history.grace)
 
     def forget(self, uid: str) -> None:
         self._known.pop(uid, None)
@@ -215,21 +216,21 @@ class PodHistories:
         return self._known.get(uid) or PodHistory.begun(raw)
 
 
-# When a pod that went without proof has ended.
+# When a pod that is gone without proof has ended.
 
 
 @frozen
 class OrphanTimes:
-    """How long devices are kept from others where nobody has seen a pod's containers end."""
+    """How long devices stay reserved if no one saw the pod's containers end."""
 
-    # The longest grace period that a pod with devices may have, and a deletion.
+    # The longest grace period allowed for a pod with devices, and for its deletion.
     max_grace: timedelta = timedelta(hours=1)
-    # How long a dead kubelet may pass for a living one, and how long a new one takes to stop what it finds.
+    # How long a dead kubelet may still appear ready, and how long a new one takes to stop the containers it finds.
     margin: timedelta = timedelta(seconds=90)
 
     def grace(self, seen: Grace, stored: timedelta | None = None) -> timedelta:
-        """In whole seconds, as it is stored. What went unseen is no longer than `stored`, or else than the limit,
-        which a pod that is older than the limit may exceed."""
+        """In whole seconds, as it is stored. A missed grace period is assumed to be at most `stored`, or `max_grace` if
+        nothing is stored. A pod that is older than the limit may exceed it."""
         unseen = timedelta(0) if seen.is_all else self.max_grace
         longest = max(seen.longest, unseen if stored is None else stored)
         return timedelta(seconds=ceil(longest.total_seconds()))
@@ -237,19 +238,19 @@ class OrphanTimes:
 
 @frozen
 class NodeSnapshot:
-    """A node as it was just read."""
+    """A Node as it was just read."""
 
     boot_id: str = ""
     is_ready: bool = False
-    # Since when it is ready, as its own condition says.
+    # The lastTransitionTime of its Ready condition.
     ready_since: datetime | None = None
 
     @classmethod
     def of(cls, raw: Raw) -> "NodeSnapshot":
-        """Raises msgspec.ValidationError for what is no node."""
+        """Raises msgspec.ValidationError if this is not a Node."""
         status = msgspec.convert(raw, NodeBootWire).status or NodeBootStatusWire()
         ready = next((one for one in status.conditions or () if one.type == "Ready" and one.status == "True"), None)
-        boot_id = ((status.node_info and status.node_info.boot_id) or "")[:MOST_OF_A_BOOT_ID]
+        boot_id = ((status.node_info and status.node_info.boot_id) or "")[:MAX_BOOT_ID]
         since = None if ready is None else ready.last_transition_time
         is_known = since is not None and is_of_our_days(since)
         return cls(boot_id, ready is not None, since if is_known else None)
@@ -276,41 +277,39 @@ class NodeBootWire(WireStruct, frozen=True):
 
 @frozen
 class OrphanObservation:
-    """What the looks at one node have shown, by this process's own clock."""
+    """What successive reads of one Node have shown, by this process's own clock."""
 
-    sight: NodeSnapshot | None
-    # Since when every look has found the node ready, and since when none has found it.
+    node: NodeSnapshot | None
+    # Since when every read has found the Node ready, and since when every read has found no Node.
     ready_since: datetime | None = None
     gone_since: datetime | None = None
 
     @classmethod
-    def after(
-        cls, before: "OrphanObservation | None", sight: NodeSnapshot | None, now: datetime
-    ) -> "OrphanObservation":
-        if sight is None:
+    def after(cls, before: "OrphanObservation | None", node: NodeSnapshot | None, now: datetime) -> "OrphanObservation":
+        if node is None:
             return cls(None, gone_since=now if before is None or before.gone_since is None else before.gone_since)
-        if not sight.is_ready:
-            return cls(sight)
-        known = sight.ready_since or now
+        if not node.is_ready:
+            return cls(node)
+        known = node.ready_since or now
         if before is None:
-            return cls(sight, ready_since=known)
-        return cls(sight, ready_since=max(known, now if before.ready_since is None else before.ready_since))
+            return cls(node, ready_since=known)
+        return cls(node, ready_since=max(known, now if before.ready_since is None else before.ready_since))
 
-    def end_of(self, orphan: Orphan, patience: OrphanTimes) -> datetime | None:
-        """When the orphan's devices may be offered again, by what is known now; None if that cannot be said."""
+    def end_of(self, orphan: Orphan, times: OrphanTimes) -> datetime | None:
+        """When the orphan's devices may be offered again, as far as known now; None if that cannot be determined."""
         if self.gone_since is not None:
-            return max(self.gone_since, orphan.at) + max(patience.max_grace, orphan.grace) + patience.margin
+            return max(self.gone_since, orphan.at) + max(times.max_grace, orphan.grace) + times.margin
         if self._is_new_boot(orphan):
             return orphan.at
         if self.ready_since is None:
             return None
-        return max(orphan.at, self.ready_since) + orphan.grace + patience.margin
+        return max(orphan.at, self.ready_since) + orphan.grace + times.margin
 
     def why(self, orphan: Orphan) -> str:
-        """Why it has ended, where it has."""
+        """Why the orphan has ended, if it has."""
         if self.gone_since is not None:
             return "its node is gone"
-        return "its node has been started anew" if self._is_new_boot(orphan) else "its time is over"
+        return "its node has rebooted" if self._is_new_boot(orphan) else "its grace period is over"
 
     def _is_new_boot(self, orphan: Orphan) -> bool:
-        return self.sight is not None and bool(orphan.boot_id) and self.sight.boot_id not in ("", orphan.boot_id)
+        return self.node is not None and bool(orphan.boot_id) and self.node.boot_id not in ("", orphan.boot_id)

@@ -1,4 +1,4 @@
-"""What expired a short while ago, so that whoever looks for it is told what became of it."""
+"""Recently expired reservations, so that users who look for one can be told what happened to it."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from attrs import frozen
 
 from webhook.core.reservation import Reservation
 
-REMEMBERED = timedelta(minutes=10)
-# A bound for whoever has reservations expire by the thousand.
-MOST = 10_000
+RETENTION = timedelta(minutes=10)
+# Bounds the memory if reservations expire by the thousand.
+MAX_LAPSES = 10_000
 
 
 @frozen
 class Lapse:
-    """A reservation that has ended without a pod."""
+    """A reservation that ended without a pod."""
 
     reservation: Reservation
     at: datetime
@@ -23,15 +23,15 @@ class Lapse:
 
 
 class Lapses:
-    """The last ones, oldest first."""
+    """The most recent lapses, oldest first."""
 
     def __init__(self) -> None:
-        self._all: deque[Lapse] = deque(maxlen=MOST)
+        self._all: deque[Lapse] = deque(maxlen=MAX_LAPSES)
 
     def add(self, reservation: Reservation, at: datetime, why: str) -> None:
         self._all.append(Lapse(reservation, at, why))
 
     def since(self, now: datetime) -> Sequence[Lapse]:
-        while self._all and self._all[0].at + REMEMBERED <= now:
+        while self._all and self._all[0].at + RETENTION <= now:
             self._all.popleft()
         return tuple(self._all)

@@ -1,4 +1,4 @@
-"""Reservations in this process's memory: for the embedded default, tests and `explain`. They end with the process."""
+"""Reservations in this process's memory, for embedded mode, tests and `explain`. They end with the process."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
@@ -13,12 +13,12 @@ from webhook.ledger.pending import PendingGpus
 from webhook.ledger.reservation_index import ReservationIndex
 from webhook.runtime.clock import Clock
 
-# Embedded, a uid is bound and its pod believed to exist in one step: a pending reservation has no pod.
-EVERYTHING = AllPending()
+# In the memory ledger, naming a pod and confirming that it exists are one step: a pending reservation never has a pod.
+ALL_PENDING = AllPending()
 
 
 class MemoryLedger:
-    """Every method runs from its check to its write without awaiting: that is the lock."""
+    """Each method runs from its check to its write without awaiting, which makes it atomic."""
 
     def __init__(self, fleet: Fleet, clock: Clock, times: Times) -> None:
         self._index = ReservationIndex(fleet)
@@ -38,14 +38,14 @@ class MemoryLedger:
             return same_ask(known, ask)
         for placement in placements:
             try:
-                taken = self._moved(placement.node, HoldSlots(ask, placement, EVERYTHING), now)
+                taken = self._make(placement.node, HoldSlots(ask, placement, ALL_PENDING), now)
             except SlotsTakenError:
                 continue
             if taken is not None:
                 return taken
         raise SlotsTakenError(ask.id)
 
-    def _moved(self, node: str, move: Move, now: datetime) -> Reservation | None:
+    def _make(self, node: str, move: Move, now: datetime) -> Reservation | None:
         return self._index.make(node, move, now, self._times)
 
     async def find(
@@ -66,7 +66,7 @@ class MemoryLedger:
 
     def _bind(self, move: BindPod, node: str | None) -> Reservation:
         known = self._index.find(move.reservation_id, node)
-        bound = None if known is None else self._moved(known.node, move, self._clock())
+        bound = None if known is None else self._make(known.node, move, self._clock())
         if bound is None:
             raise UnknownReservationError(move.reservation_id)
         return bound
@@ -74,20 +74,20 @@ class MemoryLedger:
     async def release(
         self, reservation_id: ReservationId, pod: PodIdentity, *, node: str | None = None, since: datetime | None = None
     ) -> bool:
-        known = self._index.exactly(reservation_id, node)
+        known = self._index.find_exact(reservation_id, node)
         if known is None:
             return False
-        return self._moved(known.node, Release(known.id, pod, since or known.since), self._clock()) is not None
+        return self._make(known.node, Release(known.id, pod, since or known.since), self._clock()) is not None
 
     async def collect(self, now: datetime) -> Collection[Reservation]:
         return self._collect(now)
 
     async def confirm_early(self, now: datetime) -> None:
-        """Nothing: a pod is believed to exist as soon as it is named."""
+        """Does nothing: a pod counts as existing as soon as it is named."""
 
     def _collect(self, now: datetime) -> list[Reservation]:
-        past = list(self._index.past_deadline(now - self._times.clock_skew))
-        gone = [one for one in past if self._moved(one.node, Expire(one.id, EVERYTHING), now) is not None]
+        overdue = list(self._index.past_deadline(now - self._times.clock_skew))
+        gone = [one for one in overdue if self._make(one.node, Expire(one.id, ALL_PENDING), now) is not None]
         for one in gone:
             seconds = self._times.pending_deadline.total_seconds()
             self.lapses.add(one, now, f"no pod was seen for it within {seconds:g} s")

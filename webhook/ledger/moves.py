@@ -1,8 +1,9 @@
-"""What may be done to the reservations of one node: pure, so that a model can drive it and any store can keep it.
+"""The changes that can be made to the reservations of one node. Pure functions, so that a model can drive them and any
+store can hold the result.
 
-Each move is applied to what the store held (`stored`) on top of what earlier moves of the same write have changed
-(`held`). A holder gives way only if the store already has it as `releasing`: the store's own rules say the same, so a
-move that cannot be done in this write marks what is in its way and asks for another turn.
+Each move sees what the store had (`stored`) and the changes of earlier moves in the same write (`held`). A reservation
+is displaced only if the store already has it as `releasing`, which the CRD's validation rules enforce too. A move that
+has to displace another reservation first marks it as `releasing` and asks for a second write.
 """
 
 from collections.abc import Collection, Container, Mapping
@@ -29,36 +30,36 @@ from webhook.core.reservation import (
     ReservationId,
     ReservationRequest,
 )
-from webhook.ledger.reserved_pod import ReservedPod, has_its_number
+from webhook.ledger.reserved_pod import ReservedPod, has_claimed_gpu_count
 
 Stored = Mapping[ReservationId, Reservation]
 Held = dict[ReservationId, Reservation]
-# A reservation and the pod that was promised it. By the pod alone, a forged reservation of a pod that exists would
-# speak against the one that the pod has.
-Promise = tuple[str, ReservationId, str | None]
+# Node, reservation id and uid of the pod that the reservation was given to. A pod's uid alone does not suffice: a
+# forged reservation in the name of an existing pod would count against the pod's own one.
+Assignment = tuple[str, ReservationId, str | None]
 
 
 class WriteAgainError(Exception):
-    """The way has been cleared in this write; the move itself needs the next one."""
+    """This write marks the conflicting reservations as releasing; the move itself needs the next write."""
 
 
 @frozen
 class Times:
-    """What a ledger counts with."""
+    """The deadline and the clock skew that a ledger calculates with."""
 
     pending_deadline: timedelta
     clock_skew: timedelta
 
 
 class Move(Protocol):
-    """One change to a node's reservations. Done twice it is done once."""
+    """One change to a node's reservations. Applying it twice has the same result as applying it once."""
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
-        """Change `held`; the reservation as it then is, or a LedgerError."""
+        """Change `held`, and return the changed reservation. Raises LedgerError."""
 
 
 class AllPending:
-    """All that is still only promised is promised in vain: where a pod that exists is never only promised."""
+    """Contains every assignment. In the memory ledger a pending reservation never has a pod."""
 
     def __contains__(self, promise: object) -> bool:
         return True
@@ -66,28 +67,28 @@ class AllPending:
 
 @frozen
 class HoldSlots:
-    """Hold a placement, whole or not at all. What is promised `in_vain` no pod will come for."""
+    """Reserve a placement, completely or not at all. No pod will come for the assignments in `unclaimed`."""
 
     ask: ReservationRequest
     placement: Placement
-    in_vain: Container[Promise] = ()
+    unclaimed: Container[Assignment] = ()
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation:
         known = held.get(self.ask.id)
         if known is not None:
             return same_ask(known, self.ask)
-        in_the_way = [one for one in held.values() if collides(one, self.placement.slots, self.ask.is_shared)]
-        for one in in_the_way:
-            if not may_give_way(one, now, times, self.in_vain):
+        conflicting = [one for one in held.values() if collides(one, self.placement.slots, self.ask.is_shared)]
+        for one in conflicting:
+            if not may_be_displaced(one, now, times, self.unclaimed):
                 raise SlotsTakenError(self.ask.id)
-        if in_the_way:
-            give_way(in_the_way, stored, held)
+        if conflicting:
+            displace(conflicting, stored, held)
         taken = Reservation(
             id=self.ask.id,
             namespace=self.ask.namespace,
             claim_digest=self.ask.claim_digest,
             node=self.placement.node,
-            slots=tuple(sorted(self.placement.slots)),  # as every other replica will read them
+            slots=tuple(sorted(self.placement.slots)),  # the order in which other replicas read them
             since=now,
             deadline=now + times.pending_deadline,
             pod_name=self.ask.pod_name,
@@ -99,29 +100,29 @@ class HoldSlots:
 
 
 def collides(one: Reservation, slots: Collection[Slot], is_shared: bool) -> bool:
-    """The same slot, or the same device where one of the two did not ask to share."""
+    """Whether it has one of the slots, or one of the devices if either of the two is not shared."""
     if set(one.slots) & set(slots):
         return True
     alone = not one.is_shared or not is_shared
     return alone and bool(set(one.uuids) & {slot.uuid for slot in slots})
 
 
-def may_give_way(one: Reservation, now: datetime, times: Times, in_vain: Container[Promise]) -> bool:
-    """Others count a reservation out a clock skew later than its holder does; and never while its pod may come for it,
-    which from the moment its uid was bound is a question for the API server, not for a clock."""
+def may_be_displaced(one: Reservation, now: datetime, times: Times, unclaimed: Container[Assignment]) -> bool:
+    """Whether other replicas may take its slots. They wait one clock skew longer than the replica that made it, and not
+    while its pod may still come: once a uid is recorded, only the API server can rule that out, not a clock."""
     if one.phase is Phase.RELEASING:
         return True
-    return one.is_past_deadline(now - times.clock_skew) and (one.uid is None or promise_of(one) in in_vain)
+    return one.is_past_deadline(now - times.clock_skew) and (one.uid is None or assignment_of(one) in unclaimed)
 
 
-def promise_of(one: Reservation) -> Promise:
+def assignment_of(one: Reservation) -> Assignment:
     return one.node, one.id, one.uid
 
 
-def give_way(in_the_way: list[Reservation], stored: Stored, held: Held) -> None:
-    marked = [one for one in in_the_way if is_stored_as_releasing(one, stored)]
-    if len(marked) < len(in_the_way):
-        for one in in_the_way:
+def displace(conflicting: list[Reservation], stored: Stored, held: Held) -> None:
+    marked = [one for one in conflicting if is_stored_as_releasing(one, stored)]
+    if len(marked) < len(conflicting):
+        for one in conflicting:
             if one.phase is not Phase.RELEASING:
                 held[one.id] = one.after(ReservationEvent.DEADLINE_PASSED)
         raise WriteAgainError
@@ -136,10 +137,11 @@ def is_stored_as_releasing(one: Reservation, stored: Stored) -> bool:
 
 @frozen
 class BindPod:
-    """Record whose a reservation is.
+    """Record the pod of a reservation.
 
-    `grace` is the pod's own grace period, given before the pod can be on a node; or one that a deletion asked for; or,
-    if it `is_longest`, one that is longer than the default where none is stored."""
+    `grace` is the pod's own grace period, given before the pod can be on a node, or the one of a deletion request. With
+    `is_longest`, it is a grace period that is longer than the default, stored where none is.
+    """
 
     reservation_id: ReservationId
     pod: PodIdentity
@@ -153,8 +155,8 @@ class BindPod:
             raise UnknownReservationError(self.reservation_id)
         if not known.may_be(self.pod):
             raise ReservationConflictError(self.reservation_id)
-        # Its holder counts a reservation out before anybody else does. A hold that no pod was named for yet is still
-        # there, so nobody has its devices: the review that names one is in time.
+        # The replica that made a reservation counts it as expired before any other replica does. While no pod is named
+        # for it, an expired reservation that still exists blocks no other pod, so a review may still name one.
         is_late = known.is_past_deadline(now + times.clock_skew) and self.proof is not PodProof.CONFIRMED
         if known.uid is None and self.proof is PodProof.NAMED:
             is_late = False
@@ -169,7 +171,7 @@ class BindPod:
 
 @frozen
 class Adopt:
-    """A pod exists and carries a reservation that is not known: it has its devices again, if nobody has them since."""
+    """An existing pod carries an unknown reservation: reserve its devices again, unless they have been taken since."""
 
     reserved_pod: ReservedPod
     node: str
@@ -182,7 +184,7 @@ class Adopt:
                 raise ReservationConflictError(known.id)
             return BindPod(known.id, reserved_pod.pod, PodProof.CONFIRMED).apply(stored, held, now, times)
         slots = tuple(sorted(Slot(uuid, first_free(uuid, held)) for uuid in reserved_pod.uuids))
-        is_odd = not has_its_number(reserved_pod.uuids, reserved_pod.gpus)
+        is_odd = not has_claimed_gpu_count(reserved_pod.uuids, reserved_pod.gpus)
         if is_odd or any(collides(one, slots, reserved_pod.is_shared) for one in held.values()):
             raise SlotsTakenError(reserved_pod.reservation_id)
         adopted = Reservation(
@@ -203,14 +205,14 @@ class Adopt:
 
 
 def first_free(uuid: DeviceUuid, held: Held) -> int:
-    """Which share of a device an annotation means it does not say: the lowest that nobody has."""
+    """The lowest free share of a device: the annotation does not say which share the pod has."""
     taken = {slot.k for one in held.values() for slot in one.slots if slot.uuid == uuid}
     return min(set(range(len(taken) + 1)) - taken)
 
 
 @frozen
 class Refresh:
-    """Nothing is changed; whoever waits for it has seen the object as it is now."""
+    """Changes nothing. The caller gets the object read as it is now."""
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> None:
         return None
@@ -218,13 +220,13 @@ class Refresh:
 
 @frozen
 class Release:
-    """The pod has ended; only its own reservation goes, and of those under that id only the one of that time: who
-    comes late, or asks again after a lost answer, may find what the pod was given since."""
+    """The pod has ended. Removes only the reservation of that pod with that `since`: a late or repeated request must
+    not release a newer reservation under the same id."""
 
     reservation_id: ReservationId
     pod: PodIdentity
     since: datetime
-    # Where it is released as an orphan: as which one. A later deletion may have given its pod more time.
+    # The orphan to release, if it is one. A later deletion may have given its pod a longer grace period.
     orphan: Orphan | None = None
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
@@ -237,8 +239,8 @@ class Release:
 
 
 @frozen
-class Abandon:
-    """The pod is gone and may still run: its devices stay held, as an orphan's."""
+class MarkOrphaned:
+    """The pod is gone and may still run: its devices stay reserved as an orphan's."""
 
     reservation_id: ReservationId
     pod: PodIdentity
@@ -256,8 +258,8 @@ class Abandon:
 
 
 @frozen
-class Unmark:
-    """An orphan's pod is there and alive: it had been taken for gone."""
+class ClearOrphanMark:
+    """The orphan's pod exists and is alive, so the reservation is not an orphan."""
 
     reservation_id: ReservationId
     uid: str
@@ -274,7 +276,7 @@ class Unmark:
 
 @frozen
 class MarkUnused:
-    """Its node was asked about an orphan's pod, and answers that nothing of the pod is left there."""
+    """The node was asked about an orphan's pod and reports that nothing of the pod is left."""
 
     reservation_id: ReservationId
     uid: str
@@ -283,7 +285,8 @@ class MarkUnused:
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = bound_to(held, self.reservation_id, self.uid, self.since)
-        # Two clocks have measured: whoever saw the pod go, and whoever asked its node.
+        # Two clocks are involved: the one of the replica that saw the pod go, and the one of the replica that asked the
+        # node.
         if known is None or known.orphan is None or self.asked_at <= known.orphan.at + 2 * times.clock_skew:
             return None
         if known.orphan.is_unused:
@@ -294,20 +297,20 @@ class MarkUnused:
 
 @frozen
 class Expire:
-    """A pending reservation is past its deadline, by a clock skew more than its holder thinks."""
+    """A pending reservation is past its deadline by more than the clock skew."""
 
     reservation_id: ReservationId
-    in_vain: Container[Promise] = ()
+    unclaimed: Container[Assignment] = ()
 
     def apply(self, stored: Stored, held: Held, now: datetime, times: Times) -> Reservation | None:
         known = held.get(self.reservation_id)
-        if known is None or not may_give_way(known, now, times, self.in_vain):
+        if known is None or not may_be_displaced(known, now, times, self.unclaimed):
             return None
         return drop(known, stored, held, ReservationEvent.DEADLINE_PASSED)
 
 
 def bound_to(held: Held, reservation_id: ReservationId, uid: str, since: datetime) -> Reservation | None:
-    """The reservation of that time whose pod has that uid; another under the same id is none."""
+    """The reservation with that `since` whose pod has that uid, ignoring others under the same id."""
     known = held.get(reservation_id)
     if known is None or (known.since, known.uid) != (since, uid) or known.phase is not Phase.FINALIZED:
         return None
@@ -324,7 +327,7 @@ def drop(known: Reservation, stored: Stored, held: Held, event: ReservationEvent
 
 
 def same_ask(known: Reservation, ask: ReservationRequest) -> Reservation:
-    """What an earlier try of the same ask has made; another's under the same id is a conflict."""
+    """The reservation that an earlier attempt of the same request made. Another request's is a conflict."""
     if known.phase is Phase.RELEASING or (known.namespace, known.claim_digest) != (ask.namespace, ask.claim_digest):
         raise ReservationConflictError(ask.id)
     return known

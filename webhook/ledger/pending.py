@@ -1,4 +1,4 @@
-"""How many GPUs are held for pods that nobody has seen yet, or that are gone, for those who ask at every review."""
+"""Counts of GPUs reserved for pods that do not exist yet or are gone, cheap enough to read in every review."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +11,7 @@ NONE: Mapping[int, int] = {}
 
 
 class PendingGpus:
-    """Holds by namespace and by how many GPUs each has: counting does not look at each hold."""
+    """Reservations counted by namespace and number of GPUs, so that reading a count iterates over no reservations."""
 
     def __init__(self) -> None:
         self._known: dict[Key, tuple[str, int]] = {}
@@ -28,14 +28,14 @@ class PendingGpus:
         if key not in self._known:
             return
         namespace, gpus = self._known.pop(key)
-        less(self._sizes, gpus)
-        less(self._by_namespace[namespace], gpus)
+        decrement(self._sizes, gpus)
+        decrement(self._by_namespace[namespace], gpus)
         if not self._by_namespace[namespace]:
             del self._by_namespace[namespace]
 
     @property
     def sizes(self) -> Mapping[int, int]:
-        """How many holds there are of each number of GPUs."""
+        """The number of reservations for each number of GPUs."""
         return self._sizes
 
     def sizes_in(self, namespace: str) -> Mapping[int, int]:
@@ -53,20 +53,20 @@ class PendingGpus:
 
 
 def too_many_orphans(orphaned: PendingGpus, namespace: str, gpus: int, limit: int) -> Deny | None:
-    """For callers that prove who they are too. A claim of any size fits where no pod is gone, nor promised GPUs that it
-    has not come for."""
+    """Applies to authenticated callers too. A claim of any size is allowed if the namespace has no orphans and no
+    overdue reservations."""
     held = orphaned.gpus_in(namespace) if limit and gpus else 0
     if not held or held + gpus <= limit:
         return None
     return Deny(
         Reason.NAMESPACE_FULL,
-        f"namespace {namespace!r} has {held} GPU{'' if held == 1 else 's'} held by pods that are not there and may "
+        f"namespace {namespace!r} has {held} GPU{'' if held == 1 else 's'} held by pods that are gone and may "
         f"still run: with {gpus} more it would be above {limit}",
-        hint="wait until they are free; who manages reservations may release them (gpuwarden release)",
+        hint="wait until they are free, or ask an administrator to release them (gpuwarden release)",
     )
 
 
-def less(counter: Counter[int], size: int) -> None:
+def decrement(counter: Counter[int], size: int) -> None:
     counter[size] -= 1
     if not counter[size]:
         del counter[size]

@@ -1,4 +1,4 @@
-"""Which pods exist. In a cluster the API server knows; embedded, the reviews that were seen are all there is."""
+"""Which pods exist. In a cluster the API server knows; in embedded mode the only source is the reviews."""
 
 from typing import Protocol
 
@@ -8,39 +8,39 @@ from webhook.core.reservation import PodIdentity, Reservation
 
 
 class PodsUnavailableError(GpuwardenError):
-    """Nobody who knows could be asked."""
+    """The source of pods cannot be asked at this moment."""
 
 
 class PodFacts(Protocol):
-    """Can be asked whether there is such a pod."""
+    """Answers whether a pod exists."""
 
-    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
-        """What speaks against there being such a pod with that reservation, in words; None if nothing does."""
+    async def find_mismatch(self, pod: PodIdentity, held: Reservation) -> str | None:
+        """Why there is no such pod with that reservation, in words; None if there is."""
 
     async def uid_of(self, namespace: str, name: str) -> str:
         """Empty if there is no such pod."""
 
 
 class PodSource(PodFacts, Protocol):
-    """Where this process learns which pods exist."""
+    """The source from which this process learns which pods exist."""
 
-    believes_reviews: bool
-    """Whether a review is all we shall ever hear: a validated CREATE is a pod, a DELETE review ends it."""
+    trusts_reviews: bool
+    """Whether reviews are the only source: a validated CREATE is a pod, a DELETE review ends it."""
 
     async def find(self, namespace: str, name: str) -> Pod | None:
-        """The pod as it is at this moment; None if there is none, or where reviews are all there is to know."""
+        """The pod as it is now; None if there is none, or if reviews are the only source."""
 
     def created(self, pod: PodIdentity) -> None:
-        """A review, or a /finalize, has shown the pod."""
+        """A review or a /finalize request has shown that the pod exists."""
 
     def ended(self, pod: PodIdentity) -> None:
-        """A review has shown its end."""
+        """A review has shown that the pod has ended."""
 
 
 class ReviewedPods:
-    """The embedded source: what reviews have shown."""
+    """The source in embedded mode: pods that reviews have shown."""
 
-    believes_reviews = True
+    trusts_reviews = True
 
     def __init__(self) -> None:
         self._uids: dict[tuple[str, str], str] = {}
@@ -53,8 +53,9 @@ class ReviewedPods:
         if self._uids.get((pod.namespace, pod.name)) == pod.uid:
             del self._uids[pod.namespace, pod.name]
 
-    async def contradicts(self, pod: PodIdentity, held: Reservation) -> str | None:
-        """What a pod carries was seen by the ledger: its uid is bound in the review that shows it."""
+    async def find_mismatch(self, pod: PodIdentity, held: Reservation) -> str | None:
+        """Compares only the uid: the ledger has seen the annotations, because the review that shows them records the
+        uid."""
         known = self._uids.get((pod.namespace, pod.name), pod.uid)
         return None if known == pod.uid else f"pod {pod.namespace}/{pod.name} has another uid"
 

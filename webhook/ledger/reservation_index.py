@@ -1,4 +1,5 @@
-"""What is known here of the reservations of all nodes, for those who ask without waiting; and who tells the fleet."""
+"""The reservations of all nodes that this process knows, readable without waiting. Updates the fleet on every
+change."""
 
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,11 +18,11 @@ from webhook.ledger.pending import PendingGpus
 from webhook.runtime.clock import LONG_AGO
 
 Held = Mapping[ReservationId, Reservation]
-Key = tuple[str, ReservationId]  # with the node: a writer that was behind may have used an id on two
-# So many old reminders are no matter.
-FEW = 100
-# An API server's request lasts a minute, so no validating review of a pod comes later than that after the mutating one.
-LAST_REVIEW = timedelta(seconds=75)
+Key = tuple[str, ReservationId]  # with the node: a stale replica may have used an id on two nodes
+# Obsolete entries beyond this number are pruned.
+MIN_DEADLINE_ENTRIES = 100
+# A request to the API server lasts at most a minute, so the validating review of a pod follows the mutating one sooner.
+MAX_REVIEW_DELAY = timedelta(seconds=75)
 
 Named = TypeVar("Named", bound=str)
 
@@ -31,12 +32,12 @@ def key_of(one: Reservation) -> Key:
 
 
 def rank(one: Reservation) -> tuple[bool, datetime, str]:
-    """Which of several is meant when nobody says where: what has a pod, then the older one."""
+    """Sort order if no node is given: reservations with a pod first, then the older ones."""
     return one.phase is not Phase.FINALIZED, one.since, one.node
 
 
 class ReservationIndex:
-    """Reservations by node and id, by pod and by device. The fleet hears of every change."""
+    """Reservations by node and id, by pod and by device."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -46,13 +47,13 @@ class ReservationIndex:
         self._nodes: dict[str, Held] = {}
         self._deadlines: list[tuple[datetime, Key]] = []  # a heap; entries may be out of date
         self.pending, self.unnamed, self.orphaned = PendingGpus(), PendingGpus(), PendingGpus()
-        self._lapsed: dict[ReservationId, Reservation] = {}  # in the order in which they went
+        self._lapsed: dict[ReservationId, Reservation] = {}  # in the order in which they expired
 
     def on(self, node: str) -> Held:
         return self._nodes.get(node, {})
 
     def replace(self, node: str, held: Held) -> None:
-        """What is held on a node is now this."""
+        """Replace all reservations of a node."""
         before = self.on(node)
         for gone in before.keys() - held.keys():
             self._drop(before[gone])
@@ -61,7 +62,7 @@ class ReservationIndex:
             if known == one:
                 continue
             if known is not None and (known.uid, known.slots) != (one.uid, one.slots):
-                self._drop(known)  # it went and came again, unseen
+                self._drop(known)  # replaced by another one, unobserved
             self._put(one)
         if held:
             self._nodes[node] = held
@@ -69,7 +70,7 @@ class ReservationIndex:
             self._nodes.pop(node, None)
 
     def make(self, node: str, move: Move, now: datetime, times: Times) -> Reservation | None:
-        """A move where there is no store, in as many steps as it takes one that remembers the step before."""
+        """Apply a move without a store, repeating it for as many writes as the store would need."""
         stored = self.on(node)
         while True:
             held = dict(stored)
@@ -90,31 +91,31 @@ class ReservationIndex:
                 self._by_uid.setdefault(one.uid, []).append(key)
         self._all[key] = one
         if one.deadline is not None:
-            self._remind(key, one.deadline)
+            self._add_deadline(key, one.deadline)
         self._count(one, is_waiting=one.phase is Phase.PENDING)
         if one.orphan is not None:
             self.orphaned.put(key, one.namespace, len(one.slots))
-        else:  # a replica of an older version has written it without that mark
+        else:  # a replica of an older version wrote it without that mark
             self.orphaned.drop(key)
         self._fleet.hold(one)
 
-    def _remind(self, key: Key, at: datetime) -> None:
-        """Where nobody ever asks what is past its deadline, what is over is forgotten all the same."""
+    def _add_deadline(self, key: Key, at: datetime) -> None:
+        """Schedule a deadline check. Prunes obsolete entries even if no caller ever asks for overdue reservations."""
         heapq.heappush(self._deadlines, (at, key))
-        if len(self._deadlines) > FEW + 2 * len(self._all):
+        if len(self._deadlines) > MIN_DEADLINE_ENTRIES + 2 * len(self._all):
             self._deadlines = [(one.deadline, key) for key, one in self._all.items() if one.deadline is not None]
             heapq.heapify(self._deadlines)
 
     @property
-    def reminders(self) -> int:
+    def deadline_entries(self) -> int:
         return len(self._deadlines)
 
     def _drop(self, one: Reservation) -> None:
         key = key_of(one)
         del self._all[key]
-        strike(self._by_id, one.id, key)
+        remove_key(self._by_id, one.id, key)
         if one.uid is not None:
-            strike(self._by_uid, one.uid, key)
+            remove_key(self._by_uid, one.uid, key)
         self._count(one, is_waiting=False)
         self.orphaned.drop(key)
         self._fleet.free(one)
@@ -124,25 +125,25 @@ class ReservationIndex:
     def _remember(self, lapsed: Reservation) -> None:
         self._lapsed.pop(lapsed.id, None)
         self._lapsed[lapsed.id] = lapsed
-        while (first := next(iter(self._lapsed.values()))).since + LAST_REVIEW < lapsed.since:
+        while (first := next(iter(self._lapsed.values()))).since + MAX_REVIEW_DELAY < lapsed.since:
             del self._lapsed[first.id]
 
     def lapsed(self, reservation_id: ReservationId, now: datetime) -> Reservation | None:
-        """A hold that went before a pod was named for it, as long as the pod's review may still come."""
+        """A reservation that expired before a pod was named for it, as long as the pod's review may still arrive."""
         one = self._lapsed.get(reservation_id)
-        return None if one is None or one.since + LAST_REVIEW < now else evolve(one, phase=Phase.PENDING)
+        return None if one is None or one.since + MAX_REVIEW_DELAY < now else evolve(one, phase=Phase.PENDING)
 
-    def offer(self, one: Reservation) -> None:
-        """Let decisions have its devices, though it still stands."""
+    def offer_devices(self, one: Reservation) -> None:
+        """Let decisions use its devices, although it still exists."""
         self._count(one, is_waiting=False)
         self.orphaned.drop(key_of(one))
         self._fleet.free(one)
 
     @contextmanager
-    def wished(self, ask: ReservationRequest, placement: Placement) -> Iterator[None]:
-        """Meanwhile no other decision here wants the same. After it the fleet sees what is really held: that may be
-        what was offered and turned out not to be free."""
-        wish = Reservation(
+    def held_tentatively(self, ask: ReservationRequest, placement: Placement) -> Iterator[None]:
+        """Marks the slots as taken while the write is in flight. Afterwards the fleet shows the actual holders again:
+        the slots may have been offered and turned out not to be free."""
+        tentative = Reservation(
             ask.id,
             ask.namespace,
             ask.claim_digest,
@@ -152,27 +153,27 @@ class ReservationIndex:
             None,
             is_shared=ask.is_shared,
         )
-        self._fleet.hold(wish)
+        self._fleet.hold(tentative)
         try:
             yield
         finally:
-            known = self._all.get(key_of(wish))
-            if known is None or set(known.slots) != set(wish.slots):
-                self._fleet.free(wish)
-                self._show_again(placement)
+            known = self._all.get(key_of(tentative))
+            if known is None or set(known.slots) != set(tentative.slots):
+                self._fleet.free(tentative)
+                self._restore_holders(placement)
 
-    def _show_again(self, placement: Placement) -> None:
-        """What was offered there is not, until it is looked at once more."""
+    def _restore_holders(self, placement: Placement) -> None:
+        """Stop offering the slots until their reservations are checked again."""
         uuids = {slot.uuid for slot in placement.slots}
         for one in self.on(placement.node).values():
             if uuids.intersection(one.uuids):
                 self._count(one, is_waiting=one.phase is Phase.PENDING)
                 self._fleet.hold(one)
                 if one.deadline is not None:
-                    self.look_again(one, one.deadline)
+                    self.check_again(one, one.deadline)
 
     def _count(self, one: Reservation, *, is_waiting: bool) -> None:
-        """What the queue reserves is for pods that exist: no review has asked for it."""
+        """Reservations of the queue do not count: they are for pods that exist, and no review has made them."""
         if is_waiting and not one.id.startswith(OWN_IDS):
             self.pending.put(key_of(one), one.namespace, len(one.slots))
             if one.uid is None:
@@ -182,24 +183,24 @@ class ReservationIndex:
             self.unnamed.drop(key_of(one))
 
     def pending_with_pod(self) -> Sequence[Reservation]:
-        """Those that a pod was named for, which nobody has seen."""
+        """The pending reservations that a pod was named for."""
         found = (self._all[node, ReservationId(one)] for node, one in self.pending)
         return [one for one in found if one.uid is not None]
 
-    def look_again(self, one: Reservation, at: datetime) -> None:
-        """Its deadline has passed, and nothing was done about it."""
-        self._remind(key_of(one), at)
+    def check_again(self, one: Reservation, at: datetime) -> None:
+        """Schedule another check of a reservation that is past its deadline and still exists."""
+        self._add_deadline(key_of(one), at)
 
-    def keep(self, one: Reservation, until: datetime) -> None:
-        """Its deadline has passed, and its pod may have run: it counts as an orphan, which it may become."""
+    def count_as_orphaned(self, one: Reservation, until: datetime) -> None:
+        """The reservation is past its deadline and its pod may have run: count it with the orphans."""
         key = key_of(one)
         known = self._all.get(key)
-        if known is not None and known.phase is Phase.PENDING:  # it may have been confirmed meanwhile
+        if known is not None and known.phase is Phase.PENDING:  # it may have been confirmed in the meantime
             self.orphaned.put(key, known.namespace, len(known.slots))
-        self.look_again(one, until)
+        self.check_again(one, until)
 
     def past_deadline(self, now: datetime) -> Iterator[Reservation]:
-        """Each reservation once, as its deadline passes."""
+        """The reservations past their deadline, each once."""
         past: dict[Key, None] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             past[heapq.heappop(self._deadlines)[1]] = None
@@ -209,20 +210,20 @@ class ReservationIndex:
                 yield one
 
     def find(self, reservation_id: ReservationId, node: str | None = None) -> Reservation | None:
-        """The one on that node if there is one, else any."""
-        there = None if node is None else self._all.get((node, reservation_id))
-        return there or next(iter(self.several(reservation_id)), None)
+        """The reservation on that node if there is one, else the first by rank."""
+        known = None if node is None else self._all.get((node, reservation_id))
+        return known or next(iter(self.find_all(reservation_id)), None)
 
-    def exactly(self, reservation_id: ReservationId, node: str | None) -> Reservation | None:
-        """The one on that node, where one is named: of that id another may be elsewhere, which its pod has."""
+    def find_exact(self, reservation_id: ReservationId, node: str | None) -> Reservation | None:
+        """The reservation on that node only, if a node is given: a pod may have another one under this id elsewhere."""
         return self.find(reservation_id) if node is None else self._all.get((node, reservation_id))
 
-    def several(self, reservation_id: ReservationId) -> Sequence[Reservation]:
+    def find_all(self, reservation_id: ReservationId) -> Sequence[Reservation]:
         return self._ranked(self._by_id.get(reservation_id, ()))
 
     def of_device(self, uuid: DeviceUuid) -> Sequence[Reservation]:
         holders = self._fleet.holders(uuid)
-        found = [one for _, holder in sorted(holders.items()) for one in self.several(holder) if uuid in one.uuids]
+        found = [one for _, holder in sorted(holders.items()) for one in self.find_all(holder) if uuid in one.uuids]
         return list(dict.fromkeys(found))
 
     def of_pod(self, uid: str) -> Reservation | None:
@@ -236,7 +237,7 @@ class ReservationIndex:
         return self._all.values()
 
 
-def strike(keys: dict[Named, list[Key]], name: Named, key: Key) -> None:
+def remove_key(keys: dict[Named, list[Key]], name: Named, key: Key) -> None:
     keys[name].remove(key)
     if not keys[name]:
         del keys[name]

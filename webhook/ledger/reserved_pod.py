@@ -1,4 +1,4 @@
-"""A pod that carries a reservation in its annotations, as the API server shows it."""
+"""A pod that carries a reservation in its annotations, as the API server returns it."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -18,7 +18,7 @@ from webhook.core.reservation import PodIdentity, Reservation, ReservationId
 from webhook.ledger.end_of_use import has_ended
 from webhook.runtime.clock import LONG_AGO
 
-# Nobody starts containers of a pod in these phases any more. Whether they have ended is another question: `end_of_use`.
+# The kubelet starts no more containers in these phases. Whether they have ended is another question: `end_of_use`.
 ENDED = frozenset({"Succeeded", "Failed"})
 
 
@@ -43,29 +43,29 @@ class ReservedPodWire(WireStruct, frozen=True):
 
 @frozen
 class ReservedPod:
-    """What matters of such a pod. What it says of itself is believed only as far as a ledger says the same."""
+    """The relevant fields of such a pod. They are trusted only as far as a ledger confirms them."""
 
     pod: PodIdentity
     reservation_id: ReservationId
     claim_digest: str
-    # Where its devices are, which, and how many it was to have.
+    # The node of its devices, their UUIDs, and the number of GPUs it claimed.
     node: str | None
     uuids: tuple[DeviceUuid, ...]
     gpus: int
     is_shared: bool
     created: datetime
-    # Where it has been put; such a pod runs, or soon will.
+    # Whether it is assigned to a node; then it runs, or soon will.
     is_on_node: bool = False
     has_started: bool = False
     is_leaving: bool = False
-    is_final: bool = False  # its phase is
-    has_ended: bool = False  # and its containers do not use its devices any more
+    is_final: bool = False  # its phase is terminal
+    has_ended: bool = False  # its containers no longer use its devices
     has_controller: bool = False
 
     @classmethod
     def of(cls, raw: Raw) -> "ReservedPod | None":
-        """None if the pod carries no reservation, or one that cannot be its: of more or fewer devices than it was to
-        have, or of any though it was to have none."""
+        """None if the pod carries no reservation, or one that cannot be its own because the number of devices is not
+        the number that the pod claimed, or zero."""
         try:
             wire = msgspec.convert(raw, ReservedPodWire)
             meta = wire.metadata or ReservedPodMetaWire()
@@ -77,7 +77,7 @@ class ReservedPod:
         if not reservation_id or not meta.uid:
             return None
         uuids = [uuid for uuid in (annotations.get(keys.GPU_UUID.name) or "").split(",") if uuid]
-        if not has_its_number(uuids, record.gpus):
+        if not has_claimed_gpu_count(uuids, record.gpus):
             return None
         phase = (wire.status and wire.status.phase) or "Pending"
         return cls(
@@ -103,20 +103,20 @@ class ReservedPod:
 
 @frozen
 class PodSnapshot:
-    """A pod as it was found, whether it carries a reservation or not."""
+    """A pod as it was read, with or without a reservation."""
 
     reserved_pod: ReservedPod | None
-    # Behind our gate it waits for its reservation to be written into it.
+    # Our scheduling gate keeps it waiting until its reservation is written into it.
     is_gated: bool
     node: str
     has_ended: bool
-    # What its containers are told of GPUs, which nobody can change once it exists.
-    told: tuple[EnvVar, ...] = ()
+    # The GPU-related environment of its containers, which cannot change once the pod exists.
+    gpu_env: tuple[EnvVar, ...] = ()
     version: str = ""
 
     @classmethod
     def of(cls, raw: Raw) -> "PodSnapshot":
-        """Raises msgspec.ValidationError for what is no pod."""
+        """Raises msgspec.ValidationError if this is not a pod."""
         wire, pod = msgspec.convert(raw, ReservedPodWire), msgspec.convert(raw, Pod)
         return cls(
             reserved_pod=ReservedPod.of(raw),
@@ -124,36 +124,36 @@ class PodSnapshot:
             node=pod.body.node_name or "",
             has_ended=has_ended(raw),
             version=(wire.metadata or ReservedPodMetaWire()).resource_version,
-            told=tuple(one for _, container in pod.containers() for one in visible_env(container)),
+            gpu_env=tuple(one for _, container in pod.containers() for one in visible_env(container)),
         )
 
     @property
     def is_on_node(self) -> bool:
         return bool(self.node)
 
-    def may_see(self, held: Reservation) -> bool:
-        """Whether its containers may have been shown one of these devices, though it says nothing of it any more: by
-        name, by a placement map's index, or by an annotation as it was when they started."""
-        return self.node == held.node and any(may_mean(one, held) for one in self.told)
+    def may_use_gpus_of(self, held: Reservation) -> bool:
+        """Whether its containers may have access to one of these devices even if the annotations are gone: by UUID, by
+        the index of a placement map, or by an annotation as it was when they started."""
+        return self.node == held.node and any(may_name_gpu_of(one, held) for one in self.gpu_env)
 
 
-def may_mean(one: EnvVar, held: Reservation) -> bool:
+def may_name_gpu_of(one: EnvVar, held: Reservation) -> bool:
     if one.shown is None:
         return one.value_from == REFERENCE
     return any(part in held.uuids or part.isdecimal() for part in one.shown.split(","))
 
 
-def carries_other(raw: Raw, held: Reservation) -> str | None:
-    """What in the pod itself speaks against its having that reservation, in words; None if it carries just that."""
+def reservation_mismatch(raw: Raw, held: Reservation) -> str | None:
+    """Why the pod does not carry exactly that reservation, in words; None if it does."""
     reserved_pod = ReservedPod.of(raw)
     if reserved_pod is None:
-        return "carries no reservation that could be its own"
+        return "carries no valid reservation"
     if reserved_pod.reservation_id != held.id:
         return f"carries reservation {reserved_pod.reservation_id}, not {held.id}"
     if set(reserved_pod.uuids) != set(held.uuids):
-        return f"carries other GPUs than reservation {held.id} holds"
+        return f"carries GPUs that reservation {held.id} does not hold"
     return None
 
 
-def has_its_number(uuids: Sequence[str], gpus: int) -> bool:
+def has_claimed_gpu_count(uuids: Sequence[str], gpus: int) -> bool:
     return len(uuids) == gpus > 0

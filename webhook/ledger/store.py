@@ -1,4 +1,4 @@
-"""Where GPUNode objects are kept: versions, one winner a version, and answers that may get lost."""
+"""The store of GPUNode objects: versioned, one successful write per version, and responses may get lost."""
 
 from typing import Protocol
 
@@ -6,19 +6,20 @@ from webhook.core.raw import Raw
 
 
 class GpuNodeStore(Protocol):
-    """Keeps one object a node. What it answers is what every replica would be answered at that moment."""
+    """Stores one object per node. Every replica gets the same answer at the same moment."""
 
     async def get(self, name: str) -> Raw | None:
-        """The object as it is now, not as a cache has it; None if there is none."""
+        """The object as it is now, not from a cache; None if there is none."""
 
     async def put(self, raw: Raw) -> Raw:
-        """Replace all but the status, under the version that `raw` carries; the object as it then is, or last was.
+        """Replace all but the status, under the version in `raw`. Returns the object as it is after the write, or as it
+        was last.
 
-        Raises StaleError, RefusedError or StoreAwayError.
+        Raises StaleError, RefusedError or StoreUnavailableError.
         """
 
     async def put_status(self, raw: Raw) -> Raw:
-        """Replace the status under the version that `raw` carries; the object as it then is.
+        """Replace the status under the version in `raw`. Returns the object as it is after the write.
 
-        Raises StaleError, RefusedError or StoreAwayError.
+        Raises StaleError, RefusedError or StoreUnavailableError.
         """

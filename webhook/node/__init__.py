@@ -1,1 +1,1 @@
-"""What runs on a node: the agent that proves it."""
+"""What runs on a node: the agent that attests it."""

@@ -1,6 +1,6 @@
-"""`gpuwarden attest`, on every node: answers the server's challenges, and comes back when half of a proof is over.
+"""`gpuwarden attest`, run on every node: answers the server's challenges, again when half of a proof's life is over.
 
-With the sockets of kubelet and container runtime it also tells the server which of the node's orphans have ended.
+With access to the sockets of the kubelet and the container runtime it also reports which orphaned pods have ended.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from attrs import asdict, frozen
 
 from webhook.core.errors import GpuwardenError
 from webhook.core.evidence_id import EvidenceId
-from webhook.evidence.jwt.end_reports import MOST, mark_of
+from webhook.evidence.jwt.end_reports import MAX_PODS, uid_digest
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi
 from webhook.evidence.jwt.nonce import is_ours
 from webhook.inventory.local_gpus import local_gpus
@@ -35,15 +35,15 @@ from webhook.runtime.tls.certificate_source import trusting
 log = structlog.get_logger(__name__)
 
 TIMEOUT: Final = httpx.Timeout(10.0)
-# Somewhat less than the pause: many nodes that started together come back one by one.
+# Jitter only shortens a pause, so that nodes that started together do not all come back at once.
 BACKOFF: Final = Backoff(timedelta(seconds=1), timedelta(seconds=60), jitter=(0.8, 1.0))
-# An answer of ours has some hundred bytes.
+# A response has some hundred bytes.
 MAX_ANSWER: Final = 64 * 1024
-MAX_SAID: Final = 300
-# Of two looks at the node's pods. A sandbox that is ready only for a short time has to be seen.
-LOOKS_APART: Final = timedelta(seconds=2)
-# Of two questions to the server about orphans.
-ASKS_APART: Final = timedelta(seconds=5)
+MAX_ERROR_TEXT: Final = 300
+# Between two reads of the node's pods. It must be short enough to see a sandbox that is ready only briefly.
+POLL_INTERVAL: Final = timedelta(seconds=2)
+# Between two requests for the server's list of orphans.
+MIN_CHALLENGE_INTERVAL: Final = timedelta(seconds=5)
 
 T = TypeVar("T", bound=msgspec.Struct)
 Sleep = Callable[[float], Awaitable[object]]
@@ -51,19 +51,19 @@ Moment = Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class NotAttestedError(GpuwardenError):
-    """The node could not be proven this time."""
+    """The node could not be attested this time."""
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """What the server asks."""
+    """The server's challenge."""
 
     nonce: str
-    # Marks of the node's orphans. A server that knows nothing of them asks about none.
+    # Digests of the uids of the node's orphans. Servers without this feature send none.
     orphans: list[str] = []
 
 
 class Proven(msgspec.Struct, frozen=True):
-    """What the server then knows."""
+    """The evidence that the server has accepted."""
 
     hash: str
     since: Moment
@@ -76,36 +76,39 @@ class Proven(msgspec.Struct, frozen=True):
 
 @frozen
 class Attester:
-    """One node's side."""
+    """Attests one node to the server."""
 
     server: str
     node: str
     workload_api: JwtWorkloadApi
     evidence_id: EvidenceId
-    # Asked each time: the CA in its file may be a new one.
+    # Called for each connection, because the CA file may have changed.
     trust: Callable[[], ssl.SSLContext]
 
     async def attest(self) -> Proven:
-        """Prove the node once. Raises NotAttestedError, or what the Workload API raises."""
+        """Attest the node once. Raises NotAttestedError, or the errors of the Workload API."""
         async with self._client() as client:
             return await self._answer(await self._challenge(client), client)
 
     async def report(self, ended: Collection[str], look_again: Callable[[], Awaitable[Collection[str]]]) -> list[str]:
-        """Tell the server which of the pods that it asks about have ended. The answer is newer than the question, so it
-        takes another look. The uids that were told. Raises what `attest` and `look_again` raise."""
+        """Report which of the pods that the server asks about have ended; returns their uids.
+
+        `look_again` is called after the challenge, because only an observation that is newer than it counts. Raises the
+        errors of `attest` and `look_again`.
+        """
         async with self._client() as client:
             challenge = await self._challenge(client)
             asked = set(challenge.orphans)
-            if not any(mark_of(uid) in asked for uid in ended):
+            if not any(uid_digest(uid) in asked for uid in ended):
                 return []
-            told = [uid for uid in await look_again() if mark_of(uid) in asked][:MOST]
-            if told:
-                await self._answer(challenge, client, ended=told)
-            return told
+            reported = [uid for uid in await look_again() if uid_digest(uid) in asked][:MAX_PODS]
+            if reported:
+                await self._answer(challenge, client, ended=reported)
+            return reported
 
     async def _answer(self, challenge: Challenge, client: httpx.AsyncClient, **more: object) -> Proven:
         content = {"token": await self._token(challenge.nonce), **more}
-        return decoded(await self._asked(client.build_request("POST", self._url(""), json=content), client), Proven)
+        return decoded(await self._send(client.build_request("POST", self._url(""), json=content), client), Proven)
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[httpx.AsyncClient]:
@@ -114,25 +117,25 @@ class Attester:
 
     async def _challenge(self, client: httpx.AsyncClient) -> Challenge:
         request = client.build_request("GET", self._url("/challenge"), params={"node": self.node})
-        challenge = decoded(await self._asked(request, client), Challenge)
+        challenge = decoded(await self._send(request, client), Challenge)
         if not is_ours(challenge.nonce):
-            raise NotAttestedError("the server asked for a token that would be good elsewhere")
+            raise NotAttestedError("the server asked for a token with another audience than its own challenge")
         return challenge
 
     async def _token(self, nonce: str) -> str:
-        """Of the one identity that names this node: an agent may know us under others too."""
+        """A token of the only identity for this node; the agent may know this workload under other identities too."""
         svids = await self.workload_api.jwt_svids(nonce)
-        own = {one.spiffe_id: one.token for one in svids if self._names_us(one.spiffe_id)}
+        own = {one.spiffe_id: one.token for one in svids if self._is_own_id(one.spiffe_id)}
         if len(own) != 1:
             found = ", ".join(sorted(own)) or ", ".join(sorted(one.spiffe_id for one in svids)) or "none"
-            raise NotAttestedError(f"there has to be one identity of {self.node}, and there is: {found}")
+            raise NotAttestedError(f"expected exactly one identity for node {self.node}, found: {found}")
         return own.popitem()[1]
 
-    def _names_us(self, spiffe_id: str) -> bool:
-        says = self.evidence_id.read(spiffe_id)
-        return says is not None and says.node == self.node
+    def _is_own_id(self, spiffe_id: str) -> bool:
+        parts = self.evidence_id.read(spiffe_id)
+        return parts is not None and parts.node == self.node
 
-    async def _asked(self, request: httpx.Request, client: httpx.AsyncClient) -> bytes:
+    async def _send(self, request: httpx.Request, client: httpx.AsyncClient) -> bytes:
         try:
             reply = await client.send(request, stream=True)
             try:
@@ -142,15 +145,15 @@ class Attester:
         except httpx.HTTPError as exc:
             raise NotAttestedError(f"the server did not answer: {str(exc) or type(exc).__name__}") from exc
         if reply.status_code != 200:
-            said = content[:MAX_SAID].decode(errors="replace")
-            raise NotAttestedError(f"the server answered {reply.status_code}: {said}")
+            text = content[:MAX_ERROR_TEXT].decode(errors="replace")
+            raise NotAttestedError(f"the server answered {reply.status_code}: {text}")
         return content
 
     def _url(self, path: str) -> str:
         return f"{self.server.rstrip('/')}/evidence{path}"
 
     async def run(self, sleep: Sleep = asyncio.sleep) -> None:
-        """For ever: at half of each proof's life, sooner and sooner again less often where it fails."""
+        """Runs forever: attests at half of each proof's life, and after failures with increasing pauses."""
         failures = 0
         while True:
             try:
@@ -158,57 +161,57 @@ class Attester:
             except GpuwardenError as exc:
                 failures += 1
                 pause = BACKOFF.pause(failures)
-                log.warning("node not proven", node=self.node, problem=str(exc), again_in=pause.total_seconds())
+                log.warning("node not attested", node=self.node, problem=str(exc), again_in=pause.total_seconds())
                 await sleep(BACKOFF.jittered(pause))
             else:
-                log.info("node proven", node=self.node, hash=proven.hash, until=proven.until)
+                log.info("node attested", node=self.node, hash=proven.hash, until=proven.until)
                 failures = 0
                 await sleep(BACKOFF.jittered(proven.half_life))
 
 
 class EndReporter:
-    """Looks at the node's pods again and again, and tells the server of orphans that have ended."""
+    """Polls the node's pods, and reports orphans that have ended to the server."""
 
     def __init__(self, attester: Attester, pods: NodePods, clock: Callable[[], float] = time.monotonic) -> None:
         self._attester = attester
         self._pods = pods
         self._ends = PodEnds()
         self._clock = clock
-        self._asked_at: float | None = None
+        self._challenged_at: float | None = None
 
     async def run(self, sleep: Sleep = asyncio.sleep) -> None:
-        """For ever. A problem is logged when it comes, and when it changes."""
+        """Runs forever. Logs a problem when it starts and when it changes."""
         known = ""
         while True:
             try:
-                is_whole = await self.step()
+                is_complete = await self.step()
             except GpuwardenError as exc:
                 if str(exc) != known:
                     log.warning("ends of pods not reported", node=self._attester.node, problem=str(exc))
                 known = str(exc)
             else:
-                if known and is_whole:
+                if known and is_complete:
                     log.info("ends of pods reported again", node=self._attester.node)
-                known = "" if is_whole else known
-            await sleep(LOOKS_APART.total_seconds() * random.uniform(1.0, 1.2))  # noqa: S311 - to keep out of step
+                known = "" if is_complete else known
+            await sleep(POLL_INTERVAL.total_seconds() * random.uniform(1.0, 1.2))  # noqa: S311 - jitter
 
     async def step(self) -> bool:
-        """One round: whether it is whole. The server is asked only where something has ended, and less often than the
-        node: until then the round is not whole."""
-        ended = await self._look()
+        """One round; returns whether it is complete. The server is asked only if a pod has ended, and at most once per
+        MIN_CHALLENGE_INTERVAL: until then the round is incomplete."""
+        ended = await self._read_ended()
         if not ended:
             return True
         now = self._clock()
-        if self._asked_at is not None and now - self._asked_at < ASKS_APART.total_seconds():
+        if self._challenged_at is not None and now - self._challenged_at < MIN_CHALLENGE_INTERVAL.total_seconds():
             return False
-        self._asked_at = now
-        if told := await self._attester.report(ended, self._look):
-            log.info("orphaned pods reported as ended", node=self._attester.node, pods=told)
+        self._challenged_at = now
+        if reported := await self._attester.report(ended, self._read_ended):
+            log.info("orphaned pods reported as ended", node=self._attester.node, pods=reported)
         return True
 
-    async def _look(self) -> Collection[str]:
+    async def _read_ended(self) -> Collection[str]:
         began = self._clock()
-        return self._ends.see(await self._pods.look(), began, self._clock())
+        return self._ends.observe(await self._pods.snapshot(), began, self._clock())
 
 
 async def bounded(reply: httpx.Response) -> bytes:
@@ -224,16 +227,16 @@ def decoded(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-        raise NotAttestedError("the server's answer makes no sense") from exc
+        raise NotAttestedError("the server's answer cannot be parsed") from exc
 
 
 def attester(settings: Settings) -> Attester:
-    """Raises GpuwardenError that names every setting that is missing."""
+    """Raises GpuwardenError that names every missing setting."""
     needed = ("server", "node", "spire_trust_domain", "spire_workload_api")
     given = {name: getattr(settings, name) for name in needed}
     if missing := [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]:
         raise GpuwardenError(f"set {', '.join(missing)} as well")
-    trusting(settings.server_ca)  # what is wrong with it is said before the first attempt
+    trusting(settings.server_ca)  # fails at startup if the CA file is unusable
     return Attester(
         server=given["server"],
         node=given["node"],
@@ -244,42 +247,42 @@ def attester(settings: Settings) -> Attester:
 
 
 def end_reporter(settings: Settings, attester: Attester) -> EndReporter | None:
-    """None where the container runtime is not to be asked. Raises GpuwardenError."""
+    """None without a runtime socket. Raises GpuwardenError."""
     if settings.runtime_socket is None:
         return None
     if settings.pod_uid is None:
-        raise GpuwardenError("set --pod-uid as well: --runtime-socket has to be that of the node that this runs on")
+        raise GpuwardenError("set --pod-uid as well: --runtime-socket must belong to the node of that pod")
     return EndReporter(attester, NodePods(settings.runtime_socket, settings.pod_resources_socket, settings.pod_uid))
 
 
 def print_gpus() -> None:
-    """The GPUs of this machine on stdout. Raises GpuwardenError."""
+    """Print the GPUs of this machine. Raises GpuwardenError."""
     for one in local_gpus().gpus:
         sys.stdout.write(msgspec.json.encode(asdict(one)).decode() + "\n")
 
 
-async def tell_gpus(node: str) -> None:
-    """What this node has, in the log beside its proofs: the server has no place for it."""
+async def log_gpus(node: str) -> None:
+    """Log this node's GPUs beside its proofs; the server does not store them."""
     try:
         found = await asyncio.to_thread(local_gpus)
     except GpuwardenError as exc:
-        log.info("no GPUs read here", node=node, problem=str(exc))
+        log.info("GPUs of this node cannot be read", node=node, problem=str(exc))
         return
     gpus = [{"index": one.index, "uuid": one.uuid, "serial": one.serial} for one in found.gpus]
     log.info("GPUs of this node", node=node, driver=found.driver, gpus=gpus)
 
 
 async def attest(settings: Settings, *, once: bool = False) -> None:
-    """Until SIGTERM or SIGINT, or once."""
+    """Run until SIGTERM or SIGINT, or attest once."""
     configure_logging(settings.log_level)
     one = attester(settings)
     reporter = end_reporter(settings, one)
     if once:
         proven = await one.attest()
-        log.info("node proven", node=one.node, hash=proven.hash, until=proven.until)
+        log.info("node attested", node=one.node, hash=proven.hash, until=proven.until)
         return
     running = asyncio.ensure_future(one.run())
-    beside = [asyncio.ensure_future(tell_gpus(one.node))]
+    beside = [asyncio.ensure_future(log_gpus(one.node))]
     if reporter is not None:
         beside.append(asyncio.ensure_future(reporter.run()))
     for number in (signal.SIGTERM, signal.SIGINT):

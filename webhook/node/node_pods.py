@@ -1,6 +1,7 @@
-"""What a node has of its pods, by the word of its kubelet and its container runtime, each asked at its own socket.
+"""The pods of a node, as reported by its kubelet and its container runtime, each through its own socket.
 
-A few messages of the CRI (`runtime.v1`) and of the kubelet's PodResources API (`v1`). Numbers are the wire.
+Uses a few messages of the CRI (`runtime.v1`) and of the kubelet's PodResources API (`v1`). Field numbers are those of
+the protobuf definitions.
 """
 
 import asyncio
@@ -17,13 +18,14 @@ from webhook.evidence.rpc import CallFailedError, RawCodec, ask, faults_of
 LIST_SANDBOXES: Final = "/runtime.v1.RuntimeService/ListPodSandbox"
 LIST_CONTAINERS: Final = "/runtime.v1.RuntimeService/ListContainers"
 LIST_PODS: Final = "/v1.PodResourcesLister/List"
-# Labels that the kubelet gives to the containers of pods.
+# Labels that the kubelet sets on the containers of pods.
 UID, NAMESPACE, NAME = "io.kubernetes.pod.uid", "io.kubernetes.pod.namespace", "io.kubernetes.pod.name"
-# The only states in which nothing runs and nothing can be started. A state that is left out is 0: ready, or created.
+# Only a sandbox in NOT_READY and a container in EXITED run nothing and can start nothing. An omitted state is 0: ready,
+# or created.
 READY: Final = 0
 NOT_READY: Final = 1
 EXITED: Final = 2
-# Both answer in milliseconds.
+# Both respond in milliseconds.
 TIMEOUT: Final = 5.0
 
 PodName = tuple[str, str]
@@ -31,12 +33,12 @@ PodName = tuple[str, str]
 
 
 class NodeUnknownError(GpuwardenError):
-    """What the node has of its pods cannot be said at this moment."""
+    """The state of the node's pods cannot be determined at this moment."""
 
 
 @frozen
 class RemainingContainers:
-    """What the runtime has of one pod: a sandbox or a container of it, which is alive or not."""
+    """What the runtime still has of one pod: sandboxes and containers, and whether one of them is alive."""
 
     uid: str
     pod: PodName
@@ -46,8 +48,8 @@ class RemainingContainers:
 
 @frozen
 class NodePodsSnapshot:
-    """Of pods by uid, what the runtime has of them; and by name, which pods the kubelet wants to run. A kubelet that
-    has heard that a pod's object is gone does not name the pod any more. Its containers may run, and a sync that it has
+    """By uid, what the runtime has of each pod; and by name, which pods the kubelet wants to run. A kubelet that has
+    observed a pod's deletion does not name the pod any more. The pod's containers may still run, and a sync that has
     begun may start them."""
 
     remains: Mapping[str, RemainingContainers]
@@ -56,15 +58,15 @@ class NodePodsSnapshot:
 
 @frozen
 class NodePods:
-    """The sockets of one node. `own` is the uid of the pod that this runs in: where runtime or kubelet do not name it,
-    they are not those of this node, or have not heard of their pods yet."""
+    """The sockets of one node. `own` is the uid of this process's pod: if the runtime or the kubelet does not name it,
+    the sockets are those of another node, or the process behind them does not know its pods yet."""
 
     runtime: str
     kubelet: str
     own: str
 
-    async def look(self) -> NodePodsSnapshot:
-        """The kubelet is asked first: of a pod that it does not name it begins no sync after that. Raises
+    async def snapshot(self) -> NodePodsSnapshot:
+        """Asks the kubelet first: after that it starts no new sync for a pod that it does not name. Raises
         NodeUnknownError."""
         try:
             wanted = await self._wanted()
@@ -73,23 +75,23 @@ class NodePods:
             raise NodeUnknownError(str(exc)) from exc
         own = remains.get(self.own)
         if own is None or not own.is_alive:
-            raise NodeUnknownError(f"container runtime: it does not run this pod, {self.own}")
+            raise NodeUnknownError(f"container runtime: does not run this pod, {self.own}")
         if own.pod not in wanted:
-            raise NodeUnknownError(f"kubelet: it does not name this pod, {'/'.join(own.pod)}")
+            raise NodeUnknownError(f"kubelet: does not list this pod, {'/'.join(own.pod)}")
         return NodePodsSnapshot(remains, wanted)
 
     async def _wanted(self) -> frozenset[PodName]:
         with faults_of("kubelet"):
-            return wanted_in(await asked(self.kubelet, LIST_PODS))
+            return wanted_in(await call(self.kubelet, LIST_PODS))
 
     async def _remains(self) -> dict[str, RemainingContainers]:
         with faults_of("container runtime"):
-            sandboxes = await asked(self.runtime, LIST_SANDBOXES)
-            return remains_in(sandboxes, await asked(self.runtime, LIST_CONTAINERS))
+            sandboxes = await call(self.runtime, LIST_SANDBOXES)
+            return containers_in(sandboxes, await call(self.runtime, LIST_CONTAINERS))
 
 
-async def asked(socket: str, method: str) -> bytes:
-    """All that there is to be listed. One connection a question: the other side may have started anew in between."""
+async def call(socket: str, method: str) -> bytes:
+    """Call a list method. Each call opens a connection, because the other side may have restarted in between."""
     channel = Channel(path=socket.removeprefix("unix:"), codec=RawCodec())
     try:
         async with asyncio.timeout(TIMEOUT):
@@ -99,14 +101,14 @@ async def asked(socket: str, method: str) -> bytes:
 
 
 def wanted_in(pods: bytes) -> frozenset[PodName]:
-    """Of the kubelet's answer."""
+    """The names in the kubelet's response."""
     return frozenset(pod_name(as_bytes(value)) for number, value in fields_of(pods) if number == 1)
 
 
-def remains_in(sandboxes: bytes, containers: bytes) -> dict[str, RemainingContainers]:
-    """Of the runtime's two answers."""
+def containers_in(sandboxes: bytes, containers: bytes) -> dict[str, RemainingContainers]:
+    """By uid, from the runtime's two responses."""
     found: dict[str, RemainingContainers] = {}
-    for one in (*each(sandboxes, of_sandbox), *each(containers, of_container)):
+    for one in (*parse_items(sandboxes, of_sandbox), *parse_items(containers, of_container)):
         known = found.get(one.uid, RemainingContainers(one.uid, one.pod, is_alive=False))
         ready = known.ready_sandboxes + one.ready_sandboxes
         found[one.uid] = RemainingContainers(one.uid, known.pod, known.is_alive or one.is_alive, ready)
@@ -114,12 +116,12 @@ def remains_in(sandboxes: bytes, containers: bytes) -> dict[str, RemainingContai
 
 
 def pod_name(message: bytes) -> PodName:
-    """Of PodResources."""
+    """From a PodResources message."""
     found = dict(fields_of(message))
     return as_text(found.get(2, b"")), as_text(found.get(1, b""))
 
 
-def each(answer: bytes, reading: Callable[[bytes], RemainingContainers | None]) -> Iterator[RemainingContainers]:
+def parse_items(answer: bytes, reading: Callable[[bytes], RemainingContainers | None]) -> Iterator[RemainingContainers]:
     for number, value in fields_of(answer):
         if number == 1 and (one := reading(as_bytes(value))) is not None:
             yield one
@@ -136,7 +138,7 @@ def of_sandbox(message: bytes) -> RemainingContainers:
 
 
 def of_container(message: bytes) -> RemainingContainers | None:
-    """None for one that no kubelet has made."""
+    """None for a container that no kubelet has created."""
     labels, state = {}, 0
     for number, value in fields_of(message):
         if number == 6:

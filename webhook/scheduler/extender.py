@@ -133,7 +133,7 @@ class Extender:
 
     async def bind(self, args: BindArgs) -> str:
         """Why the pod is not on the node; empty if it is."""
-        if self._bindings is None or self._pods.believes_reviews:
+        if self._bindings is None or self._pods.trusts_reviews:
             return NO_CLUSTER
         try:
             said = await self._bound(args, self._bindings)

@@ -14,7 +14,7 @@ from webhook.core.evidence import Evidence
 from webhook.core.names import is_object_name
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.attestation import Attestation
-from webhook.evidence.jwt.end_reports import MOST
+from webhook.evidence.jwt.end_reports import MAX_PODS
 from webhook.evidence.jwt.jwt_svid import MAX_TOKEN, BadTokenError, TokenFault
 from webhook.evidence.jwt.proofs import ReplayedProofError, UnknownNodeError
 from webhook.evidence.jwt.trust_bundle import KeysUnavailableError
@@ -24,7 +24,7 @@ from webhook.web.health import Health
 log = structlog.get_logger(__name__)
 
 # A token, the uids of pods that have ended, and the JSON around them.
-MAX_BODY: Final = MAX_TOKEN + MOST * 128 + 1024
+MAX_BODY: Final = MAX_TOKEN + MAX_PODS * 128 + 1024
 STATUS: Final = {TokenFault.FORM: 400, TokenFault.SIZE: 413}
 
 
@@ -33,7 +33,7 @@ class ProofBody(msgspec.Struct, frozen=True):
 
     token: str
     # The uids of orphaned pods of which the node has nothing left.
-    ended: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MOST)] = []
+    ended: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=MAX_PODS)] = []
 
 
 class EvidenceRoutes:

@@ -132,12 +132,12 @@ class Finalize:
         held = await self._held(told)
         if not held.may_be(told.pod):
             raise RefusedFinalizeError(409, f"reservation {held.id} is held by another pod")
-        against = await self._facts.contradicts(told.pod, held)
+        against = await self._facts.find_mismatch(told.pod, held)
         if against is not None:
             raise RefusedFinalizeError(422, against)
         self._refuse_a_second(told.pod, held)
         try:
-            proof = PodProof.REPORTED if self._pods.believes_reviews else PodProof.CONFIRMED
+            proof = PodProof.REPORTED if self._pods.trusts_reviews else PodProof.CONFIRMED
             await self._ledger.bind_to_pod(proof, held.id, told.pod, node=held.node)
         except UnknownReservationError as exc:
             raise RefusedFinalizeError(404, f"reservation {held.id} is gone") from exc
@@ -149,7 +149,7 @@ class Finalize:
 
     def _refuse_a_second(self, pod: PodIdentity, held: Reservation) -> None:
         """Embedded, nobody has seen the pod but the ledger. In a cluster the pod itself says which one is its own."""
-        other = self._ledger.of_pod(pod.uid) if self._pods.believes_reviews else None
+        other = self._ledger.of_pod(pod.uid) if self._pods.trusts_reviews else None
         if other is not None and other.id != held.id:
             raise RefusedFinalizeError(409, f"the pod of uid {pod.uid} has reservation {other.id}")
 

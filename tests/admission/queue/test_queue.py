@@ -42,7 +42,7 @@ from webhook.core.reservation import (
 )
 from webhook.core.verdict import Deny
 from webhook.ledger.memory import MemoryLedger
-from webhook.ledger.moves import Abandon, Times
+from webhook.ledger.moves import MarkOrphaned, Times
 
 GATE = "gpuwarden.io/queue"
 GPU = "gpuwarden.io/gpu-uuid"
@@ -261,7 +261,7 @@ async def test_a_namespace_with_too_many_orphans_is_passed_over_until_they_end(s
     (one,) = scene.ledger.reservations()
     pod = PodIdentity("ml", "gone", "uid-gone")
     scene.ledger._index.make(
-        one.node, Abandon(one.id, pod, one.since, Orphan(NOW, HOUR)), NOW, Times(HOUR, timedelta(seconds=5))
+        one.node, MarkOrphaned(one.id, pod, one.since, Orphan(NOW, HOUR)), NOW, Times(HOUR, timedelta(seconds=5))
     )
     scene.come("next")
     scene.come("other", seconds=1, namespace="cv")

@@ -165,7 +165,7 @@ async def test_who_deletes_by_force_again_and_again_is_given_no_more_and_others_
                 return exc.message
             return "created"
 
-        await wait_until(asked, lambda said: "held by pods that are not there and may still run" in said)
+        await wait_until(asked, lambda said: "held by pods that are gone and may still run" in said)
         await kube.create(PODS, pod("another", 1, nodeSelector={"kubernetes.io/hostname": third}), other)
         await wait_until(asked, lambda said: said == "created", 20 + MARGIN + LOOK + SOON)
 

@@ -190,6 +190,6 @@ async def test_what_a_quota_refuses_while_no_reconciler_runs_counts_for_the_limi
             with pytest.raises(ApiError, match="exceeded quota"):
                 await kube.create(PODS, pod(None, gpus=1), poor)
         assert "exceeded quota" in await asked()
-        await wait_until(asked, lambda said: "held by pods that are not there and may still run" in said, 60)
+        await wait_until(asked, lambda said: "held by pods that are gone and may still run" in said, 60)
         assert await free_gpus(here) == 6
         await kube.create(PODS, pod("another", 1), here.namespace)

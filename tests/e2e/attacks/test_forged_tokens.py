@@ -24,11 +24,11 @@ from tests.evidence.jwt.tokens import (
     RS256,
     TRUST_DOMAIN,
     SigningKey,
+    assemble,
     claims,
     document,
     evidence_id,
     header,
-    put_together,
     seconds,
 )
 from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId
@@ -76,7 +76,7 @@ def random_cases(rng: random.Random, nonce: str, now: datetime, number: int) -> 
         odd = {name: rng.choice(values) for name, values in rng.sample(oddities(nonce, now), rng.randrange(4))}
         head = {name: value for name, value in odd.items() if name in HEADER}
         said = {name: value for name, value in odd.items() if name not in HEADER}
-        text = put_together(header(key, **head), claims(nonce, now, **said), key)
+        text = assemble(header(key, **head), claims(nonce, now, **said), key)
         yield Case(f"random {at}: {key.key_id} {odd}", text)
         place = rng.randrange(len(text))
         yield Case(f"random {at}, bent at {place}", text[:place] + rng.choice(letters) + text[place + 1 :])
@@ -108,7 +108,7 @@ def corpus(rng: random.Random, world: World, number: int = 300) -> list[Case]:
     good = [
         Case(
             f"good, {key.algorithm} {at}",
-            put_together(header(key), claims(world.ours(), world.now, iat=world.at(seconds=-at)), key),
+            assemble(header(key), claims(world.ours(), world.now, iat=world.at(seconds=-at)), key),
             is_good=True,
         )
         for key in (KEY, *KEYS)
@@ -129,9 +129,9 @@ def asked(binary: Path, cases: list[Case], nonce: str) -> list[str]:
     return [one["id"] for one in json.loads(answer.stdout)]
 
 
-def verified(examiner: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, now: datetime) -> Proof | TokenFault:
+def verified(verifier: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, now: datetime) -> Proof | TokenFault:
     try:
-        proof = examiner.examined(text, now)
+        proof = verifier.check_claims(text, now)
         check_signature(proof, keys.get(proof.token.key_id))
     except BadTokenError as exc:
         return exc.fault
@@ -141,7 +141,7 @@ def verified(examiner: TokenVerifier, keys: Mapping[str, jwt.PyJWK], text: str, 
 def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
     now, secret = utc_now(), b"k" * 32
     nonces = Nonces(lambda: (secret,), SKEW)
-    examiner = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
+    verifier = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW)
     keys = parse_bundle(BUNDLE).keys
     world = World(KEY, FOREIGN, cache(lambda node: nonces.issue(node, now).text), now)
     seed = random.randrange(2**32)  # noqa: S311 - a corpus, no secret
@@ -152,7 +152,7 @@ def test_we_accept_nothing_that_go_spiffe_refuses(go_spiffe: Path) -> None:
     stricter: Counter[TokenFault] = Counter()
     both = 0
     for case, believed in zip(cases, theirs, strict=True):
-        ours = verified(examiner, keys, case.token, now)
+        ours = verified(verifier, keys, case.token, now)
         assert isinstance(ours, Proof) or not case.is_good, f"{case.name}: {ours} (seed {seed})"
         if isinstance(ours, Proof):
             assert believed == ours.token.subject, f"{case.name} passes with us alone (seed {seed})"

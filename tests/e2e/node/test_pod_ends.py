@@ -124,7 +124,7 @@ async def test_a_gpu_is_offered_again_soon_after_its_containers_have_ended_and_n
         ("stays-1",),
     ]
     told = await wait_until(lambda: whys(here), lambda found: len(found) >= 2)
-    assert all("its node says that nothing uses it" in why for why in told), told
+    assert all("its node reports that nothing uses it" in why for why in told), told
 
 
 async def test_while_the_kubelet_is_dead_nothing_is_offered_whether_or_not_a_container_runs(

@@ -26,7 +26,7 @@ from webhook.core.evidence_id import DEFAULT_TEMPLATE, EvidenceId, EvidenceIdPar
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_svid import TokenVerifier, check_signature
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
-from webhook.evidence.jwt.nonce import Nonces, one_process_only
+from webhook.evidence.jwt.nonce import Nonces, process_key
 from webhook.evidence.spire.attested import AgentRules
 from webhook.evidence.spire.spire_server import SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
@@ -211,7 +211,7 @@ async def test_a_real_agent_is_evidence_until_it_is_banned(spire: Spire) -> None
 async def test_a_real_token_over_our_challenge_proves_its_node(spire: Spire) -> None:
     own = f"spiffe://{TRUST_DOMAIN}/evidence/node-1/{HASH}"
     register(spire, await begun(spire), own, "-jwtSVIDTTL", "60")
-    api, nonces = JwtWorkloadApi(str(spire.directory / "agent.sock")), Nonces(one_process_only(), SKEW)
+    api, nonces = JwtWorkloadApi(str(spire.directory / "agent.sock")), Nonces(process_key(), SKEW)
 
     async def tokens() -> list[str]:
         try:
@@ -226,7 +226,7 @@ async def test_a_real_token_over_our_challenge_proves_its_node(spire: Spire) -> 
 
     await until(has_one)
     (token,) = await tokens()
-    proof = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW).examined(token, utc_now())
-    assert proof.says == EvidenceIdParts("node-1", HASH)
+    proof = TokenVerifier(EvidenceId(DEFAULT_TEMPLATE, TRUST_DOMAIN), nonces, SKEW).check_claims(token, utc_now())
+    assert proof.evidence_id == EvidenceIdParts("node-1", HASH)
     bundle = await WorkloadBundles(api, TRUST_DOMAIN).fetch()
     check_signature(proof, bundle.keys.get(proof.token.key_id))

@@ -16,12 +16,12 @@ from tests.evidence.jwt.tokens import (
     ES512,
     RS256,
     SigningKey,
+    assemble,
     b64,
     claims,
     evidence_id,
     header,
     hs256,
-    put_together,
     seconds,
     token,
 )
@@ -33,7 +33,7 @@ NODE: Final = "node-a"
 
 @frozen
 class World:
-    """What an attacker may have in hand: everything public, good tokens, keys of other trust domains."""
+    """What an attacker may have: everything public, valid tokens, and keys of other trust domains."""
 
     key: SigningKey
     foreign: SigningKey
@@ -54,7 +54,7 @@ Bad = Callable[[World], str]
 
 
 def with_header(**members: Any) -> Bad:
-    return lambda w: put_together(header(w.key, **members), claims(w.ours(), w.now), w.key)
+    return lambda w: assemble(header(w.key, **members), claims(w.ours(), w.now), w.key)
 
 
 def with_claims(**members: Any) -> Bad:
@@ -71,7 +71,7 @@ def with_raw(name: str, text: str) -> Bad:
     def make(w: World) -> str:
         found = claims(w.ours(), w.now)
         raw = json.dumps(found | {name: "@"}).replace('"@"', text)
-        return put_together(header(w.key), raw.encode(), w.key)
+        return assemble(header(w.key), raw.encode(), w.key)
 
     return make
 
@@ -85,7 +85,7 @@ def unsigned(alg: str, signature: str = "") -> Bad:
 
 
 def secret(form: str) -> Bad:
-    """HS256 under the public key, as PEM, DER or the x of its point."""
+    """HS256 with the public key as the secret, as PEM, DER or the x coordinate of its point."""
 
     def make(w: World) -> str:
         public = w.key.private.public_key()
@@ -120,11 +120,11 @@ def other_payload(w: World) -> str:
 
 
 def twice(name: str, value: str) -> Bad:
-    """The claim as it should be, and before it another one that some reader might take."""
+    """A duplicate claim: the correct one, preceded by another one that some parser might use."""
 
     def make(w: World) -> str:
         raw = json.dumps(claims(w.ours(), w.now)).replace("{", f'{{"{name}": {value}, ', 1)
-        return put_together(header(w.key), raw.encode(), w.key)
+        return assemble(header(w.key), raw.encode(), w.key)
 
     return make
 
@@ -133,14 +133,14 @@ def respelt(change: Callable[[str], str]) -> Bad:
     return lambda w: change(w.good())
 
 
-def loose_last_bits(text: str) -> str:
-    """Another letter that stands for the same bytes: 64 bytes leave four bits of the last letter unused."""
+def with_other_last_bits(text: str) -> str:
+    """Another last letter for the same bytes: 64 bytes leave four of its bits unused."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     return text[:-1] + letters[letters.index(text[-1]) ^ 1]
 
 
 def signed_by_foreign(**members: Any) -> Bad:
-    return lambda w: put_together(header(w.foreign), claims(w.ours(), w.now, **members), w.foreign)
+    return lambda w: assemble(header(w.foreign), claims(w.ours(), w.now, **members), w.foreign)
 
 
 def es512(w: World) -> str:
@@ -201,7 +201,7 @@ def cases() -> Iterator[tuple[str, Bad, TokenFault]]:
     yield "other payload under a good signature", other_payload, TokenFault.SIGNATURE
 
     yield "padding", respelt(lambda text: text + "=="), TokenFault.FORM
-    yield "loose last bits", respelt(loose_last_bits), TokenFault.FORM
+    yield "loose last bits", respelt(with_other_last_bits), TokenFault.FORM
     yield "line end", respelt(lambda text: text + "\n"), TokenFault.FORM
     yield "space inside", respelt(lambda text: text[:20] + " " + text[20:]), TokenFault.FORM
     yield "ordinary base64", respelt(lambda text: text.rpartition(".")[0] + "." + "+/" * 43), TokenFault.FORM
@@ -214,12 +214,12 @@ def cases() -> Iterator[tuple[str, Bad, TokenFault]]:
     yield "one megabyte", respelt(lambda text: text + "A" * 2**20), TokenFault.SIZE
     yield "nine kibibytes, signed", with_claims(extra="x" * 9 * 1024), TokenFault.SIZE
     yield "deep JSON", with_raw("extra", "[" * 5000), TokenFault.FORM
-    yield "header is a list", lambda w: put_together(b"[]", claims(w.ours(), w.now), w.key), TokenFault.FORM
-    yield "claims are a list", lambda w: put_together(header(w.key), b"[]", w.key), TokenFault.FORM
-    yield "claims are not JSON", lambda w: put_together(header(w.key), b"{", w.key), TokenFault.FORM
+    yield "header is a list", lambda w: assemble(b"[]", claims(w.ours(), w.now), w.key), TokenFault.FORM
+    yield "claims are a list", lambda w: assemble(header(w.key), b"[]", w.key), TokenFault.FORM
+    yield "claims are not JSON", lambda w: assemble(header(w.key), b"{", w.key), TokenFault.FORM
     yield (
         "claims in UTF-16",
-        lambda w: put_together(header(w.key), json.dumps(claims(w.ours(), w.now)).encode("utf-16"), w.key),
+        lambda w: assemble(header(w.key), json.dumps(claims(w.ours(), w.now)).encode("utf-16"), w.key),
         TokenFault.FORM,
     )
     for name, value in (("sub", '"x"'), ("aud", '["x"]'), ("exp", "1"), ("iat", "1")):
@@ -236,30 +236,30 @@ def cases() -> Iterator[tuple[str, Bad, TokenFault]]:
     yield "exp of five thousand digits", with_raw("exp", "1" + "0" * 5000), TokenFault.FORM
     yield "expired", with_times(iat=-25, exp=-5), TokenFault.TIME
     yield "expired this second", with_times(iat=-20, exp=0), TokenFault.TIME
-    yield "of the future", with_times(iat=60, exp=90), TokenFault.TIME
-    yield "of the future, just past the skew", with_times(iat=6, exp=60), TokenFault.TIME
+    yield "issued in the future", with_times(iat=60, exp=90), TokenFault.TIME
+    yield "issued in the future, just past the skew", with_times(iat=6, exp=60), TokenFault.TIME
     yield "old though not expired", with_times(iat=-31, exp=30), TokenFault.TIME
-    yield "good for a day", with_times(iat=0, exp=86400), TokenFault.TIME
-    yield "good for too long", with_times(iat=0, exp=91), TokenFault.TIME
+    yield "valid for a day", with_times(iat=0, exp=86400), TokenFault.TIME
+    yield "valid for too long", with_times(iat=0, exp=91), TokenFault.TIME
     yield "ends before it begins", with_times(iat=4, exp=3), TokenFault.TIME
-    yield "not before tomorrow", lambda w: w.good(nbf=w.at(days=1)), TokenFault.TIME
-    yield "nbf is text", with_claims(nbf="soon"), TokenFault.TIME
+    yield "nbf of tomorrow", lambda w: w.good(nbf=w.at(days=1)), TokenFault.TIME
+    yield "nbf is a string", with_claims(nbf="soon"), TokenFault.TIME
 
     yield "jti is a number", with_claims(jti=1), TokenFault.FORM
     yield "iss is a list", with_claims(iss=["https://spire"]), TokenFault.FORM
-    yield "aud of somebody else", with_claims(aud=["vault"]), TokenFault.NONCE
+    yield "aud of another service", with_claims(aud=["vault"]), TokenFault.NONCE
     yield "aud empty", with_claims(aud=[]), TokenFault.AUDIENCE
-    yield "aud of an empty text", with_claims(aud=[""]), TokenFault.NONCE
-    yield "aud left out", with_claims(aud=None), TokenFault.AUDIENCE
+    yield "aud of an empty string", with_claims(aud=[""]), TokenFault.NONCE
+    yield "no aud", with_claims(aud=None), TokenFault.AUDIENCE
     yield "aud of a number", with_claims(aud=[1]), TokenFault.AUDIENCE
-    yield "aud as one text", lambda w: w.good(aud=w.ours()), TokenFault.AUDIENCE
+    yield "aud as one string", lambda w: w.good(aud=w.ours()), TokenFault.AUDIENCE
     yield "aud ours and another", lambda w: w.good(aud=[w.ours(), "vault"]), TokenFault.AUDIENCE
     yield "aud another and ours", lambda w: w.good(aud=["vault", w.ours()]), TokenFault.AUDIENCE
     yield "aud ours twice", lambda w: w.good(aud=[w.ours()] * 2), TokenFault.AUDIENCE
     yield "aud of the prefix", with_claims(aud=["gpuwarden/nonce/"]), TokenFault.NONCE
-    yield "aud cut", lambda w: w.good(aud=[w.ours()[:-1]]), TokenFault.NONCE
-    yield "aud with more behind", lambda w: w.good(aud=[w.ours() + "A"]), TokenFault.NONCE
-    yield "aud bent", lambda w: w.good(aud=[w.ours()[:-1] + "*"]), TokenFault.NONCE
+    yield "aud truncated", lambda w: w.good(aud=[w.ours()[:-1]]), TokenFault.NONCE
+    yield "aud with a suffix", lambda w: w.good(aud=[w.ours() + "A"]), TokenFault.NONCE
+    yield "aud with an invalid character", lambda w: w.good(aud=[w.ours()[:-1] + "*"]), TokenFault.NONCE
     yield "aud of a nonce with two nodes", lambda w: w.good(aud=[w.nonce("node-a,node-b")]), TokenFault.NONCE
     yield "aud of two hundred kilobytes", with_claims(aud=["x" * 200_000]), TokenFault.SIZE
     yield "nonce of another node", lambda w: w.good(aud=[w.nonce("node-b")]), TokenFault.NONCE
@@ -291,9 +291,9 @@ def cases() -> Iterator[tuple[str, Bad, TokenFault]]:
         yield f"sub {name}", with_claims(sub=sub), TokenFault.SUBJECT
     yield "sub of a workload", with_claims(sub="spiffe://example.org/ns/default/sa/web"), TokenFault.SUBJECT
     yield "sub of the agent", with_claims(sub="spiffe://example.org/spire/agent/x509pop/node-a"), TokenFault.SUBJECT
-    yield "sub with more behind", with_claims(sub=evidence_id() + "/more"), TokenFault.SUBJECT
+    yield "sub with a suffix", with_claims(sub=evidence_id() + "/more"), TokenFault.SUBJECT
     yield "sub without a hash", with_claims(sub="spiffe://example.org/evidence/node-a"), TokenFault.SUBJECT
-    yield "sub left out", with_claims(sub=None), TokenFault.SUBJECT
+    yield "no sub", with_claims(sub=None), TokenFault.SUBJECT
     yield "sub is a list", with_claims(sub=[evidence_id()]), TokenFault.SUBJECT
 
 

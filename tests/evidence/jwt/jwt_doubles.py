@@ -1,4 +1,4 @@
-"""The JWT side of a Workload API over a real socket, with py-spiffe's own messages, and an HTTPS bundle endpoint."""
+"""A fake Workload API for JWTs on a real socket, with py-spiffe's messages, and a fake HTTPS bundle endpoint."""
 
 import asyncio
 import ssl
@@ -18,16 +18,16 @@ from webhook.runtime.clock import utc_now
 
 @define
 class JwtWorkloadApiDouble:
-    """An agent: signs for its identities whatever audience they ask for."""
+    """An agent that signs tokens for its identities, with any audience."""
 
     path: str
     key: SigningKey
     identities: list[str] = field(factory=lambda: [evidence_id()])
     bundles: dict[str, bytes] = field(factory=dict)
-    # Of SVIDs, by trust domain.
+    # Roots of SVIDs, by trust domain.
     roots: dict[str, bytes] = field(factory=dict)
     audiences: list[str] = field(factory=list)
-    # A banned agent answers nothing.
+    # A banned agent does not respond.
     is_banned: bool = False
     forge: Callable[[str, str], str] | None = None
     _server: Server | None = None
@@ -79,7 +79,7 @@ class JwtWorkloadApiDouble:
         await received(stream)
         w: Any = workload_pb2
         await stream.send_message(w.JWTBundlesResponse(bundles=self.bundles))
-        await asyncio.Event().wait()  # an agent keeps the stream open for news
+        await asyncio.Event().wait()  # an agent keeps the stream open for updates
 
     async def _roots(self, stream: "Stream[Any, Any]") -> None:
         await received(stream)
@@ -98,7 +98,7 @@ async def received(stream: "Stream[Any, Any]") -> Any:
 
 @define
 class EndpointDouble:
-    """Answers every request with `reply`, whole; `requests` are the first lines and headers as they came."""
+    """Answers every request with `reply`; `requests` are the first lines and headers as received."""
 
     reply: bytes
     requests: list[bytes] = field(factory=list)

@@ -1,4 +1,4 @@
-"""The HTTPS bundle endpoint: a real one over real TLS, and answers that a good one would not give."""
+"""The HTTPS bundle endpoint: a real one with real TLS, and responses that a correct one would not send."""
 
 import asyncio
 import gzip
@@ -52,7 +52,7 @@ def with_roots(*roots: bytes, sequence: int = 1) -> bytes:
 # https_web.
 
 
-async def test_an_ordinary_endpoint_is_known_by_its_name(ca: trustme.CA, tmp_path: Path) -> None:
+async def test_https_web_endpoint_is_verified_by_its_name(ca: trustme.CA, tmp_path: Path) -> None:
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     async with endpoint(web_context(ca), document(KEY, sequence=3)) as double:
         bundle = await BundleEndpoint(double.url, WebTrust(tmp_path / "ca.pem")).fetch()
@@ -61,7 +61,7 @@ async def test_an_ordinary_endpoint_is_known_by_its_name(ca: trustme.CA, tmp_pat
 
 
 @pytest.mark.parametrize("case", ["another CA", "another name", "the system's CAs"])
-async def test_an_endpoint_that_is_another_is_asked_nothing(ca: trustme.CA, tmp_path: Path, case: str) -> None:
+async def test_wrong_endpoint_gets_no_request(ca: trustme.CA, tmp_path: Path, case: str) -> None:
     (trustme.CA() if case == "another CA" else ca).cert_pem.write_to_path(tmp_path / "ca.pem")
     name = "elsewhere.example" if case == "another name" else "localhost"
     trust = WebTrust(None if case == "the system's CAs" else tmp_path / "ca.pem")
@@ -71,7 +71,7 @@ async def test_an_endpoint_that_is_another_is_asked_nothing(ca: trustme.CA, tmp_
     assert double.requests == []
 
 
-async def test_an_endpoint_that_is_not_there_is_away(tmp_path: Path, ca: trustme.CA) -> None:
+async def test_missing_endpoint_is_unavailable(tmp_path: Path, ca: trustme.CA) -> None:
     async with endpoint(web_context(ca), b"") as double:
         pass
     with pytest.raises(EvidenceUnavailableError):
@@ -80,7 +80,7 @@ async def test_an_endpoint_that_is_not_there_is_away(tmp_path: Path, ca: trustme
 
 @pytest.mark.respx
 @pytest.mark.parametrize("status", [301, 302, 404, 405, 500, 503])
-async def test_any_other_status_is_no_bundle(status: int, respx_mock: respx.MockRouter) -> None:
+async def test_other_status_is_no_bundle(status: int, respx_mock: respx.MockRouter) -> None:
     elsewhere = {"Location": "https://attacker.example/"}
     respx_mock.get(URL).respond(status, content=document(KEY), headers=elsewhere)
     with pytest.raises(EvidenceUnavailableError, match=str(status)):
@@ -89,7 +89,7 @@ async def test_any_other_status_is_no_bundle(status: int, respx_mock: respx.Mock
 
 @pytest.mark.respx
 @pytest.mark.parametrize("fault", [httpx.ConnectError, httpx.ReadTimeout, httpx.RemoteProtocolError, httpx.ReadError])
-async def test_an_endpoint_that_fails_is_away(fault: type[httpx.TransportError], respx_mock: respx.MockRouter) -> None:
+async def test_failing_endpoint_is_unavailable(fault: type[httpx.TransportError], respx_mock: respx.MockRouter) -> None:
     respx_mock.get(URL).mock(side_effect=fault)
     with pytest.raises(EvidenceUnavailableError, match="did not answer"):
         await BundleEndpoint(URL, WebTrust(None)).fetch()
@@ -97,14 +97,14 @@ async def test_an_endpoint_that_fails_is_away(fault: type[httpx.TransportError],
 
 @pytest.mark.respx
 @pytest.mark.parametrize("content", [b"", b"<html>", b"[]", b'{"keys": [1]}', b" " * (2**20 + 1)])
-async def test_what_is_no_bundle_is_refused(content: bytes, respx_mock: respx.MockRouter) -> None:
+async def test_invalid_bundle_document_is_rejected(content: bytes, respx_mock: respx.MockRouter) -> None:
     respx_mock.get(URL).respond(200, content=content)
     with pytest.raises(BadBundleError):
         await BundleEndpoint(URL, WebTrust(None)).fetch()
 
 
 class Endless(httpx.AsyncByteStream):
-    """A body whose end never comes."""
+    """A body that never ends."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk, self.read = chunk, 0
@@ -118,7 +118,7 @@ class Endless(httpx.AsyncByteStream):
 
 @pytest.mark.respx
 @pytest.mark.parametrize("chunk", [1000, 2**16, 2**21])
-async def test_a_body_without_end_is_refused_as_it_comes(chunk: int, respx_mock: respx.MockRouter) -> None:
+async def test_endless_body_is_rejected_while_it_arrives(chunk: int, respx_mock: respx.MockRouter) -> None:
     body = Endless(chunk)
     respx_mock.get(URL).mock(return_value=httpx.Response(200, stream=body))
     with pytest.raises(BadBundleError, match="larger than 1048576 bytes"):
@@ -126,7 +126,7 @@ async def test_a_body_without_end_is_refused_as_it_comes(chunk: int, respx_mock:
     assert body.read <= 2**20 + chunk
 
 
-async def test_an_endpoint_that_pours_is_hung_up_on(ca: trustme.CA, tmp_path: Path) -> None:
+async def test_endless_fast_response_is_aborted(ca: trustme.CA, tmp_path: Path) -> None:
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     left = asyncio.Event()
     poured = 0
@@ -148,11 +148,11 @@ async def test_an_endpoint_that_pours_is_hung_up_on(ca: trustme.CA, tmp_path: Pa
         await BundleEndpoint(url, WebTrust(tmp_path / "ca.pem"), deadline=30).fetch()
     await asyncio.wait_for(left.wait(), 30)
     server.close()
-    assert poured < 2**25  # what was read, and what stood in buffers on the way
+    assert poured < 2**25  # what was read, and what was in buffers
 
 
-async def test_an_endpoint_that_drips_is_not_waited_for(ca: trustme.CA, tmp_path: Path) -> None:
-    """Each byte would come in time, and the last one tomorrow: whoever asks for a new key waits behind this."""
+async def test_slow_response_times_out(ca: trustme.CA, tmp_path: Path) -> None:
+    """Each byte arrives in time, and the last one much too late: callers that need a new key wait for this fetch."""
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     left = asyncio.Event()
 
@@ -168,15 +168,15 @@ async def test_an_endpoint_that_drips_is_not_waited_for(ca: trustme.CA, tmp_path
 
     server = await asyncio.start_server(drip, "127.0.0.1", 0, ssl=web_context(ca))
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}/"
-    with pytest.raises(EvidenceUnavailableError, match="did not answer: no whole answer in time"):
+    with pytest.raises(EvidenceUnavailableError, match="did not answer: no complete response in time"):
         await BundleEndpoint(url, WebTrust(tmp_path / "ca.pem"), deadline=0.5).fetch()
     await asyncio.wait_for(left.wait(), 30)
     server.close()
 
 
 @pytest.mark.respx
-async def test_nothing_is_unpacked(respx_mock: respx.MockRouter) -> None:
-    """A small answer that unpacks to gigabytes is as large as they are."""
+async def test_compressed_response_is_not_decompressed(respx_mock: respx.MockRouter) -> None:
+    """A small compressed response may expand to gigabytes."""
     packed = gzip.compress(document(KEY))
     route = respx_mock.get(URL).respond(200, content=packed, headers={"Content-Encoding": "gzip"})
     with pytest.raises(BadBundleError):
@@ -184,7 +184,7 @@ async def test_nothing_is_unpacked(respx_mock: respx.MockRouter) -> None:
     assert route.calls.last.request.headers["accept-encoding"] == "identity"
 
 
-async def test_the_file_of_cas_is_read_anew(ca: trustme.CA, tmp_path: Path) -> None:
+async def test_changed_ca_file_is_reloaded(ca: trustme.CA, tmp_path: Path) -> None:
     trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
     trust = WebTrust(tmp_path / "ca.pem")
     async with endpoint(web_context(ca), document(KEY)) as double:
@@ -200,7 +200,7 @@ async def test_the_file_of_cas_is_read_anew(ca: trustme.CA, tmp_path: Path) -> N
 
 
 async def fetched(trust: SpiffeTrust, shown: Issued, authority: Authority, content: bytes) -> int:
-    """How many requests the endpoint got."""
+    """The number of requests to the endpoint."""
     async with endpoint(server_context(shown, authority), content) as double:
         found = BundleEndpoint(double.url, trust)
         try:
@@ -210,7 +210,7 @@ async def fetched(trust: SpiffeTrust, shown: Issued, authority: Authority, conte
     return seen
 
 
-async def test_a_spire_server_is_known_by_its_id(tmp_path: Path) -> None:
+async def test_spire_server_is_verified_by_its_spiffe_id(tmp_path: Path) -> None:
     authority = Authority()
     trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     assert await fetched(trust, authority.issue(SERVER_ID), authority, document(KEY)) == 1
@@ -228,7 +228,7 @@ async def test_a_spire_server_is_known_by_its_id(tmp_path: Path) -> None:
     ],
     ids=["workload", "longer", "other domain", "both", "both, other order", "none"],
 )
-async def test_any_workload_of_the_trust_domain_is_asked_nothing(tmp_path: Path, uris: tuple[str, ...]) -> None:
+async def test_other_workload_of_the_trust_domain_gets_no_request(tmp_path: Path, uris: tuple[str, ...]) -> None:
     authority = Authority()
     trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     async with endpoint(server_context(authority.issue(*uris), authority), document(KEY)) as double:
@@ -237,14 +237,14 @@ async def test_any_workload_of_the_trust_domain_is_asked_nothing(tmp_path: Path,
     assert double.requests == []
 
 
-async def test_an_authority_of_the_same_name_is_not_trusted(tmp_path: Path) -> None:
+async def test_ca_with_the_same_name_is_not_trusted(tmp_path: Path) -> None:
     authority, impostor = Authority(), Authority()
     trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     with pytest.raises(EvidenceUnavailableError):
         await fetched(trust, impostor.issue(SERVER_ID), impostor, document(KEY))
 
 
-async def test_each_bundle_says_whom_to_trust_next(tmp_path: Path) -> None:
+async def test_bundle_provides_the_next_roots(tmp_path: Path) -> None:
     old, new = Authority(), Authority()
     trust = SpiffeTrust(FileRoots(pem(tmp_path, old.root)), SERVER_ID)
     assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root, new.root)) == 1
@@ -253,8 +253,8 @@ async def test_each_bundle_says_whom_to_trust_next(tmp_path: Path) -> None:
         await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root))
 
 
-async def test_a_file_of_roots_that_has_changed_is_the_newest_word(tmp_path: Path) -> None:
-    """Of a server that was built anew nobody else could say it. A file that did not change says nothing."""
+async def test_changed_roots_file_replaces_the_roots_of_bundles(tmp_path: Path) -> None:
+    """A rebuilt server's roots can come only from the file. A file that has not changed has no effect."""
     old, rebuilt = Authority(), Authority()
     trust = SpiffeTrust(FileRoots(pem(tmp_path, old.root)), SERVER_ID)
     assert await fetched(trust, old.issue(SERVER_ID), old, with_roots(old.root)) == 1
@@ -282,7 +282,7 @@ def of_agent(agent: JwtWorkloadApiDouble) -> SpiffeTrust:
     return SpiffeTrust(WorkloadRoots(JwtWorkloadApi(agent.path), "example.org"), SERVER_ID)
 
 
-async def test_the_agent_says_whom_to_trust_at_first(agent: JwtWorkloadApiDouble) -> None:
+async def test_agent_provides_the_initial_roots(agent: JwtWorkloadApiDouble) -> None:
     authority, other, rebuilt = Authority(), Authority(), Authority()
     agent.roots = {"spiffe://example.org": other.root + authority.root, "spiffe://other.org": rebuilt.root}
     trust = of_agent(agent)
@@ -293,7 +293,7 @@ async def test_the_agent_says_whom_to_trust_at_first(agent: JwtWorkloadApiDouble
     assert await fetched(trust, rebuilt.issue(SERVER_ID), rebuilt, document(KEY)) == 1
 
 
-async def test_an_agent_that_is_away_later_changes_nothing(agent: JwtWorkloadApiDouble) -> None:
+async def test_agent_outage_after_the_start_changes_nothing(agent: JwtWorkloadApiDouble) -> None:
     old, new = Authority(), Authority()
     agent.roots = {"spiffe://example.org": old.root}
     trust = of_agent(agent)
@@ -307,12 +307,12 @@ async def test_an_agent_that_is_away_later_changes_nothing(agent: JwtWorkloadApi
     [
         ({}, "no bundle of example.org"),
         ({"spiffe://example.org": b""}, "no roots"),
-        ({"spiffe://example.org": b"0"}, "cut off"),
+        ({"spiffe://example.org": b"0"}, "truncated"),
         ({"spiffe://example.org": b"\x30\x00"}, "not a certificate"),
     ],
     ids=["other domains", "none", "half", "no certificate"],
 )
-async def test_without_roots_nobody_is_asked(
+async def test_no_request_is_made_without_roots(
     agent: JwtWorkloadApiDouble, roots: dict[str, bytes], problem: str
 ) -> None:
     authority = Authority()
@@ -326,14 +326,14 @@ async def test_without_roots_nobody_is_asked(
     assert double.requests == []
 
 
-async def test_a_bundle_without_roots_changes_nothing(tmp_path: Path) -> None:
+async def test_bundle_without_roots_keeps_the_roots(tmp_path: Path) -> None:
     authority = Authority()
     trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     for content in (document(KEY), with_roots(b"\x30\x00")):
         assert await fetched(trust, authority.issue(SERVER_ID), authority, content) == 1
 
 
-async def test_a_file_that_goes_bad_before_the_first_look_is_away(tmp_path: Path) -> None:
+async def test_roots_file_that_becomes_bad_before_the_first_fetch_is_unavailable(tmp_path: Path) -> None:
     authority = Authority()
     trust = SpiffeTrust(FileRoots(pem(tmp_path, authority.root)), SERVER_ID)
     (tmp_path / "roots.pem").write_text("nothing")
@@ -343,7 +343,7 @@ async def test_a_file_that_goes_bad_before_the_first_look_is_away(tmp_path: Path
     assert await fetched(trust, authority.issue(SERVER_ID), authority, document(KEY)) == 1
 
 
-def test_a_file_without_roots_is_refused(tmp_path: Path) -> None:
+def test_roots_file_without_roots_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "roots.pem"
     path.write_text("nothing")
     for make in (lambda: WebTrust(path), lambda: FileRoots(path)):

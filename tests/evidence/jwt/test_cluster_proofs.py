@@ -1,4 +1,4 @@
-"""Where accepted proofs are kept: one promise for a process alone and for replicas that share a store."""
+"""Accepted proofs: the same contract for one process and for replicas that share a store."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,65 +23,65 @@ LONG_AGO = NOW - timedelta(days=1)
 def proof(
     at: float = 0, nonce: str = "n0", node: str = "node-a", hash: str = HASH, challenged: float | None = None
 ) -> Evidence:
-    """For a challenge that was issued a moment before it, or when a test says."""
+    """A proof for a challenge that was issued a moment before it, or at a given time."""
     since = NOW + timedelta(seconds=at)
     asked = since if challenged is None else NOW + timedelta(seconds=challenged)
     return Evidence(node, hash, "jwt-svid", since, since + timedelta(minutes=40), nonce_digest=nonce, challenged=asked)
 
 
 class Nodes:
-    """Node objects, by when they were made."""
+    """Nodes by creation time."""
 
     def __init__(self) -> None:
         self.born_at: dict[str, datetime] = {"node-a": LONG_AGO, "node-b": LONG_AGO}
         self.is_away = False
 
-    async def born(self, name: str) -> datetime | None:
+    async def created_at(self, name: str) -> datetime | None:
         if self.is_away:
             raise StoreUnavailableError("away")
         return self.born_at.get(name)
 
 
-class Place:
-    """One world, and as many books of it as a test wants."""
+class Setup:
+    """One cluster, and as many proof stores for it as a test wants."""
 
     def __init__(self) -> None:
         self.now = NOW
         self.objects, self.nodes = FakeObjects(), Nodes()
 
-    def book(self) -> ProofStore:
+    def proofs(self) -> ProofStore:
         raise NotImplementedError
 
-    async def kept(self, name: str = "node-a") -> Evidence | None:
+    async def stored(self, name: str = "node-a") -> Evidence | None:
         raise NotImplementedError
 
 
-class InMemory(Place):
+class InMemory(Setup):
     def __init__(self) -> None:
         super().__init__()
         self._book = MemoryProofs(lambda: self.nodes.born_at.keys(), lambda: self.now, SKEW)
 
-    def book(self) -> MemoryProofs:
+    def proofs(self) -> MemoryProofs:
         return self._book
 
-    async def kept(self, name: str = "node-a") -> Evidence | None:
-        """As it was accepted: it is told of from a skew earlier on."""
+    async def stored(self, name: str = "node-a") -> Evidence | None:
+        """The accepted proof; the reported one begins one skew earlier."""
         told = (await self._book.poll()).get(name)
         return told if told is None or told.since is None else evolve(told, since=told.since + SKEW)
 
 
-class InCluster(Place):
-    def book(self) -> ClusterProofs:
+class InCluster(Setup):
+    def proofs(self) -> ClusterProofs:
         return ClusterProofs(self.objects, self.nodes, SKEW)
 
-    async def kept(self, name: str = "node-a") -> Evidence | None:
+    async def stored(self, name: str = "node-a") -> Evidence | None:
         raw = await self.objects.get(name)
         return None if raw is None else entry_in(raw, "jwt-svid")
 
 
 @pytest.fixture(params=[InMemory, InCluster])
-def place(request: pytest.FixtureRequest) -> Place:
-    made: Place = request.param()
+def setup(request: pytest.FixtureRequest) -> Setup:
+    made: Setup = request.param()
     return made
 
 
@@ -98,15 +98,15 @@ async def refused(attempt: Awaitable[None]) -> bool:
     return False
 
 
-async def test_a_proof_is_kept(place: Place) -> None:
-    await place.book().accept(proof())
-    assert await place.kept() == proof()
+async def test_accepted_proof_is_stored(setup: Setup) -> None:
+    await setup.proofs().accept(proof())
+    assert await setup.stored() == proof()
 
 
-async def test_a_later_proof_takes_the_place_of_an_earlier_one(place: Place) -> None:
-    await place.book().accept(proof())
-    await place.book().accept(proof(1, "n1", hash=OTHER_HASH))
-    assert await place.kept() == proof(1, "n1", hash=OTHER_HASH)
+async def test_later_proof_replaces_an_earlier_one(setup: Setup) -> None:
+    await setup.proofs().accept(proof())
+    await setup.proofs().accept(proof(1, "n1", hash=OTHER_HASH))
+    assert await setup.stored() == proof(1, "n1", hash=OTHER_HASH)
 
 
 @pytest.mark.parametrize(
@@ -132,97 +132,95 @@ async def test_a_later_proof_takes_the_place_of_an_earlier_one(place: Place) -> 
         "nobody knows when it was challenged",
     ],
 )
-async def test_a_proof_is_taken_once_whichever_replica_is_told(place: Place, again: Evidence) -> None:
-    await place.book().accept(proof())
+async def test_proof_is_accepted_once_across_replicas(setup: Setup, again: Evidence) -> None:
+    await setup.proofs().accept(proof())
     with pytest.raises(ReplayedProofError):
-        await place.book().accept(again)
-    assert await place.kept() == proof()
+        await setup.proofs().accept(again)
+    assert await setup.stored() == proof()
 
 
 @pytest.mark.defect("S0-2")
-async def test_no_challenge_is_answered_twice_however_often_its_token_is_signed_anew(place: Place) -> None:
-    await place.book().accept(proof(0, "n0", challenged=0))
-    await place.book().accept(proof(1, "n1", challenged=0.5))
+async def test_challenge_is_answered_once_although_its_token_is_signed_again(setup: Setup) -> None:
+    await setup.proofs().accept(proof(0, "n0", challenged=0))
+    await setup.proofs().accept(proof(1, "n1", challenged=0.5))
     for at, nonce, challenged in ((2, "n0", 0), (3, "n1", 0.5), (4, "n0", 0)):
         with pytest.raises(ReplayedProofError):
-            await place.book().accept(proof(at, nonce, challenged=challenged))
-    await place.book().accept(proof(5, "n2", challenged=0.501))
+            await setup.proofs().accept(proof(at, nonce, challenged=challenged))
+    await setup.proofs().accept(proof(5, "n2", challenged=0.501))
 
 
-async def test_after_a_proof_that_does_not_say_when_it_was_challenged_a_later_one_is_taken(place: Place) -> None:
-    """Those of a version before."""
-    await place.book().accept(evolve(proof(), challenged=None))
+async def test_later_proof_is_accepted_after_one_without_challenge_time(setup: Setup) -> None:
+    """Proofs of an older version."""
+    await setup.proofs().accept(evolve(proof(), challenged=None))
     for again in (proof(1, "n0", challenged=-1), proof(0, "n1")):
         with pytest.raises(ReplayedProofError):
-            await place.book().accept(again)
-    await place.book().accept(proof(1, "n1", challenged=-1))
-    assert await place.kept() == proof(1, "n1", challenged=-1)
+            await setup.proofs().accept(again)
+    await setup.proofs().accept(proof(1, "n1", challenged=-1))
+    assert await setup.stored() == proof(1, "n1", challenged=-1)
 
 
-async def test_each_node_has_its_own(place: Place) -> None:
-    await place.book().accept(proof(5))
-    await place.book().accept(proof(0, node="node-b"))
-    assert [await place.kept("node-a"), await place.kept("node-b")] == [proof(5), proof(0, node="node-b")]
+async def test_each_node_has_its_own_proof(setup: Setup) -> None:
+    await setup.proofs().accept(proof(5))
+    await setup.proofs().accept(proof(0, node="node-b"))
+    assert [await setup.stored("node-a"), await setup.stored("node-b")] == [proof(5), proof(0, node="node-b")]
 
 
-async def test_of_many_at_once_one_is_taken(place: Place) -> None:
-    await place.book().accept(proof(-1, "before"))
-    answers = await asyncio.gather(*(refused(place.book().accept(proof())) for _ in range(5)))
+async def test_one_of_concurrent_identical_proofs_is_accepted(setup: Setup) -> None:
+    await setup.proofs().accept(proof(-1, "before"))
+    answers = await asyncio.gather(*(refused(setup.proofs().accept(proof())) for _ in range(5)))
     assert sorted(answers) == [False, True, True, True, True]
 
 
-async def test_a_node_that_is_not_there_proves_nothing(place: Place) -> None:
+async def test_proof_of_a_missing_node_is_rejected(setup: Setup) -> None:
     with pytest.raises(UnknownNodeError):
-        await place.book().accept(proof(node="node-x"))
-    assert await place.kept("node-x") is None
+        await setup.proofs().accept(proof(node="node-x"))
+    assert await setup.stored("node-x") is None
 
 
-async def made_anew(place: Place) -> None:
-    """The node goes and another of its name comes, and both are noticed."""
-    place.nodes.born_at.pop("node-a")
-    await place.kept()
-    place.now = NOW + 10 * SECOND
-    place.nodes.born_at["node-a"] = place.now
-    await place.kept()
+async def recreate_node(setup: Setup) -> None:
+    """The node is deleted and another one with its name is created, and both are observed."""
+    setup.nodes.born_at.pop("node-a")
+    await setup.stored()
+    setup.now = NOW + 10 * SECOND
+    setup.nodes.born_at["node-a"] = setup.now
+    await setup.stored()
 
 
 @pytest.mark.parametrize("at", [0, 9, 10, 15], ids=["before", "just before", "at that moment", "within the skew"])
-async def test_a_node_made_anew_under_its_old_name_is_not_proven_by_what_the_old_one_had_in_hand(
-    place: Place, at: float
-) -> None:
-    await place.kept()
-    await made_anew(place)
-    with pytest.raises(UnknownNodeError, match="came to be"):
-        await place.book().accept(proof(at))
-    await place.book().accept(proof(16, "n1"))
-    assert await place.kept() == proof(16, "n1")
+async def test_proof_of_an_earlier_node_with_that_name_is_rejected(setup: Setup, at: float) -> None:
+    await setup.stored()
+    await recreate_node(setup)
+    with pytest.raises(UnknownNodeError, match="before the Node was created"):
+        await setup.proofs().accept(proof(at))
+    await setup.proofs().accept(proof(16, "n1"))
+    assert await setup.stored() == proof(16, "n1")
 
 
-async def test_in_memory_the_proof_of_a_node_goes_with_it_and_its_replay_does_not_come_back() -> None:
-    place = InMemory()
-    await place.book().accept(proof())
-    await made_anew(place)
-    assert await place.kept() is None
+async def test_proof_in_memory_ends_with_its_node_and_cannot_be_replayed() -> None:
+    setup = InMemory()
+    await setup.proofs().accept(proof())
+    await recreate_node(setup)
+    assert await setup.stored() is None
     with pytest.raises(UnknownNodeError):
-        await place.book().accept(proof())
+        await setup.proofs().accept(proof())
 
 
-async def test_others_entries_of_the_same_node_stay(cluster: InCluster) -> None:
+async def test_entries_of_other_sources_stay(cluster: InCluster) -> None:
     entry = {"hash": HASH, "banned": False, "conflict": False}
     cluster.objects.put({"metadata": {"name": "node-a"}, "status": {"sources": {"static": entry}}})
-    await cluster.book().accept(proof())
+    await cluster.proofs().accept(proof())
     assert set(cluster.objects.objects["node-a"]["status"]["sources"]) == {"static", "jwt-svid"}
 
 
-async def test_who_is_overtaken_by_another_source_writes_again(cluster: InCluster) -> None:
+async def test_write_conflict_with_another_source_is_retried(cluster: InCluster) -> None:
     cluster.objects.put({"metadata": {"name": "node-a"}})
     cluster.objects.overtaken = 2
-    await cluster.book().accept(proof())
-    assert await cluster.kept() == proof()
+    await cluster.proofs().accept(proof())
+    assert await cluster.stored() == proof()
 
 
-class Overtaken(FakeObjects):
-    """Between our reading and our writing, another replica writes the same proof."""
+class ConflictingObjects(FakeObjects):
+    """Between our read and our write, another replica writes the same proof."""
 
     def __init__(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
@@ -235,29 +233,29 @@ class Overtaken(FakeObjects):
         return await super().replace_status(raw)
 
 
-async def test_who_is_overtaken_by_the_same_proof_is_told_that_it_is_a_replay() -> None:
+async def test_write_conflict_with_the_same_proof_is_a_replay() -> None:
     nodes = Nodes()
-    objects = Overtaken(lambda: ClusterProofs(objects, nodes, SKEW).accept(proof()))
+    objects = ConflictingObjects(lambda: ClusterProofs(objects, nodes, SKEW).accept(proof()))
     with pytest.raises(ReplayedProofError):
         await ClusterProofs(objects, nodes, SKEW).accept(proof())
     assert objects.done == ["create node-a", "status node-a"]
 
 
 @pytest.mark.parametrize("fault", ["objects", "nodes", "refused", "overtaken for ever"])
-async def test_what_cannot_be_written_down_is_not_accepted(cluster: InCluster, fault: str) -> None:
+async def test_proof_that_cannot_be_stored_is_not_accepted(cluster: InCluster, fault: str) -> None:
     cluster.objects.put({"metadata": {"name": "node-a"}})
     cluster.objects.is_away = fault == "objects"
     cluster.nodes.is_away = fault == "nodes"
     cluster.objects.refused = {"node-a"} if fault == "refused" else set()
     cluster.objects.overtaken = 99 if fault == "overtaken for ever" else 0
     with pytest.raises(EvidenceUnavailableError) as caught:
-        await cluster.book().accept(proof())
+        await cluster.proofs().accept(proof())
     assert isinstance(caught.value.__cause__, (StoreUnavailableError, RefusedError, StaleError))
 
 
-async def test_an_entry_that_is_no_proof_is_replaced(cluster: InCluster) -> None:
-    await cluster.book().accept(proof())
+async def test_unreadable_entry_is_replaced_by_a_proof(cluster: InCluster) -> None:
+    await cluster.proofs().accept(proof())
     for entry in ({"banned": True, "conflict": False}, {"hash": 1}):
         cluster.objects.status("node-a", sources={"jwt-svid": entry})
-        await cluster.book().accept(proof())
-        assert await cluster.kept() == proof()
+        await cluster.proofs().accept(proof())
+        assert await cluster.stored() == proof()

@@ -1,4 +1,4 @@
-"""Bundle documents: only keys that sign tokens, and never back."""
+"""Bundle documents: only keys that sign tokens, and no return to an earlier version."""
 
 import json
 from pathlib import Path
@@ -15,13 +15,13 @@ from webhook.evidence.jwt.jwt_bundle import BadBundleError, JwtBundle, check_suc
 KEY, OTHER = SigningKey.make("key-1"), SigningKey.make("key-2")
 
 
-def test_the_bundle_of_a_real_server_is_read() -> None:
+def test_bundle_of_a_real_server_is_parsed() -> None:
     bundle = parse_bundle((Path(__file__).parent / "recorded/bundle-endpoint.json").read_bytes())
     assert set(bundle.keys) == {"d72lgjPqT6oqAmC8dmQqQ96ME1GpfzOu"}
     assert (bundle.sequence, bundle.refresh_hint, len(bundle.x509_roots)) == (1, 10, 1)
 
 
-def test_keys_of_other_uses_and_kinds_sign_nothing() -> None:
+def test_keys_of_other_uses_and_kinds_are_ignored() -> None:
     short = rsa.generate_private_key(public_exponent=65537, key_size=1024)  # noqa: S505 - to see it refused
     weak = SigningKey("weak", RS256, short)
     keys = [
@@ -38,12 +38,12 @@ def test_keys_of_other_uses_and_kinds_sign_nothing() -> None:
     assert set(bundle.keys) == {"key-1", "key-3", "key-4"}
 
 
-def test_a_private_key_is_taken_for_its_public_half() -> None:
+def test_private_key_is_reduced_to_its_public_part() -> None:
     bundle = parse_bundle(document(extra=(KEY.jwk() | {"d": "AAAA"},)))
     assert bundle.keys["key-1"].key == KEY.private.public_key()
 
 
-def test_what_agents_hand_out_has_no_use() -> None:
+def test_bundle_of_an_agent_has_keys_without_use() -> None:
     content = json.dumps({"keys": [KEY.jwk(use=None)]}).encode()
     assert set(parse_bundle(content, uses=frozenset({"jwt-svid", None})).keys) == {"key-1"}
     assert not parse_bundle(content).keys
@@ -86,7 +86,7 @@ def test_what_agents_hand_out_has_no_use() -> None:
         "root",
     ],
 )
-def test_what_is_no_bundle_is_refused(content: bytes) -> None:
+def test_invalid_bundle_document_is_rejected(content: bytes) -> None:
     with pytest.raises(BadBundleError):
         parse_bundle(content)
 
@@ -107,8 +107,8 @@ def bundle(*keys: SigningKey, **members: Any) -> JwtBundle:
     ],
     ids=["first", "same", "later", "other order", "never numbered", "numbered from now on"],
 )
-def test_a_later_bundle_takes_the_place(old: JwtBundle | None, new: JwtBundle) -> None:
-    check_succession(None if old is None else old.mark, new)
+def test_later_bundle_is_a_valid_successor(old: JwtBundle | None, new: JwtBundle) -> None:
+    check_succession(None if old is None else old.version, new)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_a_later_bundle_takes_the_place(old: JwtBundle | None, new: JwtBundle) -
     ],
     ids=["lower", "unnumbered", "one more", "another", "same name", "empty"],
 )
-def test_a_bundle_never_goes_back(new: JwtBundle, problem: str) -> None:
+def test_earlier_version_is_rejected(new: JwtBundle, problem: str) -> None:
     with pytest.raises(BadBundleError, match=problem):
-        check_succession(bundle(KEY, sequence=7).mark, new)
+        check_succession(bundle(KEY, sequence=7).version, new)
 
 
 telling = st.sampled_from(
@@ -152,16 +152,16 @@ documents = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(documents)
-def test_whatever_is_sent_is_read_or_refused(found: Any) -> None:
-    """Anything else would end the process that looks."""
+def test_arbitrary_document_is_parsed_or_rejected(found: Any) -> None:
+    """Any other error would end the process."""
     try:
         bundle = parse_bundle(json.dumps(found).encode())
-        check_succession(bundle.mark, bundle)
+        check_succession(bundle.version, bundle)
     except BadBundleError:
         return
     assert bundle.keys
 
 
-def test_a_bundle_that_is_not_utf_8_is_refused() -> None:
+def test_bundle_that_is_not_utf_8_is_rejected() -> None:
     with pytest.raises(BadBundleError):
         parse_bundle(b'{"keys": [], "spiffe_refresh_hint": "\xe7"}')

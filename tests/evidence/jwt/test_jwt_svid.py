@@ -1,4 +1,4 @@
-"""No bad token proves anything; good ones do, as SPIRE makes them."""
+"""Bad tokens prove nothing; valid tokens prove their node, as SPIRE issues them."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,12 +15,12 @@ from tests.evidence.jwt.tokens import (
     RS256,
     TRUST_DOMAIN,
     SigningKey,
+    assemble,
     b64,
     claims,
     document,
     evidence_id,
     header,
-    put_together,
     seconds,
     token,
 )
@@ -50,15 +50,15 @@ WORLD = World(KEY, FOREIGN, nonce, NOW)
 
 
 def proven(text: str, now: datetime = NOW) -> Proof:
-    proof = EXAMINER.examined(text, now)
+    proof = EXAMINER.check_claims(text, now)
     check_signature(proof, BUNDLE.keys.get(proof.token.key_id))
     return proof
 
 
 @pytest.mark.parametrize("key", [pytest.param(key, id=name) for name, key in KEYS.items()])
-def test_a_good_token_proves_its_node(key: SigningKey) -> None:
+def test_valid_token_proves_its_node(key: SigningKey) -> None:
     proof = proven(token(key, nonce(), NOW))
-    assert (proof.says, proof.issued) == (EvidenceIdParts("node-a", HASH), NOW)
+    assert (proof.evidence_id, proof.issued) == (EvidenceIdParts("node-a", HASH), NOW)
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,13 @@ def test_a_good_token_proves_its_node(key: SigningKey) -> None:
         pytest.param({"typ": "JOSE"}, id="JOSE"),
     ],
 )
-def test_what_the_standard_leaves_open_is_left_open(bad: dict[str, str | None]) -> None:
-    text = put_together(header(KEY, **bad), claims(nonce(), NOW, iss="https://spire", jti="1"), KEY)
-    assert proven(text).says.node == "node-a"
+def test_optional_claims_and_headers_are_accepted(bad: dict[str, str | None]) -> None:
+    text = assemble(header(KEY, **bad), claims(nonce(), NOW, iss="https://spire", jti="1"), KEY)
+    assert proven(text).evidence_id.node == "node-a"
 
 
 @pytest.mark.parametrize(("bad", "fault"), [pytest.param(bad, fault, id=name) for name, bad, fault in BAD])
-def test_no_bad_token_passes(bad: Bad, fault: TokenFault) -> None:
+def test_bad_token_is_rejected_with_its_fault(bad: Bad, fault: TokenFault) -> None:
     with pytest.raises(BadTokenError) as caught:
         proven(bad(WORLD))
     assert caught.value.fault is fault
@@ -91,20 +91,21 @@ VALUES = st.recursive(
     st.dictionaries(st.sampled_from(["alg", "kid", "typ", "jwk"]), VALUES),
     st.dictionaries(st.sampled_from(["aud", "exp", "iat", "nbf", "sub", "iss", "jti", "x"]), VALUES),
 )
-def test_whatever_it_says_without_a_good_signature_it_is_refused_as_a_bad_token(head: Raw, said: Raw) -> None:
-    """Over a good token's members, so that each check is got to; anything else than a refusal would be a 500."""
-    text = put_together({**header(KEY), **head}, {**claims(nonce(), NOW), **said}, FOREIGN)
+def test_token_without_a_valid_signature_is_rejected(head: Raw, said: Raw) -> None:
+    """Changes members of a valid token, so that each check is reached; any other error than a rejection would be a
+    500."""
+    text = assemble({**header(KEY), **head}, {**claims(nonce(), NOW), **said}, FOREIGN)
     with pytest.raises(BadTokenError):
         proven(text)
 
 
 @given(st.text() | st.lists(st.binary(), min_size=3, max_size=3).map(lambda parts: ".".join(map(b64, parts))))
-def test_whatever_is_no_token_is_refused_as_one(text: str) -> None:
+def test_arbitrary_text_is_rejected_as_a_token(text: str) -> None:
     with pytest.raises(BadTokenError):
         proven(text)
 
 
-def test_the_times_hold_at_their_edges() -> None:
+def test_token_times_are_exact_at_their_limits() -> None:
     def at(iat: float, exp: float) -> str:
         return token(
             KEY, nonce(), NOW, iat=seconds(NOW + timedelta(seconds=iat)), exp=seconds(NOW + timedelta(seconds=exp))
@@ -115,13 +116,13 @@ def test_the_times_hold_at_their_edges() -> None:
 
 
 @pytest.mark.parametrize("hash", ["SHA256:AA11", "sha256:AA11", "sha256", "sha256:aa1", "aa11"])
-def test_a_hash_is_what_it_is_case_and_all(hash: str) -> None:
-    said = proven(token(KEY, nonce(), NOW, sub=evidence_id(hash=hash))).says.hash
+def test_hash_keeps_its_case(hash: str) -> None:
+    said = proven(token(KEY, nonce(), NOW, sub=evidence_id(hash=hash))).evidence_id.hash
     assert (said, said == HASH) == (hash, False)
 
 
-def test_a_second_spelling_of_a_signature_is_of_the_same_challenge() -> None:
-    """ECDSA has two signatures for one; single use hangs on the challenge, not on the bytes of the token."""
+def test_alternative_encoding_of_a_signature_answers_the_same_challenge() -> None:
+    """Every ECDSA signature has a second valid form; single use depends on the challenge, not on the token's bytes."""
     order = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
     first = token(KEY, nonce(), NOW)
     signed, _, _ = first.rpartition(".")
@@ -131,7 +132,7 @@ def test_a_second_spelling_of_a_signature_is_of_the_same_challenge() -> None:
     assert proven(second).token.audience == proven(first).token.audience
 
 
-def test_a_token_of_a_real_server_is_read_and_its_signature_holds() -> None:
+def test_token_of_a_real_server_is_verified() -> None:
     directory = Path(__file__).parent / "recorded"
     keys = parse_bundle((directory / "bundle-endpoint.json").read_bytes()).keys
     text = (directory / "jwt-svid.txt").read_text().strip()
@@ -140,5 +141,5 @@ def test_a_token_of_a_real_server_is_read_and_its_signature_holds() -> None:
     assert says is not None
     assert says.node == "node-1"
     check_signature(Proof(found, says, NOW), keys[found.key_id])
-    with pytest.raises(BadTokenError, match="no challenge of ours"):
-        EXAMINER.examined(text, datetime.fromtimestamp(found.issued, UTC))
+    with pytest.raises(BadTokenError, match="not a challenge of this server"):
+        EXAMINER.check_claims(text, datetime.fromtimestamp(found.issued, UTC))

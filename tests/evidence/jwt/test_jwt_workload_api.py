@@ -1,4 +1,4 @@
-"""The JWT side of the Workload API, over a real socket, with py-spiffe's own messages on the other side."""
+"""The JWT part of the Workload API, on a real socket, with py-spiffe's messages on the other side."""
 
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -28,19 +28,19 @@ def api(double: JwtWorkloadApiDouble, seconds: float = 5) -> JwtWorkloadApi:
     return JwtWorkloadApi(f"unix:{double.path}", timedelta(seconds=seconds))
 
 
-async def test_every_identity_gets_a_token_for_the_audience(double: JwtWorkloadApiDouble) -> None:
+async def test_each_identity_gets_a_token_for_the_audience(double: JwtWorkloadApiDouble) -> None:
     double.identities = [evidence_id(), evidence_id(node="é-node")]
     found = await api(double).jwt_svids("gpuwarden/nonce/x")
     assert [one.spiffe_id for one in found] == double.identities
     assert read_token(found[0].token).audience == "gpuwarden/nonce/x"
 
 
-async def test_an_answer_may_be_long(double: JwtWorkloadApiDouble) -> None:
+async def test_long_response_is_accepted(double: JwtWorkloadApiDouble) -> None:
     double.identities = [evidence_id(node=f"node-{number}") for number in range(2000)]
     assert len(await api(double).jwt_svids("gpuwarden/nonce/x")) == 2000
 
 
-async def test_the_bundle_of_our_trust_domain_is_found_among_all(double: JwtWorkloadApiDouble) -> None:
+async def test_bundle_of_the_trust_domain_is_selected(double: JwtWorkloadApiDouble) -> None:
     double.bundles["spiffe://other.org"] = document(SigningKey.make("other"))
     source = WorkloadBundles(api(double), "example.org")
     for _ in range(3):
@@ -49,19 +49,19 @@ async def test_the_bundle_of_our_trust_domain_is_found_among_all(double: JwtWork
         await WorkloadBundles(api(double), "third.org").fetch()
 
 
-async def test_a_caller_without_an_identity_is_told_so(double: JwtWorkloadApiDouble) -> None:
+async def test_caller_without_an_identity_gets_an_error(double: JwtWorkloadApiDouble) -> None:
     double.identities = []
     with pytest.raises(EvidenceUnavailableError, match="no identity issued"):
         await api(double).jwt_svids("gpuwarden/nonce/x")
 
 
-async def test_an_agent_that_does_not_answer_is_not_waited_for(double: JwtWorkloadApiDouble) -> None:
+async def test_agent_that_does_not_respond_times_out(double: JwtWorkloadApiDouble) -> None:
     double.is_banned = True
     with pytest.raises(EvidenceUnavailableError, match="no answer in time"):
         await api(double, 0.2).jwt_svids("gpuwarden/nonce/x")
 
 
-async def test_an_agent_that_is_gone_is_away_and_found_again(double: JwtWorkloadApiDouble) -> None:
+async def test_agent_that_restarts_is_reached_again(double: JwtWorkloadApiDouble) -> None:
     asking = api(double)
     await double.stop()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Challenges: known again by every replica, for their node, for a short while; nobody remembers them."""
+"""Challenges: accepted by every replica, for their node, for a short time, and stored by none."""
 
 import tracemalloc
 from datetime import timedelta
@@ -16,7 +16,7 @@ from webhook.evidence.jwt.nonce import (
     Nonces,
     digest,
     is_ours,
-    one_process_only,
+    process_key,
     read_key,
 )
 
@@ -28,25 +28,25 @@ def replica(*keys: bytes) -> Nonces:
     return Nonces(lambda: keys or (KEY,), SKEW)
 
 
-def test_every_replica_knows_a_challenge_of_another() -> None:
+def test_replicas_accept_each_others_challenges() -> None:
     text = replica().issue("node-a", NOW).text
     assert replica().check(text, "node-a", NOW + 59 * SECOND) == NOW
     assert is_ours(text)
 
 
-def test_no_two_challenges_are_alike() -> None:
+def test_challenges_are_unique() -> None:
     assert len({replica().issue("node-a", NOW).text for _ in range(1000)}) == 1000
 
 
 @pytest.mark.parametrize("after", [60, 61, 3600])
-def test_a_challenge_ends(after: int) -> None:
+def test_challenge_expires(after: int) -> None:
     nonce = replica().issue("node-a", NOW)
     assert nonce.expires == NOW + 60 * SECOND
-    with pytest.raises(BadNonceError, match="too old"):
+    with pytest.raises(BadNonceError, match="the challenge has expired"):
         replica().check(nonce.text, "node-a", NOW + after * SECOND)
 
 
-def test_a_clock_may_be_off_by_the_skew_and_no_more() -> None:
+def test_challenge_is_accepted_within_the_clock_skew() -> None:
     text = replica().issue("node-a", NOW).text
     replica().check(text, "node-a", NOW - 5 * SECOND)
     with pytest.raises(BadNonceError, match="future"):
@@ -54,17 +54,17 @@ def test_a_clock_may_be_off_by_the_skew_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("node", ["node-b", "node-", "node-a.", "", "Node-a", "node-a\0"])
-def test_a_challenge_is_for_its_node_alone(node: str) -> None:
+def test_challenge_is_valid_only_for_its_node(node: str) -> None:
     with pytest.raises(BadNonceError, match="for this node"):
         replica().check(replica().issue("node-a", NOW).text, node, NOW)
 
 
-def test_without_the_key_there_is_no_challenge() -> None:
+def test_challenge_with_another_key_is_rejected() -> None:
     with pytest.raises(BadNonceError):
         replica(OTHER_KEY).check(replica().issue("node-a", NOW).text, "node-a", NOW)
 
 
-def test_no_bit_of_it_can_be_changed() -> None:
+def test_changed_challenge_is_rejected() -> None:
     text = replica().issue("node-a", NOW).text
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
     for at in range(len(PREFIX), len(text)):
@@ -73,20 +73,20 @@ def test_no_bit_of_it_can_be_changed() -> None:
             replica().check(bent, "node-a", NOW)
 
 
-def test_no_challenge_has_a_second_spelling() -> None:
+def test_alternative_encoding_of_a_challenge_is_rejected() -> None:
     text = next(found for found in (replica().issue("node-a", NOW).text for _ in range(1000)) if "-" in found[16:])
     for other in (text.replace("-", "+"), text + "=", text + "\n", " " + text, text[:20] + "\n" + text[21:]):
-        with pytest.raises(BadNonceError, match="no challenge of ours"):
+        with pytest.raises(BadNonceError, match="not a challenge of this server"):
             replica().check(other, "node-a", NOW)
 
 
 @pytest.mark.parametrize("text", ["", PREFIX, "é" * 92, PREFIX + "A" * 76, PREFIX + "A" * 75, PREFIX + "A" * 100_000])
-def test_anything_else_is_no_challenge(text: str) -> None:
+def test_other_audience_is_no_challenge(text: str) -> None:
     with pytest.raises(BadNonceError):
         replica().check(text, "node-a", NOW)
 
 
-def test_a_hundred_thousand_challenges_are_remembered_by_nobody() -> None:
+def test_issuing_challenges_uses_no_memory() -> None:
     nonces = replica()
     nonces.issue("node-a", NOW)
     tracemalloc.start()
@@ -99,20 +99,20 @@ def test_a_hundred_thousand_challenges_are_remembered_by_nobody() -> None:
     assert kept < 50_000
 
 
-def test_a_digest_says_nothing_and_fits_its_field() -> None:
+def test_digest_hides_the_challenge_and_fits_its_field() -> None:
     text = replica().issue("node-a", NOW).text
     assert (len(digest(text)), text in digest(text)) == (64, False)
 
 
-def test_a_key_of_one_process_is_no_other_processs_key() -> None:
-    first, second = Nonces(one_process_only(), SKEW), Nonces(one_process_only(), SKEW)
+def test_each_process_has_its_own_key() -> None:
+    first, second = Nonces(process_key(), SKEW), Nonces(process_key(), SKEW)
     text = first.issue("node-a", NOW).text
     first.check(text, "node-a", NOW)
     with pytest.raises(BadNonceError):
         second.check(text, "node-a", NOW)
 
 
-def test_a_new_key_signs_and_the_old_one_is_known_on(tmp_path: Path) -> None:
+def test_new_key_signs_and_the_old_one_is_still_accepted(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(KEY)
     file = KeyFile(path)
@@ -129,8 +129,8 @@ def test_a_new_key_signs_and_the_old_one_is_known_on(tmp_path: Path) -> None:
         nonces.check(before, "node-a", NOW)
 
 
-def test_an_old_key_ends_when_every_replica_has_had_time_for_the_new_one(tmp_path: Path) -> None:
-    """A key that is taken back because somebody else has it must not be good for as long as the process lives."""
+def test_old_key_expires_after_its_overlap(tmp_path: Path) -> None:
+    """A key that is revoked because it leaked must not stay valid as long as the process lives."""
     path = tmp_path / "key"
     path.write_bytes(KEY)
     file = KeyFile(path)
@@ -142,7 +142,7 @@ def test_an_old_key_ends_when_every_replica_has_had_time_for_the_new_one(tmp_pat
     assert file.keys() == (OTHER_KEY,)
 
 
-def test_every_byte_of_a_random_key_counts(tmp_path: Path) -> None:
+def test_binary_key_is_used_completely(tmp_path: Path) -> None:
     path = tmp_path / "key"
     random = bytes(range(200, 231)) + b"\n"
     path.write_bytes(random)
@@ -152,10 +152,10 @@ def test_every_byte_of_a_random_key_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"k" * 31, b"k" * 31 + b"\n", b"k" * 5000], ids=["empty", "short", "padded", "huge"]
 )
-def test_a_key_that_is_none_is_refused_and_the_old_one_stays(tmp_path: Path, content: bytes) -> None:
+def test_invalid_key_file_is_rejected_and_the_old_key_stays(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "key"
     path.write_bytes(content)
-    with pytest.raises(BadKeyError, match="bytes of key"):
+    with pytest.raises(BadKeyError, match="bytes; allowed: 32 to 4096"):
         KeyFile(path)
     path.write_bytes(KEY)
     file = KeyFile(path)

@@ -1,4 +1,4 @@
-"""The keys of the trust domain as a process keeps them: the last good ones, for as long as they may be."""
+"""The trust domain's keys in a process: the last valid bundle, until it expires."""
 
 import asyncio
 from datetime import timedelta
@@ -17,7 +17,7 @@ HOUR = timedelta(hours=1)
 
 
 class Scene:
-    """A source that has what the test says, and a clock that the test turns."""
+    """A source and a clock that the test sets."""
 
     def __init__(self, *keys: SigningKey, sequence: int | None = 1) -> None:
         self.now = NOW
@@ -41,14 +41,14 @@ class Scene:
         return await self.bundle.key(key_id) is not None
 
 
-async def test_the_keys_are_known_once_asked_for() -> None:
+async def test_keys_are_known_after_the_first_fetch() -> None:
     scene = Scene(KEY)
     await scene.bundle.refresh()
     assert [await scene.has("key-1"), await scene.has("key-2")] == [True, False]
     assert (scene.told, len(scene.accepted_bundles)) == (["renewed"], 1)
 
 
-async def test_a_key_that_is_not_known_yet_is_asked_for_once_in_a_while_for_all_askers() -> None:
+async def test_unknown_key_causes_one_fetch_for_all_callers() -> None:
     scene = Scene(KEY)
     await scene.bundle.refresh()
     scene.document = document(KEY, OTHER, sequence=2)
@@ -62,7 +62,7 @@ async def test_a_key_that_is_not_known_yet_is_asked_for_once_in_a_while_for_all_
     assert scene.asked == 3
 
 
-async def test_a_bundle_that_went_back_is_not_taken() -> None:
+async def test_bundle_with_a_lower_sequence_is_rejected() -> None:
     scene = Scene(KEY, OTHER, sequence=7)
     await scene.bundle.refresh()
     scene.document = document(KEY, sequence=8)
@@ -73,27 +73,27 @@ async def test_a_bundle_that_went_back_is_not_taken() -> None:
     assert scene.told == ["renewed", "renewed", "refused"]
 
 
-class Forgetful(MemoryBundleVersions):
-    """Of whoever keeps count, an object that somebody may delete."""
+class ResettableVersions(MemoryBundleVersions):
+    """The version is in an object that a user may delete."""
 
     def forget(self) -> None:
         self._last = None
 
 
-async def test_who_keeps_count_may_let_it_begin_anew_without_a_restart() -> None:
-    """A SPIRE Server that was rebuilt counts from 1."""
-    scene, marks = Scene(KEY, sequence=700), Forgetful()
-    scene.bundle = TrustBundle(scene, lambda: scene.now, HOUR, scene.told.append, marks)
+async def test_reset_version_is_accepted_without_a_restart() -> None:
+    """A rebuilt SPIRE Server starts at sequence 1."""
+    scene, versions = Scene(KEY, sequence=700), ResettableVersions()
+    scene.bundle = TrustBundle(scene, lambda: scene.now, HOUR, scene.told.append, versions)
     await scene.bundle.refresh()
     scene.document = document(OTHER, sequence=1)
     await scene.bundle.refresh()
-    marks.forget()
+    versions.forget()
     await scene.bundle.refresh()
     assert [await scene.has("key-1"), await scene.has("key-2")] == [False, True]
     assert scene.told == ["renewed", "refused", "renewed"]
 
 
-async def test_a_source_that_is_away_leaves_the_last_bundle_until_its_end() -> None:
+async def test_unavailable_source_leaves_the_last_bundle_until_it_expires() -> None:
     scene = Scene(KEY)
     await scene.bundle.refresh()
     scene.document = None
@@ -108,7 +108,7 @@ async def test_a_source_that_is_away_leaves_the_last_bundle_until_its_end() -> N
     assert await scene.has("key-1")
 
 
-async def test_a_refused_bundle_confirms_nothing() -> None:
+async def test_rejected_bundle_confirms_nothing() -> None:
     scene = Scene(KEY, sequence=7)
     await scene.bundle.refresh()
     scene.document = document(KEY, sequence=6)
@@ -118,7 +118,7 @@ async def test_a_refused_bundle_confirms_nothing() -> None:
         await scene.has("key-1")
 
 
-async def test_after_the_end_a_lower_sequence_is_still_refused() -> None:
+async def test_lower_sequence_is_rejected_after_the_bundle_has_expired() -> None:
     scene = Scene(KEY, sequence=7)
     await scene.bundle.refresh()
     scene.now += 2 * HOUR
@@ -127,7 +127,7 @@ async def test_after_the_end_a_lower_sequence_is_still_refused() -> None:
         await scene.has("key-2")
 
 
-async def test_the_first_bundle_is_waited_for_and_told_of_now_and_then() -> None:
+async def test_waiting_for_the_first_bundle_is_logged_at_intervals() -> None:
     scene = Scene(KEY)
     found, scene.document = scene.document, None
     pauses: list[float] = []
@@ -142,12 +142,12 @@ async def test_the_first_bundle_is_waited_for_and_told_of_now_and_then() -> None
     assert (len(pauses), set(pauses)) == (61, {1.0})
     assert await scene.has("key-1")
     told = [line["event"] for line in lines]
-    assert told.count("not ready: the first trust bundle is waited for") == 3
+    assert told.count("not ready: waiting for the first trust bundle") == 3
     await scene.bundle.first(sleep)
     assert len(pauses) == 61
 
 
-async def test_before_the_first_bundle_nothing_can_be_said() -> None:
+async def test_keys_are_unavailable_before_the_first_bundle() -> None:
     scene = Scene(KEY)
     scene.document = None
     with pytest.raises(EvidenceUnavailableError):
@@ -155,7 +155,7 @@ async def test_before_the_first_bundle_nothing_can_be_said() -> None:
 
 
 @pytest.mark.parametrize(("hint", "pause"), [(10, 10), (1, 5), (300, 60), (0, 60), (-5, 60), (10**30, 60), (None, 60)])
-async def test_a_source_may_ask_to_be_asked_more_often(hint: int | None, pause: int) -> None:
+async def test_refresh_hint_shortens_the_interval(hint: int | None, pause: int) -> None:
     scene = Scene(KEY)
     scene.document = document(KEY, hint=hint)
     assert scene.bundle.pause == 5 * SECOND
@@ -163,7 +163,7 @@ async def test_a_source_may_ask_to_be_asked_more_often(hint: int | None, pause: 
     assert scene.bundle.pause == pause * SECOND
 
 
-async def test_it_asks_again_and_again() -> None:
+async def test_bundle_is_fetched_repeatedly() -> None:
     scene = Scene(KEY)
     pauses: list[float] = []
 

@@ -1,4 +1,4 @@
-"""JWT-SVIDs good and bad, put together by hand: a library would refuse to make most of the bad ones."""
+"""Good and bad JWT-SVIDs, assembled by hand: a library would refuse to create most of the bad ones."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ ES256, ES384, ES512, RS256 = "ES256", "ES384", "ES512", "RS256"
 ALL = object()
 
 Private = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
-# Making one takes a while, and nothing is kept secret by it.
+# Shared, because generating a key takes a while.
 RSA: Final = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 CURVES: Final = {ES256: ec.SECP256R1(), ES384: ec.SECP384R1(), ES512: ec.SECP521R1()}
 HASHES: Final = {ES256: hashes.SHA256(), ES384: hashes.SHA384(), ES512: hashes.SHA512(), RS256: hashes.SHA256()}
@@ -35,7 +35,7 @@ def number(value: int, size: int | None = None) -> str:
 
 @frozen
 class SigningKey:
-    """A key of a trust domain's JWT side."""
+    """A JWT signing key of a trust domain."""
 
     key_id: str
     algorithm: str
@@ -79,14 +79,14 @@ def seconds(moment: datetime) -> int:
 
 
 def header(key: SigningKey, **members: Any) -> Raw:
-    """As SPIRE Server writes it; a member that is None is left out."""
+    """The header as SPIRE Server writes it; a member that is None is omitted."""
     return {
         k: v for k, v in ({"alg": key.algorithm, "kid": key.key_id, "typ": "JWT"} | members).items() if v is not None
     }
 
 
 def claims(nonce: str, now: datetime, **members: Any) -> Raw:
-    """As SPIRE Server writes them for the evidence of node-a; a member that is None is left out."""
+    """The claims as SPIRE Server writes them for the evidence of node-a; a member that is None is omitted."""
     said = {
         "aud": [nonce],
         "exp": seconds(now + timedelta(seconds=60)),
@@ -96,8 +96,8 @@ def claims(nonce: str, now: datetime, **members: Any) -> Raw:
     return {name: value for name, value in (said | members).items() if value is not None}
 
 
-def put_together(raw_header: bytes | Mapping[str, Any], raw_claims: bytes | Mapping[str, Any], key: SigningKey) -> str:
-    """A token over exactly these parts, signed."""
+def assemble(raw_header: bytes | Mapping[str, Any], raw_claims: bytes | Mapping[str, Any], key: SigningKey) -> str:
+    """A token of exactly these parts, signed."""
     signed = ".".join(
         b64(part if isinstance(part, bytes) else json.dumps(part).encode()) for part in (raw_header, raw_claims)
     )
@@ -105,11 +105,11 @@ def put_together(raw_header: bytes | Mapping[str, Any], raw_claims: bytes | Mapp
 
 
 def token(key: SigningKey, nonce: str, now: datetime, **members: Any) -> str:
-    return put_together(header(key), claims(nonce, now, **members), key)
+    return assemble(header(key), claims(nonce, now, **members), key)
 
 
 def hs256(key: SigningKey, nonce: str, now: datetime, secret: bytes, **members: Any) -> str:
-    """A token whose secret is what everybody knows."""
+    """A token whose secret is public."""
     parts = (header(key, alg="HS256"), claims(nonce, now, **members))
     signed = ".".join(b64(json.dumps(part).encode()) for part in parts)
     code = hmac.HMAC(secret, hashes.SHA256())

@@ -1,4 +1,4 @@
-"""What agents say of nodes, and everything by which an agent that says it counts for nothing."""
+"""Evidence from agents, and all reasons to ignore an agent."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -15,7 +15,7 @@ from webhook.evidence.spire.attested import (
     AgentHistory,
     AgentRow,
     AgentRules,
-    Doubts,
+    DistrustedAgents,
     by_node,
     combined_evidence,
     row_of,
@@ -37,7 +37,7 @@ RULES = AgentRules(
 
 
 def attested(ago: timedelta = timedelta(0), *args: Any, **members: Any) -> Any:
-    """An agent that was attested so long ago."""
+    """An agent that was attested that long ago."""
     return agent(*args, expires_at=NOW - ago + TTL, **members)
 
 
@@ -46,20 +46,20 @@ def rows_of(raws: Sequence[Any], rules: AgentRules = RULES) -> list[AgentRow]:
     return [row for row in read if row is not None]
 
 
-def said(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> dict[str, Evidence | None]:
+def evidence_from(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> dict[str, Evidence | None]:
     rows = rows_of(raws, rules)
-    doubts = AgentHistory(rules).doubts(rows, now)
+    doubts = AgentHistory(rules).distrusted(rows, now)
     return {node: combined_evidence(node, of_node, rules, doubts, now) for node, of_node in by_node(rows).items()}
 
 
 def state(raws: Sequence[Any], now: datetime = NOW, rules: AgentRules = RULES) -> EvidenceState:
-    return state_of(said(raws, now, rules).get("node-a"), now)
+    return state_of(evidence_from(raws, now, rules).get("node-a"), now)
 
 
-def test_evidence_is_as_old_as_the_attestation_may_be_at_most() -> None:
-    """Its end is the attestation's time and the greatest age; it begins early enough for clocks that are behind."""
+def test_evidence_is_dated_to_the_earliest_possible_attestation() -> None:
+    """It ends at the time of attestation plus the maximum age; it begins early enough for slow clocks."""
     attested_at = NOW - timedelta(minutes=10)
-    assert said([attested(timedelta(minutes=10))]) == {
+    assert evidence_from([attested(timedelta(minutes=10))]) == {
         "node-a": Evidence("node-a", "aa11", "spire-server", attested_at - SKEW, attested_at + MAX_AGE)
     }
 
@@ -75,11 +75,11 @@ def test_evidence_is_as_old_as_the_attestation_may_be_at_most() -> None:
         pytest.param(TTL + 99 * TTL, "stale", id="gone-for-days-and-never-pruned"),
     ],
 )
-def test_age_counts_and_not_the_end_of_the_svid(ago: timedelta, state_then: str) -> None:
+def test_evidence_ends_by_age_before_the_svid_expires(ago: timedelta, state_then: str) -> None:
     assert state([attested(ago)]) is EvidenceState(state_then)
 
 
-def test_no_evidence_outlives_its_svid() -> None:
+def test_evidence_does_not_outlive_its_svid() -> None:
     patient = evolve(RULES, max_age=2 * TTL)
     assert state([attested(TTL - SECOND)], rules=patient) is EvidenceState.FRESH
     assert state([attested(TTL)], rules=patient) is EvidenceState.STALE
@@ -93,19 +93,19 @@ def test_no_evidence_outlives_its_svid() -> None:
         pytest.param(23 * TTL, "absent", id="an-agent-ttl-of-a-day"),
     ],
 )
-def test_an_svid_that_lives_longer_than_set_proves_nothing(ahead: timedelta, state_then: str) -> None:
+def test_overlong_svid_proves_nothing(ahead: timedelta, state_then: str) -> None:
     assert state([attested(-ahead)]) is EvidenceState(state_then)
 
 
-def test_an_svid_that_lives_longer_than_set_does_not_prove_anything_later_either() -> None:
-    """Within the last `agent_ttl` of its life it looks as if it had just been made."""
+def test_overlong_svid_proves_nothing_later_either() -> None:
+    """Within the last `agent_ttl` of its life it looks as if it had just been issued."""
     row = rows_of([attested(-23 * TTL)])
     watchfulness = AgentHistory(RULES)
-    watchfulness.doubts(row, NOW)
+    watchfulness.distrusted(row, NOW)
     later = NOW + 23 * TTL + SECOND
-    assert combined_evidence("node-a", row, RULES, watchfulness.doubts(row, later), later) is None
+    assert combined_evidence("node-a", row, RULES, watchfulness.distrusted(row, later), later) is None
     renewed = rows_of([attested(-23 * TTL - SECOND)])
-    assert combined_evidence("node-a", renewed, RULES, watchfulness.doubts(renewed, later), later) is not None
+    assert combined_evidence("node-a", renewed, RULES, watchfulness.distrusted(renewed, later), later) is not None
 
 
 @pytest.mark.parametrize(
@@ -145,19 +145,19 @@ def test_an_svid_that_lives_longer_than_set_does_not_prove_anything_later_either
         pytest.param(attested(timedelta(0), "node-a", "aa11\n"), id="hash-with-a-line-end"),
     ],
 )
-def test_what_counts_for_nothing(raw: Any) -> None:
+def test_ignored_agents_prove_nothing(raw: Any) -> None:
     assert state([raw]) is EvidenceState.ABSENT
 
 
 @pytest.mark.parametrize("hash", ["AA11", "Aa11", "sha256:aa11", "aa1"])
-def test_a_hash_is_told_as_it_is_written(hash: str) -> None:
-    """A pod that asks for `aa11` does not get a node that says something like it."""
-    (word,) = said([attested(timedelta(0), "node-a", hash)]).values()
+def test_hash_is_reported_unchanged(hash: str) -> None:
+    """A pod that asks for `aa11` does not get a node with a similar hash."""
+    (word,) = evidence_from([attested(timedelta(0), "node-a", hash)]).values()
     assert word is not None
     assert word.hash == hash
 
 
-def test_a_row_of_an_attestor_that_is_not_listed_does_not_disturb_either() -> None:
+def test_agent_of_another_attestor_causes_no_conflict() -> None:
     foreign = attested(timedelta(0), "node-a", "bb22", attestor="k8s_psat", id="/spire/agent/k8s_psat/x")
     banned = attested(timedelta(0), "node-a", attestor="join_token", banned=True)
     assert state([attested(), foreign, banned]) is EvidenceState.FRESH
@@ -196,53 +196,58 @@ NOTHING = timedelta(0)
         ),
     ],
 )
-def test_two_agents_that_claim_one_node(second: Any, state_then: str) -> None:
+def test_two_agents_on_one_node_must_agree(second: Any, state_then: str) -> None:
     for raws in ([attested(), second], [second, attested()]):
         assert state(raws) is EvidenceState(state_then)
 
 
-def test_one_agent_with_two_hashes_is_in_conflict_with_itself() -> None:
+def test_agent_with_two_hashes_is_a_conflict() -> None:
     selectors = [("san:node-name", "node-a"), ("san:attestation-hash", "aa11"), ("san:attestation-hash", "bb22")]
     assert state([attested(selectors=[("x509pop", ":".join(one)) for one in selectors])]) is EvidenceState.CONFLICT
 
 
-def test_hash_and_node_come_from_one_row() -> None:
-    """Two agents of one machine have nothing in common that a cipher would vouch for."""
+def test_hash_and_node_come_from_the_same_agent() -> None:
+    """Nothing cryptographic links two agents of one machine."""
     node_only = attested(NOTHING, "node-a", None)
     hash_only = other(NOTHING, None, "aa11")
     assert state([node_only, hash_only]) is EvidenceState.ABSENT
 
 
-def test_the_newest_of_those_that_agree_counts() -> None:
-    (word,) = said([attested(timedelta(minutes=39)), other(timedelta(minutes=1))]).values()
+def test_newest_of_agreeing_agents_counts() -> None:
+    (word,) = evidence_from([attested(timedelta(minutes=39)), other(timedelta(minutes=1))]).values()
     assert word is not None
     assert word.until == NOW - timedelta(minutes=1) + MAX_AGE
 
 
 @pytest.mark.parametrize("expires_at", [0, -1, 2**62])
-def test_a_ban_needs_no_end_that_makes_sense(expires_at: int) -> None:
+def test_ban_counts_without_a_valid_expiry(expires_at: int) -> None:
     rows = [agent(expires_at=expires_at, banned=True, id="/spire/agent/x509pop/banned"), attested()]
     assert state(rows) is EvidenceState.BANNED
 
 
-def test_a_ban_is_of_its_node_alone() -> None:
-    words = said([attested(banned=True), attested(NOTHING, "node-b", "bb22")])
+def test_ban_affects_only_its_node() -> None:
+    words = evidence_from([attested(banned=True), attested(NOTHING, "node-b", "bb22")])
     assert {node: state_of(word, NOW).value for node, word in words.items()} == {"node-a": "banned", "node-b": "fresh"}
 
 
-def seen(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
-    """What is known of a node whose agent shows these serial numbers one after the other."""
+def states_after(serials: Sequence[str], apart: timedelta) -> list[EvidenceState]:
+    """The evidence of a node whose agent has these serial numbers one after the other."""
     watchfulness, found = AgentHistory(RULES), []
     for number, serial in enumerate(serials):
         now = NOW + number * apart
         rows = rows_of([agent(serial=serial, expires_at=now + TTL)])
-        found.append(state_of(combined_evidence("node-a", rows, RULES, watchfulness.doubts(rows, now), now), now))
+        found.append(state_of(combined_evidence("node-a", rows, RULES, watchfulness.distrusted(rows, now), now), now))
     return found
 
 
-def test_two_machines_with_one_key_show_by_their_serial_numbers() -> None:
-    """Each of them attests anew as soon as it sees the other's certificate in the place of its own."""
-    assert [one.value for one in seen(["1", "2", "3", "4"], 5 * SECOND)] == ["fresh", "fresh", "fresh", "conflict"]
+def test_two_machines_with_one_key_are_detected_by_serial_numbers() -> None:
+    """Each machine re-attests as soon as it sees the other's certificate in place of its own."""
+    assert [one.value for one in states_after(["1", "2", "3", "4"], 5 * SECOND)] == [
+        "fresh",
+        "fresh",
+        "fresh",
+        "conflict",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -253,18 +258,18 @@ def test_two_machines_with_one_key_show_by_their_serial_numbers() -> None:
         pytest.param(["1", "2", "3", "4"], TTL / 2, id="attested-when-it-is-time"),
     ],
 )
-def test_one_machine_is_not_suspected(serials: Sequence[str], apart: timedelta) -> None:
-    assert set(seen(serials, apart)) == {EvidenceState.FRESH}
+def test_one_machine_is_not_detected_as_two(serials: Sequence[str], apart: timedelta) -> None:
+    assert set(states_after(serials, apart)) == {EvidenceState.FRESH}
 
 
-def test_the_suspicion_ends_when_the_flapping_does() -> None:
+def test_shared_key_detection_ends_when_the_serials_settle() -> None:
     serials = ["1", "2", "3", "4", "4", "4", "4", "4"]
-    found = seen(serials, TTL / 16)
+    found = states_after(serials, TTL / 16)
     assert found[3] is EvidenceState.CONFLICT
     assert found[-1] is EvidenceState.FRESH
 
 
-def test_doubts_about_others_are_nothing_to_a_node() -> None:
+def test_distrusted_agents_do_not_affect_other_nodes() -> None:
     rows = rows_of([attested()])
-    doubts = Doubts(frozenset({"/spire/agent/x509pop/other"}))
+    doubts = DistrustedAgents(frozenset({"/spire/agent/x509pop/other"}))
     assert state_of(combined_evidence("node-a", rows, RULES, doubts, NOW), NOW) is EvidenceState.FRESH

@@ -1,4 +1,4 @@
-"""Agents read over real mTLS from a server that speaks SPIRE's wire, by an identity from a real Workload API."""
+"""Agents are read over real mTLS from a fake SPIRE Server, with an identity from a real Workload API connection."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ from tests.evidence.certificates import HOUR, Authority, Issued
 from tests.evidence.doubles import SERVER_ID, TRUST_DOMAIN, VERIFIER, SpireDouble, WorkloadApiDouble, agent, until
 from tests.evidence.spire.test_attested import MAX_AGE, RULES, TTL
 from webhook.core.evidence import Evidence, state_of
-from webhook.evidence import EvidenceUnavailableError, StillAwayError
+from webhook.evidence import EvidenceUnavailableError, StillUnavailableError
 from webhook.evidence.providers import ProviderPoll
 from webhook.evidence.spire.spire_server import SocketServer, SpireServer, TcpServer
 from webhook.evidence.spire.workload_api import OwnIdentity
@@ -34,7 +34,7 @@ THEIRS = CA.issue(SERVER_ID)
 
 
 class Scene:
-    """A SPIRE Server, a Workload API and the provider between them, by a clock that the test turns."""
+    """A SPIRE Server, a Workload API and the provider between them, with a clock that the test sets."""
 
     def __init__(self, directory: Path) -> None:
         self.now = NOW
@@ -44,11 +44,15 @@ class Scene:
         self.provider = self.made()
 
     def made(self, **members: Any) -> SpireServer:
-        options: dict[str, Any] = {"chance": lambda: 0.0, "patience": timedelta(seconds=20), "page_size": 2} | members
+        options: dict[str, Any] = {
+            "random_fraction": lambda: 0.0,
+            "poll_timeout": timedelta(seconds=20),
+            "page_size": 2,
+        } | members
         return SpireServer(self, RULES, lambda: self.now, POLL, **options)
 
     def connected(self) -> Any:
-        """The port is known once the server is there."""
+        """The port is known once the server has started."""
         return TcpServer("127.0.0.1", self.spire.port, TRUST_DOMAIN, self.identity).connected()
 
     async def start(self, shown: Issued = THEIRS, trusted: Authority = CA) -> "Scene":
@@ -57,7 +61,7 @@ class Scene:
         return self
 
     async def poll(self) -> Mapping[str, Evidence]:
-        """The next poll that asks."""
+        """The next poll that sends a request."""
         self.now += POLL
         return await self.provider.poll()
 
@@ -77,7 +81,7 @@ class Scene:
 
 @pytest.fixture
 async def idle(tmp_path: Path) -> AsyncIterator[Scene]:
-    """Nobody listens yet."""
+    """Nothing listens yet."""
     made = Scene(tmp_path)
     yield made
     await made.close()
@@ -93,7 +97,7 @@ def fleet(size: int) -> list[Any]:
     return [agent(f"node-{number}", f"{number:04x}", expires_at=NOW + TTL) for number in range(size)]
 
 
-async def test_all_agents_are_told_of_page_by_page(scene: Scene) -> None:
+async def test_all_pages_of_agents_are_read(scene: Scene) -> None:
     scene.spire.agents = fleet(5)
     assert {node: word.hash for node, word in (await scene.poll()).items()} == {
         "node-0": "0000",
@@ -106,25 +110,25 @@ async def test_all_agents_are_told_of_page_by_page(scene: Scene) -> None:
     assert scene.spire.callers == [VERIFIER] * 4
 
 
-async def test_a_ban_is_seen_because_it_is_asked_for(scene: Scene) -> None:
+async def test_ban_is_read_because_the_mask_requests_it(scene: Scene) -> None:
     assert await scene.states() == {"node-a": "fresh"}
     scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
     assert await scene.states() == {"node-a": "banned"}
 
 
-async def test_an_evicted_agent_proves_nothing(scene: Scene) -> None:
+async def test_evicted_agent_proves_nothing(scene: Scene) -> None:
     await scene.poll()
     scene.spire.agents = []
     assert await scene.poll() == {}
 
 
-async def test_a_hash_that_changes_is_told_at_the_next_poll(scene: Scene) -> None:
+async def test_changed_hash_is_reported_at_the_next_poll(scene: Scene) -> None:
     await scene.poll()
     scene.spire.agents = [agent("node-a", "bb22", expires_at=scene.now + TTL, serial="2")]
     assert (await scene.poll())["node-a"].hash == "bb22"
 
 
-async def test_an_attestation_is_news_though_it_says_the_same(scene: Scene) -> None:
+async def test_new_attestation_with_the_same_hash_updates_the_evidence(scene: Scene) -> None:
     before = await scene.poll()
     scene.now += timedelta(minutes=30)
     scene.spire.agents = [agent(expires_at=scene.now + TTL, serial="2")]
@@ -133,7 +137,7 @@ async def test_an_attestation_is_news_though_it_says_the_same(scene: Scene) -> N
     assert after["node-a"].until == NOW + POLL + timedelta(minutes=30) + MAX_AGE
 
 
-async def test_nothing_new_is_the_same_answer(scene: Scene) -> None:
+async def test_unchanged_agents_give_the_same_answer(scene: Scene) -> None:
     scene.spire.agents = fleet(3)
     before = await scene.poll()
     assert await scene.poll() is before
@@ -143,8 +147,8 @@ async def test_nothing_new_is_the_same_answer(scene: Scene) -> None:
     assert all(after[node] is word for node, word in before.items())
 
 
-async def test_spire_is_asked_no_more_often_than_set_and_not_in_step(scene: Scene) -> None:
-    scene.provider = scene.made(chance=lambda: 0.5)
+async def test_spire_is_polled_at_the_interval_with_jitter(scene: Scene) -> None:
+    scene.provider = scene.made(random_fraction=lambda: 0.5)
     await scene.provider.poll()
     asked = len(scene.spire.requests)
     scene.now += 0.89 * POLL
@@ -155,11 +159,11 @@ async def test_spire_is_asked_no_more_often_than_set_and_not_in_step(scene: Scen
     assert len(scene.spire.requests) > asked
 
 
-async def test_while_spire_is_away_the_last_answer_stands_until_its_own_end(scene: Scene) -> None:
+async def test_last_answer_stays_until_it_expires_while_spire_is_unavailable(scene: Scene) -> None:
     before = await scene.poll()
     await scene.spire.stop()
     assert "SPIRE: " in await scene.refused()
-    with pytest.raises(StillAwayError):  # not asked again yet: the last answer is no sign that it is back
+    with pytest.raises(StillUnavailableError):  # not asked again yet: the last answer does not mean that it is back
         await scene.provider.poll()
     assert state_of(before["node-a"], NOW + MAX_AGE - SECOND).value == "fresh"
     assert state_of(before["node-a"], NOW + MAX_AGE).value == "stale"
@@ -167,7 +171,7 @@ async def test_while_spire_is_away_the_last_answer_stands_until_its_own_end(scen
     assert await scene.poll() is before
 
 
-async def test_an_outage_is_one_line_and_its_end_one_line_however_often_it_is_polled(scene: Scene) -> None:
+async def test_outage_and_recovery_are_logged_once_each(scene: Scene) -> None:
     errors: list[str] = []
     asked = ProviderPoll([scene.provider], errors.append)
     with capture_logs() as lines:
@@ -175,36 +179,36 @@ async def test_an_outage_is_one_line_and_its_end_one_line_however_often_it_is_po
         await scene.spire.stop()
         for _ in range(3):
             scene.now += POLL
-            for _ in range(5):  # as the feed does, every second
+            for _ in range(5):  # as the fleet updater does, every second
                 assert await asked.answers() == {}
         await scene.spire.start(THEIRS, CA)
         scene.now += POLL
         for _ in range(5):
             assert "spire-server" in await asked.answers()
     assert [line["event"] for line in lines if "provider" in line] == [
-        "evidence provider away, what it said stays until its own end",
+        "evidence provider unavailable, its last answer stays until it expires",
         "evidence provider answers again",
     ]
     assert errors == ["spire-server"] * 3, "one for each question that failed"
 
 
-async def test_a_spire_that_was_never_there_has_said_nothing(idle: Scene) -> None:
-    """Not the same as having said that there is no agent: nobody's evidence is taken away."""
+async def test_spire_that_never_answered_is_unavailable(idle: Scene) -> None:
+    """Not the same as an empty list of agents: no evidence is removed."""
     await idle.api.start()
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         idle.spire.port = nobody.getsockname()[1]
         await idle.refused()
-        with pytest.raises(StillAwayError, match="SPIRE: "):
+        with pytest.raises(StillUnavailableError, match="SPIRE: "):
             await idle.provider.poll()
     idle.spire.port = 0
 
 
-async def test_a_frozen_spire_keeps_nobody_waiting(scene: Scene) -> None:
-    scene.provider = scene.made(patience=timedelta(milliseconds=50), deadline=timedelta(seconds=1))
+async def test_frozen_spire_does_not_block_polls(scene: Scene) -> None:
+    scene.provider = scene.made(poll_timeout=timedelta(milliseconds=50), deadline=timedelta(seconds=1))
     before = await scene.poll()
     scene.spire.answers.clear()
-    assert await scene.poll() is before  # told of later
+    assert await scene.poll() is before  # returned by a later poll
 
     async def has_failed() -> bool:
         try:
@@ -217,8 +221,8 @@ async def test_a_frozen_spire_keeps_nobody_waiting(scene: Scene) -> None:
     assert await scene.poll() is before
 
 
-async def test_an_answer_that_took_long_is_told_of_when_it_is_there(scene: Scene) -> None:
-    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+async def test_slow_answer_is_returned_by_a_later_poll(scene: Scene) -> None:
+    scene.provider = scene.made(poll_timeout=timedelta(milliseconds=50))
     await scene.poll()
     scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
     scene.spire.answers.clear()
@@ -231,8 +235,8 @@ async def test_an_answer_that_took_long_is_told_of_when_it_is_there(scene: Scene
     await until(is_banned)
 
 
-async def test_whoever_is_elected_is_told_nothing_that_was_said_before(scene: Scene) -> None:
-    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+async def test_new_leader_gets_no_earlier_answer(scene: Scene) -> None:
+    scene.provider = scene.made(poll_timeout=timedelta(milliseconds=50))
     before = await scene.provider.poll()
     scene.provider.begin()
     scene.spire.answers.clear()
@@ -240,16 +244,16 @@ async def test_whoever_is_elected_is_told_nothing_that_was_said_before(scene: Sc
         await scene.provider.poll()
     scene.spire.answers.set()
 
-    async def is_told() -> bool:
+    async def has_warning() -> bool:
         with suppress(EvidenceUnavailableError):
             return await scene.provider.poll() == before
         return False
 
-    await until(is_told)
+    await until(has_warning)
 
 
-async def test_whoever_is_elected_is_told_no_answer_that_was_asked_for_before(scene: Scene) -> None:
-    scene.provider = scene.made(patience=timedelta(milliseconds=50))
+async def test_new_leader_gets_no_answer_to_an_earlier_request(scene: Scene) -> None:
+    scene.provider = scene.made(poll_timeout=timedelta(milliseconds=50))
     await scene.poll()
     scene.spire.answers.clear()
     await scene.poll()
@@ -257,7 +261,7 @@ async def test_whoever_is_elected_is_told_no_answer_that_was_asked_for_before(sc
     async def questions(number: int) -> bool:
         return sum(not request.page_token for request in scene.spire.requests) == number
 
-    await until(partial(questions, 2))  # it is under way
+    await until(partial(questions, 2))  # the request is in progress
     scene.provider.begin()
     scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
     scene.spire.answers.set()
@@ -272,7 +276,7 @@ async def test_whoever_is_elected_is_told_no_answer_that_was_asked_for_before(sc
     assert await questions(3)
 
 
-async def test_a_spire_that_goes_down_in_the_middle_of_an_answer_is_away(scene: Scene) -> None:
+async def test_spire_that_stops_within_an_answer_is_unavailable(scene: Scene) -> None:
     before = await scene.poll()
     scene.spire.answers.clear()
     asked = len(scene.spire.requests)
@@ -285,7 +289,7 @@ async def test_a_spire_that_goes_down_in_the_middle_of_an_answer_is_away(scene: 
     assert await scene.poll() is before
 
 
-async def test_who_may_not_list_agents_is_told_once(scene: Scene) -> None:
+async def test_missing_permission_to_list_agents_is_logged_once(scene: Scene) -> None:
     scene.spire.readers = set()
     problem = "SPIRE: PERMISSION_DENIED: authorization denied for method ListAgents"
     asked = ProviderPoll([scene.provider], lambda name: None)
@@ -297,7 +301,7 @@ async def test_who_may_not_list_agents_is_told_once(scene: Scene) -> None:
     assert [line["problem"] for line in told] == [problem]
 
 
-async def test_two_machines_with_one_key_are_told_of_once(scene: Scene) -> None:
+async def test_two_machines_with_one_key_are_logged_once(scene: Scene) -> None:
     with capture_logs() as lines:
         for number in range(6):
             scene.spire.agents = [agent(expires_at=NOW + TTL, serial=str(number))]
@@ -306,16 +310,18 @@ async def test_two_machines_with_one_key_are_told_of_once(scene: Scene) -> None:
     assert [line["agents"] for line in told] == [["/spire/agent/x509pop/node-a"]]
 
 
-async def test_an_agent_ttl_that_is_not_the_servers_is_told_once(scene: Scene) -> None:
+async def test_wrong_agent_ttl_is_logged_once(scene: Scene) -> None:
     scene.spire.agents = [agent(expires_at=NOW + 2 * TTL)]
     with capture_logs() as lines:
         assert [await scene.poll() for _ in range(3)] == [{}, {}, {}]
     told = [line["event"] for line in lines if line["log_level"] == "warning"]
-    assert told == ["SVIDs of agents live longer than --spire-agent-ttl: they prove nothing until that is right"]
+    assert told == [
+        "SVIDs of agents live longer than --spire-agent-ttl: they prove nothing until the setting is corrected"
+    ]
 
 
-async def test_an_agent_that_moves_while_pages_are_turned_is_read_once(scene: Scene) -> None:
-    """Evicted and back, it stands at the end of the list, and was on the first page too."""
+async def test_agent_that_moves_between_pages_is_read_once(scene: Scene) -> None:
+    """Evicted and attested again, it is at the end of the list, and it was on the first page too."""
     scene.spire.agents = fleet(4)
     again = agent("node-0", "bb22", expires_at=NOW + TTL, serial="2")
 
@@ -331,27 +337,27 @@ async def test_an_agent_that_moves_while_pages_are_turned_is_read_once(scene: Sc
     assert not any(word.is_conflict for word in found.values())
 
 
-async def test_a_list_that_never_settles_says_nothing(scene: Scene) -> None:
+async def test_list_that_keeps_changing_is_an_error(scene: Scene) -> None:
     await scene.poll()
     scene.spire.agents = [
         agent(expires_at=NOW + TTL),
         agent("node-a", "bb22", expires_at=NOW + TTL, serial="2"),
     ]
-    assert "faster than they can be read" in await scene.refused()
+    assert "changes faster than it can be read" in await scene.refused()
 
 
-async def test_pages_that_go_round_in_a_circle_are_left(scene: Scene) -> None:
+async def test_repeating_page_tokens_are_an_error(scene: Scene) -> None:
     scene.spire.agents = fleet(4)
 
     def rewind(number: int) -> None:
         scene.spire.requests[-1].page_token = "0"
 
     scene.spire.before_page = rewind
-    assert "round in a circle" in await scene.refused()
+    assert "page tokens of the list of agents repeat" in await scene.refused()
 
 
 class TestTheHandshake:
-    """Whoever is not the server of our trust domain gets no byte from us."""
+    """A peer that is not the server of our trust domain gets no byte of a request."""
 
     @pytest.mark.parametrize(
         "uris",
@@ -367,33 +373,33 @@ class TestTheHandshake:
             pytest.param([], id="no-id"),
         ],
     )
-    async def test_another_spiffe_id_of_a_good_chain_is_refused(self, idle: Scene, uris: list[str]) -> None:
+    async def test_other_spiffe_id_with_a_valid_chain_is_refused(self, idle: Scene, uris: list[str]) -> None:
         await idle.start(CA.issue(*uris))
-        assert f"and not {SERVER_ID}" in await idle.refused()
+        assert f", not {SERVER_ID}" in await idle.refused()
         assert idle.spire.requests == []
 
-    async def test_a_certificate_with_names_that_nobody_can_read_is_refused(self, idle: Scene) -> None:
-        """An X.400 address: no reason to fall over it."""
+    async def test_certificate_with_unreadable_names_is_refused(self, idle: Scene) -> None:
+        """An X.400 address: no reason to crash."""
         strange = x509.UnrecognizedExtension(ExtensionOID.SUBJECT_ALTERNATIVE_NAME, b"\x30\x02\xa3\x00")
         await idle.start(CA.issue(names_in_der=strange))
-        assert f"the peer is nobody, and not {SERVER_ID}" in await idle.refused()
+        assert f"the peer is unknown, not {SERVER_ID}" in await idle.refused()
         assert idle.spire.requests == []
 
-    async def test_the_right_id_from_another_authority_is_refused(self, idle: Scene) -> None:
+    async def test_right_spiffe_id_from_another_ca_is_refused(self, idle: Scene) -> None:
         await idle.start(Authority().issue(SERVER_ID))
         assert "CERTIFICATE_VERIFY_FAILED" in await idle.refused()
 
-    async def test_a_server_certificate_that_has_ended_is_refused(self, idle: Scene) -> None:
+    async def test_expired_server_certificate_is_refused(self, idle: Scene) -> None:
         await idle.start(CA.issue(SERVER_ID, not_after=utc_now() - HOUR))
         assert "certificate has expired" in await idle.refused()
 
-    async def test_an_svid_that_the_server_does_not_trust_is_told(self, scene: Scene) -> None:
+    async def test_svid_that_the_server_does_not_trust_is_reported(self, scene: Scene) -> None:
         stranger = Authority().issue(VERIFIER)
         scene.api.identities = [stranger]
         assert (await scene.refused()).startswith("SPIRE: ")
         assert scene.spire.requests == []
 
-    async def test_a_workload_api_of_another_trust_domain_gets_us_nowhere(self, scene: Scene) -> None:
+    async def test_workload_api_of_another_trust_domain_is_refused(self, scene: Scene) -> None:
         other = Authority("other.org")
         scene.api.identities, scene.api.roots = [other.issue("spiffe://other.org/gpuwarden")], [other.root]
         assert "is not of the trust domain example.org" in await scene.refused()
@@ -414,8 +420,8 @@ class TestTheHandshake:
 
         await until(is_back)
 
-    async def test_a_root_that_is_gone_is_no_longer_trusted(self, scene: Scene) -> None:
-        """A connection that was made under it does not live on."""
+    async def test_removed_root_is_no_longer_trusted(self, scene: Scene) -> None:
+        """A connection that was opened with it is not used any more."""
         await scene.poll()
         scene.api.rotate(OURS, roots=[Authority().root])
 
@@ -428,15 +434,15 @@ class TestTheHandshake:
 
         await until(is_refused)
 
-    async def test_the_last_svid_serves_on_while_the_workload_api_is_away(self, scene: Scene) -> None:
+    async def test_last_svid_stays_in_use_while_the_workload_api_is_unavailable(self, scene: Scene) -> None:
         await scene.poll()
         await scene.api.stop()
         scene.spire.agents = [agent(expires_at=NOW + TTL, banned=True)]
         assert await scene.states() == {"node-a": "banned"}
 
 
-def test_the_handshake_is_as_strict_on_uvloop(tmp_path: Path) -> None:
-    """The loop that the server runs on does TLS in its own way."""
+def test_peer_verification_works_on_uvloop(tmp_path: Path) -> None:
+    """uvloop implements TLS in its own way."""
 
     async def refused() -> str:
         scene = await Scene(tmp_path).start(CA.issue(f"spiffe://{TRUST_DOMAIN}/workload"))
@@ -454,11 +460,11 @@ def test_the_handshake_is_as_strict_on_uvloop(tmp_path: Path) -> None:
             await scene.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert f"and not {SERVER_ID}" in runner.run(refused())
+        assert f", not {SERVER_ID}" in runner.run(refused())
         assert len(runner.run(read())) == 3
 
 
-async def test_the_servers_own_socket_needs_no_identity(tmp_path: Path) -> None:
+async def test_server_socket_needs_no_identity(tmp_path: Path) -> None:
     spire = SpireDouble([agent(expires_at=NOW + TTL)])
     path = str(tmp_path / "api.sock")
     await spire.start(None, None, path=path)
@@ -467,7 +473,7 @@ async def test_the_servers_own_socket_needs_no_identity(tmp_path: Path) -> None:
     assert found["node-a"].hash == "aa11"
 
 
-async def test_rules_come_from_whoever_makes_it(scene: Scene) -> None:
+async def test_agent_rules_come_from_the_settings(scene: Scene) -> None:
     server = TcpServer("127.0.0.1", scene.spire.port, TRUST_DOMAIN, scene.identity)
     picky = evolve(RULES, attestors=frozenset({"tpm"}))
     assert await SpireServer(server, picky, lambda: NOW, POLL).poll() == {}

@@ -1,4 +1,4 @@
-"""Our own SVID, from a Workload API on a real socket that answers with py-spiffe's messages."""
+"""This process's SVID, from a Workload API on a real socket that answers with py-spiffe's messages."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -16,15 +16,15 @@ from webhook.evidence.spire.x509_svid import X509Svid, each_der
 from webhook.runtime.clock import utc_now
 
 CA = Authority()
-# For messages that are looked at and no more: what is used as an identity is issued in its test.
+# For messages that are only parsed: a test that uses an identity issues its own.
 ISSUED = CA.issue(VERIFIER)
 
 
 class Scene:
-    """A Workload API and who asks it, by a clock that the test may turn."""
+    """A Workload API and its client, with a clock that the test may set."""
 
     def __init__(self, directory: Path) -> None:
-        self.first = CA.issue(VERIFIER)  # for an hour from now
+        self.first = CA.issue(VERIFIER)  # valid for one hour
         self.api = WorkloadApiDouble(str(directory / "agent.sock"), [self.first], [CA.root])
         self.ahead = timedelta(0)
         self.own_id: str | None = None
@@ -55,14 +55,14 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     await made.close()
 
 
-async def test_the_svid_comes_with_its_key_and_the_roots_of_its_trust_domain(scene: Scene) -> None:
+async def test_svid_has_its_key_and_the_roots_of_its_trust_domain(scene: Scene) -> None:
     svid = await scene.identity().current()
     assert (svid.spiffe_id, svid.trust_domain, svid.roots) == (VERIFIER, TRUST_DOMAIN, CA.root)
     assert svid.pem.decode() == scene.first.pem
     assert "PRIVATE" not in repr(svid)
 
 
-async def test_a_rotation_arrives_without_being_asked_for(scene: Scene) -> None:
+async def test_rotated_svid_arrives_without_a_request(scene: Scene) -> None:
     identity = scene.identity()
     before = await identity.current()
     other = Authority()
@@ -76,7 +76,7 @@ async def test_a_rotation_arrives_without_being_asked_for(scene: Scene) -> None:
     assert scene.api.asked == 1
 
 
-async def test_one_of_several_is_chosen_by_its_id(scene: Scene) -> None:
+async def test_svid_is_selected_by_its_id(scene: Scene) -> None:
     chosen = CA.issue(f"spiffe://{TRUST_DOMAIN}/chosen")
     scene.api.identities = [scene.first, chosen]
     assert (await scene.identity().current()).spiffe_id == VERIFIER
@@ -84,18 +84,18 @@ async def test_one_of_several_is_chosen_by_its_id(scene: Scene) -> None:
     assert (await scene.identity().current()).spiffe_id == chosen.spiffe_id
 
 
-async def test_an_svid_that_we_are_not_given_is_not_replaced_by_another(scene: Scene) -> None:
+async def test_missing_svid_is_not_replaced_by_another(scene: Scene) -> None:
     scene.own_id = f"spiffe://{TRUST_DOMAIN}/another"
     with pytest.raises(NoIdentityError, match=f"no SVID spiffe://{TRUST_DOMAIN}/another for us"):
         await scene.identity().current()
 
 
-async def test_an_svid_of_another_trust_domain_is_not_ours(scene: Scene) -> None:
+async def test_svid_of_another_trust_domain_is_rejected(scene: Scene) -> None:
     with pytest.raises(NoIdentityError, match=r"is not of the trust domain other\.org"):
         await scene.identity("other.org").current()
 
 
-async def test_the_last_svid_serves_on_while_the_workload_api_is_away(scene: Scene) -> None:
+async def test_last_svid_stays_in_use_while_the_workload_api_is_unavailable(scene: Scene) -> None:
     identity = scene.identity()
     before = await identity.current()
     await scene.api.stop()
@@ -103,20 +103,20 @@ async def test_the_last_svid_serves_on_while_the_workload_api_is_away(scene: Sce
     assert await identity.current() is before
 
 
-async def test_an_svid_that_has_ended_serves_nobody(scene: Scene) -> None:
+async def test_expired_svid_is_not_used(scene: Scene) -> None:
     identity = scene.identity()
     await identity.current()
     await scene.api.stop()
     scene.ahead = HOUR + SECOND
-    with pytest.raises(NoIdentityError, match="our own SVID has ended"):
+    with pytest.raises(NoIdentityError, match="our own SVID has expired"):
         await identity.current()
 
 
-async def test_a_connection_that_has_let_our_svid_end_is_made_anew(scene: Scene) -> None:
+async def test_connection_is_reopened_after_the_svid_has_expired(scene: Scene) -> None:
     identity = scene.identity()
     await identity.current()
     scene.ahead = HOUR + SECOND
-    scene.api.identities = [CA.issue(VERIFIER, not_after=utc_now() + 2 * HOUR)]  # and nobody is told of it
+    scene.api.identities = [CA.issue(VERIFIER, not_after=utc_now() + 2 * HOUR)]  # without an update on the stream
 
     async def has_arrived() -> bool:
         try:
@@ -127,7 +127,7 @@ async def test_a_connection_that_has_let_our_svid_end_is_made_anew(scene: Scene)
     await until(has_arrived)
 
 
-async def test_a_workload_api_that_comes_back_is_heard_again(scene: Scene) -> None:
+async def test_workload_api_is_used_again_after_an_outage(scene: Scene) -> None:
     identity = scene.identity()
     before = await identity.current()
     await scene.api.stop()
@@ -141,20 +141,20 @@ async def test_a_workload_api_that_comes_back_is_heard_again(scene: Scene) -> No
     await until(has_arrived)
 
 
-async def test_a_refusal_is_told(scene: Scene) -> None:
+async def test_refusal_of_the_workload_api_is_reported(scene: Scene) -> None:
     scene.api.identities = []
     with pytest.raises(NoIdentityError, match="PERMISSION_DENIED: no identity issued"):
         await scene.identity().current()
 
 
-async def test_a_workload_api_that_never_was_there_is_told(tmp_path: Path) -> None:
+async def test_missing_workload_api_is_reported(tmp_path: Path) -> None:
     identity = OwnIdentity(str(tmp_path / "nobody"), TRUST_DOMAIN, utc_now)
     with pytest.raises(NoIdentityError, match="the Workload API: "):
         await identity.current()
     await identity.close()
 
 
-async def test_a_workload_api_that_says_nothing_is_not_waited_for_without_end(tmp_path: Path) -> None:
+async def test_silent_workload_api_times_out(tmp_path: Path) -> None:
     path = str(tmp_path / "silent")
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(path)
@@ -178,19 +178,21 @@ def entry(spiffe_id: str, chain: bytes, key: bytes, roots: bytes) -> bytes:
             entry(VERIFIER, ISSUED.chain, ISSUED.key, b""), "without certificate, key or roots", id="no-roots"
         ),
         pytest.param(
-            entry("spiffe://example.org/x", ISSUED.chain, ISSUED.key, CA.root), "is somebody else's", id="another-id"
+            entry("spiffe://example.org/x", ISSUED.chain, ISSUED.key, CA.root),
+            "is for another identity",
+            id="another-id",
         ),
-        pytest.param(entry(VERIFIER, ISSUED.chain[:-1], ISSUED.key, CA.root), "cut off", id="cut-off"),
-        pytest.param(entry(VERIFIER, ISSUED.chain + b"\x30", ISSUED.key, CA.root), "cut off", id="rubbish"),
+        pytest.param(entry(VERIFIER, ISSUED.chain[:-1], ISSUED.key, CA.root), "truncated", id="cut-off"),
+        pytest.param(entry(VERIFIER, ISSUED.chain + b"\x30", ISSUED.key, CA.root), "truncated", id="rubbish"),
         pytest.param(entry(VERIFIER, b"\x30\x03abc", ISSUED.key, CA.root), "not a certificate", id="no-certificate"),
-        pytest.param(entry(VERIFIER, b"\x31" + ISSUED.chain, ISSUED.key, CA.root), "cut off", id="no-sequence"),
+        pytest.param(entry(VERIFIER, b"\x31" + ISSUED.chain, ISSUED.key, CA.root), "truncated", id="no-sequence"),
     ],
 )
-def test_an_svid_that_makes_no_sense_is_refused(raw: bytes, problem: str) -> None:
+def test_malformed_svid_is_rejected(raw: bytes, problem: str) -> None:
     with pytest.raises(MalformedMessageError, match=problem):
         X509Svid.parse(raw)
 
 
-def test_certificates_are_told_apart_by_their_own_lengths() -> None:
+def test_concatenated_certificates_are_split_by_their_lengths() -> None:
     parts = [CA.root, ISSUED.chain, b"\x30\x01a", b"\x30\x80"[:1] + b"\x81\x80" + bytes(128)]
     assert list(each_der(b"".join(parts))) == parts

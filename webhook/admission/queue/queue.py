@@ -40,7 +40,7 @@ from webhook.core.reservation import Phase, Placement, PodIdentity, PodProof, Re
 from webhook.core.verdict import Deny
 from webhook.kube.events import Events, Subject
 from webhook.ledger import Ledger
-from webhook.ledger.end_of_use import grace_in
+from webhook.ledger.end_of_use import longest_grace_in
 from webhook.ledger.pending import too_many_orphans
 from webhook.runtime.clock import Clock
 
@@ -372,7 +372,7 @@ class Queue:
             return known
         if known.phase is not Phase.FINALIZED or known.uid != pod.uid:
             raw = self._pods.raws.get(pod.uid)
-            grace = None if raw is None else grace_in(raw)
+            grace = None if raw is None else longest_grace_in(raw)
             known = await self._ledger.bind_to_pod(PodProof.CONFIRMED, known.id, pod, node=known.node, grace=grace)
         indexed = self._fleet.indexed_nodes.get(known.node)
         uuids = gpu_order.as_mapped(claim, known.uuids, () if indexed is None else indexed.node.devices)

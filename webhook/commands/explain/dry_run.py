@@ -229,7 +229,7 @@ class DryRuns:
 
     def _hashes_of(self, raw: Raw) -> Iterator[str]:
         try:
-            word = NodeEvidence.parse(raw).word
+            word = NodeEvidence.parse(raw).combined_evidence
         except GpuwardenError:
             return
         if word is not None and state_of(word, self._clock()) is EvidenceState.FRESH:

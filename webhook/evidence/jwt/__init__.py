@@ -1,1 +1,1 @@
-"""Nodes that prove themselves with a JWT-SVID."""
+"""Evidence from nodes that prove themselves with a JWT-SVID."""

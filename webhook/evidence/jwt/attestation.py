@@ -1,4 +1,4 @@
-"""Challenges nodes and takes their answers: from a token to evidence that is kept."""
+"""Issues challenges to nodes and verifies their tokens, from a token to stored evidence."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -15,7 +15,7 @@ from webhook.evidence.jwt.bundle_endpoint import BundleEndpoint, FileRoots, Root
 from webhook.evidence.jwt.end_reports import EndReports
 from webhook.evidence.jwt.jwt_svid import SOURCE, BadTokenError, TokenVerifier, check_signature
 from webhook.evidence.jwt.jwt_workload_api import JwtWorkloadApi, WorkloadBundles
-from webhook.evidence.jwt.nonce import BadKeyError, KeyFile, Nonce, Nonces, digest, one_process_only
+from webhook.evidence.jwt.nonce import BadKeyError, KeyFile, Nonce, Nonces, digest, process_key
 from webhook.evidence.jwt.proofs import ProofStore, ReplayedProofError, UnknownNodeError
 from webhook.evidence.jwt.trust_bundle import BundleSource, BundleVersions, TrustBundle
 from webhook.runtime.clock import Clock
@@ -29,44 +29,44 @@ KEY_INTERVAL: Final = 10.0
 
 @frozen
 class Attestation:
-    """All that the routes need."""
+    """The parts that the evidence routes need."""
 
     nonces: Nonces
-    examiner: TokenVerifier
+    verifier: TokenVerifier
     bundle: TrustBundle
-    book: ProofStore
+    proofs: ProofStore
     max_age: timedelta
     clock: Clock
     metrics: Metrics
     key_file: KeyFile | None = None
-    # Elsewhere they are written down, and good whether or not the next one can be checked.
+    # In the cluster proofs are stored, and stay valid whether or not the next one can be verified.
     ends_with_process: bool = True
-    # None where nothing is orphaned: in one process alone.
+    # None in embedded mode, which has no orphans.
     reports: EndReports | None = None
 
     def challenge(self, node: str) -> Nonce:
         return self.nonces.issue(node, self.clock())
 
     def orphans(self, node: str) -> Sequence[str]:
-        """What the challenge of a node asks about its orphans: the marks of their pods."""
-        return [] if self.reports is None else self.reports.marks(node, self.clock())
+        """Digests of the orphaned pods that the node's challenge asks about."""
+        return [] if self.reports is None else self.reports.digests(node, self.clock())
 
     async def take(self, token: str, ended: Collection[str] = ()) -> Evidence:
-        """Evidence that is kept now. The node may also name pods that have `ended` there. Raises BadTokenError,
-        ReplayedProofError, UnknownNodeError or EvidenceUnavailableError, each counted."""
+        """Verify a token and store its evidence. The node may also report pods that have `ended` there. Raises
+        BadTokenError, ReplayedProofError, UnknownNodeError or EvidenceUnavailableError, each counted."""
         try:
-            proof = self.examiner.examined(token, self.clock())
+            proof = self.verifier.check_claims(token, self.clock())
             check_signature(proof, await self.bundle.key(proof.token.key_id))
             evidence = Evidence(
-                node=proof.says.node,
-                hash=proof.says.hash,
+                node=proof.evidence_id.node,
+                hash=proof.evidence_id.hash,
                 source=SOURCE,
                 since=proof.issued,
                 until=proof.issued + self.max_age,
                 nonce_digest=digest(proof.token.audience),
                 challenged=proof.challenged,
             )
-            await self.book.accept(evidence)
+            await self.proofs.accept(evidence)
         except GpuwardenError as exc:
             self.metrics.count_proof(outcome_of(exc))
             raise
@@ -76,16 +76,16 @@ class Attestation:
         return evidence
 
     async def load(self) -> None:
-        """The first look at the trust bundle."""
+        """Fetch the trust bundle for the first time."""
         await self.bundle.refresh()
 
     async def first_answers(self) -> None:
-        """Where nobody else knows of a proof, until one can be checked: before, every node would be refused."""
+        """If proofs end with the process, wait until tokens can be verified: until then every node would be refused."""
         if self.ends_with_process:
             await self.bundle.first()
 
     async def run(self) -> None:
-        """For ever."""
+        """Runs forever."""
         await asyncio.gather(self.bundle.run(), self._watch_key())
 
     async def _watch_key(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
@@ -93,9 +93,9 @@ class Attestation:
             await sleep(KEY_INTERVAL)
             try:
                 if await asyncio.to_thread(self.key_file.refresh, self.clock()):
-                    log.info("the key of the challenges is a new one")
+                    log.info("nonce key changed")
             except BadKeyError as exc:
-                log.warning("the key of the challenges is refused, the old one stays", problem=str(exc))
+                log.warning("nonce key rejected, the previous one stays", problem=str(exc))
 
 
 def outcome_of(exc: GpuwardenError) -> str:
@@ -112,30 +112,30 @@ def outcome_of(exc: GpuwardenError) -> str:
 
 def attestation_of(
     settings: Settings,
-    book: ProofStore,
+    proofs: ProofStore,
     clock: Clock,
     metrics: Metrics,
     marks: BundleVersions | None = None,
     reports: EndReports | None = None,
 ) -> Attestation | None:
-    """None where nodes are not challenged.
+    """None if nodes are not challenged.
 
-    Where proofs end with the process the challenges do too, whatever key is set: a proof that this process has not
-    seen before may have been accepted by the one before.
+    If proofs end with the process, challenges do too, even if a nonce key is set: the previous process may have
+    accepted a proof that this process does not know.
     """
     if SOURCE not in settings.evidence or settings.spire_trust_domain is None:
         return None
     shared = settings.nonce_key if settings.keeps_in_cluster else None
     key_file = None if shared is None else KeyFile(shared)
-    nonces = Nonces(one_process_only() if key_file is None else key_file.keys, settings.clock_skew)
+    nonces = Nonces(process_key() if key_file is None else key_file.keys, settings.clock_skew)
     evidence_id = EvidenceId(settings.evidence_id, settings.spire_trust_domain)
     source = source_of(settings, settings.spire_trust_domain)
     bundle = TrustBundle(source, clock, settings.max_bundle_age, metrics.count_bundle, marks)
     return Attestation(
         nonces=nonces,
-        examiner=TokenVerifier(evidence_id, nonces, settings.clock_skew),
+        verifier=TokenVerifier(evidence_id, nonces, settings.clock_skew),
         bundle=bundle,
-        book=book,
+        proofs=proofs,
         max_age=settings.max_evidence_age,
         clock=clock,
         metrics=metrics,
@@ -148,7 +148,7 @@ def attestation_of(
 def source_of(settings: Settings, trust_domain: str) -> BundleSource:
     if settings.bundle_endpoint is None:
         if settings.spire_workload_api is None:
-            raise GpuwardenError("no trust bundle: name --bundle-endpoint or --spire-workload-api")
+            raise GpuwardenError("no trust bundle: set --bundle-endpoint or --spire-workload-api")
         return WorkloadBundles(JwtWorkloadApi(settings.spire_workload_api), trust_domain)
     roots = settings.bundle_endpoint_ca
     if settings.bundle_endpoint_profile == "https_web":
@@ -161,5 +161,5 @@ def first_roots(settings: Settings, server: str) -> Roots:
     if settings.bundle_endpoint_ca is not None:
         return FileRoots(settings.bundle_endpoint_ca)
     if settings.spire_workload_api is None:
-        raise GpuwardenError("no roots for the bundle endpoint: name --bundle-endpoint-ca or --spire-workload-api")
+        raise GpuwardenError("no roots for the bundle endpoint: set --bundle-endpoint-ca or --spire-workload-api")
     return WorkloadRoots(JwtWorkloadApi(settings.spire_workload_api), trust_domain_of(server) or "")

@@ -17,14 +17,14 @@ from webhook.runtime.tls.certificate_source import BadRootsError, trusting
 from webhook.runtime.tls.certificates import certificate_in, certificates_in
 
 TIMEOUT: Final = httpx.Timeout(5.0)
-# For the whole answer, however many bytes it comes in.
+# For the whole response, however many chunks it comes in.
 DEADLINE: Final = 10.0
-# What is packed may be a thousand times as large as what is counted.
-AS_IT_IS: Final = {"Accept-Encoding": "identity"}
+# Compressed content may expand to a thousand times the counted size.
+UNCOMPRESSED: Final = {"Accept-Encoding": "identity"}
 
 
 class BundleEndpoint:
-    """Asks an endpoint; `trust` makes the TLS side of each connection."""
+    """Fetches from an endpoint; `trust` provides the TLS context of each connection."""
 
     def __init__(self, url: str, trust: "WebTrust | SpiffeTrust", deadline: float = DEADLINE) -> None:
         self._url = url
@@ -36,16 +36,16 @@ class BundleEndpoint:
             async with asyncio.timeout(self._deadline):
                 return await self._fetch()
         except TimeoutError as exc:
-            raise EvidenceUnavailableError("the bundle endpoint did not answer: no whole answer in time") from exc
+            raise EvidenceUnavailableError("the bundle endpoint did not answer: no complete response in time") from exc
 
     async def _fetch(self) -> JwtBundle:
-        # A connection a look: they are far apart, and a new one is made under the newest roots.
+        # A connection per request: they are minutes apart, and a new one uses the newest roots.
         try:
             client = httpx.AsyncClient(verify=await self._trust.context(), timeout=TIMEOUT, trust_env=False)
         except ssl.SSLError as exc:
             raise EvidenceUnavailableError("the roots of the bundle endpoint cannot be used") from exc
         try:
-            async with client, client.stream("GET", self._url, headers=AS_IT_IS) as reply:
+            async with client, client.stream("GET", self._url, headers=UNCOMPRESSED) as reply:
                 if reply.status_code != 200:
                     raise EvidenceUnavailableError(f"the bundle endpoint answered {reply.status_code}")
                 return parse_bundle(await bounded(reply))
@@ -68,32 +68,32 @@ async def bounded(reply: httpx.Response) -> bytes:
 
 
 class WebTrust:
-    """https_web: an ordinary certificate for an ordinary name, by the system's CAs or those of a file."""
+    """https_web: a certificate for a DNS name, verified with the system's CAs or those of a file."""
 
     def __init__(self, roots: Path | None) -> None:
         self._roots = roots
         self._context = trusting(roots)
 
     async def context(self) -> ssl.SSLContext:
-        """Under the file as it is now; while it cannot be read, as it was."""
+        """A context with the file's current content, or the previous one while the file cannot be read."""
         if self._roots is not None:
             with suppress(BadRootsError):
                 self._context = trusting(self._roots)
         return self._context
 
     def learn(self, bundle: JwtBundle) -> None:
-        """What the bundle says about X.509 is for workloads, not for the web."""
+        """Does nothing: the bundle's X.509 roots are for workloads."""
 
 
 class Roots(Protocol):
-    """Whom to trust at first."""
+    """The initial roots to trust."""
 
     async def current(self) -> list[bytes]:
-        """In DER, one at least. Raises BadRootsError, BadBundleError or EvidenceUnavailableError."""
+        """At least one root, in DER. Raises BadRootsError, BadBundleError or EvidenceUnavailableError."""
 
 
 class FileRoots:
-    """Of a file, which has to be good at the start."""
+    """Roots from a file, which must be valid at startup."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -104,7 +104,7 @@ class FileRoots:
 
 
 class WorkloadRoots:
-    """As the agent on this machine has them."""
+    """Roots from the agent on this machine."""
 
     def __init__(self, api: JwtWorkloadApi, trust_domain: str) -> None:
         self._api = api
@@ -115,16 +115,15 @@ class WorkloadRoots:
 
 
 class SpiffeTrust:
-    """https_spiffe: the server shows its SVID. Roots are given at first, and then what each bundle says.
+    """https_spiffe: the server presents its SVID. Trusts the initial roots first, and then the roots in each bundle.
 
-    What is given otherwise than before is the newest word: the roots of a server that was built anew are in no bundle
-    of the old one's.
+    Initial roots that have changed replace all others: a rebuilt server's roots are in no bundle of the previous one.
     """
 
     def __init__(self, given: Roots, spiffe_id: str) -> None:
         self._spiffe_id = spiffe_id
         self._source = given
-        self._given: list[bytes] = []
+        self._initial_roots: list[bytes] = []
         self._roots: list[bytes] = []
 
     async def context(self) -> ssl.SSLContext:
@@ -132,10 +131,10 @@ class SpiffeTrust:
             given = await self._source.current()
         except (BadRootsError, BadBundleError, EvidenceUnavailableError) as exc:
             if not self._roots:
-                raise EvidenceUnavailableError(f"nobody says whom to trust: {exc}") from exc
+                raise EvidenceUnavailableError(f"no roots for the bundle endpoint: {exc}") from exc
         else:
-            if given != self._given:
-                self._roots = self._given = given
+            if given != self._initial_roots:
+                self._roots = self._initial_roots = given
         return context_towards(self._spiffe_id, b"".join(self._roots))
 
     def learn(self, bundle: JwtBundle) -> None:
@@ -150,4 +149,4 @@ def roots_in(file: Path) -> list[bytes]:
     try:
         return [one.public_bytes(Encoding.DER) for one in certificates_in(file.read_bytes())]
     except (ValueError, OSError) as exc:
-        raise BadRootsError(f"{file} holds no CA certificate in PEM") from exc
+        raise BadRootsError(f"{file} contains no CA certificate in PEM") from exc

@@ -1,5 +1,5 @@
-"""What has to outlive a process where nodes prove themselves, by compare-and-swap, whichever replica was told: accepted
-proofs, each an entry of NodeEvidence, and how far the trust bundle has come."""
+"""State of the attestation that outlives a process, shared by all replicas and written by compare-and-swap: accepted
+proofs, each an entry of a NodeEvidence, and the version of the trust bundle."""
 
 import hashlib
 from datetime import datetime, timedelta
@@ -15,36 +15,37 @@ from webhook.core.raw import Raw
 from webhook.evidence import EvidenceUnavailableError
 from webhook.evidence.jwt.jwt_bundle import BundleVersion, JwtBundle, check_succession
 from webhook.evidence.jwt.jwt_svid import SOURCE
-from webhook.evidence.jwt.proofs import UnknownNodeError, check_birth, check_newer
+from webhook.evidence.jwt.proofs import UnknownNodeError, check_created_before, check_newer
 from webhook.evidence.node_evidence import API_VERSION, entry_in, new_node_evidence, with_entries
 from webhook.kube.api_objects import ObjectClient, get_node
 from webhook.kube.client import ApiClient
 from webhook.kube.store import StaleError
 
-# Others write the entries of other sources of the same object.
-TRIES = 5
+# Other sources write their entries to the same object.
+MAX_ATTEMPTS = 5
 
 
 class NodeCreationTimes(Protocol):
-    """Knows since when there are nodes."""
+    """Knows when Nodes were created."""
 
-    async def born(self, name: str) -> datetime | None:
-        """None if there is none of that name. Raises StoreAwayError."""
+    async def created_at(self, name: str) -> datetime | None:
+        """None if there is no such Node. Raises StoreUnavailableError."""
 
 
 class ApiNodeCreationTimes:
-    """Node objects, by a quorum read: a node that was made anew a moment ago is another one."""
+    """Reads Nodes by a quorum read, because a Node may have been recreated a moment ago."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
 
-    async def born(self, name: str) -> datetime | None:
+    async def created_at(self, name: str) -> datetime | None:
         node = await get_node(self._api, name)
         return None if node is None else datetime.fromisoformat(node["metadata"]["creationTimestamp"])
 
 
 class ClusterProofs:
-    """The version that was read is the lock, and the API server's own rule for proofs the second one."""
+    """Proofs in NodeEvidence objects. The resourceVersion is the lock; a ValidatingAdmissionPolicy checks proofs as
+    well."""
 
     def __init__(self, objects: ObjectClient, nodes: NodeCreationTimes, skew: timedelta) -> None:
         self._objects = objects
@@ -53,16 +54,16 @@ class ClusterProofs:
 
     async def accept(self, proof: Evidence) -> None:
         try:
-            born = await self._nodes.born(proof.node)
+            born = await self._nodes.created_at(proof.node)
             if born is None:
                 raise UnknownNodeError("there is no such node")
-            check_birth(proof, born, self._skew)
+            check_created_before(proof, born, self._skew)
             await self._write(proof)
         except LedgerError as exc:
-            raise EvidenceUnavailableError("the proof could not be written down") from exc
+            raise EvidenceUnavailableError("the proof could not be stored") from exc
 
     async def _write(self, proof: Evidence) -> None:
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             raw = await self._objects.get(proof.node)
             try:
                 if raw is None:
@@ -76,7 +77,7 @@ class ClusterProofs:
 
 
 class ClusterBundleVersions:
-    """One TrustBundle object for all replicas, and for those that come after. Who deletes it begins anew."""
+    """One TrustBundle object for all replicas and restarts. Deleting it resets the version."""
 
     def __init__(self, objects: ObjectClient, trust_domain: str) -> None:
         self._objects = objects
@@ -86,19 +87,19 @@ class ClusterBundleVersions:
         try:
             await self._write(bundle)
         except LedgerError as exc:
-            raise EvidenceUnavailableError("how far the trust bundle has come cannot be looked up or kept") from exc
+            raise EvidenceUnavailableError("the version of the trust bundle cannot be read or stored") from exc
 
     async def _write(self, bundle: JwtBundle) -> None:
-        name, mark = object_name(self._trust_domain), bundle.mark
-        for _ in range(TRIES):
+        name, version = object_name(self._trust_domain), bundle.version
+        for _ in range(MAX_ATTEMPTS):
             raw = await self._objects.get(name)
-            last = mark_in(raw or {})
+            last = version_in(raw or {})
             check_succession(last, bundle)
-            if mark is None or mark == last:
+            if version is None or version == last:
                 return
             try:
                 raw = raw or await self._objects.create(new_trust_bundle(name, self._trust_domain))
-                await self._objects.replace_status({**raw, "status": asdict(mark)})
+                await self._objects.replace_status({**raw, "status": asdict(version)})
             except StaleError:
                 continue
             return
@@ -106,7 +107,7 @@ class ClusterBundleVersions:
 
 
 def object_name(trust_domain: str) -> str:
-    """Not every trust domain is a name that an object may have."""
+    """The trust domain itself, or a hash of it if it is not a valid object name."""
     if is_object_name(trust_domain):
         return trust_domain
     return f"trust-domain-{hashlib.sha256(trust_domain.encode()).hexdigest()[:32]}"
@@ -121,7 +122,7 @@ def new_trust_bundle(name: str, trust_domain: str) -> Raw:
     }
 
 
-def mark_in(raw: Raw) -> BundleVersion | None:
-    """None for an object that nobody has written further than to make it."""
+def version_in(raw: Raw) -> BundleVersion | None:
+    """None for an object without a status, which was created and not written since."""
     status = raw.get("status")
     return None if not status else BundleVersion(status["sequence"], status["keys"])

@@ -1,4 +1,4 @@
-"""What a node that has proven itself says of its orphans: docs/decisions/0024."""
+"""Reports of attested nodes about their orphans: docs/decisions/0024."""
 
 import hashlib
 from collections.abc import Collection
@@ -12,50 +12,51 @@ from webhook.core.reservation import Orphan, Reservation
 
 log = structlog.get_logger(__name__)
 
-# Orphans that one challenge asks about, and pods that one answer names: the oldest ones.
-MOST: Final = 100
+# The maximum number of orphans in a challenge, the oldest ones, and of pods in an answer.
+MAX_PODS: Final = 100
 
 
-def mark_of(uid: str) -> str:
-    """What a challenge, which anybody may ask for, tells of a pod: who does not know its uid learns nothing of it."""
+def uid_digest(uid: str) -> str:
+    """The digest of a pod's uid. Any client may request a challenge, and it reveals nothing without knowing the uid."""
     return hashlib.sha256(uid.encode()).hexdigest()
 
 
 class OrphanLedger(Protocol):
-    """The ledger, as far as it is needed here."""
+    """The methods of the ledger that are needed here."""
 
     def orphans_on(self, node: str) -> Collection[Reservation]:
-        """As far as they are known here."""
+        """The orphans on a node, as far as this process knows."""
 
     async def mark_unused(self, one: Reservation, asked_at: datetime) -> bool:
         """Raises LedgerError."""
 
 
 class EndReports:
-    """Asks nodes about their orphans, and writes down what they answer. The reconciler acts on it."""
+    """Asks nodes about their orphans and stores their answers. The reconciler acts on them."""
 
     def __init__(self, orphans: OrphanLedger, skew: timedelta) -> None:
         self._orphans = orphans
         self._skew = skew
 
-    def marks(self, node: str, now: datetime) -> list[str]:
-        """Of the pods that the node is to be asked about now."""
-        return [mark_of(one.uid) for one, _ in self._open(node, now)[:MOST] if one.uid is not None]
+    def digests(self, node: str, now: datetime) -> list[str]:
+        """Digests of the pods to ask the node about now."""
+        return [uid_digest(one.uid) for one, _ in self._pending_orphans(node, now)[:MAX_PODS] if one.uid is not None]
 
     async def take(self, node: str, ended: Collection[str], asked_at: datetime) -> None:
-        """The node was asked at that time. It speaks of pods that it had itself, and of no others. What cannot be
-        written down now it says again when it is asked again."""
-        for one, _ in self._open(node, asked_at):
+        """Store a node's answer. A node can report only its own pods. It repeats an answer that cannot be stored now
+        when it is asked again."""
+        for one, _ in self._pending_orphans(node, asked_at):
             if one.uid not in ended:
                 continue
             try:
                 if await self._orphans.mark_unused(one, asked_at):
-                    log.info("orphan not in use, its node says", reservation=one.id, node=node)
+                    log.info("orphan not in use, reported by its node", reservation=one.id, node=node)
             except LedgerError as exc:
-                log.warning("word of a node not written down", reservation=one.id, error=type(exc).__name__)
+                log.warning("report of a node not stored", reservation=one.id, error=type(exc).__name__)
 
-    def _open(self, node: str, now: datetime) -> list[tuple[Reservation, Orphan]]:
-        """An answer counts only if the question is younger than the orphan by any clock of ours."""
+    def _pending_orphans(self, node: str, now: datetime) -> list[tuple[Reservation, Orphan]]:
+        """The oldest orphans first. An answer counts only if the challenge is newer than the orphan despite clock
+        skew."""
         found = [(one, one.orphan) for one in self._orphans.orphans_on(node) if one.orphan is not None]
         due = [(one, orphan) for one, orphan in found if not orphan.is_unused and orphan.at + 2 * self._skew < now]
         return sorted(due, key=lambda each: (each[1].at, each[0].id))

@@ -1,4 +1,4 @@
-"""The keys that may sign for a trust domain, from a SPIFFE bundle document."""
+"""The keys that may sign tokens of a trust domain, from a SPIFFE bundle document."""
 
 import base64
 import hashlib
@@ -16,7 +16,7 @@ from webhook.core.errors import GpuwardenError
 MAX_DOCUMENT: Final = 2**20
 MIN_RSA_BITS: Final = 2048
 MAX_RSA_BITS: Final = 8192
-# What makes a public key; whatever else stands in a JWK is left alone.
+# The members that make up a public key. Other members of a JWK are ignored.
 MEMBERS: Final = {"EC": ("kty", "crv", "x", "y"), "RSA": ("kty", "n", "e")}
 JWT_USE: Final = "jwt-svid"
 X509_USE: Final = "x509-svid"
@@ -24,7 +24,7 @@ ALGORITHMS: Final = frozenset({"ES256", "ES384", "RS256"})
 
 
 class BadBundleError(GpuwardenError):
-    """No bundle document, or none that may take the place of the one before."""
+    """Not a bundle document, or not a valid successor of the previous one."""
 
 
 class BundleWire(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class BundleWire(msgspec.Struct, frozen=True):
 
 @frozen
 class BundleVersion:
-    """How far a trust domain's bundle has come: its number, and which keys have that number."""
+    """The version of a trust domain's bundle: its sequence number, and a digest of the keys with that number."""
 
     sequence: int
     keys: str
@@ -43,7 +43,7 @@ class BundleVersion:
 
 @frozen
 class JwtBundle:
-    """Keys by key ID. Where the document says so, how often to look again and how many there were before."""
+    """Keys by key ID, and, if the document has them, its sequence number and refresh hint."""
 
     keys: Mapping[str, jwt.PyJWK] = field(eq=False)
     fingerprints: frozenset[tuple[str, str]]
@@ -52,26 +52,26 @@ class JwtBundle:
     x509_roots: tuple[bytes, ...] = field(default=(), eq=False)
 
     @property
-    def mark(self) -> BundleVersion | None:
-        """None for a bundle without a number."""
+    def version(self) -> BundleVersion | None:
+        """None for a bundle without a sequence number."""
         if self.sequence is None:
             return None
-        spelt = msgspec.json.encode(sorted(self.fingerprints))
-        return BundleVersion(self.sequence, hashlib.sha256(spelt).hexdigest())
+        encoded = msgspec.json.encode(sorted(self.fingerprints))
+        return BundleVersion(self.sequence, hashlib.sha256(encoded).hexdigest())
 
 
 def parse_bundle(document: bytes, *, uses: frozenset[str | None] = frozenset({JWT_USE})) -> JwtBundle:
-    """Keys of other uses sign no tokens. A key of a kind that signs none of ours is left out."""
+    """Parse a document. Keys with other uses are ignored, as are keys of kinds that are not accepted."""
     if len(document) > MAX_DOCUMENT:
         raise BadBundleError(f"the bundle is larger than {MAX_DOCUMENT} bytes")
     try:
         wire = msgspec.json.decode(document, type=BundleWire)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-        raise BadBundleError("this is no bundle document") from exc
+        raise BadBundleError("not a bundle document") from exc
     found = [(str(raw.get("kid") or ""), raw) for raw in wire.keys if use_of(raw) in uses]
     ids = [key_id for key_id, _ in found]
     if "" in ids or len(ids) != len(set(ids)):
-        raise BadBundleError("keys without a name of their own are in the bundle")
+        raise BadBundleError("the bundle has keys without a unique key ID")
     keys = {key_id: key for key_id, raw in found if (key := imported(raw)) is not None}
     return JwtBundle(
         keys=keys,
@@ -88,7 +88,7 @@ def use_of(raw: Mapping[str, Any]) -> str | None:
     use = raw.get("use")
     if use is None or isinstance(use, str):
         return use
-    raise BadBundleError("a key whose use is no text is in the bundle")
+    raise BadBundleError("the bundle has a key whose use is not a string")
 
 
 def public(raw: Mapping[str, Any]) -> dict[str, str]:
@@ -115,23 +115,24 @@ def is_strong(key: object) -> bool:
 
 
 def roots(keys: Iterable[Mapping[str, Any]]) -> Iterable[bytes]:
-    """The roots of the X.509 side, in DER."""
+    """The X.509 roots, in DER."""
     for raw in keys:
         chain = raw.get("x5c")
         if raw.get("use") == X509_USE and isinstance(chain, list) and chain and isinstance(chain[0], str):
             try:
                 yield base64.b64decode(chain[0], validate=True)
             except ValueError as exc:
-                raise BadBundleError("a root that is no certificate is in the bundle") from exc
+                raise BadBundleError("the bundle has a root that is not a certificate") from exc
 
 
 def check_succession(last: BundleVersion | None, new: JwtBundle) -> None:
-    """A sequence never goes back, and one number means one set of keys; a taken back key would come back otherwise."""
+    """The sequence must not decrease, and one number must mean one set of keys: a revoked key would return
+    otherwise."""
     if not new.keys:
-        raise BadBundleError("there is no key in the bundle that could sign a token of ours")
+        raise BadBundleError("the bundle has no key that can sign tokens")
     if last is None:
         return
     if new.sequence is None or new.sequence < last.sequence:
         raise BadBundleError(f"the bundle went back from sequence {last.sequence} to {new.sequence}")
-    if new.sequence == last.sequence and new.mark != last:
-        raise BadBundleError(f"the bundle has other keys under the same sequence {new.sequence}")
+    if new.sequence == last.sequence and new.version != last:
+        raise BadBundleError(f"the bundle has different keys with the same sequence {new.sequence}")

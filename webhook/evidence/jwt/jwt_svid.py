@@ -1,6 +1,6 @@
-"""What makes a JWT-SVID a proof of a node: its form, its times, what it is for, and whose key signed it.
+"""Verifies a JWT-SVID as the proof of a node: its form, times, audience and signature.
 
-No I/O and no clock. Everything that needs no signature is looked at first, and our own challenge before all keys.
+No I/O and no clock. All checks that need no signature come first, and our own challenge is checked before any key.
 """
 
 import base64
@@ -23,14 +23,14 @@ SOURCE: Final = "jwt-svid"
 MAX_TOKEN: Final = 8192
 HEADER: Final = frozenset({"alg", "kid", "typ"})
 TYPES: Final = frozenset({"JWT", "JOSE"})
-# Evidence entries are to have a jwtSVIDTTL of 60 s. Who may mint tokens by hand makes them last for hours.
+# Registration entries should set a jwtSVIDTTL of 60 s. Tokens that an administrator mints last for hours.
 MAX_LIFE: Final = timedelta(seconds=90)
-# It is made for our challenge, so it is new.
+# A token is issued for our challenge, so it is new.
 MAX_AGE: Final = timedelta(seconds=30)
 
 
 class TokenFault(StrEnum):
-    """Why a token is not taken, for the metrics."""
+    """Why a token is rejected, for the metrics."""
 
     FORM = "form"
     SIZE = "size"
@@ -45,7 +45,7 @@ class TokenFault(StrEnum):
 
 
 class BadTokenError(GpuwardenError):
-    """The token proves nothing."""
+    """The token is rejected."""
 
     def __init__(self, fault: TokenFault, text: str) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class BadTokenError(GpuwardenError):
 
 @frozen
 class UnverifiedToken:
-    """A token as it was read: nothing in it is believed yet."""
+    """A parsed token. Nothing in it is verified."""
 
     algorithm: str
     key_id: str
@@ -69,10 +69,10 @@ class UnverifiedToken:
 
 @frozen
 class Proof:
-    """What a token says that only its signature is left to be seen of."""
+    """A token that passed all checks but the signature."""
 
     token: UnverifiedToken
-    says: EvidenceIdParts
+    evidence_id: EvidenceIdParts
     challenged: datetime
 
     @property
@@ -86,28 +86,28 @@ def read_token(text: str) -> UnverifiedToken:
         raise BadTokenError(TokenFault.SIZE, f"the token is longer than {MAX_TOKEN} bytes")
     parts = text.split(".")
     if len(parts) != 3:
-        raise BadTokenError(TokenFault.FORM, "the token has not three parts")
+        raise BadTokenError(TokenFault.FORM, "the token does not have three parts")
     header, claims, signature = (decoded(part) for part in parts)
     algorithm, key_id = read_header(json_object(header))
     found = json_object(claims)
     if any(not isinstance(found[name], str) for name in ("iss", "jti") if name in found):
-        raise BadTokenError(TokenFault.FORM, "iss and jti have to be text")
-    issued, expires = whole(found, "iat"), whole(found, "exp")
+        raise BadTokenError(TokenFault.FORM, "iss and jti must be strings")
+    issued, expires = integer_claim(found, "iat"), integer_claim(found, "exp")
     return UnverifiedToken(
         algorithm=algorithm,
         key_id=key_id,
-        subject=word(found, "sub"),
+        subject=text_claim(found, "sub"),
         audience=only_audience(found),
         issued=issued,
         expires=expires,
-        not_before=whole(found, "nbf") if "nbf" in found else issued,
+        not_before=integer_claim(found, "nbf") if "nbf" in found else issued,
         signed=text.rpartition(".")[0].encode(),
         signature=signature,
     )
 
 
 def decoded(part: str) -> bytes:
-    """Only the one spelling that base64url has for these bytes."""
+    """Accepts only the canonical base64url encoding."""
     try:
         raw = base64.urlsafe_b64decode(part + "=" * (-len(part) % 4))
     except ValueError as exc:
@@ -119,50 +119,50 @@ def decoded(part: str) -> bytes:
 
 def json_object(raw: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(raw.decode(), object_pairs_hook=once_only, parse_constant=no_number)
+        found = json.loads(raw.decode(), object_pairs_hook=unique_members, parse_constant=reject_constant)
     except (ValueError, RecursionError) as exc:
-        raise BadTokenError(TokenFault.FORM, "the token's parts are not JSON of one meaning") from exc
+        raise BadTokenError(TokenFault.FORM, "the token's parts are not unambiguous JSON") from exc
     if not isinstance(found, dict):
         raise BadTokenError(TokenFault.FORM, "the token's parts are not JSON objects")
     return found
 
 
-def once_only(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a member stands twice")
+        raise ValueError("a member is repeated")
     return found
 
 
-def no_number(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+def reject_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
 
 
 def read_header(header: dict[str, Any]) -> tuple[str, str]:
-    """No header that asks for more than a signature: no key in the token, no place to fetch one, nothing critical."""
+    """Rejects headers with more than a signature needs: embedded keys, key URLs, critical extensions."""
     if not set(header) <= HEADER:
         raise BadTokenError(TokenFault.FORM, "the token's header may have alg, kid and typ, nothing else")
     algorithm, key_id, kind = header.get("alg"), header.get("kid"), header.get("typ", "JWT")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
-        raise BadTokenError(TokenFault.ALGORITHM, f"the token's alg has to be one of {', '.join(sorted(ALGORITHMS))}")
+        raise BadTokenError(TokenFault.ALGORITHM, f"the token's alg must be one of {', '.join(sorted(ALGORITHMS))}")
     if not isinstance(kind, str) or kind not in TYPES:
-        raise BadTokenError(TokenFault.FORM, "the token's typ has to be JWT, JOSE, or left out")
+        raise BadTokenError(TokenFault.FORM, "the token's typ must be JWT, JOSE or absent")
     if not isinstance(key_id, str) or not key_id:
         raise BadTokenError(TokenFault.KEY, "the token names no key")
     return algorithm, key_id
 
 
-def whole(claims: dict[str, Any], name: str) -> int:
+def integer_claim(claims: dict[str, Any], name: str) -> int:
     value = claims.get(name)
-    if type(value) is not int:  # true is an int to isinstance
-        raise BadTokenError(TokenFault.TIME, f"{name} has to be a whole number of seconds")
+    if type(value) is not int:  # isinstance accepts bool
+        raise BadTokenError(TokenFault.TIME, f"{name} must be a whole number of seconds")
     return value
 
 
-def word(claims: dict[str, Any], name: str) -> str:
+def text_claim(claims: dict[str, Any], name: str) -> str:
     value = claims.get(name)
     if not isinstance(value, str):
-        raise BadTokenError(TokenFault.SUBJECT, f"{name} has to be text")
+        raise BadTokenError(TokenFault.SUBJECT, f"{name} must be a string")
     return value
 
 
@@ -171,38 +171,38 @@ def only_audience(claims: dict[str, Any]) -> str:
         case [str() as only]:
             return only
         case _:
-            raise BadTokenError(TokenFault.AUDIENCE, "aud has to be a list of the challenge, and of nothing else")
+            raise BadTokenError(TokenFault.AUDIENCE, "aud must be a list that contains only the challenge")
 
 
 class TokenVerifier:
-    """Looks at tokens that should prove nodes of one trust domain."""
+    """Verifies tokens of nodes in one trust domain."""
 
     def __init__(self, evidence_id: EvidenceId, nonces: Nonces, skew: timedelta) -> None:
         self._id = evidence_id
         self._nonces = nonces
         self._skew = int(skew.total_seconds())
 
-    def examined(self, text: str, now: datetime) -> Proof:
-        """All but the signature. Raises BadTokenError."""
+    def check_claims(self, text: str, now: datetime) -> Proof:
+        """Check everything but the signature. Raises BadTokenError."""
         token = read_token(text)
-        says = self._named(token.subject)
+        evidence_id = self._named(token.subject)
         try:
-            challenged = self._nonces.check(token.audience, says.node, now)
+            challenged = self._nonces.check(token.audience, evidence_id.node, now)
         except BadNonceError as exc:
             raise BadTokenError(TokenFault.NONCE, str(exc)) from exc
         self._check_times(token, now)
-        return Proof(token, says, challenged)
+        return Proof(token, evidence_id, challenged)
 
     def _named(self, subject: str) -> EvidenceIdParts:
         domain = trust_domain_of(subject)
         if domain is None:
-            raise BadTokenError(TokenFault.SUBJECT, "sub is no SPIFFE ID")
+            raise BadTokenError(TokenFault.SUBJECT, "sub is not a SPIFFE ID")
         if domain != self._id.trust_domain:
             raise BadTokenError(TokenFault.TRUST_DOMAIN, "sub is of another trust domain")
-        says = self._id.read(subject)
-        if says is None:
+        evidence_id = self._id.read(subject)
+        if evidence_id is None:
             raise BadTokenError(TokenFault.SUBJECT, "sub is not the ID of a node's evidence")
-        return says
+        return evidence_id
 
     def _check_times(self, token: UnverifiedToken, now: datetime) -> None:
         seconds = now.timestamp()
@@ -210,22 +210,22 @@ class TokenVerifier:
         if token.expires <= seconds:
             raise BadTokenError(TokenFault.TIME, "the token has expired")
         if token.issued > seconds + self._skew or token.not_before > seconds + self._skew:
-            raise BadTokenError(TokenFault.TIME, "the token is of the future")
+            raise BadTokenError(TokenFault.TIME, "the token was issued in the future")
         if not 0 < life <= MAX_LIFE.total_seconds():
             raise BadTokenError(
                 TokenFault.TIME,
-                f"the token is good for {min(life, 10**9)} s, which may be {MAX_LIFE.total_seconds():g} s at most: "
-                "give its registration entry a jwtSVIDTTL of 60 s",
+                f"the token is valid for {min(life, 10**9)} s, the maximum is {MAX_LIFE.total_seconds():g} s: "
+                "set jwtSVIDTTL to 60 s in its registration entry",
             )
         if seconds - token.issued > MAX_AGE.total_seconds():
             raise BadTokenError(TokenFault.TIME, "the token is too old")
 
 
 def check_signature(proof: Proof, key: jwt.PyJWK | None) -> None:
-    """The key decides the algorithm; the token may only agree. Raises BadTokenError."""
+    """The key determines the algorithm, and the token must match it. Raises BadTokenError."""
     if key is None:
-        raise BadTokenError(TokenFault.KEY, "the token's key is none of the trust domain's")
+        raise BadTokenError(TokenFault.KEY, "the token's key is not in the trust bundle")
     if key.algorithm_name != proof.token.algorithm:
-        raise BadTokenError(TokenFault.ALGORITHM, "the token's alg does not fit its key")
+        raise BadTokenError(TokenFault.ALGORITHM, "the token's alg does not match its key")
     if not key.Algorithm.verify(proof.token.signed, key.key, proof.token.signature):
         raise BadTokenError(TokenFault.SIGNATURE, "the token's signature is wrong")

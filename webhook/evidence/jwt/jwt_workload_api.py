@@ -1,4 +1,4 @@
-"""What is asked of the SPIFFE Workload API now and then: tokens for a node, bundles for who looks at them."""
+"""Occasional requests to the SPIFFE Workload API: tokens for a node, and bundles for the server that verifies them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,19 +18,19 @@ from webhook.evidence.spire.x509_svid import certificate_of, each_der
 FETCH_SVIDS: Final = "/SpiffeWorkloadAPI/FetchJWTSVID"
 FETCH_BUNDLES: Final = "/SpiffeWorkloadAPI/FetchJWTBundles"
 FETCH_ROOTS: Final = "/SpiffeWorkloadAPI/FetchX509Bundles"
-# Which field of the answer holds the bundles.
+# The field of the response that contains the bundles.
 BUNDLES_IN: Final = {FETCH_BUNDLES: 1, FETCH_ROOTS: 2}
-# The agent answers in milliseconds; one that is banned does not answer at all.
+# The agent responds in milliseconds; a banned agent does not respond at all.
 TIMEOUT: Final = timedelta(seconds=5)
-# Agents refuse callers without it, so that no web page can talk a browser into asking.
+# Agents refuse callers without this header, because a browser cannot send it.
 METADATA: Final = {"workload.spiffe.io": "true"}
-# Agents leave the use out of what they hand to workloads.
+# Agents omit the use in bundles for workloads.
 USES: Final = frozenset({JWT_USE, None})
 
 
 @frozen
 class JwtSvid:
-    """A token, and who it says its bearer is."""
+    """A token and the SPIFFE ID of its bearer."""
 
     spiffe_id: str
     token: str
@@ -42,14 +42,14 @@ class JwtSvid:
 
 
 class JwtWorkloadApi:
-    """One connection a question: they are minutes apart, and the agent may have started anew in between."""
+    """One connection per request: requests are minutes apart, and the agent may have restarted in between."""
 
     def __init__(self, socket: str, timeout: timedelta = TIMEOUT) -> None:
         self._path = socket.removeprefix("unix:")
         self._timeout = timeout.total_seconds()
 
     async def jwt_svids(self, audience: str) -> list[JwtSvid]:
-        """Of every identity that the caller has. Raises EvidenceUnavailableError."""
+        """One per identity of the caller. Raises EvidenceUnavailableError."""
         async with self._channel() as channel:
             ask = UnaryUnaryMethod[bytes, bytes](channel, FETCH_SVIDS, bytes, bytes)
             answer = await ask(text_field(1, audience), metadata=METADATA)
@@ -73,7 +73,7 @@ class JwtWorkloadApi:
         return roots
 
     async def _bundle(self, method: str, trust_domain: str) -> bytes:
-        """The first that the agent sends: it sends one at once."""
+        """The first message of the stream, which the agent sends at once."""
         async with self._channel() as channel:
             asked = UnaryStreamMethod[bytes, bytes](channel, method, bytes, bytes)
             async with asked.open(metadata=METADATA) as stream:
@@ -100,7 +100,7 @@ class JwtWorkloadApi:
 
 
 class WorkloadBundles:
-    """The bundle of a trust domain as the agent on this machine has it. It carries no sequence."""
+    """The bundle of a trust domain from the agent on this machine. It has no sequence number."""
 
     def __init__(self, api: JwtWorkloadApi, trust_domain: str) -> None:
         self._api = api
@@ -110,10 +110,10 @@ class WorkloadBundles:
         return await self._api.jwt_bundle(self._trust_domain)
 
     def accepted(self, bundle: JwtBundle) -> None:
-        """Nothing here depends on it."""
+        """Does nothing."""
 
 
 def bundle_in(message: bytes) -> tuple[str, bytes]:
-    """One of a map, under the bare name of its trust domain."""
+    """One entry of the map of bundles, with the trust domain without its scheme."""
     found = {number: value for number, value in fields_of(message) if number in (1, 2)}
     return as_text(found.get(1, b"")).removeprefix("spiffe://"), as_bytes(found.get(2, b""))

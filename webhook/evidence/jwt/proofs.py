@@ -1,4 +1,4 @@
-"""Where accepted proofs are kept, each only once: in this process here, in the cluster in `node_proofs`."""
+"""Stores accepted proofs, each only once: in memory here, and in the cluster in `cluster_proofs`."""
 
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime, timedelta
@@ -13,46 +13,46 @@ from webhook.runtime.clock import Clock
 
 
 class ReplayedProofError(GpuwardenError):
-    """Issued, or challenged, no later than the last that was accepted: so it may be that one again, or an older one."""
+    """Issued or challenged no later than the last accepted proof: it may be that proof again, or an older one."""
 
 
 class UnknownNodeError(GpuwardenError):
-    """There is no such node, or it is not the one that the proof was made on."""
+    """There is no such node, or the proof is from an earlier node of that name."""
 
 
 class ProofStore(Protocol):
-    """Keeps the last proof of each node."""
+    """Stores the last proof of each node."""
 
     async def accept(self, proof: Evidence) -> None:
-        """By compare-and-swap on what was accepted before.
+        """Store the proof, by compare-and-swap on the last accepted one.
 
-        Raises ReplayedProofError, UnknownNodeError or EvidenceUnavailableError; then nothing was kept, but for the
-        last, where it may have been.
+        Raises ReplayedProofError, UnknownNodeError or EvidenceUnavailableError. Nothing was stored then, except
+        possibly with EvidenceUnavailableError.
         """
 
 
 def check_newer(proof: Evidence, last: Evidence | None) -> None:
-    """A token that is signed anew is no new answer: the challenge has to be a later one too, or those before the last
-    could be answered again. Of two that were issued at once, or by a clock that is behind, one is answered in vain.
+    """A re-signed token is not a new answer: the challenge must be newer too, or challenges before the last one could
+    be answered again. If two proofs are issued at the same time, or by a slow clock, one is rejected.
 
     Raises ReplayedProofError.
     """
     if last is None or last.since is None or proof.since is None or last.nonce_digest is None:
         return
     if proof.since <= last.since or proof.nonce_digest == last.nonce_digest:
-        raise ReplayedProofError("a proof that was issued as late, or later, has been accepted before")
+        raise ReplayedProofError("a proof that was issued at the same time or later has already been accepted")
     if last.challenged is not None and (proof.challenged is None or proof.challenged <= last.challenged):
-        raise ReplayedProofError("a challenge that was issued as late, or later, has been answered before")
+        raise ReplayedProofError("a challenge that was issued at the same time or later has already been answered")
 
 
-def check_birth(proof: Evidence, born: datetime | None, skew: timedelta) -> None:
-    """A node that was made anew under an old name has to prove itself anew. Raises UnknownNodeError."""
+def check_created_before(proof: Evidence, born: datetime | None, skew: timedelta) -> None:
+    """A recreated Node has to prove itself again. Raises UnknownNodeError."""
     if born is not None and (proof.since is None or proof.since <= born + skew):
-        raise UnknownNodeError("the proof was issued before this node of that name came to be")
+        raise UnknownNodeError("the proof was issued before the Node was created")
 
 
 class MemoryProofs:
-    """Proofs that end with the process, and the provider that tells of them."""
+    """Proofs that end with the process, and the provider that reports them."""
 
     name = SOURCE
     is_for_development = False
@@ -70,34 +70,34 @@ class MemoryProofs:
         self._clock = clock
         self._skew = skew
         self._last: dict[str, Evidence] = {}
-        self._said: Mapping[str, Evidence] = {}
-        self._seen: frozenset[str] | None = None
-        self._born: dict[str, datetime] = {}
+        self._evidence: Mapping[str, Evidence] = {}
+        self._known_nodes: frozenset[str] | None = None
+        self._created_at: dict[str, datetime] = {}
 
     def begin(self) -> None:
-        """Nothing: nobody else is told of these proofs."""
+        """Does nothing: only this process has these proofs."""
 
     async def accept(self, proof: Evidence) -> None:
-        self._notice_births()
+        self._track_nodes()
         if proof.node not in self._present():
             raise UnknownNodeError("there is no such node")
-        check_birth(proof, self._born.get(proof.node), self._skew)
+        check_created_before(proof, self._created_at.get(proof.node), self._skew)
         check_newer(proof, self._last.get(proof.node))
         self._last[proof.node] = proof
-        # The moment is by the clock of whoever signed it: it must not be of our future.
-        told = proof if proof.since is None else evolve(proof, since=proof.since - self._skew)
-        self._said = {**self._said, proof.node: told}
-        self._accepted(proof.node, self._said)
+        # It is dated by the clock of its signer, and must not appear to be issued in the future.
+        counted = proof if proof.since is None else evolve(proof, since=proof.since - self._skew)
+        self._evidence = {**self._evidence, proof.node: counted}
+        self._accepted(proof.node, self._evidence)
 
     async def poll(self) -> Mapping[str, Evidence]:
-        self._notice_births()
-        return self._said
+        self._track_nodes()
+        return self._evidence
 
-    def _notice_births(self) -> None:
-        """A node that was gone and is there again is another one; those of the first look were there before us."""
+    def _track_nodes(self) -> None:
+        """A node that was gone and is back is a new one. Nodes of the first call existed before this process."""
         present = frozenset(self._present())
-        if self._seen is not None and (gone := self._seen - present):
-            self._said = {name: one for name, one in self._said.items() if name not in gone}
-        if self._seen is not None:
-            self._born.update(dict.fromkeys(present - self._seen, self._clock()))
-        self._seen = present
+        if self._known_nodes is not None and (gone := self._known_nodes - present):
+            self._evidence = {name: one for name, one in self._evidence.items() if name not in gone}
+        if self._known_nodes is not None:
+            self._created_at.update(dict.fromkeys(present - self._known_nodes, self._clock()))
+        self._known_nodes = present

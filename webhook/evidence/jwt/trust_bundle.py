@@ -1,4 +1,4 @@
-"""Keeps the keys of the trust domain: asks for them now and then, and when a token names one that is not known yet."""
+"""Keeps the keys of the trust domain current: fetches them regularly, and when a token names an unknown key."""
 
 import asyncio
 import random
@@ -15,107 +15,108 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-# An endpoint may ask to be asked more often, not less.
+# A refresh hint can shorten the interval, not extend it.
 MAX_PAUSE: Final = timedelta(seconds=60)
 MIN_PAUSE: Final = timedelta(seconds=5)
-# Between two looks for a first bundle, and how many of them pass between two words about it.
+# Between two attempts to fetch a first bundle, and after how many attempts a warning is logged again.
 FIRST_PAUSE: Final = timedelta(seconds=1)
-LOOKS_A_WORD: Final = 30
+ATTEMPTS_PER_LOG: Final = 30
 
 
 class KeysUnavailableError(EvidenceUnavailableError):
-    """No bundle is good at this moment. Each look that found none has said so."""
+    """There is no valid bundle at this moment. Each failed attempt has been logged."""
 
 
 class BundleSource(Protocol):
-    """Where the bundle is to be had."""
+    """Where the bundle is fetched from."""
 
     async def fetch(self) -> JwtBundle:
-        """Raises EvidenceUnavailableError, or BadBundleError for an answer that is no bundle."""
+        """Raises EvidenceUnavailableError, or BadBundleError if the response is not a bundle."""
 
     def accepted(self, bundle: JwtBundle) -> None:
-        """What was fetched is in use from now on."""
+        """The fetched bundle is in use from now on."""
 
 
 class BundleVersions(Protocol):
-    """Knows how far the bundle has come."""
+    """Stores the last accepted version of the bundle."""
 
     async def advance(self, bundle: JwtBundle) -> None:
-        """From now on nothing that came before it is taken.
+        """From now on no earlier version is accepted.
 
-        Raises BadBundleError for a bundle that may not take the place of the last, EvidenceUnavailableError where that
-        cannot be known.
+        Raises BadBundleError if the bundle is not a valid successor of the last one, and EvidenceUnavailableError if
+        that cannot be determined.
         """
 
 
 class MemoryBundleVersions:
-    """As far as this process has seen it."""
+    """The last version that this process has accepted."""
 
     def __init__(self) -> None:
         self._last: BundleVersion | None = None
 
     async def advance(self, bundle: JwtBundle) -> None:
         check_succession(self._last, bundle)
-        self._last = bundle.mark
+        self._last = bundle.version
 
 
 class TrustBundle:
-    """The newest bundle. One that may not take its place leaves it; one that nobody confirms any more ends."""
+    """The newest bundle. An invalid successor leaves it in place; without confirmation it expires after `max_age`."""
 
     def __init__(
         self,
         source: BundleSource,
         clock: Clock,
         max_age: timedelta,
-        tell: Callable[[str], None],
-        marks: BundleVersions | None = None,
+        count: Callable[[str], None],
+        versions: BundleVersions | None = None,
     ) -> None:
         self._source = source
-        self._marks = marks or MemoryBundleVersions()
+        self._versions = versions or MemoryBundleVersions()
         self._clock = clock
         self._max_age = max_age
-        self._tell = tell
+        self._count = count
         self._bundle: JwtBundle | None = None
-        self._confirmed: datetime | None = None
-        self._tried: datetime | None = None
-        self._turn = asyncio.Lock()
+        self._confirmed_at: datetime | None = None
+        self._attempted_at: datetime | None = None
+        self._lock = asyncio.Lock()
 
     async def key(self, key_id: str) -> jwt.PyJWK | None:
-        """A key that is not known is asked for, once in a while for all askers. Raises KeysAwayError."""
-        known = self._known(key_id)
+        """The key with that ID; an unknown one causes a fetch, at most one per MIN_PAUSE. Raises
+        KeysUnavailableError."""
+        known = self._find_key(key_id)
         if known is None:
-            async with self._turn:  # who comes while somebody asks waits for that answer
-                known = self._known(key_id)
-                if known is None and self._may_try:
+            async with self._lock:  # concurrent callers share one fetch
+                known = self._find_key(key_id)
+                if known is None and self._may_refresh:
                     await self._refresh()
-                    known = self._known(key_id)
+                    known = self._find_key(key_id)
         if self._current is None:
             raise KeysUnavailableError("the keys of the trust domain are not known at this moment")
         return known
 
     async def refresh(self) -> None:
-        async with self._turn:
+        async with self._lock:
             await self._refresh()
 
     async def first(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
-        """Until there has been one."""
-        looks = 0
+        """Wait until a bundle has been fetched."""
+        attempts = 0
         while self._bundle is None:
-            if looks % LOOKS_A_WORD == 0:
-                log.warning("not ready: the first trust bundle is waited for")
-            looks += 1
+            if attempts % ATTEMPTS_PER_LOG == 0:
+                log.warning("not ready: waiting for the first trust bundle")
+            attempts += 1
             await sleep(FIRST_PAUSE.total_seconds())
             await self.refresh()
 
     async def run(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
-        """For ever."""
+        """Runs forever."""
         while True:
-            await sleep(self.pause.total_seconds() * random.uniform(0.8, 1.0))  # noqa: S311 - to keep out of step
+            await sleep(self.pause.total_seconds() * random.uniform(0.8, 1.0))  # noqa: S311 - jitter
             await self.refresh()
 
     @property
     def pause(self) -> timedelta:
-        """How long a bundle is good without another look."""
+        """The time until the next fetch."""
         if self._current is None:
             return MIN_PAUSE
         hint = self._current.refresh_hint
@@ -123,39 +124,39 @@ class TrustBundle:
 
     @property
     def _current(self) -> JwtBundle | None:
-        is_confirmed = self._confirmed is not None and self._clock() - self._confirmed < self._max_age
+        is_confirmed = self._confirmed_at is not None and self._clock() - self._confirmed_at < self._max_age
         return self._bundle if is_confirmed else None
 
     @property
-    def _may_try(self) -> bool:
-        return self._tried is None or self._clock() - self._tried >= MIN_PAUSE
+    def _may_refresh(self) -> bool:
+        return self._attempted_at is None or self._clock() - self._attempted_at >= MIN_PAUSE
 
-    def _known(self, key_id: str) -> jwt.PyJWK | None:
+    def _find_key(self, key_id: str) -> jwt.PyJWK | None:
         return None if self._current is None else self._current.keys.get(key_id)
 
     async def _refresh(self) -> None:
-        asked = self._tried = self._clock()
+        asked = self._attempted_at = self._clock()
         try:
             found = await self._source.fetch()
-            await self._succeed(found)
+            await self._check_version(found)
         except EvidenceUnavailableError as exc:
-            self._tell("away")
-            log.warning("trust bundle not to be had, the last one stays", problem=str(exc))
+            self._count("away")
+            log.warning("trust bundle unavailable, the last one stays", problem=str(exc))
         except BadBundleError as exc:
-            self._tell("refused")
-            log.warning("trust bundle refused, the last one stays", problem=str(exc))
+            self._count("refused")
+            log.warning("trust bundle rejected, the last one stays", problem=str(exc))
         else:
-            self._take(found, asked)
+            self._store(found, asked)
 
-    async def _succeed(self, found: JwtBundle) -> None:
-        """The same once more is no step."""
-        if found.mark is None or self._bundle is None or found.mark != self._bundle.mark:
-            await self._marks.advance(found)
+    async def _check_version(self, found: JwtBundle) -> None:
+        """The same version again needs no check."""
+        if found.version is None or self._bundle is None or found.version != self._bundle.version:
+            await self._versions.advance(found)
 
-    def _take(self, found: JwtBundle, asked: datetime) -> None:
+    def _store(self, found: JwtBundle, asked: datetime) -> None:
         is_new = self._bundle is None or found.fingerprints != self._bundle.fingerprints
-        self._bundle, self._confirmed = found, asked
+        self._bundle, self._confirmed_at = found, asked
         self._source.accepted(found)
-        self._tell("renewed" if is_new else "confirmed")
+        self._count("renewed" if is_new else "confirmed")
         if is_new:
             log.info("trust bundle renewed", keys=sorted(found.keys), sequence=found.sequence)

@@ -1,1 +1,1 @@
-"""SPIRE Server, asked about its agents."""
+"""SPIRE Server as a source of evidence."""

@@ -1,7 +1,7 @@
-"""What the rows of SPIRE's registry of agents say of nodes, at a given moment. No I/O and no clock.
+"""Derives evidence about nodes from the agents that SPIRE Server lists, at a given moment. No I/O and no clock.
 
-SPIRE does not say when an agent was attested. Where the SVID is replaced by a full attestation alone, that was no
-earlier than its end less `agent_ttl`; everywhere else it says nothing, and such a row proves nothing.
+SPIRE does not report when an agent was attested. If only a full attestation replaces the SVID, that was no earlier than
+the SVID's expiry minus `agent_ttl`. Otherwise the expiry says nothing about the age, and such an agent proves nothing.
 """
 
 import re
@@ -19,17 +19,17 @@ from webhook.evidence.spire.spire_messages import AgentMessage
 
 SOURCE: Final = "spire-server"
 
-# A pod that asks for one of several separates them by commas; blanks are nobody's. Case is not ours to change.
+# Pods list several hashes separated by commas, so hashes contain neither commas nor blanks. Case is preserved.
 HASH: Final = re.compile(r"[!-+\--~]{1,256}")
-# Later is not a date that arithmetic can be done with.
+# A later expiry is beyond the range of datetime.
 MAX_EXPIRY: Final = 2**36
-# Within a quarter of `agent_ttl`. One is usual, and an eviction makes a second.
+# Serial number changes within a quarter of `agent_ttl`. One is usual, and an eviction causes a second.
 TOO_MANY_CHANGES: Final = 3
 
 
 @frozen
 class AgentRules:
-    """What of a row is believed."""
+    """Which agents are trusted, and how their fields are read."""
 
     trust_domain: str
     attestors: frozenset[str]
@@ -42,17 +42,17 @@ class AgentRules:
 
 @frozen
 class AgentRow:
-    """One agent that says it is on a node, by an attestor that counts."""
+    """One agent on a node, attested by a trusted attestor."""
 
     id: str
-    # More than one node, or more than one hash: it contradicts itself.
+    # With more than one node or more than one hash the agent contradicts itself.
     nodes: frozenset[str]
     hashes: frozenset[str]
     serial: str
     attested_at: datetime
     expires_at: datetime
     is_banned: bool
-    # Its end says something about its age.
+    # Whether its expiry determines when it was attested.
     is_dated: bool
 
     @property
@@ -64,14 +64,14 @@ class AgentRow:
 
 
 def row_of(agent: AgentMessage, rules: AgentRules) -> AgentRow | None:
-    """None for what counts for nothing, a ban included."""
+    """None if the agent is ignored, even if it is banned."""
     is_ours = agent.trust_domain == rules.trust_domain and agent.attestation_type in rules.attestors
     if not is_ours or not agent.path.startswith(f"/spire/agent/{agent.attestation_type}/"):
         return None
-    nodes, is_dateable = rules.node.values(agent), 0 < agent.expires_at < MAX_EXPIRY
-    if not any(map(is_object_name, nodes)) or not (is_dateable or agent.is_banned):
+    nodes, has_valid_expiry = rules.node.values(agent), 0 < agent.expires_at < MAX_EXPIRY
+    if not any(map(is_object_name, nodes)) or not (has_valid_expiry or agent.is_banned):
         return None
-    expires_at = datetime.fromtimestamp(agent.expires_at if is_dateable else 1, UTC)
+    expires_at = datetime.fromtimestamp(agent.expires_at if has_valid_expiry else 1, UTC)
     return AgentRow(
         id=agent.path,
         nodes=nodes,
@@ -85,12 +85,12 @@ def row_of(agent: AgentMessage, rules: AgentRules) -> AgentRow | None:
 
 
 @frozen
-class Doubts:
-    """What rows are not believed in, though each looks right by itself."""
+class DistrustedAgents:
+    """Agents that are not trusted although each looks valid by itself."""
 
-    # Agents whose key is used by two machines.
+    # Ids of agents whose key is used by two machines.
     shared: frozenset[str] = frozenset()
-    # Their end says nothing about their age.
+    # Agents whose SVID lives longer than `agent_ttl`, so that the expiry says nothing about the age.
     overlong: frozenset[AgentRow] = frozenset()
 
 
@@ -103,21 +103,22 @@ def by_node(rows: Iterable[AgentRow]) -> Mapping[str, list[AgentRow]]:
 
 
 def combined_evidence(
-    node: str, rows: Collection[AgentRow], rules: AgentRules, doubts: Doubts, now: datetime
+    node: str, rows: Collection[AgentRow], rules: AgentRules, distrusted: DistrustedAgents, now: datetime
 ) -> Evidence | None:
-    """What all rows of one node say together. A ban stays until the agent is evicted, whoever else says what."""
+    """The combined evidence of all agents of a node. A ban stays until the agent is evicted, whatever other agents
+    say."""
     if any(row.is_banned for row in rows):
         return Evidence(node, "", SOURCE, is_banned=True)
     live = [row for row in rows if row.is_live(now)]
-    if not agree(live) or any(row.id in doubts.shared for row in live):
+    if not have_same_hashes(live) or any(row.id in distrusted.shared for row in live):
         return Evidence(node, "", SOURCE, is_conflict=True)
-    proofs = [row for row in live or rows if proves(row) and row not in doubts.overlong]
+    proofs = [row for row in live or rows if proves(row) and row not in distrusted.overlong]
     newest = max(proofs, key=lambda row: row.attested_at, default=None)
     return None if newest is None else evidence_of(node, newest, rules)
 
 
-def agree(live: Collection[AgentRow]) -> bool:
-    """Nobody has a way to tell which of two agents is the node: all that are live have to say the same."""
+def have_same_hashes(live: Collection[AgentRow]) -> bool:
+    """Nothing shows which of two live agents is the node, so all of them must have the same hashes."""
     return not any(row.contradicts_itself for row in live) and len({row.hashes for row in live}) <= 1
 
 
@@ -126,31 +127,31 @@ def proves(row: AgentRow) -> bool:
 
 
 def evidence_of(node: str, row: AgentRow, rules: AgentRules) -> Evidence:
-    """It begins a clock skew early: there must be no gap where somebody's clock is behind."""
+    """The evidence begins one clock skew early, so that there is no gap on replicas with a slow clock."""
     until = min(row.attested_at + rules.max_age, row.expires_at)
     return Evidence(node, min(row.hashes), SOURCE, since=row.attested_at - rules.skew, until=until)
 
 
 class AgentHistory:
-    """What shows only over time: agents that share a key, and SVIDs that live longer than they are said to."""
+    """Detects what only shows over time: agents that share a key, and SVIDs that live longer than configured."""
 
     def __init__(self, rules: AgentRules) -> None:
         self._rules = rules
         self._serials: dict[str, tuple[str, tuple[datetime, ...]]] = {}
         self._overlong: frozenset[AgentRow] = frozenset()
 
-    def doubts(self, rows: Collection[AgentRow], now: datetime) -> Doubts:
-        """What is doubted of these, which are all there are now."""
-        # Remembered: as its end comes nearer such a row would look right, and freshly attested.
+    def distrusted(self, rows: Collection[AgentRow], now: datetime) -> DistrustedAgents:
+        """The untrusted agents among `rows`, which are all current agents."""
+        # Remembered, because closer to its expiry such a row would look valid and freshly attested.
         self._overlong = frozenset(
             row for row in rows if row in self._overlong or row.attested_at > now + self._rules.skew
         )
         self._serials = {row.id: self._changes(row, now) for row in rows}
         shared = (id for id, (_, changes) in self._serials.items() if len(changes) >= TOO_MANY_CHANGES)
-        return Doubts(frozenset(shared), self._overlong)
+        return DistrustedAgents(frozenset(shared), self._overlong)
 
     def _changes(self, row: AgentRow, now: datetime) -> tuple[str, tuple[datetime, ...]]:
-        """The serial number, and when it has changed of late. One machine attests anew at half the life of its SVID."""
+        """The serial number, and when it changed recently. One machine re-attests at half the lifetime of its SVID."""
         serial, changes = self._serials.get(row.id, (row.serial, ()))
         recent = tuple(one for one in changes if now - one < self._rules.agent_ttl / 4)
         if serial == row.serial:

@@ -1,4 +1,4 @@
-"""TLS towards a peer that is known by its SPIFFE ID. Such a server has no DNS name: host names are not looked at."""
+"""TLS to a peer that is identified by its SPIFFE ID. It has no DNS name, so host names are not verified."""
 
 import os
 import ssl
@@ -12,7 +12,8 @@ from webhook.runtime.tls.certificates import certificate_in
 
 
 def context_towards(peer: str, roots: bytes) -> ssl.SSLContext:
-    """Opens no connection to anybody but `peer`: any workload of the trust domain has a certificate of its roots."""
+    """A context that connects only to `peer`: every workload of the trust domain has a certificate from the same
+    roots."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
@@ -24,7 +25,7 @@ def context_towards(peer: str, roots: bytes) -> ssl.SSLContext:
 
 
 def client_context(own: X509Svid, peer: str) -> ssl.SSLContext:
-    """Shows `own`, and trusts its trust domain's roots."""
+    """A context that presents `own` and trusts the roots of its trust domain."""
     context = context_towards(peer, own.roots)
     context.set_alpn_protocols(["h2"])
     with readable(own.pem) as path:
@@ -33,7 +34,8 @@ def client_context(own: X509Svid, peer: str) -> ssl.SSLContext:
 
 
 def expect(context: ssl.SSLContext, peer: str) -> None:
-    """End every handshake with another peer: the hooks are the standard library's own, for either kind of loop."""
+    """Fail every handshake with another peer. The standard library provides these hooks for both kinds of event
+    loops."""
 
     class Object(ssl.SSLObject):
         def do_handshake(self) -> None:
@@ -50,18 +52,19 @@ def expect(context: ssl.SSLContext, peer: str) -> None:
 
 
 def require(certificate: bytes | None, peer: str) -> None:
-    """The certificate's one URI is `peer`. Its chain has been verified before."""
+    """The certificate's only URI must be `peer`. Its chain has already been verified."""
     try:
         found = [] if certificate is None else uri_sans(certificate_in(certificate))
     except ValueError as exc:
         raise ssl.SSLCertVerificationError("the peer's certificate cannot be read") from exc
     if found != [peer]:
-        raise ssl.SSLCertVerificationError(f"the peer is {', '.join(found) or 'nobody'}, and not {peer}")
+        raise ssl.SSLCertVerificationError(f"the peer is {', '.join(found) or 'unknown'}, not {peer}")
 
 
 @contextmanager
 def readable(content: bytes) -> Iterator[Path]:
-    """A path for what `ssl` reads from paths alone. Where the system can, it is in memory: keys stay off the disk."""
+    """A path for content that `ssl` reads only from files. On Linux it is in memory, so keys are never written to
+    disk."""
     if hasattr(os, "memfd_create"):
         descriptor, path = os.memfd_create("svid"), None
     else:

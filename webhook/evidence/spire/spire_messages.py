@@ -1,4 +1,5 @@
-"""The messages of SPIRE Server's Agent API, as many as a reader of agents needs. Numbers are the wire."""
+"""The messages of SPIRE Server's Agent API that are needed to list agents. Field numbers are those of the protobuf
+definitions."""
 
 from attrs import frozen
 
@@ -15,8 +16,8 @@ from webhook.evidence.protobuf import (
 
 LIST_AGENTS = "/spire.api.server.agent.v1.Agent/ListAgents"
 
-# All that is read of an agent. It is asked for by name: a server leaves out what a mask leaves out, and "not banned"
-# cannot be told from "banned, left out". The number of a mask's flag is that of the field.
+# The fields that are read, requested explicitly: a server omits what a mask omits, and then "not banned" and "banned,
+# but omitted" look the same. The mask has the same field numbers as the agent.
 TYPE, SERIAL, EXPIRES_AT, SELECTORS, BANNED, CAN_REATTEST = range(2, 8)
 MASK = b"".join(int_field(number, 1) for number in (TYPE, SERIAL, EXPIRES_AT, SELECTORS, BANNED, CAN_REATTEST))
 
@@ -27,7 +28,7 @@ def list_agents_request(page_size: int, page_token: str) -> bytes:
 
 @frozen
 class AgentPage:
-    """Some of the agents, each as it stood on the wire, and where to go on. The last page names no token."""
+    """One page of agents, each as its encoded message, and the token of the next page. The last page has no token."""
 
     agents: tuple[bytes, ...]
     next_token: str
@@ -45,7 +46,7 @@ class AgentPage:
 
 @frozen
 class AgentSelector:
-    """One thing that an attestor found out about an agent."""
+    """One selector that an attestor found for an agent."""
 
     type: str
     value: str
@@ -58,7 +59,7 @@ class AgentSelector:
 
 @frozen
 class AgentMessage:
-    """One row of the server's registry of agents."""
+    """One agent in the server's list."""
 
     trust_domain: str
     path: str

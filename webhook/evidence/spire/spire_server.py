@@ -1,4 +1,4 @@
-"""SPIRE Server as a source of evidence: all its agents, read over mTLS and told of by node."""
+"""SPIRE Server as a source of evidence: reads all its agents over mTLS and derives evidence by node."""
 
 import asyncio
 import random
@@ -11,14 +11,14 @@ import structlog
 from grpclib.client import Channel
 
 from webhook.core.evidence import Evidence
-from webhook.evidence import EvidenceUnavailableError, StillAwayError
+from webhook.evidence import EvidenceUnavailableError, StillUnavailableError
 from webhook.evidence.rpc import CallFailedError, RawCodec, ask, faults_of
 from webhook.evidence.spire.attested import (
     SOURCE,
     AgentHistory,
     AgentRow,
     AgentRules,
-    Doubts,
+    DistrustedAgents,
     by_node,
     combined_evidence,
     row_of,
@@ -30,16 +30,16 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-# So few that others get their turn while they are read.
+# Small, so that other tasks get to run while agents are read.
 PAGE_SIZE = 250
 # For all pages together: 5,000 agents take a quarter of a second.
 DEADLINE = timedelta(seconds=10)
-# How long one poll waits for that.
-PATIENCE = timedelta(seconds=1)
-# Agents that come back while pages are turned stand on two of them.
-WALKS = 3
-NODES_AT_A_TIME = 500
-# Polls come up to this much early, so that many pollers do not stay in step.
+# How long one poll waits for a response.
+POLL_TIMEOUT = timedelta(seconds=1)
+# Attempts to list all agents. Agents that return while pages are read appear on two pages.
+MAX_LISTINGS = 3
+BATCH_SIZE = 500
+# Polls come up to this fraction of the interval early, so that pollers do not stay in step.
 JITTER = 0.2
 
 
@@ -48,14 +48,14 @@ class UnsettledError(CallFailedError):
 
 
 class SpireConnection(Protocol):
-    """A way to SPIRE Server."""
+    """Connects to SPIRE Server."""
 
     def connected(self) -> AbstractAsyncContextManager[Channel]:
-        """A new connection: it is made under the newest SVID and roots."""
+        """A new connection, with the newest SVID and roots."""
 
 
 class TcpServer:
-    """Over the network: both sides show their SVIDs, and the server's has to be the server's."""
+    """Connects over the network with mTLS. The peer must have the SPIFFE ID of SPIRE Server."""
 
     def __init__(self, host: str, port: int, trust_domain: str, identity: OwnIdentity) -> None:
         self._host = host
@@ -71,7 +71,7 @@ class TcpServer:
 
 
 class SocketServer:
-    """The server's own socket. Whoever can open it is an administrator of SPIRE: for tests."""
+    """Connects to the server's own socket. Access to it is administrator access to SPIRE: for tests."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -83,7 +83,7 @@ class SocketServer:
 
 
 class SpireServer:
-    """Asked as often as anybody likes, it asks SPIRE once in `every`, and answers with the same until then."""
+    """Requests the agents from SPIRE at most once in `every`, and returns the same answer until then."""
 
     name = SOURCE
     is_for_development = False
@@ -97,8 +97,8 @@ class SpireServer:
         *,
         page_size: int = PAGE_SIZE,
         deadline: timedelta = DEADLINE,
-        patience: timedelta = PATIENCE,
-        chance: Callable[[], float] = random.random,
+        poll_timeout: timedelta = POLL_TIMEOUT,
+        random_fraction: Callable[[], float] = random.random,
     ) -> None:
         self._server = server
         self._rules = rules
@@ -106,48 +106,51 @@ class SpireServer:
         self._every = every
         self._page_size = page_size
         self._deadline = deadline
-        self._patience = patience
-        self._chance = chance
-        self._watchfulness = AgentHistory(rules)
-        self._told = Doubts()
+        self._poll_timeout = poll_timeout
+        self._random_fraction = random_fraction
+        self._history = AgentHistory(rules)
+        self._logged = DistrustedAgents()
         self._problem = ""
-        self._read: Mapping[bytes, AgentRow | None] = {}
+        self._parsed: Mapping[bytes, AgentRow | None] = {}
         self._due: datetime | None = None
-        self._asking: asyncio.Task[None] | None = None
-        self._said: Mapping[str, Evidence] | None = None
-        self._has_answered = False  # ever: `_said` is None again at an election
+        self._request: asyncio.Task[None] | None = None
+        self._evidence: Mapping[str, Evidence] | None = None
+        self._has_answered = False  # never reset, while `begin` resets `_evidence`
 
     def begin(self) -> None:
-        """Only the answer to a question that is yet to be asked is new enough."""
-        if self._asking is not None:
-            self._asking.cancel()
-            self._asking.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
-        self._asking, self._due, self._said = None, None, None
+        """Only a request that starts after this one is new enough."""
+        if self._request is not None:
+            self._request.cancel()
+            self._request.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
+        self._request, self._due, self._evidence = None, None, None
 
     async def poll(self) -> Mapping[str, Evidence]:
-        """The newest answer. One that takes longer than `patience` is returned by a later poll, and the last answer
-        since `begin` is returned until then.
+        """The newest answer. If it takes longer than `poll_timeout`, a later poll returns it; until then polls return
+        the last answer since `begin`.
 
-        Between a failed question and the next answer every poll raises: the last answer is no sign that SPIRE is back.
+        Between a failed request and the next answer every poll raises: the last answer does not mean that SPIRE is
+        back.
         """
         now = self._clock()
-        if self._asking is None and (self._due is None or now >= self._due):
-            self._due = now + self._every * (1 - JITTER * self._chance())
-            self._asking = asyncio.create_task(self._ask())
-        if self._asking is not None:
-            await asyncio.wait({self._asking}, timeout=self._patience.total_seconds() if self._has_answered else None)
-            if self._asking.done():
-                asked, self._asking = self._asking, None
+        if self._request is None and (self._due is None or now >= self._due):
+            self._due = now + self._every * (1 - JITTER * self._random_fraction())
+            self._request = asyncio.create_task(self._ask())
+        if self._request is not None:
+            await asyncio.wait(
+                {self._request}, timeout=self._poll_timeout.total_seconds() if self._has_answered else None
+            )
+            if self._request.done():
+                asked, self._request = self._request, None
                 asked.result()
                 return self._newest()
         if self._problem:
-            raise StillAwayError(self._problem)
+            raise StillUnavailableError(self._problem)
         return self._newest()
 
     def _newest(self) -> Mapping[str, Evidence]:
-        if self._said is None:
+        if self._evidence is None:
             raise EvidenceUnavailableError("SPIRE has not answered yet")
-        return self._said
+        return self._evidence
 
     async def _ask(self) -> None:
         try:
@@ -158,54 +161,54 @@ class SpireServer:
             self._problem = str(exc)
             raise EvidenceUnavailableError(self._problem) from exc
         self._problem = ""
-        await self._take_in(rows)
+        await self._update(rows)
 
     async def _all_rows(self, channel: Channel) -> list[AgentRow]:
-        """Of one walk in which nobody was met twice: pages are no snapshot."""
-        for _ in range(WALKS):
-            read = await self._walk(channel)
+        """The agents of one listing without duplicates: pages are not a consistent snapshot."""
+        for _ in range(MAX_LISTINGS):
+            read = await self._list_agents(channel)
             rows = [row for row in read.values() if row is not None]
             if len({row.id for row in rows}) == len(rows):
-                self._read = read
+                self._parsed = read
                 return rows
-        raise UnsettledError("SPIRE: agents change faster than they can be read")
+        raise UnsettledError("SPIRE: the list of agents changes faster than it can be read")
 
-    async def _walk(self, channel: Channel) -> dict[bytes, AgentRow | None]:
-        """Every agent, as it stood on the wire. What was read before is not read again."""
+    async def _list_agents(self, channel: Channel) -> dict[bytes, AgentRow | None]:
+        """All agents by their encoded message. Messages that were parsed before are not parsed again."""
         read: dict[bytes, AgentRow | None] = {}
         token, tokens = "", set[str]()
         while token not in tokens:
             tokens.add(token)
             page = AgentPage.parse(await ask(channel, LIST_AGENTS, list_agents_request(self._page_size, token)))
             for raw in page.agents:
-                read[raw] = self._read[raw] if raw in self._read else row_of(AgentMessage.parse(raw), self._rules)
+                read[raw] = self._parsed[raw] if raw in self._parsed else row_of(AgentMessage.parse(raw), self._rules)
             token = page.next_token
             if not token:
                 return read
-        raise UnsettledError("SPIRE: the pages of agents go round in a circle")
+        raise UnsettledError("SPIRE: the page tokens of the list of agents repeat")
 
-    async def _take_in(self, rows: list[AgentRow]) -> None:
+    async def _update(self, rows: list[AgentRow]) -> None:
         now = self._clock()
-        doubts = self._watchfulness.doubts(rows, now)
-        before, said = self._said or {}, dict[str, Evidence]()
+        distrusted = self._history.distrusted(rows, now)
+        before, evidence = self._evidence or {}, dict[str, Evidence]()
         for number, (node, of_node) in enumerate(by_node(rows).items()):
-            word = combined_evidence(node, of_node, self._rules, doubts, now)
-            if word is not None:
-                said[node] = before[node] if before.get(node) == word else word
-            if number % NODES_AT_A_TIME == NODES_AT_A_TIME - 1:
+            found = combined_evidence(node, of_node, self._rules, distrusted, now)
+            if found is not None:
+                evidence[node] = before[node] if before.get(node) == found else found
+            if number % BATCH_SIZE == BATCH_SIZE - 1:
                 await asyncio.sleep(0)
-        self._tell(doubts)
+        self._log_distrusted(distrusted)
         self._has_answered = True
-        if self._said is None or said != before:
-            self._said = said
+        if self._evidence is None or evidence != before:
+            self._evidence = evidence
 
-    def _tell(self, doubts: Doubts) -> None:
-        """What is wrong is told when it is news."""
-        if doubts.overlong - self._told.overlong:
+    def _log_distrusted(self, distrusted: DistrustedAgents) -> None:
+        """Log untrusted agents when they are new."""
+        if distrusted.overlong - self._logged.overlong:
             log.warning(
-                "SVIDs of agents live longer than --spire-agent-ttl: they prove nothing until that is right",
-                agents=len(doubts.overlong),
+                "SVIDs of agents live longer than --spire-agent-ttl: they prove nothing until the setting is corrected",
+                agents=len(distrusted.overlong),
             )
-        if new := doubts.shared - self._told.shared:
-            log.error("two machines attest with one key", agents=sorted(new))
-        self._told = doubts
+        if new := distrusted.shared - self._logged.shared:
+            log.error("two machines attest with the same key", agents=sorted(new))
+        self._logged = distrusted

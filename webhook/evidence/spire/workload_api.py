@@ -1,4 +1,4 @@
-"""Our own X.509-SVID and the roots of its trust domain, from the SPIFFE Workload API on a socket of this machine."""
+"""This process's X.509-SVID and the roots of its trust domain, from the SPIFFE Workload API on a local socket."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,18 +15,18 @@ from webhook.runtime.clock import Clock
 log = structlog.get_logger(__name__)
 
 FETCH_X509_SVID = "/SpiffeWorkloadAPI/FetchX509SVID"
-# A server has to refuse callers without it: no page in a browser can send it.
+# A server must refuse callers without this header: a browser cannot send it.
 SECURITY_HEADER = {"workload.spiffe.io": "true"}
 FIRST_ANSWER = timedelta(seconds=5)
 RETRY = timedelta(seconds=1)
 
 
 class NoIdentityError(CallFailedError):
-    """The Workload API has given us nothing that is still good."""
+    """The Workload API has provided no valid SVID."""
 
 
 async def x509_svids(path: str) -> AsyncIterator[tuple[X509Svid, ...]]:
-    """All SVIDs of this process, at once and after every rotation. Ends, or fails, when the Workload API does."""
+    """All SVIDs of this process, at once and after every rotation. Ends or fails when the Workload API does."""
     with faults_of("the Workload API"):
         async with Channel(path=path, codec=RawCodec()) as channel:
             async for message in listen(channel, FETCH_X509_SVID, b"", SECURITY_HEADER):
@@ -35,9 +35,9 @@ async def x509_svids(path: str) -> AsyncIterator[tuple[X509Svid, ...]]:
 
 
 class OwnIdentity:
-    """The SVID to show, kept current by a task of its own that the first question starts.
+    """The SVID to present, kept current by a task that the first call starts.
 
-    What was received last serves on while the Workload API is away, until its own end.
+    The last received SVID stays in use while the Workload API is unavailable, until its own expiry.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class OwnIdentity:
         self._first_answer = first_answer
         self._retry = retry
         self._svid: X509Svid | None = None
-        self._heard = asyncio.Event()
+        self._has_answer = asyncio.Event()
         self._problem = "the Workload API: no answer in time"
         self._task: asyncio.Task[None] | None = None
 
@@ -66,15 +66,15 @@ class OwnIdentity:
             self._task = asyncio.create_task(self._follow())
         try:
             async with asyncio.timeout(self._first_answer.total_seconds()):
-                await self._heard.wait()
+                await self._has_answer.wait()
         except TimeoutError as exc:
             raise NoIdentityError(self._problem) from exc
         if self._svid is None:
             raise NoIdentityError(self._problem)
         if self._svid.not_after <= self._clock():
-            self._task.cancel()  # whoever was to tell us of the next one has not
-            self._heard.clear()
-            raise NoIdentityError(f"our own SVID has ended, and there is no other: {self._problem}")
+            self._task.cancel()  # it has not delivered the next one
+            self._has_answer.clear()
+            raise NoIdentityError(f"our own SVID has expired and there is no new one: {self._problem}")
         return self._svid
 
     async def close(self) -> None:
@@ -86,25 +86,27 @@ class OwnIdentity:
         while True:
             try:
                 async for svids in x509_svids(self._path):
-                    self._take(svids)
-                self._lost("the Workload API: hung up")
+                    self._update(svids)
+                self._record_problem("the Workload API: closed the connection")
             except CallFailedError as exc:
-                self._lost(str(exc))
+                self._record_problem(str(exc))
             await asyncio.sleep(self._retry.total_seconds())
 
-    def _take(self, svids: tuple[X509Svid, ...]) -> None:
+    def _update(self, svids: tuple[X509Svid, ...]) -> None:
         chosen = next((one for one in svids if self._own_id in (None, one.spiffe_id)), None)
         if chosen is None:
-            self._lost(f"the Workload API: no SVID {self._own_id or ''} for us")
+            self._record_problem(f"the Workload API: no SVID {self._own_id or ''} for us")
         elif chosen.trust_domain != self._trust_domain:
-            self._lost(f"the Workload API: {chosen.spiffe_id} is not of the trust domain {self._trust_domain}")
+            self._record_problem(
+                f"the Workload API: {chosen.spiffe_id} is not of the trust domain {self._trust_domain}"
+            )
         else:
             log.info("own SVID received", spiffe_id=chosen.spiffe_id, not_after=chosen.not_after.isoformat())
-            self._svid, self._problem = chosen, "the Workload API: silent"
-        self._heard.set()
+            self._svid, self._problem = chosen, "the Workload API: no new SVID"
+        self._has_answer.set()
 
-    def _lost(self, problem: str) -> None:
+    def _record_problem(self, problem: str) -> None:
         if problem != self._problem:
-            log.warning("no SVID from the Workload API, the last one serves on", problem=problem)
+            log.warning("no SVID from the Workload API, the last one stays in use", problem=problem)
         self._problem = problem
-        self._heard.set()
+        self._has_answer.set()

@@ -1,4 +1,4 @@
-"""An X.509-SVID as the Workload API hands it out: its chain, its key, and the roots of its trust domain."""
+"""An X.509-SVID as the Workload API returns it: its chain, its key, and the roots of its trust domain."""
 
 import base64
 import ssl
@@ -13,13 +13,13 @@ from webhook.evidence.protobuf import MalformedMessageError, as_bytes, as_text, 
 from webhook.runtime.tls.certificates import certificate_in
 
 SEQUENCE = 0x30
-# What the library says of extensions that are not there, twice there, or of a kind that it does not know.
+# Raised by `cryptography` for missing, duplicate and unknown extensions.
 UNREADABLE = (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError)
 
 
 @frozen
 class X509Svid:
-    """Who we are, until when, and whom we trust meanwhile. The key is in `pem` and nowhere else."""
+    """An identity, its expiry and the roots to trust. The key is only in `pem`."""
 
     spiffe_id: str
     not_after: datetime
@@ -32,7 +32,7 @@ class X509Svid:
 
     @classmethod
     def parse(cls, message: bytes) -> "X509Svid":
-        """One entry of the Workload API's answer."""
+        """Parses one entry of the Workload API's response."""
         found = {number: value for number, value in fields_of(message) if number <= 4}
         spiffe_id = as_text(found.get(1, b""))
         chain, key, roots = (as_bytes(found.get(number, b"")) for number in (2, 3, 4))
@@ -41,7 +41,7 @@ class X509Svid:
             raise MalformedMessageError("an SVID without certificate, key or roots")
         leaf = certificate_of(certificates[0])
         if uri_sans(leaf) != [spiffe_id]:
-            raise MalformedMessageError(f"the certificate of {spiffe_id} is somebody else's")
+            raise MalformedMessageError(f"the certificate of {spiffe_id} is for another identity")
         for root in each_der(roots):
             certificate_of(root)
         pem = "".join(map(ssl.DER_cert_to_PEM_cert, certificates)) + pem_key(key)
@@ -56,7 +56,7 @@ def certificate_of(der: bytes) -> x509.Certificate:
 
 
 def uri_sans(certificate: x509.Certificate) -> list[str]:
-    """The URIs that a certificate is for: an SVID has one."""
+    """The URIs in a certificate's subject alternative names. An SVID has one."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except UNREADABLE:
@@ -65,17 +65,18 @@ def uri_sans(certificate: x509.Certificate) -> list[str]:
 
 
 def each_der(joined: bytes) -> Iterator[bytes]:
-    """Certificates that stand one behind the other; each begins with its own length."""
+    """Concatenated certificates; each begins with its own length."""
     while joined:
         size = der_size(joined)
         if joined[0] != SEQUENCE or size > len(joined):
-            raise MalformedMessageError("certificates that are cut off")
+            raise MalformedMessageError("truncated certificates")
         yield joined[:size]
         joined = joined[size:]
 
 
 def der_size(der: bytes) -> int:
-    """How much of `der` its first value is: a length under 128 is one byte, a longer one says its own length first."""
+    """The size of the first value in `der`: a length under 128 is one byte, a longer one is preceded by its own
+    size."""
     if len(der) < 2 or der[1] < 0x80:
         return 2 + (der[1] if len(der) > 1 else 0)
     length_of_length = der[1] & 0x7F
