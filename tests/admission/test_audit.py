@@ -211,7 +211,7 @@ def test_an_orphan_is_called_one() -> None:
 
 
 def test_maps_that_keep_nothing_and_objects_that_nobody_can_read_are_found() -> None:
-    given = facts(unkept_maps=[("ml", "train")], unreadable=["gpunode node-x"])
+    given = facts(maps_without_label=[("ml", "train")], unreadable=["gpunode node-x"])
     assert kinds(given) == [
         (FindingKind.MAP_WITHOUT_LABEL, "statefulset ml/train"),
         (FindingKind.UNREADABLE, "gpunode node-x"),

@@ -113,8 +113,8 @@ class Scene:
             lambda: self.now,
             ClaimReader(ClaimRules(), self.namespaces),
             is_current=lambda: self.is_current,
-            is_owed=lambda name: name in self.owed,
-            is_vouched=lambda one: one.pod.name in self.vouched,
+            is_write_pending=lambda name: name in self.owed,
+            is_claim_known=lambda one: one.pod.name in self.vouched,
             count_change=self.metrics.count_evidence_change,
         )
 

@@ -179,7 +179,7 @@ async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) 
             spire.said = {"node-a": vouched("node-a")}
 
     with capture_logs() as lines:
-        await fleet_source.first_answers(sleep)
+        await fleet_source.wait_for_first_answers(sleep)
     assert fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH
     assert (len(pauses), spire.polls) == (100, 101)
     waits = [line for line in lines if line["event"] == "not ready: the first answer of a provider is waited for"]
@@ -194,7 +194,7 @@ async def test_who_has_answered_is_waited_for_no_more(tmp_path: Path) -> None:
     await fleet_source.load()
     spire.said = None
     await fleet_source.refresh()
-    await asyncio.wait_for(fleet_source.first_answers(), 5)
+    await asyncio.wait_for(fleet_source.wait_for_first_answers(), 5)
 
 
 # Where nobody writes evidence down, and no reconciler looks.
@@ -211,7 +211,7 @@ class Told:
 
     async def begin(self) -> "Told":
         await self.fleet_source.load()
-        await self.fleet_source.first_answers()
+        await self.fleet_source.wait_for_first_answers()
         return self
 
     async def changes(self) -> list[tuple[str, str, str, str]]:
@@ -250,7 +250,7 @@ async def test_first_answers_are_no_changes(tmp_path: Path) -> None:
     async def sleep(seconds: float) -> None:
         spire.said = {"node-a": vouched("node-a")}
 
-    await told.fleet_source.first_answers(sleep)
+    await told.fleet_source.wait_for_first_answers(sleep)
     assert await told.changes() == []
 
 

@@ -230,8 +230,8 @@ async def test_what_is_not_to_be_had_at_all_is_said_at_once() -> None:
 async def test_two_replicas_at_once_leave_a_first_hold_to_each_namespace() -> None:
     """Neither knows yet what the other lets in."""
     houses = [House(percent=50) for _ in range(2)]
-    entered = [await asyncio.gather(*(one.ask(number, patience=BRIEF) for number in range(8))) for one in houses]
-    assert sum(isinstance(one, Reservation) for answers in entered for one in answers) <= 3
+    reserve_room = [await asyncio.gather(*(one.ask(number, patience=BRIEF) for number in range(8))) for one in houses]
+    assert sum(isinstance(one, Reservation) for answers in reserve_room for one in answers) <= 3
 
 
 # Who waits.

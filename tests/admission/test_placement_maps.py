@@ -7,7 +7,12 @@ import pytest
 from tests import builders
 from tests.builders import NOW, Raw, device, node, raw_container
 from tests.heard import Heard
-from webhook.admission.placement_maps import MapNamespaceListener, MappedStatefulSets, NodeNameConflicts, not_kept
+from webhook.admission.placement_maps import (
+    MapNamespaceListener,
+    MappedStatefulSets,
+    NodeNameConflicts,
+    sets_without_label,
+)
 from webhook.core.claim import Claim
 from webhook.core.decide import EvidencePolicy, decide
 from webhook.core.fleet import Fleet
@@ -155,8 +160,8 @@ def test_sets_for_which_nothing_is_kept_are_listed() -> None:
     names = [raw["metadata"]["name"] for raw in namespaces]
     sets = [stateful_set("0=node-a:0", namespace=name) for name in names]
     sets += [stateful_set(None, "plain", name) for name in names]
-    assert not_kept(sets, namespaces) == [("with-another", "web"), ("without", "web")]
-    assert not_kept(sets, namespaces, opt_in="acme.io/gpu") == []
+    assert sets_without_label(sets, namespaces) == [("with-another", "web"), ("without", "web")]
+    assert sets_without_label(sets, namespaces, opt_in="acme.io/gpu") == []
 
 
 def test_a_gpu_of_two_sets_is_free_when_both_are_gone(scene: Scene) -> None:

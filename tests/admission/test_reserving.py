@@ -64,12 +64,12 @@ async def test_however_many_wait_it_is_one_question_whose_turn_it_is() -> None:
         fleet.put(sized(f"node-{number}", 8, labels={"kubernetes.io/hostname": f"node-{number}"}), NOW)
     house = holder(fleet)
     for count in range(9, 500):
-        house.lines.put(waiter(count, affinity=ZONE))
+        house.queue_order.put(waiter(count, affinity=ZONE))
     claim = waiter(1, affinity=ZONE).claim
-    assert house.others_first(claim) is None
+    assert house.queued_ahead(claim) is None
     assert fleet.questions == 1
-    house.lines.put(waiter(8, affinity=ZONE))
-    refused = house.others_first(claim)
+    house.queue_order.put(waiter(8, affinity=ZONE))
+    refused = house.queued_ahead(claim)
     assert refused is not None
     assert refused.hint == "that one asks for 8"
 
@@ -79,12 +79,12 @@ def test_who_wants_no_gpu_waits_behind_nobody_who_does_and_holds_up_nobody() -> 
     asked: dict[str, Any] = {"annotations": {"gpuwarden.io/required-hash": builders.HASH}}
     house = holder(fleet)
     only_proven = builders.claim(builders.raw_pod(**asked))
-    house.lines.put(waiter(2, **asked))
-    assert house.others_first(waiter(1, **asked).claim) is not None
-    assert house.others_first(only_proven) is None
-    house.lines.drop("uid-2")
-    house.lines.put(QueuedPod(PodIdentity("ml", "p0", "uid-0"), NOW, only_proven))
-    assert house.others_first(waiter(1, **asked).claim) is None
+    house.queue_order.put(waiter(2, **asked))
+    assert house.queued_ahead(waiter(1, **asked).claim) is not None
+    assert house.queued_ahead(only_proven) is None
+    house.queue_order.drop("uid-2")
+    house.queue_order.put(QueuedPod(PodIdentity("ml", "p0", "uid-0"), NOW, only_proven))
+    assert house.queued_ahead(waiter(1, **asked).claim) is None
 
 
 FLEETS = {
@@ -108,10 +108,10 @@ def test_those_hold_up_others_who_could_be_served_or_wait_for_free_gpus(
     for count in range(1, 6):
         house = holder(fleet, always=always)
         first = waiter(count, **members)
-        house.lines.put(first)
+        house.queue_order.put(first)
         found = decide(first.claim, fleet, house.policy)
         holds_up = not isinstance(found, Deny) or found.reason is Reason.NO_FREE_DEVICE
-        assert (house.others_first(waiter(1, **members).claim) is not None) is holds_up
+        assert (house.queued_ahead(waiter(1, **members).claim) is not None) is holds_up
 
 
 @pytest.mark.parametrize(
@@ -131,26 +131,26 @@ def test_a_mapped_pod_holds_up_those_of_its_place_where_its_gpus_are(
         "owners": [builders.stateful_set("web")],
     }
     first = QueuedPod(PodIdentity("ml", "web-0", "uid-0"), NOW, builders.claim(builders.raw_pod(**mapped)))
-    house.lines.put(first)
-    assert (house.others_first(first.claim) is not None) is holds_up
+    house.queue_order.put(first)
+    assert (house.queued_ahead(first.claim) is not None) is holds_up
 
 
 def test_what_is_more_than_any_node_has_is_known_as_nodes_come_and_go() -> None:
     fleet = Fleet()
     house = holder(fleet)
     asked = waiter(4).claim
-    assert house.never(asked) is None
+    assert house.exceeds_every_node(asked) is None
     fleet.put(sized("node-a", 2), NOW)
-    assert house.never(asked) == Deny(
+    assert house.exceeds_every_node(asked) == Deny(
         Reason.NO_MATCHING_DEVICE, "4 GPUs: no node has more than 2 GPUs", hint="ask for what a node has"
     )
     fleet.put(sized("node-b", 4), NOW)
-    assert house.never(asked) is None
+    assert house.exceeds_every_node(asked) is None
     fleet.put(sized("node-b", 3), NOW)
-    assert house.never(asked) is not None
+    assert house.exceeds_every_node(asked) is not None
     fleet.remove("node-b")
     fleet.remove("node-a")
-    assert house.never(asked) is None
+    assert house.exceeds_every_node(asked) is None
 
 
 class BehindLedger(MemoryLedger):

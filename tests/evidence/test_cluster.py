@@ -469,10 +469,10 @@ def test_evidence_and_its_node_come_together(*, is_node_first: bool) -> None:
     view.notify(inventory.prove)
     node = {"metadata": {"name": "node-a"}}
     if is_node_first:
-        inventory.know_node(node)
+        inventory.put_node(node)
     view.changed(raw(static=entry()))
     if not is_node_first:
-        inventory.know_node(node)
+        inventory.put_node(node)
     states = [fleet.indexed_nodes["node-a"].state]
     view.deleted(raw(2))
     states.append(fleet.indexed_nodes["node-a"].state)
@@ -493,7 +493,7 @@ def test_each_word_has_to_be_of_this_node_and_not_of_the_one_before(spire: int, 
     view = EvidenceView({}, asked=["spire-server", "jwt-svid"])
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
-    inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:30:00Z"}})
+    inventory.put_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:30:00Z"}})
     begins = ("2026-03-02T11:00:00Z", "2026-03-02T11:45:00Z")
     view.changed(
         raw(
@@ -509,7 +509,7 @@ def test_a_proof_by_a_clock_that_is_ahead_is_not_of_the_node_that_came_after() -
     view = EvidenceView({}, asked=["jwt-svid"], skew=5 * SECOND)
     inventory = ClusterFleet(fleet, lambda: NOW, proven=view.combined_evidence)
     view.notify(inventory.prove)
-    inventory.know_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:59:50Z"}})
+    inventory.put_node({"metadata": {"name": "node-a", "creationTimestamp": "2026-03-02T11:59:50Z"}})
     states = []
     for version, second in ((1, 55), (2, 56)):
         since = f"2026-03-02T11:59:{second}Z"

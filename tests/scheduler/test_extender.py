@@ -13,7 +13,7 @@ from tests.web.replica import Shared, sharing
 from webhook.core.extender_wire import BindArgs, ExtenderArgs, OfferedNodes, PreemptArgs, Victims
 from webhook.core.pod import Pod
 from webhook.core.reservation import PodIdentity
-from webhook.scheduler.extender import Extender, refused_by
+from webhook.scheduler.extender import Extender, count_rejections
 
 NODES = ("node-a", "node-b", "node-c")
 HASH_KEY = "gpuwarden.io/required-hash"
@@ -79,7 +79,7 @@ async def test_a_pod_with_a_reservation_passes_on_its_node_whoever_is_asked(
 ) -> None:
     final = await created(house, shared, gpu_pod())
     for one in (extender, other):
-        found = await one.sift(about(final))
+        found = await one.filter(about(final))
         assert found.passed == {"node-a"}
         assert set(found.unresolvable) == {"node-b", "node-c"}
         assert dict(await one.scores(about(final))) == {"node-a": 10, "node-b": 0, "node-c": 0}
@@ -93,7 +93,7 @@ async def test_a_reservation_that_is_not_the_pods_leads_nowhere(
 ) -> None:
     final = await created(house, shared, gpu_pod())
     shared.change("node-a", **members)
-    found = await other.sift(about(final))
+    found = await other.filter(about(final))
     assert found.unresolvable == dict.fromkeys(NODES, "the pod's GPU reservation is gone")
     assert dict(await other.scores(about(final))) == dict.fromkeys(NODES, 0)
 
@@ -102,9 +102,9 @@ async def test_a_pod_that_waited_too_long_passes_nowhere(house: House, extender:
     final = await created(house, shared, gpu_pod())
     final["metadata"]["creationTimestamp"] = NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
     house.wait(299)
-    assert (await extender.sift(about(final))).passed == {"node-a"}
+    assert (await extender.filter(about(final))).passed == {"node-a"}
     house.wait(1)
-    assert len((await extender.sift(about(final))).unresolvable) == 3
+    assert len((await extender.filter(about(final))).unresolvable) == 3
 
 
 @pytest.mark.parametrize(
@@ -130,20 +130,20 @@ async def test_a_claim_that_cannot_be_read_passes_on_no_node_and_is_bound_nowher
 ) -> None:
     raw = builders.created(raw_pod(annotations=annotations))
     shared.has(raw)
-    found = await extender.sift(about(raw))
+    found = await extender.filter(about(raw))
     text = f"the pod's claim cannot be read: InvalidPod: {mistake}"
     assert found.unresolvable == dict.fromkeys(NODES, text)
-    assert refused_by(found) == {"the pod's claim cannot be read": 3}
+    assert count_rejections(found) == {"the pod's claim cannot be read": 3}
     assert dict(await extender.scores(about(raw))) == dict.fromkeys(NODES, 0)
     victims = dict.fromkeys(NODES, Victims(("uid-1",), 0))
-    assert await extender.worth_an_eviction(PreemptArgs(Pod.parse(raw), victims)) == {}
+    assert await extender.filter_victims(PreemptArgs(Pod.parse(raw), victims)) == {}
     assert await extender.bind(onto("node-a"))
     assert bindings.asked == []
 
 
 async def test_the_text_about_a_claim_that_cannot_be_read_is_bounded(extender: Extender) -> None:
     raw = builders.created(raw_pod(annotations=attested("\n," * 1000)))
-    (text,) = set((await extender.sift(about(raw))).unresolvable.values())
+    (text,) = set((await extender.filter(about(raw))).unresolvable.values())
     assert len(text) == 200
     assert text.isprintable()
 
@@ -162,20 +162,20 @@ async def test_a_record_that_nobody_vouches_for_takes_nothing_back(
 ) -> None:
     """Without a webhook in front, whoever writes the pod writes its record."""
     raw = raw_pod(raw_container(gpus=1), annotations={**attested(HASH), "gpuwarden.io/claim": record})
-    assert (await extender.sift(about(builders.created(raw)))).passed == passed
+    assert (await extender.filter(about(builders.created(raw)))).passed == passed
 
 
 async def test_a_pod_held_to_proven_nodes_passes_on_those(house: House, extender: Extender, shared: Shared) -> None:
     final = await created(house, shared, raw_pod(annotations=attested(HASH)))
-    assert (await extender.sift(about(final))).passed == {"node-a"}
+    assert (await extender.filter(about(final))).passed == {"node-a"}
     final["metadata"]["annotations"].pop("attestation-hash.my-company.com/required-hash")
-    assert (await extender.sift(about(final))).passed == {"node-a"}
+    assert (await extender.filter(about(final))).passed == {"node-a"}
 
 
 async def test_the_annotation_may_have_another_name_too(build: Build, shared: Shared) -> None:
     house = await build(assemble=sharing(shared), required_hash_alias="mine.example/hash")
     raw = raw_pod(annotations={"mine.example/hash": OTHER_HASH})
-    assert (await Extender(house.parts, None).sift(about(raw))).passed == {"node-b"}
+    assert (await Extender(house.parts, None).filter(about(raw))).passed == {"node-b"}
 
 
 # Binding.
@@ -206,7 +206,7 @@ async def test_evidence_that_went_between_filter_and_bind_ends_it(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     final = await created(house, shared, gpu_pod())
-    assert (await extender.sift(about(final))).passed == {"node-a"}
+    assert (await extender.filter(about(final))).passed == {"node-a"}
     await unproven(house)
     assert "node node-a: no evidence" in await extender.bind(onto("node-a"))
     assert bindings.asked == []

@@ -11,11 +11,15 @@ from webhook.core.decide import ClaimSearch, EvidencePolicy, Objection
 from webhook.core.device import Taint
 from webhook.core.extender_wire import FilterResult
 from webhook.core.fleet import Fleet
-from webhook.scheduler.filter import SAID, TEXTS, NodeQuery, scores, sifted
+from webhook.scheduler.filter import MESSAGES, TEXTS, NodeQuery, filter_nodes, scores
 
 ASKED, ALL = EvidencePolicy(), EvidencePolicy(is_always_required=True)
 NAMES = ("node-a", "node-b", "node-c", "node-nowhere")
-DIFFERS, ABSENT, NOT_KNOWN = SAID[Objection.OTHER_HASH], SAID[Objection.ABSENT], "node is not known to gpuwarden"
+DIFFERS, ABSENT, NOT_KNOWN = (
+    MESSAGES[Objection.OTHER_HASH],
+    MESSAGES[Objection.ABSENT],
+    "node is not known to gpuwarden",
+)
 
 
 def there() -> Fleet:
@@ -33,8 +37,8 @@ def claim(*hashes: str, gpus: int = 0, **members: Any) -> Claim:
     return builders.claim(raw_pod(raw_container(gpus=gpus or None), annotations=annotations, **members))
 
 
-def judged(wish: NodeQuery | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> FilterResult:
-    found = sifted(wish, NAMES, fleet or there(), policy)
+def judged(query: NodeQuery | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> FilterResult:
+    found = filter_nodes(query, NAMES, fleet or there(), policy)
     lists = [*found.passed, *found.failed, *found.unresolvable]
     assert sorted(lists) == sorted(NAMES)  # each in exactly one
     return found
@@ -80,7 +84,7 @@ def test_evidence_that_proves_nothing_now_is_not_evidence(members: Raw, said: Ob
     fleet.prove("node-a", builders.evidence("node-a", HASH, **members), NOW)
     found = judged(NodeQuery(claim(HASH)), fleet)
     assert found.passed == frozenset()
-    assert found.unresolvable["node-a"] == SAID[said]
+    assert found.unresolvable["node-a"] == MESSAGES[said]
 
 
 def test_what_another_pods_end_may_free_is_told_apart() -> None:
@@ -147,11 +151,11 @@ def test_a_pod_that_was_held_to_proven_nodes_is_judged_by_evidence_alone() -> No
 def test_a_place_in_a_map_is_one_node_and_its_gpus() -> None:
     owners = [builders.stateful_set()]
     mapped = {"gpuwarden.io/gpu-map": "0=node-a:GPU-a1"}
-    wish = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=owners)))
+    query = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=owners)))
     fleet = there()
-    assert judged(wish, fleet).passed == {"node-a"}
+    assert judged(query, fleet).passed == {"node-a"}
     fleet.hold(reservation(slot("GPU-a1")))
-    assert judged(wish, fleet).failed == {"node-a": "too few free GPUs"}
+    assert judged(query, fleet).failed == {"node-a": "too few free GPUs"}
 
 
 ODD_EVIDENCE: dict[int, Raw] = {1: {"until": NOW}, 2: {"is_banned": True}, 3: {"is_conflict": True}}
@@ -200,15 +204,15 @@ def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, 
     for name, indexed in fleet.indexed_nodes.items():
         if not indexed.node.devices and not asked.requirements and expected[name] is Objection.FEWER_MATCHING:
             expected[name] = None
-    found = sifted(NodeQuery(asked, is_recorded=is_recorded), fleet.indexed_nodes, fleet, ASKED)
+    found = filter_nodes(NodeQuery(asked, is_recorded=is_recorded), fleet.indexed_nodes, fleet, ASKED)
     assert found.passed == {name for name, objection in expected.items() if objection is None}
     assert found.passed
-    refused = {name: SAID[objection] for name, objection in expected.items() if objection is not None}
+    refused = {name: MESSAGES[objection] for name, objection in expected.items() if objection is not None}
     assert {**found.failed, **found.unresolvable} == refused
 
 
 def test_a_name_offered_twice_is_judged_twice_the_same() -> None:
-    assert sifted(NodeQuery(claim(HASH)), ("node-a", "node-a"), there(), ASKED).passed == {"node-a"}
+    assert filter_nodes(NodeQuery(claim(HASH)), ("node-a", "node-a"), there(), ASKED).passed == {"node-a"}
 
 
 def test_texts_can_be_counted() -> None:

@@ -45,10 +45,10 @@ class Scene:
 
     def __init__(self, fleet: Fleet | None = None, claims: ClaimReader | None = None) -> None:
         self.now = NOW
-        self.alarm = FakeAlarm()
+        self.waker = FakeAlarm()
         self.fleet = fleet or builders.fleet(node("node-a", device("GPU-a0"), device("GPU-a1")))
         self.waking = Wakeups(
-            self.fleet, EvidencePolicy(), claims or ClaimReader(ClaimRules()), self.alarm, lambda: self.now
+            self.fleet, EvidencePolicy(), claims or ClaimReader(ClaimRules()), self.waker, lambda: self.now
         )
 
     def prove(self, hash_: str | None = HASH, name: str = "node-a", **members: Any) -> None:
@@ -58,9 +58,9 @@ class Scene:
     async def woken(self, wait: float = 0) -> list[str]:
         """Who is woken by a pass, so many seconds later."""
         self.now += timedelta(seconds=wait)
-        self.alarm.woken.clear()
+        self.waker.woken.clear()
         await self.waking.step()
-        return list(self.alarm.woken)
+        return list(self.waker.woken)
 
 
 def waiting(uid: str = "u1", *, message: str = OURS, gpus: int = 0, hash_: str = HASH, **members: Any) -> Raw:
@@ -202,9 +202,9 @@ async def test_a_pod_that_could_not_be_woken_is_tried_again() -> None:
     scene = Scene()
     scene.waking.changed(waiting())
     scene.prove()
-    scene.alarm.is_away = True
+    scene.waker.is_away = True
     assert await scene.woken() == []
-    scene.alarm.is_away = False
+    scene.waker.is_away = False
     assert await scene.woken() == []
     assert await scene.woken(2) == ["u1"]
 
@@ -214,10 +214,10 @@ async def test_an_api_server_that_does_not_answer_is_not_asked_for_every_pod() -
     scene = Scene()
     scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(100)})
     scene.prove()
-    scene.alarm.is_away = True
+    scene.waker.is_away = True
     await scene.woken()
-    assert scene.alarm.asked == MAX_FAILURES
-    scene.alarm.is_away = False
+    assert scene.waker.asked == MAX_FAILURES
+    scene.waker.is_away = False
     assert len(await scene.woken()) == 100 - MAX_FAILURES
     assert len(await scene.woken(2)) == 100
 
@@ -226,7 +226,7 @@ async def test_some_that_cannot_be_woken_keep_nobody_else_asleep() -> None:
     scene = Scene()
     scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(20)})
     scene.prove()
-    scene.alarm.refused = {f"u{n}" for n in range(10)}
+    scene.waker.refused = {f"u{n}" for n in range(10)}
     assert len(await scene.woken()) == 10
 
 

@@ -17,7 +17,7 @@ from webhook.core.hints import Advice, Features
 from webhook.runtime.telemetry import Metrics
 from webhook.runtime.tls.certificate_source import BadRootsError
 from webhook.scoring import ScoreRequest, ScorerUnavailableError
-from webhook.scoring.client import FAILURES, FRESH_SECONDS, REST_SECONDS, ScorerClient
+from webhook.scoring.client import FAILURES, FRESH_SECONDS, PAUSE_SECONDS, ScorerClient
 
 QUESTION = ScoreRequest(Features("train-bert", "team-a", 40.0, 16), ("A100-40GB", "A100-80GB"), ("train-llama",))
 
@@ -165,11 +165,11 @@ async def test_who_fails_again_and_again_is_left_alone_and_then_tried_with_one_q
         for number in range(FAILURES):
             assert await asker.outcome(f"job-{number}") == "broken"
         assert await asker.outcome("next") == "resting"
-        asker.hand.now += REST_SECONDS
+        asker.hand.now += PAUSE_SECONDS
         assert sorted(await asyncio.gather(asker.outcome("a"), asker.outcome("b"))) == ["broken", "resting"]
         assert len(double.asked) == FAILURES + 1
         double.status = 200
-        asker.hand.now += REST_SECONDS
+        asker.hand.now += PAUSE_SECONDS
         assert [await asker.outcome(name) for name in "cde"] == ["answered"] * 3
 
 

@@ -45,7 +45,7 @@ async def test_all_is_waited_for_and_what_is_never_heard_only_for_a_while() -> N
         one = hinting(*watches)
         running = asyncio.ensure_future(one.run())
         started = time.monotonic()
-        await one.heard(patience)
+        await one.wait_until_ready(patience)
         assert time.monotonic() - started < 10
         assert not running.done()
         running.cancel()

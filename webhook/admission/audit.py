@@ -23,7 +23,7 @@ from webhook.core.reservation import Phase, Reservation
 from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
 
 # A pod may be created this long after its reservation, and be heard of later still.
-SETTLED = timedelta(minutes=2)
+CREATION_MARGIN = timedelta(minutes=2)
 MOST_FIELDS = 4
 
 
@@ -144,32 +144,32 @@ class Facts:
     unsettled: Collection[str] = ()
     evidence: Mapping[str, Evidence | None] = field(factory=dict)
     # StatefulSets with a placement map, as namespace and name, where the namespace lets no map keep GPUs.
-    unkept_maps: Collection[tuple[str, str]] = ()
+    maps_without_label: Collection[tuple[str, str]] = ()
     unreadable: Collection[str] = ()
 
 
 def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Finding]:
     """Everything, in the order of kinds and names. `needs_evidence`: claims without a hash need a proven node too."""
     found = [
-        *twice(facts),
-        *unknown(facts),
-        *unreserved(facts),
-        *not_isolated(facts),
+        *shared_devices(facts),
+        *unknown_reservations(facts),
+        *pods_without_reservation(facts),
+        *pods_not_isolated(facts),
         *(
             Finding(FindingKind.GRACE_TOO_LONG, one.title, one.slow, one.namespace, one.node)
             for one in facts.pods
             if one.slow
         ),
-        *unproven(facts, now, needs_evidence=needs_evidence),
-        *without_pods(facts, now),
-        *unkept(facts),
+        *pods_without_evidence(facts, now, needs_evidence=needs_evidence),
+        *reservations_without_pod(facts, now),
+        *maps_without_namespace_label(facts),
         *(Finding(FindingKind.UNREADABLE, one, "no version of gpuwarden has written this") for one in facts.unreadable),
     ]
     order = {kind: number for number, kind in enumerate(FindingKind)}
     return sorted(found, key=lambda one: (order[one.kind], one.namespace, one.object, one.message))
 
 
-def twice(facts: Facts) -> Iterator[Finding]:
+def shared_devices(facts: Facts) -> Iterator[Finding]:
     """Two pods on one node that were both told of a GPU which is nobody's to share."""
     carrying: dict[tuple[str, DeviceUuid], list[AuditedPod]] = defaultdict(list)
     for pod in facts.pods:
@@ -183,7 +183,7 @@ def twice(facts: Facts) -> Iterator[Finding]:
             yield Finding(FindingKind.GPU_TWICE, first.title, f"has {uuid}, and so has {names}", first.namespace, node)
 
 
-def unknown(facts: Facts) -> Iterator[Finding]:
+def unknown_reservations(facts: Facts) -> Iterator[Finding]:
     held = {(one.id, str(one.node), uuid) for one in facts.held for uuid in one.uuids}
     for pod in facts.pods:
         reserved_pod = pod.reserved_pod
@@ -197,7 +197,7 @@ def unknown(facts: Facts) -> Iterator[Finding]:
             yield Finding(FindingKind.UNKNOWN_RESERVATION, pod.title, message, pod.namespace, pod.node)
 
 
-def unreserved(facts: Facts) -> Iterator[Finding]:
+def pods_without_reservation(facts: Facts) -> Iterator[Finding]:
     for pod in facts.pods:
         if pod.namespace not in facts.opted_in:
             continue
@@ -209,39 +209,39 @@ def unreserved(facts: Facts) -> Iterator[Finding]:
             yield Finding(FindingKind.CONTAINER_NOT_BLINDED, pod.title, message, pod.namespace, pod.node)
 
 
-def not_isolated(facts: Facts) -> Iterator[Finding]:
+def pods_not_isolated(facts: Facts) -> Iterator[Finding]:
     for pod in facts.pods:
         if pod.exposed and pod.namespace in facts.isolated:
             message = f"could reach GPUs that are not its own: {'; '.join(pod.exposed)}"
             yield Finding(FindingKind.POD_NOT_ISOLATED, pod.title, message, pod.namespace, pod.node)
 
 
-def unproven(facts: Facts, now: datetime, *, needs_evidence: bool) -> Iterator[Finding]:
+def pods_without_evidence(facts: Facts, now: datetime, *, needs_evidence: bool) -> Iterator[Finding]:
     for pod in facts.pods:
         is_held_to_it = bool(pod.hashes) or (needs_evidence and pod.reserved_pod is not None)
         if not pod.node or not is_held_to_it:
             continue
-        word = facts.evidence.get(pod.node)
-        state = state_of(word, now)
+        evidence = facts.evidence.get(pod.node)
+        state = state_of(evidence, now)
         if state is not EvidenceState.FRESH:
             message = f"the evidence of node {pod.node} is {state}"
-        elif pod.hashes and word is not None and word.hash not in pod.hashes:
-            message = f"node {pod.node} has proven {word.hash}, and the pod asks for {' or '.join(pod.hashes)}"
+        elif pod.hashes and evidence is not None and evidence.hash not in pod.hashes:
+            message = f"node {pod.node} has proven {evidence.hash}, and the pod asks for {' or '.join(pod.hashes)}"
         else:
             continue
         yield Finding(FindingKind.NODE_WITHOUT_EVIDENCE, pod.title, message, pod.namespace, pod.node)
 
 
-def without_pods(facts: Facts, now: datetime) -> Iterator[Finding]:
+def reservations_without_pod(facts: Facts, now: datetime) -> Iterator[Finding]:
     """By uid where one is known; else the reservation waits for its pod, until its deadline."""
     uids = {pod.uid for pod in facts.pods}
     carried = {pod.reserved_pod.reservation_id for pod in facts.pods if pod.reserved_pod is not None}
     for one in facts.held:
         if one.id in facts.unsettled or one.id in carried or (one.uid is not None and one.uid in uids):
             continue
-        if one.phase is Phase.PENDING and one.deadline is not None and now < one.deadline + SETTLED:
+        if one.phase is Phase.PENDING and one.deadline is not None and now < one.deadline + CREATION_MARGIN:
             continue
-        if now < one.since + SETTLED:
+        if now < one.since + CREATION_MARGIN:
             continue
         pod = f"pod {one.namespace}/{one.pod_name}" if one.pod_name else f"a pod of {one.namespace}"
         state = one.phase.value if one.orphan is None else "orphaned"
@@ -249,8 +249,8 @@ def without_pods(facts: Facts, now: datetime) -> Iterator[Finding]:
         yield Finding(FindingKind.RESERVATION_WITHOUT_POD, f"reservation {one.id}", message, one.namespace, one.node)
 
 
-def unkept(facts: Facts) -> Iterator[Finding]:
-    for namespace, name in facts.unkept_maps:
+def maps_without_namespace_label(facts: Facts) -> Iterator[Finding]:
+    for namespace, name in facts.maps_without_label:
         yield Finding(
             FindingKind.MAP_WITHOUT_LABEL,
             f"statefulset {namespace}/{name}",

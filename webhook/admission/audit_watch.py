@@ -7,7 +7,7 @@ from functools import partial
 from attrs import frozen
 
 from webhook.admission.audit import AuditedPod, AuditRules, Facts, FindingKind, findings
-from webhook.admission.placement_maps import map_of, may_keep, opted_in
+from webhook.admission.placement_maps import map_of, may_reserve_by_map, opted_in
 from webhook.core.fleet import Fleet
 from webhook.core.isolation import is_isolated
 from webhook.core.raw import Raw
@@ -71,7 +71,7 @@ class AuditedNamespace:
 
     is_ours: bool = False
     isolates: bool = False
-    keeps: bool = False
+    reserves_by_map: bool = False
 
 
 class AuditWatch:
@@ -105,17 +105,17 @@ class AuditWatch:
 
     def _facts(self) -> Facts:
         namespaces = {name: self.namespaces.get(name) or AuditedNamespace() for name in self.namespaces.names()}
-        unkept = {name for name, one in namespaces.items() if one.is_ours and not one.keeps}
+        unkept = {name for name, one in namespaces.items() if one.is_ours and not one.reserves_by_map}
         return Facts(
             pods=self.pods.kept.values(),
             held=self._ledger.reservations(),
             opted_in={name for name, one in namespaces.items() if one.is_ours},
             isolated={name for name, one in namespaces.items() if one.isolates},
             evidence={name: indexed.evidence for name, indexed in self._fleet.indexed_nodes.items()},
-            unkept_maps=[one for one in self.sets.names if one[0] in unkept],
+            maps_without_label=[one for one in self.sets.names if one[0] in unkept],
         )
 
 
 def asked(raw: Raw, opt_in: str, own_namespace: str) -> AuditedNamespace:
     is_ours = opted_in(raw, opt_in)
-    return AuditedNamespace(is_ours, is_ours and is_isolated(raw, own_namespace), may_keep(raw, opt_in))
+    return AuditedNamespace(is_ours, is_ours and is_isolated(raw, own_namespace), may_reserve_by_map(raw, opt_in))

@@ -101,7 +101,7 @@ class BoundPod:
             pod = Pod.parse(raw)
             recorded = recorded_or_none(pod)
             is_reserved = recorded and recorded.count and pod.annotations.get(keys.RESERVATION_ID.name)
-            claim = recorded if is_reserved else unvouched(recorded, asked_of(pod, rules))
+            claim = recorded if is_reserved else unreserved_claim(recorded, asked_of(pod, rules))
         except (msgspec.ValidationError, InvalidPodError):
             return None
         if claim is None:
@@ -111,7 +111,7 @@ class BoundPod:
             node=node,
             claim=claim,
             is_bound=not is_reserved,
-            owner=owner_in(meta.owner_references or (), meta.namespace or ""),
+            owner=controller_of(meta.owner_references or (), meta.namespace or ""),
             is_leaving=meta.deletion_timestamp is not None,
         )
 
@@ -125,12 +125,12 @@ def asked_of(pod: Pod, rules: ClaimRules) -> Claim | None:
         return Claim(ClaimRecord())
 
 
-def unvouched(recorded: Claim | None, asked: Claim | None) -> Claim | None:
+def unreserved_claim(recorded: Claim | None, asked: Claim | None) -> Claim | None:
     """Of a pod that no ledger knows of. A record that contradicts the pod says nothing."""
     return asked if recorded is None else believed(recorded, asked) or asked
 
 
-def owner_in(references: Iterable[OwnerReference], namespace: str) -> Subject | None:
+def controller_of(references: Iterable[OwnerReference], namespace: str) -> Subject | None:
     """The controller that has made the pod: its author looks there first."""
     for one in references:
         if one.controller:
@@ -142,10 +142,10 @@ def owner_in(references: Iterable[OwnerReference], namespace: str) -> Subject | 
 class LostEvidence:
     """A pod without the evidence that it needs."""
 
-    resident: BoundPod
+    pod_on_node: BoundPod
     text: str
     since: datetime
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class EvidenceLoss:
@@ -156,30 +156,30 @@ class EvidenceLoss:
         fleet: Fleet,
         policy: EvidencePolicy,
         on_lost: OnEvidenceLost,
-        measures: Evictor,
+        evictor: Evictor,
         events: Events,
         clock: Clock,
         claims: ClaimReader,
         *,
         is_current: Callable[[], bool],
-        is_owed: Callable[[str], bool],
-        is_vouched: Callable[[BoundPod], bool],
+        is_write_pending: Callable[[str], bool],
+        is_claim_known: Callable[[BoundPod], bool],
         count_change: Callable[[str], None],
     ) -> None:
         """`is_owed`: a node's evidence has news that is yet to be written. `is_vouched`: a ledger knows the claim."""
         self._fleet = fleet
         self._policy = policy
         self._on_lost = on_lost
-        self._measures = measures
+        self._evictor = evictor
         self._events = events
         self._clock = clock
         self._claims = claims
         self._is_current = is_current
-        self._is_owed = is_owed
-        self._is_vouched = is_vouched
+        self._is_write_pending = is_write_pending
+        self._is_claim_known = is_claim_known
         self._changes = Changes(fleet, count_change)
         self._current_since: datetime | None = None
-        self._residents: dict[str, BoundPod] = {}
+        self._bound_pods: dict[str, BoundPod] = {}
         self._losses: dict[str, LostEvidence] = {}
         # Pods whose node was seen to suit what they ask: who asks for something else later has not lost it.
         self._were_proven: set[tuple[str, frozenset[str]]] = set()
@@ -189,23 +189,23 @@ class EvidenceLoss:
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         found = (BoundPod.of(raw, self._claims.rules) for raw in objects.values())
-        self._residents = {one.pod.uid: one for one in found if one is not None}
+        self._bound_pods = {one.pod.uid: one for one in found if one is not None}
 
     def changed(self, raw: Raw) -> None:
         one = BoundPod.of(raw, self._claims.rules)
         if one is None:
             self.deleted(raw)
         else:
-            self._residents[one.pod.uid] = one
+            self._bound_pods[one.pod.uid] = one
 
     def deleted(self, raw: Raw) -> None:
-        self._residents.pop(str(raw["metadata"].get("uid")), None)
+        self._bound_pods.pop(str(raw["metadata"].get("uid")), None)
 
     # What is shown to whoever looks, in whatever process.
 
     def counts(self) -> EvidenceCounts:
         self._fleet.advance(self._clock())
-        return EvidenceCounts(pods_without=sum(self._objection(one) is not None for one in self._residents.values()))
+        return EvidenceCounts(pods_without=sum(self._objection(one) is not None for one in self._bound_pods.values()))
 
     # What is done about it.
 
@@ -224,36 +224,38 @@ class EvidenceLoss:
         if now - self._current_since < SETTLED:
             return
         self._fleet.advance(now)
-        self._tell_changes(now)
-        self._look(now)
+        self._report_changes(now)
+        self._update_losses(now)
         lost = [
-            one for one in self._losses.values() if now - one.since >= SETTLED and not self._is_owed(one.resident.node)
+            one
+            for one in self._losses.values()
+            if now - one.since >= SETTLED and not self._is_write_pending(one.pod_on_node.node)
         ]
-        self._tell_losses(lost, now)
+        self._report_losses(lost, now)
         await self._act(lost, now)
 
-    def _tell_changes(self, now: datetime) -> None:
+    def _report_changes(self, now: datetime) -> None:
         if not self._changes.has_begun:
             log.info("evidence watched", nodes=len(self._fleet.indexed_nodes), policy=self._on_lost)
-        for one in self._changes.since_last(self._is_owed):
+        for one in self._changes.since_last(self._is_write_pending):
             # The moment tells it from the same change of another day, which is told as well.
             text = f"evidence was {one.was}, is {one.word}; {moment(now)}, by {one.source}"
             self._events.record(Subject.of_node(one.node), Reason.EVIDENCE_CHANGED, text, is_warning=one.is_worse)
 
-    def _look(self, now: datetime) -> None:
+    def _update_losses(self, now: datetime) -> None:
         """Which pods are without evidence, and since when. News that is still to be written down may say otherwise."""
         losses: dict[str, LostEvidence] = {}
         were_proven = self._were_proven
-        for uid, one in self._residents.items():
+        for uid, one in self._bound_pods.items():
             objection = self._objection(one)
             if objection is None:
                 were_proven.add((uid, self._claim(one).hashes))
             elif uid in self._losses:
-                losses[uid] = evolve(self._losses[uid], resident=one, text=objection)
-            elif not self._is_owed(one.node):
+                losses[uid] = evolve(self._losses[uid], pod_on_node=one, text=objection)
+            elif not self._is_write_pending(one.node):
                 losses[uid] = LostEvidence(one, objection, now)
         self._losses = losses
-        self._were_proven = {known for known in were_proven if known[0] in self._residents}
+        self._were_proven = {known for known in were_proven if known[0] in self._bound_pods}
 
     def _objection(self, one: BoundPod) -> str | None:
         """What speaks against the pod's being where it is; a node that is gone takes its pods with it."""
@@ -275,15 +277,15 @@ class EvidenceLoss:
         hashes = bond.held_to(record.hashes) or record.hashes
         return Claim(msgspec.structs.replace(record, hashes=hashes), one.claim.nodes)
 
-    def _tell_losses(self, lost: Iterable[LostEvidence], now: datetime) -> None:
+    def _report_losses(self, lost: Iterable[LostEvidence], now: datetime) -> None:
         for one in lost:
-            if one.is_told:
+            if one.is_reported:
                 continue
-            one.is_told, resident = True, one.resident
-            self._events.record(Subject.of_pod(resident.pod), Reason.EVIDENCE_LOST, f"{one.text}; {moment(now)}")
-            if resident.owner is not None:
-                text = f"pod {resident.pod.name}: {one.text}; {moment(now)}"
-                self._events.record(resident.owner, Reason.EVIDENCE_LOST, text)
+            one.is_reported, pod_on_node = True, one.pod_on_node
+            self._events.record(Subject.of_pod(pod_on_node.pod), Reason.EVIDENCE_LOST, f"{one.text}; {moment(now)}")
+            if pod_on_node.owner is not None:
+                text = f"pod {pod_on_node.pod.name}: {one.text}; {moment(now)}"
+                self._events.record(pod_on_node.owner, Reason.EVIDENCE_LOST, text)
 
     async def _act(self, lost: list[LostEvidence], now: datetime) -> None:
         wanted = dict(self._wanted(lost))
@@ -304,9 +306,9 @@ class EvidenceLoss:
     def _wanted(self, lost: Iterable[LostEvidence]) -> Iterator[tuple[str, Callable[[], Awaitable[None]]]]:
         """What is to be done by policy, under a name for each."""
         for name, wanted in self._taints_due(lost):
-            yield f"node {name}", partial(self._measures.taint, name, wanted=wanted)
+            yield f"node {name}", partial(self._evictor.taint, name, wanted=wanted)
         if self._on_lost is OnEvidenceLost.EVICT:
-            for one in (one.resident for one in lost):
+            for one in (one.pod_on_node for one in lost):
                 if not one.is_leaving:
                     yield f"pod {one.pod.namespace}/{one.pod.name} {one.pod.uid}", partial(self._evict, one.pod)
 
@@ -316,20 +318,22 @@ class EvidenceLoss:
         What a pod says of its own claim taints no node: anybody may write that where we do not review. A ledger has to
         know the claim, or the node has to have suited it before our eyes.
         """
-        nodes = {one.resident.node for one in self._losses.values()}  # the newest included: no taint comes off for them
-        believed = {one.resident.node for one in lost if self._is_believed(one.resident)}
+        nodes = {
+            one.pod_on_node.node for one in self._losses.values()
+        }  # the newest included: no taint comes off for them
+        believed = {one.pod_on_node.node for one in lost if self._is_believed(one.pod_on_node)}
         for name, indexed in self._fleet.indexed_nodes.items():
             is_tainted = has_our_taint(indexed.node)
             is_back = name not in nodes and indexed.state is EvidenceState.FRESH
             wanted = self._on_lost is OnEvidenceLost.TAINT and (name in believed or (is_tainted and not is_back))
-            if wanted != is_tainted and not self._is_owed(name):
+            if wanted != is_tainted and not self._is_write_pending(name):
                 yield name, wanted
 
     def _is_believed(self, one: BoundPod) -> bool:
-        return (one.pod.uid, self._claim(one).hashes) in self._were_proven or self._is_vouched(one)
+        return (one.pod.uid, self._claim(one).hashes) in self._were_proven or self._is_claim_known(one)
 
     async def _evict(self, pod: PodIdentity) -> None:
-        await self._measures.evict(pod)
+        await self._evictor.evict(pod)
         log.info("pod evicted, its node's evidence has ended", namespace=pod.namespace, name=pod.name)
 
 
@@ -363,7 +367,7 @@ def suits(indexed: IndexedNode, claim: Claim) -> bool:
     return not claim.hashes or indexed.evidence.hash in claim.hashes
 
 
-def is_vouched(held: Reservation | None, one: BoundPod) -> bool:
+def is_claim_known(held: Reservation | None, one: BoundPod) -> bool:
     """Whether the pod holds what it holds by that very claim."""
     return held is not None and held.claim_digest == one.claim.digest
 

@@ -172,7 +172,7 @@ class PodMutator:
             return Admit(changes(raw, clean), warnings=(*copied, *said), reason=Reason.NOT_ASKED)
         refused = self._more_than_it_waits_for(pod) or check.refused_at_once(pod, claim, self._rules.dress)
         if refused is None and self._rules.waits(claim):
-            refused = self._reserver.never(claim)
+            refused = self._reserver.exceeds_every_node(claim)
         if refused is not None:
             return refused
         hinted = await self._hinted(pod, claim, review, answer_by)
@@ -198,7 +198,7 @@ class PodMutator:
     async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Allocation | Deny:
         """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
         if self._rules.waits(claim):
-            others = self._reserver.others_first(claim)
+            others = self._reserver.queued_ahead(claim)
             if others is not None:
                 return others
         if claim.count and not review.is_dry_run:

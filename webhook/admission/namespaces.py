@@ -48,7 +48,7 @@ class WatchedNamespaces:
     looked up: absence in a view would be a namespace that demands nothing."""
 
     def __init__(self, lookup: NamespaceReader) -> None:
-        self.view: ObjectView[HashPolicy] = ObjectView(bond_of)
+        self.view: ObjectView[HashPolicy] = ObjectView(hash_policy_of)
         self._lookup = lookup
 
     def known(self, namespace: str) -> HashPolicy | None:
@@ -59,10 +59,10 @@ class WatchedNamespaces:
         if found is not None or not namespace:
             return found or NO_BOND
         raw = await self._lookup.get(namespace)
-        return NO_BOND if raw is None else bond_of(raw)
+        return NO_BOND if raw is None else hash_policy_of(raw)
 
 
-def bond_of(raw: Mapping[str, Any]) -> HashPolicy:
+def hash_policy_of(raw: Mapping[str, Any]) -> HashPolicy:
     meta = raw["metadata"]
     return HashPolicy.of(meta["name"], meta.get("annotations") or {})
 

@@ -27,7 +27,7 @@ class FleetSource(Protocol):
     async def load(self) -> None:
         """The first readings; what cannot be read stops the start."""
 
-    async def first_answers(self) -> None:
+    async def wait_for_first_answers(self) -> None:
         """Until everybody who is asked about evidence has answered once."""
 
     async def run(self, interval: float) -> None:

@@ -34,12 +34,12 @@ log = structlog.get_logger(__name__)
 # Between two looks at who fits by now, in seconds: longer than a watch takes to tell of other replicas' holds.
 PAUSE = 0.02
 # How much of the pool is let in at one look.
-A_PART = 16
+ROUND_SHARE = 16
 # For namespaces that have no hold.
-KEPT = 4
+RESERVED_SHARE = 4
 # How many times its holds without a pod a namespace has to leave: for reviews that are let in as they come, and for
 # those that have waited for their turn. Twice as much where nobody has heard of the namespace.
-AT_ONCE, IN_TURN = 2, 1
+FACTOR_AT_ONCE, FACTOR_QUEUED = 2, 1
 # Between two looks at what has expired, or has a pod by now that nobody has told of.
 HOUSEKEEPING = 0.25
 
@@ -86,29 +86,29 @@ class PendingLimiter:
         self._is_known = is_known
         self._entering = PendingGpus()
         self._tokens = itertools.count()
-        self._lines: dict[str, deque[WaitingReview]] = {}
+        self._queues: dict[str, deque[WaitingReview]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
-    async def entered(self, namespace: str, gpus: int, patience: timedelta) -> AsyncIterator[Deny | None]:
+    async def reserve_room(self, namespace: str, gpus: int, patience: timedelta) -> AsyncIterator[Deny | None]:
         """Room for a hold as long as the block lasts; after it the ledger knows of the hold. Or why there is none."""
         refused = self.too_many_orphans(namespace, gpus)
         if refused is not None:  # waiting here does not end them
             yield refused
             return
-        refused = self.why_not(namespace, gpus, share=AT_ONCE)
-        if refused is None and not self._lines:
+        refused = self.denial(namespace, gpus, share=FACTOR_AT_ONCE)
+        if refused is None and not self._queues:
             token: Token | None = self._enter(namespace, gpus)
         else:
-            token = await self._waited(namespace, gpus, patience)
-            refused = self.why_not(namespace, gpus) or refused or pool_full(self._pool)
+            token = await self._wait(namespace, gpus, patience)
+            refused = self.denial(namespace, gpus) or refused or pool_full(self._pool)
         try:
             yield None if token is not None else refused
         finally:
             if token is not None:
                 self._entering.drop(token)
 
-    def why_not(self, namespace: str, gpus: int, *, share: int = IN_TURN) -> Deny | None:
+    def denial(self, namespace: str, gpus: int, *, share: int = FACTOR_QUEUED) -> Deny | None:
         """A claim of any size fits where it is alone."""
         limit, pool = self._limits.gpus_per_namespace, self._pool
         if not limit and not pool:
@@ -135,7 +135,7 @@ class PendingLimiter:
         if not small(self._own_sizes(namespace, self._ledger.pending), pool):
             return left >= 0
         unnamed = small(self._own_sizes(namespace, self._ledger.unnamed), pool)
-        return share * (1 if self._is_known(namespace) else 2) * (unnamed + gpus) <= left - pool // KEPT
+        return share * (1 if self._is_known(namespace) else 2) * (unnamed + gpus) <= left - pool // RESERVED_SHARE
 
     def _own_sizes(self, namespace: str, held: PendingGpus) -> Iterator[Mapping[int, int]]:
         for counted in (held, self._entering):
@@ -151,15 +151,15 @@ class PendingLimiter:
 
     # Who waits.
 
-    async def _waited(self, namespace: str, gpus: int, patience: timedelta) -> Token | None:
+    async def _wait(self, namespace: str, gpus: int, patience: timedelta) -> Token | None:
         if patience <= timedelta(0):
-            return self._enter(namespace, gpus) if self.why_not(namespace, gpus) is None else None
+            return self._enter(namespace, gpus) if self.denial(namespace, gpus) is None else None
         name = namespace if self._is_known(namespace) else ""
-        if not self._makes_way(len(self._lines.get(name, ()))):
+        if not self._make_room(len(self._queues.get(name, ()))):
             return None
         waiter = WaitingReview(namespace, gpus, asyncio.get_running_loop().create_future())
-        self._lines.setdefault(name, deque()).append(waiter)
-        self._begin()
+        self._queues.setdefault(name, deque()).append(waiter)
+        self._start_tasks()
         token: Token | None = None
         try:
             async with asyncio.timeout(patience.total_seconds()):
@@ -168,17 +168,17 @@ class PendingLimiter:
         except TimeoutError:
             pass
         finally:
-            self._leaves(name, waiter)
+            self._remove(name, waiter)
             if token is None and waiter.token is not None:  # granted as the time ran out
                 self._entering.drop(waiter.token)
         return token
 
-    def _makes_way(self, before: int) -> bool:
+    def _make_room(self, before: int) -> bool:
         """Where too many wait, the last of the longest line goes: a flood in one namespace keeps no other from
         waiting."""
-        if sum(map(len, self._lines.values())) < self._limits.most_waiting:
+        if sum(map(len, self._queues.values())) < self._limits.most_waiting:
             return True
-        longest = max(self._lines.values(), key=len)
+        longest = max(self._queues.values(), key=len)
         if len(longest) <= before + 1:
             return False
         last = longest.pop()
@@ -186,43 +186,43 @@ class PendingLimiter:
             last.granted.set_result(None)
         return True
 
-    def _leaves(self, name: str, waiter: WaitingReview) -> None:
-        line = self._lines.get(name, deque())
-        if waiter in line:
-            line.remove(waiter)
-        if not line:
-            self._lines.pop(name, None)
+    def _remove(self, name: str, waiter: WaitingReview) -> None:
+        queue = self._queues.get(name, deque())
+        if waiter in queue:
+            queue.remove(waiter)
+        if not queue:
+            self._queues.pop(name, None)
 
-    def _begin(self) -> None:
+    def _start_tasks(self) -> None:
         """Each of the two ends by itself, at another moment than the other."""
-        for work in (self._serve, self._keep_house):
+        for work in (self._serve, self._collect_expired):
             task = self._tasks.get(work.__name__)
             if task is None or task.done():
                 self._tasks[work.__name__] = asyncio.create_task(work())
 
     async def _serve(self) -> None:
-        while self._lines:
-            for _ in range(max(1, self._pool // A_PART)):
+        while self._queues:
+            for _ in range(max(1, self._pool // ROUND_SHARE)):
                 self._grant()
             await asyncio.sleep(PAUSE * (0.5 + random.random()))  # noqa: S311 - only to keep out of step
 
     def _grant(self) -> None:
         """One of each line that fits; who was served goes behind the others."""
-        for name, line in list(self._lines.items()):
-            if line and self.why_not(line[0].namespace, line[0].gpus) is None:
-                self._let_in(line.popleft())
-                del self._lines[name]
-                if line:
-                    self._lines[name] = line
+        for name, queue in list(self._queues.items()):
+            if queue and self.denial(queue[0].namespace, queue[0].gpus) is None:
+                self._admit(queue.popleft())
+                del self._queues[name]
+                if queue:
+                    self._queues[name] = queue
 
-    def _let_in(self, waiter: WaitingReview) -> None:
+    def _admit(self, waiter: WaitingReview) -> None:
         if not waiter.granted.done():  # else its review was ended a moment ago
             waiter.token = self._enter(waiter.namespace, waiter.gpus)
             waiter.granted.set_result(None)
 
-    async def _keep_house(self) -> None:
+    async def _collect_expired(self) -> None:
         """While everybody waits nobody else sees to it."""
-        while self._lines:
+        while self._queues:
             try:
                 await self._ledger.collect(self._clock())
                 await self._ledger.confirm_early(self._clock())

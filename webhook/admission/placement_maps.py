@@ -23,9 +23,9 @@ log = structlog.get_logger(__name__)
 MOST_NAMED = 4
 
 # A node as a map names it, and a GPU of it as the map does.
-Place = tuple[str, str]
-Named = frozenset[Place]
-Kept = frozenset[tuple[Place, MapOwner]]
+MapPlace = tuple[str, str]
+MapPlaces = frozenset[MapPlace]
+OwnedPlaces = frozenset[tuple[MapPlace, MapOwner]]
 Key = tuple[str, str]
 """Of a set: namespace and name."""
 
@@ -36,7 +36,7 @@ def opted_in(raw: Mapping[str, Any], opt_in: str) -> bool:
     return any(labels.get(key) == "true" for key in (opt_in, *keys.OPT_IN.aliases))
 
 
-def may_keep(raw: Mapping[str, Any], opt_in: str) -> bool:
+def may_reserve_by_map(raw: Mapping[str, Any], opt_in: str) -> bool:
     """Whether maps of the namespace keep GPUs: its administrators say so, for who creates StatefulSets there could take
     GPUs out of everybody's reach."""
     labels = raw["metadata"].get("labels") or {}
@@ -47,7 +47,7 @@ def may_keep(raw: Mapping[str, Any], opt_in: str) -> bool:
 class MappedStatefulSet:
     """What matters of a StatefulSet."""
 
-    keeper: MapOwner
+    owner: MapOwner
     text: str | None
     ordinals: range
 
@@ -63,12 +63,12 @@ class MappedStatefulSets:
     where its namespace may keep any."""
 
     def __init__(self, fleet: Fleet, opt_in: str = keys.OPT_IN.name) -> None:
-        self.namespaces: ObjectView[bool] = ObjectView(partial(may_keep, opt_in=opt_in))
+        self.namespaces: ObjectView[bool] = ObjectView(partial(may_reserve_by_map, opt_in=opt_in))
         self._fleet = fleet
         self._sets: dict[Key, MappedStatefulSet] = {}
-        self._named: dict[Key, Named] = {}
-        self._counted: dict[Key, Kept] = {}
-        self._keepers: dict[Place, set[MapOwner]] = {}
+        self._places: dict[Key, MapPlaces] = {}
+        self._reserved: dict[Key, OwnedPlaces] = {}
+        self._owners: dict[MapPlace, set[MapOwner]] = {}
         self._mapped: dict[str, dict[str, MapOwner]] = {}
 
     # What the watch of StatefulSets tells.
@@ -86,7 +86,7 @@ class MappedStatefulSets:
     def refresh(self) -> None:
         """Namespaces may have been labelled, or are no longer."""
         news = set(self.namespaces.take_news())
-        self._settle([key for key in self._named if key[0] in news])
+        self._apply([key for key in self._places if key[0] in news])
 
     def _read(self, raws: Iterable[Raw]) -> None:
         """A set changes with each pod of it that comes or goes; what matters of it hardly ever does."""
@@ -98,48 +98,48 @@ class MappedStatefulSets:
             self._sets[key] = one
             places = places_of(key, one.text, one.ordinals)
             if places:
-                self._named[key] = places
+                self._places[key] = places
             else:
-                self._named.pop(key, None)
+                self._places.pop(key, None)
             news.append(key)
-        self._settle(news)
+        self._apply(news)
 
     def _forget(self, gone: Iterable[Key]) -> None:
         gone = list(gone)
         for key in gone:
             self._sets.pop(key, None)
-            self._named.pop(key, None)
-        self._settle(gone)
+            self._places.pop(key, None)
+        self._apply(gone)
 
-    def _settle(self, news: Iterable[Key]) -> None:
+    def _apply(self, news: Iterable[Key]) -> None:
         changed: set[str] = set()
         for key in news:
-            before, after = self._counted.pop(key, frozenset()), self._kept(key)
+            before, after = self._reserved.pop(key, frozenset()), self._owned_places(key)
             if after:
-                self._counted[key] = after
-            for place, keeper in before - after:
-                self._keepers[place].discard(keeper)
-            for place, keeper in after - before:
-                self._keepers.setdefault(place, set()).add(keeper)
+                self._reserved[key] = after
+            for place, owner in before - after:
+                self._owners[place].discard(owner)
+            for place, owner in after - before:
+                self._owners.setdefault(place, set()).add(owner)
             for place in {place for place, _ in before ^ after}:
-                self._say(place)
+                self._update_owner(place)
                 changed.add(place[0])
         if changed:
             self._fleet.set_aside(self._mapped, changed)
 
-    def _kept(self, key: Key) -> Kept:
-        if key not in self._named or not self.namespaces.get(key[0]):
+    def _owned_places(self, key: Key) -> OwnedPlaces:
+        if key not in self._places or not self.namespaces.get(key[0]):
             return frozenset()
-        keeper = self._sets[key].keeper
-        return frozenset((place, keeper) for place in self._named[key])
+        owner = self._sets[key].owner
+        return frozenset((place, owner) for place in self._places[key])
 
-    def _say(self, place: Place) -> None:
+    def _update_owner(self, place: MapPlace) -> None:
         """Who keeps it by now."""
         node, gpu = place
-        if self._keepers[place]:
-            self._mapped.setdefault(node, {})[gpu] = min(self._keepers[place])
+        if self._owners[place]:
+            self._mapped.setdefault(node, {})[gpu] = min(self._owners[place])
             return
-        del self._keepers[place]
+        del self._owners[place]
         del self._mapped[node][gpu]
         if not self._mapped[node]:
             del self._mapped[node]
@@ -189,15 +189,15 @@ def whole(value: object, absent: int) -> int:
     return max(0, value) if isinstance(value, int) else 0
 
 
-def not_kept(sets: Iterable[Raw], namespaces: Iterable[Raw], opt_in: str = keys.OPT_IN.name) -> list[Key]:
+def sets_without_label(sets: Iterable[Raw], namespaces: Iterable[Raw], opt_in: str = keys.OPT_IN.name) -> list[Key]:
     """The sets with a map for which nothing is kept: their namespaces have asked for us and have not the label."""
     known = {raw["metadata"]["name"]: raw for raw in namespaces}
     mapped = {key_of(raw) for raw in sets if map_of(raw) is not None}
-    without = {name for name, raw in known.items() if opted_in(raw, opt_in) and not may_keep(raw, opt_in)}
+    without = {name for name, raw in known.items() if opted_in(raw, opt_in) and not may_reserve_by_map(raw, opt_in)}
     return sorted(key for key in mapped if key[0] in without)
 
 
-def places_of(key: Key, text: str | None, ordinals: range) -> Named:
+def places_of(key: Key, text: str | None, ordinals: range) -> MapPlaces:
     """What the set's map names for its ordinals; nothing if nobody can read it: its pods are denied then."""
     if text is None or not ordinals:
         return frozenset()
@@ -222,16 +222,16 @@ class NodeNameConflicts:
     def __init__(self, fleet: Fleet, events: Events) -> None:
         self._fleet = fleet
         self._events = events
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     async def step(self) -> None:
         conflicts = dict(self._fleet.disputed_names())
         for value, names in conflicts.items():
             for name in names:
-                if (value, name) not in self._told:
+                if (value, name) not in self._reported:
                     text = conflict(value, name, names, is_real=value in self._fleet.indexed_nodes)
                     self._events.record(Subject.of_node(name), Reason.AMBIGUOUS_NODE, text)
-        self._told = {(value, name) for value, names in conflicts.items() for name in names}
+        self._reported = {(value, name) for value, names in conflicts.items() for name in names}
 
 
 def conflict(value: str, name: str, names: Iterable[str], *, is_real: bool) -> str:

@@ -52,8 +52,8 @@ class Reserver:
         self.policy = policy
         self._clock = clock
         self._metrics = metrics
-        self._room = PendingLimiter(ledger, fleet, clock, limits or PendingLimits(), is_known)
-        self.lines = QueueOrder()
+        self._limiter = PendingLimiter(ledger, fleet, clock, limits or PendingLimits(), is_known)
+        self.queue_order = QueueOrder()
         """The claims that wait already, where somebody tells of them."""
 
     def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
@@ -61,13 +61,13 @@ class Reserver:
         self.fleet.advance(self._clock())
         return decide(claim, self.fleet, self.policy, most=most)
 
-    def others_first(self, claim: Claim) -> Deny | None:
+    def queued_ahead(self, claim: Claim) -> Deny | None:
         """Whether it is the turn of others of its kind. Those that nothing can be had for hold nobody up, nor do those
         that want no device.
 
         One question for all of them: they differ in how many they want, and in nothing else.
         """
-        counts = self.lines.counts(ClaimKind.of(claim)) if len(self.lines) and claim.count else []
+        counts = self.queue_order.counts(ClaimKind.of(claim)) if len(self.queue_order) and claim.count else []
         counts = [count for count in counts if count]
         if not counts:
             return None
@@ -76,7 +76,7 @@ class Reserver:
         first = next((count for count in counts if count <= most), None)
         return None if first is None else its_turn_is_later(claim, first)
 
-    def never(self, claim: Claim) -> Deny | None:
+    def exceeds_every_node(self, claim: Claim) -> Deny | None:
         """More than any node has, whatever is free: no waiting heals that. Of a fleet without a GPU nothing is known,
         and a placement map is mended while its pods wait."""
         most = self.fleet.most_devices
@@ -97,22 +97,24 @@ class Reserver:
         if await self.ledger.find(ask.id) is not None:
             return await self._held(ask, claim, answer_by)
         refused = self.too_many_orphans(ask.namespace, claim.count)
-        if refused is not None or self._room.why_not(ask.namespace, claim.count) is not None:
+        if refused is not None or self._limiter.denial(ask.namespace, claim.count) is not None:
             places = self.places(claim, most=1)
             if isinstance(places, Deny):
                 return places  # no waiting for room heals that
-        async with self._room.entered(ask.namespace, claim.count, self._patience(answer_by, patience)) as refused:
+        async with self._limiter.reserve_room(
+            ask.namespace, claim.count, self._patience(answer_by, patience)
+        ) as refused:
             return refused or await self._held(ask, claim, answer_by)
 
     def too_many_orphans(self, namespace: str, gpus: int) -> Deny | None:
         """Whether its pods that are gone have as many as its pods may have so. A dry run is told as well."""
-        return self._room.too_many_orphans(namespace, gpus)
+        return self._limiter.too_many_orphans(namespace, gpus)
 
     def _patience(self, answer_by: datetime, most: timedelta | None = None) -> timedelta:
         left = answer_by - self._clock() - FOR_THE_WRITE
         return left if most is None else min(left, most)
 
-    async def hold_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
+    async def reserve_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
         """Exactly what was promised under that id, if nobody has it since. Raises LedgerError."""
         self.fleet.advance(self._clock())
         ask = ReservationRequest(
@@ -125,7 +127,7 @@ class Reserver:
         )
         if any(self.fleet.is_quarantined(uuid) for uuid in lapsed.uuids):
             return lapsed_for_good(lapsed)
-        async with self._room.entered(ask.namespace, len(lapsed.slots), self._patience(answer_by)) as refused:
+        async with self._limiter.reserve_room(ask.namespace, len(lapsed.slots), self._patience(answer_by)) as refused:
             if refused is not None:
                 return refused
             try:

@@ -41,7 +41,7 @@ MARGIN = timedelta(milliseconds=800)
 # Every bad line of a placement map is named, as far as a person would read on.
 MOST_MISTAKES = 64
 
-Door = Callable[[Review, datetime], Awaitable[Verdict]]
+ReviewHandler = Callable[[Review, datetime], Awaitable[Verdict]]
 
 
 class Reviewer:
@@ -64,9 +64,9 @@ class Reviewer:
         self._metrics = metrics
         ending = PodEnding(reserver.ledger, pods, hinting)
         validator = PodValidator(reserver, pods, rules, clock, hinting, ending)
-        self.mutated: Door = PodMutator(reserver, pods, rules, hinting, ending).mutated
-        self.validated: Door = validator.validated
-        self.binding_mutated: Door = validator.binding_mutated
+        self.mutated: ReviewHandler = PodMutator(reserver, pods, rules, hinting, ending).mutated
+        self.validated: ReviewHandler = validator.validated
+        self.binding_mutated: ReviewHandler = validator.binding_mutated
 
     async def rehearsed(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
         """Both webhooks' answers to a dry run of the creation of `raw`, the second one of the pod as patched."""
@@ -81,12 +81,12 @@ class Reviewer:
             return Rehearsal(validated, raw, warnings=mutated.warnings)
         return Rehearsal(mutated, final, tuple(mutated.patch), mutated.warnings)
 
-    async def judged(self, review: Review, door: Door, answer_by: datetime) -> Verdict:
+    async def judged(self, review: Review, handler: ReviewHandler, answer_by: datetime) -> Verdict:
         """The door's verdict; whatever goes wrong behind it is a denial with its own reason."""
         left = (answer_by - self._clock()).total_seconds()
         try:
             async with asyncio.timeout(left) as patience:
-                return await door(review, answer_by)
+                return await handler(review, answer_by)
         except TimeoutError:
             if not patience.expired():
                 raise

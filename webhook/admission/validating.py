@@ -151,7 +151,7 @@ class PodValidator:
             or check.still_proven(claim, known.node, fleet, policy)
         )
         if refused is None and is_late:
-            refused = await self._reserver.hold_again(known, answer_by=answer_by)
+            refused = await self._reserver.reserve_again(known, answer_by=answer_by)
         if refused is not None:
             return refused
         if identity.uid:

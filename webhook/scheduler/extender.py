@@ -22,7 +22,7 @@ from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import plain
 from webhook.ledger.pods import PodsUnavailableError
 from webhook.runtime.clock import Clock
-from webhook.scheduler import filter as sieve
+from webhook.scheduler import filter as node_filter
 from webhook.scheduler.filter import NodeQuery
 
 log = structlog.get_logger(__name__)
@@ -78,55 +78,55 @@ class Extender:
         self._bindings = bindings
         self._binding_check = BindingCheck(parts.reserver, parts.pods, self._claims, self._bind_deadline, parts.clock)
 
-    async def sift(self, args: ExtenderArgs) -> FilterResult:
+    async def filter(self, args: ExtenderArgs) -> FilterResult:
         """Raises LedgerError where reservations cannot be looked up, NamespacesUnavailableError where namespaces can't;
         so do the others."""
-        wish = await self._wish(args.pod)
-        if isinstance(wish, Refused):
-            return sieve.refusing(args.offer.names, wish.text)
+        query = await self._query(args.pod)
+        if isinstance(query, Refused):
+            return node_filter.reject_all(args.offer.names, query.text)
         self._fleet.advance(self._clock())
-        return sieve.sifted(wish, args.offer.names, self._fleet, self._policy)
+        return node_filter.filter_nodes(query, args.offer.names, self._fleet, self._policy)
 
     async def scores(self, args: ExtenderArgs) -> list[tuple[str, int]]:
-        wish = await self._wish(args.pod)
-        if isinstance(wish, Refused):
+        query = await self._query(args.pod)
+        if isinstance(query, Refused):
             return [(name, 0) for name in args.offer.names]
         self._fleet.advance(self._clock())
-        return sieve.scores(wish, args.offer.names, self._fleet, self._policy)
+        return node_filter.scores(query, args.offer.names, self._fleet, self._policy)
 
-    async def worth_an_eviction(self, args: PreemptArgs) -> dict[str, Victims]:
+    async def filter_victims(self, args: PreemptArgs) -> dict[str, Victims]:
         """The nodes that would do once there is room."""
-        wish = await self._wish(args.pod)
-        if isinstance(wish, Refused):
+        query = await self._query(args.pod)
+        if isinstance(query, Refused):
             return {}
         self._fleet.advance(self._clock())
-        never = sieve.sifted(wish, args.victims, self._fleet, self._policy).unresolvable
+        never = node_filter.filter_nodes(query, args.victims, self._fleet, self._policy).unresolvable
         return {name: one for name, one in args.victims.items() if name not in never}
 
-    async def _wish(self, pod: Pod) -> NodeQuery | Refused | None:
+    async def _query(self, pod: Pod) -> NodeQuery | Refused | None:
         """What the pod wants of nodes; None if it wants nothing of ours."""
         try:
             recorded = recorded_claim(pod)
             asked = await self._asked(pod) if recorded is None or not recorded.count else None
         except InvalidPodError as exc:
             log.info("claim refused", pod=f"{pod.meta.namespace}/{pod.display_name}", mistakes=exc.mistakes[:20])
-            return Refused(sieve.unreadable(exc.mistakes))
+            return Refused(node_filter.unreadable(exc.mistakes))
         if recorded is None:
             return None if asked is None else NodeQuery(asked)
         if not recorded.count:
-            return proven_wish(recorded, asked)
-        return await self._reserved_wish(pod, recorded)
+            return evidence_query(recorded, asked)
+        return await self._reserved_query(pod, recorded)
 
     async def _asked(self, pod: Pod) -> Claim | None:
         """What the pod asks for itself, within its namespace."""
         return claim_of(pod, await self._claims.within(pod.meta.namespace or ""))
 
-    async def _reserved_wish(self, pod: Pod, claim: Claim) -> NodeQuery | Refused:
+    async def _reserved_query(self, pod: Pod, claim: Claim) -> NodeQuery | Refused:
         held = await recorded_reservation(self._ledger, pod)
         if held is None or check.still_held(claim, held, pod) is not None:
-            return Refused(sieve.NOT_RESERVED)
+            return Refused(node_filter.NOT_RESERVED)
         if check.in_time(pod, held, self._clock(), self._bind_deadline) is not None:
-            return Refused(sieve.TOO_LATE)
+            return Refused(node_filter.TOO_LATE)
         return NodeQuery(claim, held.node, is_recorded=True)
 
     # Binding.
@@ -167,12 +167,12 @@ class Extender:
         return "" if where(living, pod) == node else problem
 
 
-def proven_wish(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
+def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
     """Of a record without GPUs."""
     claim = believed(recorded, asked)
     if claim is None:
         return Refused(
-            sieve.unreadable([f"annotation {keys.CLAIM.name} names none of the hashes that the pod asks for"])
+            node_filter.unreadable([f"annotation {keys.CLAIM.name} names none of the hashes that the pod asks for"])
         )
     return NodeQuery(claim, is_recorded=True)
 
@@ -184,7 +184,7 @@ def where(living: Pod | None, pod: PodIdentity) -> str | None:
     return living.body.node_name or None
 
 
-def refused_by(sifted: FilterResult) -> Mapping[str, int]:
+def count_rejections(result: FilterResult) -> Mapping[str, int]:
     """How many nodes each text speaks against. Texts that quote a pod count as one."""
-    texts = (*sifted.failed.values(), *sifted.unresolvable.values())
-    return Counter(text if text in sieve.TEXTS else sieve.UNREADABLE for text in texts)
+    texts = (*result.failed.values(), *result.unresolvable.values())
+    return Counter(text if text in node_filter.TEXTS else node_filter.UNREADABLE for text in texts)

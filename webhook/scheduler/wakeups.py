@@ -26,7 +26,7 @@ from webhook.core.reservation import PodIdentity
 from webhook.core.verdict import Deny
 from webhook.runtime.backoff import Backoff
 from webhook.runtime.clock import Clock
-from webhook.scheduler import filter as sieve
+from webhook.scheduler import filter as node_filter
 
 log = structlog.get_logger(__name__)
 
@@ -83,7 +83,7 @@ class UnschedulablePod:
     claim: Claim
     # Where its GPUs are, if some are reserved.
     reserved: str | None
-    will_do: frozenset[str] = frozenset()
+    fitting: frozenset[str] = frozenset()
     not_before: datetime | None = None
     failures: int = 0
     wanted: Wanted = field(init=False)
@@ -98,12 +98,12 @@ class Wakeups:
     """Hears of pods from a watch; `step` wakes those for which something has changed for the better."""
 
     def __init__(
-        self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimReader, alarm: PodWaker, clock: Clock
+        self, fleet: Fleet, policy: EvidencePolicy, claims: ClaimReader, waker: PodWaker, clock: Clock
     ) -> None:
         self._fleet = fleet
         self._policy = policy
         self._claims = claims
-        self._alarm = alarm
+        self._waker = waker
         self._clock = clock
         self._waiters: dict[str, UnschedulablePod] = {}
 
@@ -121,7 +121,7 @@ class Wakeups:
 
     def changed(self, raw: Raw) -> None:
         uid = str(raw["metadata"].get("uid"))
-        waiter = self._waiter(raw) if waits_for_us(raw) else None
+        waiter = self._waiter(raw) if is_rejected_by_us(raw) else None
         known = self._waiters.get(uid)
         if waiter is None:
             self._waiters.pop(uid, None)
@@ -174,7 +174,7 @@ class Wakeups:
             is_proven = check.still_proven(claim, reserved, self._fleet, self._policy) is None
             return frozenset({reserved} if is_proven else ())
         found = self._decided(claim)
-        if claim.count and not found and sieve.is_counted_elsewhere(claim):
+        if claim.count and not found and node_filter.is_counted_elsewhere(claim):
             without = Claim(msgspec.structs.replace(claim.record, gpus=0), claim.nodes)
             found = {name for name in self._decided(without) if not self._fleet.indexed_nodes[name].node.devices}
         return frozenset(found)
@@ -189,7 +189,7 @@ class Wakeups:
         waiter.not_before = now + BACKOFF.pause(waiter.failures)
         pod = waiter.identity
         try:
-            await self._alarm.wake(pod, now.isoformat(timespec="milliseconds"))
+            await self._waker.wake(pod, now.isoformat(timespec="milliseconds"))
         except NotWokenError as exc:
             log.warning("pod not woken", namespace=pod.namespace, name=pod.name, problem=str(exc))
             return not isinstance(exc, WakerUnavailableError)
@@ -197,17 +197,17 @@ class Wakeups:
         return True
 
 
-def is_due(waiter: UnschedulablePod, will_do: frozenset[str], now: datetime) -> bool:
+def is_due(waiter: UnschedulablePod, fitting: frozenset[str], now: datetime) -> bool:
     """Whether to wake it now, given the nodes that will do; a node that did not before makes it sooner."""
-    if will_do - waiter.will_do:
+    if fitting - waiter.fitting:
         waiter.failures = 0
         if waiter.not_before is not None:
             waiter.not_before = min(waiter.not_before, now + BACKOFF.first)
-    waiter.will_do = will_do
-    return bool(will_do) and (waiter.not_before is None or waiter.not_before <= now)
+    waiter.fitting = fitting
+    return bool(fitting) and (waiter.not_before is None or waiter.not_before <= now)
 
 
-def waits_for_us(raw: Raw) -> bool:
+def is_rejected_by_us(raw: Raw) -> bool:
     """Whether its scheduler found no node, and one of our texts is among the reasons that it gives."""
     if (raw.get("spec") or {}).get("nodeName") or raw["metadata"].get("deletionTimestamp"):
         return False
@@ -218,6 +218,6 @@ def waits_for_us(raw: Raw) -> bool:
     return any(
         one.type == "PodScheduled"
         and one.status == "False"
-        and any(text in (one.message or "") for text in sieve.TEXTS)
+        and any(text in (one.message or "") for text in node_filter.TEXTS)
         for one in (status and status.conditions) or ()
     )

@@ -99,7 +99,7 @@ class HintService:
                 tasks.create_task(watch.run())
             tasks.create_task(asyncio.Event().wait())
 
-    async def heard(self, patience: float) -> None:
+    async def wait_until_ready(self, patience: float) -> None:
         """Until all has been heard of once, or for so long: nobody waits for hints."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience):

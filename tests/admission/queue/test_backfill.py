@@ -109,8 +109,8 @@ class Hall:
 
     def first(self) -> tuple[str, int, str] | None:
         """Who waits first for GPUs to become free: its name, how many it wants, and the node that is left to it."""
-        for left in self.queue._left.values():
-            waiter = self.pods.lines.get(left.uid)
+        for left in self.queue._backfill_nodes.values():
+            waiter = self.pods.queue_order.get(left.uid)
             if waiter is not None:
                 return waiter.pod.name, waiter.claim.count, left.node
         return None

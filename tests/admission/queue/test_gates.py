@@ -69,7 +69,7 @@ async def test_a_gate_is_opened_by_the_whole_patch(api_server: ApiServer, gates:
 async def test_no_gate_of_a_pod_that_is_gone_is_opened(api_server: ApiServer, gates: ApiGates) -> None:
     api_server.says(404, {"kind": "Status"})
     assert not await gates.open(THE_POD, PATCH)
-    await gates.say(THE_POD, "because")
+    await gates.write_reason(THE_POD, "because")
 
 
 async def test_what_the_api_server_says_against_it_is_told(api_server: ApiServer, gates: ApiGates) -> None:
@@ -77,11 +77,11 @@ async def test_what_the_api_server_says_against_it_is_told(api_server: ApiServer
     with pytest.raises(GateError, match="the test failed"):
         await gates.open(THE_POD, PATCH)
     with pytest.raises(GateError, match="the test failed"):
-        await gates.is_shut(THE_POD)
+        await gates.is_closed(THE_POD)
 
 
 @pytest.mark.parametrize(
-    ("code", "raw", "is_shut"),
+    ("code", "raw", "is_closed"),
     [
         pytest.param(200, WAITING, True, id="as-it-waits"),
         pytest.param(200, builders.created(WISH), False, id="open"),
@@ -90,7 +90,7 @@ async def test_what_the_api_server_says_against_it_is_told(api_server: ApiServer
     ],
 )
 async def test_a_gate_is_shut_where_this_very_pod_waits_behind_it(
-    api_server: ApiServer, gates: ApiGates, code: int, raw: Any, *, is_shut: bool
+    api_server: ApiServer, gates: ApiGates, code: int, raw: Any, *, is_closed: bool
 ) -> None:
     api_server.says(code, raw)
-    assert await gates.is_shut(THE_POD) is is_shut
+    assert await gates.is_closed(THE_POD) is is_closed

@@ -76,7 +76,7 @@ class Yard:
             raise GateError("away")
         return True
 
-    async def say(self, pod: PodIdentity, why: str) -> None:
+    async def write_reason(self, pod: PodIdentity, why: str) -> None:
         if pod.name in self.hangs:
             await asyncio.Event().wait()
         if pod.name in self.cannot_be_told:
@@ -87,7 +87,7 @@ class Yard:
         self.telling_now -= 1
         self.said[pod.name] = why
 
-    async def is_shut(self, pod: PodIdentity) -> bool:
+    async def is_closed(self, pod: PodIdentity) -> bool:
         return pod.name in self.pods and is_waiting(self.pods[pod.name])
 
 
@@ -176,7 +176,7 @@ class Scene:
             self.demands.changed(raw)
 
     def waiter(self, name: str) -> QueuedPod:
-        found = self.pods.lines.get(f"uid-{name}")
+        found = self.pods.queue_order.get(f"uid-{name}")
         assert found is not None
         return found
 
@@ -217,7 +217,7 @@ class Scene:
 
     def order(self) -> list[str]:
         """Of those that wait and are of one kind."""
-        lines = self.pods.lines
+        lines = self.pods.queue_order
         return [one.pod.name for kind in lines.kinds() for head in lines.heads(kind) for one in lines.behind(head)]
 
 
@@ -519,8 +519,8 @@ async def test_a_line_is_asked_for_once_a_pass_however_long_it_is(scene: Scene) 
     for number in range(200):
         scene.come(f"p{number}", seconds=number)
     await scene.queue.step()
-    kind = scene.pods.lines.kinds()[0]
-    assert [head.pod.name for head in scene.pods.lines.heads(kind)] == ["p2"]
+    kind = scene.pods.queue_order.kinds()[0]
+    assert [head.pod.name for head in scene.pods.queue_order.heads(kind)] == ["p2"]
     assert len(scene.opened()) == 2
 
 
@@ -602,7 +602,7 @@ async def test_of_a_pod_whose_gate_is_open_unheard_nothing_is_taken(scene: Scene
     scene.now += BIND_DEADLINE
     await scene.queue.step()
     assert scene.held() == before
-    assert "uid-a" not in scene.pods.lines
+    assert "uid-a" not in scene.pods.queue_order
 
 
 def two_proven_nodes() -> Scene:
@@ -765,8 +765,8 @@ async def test_what_a_list_says_of_pods_known_before_counts_and_the_watch_knows_
     scene.come("new")
     scene.pods.deleted(scene.yard.pods["deleted"])
     scene.pods.read(asked, listed.values())
-    assert scene.pods.lines.uids() == {"uid-same", "uid-new"}
-    assert scene.pods.misfits.keys() == {"uid-edited"}
+    assert scene.pods.queue_order.uids() == {"uid-same", "uid-new"}
+    assert scene.pods.rejected.keys() == {"uid-edited"}
 
 
 async def test_a_pod_fits_again_once_its_namespace_demands_what_it_did(scene: Scene) -> None:
@@ -784,15 +784,15 @@ async def test_a_pod_fits_again_once_its_namespace_demands_what_it_did(scene: Sc
 async def test_only_pods_of_namespaces_that_demand_something_else_are_judged_again(scene: Scene) -> None:
     scene.come("a")
     scene.demand(HASH)
-    scene.pods.judge_again(9)
-    assert scene.pods.misfits.keys() == {"uid-a"}
+    scene.pods.recheck(9)
+    assert scene.pods.rejected.keys() == {"uid-a"}
     scene.namespaces.view.changed({"metadata": {"name": "ml"}})
     scene.demands.changed({"metadata": {"name": "other", "annotations": {"gpuwarden.io/required-hash": HASH}}})
-    scene.pods.judge_again(9)
-    assert scene.pods.misfits.keys() == {"uid-a"}
+    scene.pods.recheck(9)
+    assert scene.pods.rejected.keys() == {"uid-a"}
     scene.demands.deleted({"metadata": {"name": "ml"}})
-    scene.pods.judge_again(9)
-    assert scene.pods.misfits == {}
+    scene.pods.recheck(9)
+    assert scene.pods.rejected == {}
 
 
 async def test_of_a_pod_that_is_gone_nobody_is_told_that_its_gate_is_open(scene: Scene) -> None:
@@ -800,7 +800,7 @@ async def test_of_a_pod_that_is_gone_nobody_is_told_that_its_gate_is_open(scene:
     del scene.yard.pods["a"]
     await scene.queue.step()
     assert scene.heard.told == []
-    assert "uid-a" not in scene.pods.lines
+    assert "uid-a" not in scene.pods.queue_order
 
 
 # How much a pass does.
@@ -896,7 +896,7 @@ async def test_claims_that_no_node_can_hold_wait_for_those_that_one_can(scene: S
 async def test_pods_are_told_together_and_one_that_hangs_keeps_nobody(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("webhook.admission.queue.reports.TELLING_BUDGET", 0.05)
+    monkeypatch.setattr("webhook.admission.queue.reports.REPORT_BUDGET", 0.05)
     many_kinds(scene, 40)
     scene.yard.hangs = {"p0"}
     async with asyncio.timeout(10):

@@ -25,10 +25,10 @@ class ApiGates:
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
         return await self._patch(pod, patch, JSON_PATCH)
 
-    async def say(self, pod: PodIdentity, why: str) -> None:
+    async def write_reason(self, pod: PodIdentity, why: str) -> None:
         await self._patch(pod, {"metadata": {"uid": pod.uid, "annotations": {keys.WAITING: why}}}, MERGE_PATCH)
 
-    async def is_shut(self, pod: PodIdentity) -> bool:
+    async def is_closed(self, pod: PodIdentity) -> bool:
         try:
             status, body = await answered(self._api, "GET", POD_PATH, names_of(pod), seconds=REQUEST_TIMEOUT)
         except LOST as exc:

@@ -40,10 +40,10 @@ class GateClient(Protocol):
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
         """The whole JSON patch or nothing of it. Whether there still was a pod of that name."""
 
-    async def say(self, pod: PodIdentity, why: str) -> None:
+    async def write_reason(self, pod: PodIdentity, why: str) -> None:
         """What it waits for, in its annotation."""
 
-    async def is_shut(self, pod: PodIdentity) -> bool:
+    async def is_closed(self, pod: PodIdentity) -> bool:
         """Whether this very pod is there and waits behind our gate, by a quorum read."""
 
 
@@ -67,7 +67,7 @@ class GateOpener:
         tries = self._tries.get(uid)
         return tries is not None and tries.not_before > self._clock()
 
-    def leave(self, uid: str, pause: timedelta) -> None:
+    def postpone(self, uid: str, pause: timedelta) -> None:
         """For so long, if its gate could not be opened."""
         tries = self._tries.get(uid)
         if tries is not None:
@@ -79,7 +79,7 @@ class GateOpener:
         self._tries.setdefault(uid, Retry(now)).postpone(now, BACKOFF)
 
     async def open(self, waiter: QueuedPod, outfit: Allocation) -> None:
-        pod, raw, known = waiter.pod, self._pods.raws.get(waiter.pod.uid), self._pods.lines.get(waiter.pod.uid)
+        pod, raw, known = waiter.pod, self._pods.raws.get(waiter.pod.uid), self._pods.queue_order.get(waiter.pod.uid)
         if raw is None or known is None or known.claim != waiter.claim:
             return  # it is gone, and so will be what it holds; or has been changed meanwhile
         try:

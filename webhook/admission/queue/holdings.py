@@ -82,7 +82,7 @@ class QueueReservations:
         """Whether it is free. Of a pod whose gate is open already, by an answer that was lost, nothing is taken."""
         owner = pod if held.uid == pod.uid else PodIdentity(held.namespace, "", "")
         try:
-            if not await self._gates.is_shut(pod):
+            if not await self._gates.is_closed(pod):
                 self._pods.forget(pod.uid)
                 return False
             is_free = await self._ledger.release(held.id, owner, node=held.node, since=held.since)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
-from webhook.admission.namespaces import ClaimReader, bond_of
+from webhook.admission.namespaces import ClaimReader, hash_policy_of
 from webhook.core import check, keys
 from webhook.core.claim import recorded_claim
 from webhook.core.dress import DressRules
@@ -19,7 +19,7 @@ from webhook.core.verdict import Deny
 from webhook.runtime.clock import LONG_AGO
 
 
-def nobody_cares(uid: str) -> None:
+def ignore_new_pod(uid: str) -> None:
     return None
 
 
@@ -31,17 +31,17 @@ class WaitingPods:
         claims: ClaimReader,
         rules: DressRules,
         *,
-        lines: QueueOrder | None = None,
-        has_come: Callable[[str], None] = nobody_cares,
+        queue_order: QueueOrder | None = None,
+        on_new_pod: Callable[[str], None] = ignore_new_pod,
     ) -> None:
-        self.lines = QueueOrder() if lines is None else lines
+        self.queue_order = QueueOrder() if queue_order is None else queue_order
         self.raws: dict[str, Raw] = {}
         """All of them, those in the lines and the misfits."""
-        self.misfits: dict[str, tuple[PodIdentity, Deny]] = {}
+        self.rejected: dict[str, tuple[PodIdentity, Deny]] = {}
         self._claims = claims
         self._rules = rules
-        self._has_come = has_come
-        self._doubtful: dict[str, None] = {}  # uids of those that were judged by what no longer holds
+        self._has_come = on_new_pod
+        self._to_recheck: dict[str, None] = {}  # uids of those that were judged by what no longer holds
 
     # What the watch tells.
 
@@ -58,7 +58,7 @@ class WaitingPods:
             self.forget(uid, was_served="deletionTimestamp" not in raw["metadata"])
             return
         is_new = uid not in self.raws
-        self._judge(uid, raw)
+        self._classify(uid, raw)
         if is_new:
             self._has_come(uid)
 
@@ -68,9 +68,9 @@ class WaitingPods:
     def forget(self, uid: str, *, was_served: bool = False) -> None:
         """It is gone, or, if it was served, its gate is open."""
         if self.raws.pop(uid, None) is not None:
-            self.lines.drop(uid, was_served=was_served)
-            self.misfits.pop(uid, None)
-            self._doubtful.pop(uid, None)
+            self.queue_order.drop(uid, was_served=was_served)
+            self.rejected.pop(uid, None)
+            self._to_recheck.pop(uid, None)
 
     # What else is learnt of them.
 
@@ -87,31 +87,31 @@ class WaitingPods:
 
     def refuse(self, uid: str, refused: Deny) -> None:
         """It is not as it has to be, as somebody has found who knows better."""
-        waiter = self.lines.get(uid)
+        waiter = self.queue_order.get(uid)
         if waiter is not None:
-            self.lines.drop(uid)
-            self.misfits[uid] = waiter.pod, refused
+            self.queue_order.drop(uid)
+            self.rejected[uid] = waiter.pod, refused
 
-    def doubt(self, namespaces: Collection[str]) -> None:
+    def mark_for_recheck(self, namespaces: Collection[str]) -> None:
         """Those in namespaces that demand something else than before."""
         found = (uid for uid, raw in self.raws.items() if raw["metadata"].get("namespace") in namespaces)
-        self._doubtful.update(dict.fromkeys(found))
+        self._to_recheck.update(dict.fromkeys(found))
 
-    def judge_again(self, most: int) -> None:
+    def recheck(self, most: int) -> None:
         """Some of those that are in doubt."""
-        for uid in list(islice(self._doubtful, most)):
-            del self._doubtful[uid]
-            self._judge(uid, self.raws[uid])
+        for uid in list(islice(self._to_recheck, most)):
+            del self._to_recheck[uid]
+            self._classify(uid, self.raws[uid])
 
-    def _judge(self, uid: str, raw: Raw) -> None:
+    def _classify(self, uid: str, raw: Raw) -> None:
         self.raws[uid] = raw
         found = self._waiter(raw)
         if isinstance(found, QueuedPod):
-            self.misfits.pop(uid, None)
-            self.lines.put(found)
+            self.rejected.pop(uid, None)
+            self.queue_order.put(found)
         else:
-            self.lines.drop(uid)
-            self.misfits[uid] = found
+            self.queue_order.drop(uid)
+            self.rejected[uid] = found
 
     def _waiter(self, raw: Raw) -> QueuedPod | tuple[PodIdentity, Deny]:
         identity = identity_in(raw)
@@ -134,23 +134,25 @@ class DemandsListener:
 
     def __init__(self, pods: WaitingPods) -> None:
         self._pods = pods
-        self._bonds: dict[str, HashPolicy] = {}
+        self._policies: dict[str, HashPolicy] = {}
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
-        there = {raw["metadata"]["name"]: bond_of(raw) for raw in objects.values()}
-        gone = self._bonds.keys() - there.keys()
-        self._pods.doubt(gone | {name for name, bond in there.items() if self._bonds.get(name) != bond})
-        self._bonds = there
+        there = {raw["metadata"]["name"]: hash_policy_of(raw) for raw in objects.values()}
+        gone = self._policies.keys() - there.keys()
+        self._pods.mark_for_recheck(
+            gone | {name for name, policy in there.items() if self._policies.get(name) != policy}
+        )
+        self._policies = there
 
     def changed(self, raw: Raw) -> None:
-        name, bond = raw["metadata"]["name"], bond_of(raw)
-        if self._bonds.get(name) != bond:
-            self._bonds[name] = bond
-            self._pods.doubt({name})
+        name, policy = raw["metadata"]["name"], hash_policy_of(raw)
+        if self._policies.get(name) != policy:
+            self._policies[name] = policy
+            self._pods.mark_for_recheck({name})
 
     def deleted(self, raw: Raw) -> None:
-        if self._bonds.pop(raw["metadata"]["name"], None) is not None:
-            self._pods.doubt({raw["metadata"]["name"]})
+        if self._policies.pop(raw["metadata"]["name"], None) is not None:
+            self._pods.mark_for_recheck({raw["metadata"]["name"]})
 
 
 NOT_OURS = Deny(Reason.FORGED, "the pod is not as a pod waits in the queue")

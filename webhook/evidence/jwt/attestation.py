@@ -79,7 +79,7 @@ class Attestation:
         """The first look at the trust bundle."""
         await self.bundle.refresh()
 
-    async def first_answers(self) -> None:
+    async def wait_for_first_answers(self) -> None:
         """Where nobody else knows of a proof, until one can be checked: before, every node would be refused."""
         if self.ends_with_process:
             await self.bundle.first()
