@@ -23,8 +23,8 @@ from tests.builders import (
 )
 from tests.fake_objects import FakeObjects
 from webhook.admission.binding_ends import (
-    LARGEST,
-    LINGERS,
+    CLOSED_FOR,
+    MAX_BYTES,
     NAME,
     NAMESPACE,
     NODE,
@@ -211,7 +211,7 @@ async def test_a_node_that_loses_its_evidence_is_closed_within_a_second_and_open
     scene.says(A, word)
     assert (await scene.after())[A] == LATE
     scene.ends.changed(raw_pod("late"))
-    assert (await scene.after(2 * LINGERS))[A] == LATE
+    assert (await scene.after(2 * CLOSED_FOR))[A] == LATE
     scene.ends.changed(raw_pod("late", nodeName=A))
     assert A not in await scene.after(ROUTINE)
 
@@ -222,7 +222,7 @@ async def test_whoever_is_elected_next_keeps_closed_what_was_closed() -> None:
     scene.says(A, None)
     scene.ends = scene.another()
     assert (await scene.after())[A] == LATE
-    assert A not in await scene.after(2 * LINGERS)
+    assert A not in await scene.after(2 * CLOSED_FOR)
 
 
 async def test_a_longer_end_is_written_in_its_turn_and_a_near_one_at_once() -> None:
@@ -337,7 +337,7 @@ async def test_others_are_not_listed(raw: Raw) -> None:
 async def test_a_list_that_does_not_fit_closes_everything() -> None:
     scene = Scene()
     await scene.after()
-    for number in range(LARGEST // 200):
+    for number in range(MAX_BYTES // 200):
         scene.fleet.put(node(f"{number:0200}"), NOW)
         scene.proves(f"{number:0200}", HOUR)
     await scene.after(ROUTINE)
@@ -445,7 +445,7 @@ def test_a_namespace_within_its_share_is_never_closed(
     sizes: dict[str, int], closed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pods = {name: {(POD, f"{name}-{n:034}"): NOW for n in range(size)} for name, size in sizes.items()}
-    monkeypatch.setattr("webhook.admission.binding_ends.LARGEST", 3_000)
+    monkeypatch.setattr("webhook.admission.binding_ends.MAX_BYTES", 3_000)
     found = within_the_limit({(NODE, A): NOW}, pods)
     assert {name for kind, name in found if kind == NAMESPACE} == closed
     assert len(msgspec.json.encode(raw_of(found, NOW))) <= 3_000

@@ -1,4 +1,4 @@
-"""What runs and would be refused today, and where pods, ledger and evidence do not fit: pure, on what was read."""
+"""Finds running pods that would be refused today, and contradictions between pods, ledger and evidence. No I/O."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -22,13 +22,13 @@ from webhook.core.raw import Raw
 from webhook.core.reservation import Phase, Reservation
 from webhook.ledger.reserved_pod import ENDED, ReservedPod, ReservedPodWire
 
-# A pod may be created this long after its reservation, and be heard of later still.
+# The pod may be created this long after its reservation, and its event takes time too.
 CREATION_MARGIN = timedelta(minutes=2)
 MOST_FIELDS = 4
 
 
 class FindingKind(StrEnum):
-    """What can be found, in the order of the report."""
+    """The kinds of findings, in the order of the report."""
 
     GPU_TWICE = "GpuTwice"
     UNKNOWN_RESERVATION = "UnknownReservation"
@@ -44,7 +44,7 @@ class FindingKind(StrEnum):
 
 @frozen
 class Finding:
-    """One thing that somebody should look at."""
+    """One problem for an administrator to look at."""
 
     kind: FindingKind
     object: str
@@ -55,7 +55,7 @@ class Finding:
 
 @frozen
 class AuditedPod:
-    """What matters of a pod that has not ended."""
+    """What the audit needs of a pod that has not ended."""
 
     namespace: str
     name: str
@@ -63,13 +63,13 @@ class AuditedPod:
     node: str
     reserved_pod: ReservedPod | None = None
     hashes: tuple[str, ...] = ()
-    # What it asks for without having been given it, as a sentence; empty if there is nothing.
+    # A sentence on GPUs that the pod asks for and has not been given; empty if there are none.
     asks: str = ""
-    # The containers that `CUDA_VERSION` shows all GPUs.
+    # The containers that see all GPUs of the node through `CUDA_VERSION`.
     unblinded: tuple[str, ...] = ()
-    # What would let it open devices of its node by itself, in the words of the policy.
+    # What lets the pod open devices of its node by itself, in the words of the policy.
     exposed: tuple[str, ...] = ()
-    # Of a pod with GPUs: that its containers may take longer to stop than any may.
+    # Why a pod with GPUs may take too long to stop; empty if it does not.
     slow: str = ""
 
     @property
@@ -79,17 +79,17 @@ class AuditedPod:
 
 @frozen
 class AuditRules:
-    """How pods are read in this installation."""
+    """How the audit reads pods in this installation."""
 
     claims: ClaimRules
     dress: DressRules
-    # Directories of nodes that administrators let pods mount.
+    # Directories of the node that administrators allow pods to mount.
     host_paths: Collection[str] = ()
-    # Paths of the node behind claims whose PersistentVolumes no tenant could make.
+    # Paths of the node behind PersistentVolumes that no tenant could create, by claim.
     volumes: Mapping[ClaimName, str] = field(factory=dict)
 
     def pod(self, raw: Raw) -> AuditedPod | None:
-        """None if it has ended, or there is nothing to be said of it whatever else is known."""
+        """None if the pod has ended, or if there is nothing to report of it."""
         try:
             wire, pod = msgspec.convert(raw, ReservedPodWire), Pod.parse(raw)
             exposed = refusals(raw, self.host_paths, self.volumes)
@@ -118,7 +118,7 @@ class AuditRules:
         return refused.message if refused else ""
 
     def _asks(self, pod: Pod, recorded: Claim | None, reserved_pod: ReservedPod | None) -> str:
-        """What was read before is served, waits, or asks for no GPU."""
+        """Empty for a pod that has its GPUs, waits in the queue, or has a record without GPUs."""
         if reserved_pod is not None or (recorded is not None and (pod.is_gated or not recorded.count)):
             return ""
         try:
@@ -133,23 +133,23 @@ class AuditRules:
 
 @frozen
 class Facts:
-    """What was read, nearly at one moment. `held` was held before the pods were read, and after."""
+    """What was read from the cluster. The reservations in `held` existed both before and after the pods were read."""
 
     pods: Collection[AuditedPod]
     held: Collection[Reservation]
     opted_in: Collection[str]
-    # Of these, the namespaces that administrators have not exempted from the policy on isolation.
+    # The namespaces in `opted_in` that administrators have not exempted from the policy on isolation.
     isolated: Collection[str] = ()
-    # Of pods that carry one of these nothing is said: it has come or gone meanwhile.
+    # Reservations that appeared or disappeared while the facts were read. Their pods are not reported.
     unsettled: Collection[str] = ()
     evidence: Mapping[str, Evidence | None] = field(factory=dict)
-    # StatefulSets with a placement map, as namespace and name, where the namespace lets no map keep GPUs.
+    # StatefulSets with a placement map in namespaces whose maps reserve no GPUs, as namespace and name.
     maps_without_label: Collection[tuple[str, str]] = ()
     unreadable: Collection[str] = ()
 
 
 def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Finding]:
-    """Everything, in the order of kinds and names. `needs_evidence`: claims without a hash need a proven node too."""
+    """All findings, ordered by kind and name. `needs_evidence`: claims without a hash need a proven node too."""
     found = [
         *shared_devices(facts),
         *unknown_reservations(facts),
@@ -170,7 +170,7 @@ def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Findi
 
 
 def shared_devices(facts: Facts) -> Iterator[Finding]:
-    """Two pods on one node that were both told of a GPU which is nobody's to share."""
+    """GPUs that two pods on one node were given, although they are not shared."""
     carrying: dict[tuple[str, DeviceUuid], list[AuditedPod]] = defaultdict(list)
     for pod in facts.pods:
         if pod.reserved_pod is not None and pod.node:
@@ -233,7 +233,7 @@ def pods_without_evidence(facts: Facts, now: datetime, *, needs_evidence: bool) 
 
 
 def reservations_without_pod(facts: Facts, now: datetime) -> Iterator[Finding]:
-    """By uid where one is known; else the reservation waits for its pod, until its deadline."""
+    """A reservation with a uid needs a pod of that uid. Without a uid it may wait for its pod until its deadline."""
     uids = {pod.uid for pod in facts.pods}
     carried = {pod.reserved_pod.reservation_id for pod in facts.pods if pod.reserved_pod is not None}
     for one in facts.held:

@@ -1,4 +1,4 @@
-"""The audit of a process that watches all of it anyway: counted when somebody looks at the metrics."""
+"""The audit in a process that watches everything already: findings are counted when the metrics are read."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from webhook.runtime.clock import Clock
 
 
 class AuditedPods:
-    """Hears of pods, and keeps what an audit may say something of."""
+    """Listener of the watch of pods. Keeps the pods that an audit could report."""
 
     def __init__(self, read: Callable[[Raw], AuditedPod | None]) -> None:
         self._read = read
@@ -41,7 +41,7 @@ class AuditedPods:
 
 
 class MappedSetNames:
-    """Hears of StatefulSets, and keeps the names of those with a placement map."""
+    """Listener of the watch of StatefulSets. Keeps the names of those with a placement map."""
 
     def __init__(self) -> None:
         self.names: set[tuple[str, str]] = set()
@@ -67,7 +67,7 @@ def name_of(raw: Raw) -> tuple[str, str]:
 
 @frozen
 class AuditedNamespace:
-    """What matters of a namespace: whether its pods are looked at, isolated, and whether its maps keep GPUs."""
+    """What the audit needs of a namespace."""
 
     is_ours: bool = False
     isolates: bool = False
@@ -75,7 +75,7 @@ class AuditedNamespace:
 
 
 class AuditWatch:
-    """`pods`, `sets` and `namespaces` are listeners for the process's own watches."""
+    """The audit on the process's own watches: `pods`, `sets` and `namespaces` are their listeners."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class AuditWatch:
         self._needs_evidence = needs_evidence
 
     def counts(self) -> dict[str, int]:
-        """Findings by kind, all kinds."""
+        """The number of findings of each kind, zeros included."""
         found = Counter(one.kind for one in findings(self._facts(), self._clock(), needs_evidence=self._needs_evidence))
         return {kind.value: found[kind] for kind in FindingKind}
 

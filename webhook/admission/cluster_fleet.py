@@ -19,9 +19,9 @@ log = structlog.get_logger(__name__)
 
 
 class ClusterFleet:
-    """Tells the fleet of nodes with their devices, from two watches that know nothing of each other.
+    """Combines the watches of Nodes and of GPUNodes into the fleet.
 
-    A node whose object cannot be read stays as it was known, and the others are served on.
+    A Node that cannot be read keeps its last state. The other nodes are not affected.
     """
 
     def __init__(self, fleet: Fleet, clock: Clock, proven: Callable[[str], Evidence | None]) -> None:
@@ -51,7 +51,7 @@ class ClusterFleet:
         self._update(name)
 
     def quarantine(self, name: str) -> None:
-        """They are there, and nobody can say who has them."""
+        """Marks the node's devices as unhealthy: it is unknown which pods hold them."""
         self._devices[name] = tuple(evolve(one, is_healthy=False) for one in self._devices.get(name, ()))
         self._update(name)
 
@@ -60,7 +60,7 @@ class ClusterFleet:
         self._update(name)
 
     def prove(self, name: str) -> None:
-        """The word on a node's evidence may have changed."""
+        """Reads the node's evidence again."""
         evidence = self._proven(name)
         is_of_another = evidence is not None and is_older(evidence, self._born.get(name))
         self._fleet.prove(name, None if is_of_another else evidence, self._clock())
@@ -83,7 +83,7 @@ class ClusterFleet:
 
 
 class NodesListener:
-    """Hears of Node objects."""
+    """Listener of the watch of Nodes."""
 
     def __init__(self, inventory: ClusterFleet) -> None:
         self._inventory = inventory
@@ -103,7 +103,7 @@ class NodesListener:
 
 
 class GpuNodesListener:
-    """Hears of GPUNode objects: devices for the inventory, reservations for the ledger."""
+    """Listener of the watch of GPUNodes: devices go to the fleet, reservations to the ledger."""
 
     def __init__(self, inventory: ClusterFleet, *, learn: Callable[[Raw], None], forget: Callable[[str], None]) -> None:
         self._inventory = inventory
@@ -125,7 +125,7 @@ class GpuNodesListener:
             self._inventory.quarantine(raw["metadata"]["name"])
             self._forget(raw["metadata"]["name"])
             return
-        self._learn(raw)  # before its devices are offered: what is held of them has to be known first
+        self._learn(raw)  # the reservations must be known before the devices are offered
         self._inventory.put_devices(node.name, node.devices)
 
     def deleted(self, raw: Raw) -> None:

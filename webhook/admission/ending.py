@@ -1,4 +1,4 @@
-"""The end of a pod, where reviews are all that tells of it."""
+"""Handles the end of a pod in embedded mode, where reviews are the only source."""
 
 import structlog
 
@@ -24,7 +24,7 @@ class PodEnding:
         self._hinting = hinting
 
     async def ended(self, review: Review) -> Verdict:
-        """Embedded, a DELETE review is all we shall hear of a pod's end; in a cluster only the watch ends pods."""
+        """Releases the pod's GPUs in embedded mode. In a cluster only the pod watch ends pods."""
         if review.is_dry_run or review.subresource or not self._pods.believes_reviews:
             return NOT_ASKED
         old = Pod.parse(review.raw_old or {})
@@ -40,7 +40,8 @@ class PodEnding:
         return NOT_ASKED
 
     async def _freed(self, pod: PodIdentity, carried: ReservationId) -> list[ReservationId]:
-        """All that is held under the pod's uid; if nothing is, what it carries: its uid may never have been told."""
+        """Releases all reservations of the pod's uid. If there are none, releases the one named in its annotation: the
+        uid may never have been recorded."""
         freed = []
         while (held := self._ledger.of_pod(pod.uid) if pod.uid else None) is not None:
             if not await self._ledger.release(held.id, pod, node=held.node):

@@ -1,4 +1,4 @@
-"""What is done in the API server to nodes and pods whose evidence has ended: a taint, an eviction."""
+"""Taints nodes and evicts pods in the API server when evidence has ended."""
 
 from collections.abc import Mapping
 
@@ -20,13 +20,13 @@ GONE, CONFLICT = 404, 409
 
 
 class ApiEvictor:
-    """By the API server, and so within what its disruption budgets allow."""
+    """Uses the eviction API, so disruption budgets apply."""
 
     def __init__(self, api: ApiClient) -> None:
         self._api = api
 
     async def taint(self, node: str, *, wanted: bool) -> None:
-        """Taints are one list, so it is written under the version that was read."""
+        """Writes the list of taints under the resourceVersion that it was read with."""
         ours = {"key": keys.EVIDENCE_LOST_TAINT, "effect": "NoSchedule"}
         found = await self._read(node)
         was = [] if found is None else found["spec"].get("taints") or []
@@ -56,19 +56,19 @@ class ApiEvictor:
         kind: str = JSON,
         fine: tuple[int, ...] = (),
     ) -> bytes | None:
-        """What the API server says; None where it refuses in a way that is no mistake."""
+        """The body of the answer; None for the statuses in `fine`. Raises EvictionError."""
         try:
-            status, said = await answered(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
+            status, answer = await answered(self._api, method, path, names, body, seconds=REQUEST_TIMEOUT, kind=kind)
         except LOST as exc:
             raise EvictionError("the API server cannot be reached") from exc
         if status in fine:
             return None
         if status >= 400:
-            raise EvictionError(said_in(status, said))
-        return said
+            raise EvictionError(said_in(status, answer))
+        return answer
 
     async def evict(self, pod: PodIdentity) -> None:
-        """Under the pod's uid: whoever has come by its name since is left alone."""
+        """The uid is a precondition, so a newer pod of the same name is not evicted."""
         body = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",

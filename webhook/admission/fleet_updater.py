@@ -1,4 +1,4 @@
-"""Keeps the fleet up to date with what the inventory and the evidence providers say."""
+"""Keeps the fleet up to date from the inventory file and the evidence providers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,24 +21,24 @@ from webhook.runtime.telemetry import Metrics
 
 log = structlog.get_logger(__name__)
 
-# How many nodes are taken in before reviews get their turn again.
+# Nodes that are processed before reviews get their turn.
 NODES_AT_A_TIME = 200
-# Between two looks for a first answer, and how many of them pass between two words about it.
+# Seconds between two polls for a first answer, and polls between two warnings about it.
 FIRST_PAUSE = 0.5
 LOOKS_PER_WARNING = 60
 
 
 @frozen
 class Staleness:
-    """Why what is known may not be what there is, as a sentence. `is_blind`: changes are missed while this lasts; else
-    it is known what is wrong, and decisions go by what was known before."""
+    """Why the fleet may be out of date, as a sentence. `is_blind`: changes are missed while this lasts. Otherwise the
+    cause is known, and decisions use the last good state."""
 
     why: str
     is_blind: bool
 
 
 class FleetUpdater:
-    """Polls, and tells the fleet what is new. A provider that fails changes nothing."""
+    """Polls the inventory and the providers and updates the fleet. A provider that fails changes nothing."""
 
     def __init__(
         self,
@@ -57,19 +57,19 @@ class FleetUpdater:
         self._changes = Changes(fleet, metrics.count_evidence_change)
         self._answers: dict[str, Mapping[str, Evidence]] = {}
         self._listed: frozenset[str] = frozenset()
-        # Whether the fleet knows all that was said.
+        # Whether the fleet has all answers.
         self._is_applied = False
-        # Sources that have said something newer while the providers were asked.
+        # Sources that reported something newer while the providers were polled.
         self._newer_sources: set[str] = set()
         self.outdated: Staleness | None = None
 
     async def load(self) -> None:
-        """The first reading; what cannot be read stops the start."""
+        """Reads everything once. Raises if the inventory cannot be read."""
         await self._apply_inventory(await self._inventory.poll() or {})
         await self._poll_evidence()
 
     async def wait_for_first_answers(self, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
-        """Until every provider has answered once: who has not been asked yet would have pods refused for nothing."""
+        """Returns when every provider has answered once. Before that, pods would be denied for nothing."""
         looks = 0
         while self._round.unanswered:
             if looks % LOOKS_PER_WARNING == 0:
@@ -79,7 +79,7 @@ class FleetUpdater:
             looks += 1
             await sleep(FIRST_PAUSE)
             await self._poll_evidence()
-        self._changes.since_last()  # from here on
+        self._changes.since_last()  # changes are reported from here on
 
     async def run(self, interval: float) -> None:
         while True:
@@ -87,7 +87,7 @@ class FleetUpdater:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """One look at everything."""
+        """One poll of the inventory and the providers."""
         inventory = await self._new_inventory()
         if inventory is not None:
             await self._apply_inventory(inventory)
@@ -97,14 +97,15 @@ class FleetUpdater:
         self._report_changes()
 
     def _report_changes(self) -> None:
-        """Those that time alone has made too. In a cluster the reconciler tells of them, with an Event on the Node."""
+        """Logs changes of evidence, including those by the passage of time. In a cluster the reconciler reports them,
+        with an Event on the Node."""
         self._fleet.advance(self._clock())
         for one in self._changes.since_last():
             tell = log.warning if one.is_worse else log.info
             tell("evidence changed", node=one.node, was=str(one.was), now=str(one.word), by=one.source)
 
     async def _new_inventory(self) -> Inventory | None:
-        """None if nothing is new, or what is new cannot be used: evidence is asked for all the same."""
+        """None if the file is unchanged or cannot be used. Evidence is polled in both cases."""
         try:
             inventory = await self._inventory.poll()
         except InventoryUnavailableError as exc:
@@ -134,16 +135,18 @@ class FleetUpdater:
         self._is_applied = False
 
     def _nodes_in_hash_map(self) -> set[str]:
-        """Nodes that are known by a map of hashes alone."""
+        """Nodes that only a map of hashes names."""
         return {name for one in self._providers if isinstance(one, StaticEvidence) for name in one.mapped}
 
     def _nodes_named_by_providers(self) -> set[str]:
-        """Nodes that a provider names which we ask. A proof was sent by the node itself, and would keep it for ever."""
+        """Nodes named by a polled provider. JWT-SVID proofs do not count: nodes send them themselves, and would stay in
+        the fleet for ever."""
         asked = [by_node for source, by_node in self._answers.items() if source not in (StaticEvidence.name, JWT_SVID)]
         return {name for by_node in asked for name in by_node}
 
     def _update_named_nodes(self) -> None:
-        """Who is named no more goes with the next news: before, it is told that there is no evidence of it."""
+        """Adds nodes that providers name. Removes nodes that no provider names any more, one poll late: first the fleet
+        learns that they have no evidence."""
         named, now = self._nodes_named_by_providers(), self._clock()
         known = self._listed | named
         for name in [
@@ -172,7 +175,7 @@ class FleetUpdater:
             await yield_to_reviews(number)
 
     def prove(self, source: str, name: str, by_node: Mapping[str, Evidence]) -> None:
-        """`source` has news of one node: the next decision uses it, without waiting for the next poll."""
+        """Applies news of one node from `source`, without waiting for the next poll."""
         self._answers[source] = by_node
         self._newer_sources.add(source)
         self._update_evidence(name)
@@ -183,6 +186,6 @@ class FleetUpdater:
 
 
 async def yield_to_reviews(number: int) -> None:
-    """Let reviews have their turn now and then."""
+    """Lets reviews run now and then."""
     if number % NODES_AT_A_TIME == NODES_AT_A_TIME - 1:
         await asyncio.sleep(0)

@@ -44,17 +44,17 @@ from webhook.scoring.hints import NOT_SCORED, HintResult, HintService
 
 log = structlog.get_logger(__name__)
 
-# A pod that may wait behind the gate does not wait long for room.
+# Limits how long a pod that may be queued waits for room.
 BEFORE_IT_IS_QUEUED = timedelta(seconds=1)
 
-# It would be the id of a reservation that another pod waits for.
+# The queue uses such ids for the reservations of pods that wait.
 NOT_A_REVIEWS_UID = Deny(
     Reason.NOT_REVIEWED,
     f"request.uid: no API server's review has a uid that begins with {OWN_IDS!r}",
     hint="send reviews with uids of their own",
 )
 
-# What a scorer could add to the pod heals none of these.
+# A scorer's hints cannot help against any of these.
 HARDER_THAN_HINTS = frozenset(
     {Reason.NO_PROVEN_NODE, Reason.NO_SUITABLE_NODE, Reason.NOT_IN_MAP, Reason.AMBIGUOUS_NODE}
 )
@@ -86,7 +86,7 @@ class PodMutator:
         if review.operation == Operation.UPDATE and review.subresource == "ephemeralcontainers":
             return self._debugged(review)
         if review.operation != Operation.CREATE or review.subresource:
-            return NOT_ASKED  # a pod that exists is validated, and nothing else of it patched
+            return NOT_ASKED  # an existing pod is validated only
         if review.uid.startswith(OWN_IDS):
             return NOT_A_REVIEWS_UID
         raw = required_object(review)
@@ -95,14 +95,14 @@ class PodMutator:
         return await self._reserved_now(raw, pod, review, answer_by) if again is None else again
 
     def _debugged(self, review: Review) -> Verdict:
-        """Debug containers see no GPU of the node, where no policy in the API server sees to it."""
+        """Hides the node's GPUs from debug containers. Needed where the API server has no policy that does it."""
         raw, old = required_object(review), review.raw_old or {}
         Pod.parse(raw), Pod.parse(old)
         patch = list(difference(raw, blind_debugging(raw, old, self._rules.dress)))
         return Admit(patch) if patch else NOT_ASKED
 
     def _handed_down(self, review: Review) -> Verdict:
-        """A Job is never scored: what it says of its work goes to its pods, and those are."""
+        """Copies a Job's annotations about its work to its pod template: pods are scored, Jobs are not."""
         if self._hinting is None or review.operation != Operation.CREATE or review.subresource:
             return NOT_ASKED
         raw = required_object(review)
@@ -110,7 +110,7 @@ class PodMutator:
         return Admit(patch) if patch else NOT_ASKED
 
     async def _hinted(self, pod: Pod, claim: Claim | None, review: Review, answer_by: datetime) -> HintResult:
-        """What a scorer advises: asked for once it is known that neither map nor evidence stands in the way."""
+        """The scorer's advice. The scorer is asked only if neither the placement map nor evidence rules the pod out."""
         if self._hinting is None or keys.JOB_TYPE not in pod.annotations:
             return NOT_SCORED
         if claim is not None and not self._rules.waits(claim) and no_hint_helps(self._reserver.places(claim, most=1)):
@@ -118,8 +118,7 @@ class PodMutator:
         return await self._hinting.hints(pod, claim, review, answer_by)
 
     def _with_hints(self, raw: RawPod, hinted: HintResult, nodes: tuple[str, ...]) -> tuple[RawPod, tuple[str, ...]]:
-        """The pod as it is answered: with what of the hints suits the nodes that were found for it. And what there is
-        to say of them."""
+        """The pod with the hints that suit its nodes, and warnings about them."""
         if hinted.hints is None:
             return raw, hinted.warnings
         indexed_nodes = self._reserver.fleet.indexed_nodes
@@ -128,8 +127,8 @@ class PodMutator:
         return with_hints(raw, hints, writes_aliases=self._rules.dress.writes_aliases), hints.warnings
 
     async def _reserved_before(self, raw: RawPod, pod: Pod, review: Review, answer_by: datetime) -> Verdict | None:
-        """A pod keeps what an earlier round of this same creation gave it: another webhook's change brings it back
-        to us under a new review uid, with our own annotations in it."""
+        """Answers a repeated review of the same creation with the reservation that it already has. When another webhook
+        changes the pod, the API server sends it to us again under a new review uid, with our annotations in it."""
         claim = recorded_or_none(pod)
         known = await recorded_reservation(self._ledger, pod) if claim is not None else None
         if claim is None or known is None or not is_this_creation(known, claim, pod, review):
@@ -145,8 +144,8 @@ class PodMutator:
     async def _moved(
         self, raw: RawPod, pod: Pod, claim: Claim, known: Reservation, review: Review, answer_by: datetime
     ) -> Verdict:
-        """Where it was to be the pod cannot be any more, so it gets GPUs elsewhere, by the claim as first read. What is
-        reserved there ends at its deadline: to free it on the word of a review would be to believe any review."""
+        """Reserves GPUs on another node, by the original claim, because the pod can no longer run on the reserved one.
+        The old reservation is left to its deadline: a review alone is no proof that it may be released."""
         free = raw if claim.record.named else unpinned(raw, known.node)
         claim = evolve(claim, nodes=NodesAsked.of(Pod.parse(free)))
         outfit = await self._outfit(claim, pod, review, answer_by)
@@ -165,11 +164,11 @@ class PodMutator:
         clean, claim = asked_anew(raw, pod, await self._rules.claims.within(review.namespace))
         if claim is None:
             copied = () if clean is raw else (COPIED,)
-            clean, said = self._with_hints(clean, await self._hinted(pod, None, review, answer_by), ())
+            clean, notes = self._with_hints(clean, await self._hinted(pod, None, review, answer_by), ())
             clean = blind(clean, self._rules.dress)
-            if clean is raw and not said:
+            if clean is raw and not notes:
                 return NOT_ASKED
-            return Admit(changes(raw, clean), warnings=(*copied, *said), reason=Reason.NOT_ASKED)
+            return Admit(changes(raw, clean), warnings=(*copied, *notes), reason=Reason.NOT_ASKED)
         refused = self._more_than_it_waits_for(pod) or check.refused_at_once(pod, claim, self._rules.dress)
         if refused is None and self._rules.waits(claim):
             refused = self._reserver.exceeds_every_node(claim)
@@ -181,22 +180,22 @@ class PodMutator:
         if isinstance(outfit, Deny):
             if not self._may_wait(pod, claim, outfit):
                 return outfit
-            clean, said = self._with_hints(clean, hinted.while_waiting(), ())
+            clean, notes = self._with_hints(clean, hinted.while_waiting(), ())
             queued = self._queued(raw, clean, claim, outfit)
-            return evolve(queued, warnings=(*queued.warnings, *said))
-        clean, said = self._with_hints(clean, hinted, outfit.nodes)
+            return evolve(queued, warnings=(*queued.warnings, *notes))
+        clean, notes = self._with_hints(clean, hinted, outfit.nodes)
         copied = (COPIED,) if is_copied(pod, claim, review) else ()
-        return self._dressed(raw, pod, outfit, clean, (*copied, *said))
+        return self._dressed(raw, pod, outfit, clean, (*copied, *notes))
 
     def _more_than_it_waits_for(self, pod: Pod) -> Deny | None:
-        """Its own request has been taken off: another's would stand in its place."""
+        """Refuses a gated pod that asks for more than its record: the new request would replace the recorded one."""
         recorded = recorded_or_none(pod) if pod.is_gated else None
         if recorded is None or not recorded.record.asked:
             return None
         return check.asks_for_more(pod, recorded, self._rules.dress)
 
     async def _outfit(self, claim: Claim, pod: Pod, review: Review, answer_by: datetime) -> Allocation | Deny:
-        """Decide, and reserve what has to be; a dry run sees all of it and holds nothing."""
+        """Decides and reserves. A dry run decides in the same way and reserves nothing."""
         if self._rules.waits(claim):
             others = self._reserver.queued_ahead(claim)
             if others is not None:
@@ -222,8 +221,8 @@ class PodMutator:
         return Allocation(claim, (first.node,), review.uid, self._as_mapped(claim, first))
 
     def _may_wait(self, pod: Pod, claim: Claim, refused: Deny) -> bool:
-        """What waiting cannot heal is said at once. Where a pod without GPUs may go is written into each of its own
-        terms, and their number is fixed once it exists."""
+        """A pod waits only if waiting can help. A pod without GPUs gets its nodes added to each of its node selector
+        terms when its gate opens, and the number of terms is fixed at creation."""
         is_healed = refused.reason in (HEALED_OF_MAPPED if claim.is_mapped else HEALED_BY_WAITING)
         if not (self._rules.waits(claim) and is_healed) or pod.body.node_name:
             return False
@@ -245,15 +244,15 @@ class PodMutator:
     ) -> Admit:
         rules = self._rules.dress
         made: RawPod = dressed(raw if clean is None else clean, outfit, rules)
-        said: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
         if outfit.uuids:
-            made, said = in_runtime_class(made, rules), (*replaced_env(pod, outfit, rules), *other_runtime(raw, rules))
+            made, notes = in_runtime_class(made, rules), (*replaced_env(pod, outfit, rules), *other_runtime(raw, rules))
         audit = {"reason": Reason.ADMITTED.value, "node": ",".join(outfit.nodes[:8])}
         if outfit.reservation_id is not None:
             audit |= {"reservation": outfit.reservation_id, "gpus": outfit.visible}
         return Admit(
             changes(raw, made),
-            warnings=(*warnings, *outfit.claim.warnings, *said),
+            warnings=(*warnings, *outfit.claim.warnings, *notes),
             audit=audit,
         )
 
@@ -270,8 +269,8 @@ def is_this_creation(known: Reservation, claim: Claim, pod: Pod, review: Review)
 
 
 def is_copied(pod: Pod, claim: Claim, review: Review) -> bool:
-    """Whether its annotations are of another pod's reservation. A dry run that comes again has its own, which nobody
-    holds."""
+    """Whether the pod carries the annotations of another pod's reservation. A repeated dry run carries annotations of
+    its own, without a reservation."""
     recorded = recorded_or_none(pod)
     is_again = review.is_dry_run and recorded is not None and recorded.record == claim.record
     return keys.RESERVATION_ID.name in pod.annotations and not is_again

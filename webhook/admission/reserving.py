@@ -1,4 +1,4 @@
-"""Decide and reserve, over and over while others are faster: the step that every door into the product shares."""
+"""Decides and reserves, and retries on conflicts. All webhooks and the queue order meet here."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,17 +23,17 @@ from webhook.ledger import Ledger
 from webhook.runtime.clock import Clock
 from webhook.runtime.telemetry import Metrics
 
-# So many tries one right after the other, for others are faster now and then. After that the ledger knows something
-# that the fleet has yet to hear, and there are pauses, longer and longer.
+# Conflicts are retried this many times without a pause. More conflicts mean that the ledger knows something that the
+# fleet does not know yet, so the pauses grow.
 AT_ONCE = 3
 PAUSE, LONGEST = 0.01, 0.25
-# What of a review's time is left for the decision and its write when it has waited for room.
+# Part of a review's time kept for the decision and the write after a wait for room.
 FOR_THE_WRITE = timedelta(seconds=1)
 
 
 class Reserver:
-    """Finds a place for a claim and holds it. Where anybody may post a review, `limits` say how many GPUs may be
-    held for pods that nobody has seen."""
+    """Finds GPUs for a claim and reserves them. Where callers of the webhook are not authenticated, `limits` bounds the
+    GPUs that are reserved for pods that have not been seen."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Reserver:
         limits: PendingLimits | None = None,
         is_known: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`is_known`: whether there is such a namespace, as far as was heard."""
+        """`is_known`: whether the namespace is known to exist."""
         self.fleet = fleet
         self.ledger = ledger
         self.policy = policy
@@ -54,18 +54,18 @@ class Reserver:
         self._metrics = metrics
         self._limiter = PendingLimiter(ledger, fleet, clock, limits or PendingLimits(), is_known)
         self.queue_order = QueueOrder()
-        """The claims that wait already, where somebody tells of them."""
+        """The claims that wait in the queue; empty in a process without a queue."""
 
     def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
-        """Where the claim could be served at this moment; nothing is held."""
+        """Placements that would serve the claim now. Reserves nothing."""
         self.fleet.advance(self._clock())
         return decide(claim, self.fleet, self.policy, most=most)
 
     def queued_ahead(self, claim: Claim) -> Deny | None:
-        """Whether it is the turn of others of its kind. Those that nothing can be had for hold nobody up, nor do those
-        that want no device.
+        """Denies the claim if a queued claim of its kind can be served first. Queued claims that cannot be served and
+        those without devices do not count.
 
-        One question for all of them: they differ in how many they want, and in nothing else.
+        One search answers for all queued claims of the kind: they differ in their number of GPUs only.
         """
         counts = self.queue_order.counts(ClaimKind.of(claim)) if len(self.queue_order) and claim.count else []
         counts = [count for count in counts if count]
@@ -77,8 +77,8 @@ class Reserver:
         return None if first is None else its_turn_is_later(claim, first)
 
     def exceeds_every_node(self, claim: Claim) -> Deny | None:
-        """More than any node has, whatever is free: no waiting heals that. Of a fleet without a GPU nothing is known,
-        and a placement map is mended while its pods wait."""
+        """Denies a claim for more GPUs than any node has: waiting cannot help. A fleet without GPUs is taken as not
+        known yet, and a placement map can be corrected while its pods wait."""
         most = self.fleet.most_devices
         if claim.is_mapped or not most or claim.count <= most:
             return None
@@ -91,8 +91,8 @@ class Reserver:
     async def hold(
         self, ask: ReservationRequest, claim: Claim, *, answer_by: datetime, patience: timedelta | None = None
     ) -> Reservation | Deny:
-        """A reservation for the claim; whoever is faster costs a fresh decision, never a double holding. It waits for
-        room as long as `patience` says, or as the review allows."""
+        """Reserves GPUs for the claim. If another request takes them first, decides again. Waits for room for at most
+        `patience`, or as long as the review allows."""
         await self.ledger.collect(self._clock())
         if await self.ledger.find(ask.id) is not None:
             return await self._held(ask, claim, answer_by)
@@ -100,14 +100,14 @@ class Reserver:
         if refused is not None or self._limiter.denial(ask.namespace, claim.count) is not None:
             places = self.places(claim, most=1)
             if isinstance(places, Deny):
-                return places  # no waiting for room heals that
+                return places  # waiting for room cannot help
         async with self._limiter.reserve_room(
             ask.namespace, claim.count, self._patience(answer_by, patience)
         ) as refused:
             return refused or await self._held(ask, claim, answer_by)
 
     def too_many_orphans(self, namespace: str, gpus: int) -> Deny | None:
-        """Whether its pods that are gone have as many as its pods may have so. A dry run is told as well."""
+        """Denies the request if the namespace's deleted pods hold too many GPUs. Applies to dry runs too."""
         return self._limiter.too_many_orphans(namespace, gpus)
 
     def _patience(self, answer_by: datetime, most: timedelta | None = None) -> timedelta:
@@ -115,7 +115,8 @@ class Reserver:
         return left if most is None else min(left, most)
 
     async def reserve_again(self, lapsed: Reservation, *, answer_by: datetime) -> Deny | None:
-        """Exactly what was promised under that id, if nobody has it since. Raises LedgerError."""
+        """Renews a lapsed reservation with the same id and the same GPUs, if they are still free. Raises
+        LedgerError."""
         self.fleet.advance(self._clock())
         ask = ReservationRequest(
             lapsed.id,
@@ -139,11 +140,11 @@ class Reserver:
         return None
 
     async def _held(self, ask: ReservationRequest, claim: Claim, answer_by: datetime) -> Reservation | Deny:
-        most = 1  # the best one is nearly always still free
+        most = 1  # the best placement is nearly always still free
         tries = 0
         while True:
             await self.ledger.collect(self._clock())
-            # The same review may have come before, and its answer been lost: then there is nothing to decide.
+            # An earlier attempt of the same review may have reserved, and its answer been lost.
             known = await self.ledger.find(ask.id)
             places = self.places(claim, most) if known is None else ()
             if isinstance(places, Deny):

@@ -1,4 +1,4 @@
-"""What the two webhooks share: the object under review, and which reviews are answered at all."""
+"""What both webhooks share: the object under review, and which reviews are answered."""
 
 from webhook.core.dress import (
     RawPod,
@@ -36,19 +36,20 @@ def required_object(review: Review) -> RawPod:
 
 
 def names_in(review: Review) -> dict[str, str]:
-    """Those that no object can have. Nobody could ever say for certain that a pod of such a name is gone."""
+    """Names in the review that are invalid for an object. The end of a pod with such a name could never be
+    confirmed."""
     meta = (review.raw or {}).get("metadata")
     name = meta.get("name") if isinstance(meta, dict) else None
     prefix = meta.get("generateName") if isinstance(meta, dict) and not name else None
-    told = {
+    names = {
         "request.namespace": review.namespace,
         "request.name": review.name,
         "metadata.name": name,
         "metadata.generateName": f"{prefix}x" if prefix else None,
     }
-    return {field: str(one) for field, one in told.items() if one and not is_object_name(str(one))}
+    return {field: str(one) for field, one in names.items() if one and not is_object_name(str(one))}
 
 
 def prefix_of(pod: Pod) -> str | None:
-    """What the name of a pod will begin with that has none yet."""
+    """The beginning of the name that the API server will generate; None if the pod has a name."""
     return None if pod.meta.name else (pod.meta.generate_name or "")[:LONGEST_PREFIX] or None

@@ -1,4 +1,4 @@
-"""Judges reviews: which webhook answers, within which time, and what a failure means."""
+"""Answers reviews: chooses the webhook, enforces the time limit and turns failures into denials."""
 
 import asyncio
 import uuid
@@ -32,13 +32,13 @@ from webhook.scoring.hints import HintService
 
 log = structlog.get_logger(__name__)
 
-# What the API server assumes where a webhook configuration says nothing, and the most it allows.
+# The API server's default timeout for a webhook.
 DEFAULT_TIMEOUT = timedelta(seconds=10)
 
-# Our answer has to travel back before the API server hangs up.
+# Reserved for the answer to reach the API server before it closes the connection.
 MARGIN = timedelta(milliseconds=800)
 
-# Every bad line of a placement map is named, as far as a person would read on.
+# A denial names at most this many mistakes, so that it stays readable for a long placement map.
 MOST_MISTAKES = 64
 
 ReviewHandler = Callable[[Review, datetime], Awaitable[Verdict]]
@@ -69,7 +69,8 @@ class Reviewer:
         self.binding_mutated: ReviewHandler = validator.binding_mutated
 
     async def rehearsed(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
-        """Both webhooks' answers to a dry run of the creation of `raw`, the second one of the pod as patched."""
+        """The answers of both webhooks to a dry run of the creation of `raw`. The validating webhook sees the patched
+        pod."""
         answer_by = self._clock() + DEFAULT_TIMEOUT - MARGIN
         review = dry_run(raw, namespace)
         mutated = await self.judged(review, self.mutated, answer_by)
@@ -82,7 +83,7 @@ class Reviewer:
         return Rehearsal(mutated, final, tuple(mutated.patch), mutated.warnings)
 
     async def judged(self, review: Review, handler: ReviewHandler, answer_by: datetime) -> Verdict:
-        """The door's verdict; whatever goes wrong behind it is a denial with its own reason."""
+        """The handler's verdict. Any failure becomes a denial with its own reason."""
         left = (answer_by - self._clock()).total_seconds()
         try:
             async with asyncio.timeout(left) as patience:
@@ -123,7 +124,7 @@ class Reviewer:
 
 
 def dry_run(raw: dict[str, Any], namespace: str) -> Review:
-    """The review of a creation that shall not happen."""
+    """A dry-run review of the creation of the pod."""
     return Review(
         uid=ReservationId(str(uuid.uuid4())),
         kind="Pod",

@@ -1,4 +1,4 @@
-"""The validating webhook: the final pod against its reservation, changes of pods, and Bindings."""
+"""The validating webhook: checks the final pod against its reservation, changes of pods, and Bindings."""
 
 from datetime import datetime
 
@@ -69,7 +69,7 @@ class PodValidator:
                 return NOT_ASKED
 
     async def binding_mutated(self, review: Review, answer_by: datetime) -> Verdict:
-        """One that a scheduler sends is marked, for the policy that stands in for us while nobody answers."""
+        """Marks an admitted Binding, for the policy that judges Bindings while no replica answers."""
         if not review.is_of_bindings:
             return Deny(Reason.NOT_REVIEWED, f"Bindings are reviewed here; this is {review.subject}")
         verdict = await self._put_on_a_node(review)
@@ -79,7 +79,7 @@ class PodValidator:
         return evolve(verdict, patch=list(difference(raw, marked(raw))))
 
     def _seen(self, review: Review, verdict: Verdict) -> Verdict:
-        """Embedded, reviews are all that is heard of what runs."""
+        """In embedded mode, tells the scorer which jobs run: there is no watch of pods."""
         is_pod = isinstance(verdict, Admit) and not review.is_dry_run and self._pods.believes_reviews
         if self._hinting is not None and is_pod:
             self._hinting.jobs.runs(review.raw or {})
@@ -102,7 +102,7 @@ class PodValidator:
         if refused is not None:
             return refused
         if review.is_dry_run:
-            return Admit()  # nothing was reserved for it
+            return Admit()  # a dry run has no reservation
         return await self._bound(raw, pod, claim, review, answer_by)
 
     def _created_without_record(self, pod: Pod, claims: ClaimRules) -> Verdict:
@@ -133,8 +133,8 @@ class PodValidator:
         )
 
     async def _bound(self, raw: RawPod, pod: Pod, claim: Claim, review: Review, answer_by: datetime) -> Verdict:
-        """The final pod against its reservation; from here on the reservation is this uid's. One that has expired
-        meanwhile is made again, as it was."""
+        """Checks the final pod against its reservation and binds the reservation to the pod's uid. Renews a reservation
+        that has expired in the meantime."""
         recorded_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
         known = await recorded_reservation(self._ledger, pod)
         is_late = known is None or (known.uid is None and known.is_past_deadline(self._clock()))
@@ -172,7 +172,7 @@ class PodValidator:
         return check.unchanged(new, old, own, self._rules.dress) or NOT_ASKED
 
     async def _opened(self, raw: RawPod, new: Pod, old: Pod) -> Verdict:
-        """Our gate is gone: by then the pod has its GPUs, whoever opened it."""
+        """Our gate was removed: the pod must have its GPUs, no matter who removed it."""
         claim = recorded_claim(new)
         if claim is None or new.annotations.get(keys.CLAIM.name) != old.annotations.get(keys.CLAIM.name):
             return Deny(Reason.IMMUTABLE, f"metadata.annotations[{keys.CLAIM.name}]: changed by gpuwarden only")
@@ -200,12 +200,12 @@ class PodValidator:
         )
 
     async def _put_on_a_node(self, review: Review) -> Verdict:
-        """A Binding, by whichever route and whoever sends it; one that names no uid is of the living pod."""
+        """Reviews a Binding from any client. A Binding without a uid refers to the current pod of that name."""
         binding = Binding.parse(required_object(review), review.namespace, review.name)
         return await self._binding_check.refusal(binding, is_dry_run=review.is_dry_run) or NOT_ASKED
 
     async def _own_values(self, pod: Pod) -> tuple[str, ...]:
-        """What a debug container may set: the GPUs that the pod holds already."""
+        """The values that a debug container may set: the GPUs that the pod already has."""
         known = await recorded_reservation(self._ledger, pod)
         if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:
             return ()

@@ -1,7 +1,7 @@
-"""Which of the nodes that a scheduler offers will do for a pod, and how well. No I/O, no clock, no await.
+"""Decides which of the scheduler's nodes fit a pod, and scores them. No I/O, no clock, no await.
 
-What is said against nodes is counted by the scheduler, text by text: no text names a node, a GPU or an age. The text
-about a claim that cannot be read quotes the pod, and is the same for all nodes.
+The scheduler counts refused nodes by text, so no text names a node, a GPU or an age. The text about a claim that cannot
+be read quotes the pod and is the same for all nodes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -36,40 +36,40 @@ RESERVED_ELSEWHERE = "the pod's GPUs are reserved on another node"
 NOT_RESERVED = "the pod's GPU reservation is gone"
 TOO_LATE = "the pod's GPU reservation is given up: it waited too long"
 UNREADABLE = "the pod's claim cannot be read"
-# The filter repeats the text for each node of a cluster of thousands.
+# Shorter than elsewhere: the filter repeats the text for each of possibly thousands of nodes.
 MAX_UNREADABLE = 200
-# All that a pod may be told to wait for: what a scheduler's message holds if it was we who refused.
+# All texts of the filter. One of them in a scheduler's message shows that we refused the pod.
 TEXTS = frozenset({*MESSAGES.values(), NOT_KNOWN, RESERVED_ELSEWHERE, NOT_RESERVED, TOO_LATE, UNREADABLE})
 
-# What another pod's end may heal: an eviction is worth a thought.
+# Texts that may no longer apply once other pods are gone, so that preemption can help.
 RESOLVABLE = frozenset({MESSAGES[Objection.FEWER_FREE]})
 
 
 @frozen
 class NodeQuery:
-    """What a pod wants of nodes: its claim, and the node where its GPUs are if some are reserved."""
+    """What a pod requires of nodes: its claim, and the node of its reservation if it has one."""
 
     claim: Claim
     reserved: str | None = None
-    # Whether an earlier review of ours has seen the claim; it has then chosen by conditions and room already.
+    # Whether a review has recorded the claim. The review has then chosen nodes by condition and free GPUs already.
     is_recorded: bool = False
 
     @property
     def is_of_gpus_alone(self) -> bool:
-        """A number of GPUs, and nothing of what only we know."""
+        """Whether the claim is only for a number of GPUs, which the scheduler can count itself."""
         record = self.claim.record
         return not (record.hashes or record.requirements or record.node or record.shared)
 
 
 def passes_unchecked(query: NodeQuery | None, policy: EvidencePolicy) -> bool:
-    """Whether there is nothing that we could hold against any node: no claim, or GPUs that somebody else counts."""
+    """Whether every node passes: the pod has no claim, or one that the scheduler handles itself."""
     if query is None:
         return True
     return not query.is_recorded and query.is_of_gpus_alone and not policy.is_always_required
 
 
 def filter_nodes(query: NodeQuery | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy) -> FilterResult:
-    """Each of the nodes in one list."""
+    """Each node ends up in exactly one of the lists."""
     if query is None or passes_unchecked(query, policy):
         return FilterResult(frozenset(names))
     answers = FilterAnswers(query, ClaimSearch(query.claim, fleet, policy))
@@ -87,28 +87,28 @@ def filter_nodes(query: NodeQuery | None, names: Collection[str], fleet: Fleet, 
 
 
 def unreadable(mistakes: Sequence[str]) -> str:
-    """The same reason as a review gives, and what is wrong with the claim."""
+    """The same reason as in a review, and the mistakes in the claim."""
     return plain(f"{UNREADABLE}: {Reason.INVALID_POD}: {'; '.join(mistakes)}", MAX_UNREADABLE)
 
 
 def reject_all(names: Iterable[str], text: str) -> FilterResult:
-    """None of them will do."""
+    """Refuses all nodes with the same text."""
     return FilterResult(frozenset(), {}, dict.fromkeys(names, text))
 
 
 class FilterAnswers:
-    """What speaks against nodes, in words."""
+    """The texts against nodes, for one pod."""
 
     def __init__(self, query: NodeQuery, question: ClaimSearch) -> None:
         self._query = query
         self._question = question
         is_named = question.claim.place is not None or question.claim.nodes.node_name is not None
         self._checks_each_node = query.reserved is not None or is_named or question.needs_each_node
-        # Of a node of which nothing is known nothing is proven either.
+        # A node that is not known has no evidence either.
         self._unknown = MESSAGES[Objection.ABSENT] if question.needs_evidence else NOT_KNOWN
 
     def of(self, names: Iterable[str]) -> Iterator[str | None]:
-        """Of each node, in their order."""
+        """For each node in order, why it is refused; None if it fits."""
         indexed_nodes = self._question.fleet.indexed_nodes
         if self._checks_each_node:
             return (self._of_one(name, indexed_nodes.get(name)) for name in names)
@@ -122,7 +122,7 @@ class FilterAnswers:
         return self._node_objection(indexed) or self._devices_objection(indexed)
 
     def _of_many(self, indexed_nodes: Iterable[IndexedNode | None]) -> Iterator[str | None]:
-        """Nodes of a row differ in their devices alone, and those by shape: one of each row and shape is asked."""
+        """Checks one node per class and device shape: the nodes of a class differ in their devices only."""
         rows: dict[ClassNodes, str | None] = {}
         shapes: dict[int, str | None] = {}
         for indexed in indexed_nodes:
@@ -140,9 +140,9 @@ class FilterAnswers:
             yield text
 
     def _node_objection(self, indexed: IndexedNode) -> str | None:
-        """Whatever devices it has."""
+        """Checks all but the devices."""
         question = self._question
-        return said(
+        return message_for(
             question.evidence_objection(indexed) if self._query.is_recorded else question.node_objection(indexed)
         )
 
@@ -151,15 +151,15 @@ class FilterAnswers:
             return None
         objection = self._question.devices_objection(indexed)
         is_uncounted = objection is Objection.FEWER_MATCHING and not indexed.node.devices
-        return None if is_uncounted and is_counted_elsewhere(self._query.claim) else said(objection)
+        return None if is_uncounted and is_counted_elsewhere(self._query.claim) else message_for(objection)
 
 
-def said(objection: Objection | None) -> str | None:
+def message_for(objection: Objection | None) -> str | None:
     return None if objection is None else MESSAGES[objection]
 
 
 def is_counted_elsewhere(claim: Claim) -> bool:
-    """Of a node without devices of which we know, the scheduler itself counts the GPUs, as of any resource."""
+    """Whether the scheduler counts the GPUs itself, as an extended resource, on a node whose devices we do not know."""
     record = claim.record
     return not (record.requirements or record.node or record.shared)
 
@@ -167,7 +167,7 @@ def is_counted_elsewhere(claim: Claim) -> bool:
 def scores(
     query: NodeQuery | None, names: Collection[str], fleet: Fleet, policy: EvidencePolicy
 ) -> list[tuple[str, int]]:
-    """The fewer GPUs would be left free beside the pod's, the better: large gaps stay for large claims."""
+    """Scores nodes: the fewer GPUs stay free beside the pod's, the higher, so that large gaps stay for large claims."""
     if query is None or passes_unchecked(query, policy):
         return [(name, 0) for name in names]
     question = ClaimSearch(query.claim, fleet, policy)
@@ -176,7 +176,7 @@ def scores(
 
 
 def score(query: NodeQuery, indexed: IndexedNode, question: ClaimSearch) -> int:
-    """Of a node that will do."""
+    """The score of a node that fits."""
     if query.is_recorded or not query.claim.count:
         return MAX_SCORE
     return max(0, MAX_SCORE - max(0, question.room[indexed.cell.shape])) if indexed.node.devices else 0

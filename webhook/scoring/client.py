@@ -1,4 +1,5 @@
-"""Asks a scorer by `POST /v1/score`: one pool of connections, one call for equal questions, none while it is down."""
+"""Calls a scorer by `POST /v1/score`. Equal questions share one call, and a failing scorer is not called for a
+while."""
 
 import asyncio
 import time
@@ -23,16 +24,17 @@ log = structlog.get_logger(__name__)
 # An answer has some hundred bytes.
 MAX_ANSWER: Final = 64 * 1024
 MAX_LISTED: Final = 64
-# Equal questions come in bursts: the pods of one Job. What is free changes, so an answer is soon old.
+# Equal questions come in bursts, from the pods of one Job. Free GPUs change, so an answer is kept for a short time
+# only.
 FRESH_SECONDS: Final = 2.0
 MAX_CACHED: Final = 1024
-# So many failures one after the other, and for so long nobody is asked; then one review is the probe.
+# After this many failures in a row the scorer is not called for PAUSE_SECONDS. Then one review probes it.
 FAILURES: Final = 5
 PAUSE_SECONDS: Final = 10.0
 
-# Servers end what is idle after 5 s and more; whoever ends it first is not surprised.
+# Below the idle timeout of common servers (5 s), so that we close idle connections first.
 IDLE_SECONDS: Final = 3.0
-# Not packed: a few bytes could unpack to anything.
+# No compression: a few bytes could expand to any size.
 HEADERS: Final = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
 
 Score = Annotated[float, msgspec.Meta(ge=0, le=100)]
@@ -45,7 +47,7 @@ class HintSelectorWire(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AnswerWire(msgspec.Struct, frozen=True):
-    """What is read of an answer, each member of its own type; others may be there."""
+    """The members of an answer that are used. Others are ignored."""
 
     priority_score: Score = 50
     gpu_selector: HintSelectorWire = msgspec.field(default_factory=HintSelectorWire)
@@ -106,7 +108,7 @@ class ScorerClient:
         self._cache: dict[bytes, tuple[float, Advice]] = {}
         self._pending: dict[bytes, asyncio.Task[Advice]] = {}
         limits = httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS)
-        # The deadline is ours to keep: httpx's own are per step, and a trickle of bytes would outlast them all.
+        # We enforce the deadline. httpx's timeouts apply to each step, so a trickle of bytes could outlast them all.
         self._http = httpx.AsyncClient(verify=trusting(roots), timeout=None, limits=limits, trust_env=False)  # noqa: S113
 
     async def close(self) -> None:
@@ -138,10 +140,10 @@ class ScorerClient:
     def _forget(self, body: bytes, done: asyncio.Task[Advice]) -> None:
         del self._pending[body]
         if not done.cancelled():
-            done.exception()  # it may be that nobody waits for it any more
+            done.exception()  # marks the exception as retrieved if no review waits any more
 
     async def _wait_for(self, task: asyncio.Task[Advice], patience: float) -> Advice:
-        """Who has less time goes on without; the call goes on for the others."""
+        """A review with little time goes on without advice. The call continues for the others."""
         done, _ = await asyncio.wait([task], timeout=patience)
         if not done:
             if patience < self._timeout:
@@ -154,7 +156,7 @@ class ScorerClient:
         try:
             advice = await self._request_in_time(body)
         except ScorerUnavailableError as exc:
-            if exc.outcome == "refused":  # it is there, and does not like this question
+            if exc.outcome == "refused":  # the scorer works, but rejects this question
                 self._breaker.succeeded()
             else:
                 self._breaker.failed()
@@ -166,7 +168,7 @@ class ScorerClient:
         return advice
 
     async def _request_in_time(self, body: bytes) -> Advice:
-        """Within the time that there is; whatever goes wrong in the words of this wall."""
+        """Enforces the timeout and translates every failure into ScorerUnavailableError."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._request_with_retry(body)
@@ -181,7 +183,8 @@ class ScorerClient:
         self._metrics.observe_scoring(outcome, self._monotonic() - started)
 
     async def _request_with_retry(self, body: bytes) -> Advice:
-        """A question changes nothing, so it may be put again: a connection that was kept may have ended meanwhile."""
+        """Retries once if the connection breaks: an idle connection may have been closed, and the call changes
+        nothing."""
         try:
             return await self._request(body)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
@@ -210,7 +213,7 @@ class ScorerClient:
 
 @define
 class Breaker:
-    """Leaves a scorer alone that has failed again and again, and then tries it with one question at a time."""
+    """Stops calls to a scorer after FAILURES failures in a row, then lets one call at a time probe it."""
 
     monotonic: Callable[[], float]
     failures: int = field(default=0, init=False)
@@ -222,7 +225,7 @@ class Breaker:
         now = self.monotonic()
         if now < self.paused_until:
             return False
-        self.paused_until = now + PAUSE_SECONDS  # this question is the probe; the others wait for what becomes of it
+        self.paused_until = now + PAUSE_SECONDS  # this call is the probe; others wait for its outcome
         return True
 
     def succeeded(self) -> None:

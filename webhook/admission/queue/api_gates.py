@@ -1,4 +1,4 @@
-"""Gates of pods in the API server: opened by a JSON patch, looked at, and what a pod waits for."""
+"""Scheduling gates of pods in the API server: opens them, checks them, and writes what a pod waits for."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ class ApiGates:
         return bool(raw["metadata"]["uid"] == pod.uid and is_waiting(raw))
 
     async def _patch(self, pod: PodIdentity, patch: list[Change] | dict[str, Any], kind: str) -> bool:
-        """Whether there was a pod of that name."""
+        """Whether a pod of that name exists."""
         try:
             status, body = await answered(
                 self._api, "PATCH", POD_PATH, names_of(pod), patch, seconds=REQUEST_TIMEOUT, kind=kind

@@ -1,8 +1,8 @@
-"""The queue: pods that wait behind our gate get their GPUs here, per kind of claim. Turns go round by namespace.
+"""Reserves GPUs for pods that wait behind our gate, and opens it. Pods of one kind of claim take turns by namespace.
 
-Every step can be the last one of this process. The reservation's id follows from the pod's uid and is found again; it
-is the pod's before the gate is opened, and the gate is opened in one patch with all that the reservation means to the
-pod. Behind a shut gate nothing is held that the pod cannot use.
+The process may stop after any step. The reservation's id derives from the pod's uid, so that it is found again. The
+reservation is bound to the pod before its gate opens, and one patch opens the gate and dresses the pod. A pod whose
+gate is closed holds no reservation that it cannot use.
 """
 
 import asyncio
@@ -46,31 +46,31 @@ from webhook.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-# For a reservation that nobody's review waits for.
+# The time limit for a reservation that no review waits for.
 PATIENCE = timedelta(seconds=10)
-# What one pass does: more would keep other work of the process waiting. In seconds, for what is decided, and in pods.
+# The most that one pass does, so that the process's other work is not held up: seconds for decisions, and pods.
 BUDGET = 1.0
 OPENED_AT_A_TIME = 100
 RECHECKED_AT_A_TIME = 50
-# How often somebody else may have been faster before the line waits for another pass.
+# Conflicts with other writers before the pods of the kind wait for the next pass.
 MAX_CONFLICTS = 8
-# What no change of the fleet tells of is noticed after this.
+# A kind that could not be served is tried again after this, even if the fleet has not changed.
 RETRY_AFTER = timedelta(seconds=5)
 
 
 class QueueTurn(Enum):
-    """What came of a pod's turn, if nothing speaks against it."""
+    """The outcome of a pod's turn, unless it was denied."""
 
     SERVED = auto()
     PASSED_OVER = auto()
-    """It cannot be served for a while, by a fault of its own: others need not wait for it."""
+    """The pod cannot be served for a while, for a reason of its own. Other pods need not wait for it."""
     UNDECIDED = auto()
-    """Nobody can say at this moment: nobody of its kind overtakes it."""
+    """Unknown for the moment. No pod of its kind overtakes it."""
 
 
 @frozen
 class UnservedKind:
-    """A kind of which nobody could be served, by what there was to decide on."""
+    """A kind whose pods could not be served, and the state that this was decided on."""
 
     fleet_changes: int
     heads: tuple[QueuedPod, ...]
@@ -79,7 +79,7 @@ class UnservedKind:
 
 @frozen
 class BackfillNode:
-    """Which node is left to the pod that is first among those of a kind that wait for devices to become free."""
+    """The node that is reserved for the first pod of a kind that waits for devices to become free."""
 
     uid: str
     node: str
@@ -87,12 +87,12 @@ class BackfillNode:
 
 @define
 class QueuePass:
-    """One pass."""
+    """The state of one pass."""
 
     until: float
     opening: list[Action]
     served: set[str]
-    """Uids of pods that have their reservation: their turn is over."""
+    """Uids of pods that have their reservation: they need no turn."""
 
 
 async def nothing_to_read() -> bool:
@@ -100,7 +100,7 @@ async def nothing_to_read() -> bool:
 
 
 class Queue:
-    """Acts in `step`, by what the watch has told `pods`."""
+    """Serves the pods in `pods`, one pass for each call of `step`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Queue:
         timer: Callable[[], float] = time.monotonic,
         orphans_per_namespace: int = 0,
     ) -> None:
-        """`read_anew` has pods and reservations as they are at that moment, and says whether it could."""
+        """`read_anew` reads pods and reservations from the API server and returns whether it could."""
         self._pods = pods
         self._ledger = ledger
         self._fleet = fleet
@@ -144,11 +144,11 @@ class Queue:
         self._next: ClaimKind | None = None
 
     def begin(self) -> None:
-        """Elected: until now nobody cared how far behind the watches are."""
+        """Called when this process is elected: the watches may lag behind."""
         self._is_up_to_date = False
 
     async def step(self) -> None:
-        """One pass. Who cannot be served now waits on, and is told why when that changes."""
+        """One pass. A pod that cannot be served keeps waiting, and a change of the reason is reported."""
         if not self._is_current():
             self._is_up_to_date = False
             return
@@ -171,17 +171,17 @@ class Queue:
     def _is_pass_over(self, now: QueuePass) -> bool:
         return len(now.opening) >= OPENED_AT_A_TIME or self._timer() >= now.until or not self._is_current()
 
-    # What is held behind gates already.
+    # Pods that have a reservation already.
 
     async def _process_reserved(self, now: QueuePass) -> None:
-        """A pod that has its reservation needs no turn: its gate is opened, or what it cannot use is given back."""
+        """Opens the gate of each pod that has a reservation, or releases the reservation if the pod cannot use it."""
         held_by = self._holdings.look()
         now.served.update(held_by)
         for uid, (held, *others) in held_by.items():
             if self._is_pass_over(now):
                 return
             await asyncio.sleep(0)
-            for other in others:  # two who acted at once, of whom one was far behind
+            for other in others:  # two processes acted at the same time, one of them on old data
                 raw = self._pods.raws.get(uid)
                 if raw is not None:
                     await self._holdings.give_back(identity_in(raw), other, "the pod has another one")
@@ -197,7 +197,7 @@ class Queue:
         is_late = not against and held.since + self._bind_deadline <= self._clock()
         if against or is_late:
             if await self._holdings.give_back(waiter.pod, held, against or "its time is over"):
-                now.served.discard(uid)  # it stands in its line again
+                now.served.discard(uid)  # it waits for its turn again
                 if is_late:
                     self._set_aside(waiter.pod, held)
             return
@@ -207,16 +207,16 @@ class Queue:
             await self._holdings.give_back(waiter.pod, held, rejection[1].message)
 
     def _set_aside(self, pod: PodIdentity, held: Reservation) -> None:
-        """Past the bind deadline nobody may put it on a node. Where that is for a gate that cannot be opened, others
-        have the devices for as long as it had them."""
+        """Handles a gate that was not opened within the bind deadline: the pod may not be bound any more. It is put off
+        for as long as it held its devices, so that others can have them."""
         self._gate_opener.postpone(pod.uid, self._bind_deadline)
         text = f"its gate was not opened within {self._bind_deadline}: {','.join(held.uuids)} can be had again"
         self._events.record(Subject.of_pod(pod), Reason.BIND_DEADLINE_PASSED, text)
 
-    # Whose turn it is.
+    # Pods that wait for a reservation.
 
     async def _serve_all(self, now: QueuePass) -> None:
-        """Kind by kind; the next pass goes on with those for whom there was no time."""
+        """Serves the kinds one after the other. If the time runs out, the next pass starts where this one stopped."""
         kinds = self._pods.queue_order.kinds()
         self._denials = {kind: self._denials[kind] for kind in kinds if kind in self._denials}
         self._backfill_nodes = {kind: self._backfill_nodes[kind] for kind in kinds if kind in self._backfill_nodes}
@@ -258,8 +258,8 @@ class Queue:
         return ClaimSearch(claim, self._fleet, self._policy).most()
 
     async def _serve_in_order(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
-        """In the order of their turns, whatever number each wants. To the first one that waits for devices to become
-        free a node is left, and those behind it have the others. Whether all have had their turn."""
+        """Serves pods in the order of their turns, whatever their number of GPUs. The first one that waits for devices
+        to become free gets a node reserved, and later pods use the others. Returns whether all had their turn."""
         turns, ahead = TurnOrder(self._pods.queue_order, heads, self._backfill_pod(heads)), None
         while turns:
             waiter = turns.take()
@@ -279,13 +279,14 @@ class Queue:
         return True
 
     def _backfill_pod(self, heads: list[QueuedPod]) -> QueuedPod | None:
-        """To whom a node is left already."""
+        """The pod that has a node reserved already."""
         left = self._backfill_nodes.get(heads[0].kind) if heads else None
         waiter = None if left is None else self._pods.queue_order.get(left.uid)
         return waiter if waiter is not None and waiter.kind == heads[0].kind else None
 
     def _reserve_node_for(self, waiter: QueuedPod) -> Ahead | None:
-        """None if no device that becomes free would serve it: then nobody takes anything from it."""
+        """Reserves a node for the pod. None if no device that becomes free would serve it: then it holds no pod
+        back."""
         left = self._backfill_nodes.get(waiter.kind)
         before = left.node if left is not None and left.uid == waiter.pod.uid else None
         node = node_left_to(waiter.claim, self._fleet, self._policy, before)
@@ -295,7 +296,7 @@ class Queue:
         return Ahead(waiter.claim, node)
 
     async def _explain_oversized(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
-        """Those who want more than any node has: they hold up nobody, and are told so when there is time."""
+        """Finds the reasons for pods that want more GPUs than any node has. They hold no other pod back."""
         known = self._denials.get(heads[0].kind, {}) if heads else {}
         for head in sorted(heads, key=lambda one: one.claim.count in known):
             if self._is_pass_over(now):
@@ -314,7 +315,7 @@ class Queue:
     async def _turn(
         self, waiter: QueuedPod, held: Reservation | None, now: QueuePass, ahead: Ahead | None = None
     ) -> QueueTurn | Deny:
-        """Its place, and its gate among those to be opened; or why not."""
+        """Reserves GPUs for the pod and schedules the opening of its gate; or says why not."""
         if self._gate_opener.is_to_wait(waiter.pod.uid):
             return QueueTurn.PASSED_OVER
         held = held or self._holdings.adopted(waiter)
@@ -348,7 +349,7 @@ class Queue:
         return too_many_orphans(self._ledger.orphaned, namespace, gpus, self._orphans_per_namespace) is not None
 
     async def _is_rejected(self, waiter: QueuedPod) -> bool:
-        """Once more, by what its namespace demands at this moment: before anything is held for it."""
+        """Checks the pod again, by the current rules of its namespace, before GPUs are reserved for it."""
         raw = self._pods.raws.get(waiter.pod.uid)
         if raw is None:
             return True
@@ -381,7 +382,7 @@ class Queue:
     async def _reserved(
         self, waiter: QueuedPod, places: Sequence[Placement], ahead: Ahead | None
     ) -> Reservation | Deny:
-        """Whoever is faster costs a fresh decision, and not the turn."""
+        """Reserves GPUs. If another writer takes them first, decides again within the same turn."""
         claim, pod = waiter.claim, waiter.pod
         ask = ReservationRequest(reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared)
         for _ in range(MAX_CONFLICTS):

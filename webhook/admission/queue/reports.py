@@ -1,4 +1,4 @@
-"""Who waits is told why, when that changes: in the pod, and by an event."""
+"""Reports to waiting pods why they wait, in an annotation and an Event, when the reason changes."""
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping
@@ -18,18 +18,18 @@ from webhook.kube.events import Events, Subject
 
 log = structlog.get_logger(__name__)
 
-# What one pass does: more would keep other work of the process waiting. In seconds, and in pods.
+# The most that one pass does, so that the process's other work is not held up: seconds and pods.
 REPORT_BUDGET = 2.0
 REPORTED_AT_A_TIME = 50
 RETRIED_AT_A_TIME = 8
 MAX_REASON = 900
 
-# Why those of a kind wait who want so many.
+# Why pods of a kind wait, by their number of GPUs.
 Reasons = Mapping[ClaimKind, Mapping[int, Deny]]
 
 
 class QueueReporter:
-    """Remembers what each pod was told last."""
+    """Remembers the last reason that was reported to each pod."""
 
     def __init__(self, pods: WaitingPods, gates: GateClient, events: Events) -> None:
         self._pods = pods
@@ -37,7 +37,7 @@ class QueueReporter:
         self._events = events
         self._reported: dict[str, Reason] = {}
         self._unwritten: dict[str, tuple[PodIdentity, Deny]] = {}
-        """What could not be written into pods."""
+        """Reasons that could not be written into their pods."""
 
     def forget_all_but(self, uids: Collection[str]) -> None:
         for uid in self._reported.keys() - set(uids):
@@ -46,7 +46,7 @@ class QueueReporter:
             del self._unwritten[uid]
 
     async def report(self, why: Reasons, served: Collection[str]) -> None:
-        """Some of those for whom the reason has changed; the next pass goes on with the others."""
+        """Reports changed reasons to some pods. The next pass goes on with the others."""
         for uid, (pod, refused) in islice(self._unreported_rejections(), REPORTED_AT_A_TIME):
             self._reported[uid] = refused.reason
             self._events.record(Subject.of_pod(pod), refused.reason, refused.sentence)
@@ -82,7 +82,7 @@ class QueueReporter:
 
     async def _write_reason(self, pod: PodIdentity, refused: Deny) -> None:
         self._unwritten.pop(pod.uid, None)
-        self._unwritten[pod.uid] = pod, refused  # behind the others
+        self._unwritten[pod.uid] = pod, refused  # to the end
         try:
             await self._gates.write_reason(pod, plain(refused.sentence, MAX_REASON))
         except GateError as exc:

@@ -1,4 +1,4 @@
-"""The pods that wait behind our gate, as a watch tells of them: in lines, and only those that we have dressed."""
+"""The pods that wait behind our gate, by the watch of pods. Only pods that were dressed by us are queued."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
@@ -24,7 +24,7 @@ def ignore_new_pod(uid: str) -> None:
 
 
 class WaitingPods:
-    """Hears of pods. A gate that anybody could have put on keeps its pod out of the lines for ever."""
+    """Listener of the watch of pods. A pod whose gate was not set by us is never queued: anyone could have added it."""
 
     def __init__(
         self,
@@ -36,14 +36,15 @@ class WaitingPods:
     ) -> None:
         self.queue_order = QueueOrder() if queue_order is None else queue_order
         self.raws: dict[str, Raw] = {}
-        """All of them, those in the lines and the misfits."""
+        """All waiting pods: queued and rejected ones."""
         self.rejected: dict[str, tuple[PodIdentity, Deny]] = {}
         self._claims = claims
         self._rules = rules
-        self._has_come = on_new_pod
-        self._to_recheck: dict[str, None] = {}  # uids of those that were judged by what no longer holds
+        self._on_new_pod = on_new_pod
+        # Uids of pods to check again because the rules of their namespace have changed.
+        self._to_recheck: dict[str, None] = {}
 
-    # What the watch tells.
+    # The listener of the watch of pods.
 
     def replaced(self, objects: Mapping[str, Raw]) -> None:
         there = {str(raw["metadata"].get("uid")) for raw in objects.values()}
@@ -60,23 +61,23 @@ class WaitingPods:
         is_new = uid not in self.raws
         self._classify(uid, raw)
         if is_new:
-            self._has_come(uid)
+            self._on_new_pod(uid)
 
     def deleted(self, raw: Raw) -> None:
         self.forget(str(raw["metadata"].get("uid")))
 
     def forget(self, uid: str, *, was_served: bool = False) -> None:
-        """It is gone, or, if it was served, its gate is open."""
+        """Drops a pod that is gone, or whose gate is open (`was_served`)."""
         if self.raws.pop(uid, None) is not None:
             self.queue_order.drop(uid, was_served=was_served)
             self.rejected.pop(uid, None)
             self._to_recheck.pop(uid, None)
 
-    # What else is learnt of them.
+    # Other sources.
 
     def read(self, asked: Collection[str], found: Iterable[Raw]) -> None:
-        """All that are on no node, as a list has them that was asked for when `asked` were known. Those that came or
-        went meanwhile, the watch knows better."""
+        """Applies a list of all pods without a node. It was requested when `asked` were known; for pods that came or
+        went since, the watch is newer."""
         there = {str(raw["metadata"].get("uid")): raw for raw in found}
         for uid in [uid for uid in asked if uid in self.raws]:
             raw = there.get(uid)
@@ -86,19 +87,19 @@ class WaitingPods:
                 self.changed(raw)
 
     def refuse(self, uid: str, refused: Deny) -> None:
-        """It is not as it has to be, as somebody has found who knows better."""
+        """Takes the pod out of the queue, because a fresh check has refused it."""
         waiter = self.queue_order.get(uid)
         if waiter is not None:
             self.queue_order.drop(uid)
             self.rejected[uid] = waiter.pod, refused
 
     def mark_for_recheck(self, namespaces: Collection[str]) -> None:
-        """Those in namespaces that demand something else than before."""
+        """Marks the pods in namespaces whose requirements have changed."""
         found = (uid for uid, raw in self.raws.items() if raw["metadata"].get("namespace") in namespaces)
         self._to_recheck.update(dict.fromkeys(found))
 
     def recheck(self, most: int) -> None:
-        """Some of those that are in doubt."""
+        """Checks some of the marked pods again."""
         for uid in list(islice(self._to_recheck, most)):
             del self._to_recheck[uid]
             self._classify(uid, self.raws[uid])
@@ -130,7 +131,8 @@ class WaitingPods:
 
 
 class DemandsListener:
-    """Hears of namespaces on behalf of the pods that wait in them; after whoever the pods are judged by."""
+    """Listener of the watch of namespaces, for the pods that wait in them. It must come after the listener by which
+    pods are checked."""
 
     def __init__(self, pods: WaitingPods) -> None:
         self._pods = pods
@@ -159,7 +161,7 @@ NOT_OURS = Deny(Reason.FORGED, "the pod is not as a pod waits in the queue")
 
 
 def is_waiting(raw: Raw) -> bool:
-    """Whether our gate is all that keeps it; cheap, for it is asked of every pod."""
+    """Whether only our gate holds the pod back. Cheap, because it runs for every pod."""
     spec = raw.get("spec") or {}
     gates = spec.get("schedulingGates")
     if not gates or spec.get("nodeName") or raw["metadata"].get("deletionTimestamp"):
