@@ -54,23 +54,23 @@ async def test_a_pod_as_it_was_dressed_is_right(house: House) -> None:
 
 
 ASKING: dict[str, tuple[Raw, str]] = {
-    "resource": (raw_pod(raw_container(gpus=2)), "asks for 2 GPUs, and nothing was reserved for it"),
-    "label": (raw_pod(labels={"fudo.org/gpu.assign": "true"}), "asks for 1 GPU, and nothing was reserved for it"),
+    "resource": (raw_pod(raw_container(gpus=2)), "asks for 2 GPUs, but has no reservation"),
+    "label": (raw_pod(labels={"fudo.org/gpu.assign": "true"}), "asks for 1 GPU, but has no reservation"),
     "hash-alone": (
         raw_pod(annotations={"gpuwarden.io/required-hash": HASH}),
-        f"asks for a node attested as {HASH}, and nothing was reserved for it",
+        f"asks for a node attested as {HASH}, but has no reservation",
     ),
     "variable": (
         raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all"))),
-        "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES] would show it a GPU, and it has no claim",
+        "spec.containers[0].env[NVIDIA_VISIBLE_DEVICES] would show it a GPU, but it has no claim",
     ),
     "cdi": (
         raw_pod(annotations={"cdi.k8s.io/gpu": "nvidia.com/gpu=all"}),
-        "metadata.annotations[cdi.k8s.io/gpu] would show it a GPU, and it has no claim",
+        "metadata.annotations[cdi.k8s.io/gpu] would show it a GPU, but it has no claim",
     ),
     "unreadable": (
         raw_pod(annotations={"gpuwarden.io/gpu-count": "two"}),
-        "asks in a way that cannot be read: gpuwarden.io/gpu-count: 'two' is not a whole number of GPUs",
+        "has a request that cannot be read: gpuwarden.io/gpu-count: 'two' is not a whole number of GPUs",
     ),
 }
 
@@ -129,7 +129,7 @@ async def test_gpus_that_no_ledger_knows_are_found(house: House) -> None:
     (held,) = house.parts.ledger.reservations()
     half = evolve(held, slots=held.slots[:1])
     found = findings(facts(raw, held=[half]), LATER, needs_evidence=False)
-    assert [one.message for one in found] == [f"carries {held.slots[1].uuid}, which no GPUNode holds for it"]
+    assert [one.message for one in found] == [f"was given {held.slots[1].uuid}, which no GPUNode holds for it"]
     elsewhere = evolve(held, node="node-b")
     assert kinds(facts(raw, held=[elsewhere])) == [(FindingKind.UNKNOWN_RESERVATION, "pod ml/train-0")]
     assert kinds(facts(raw, unsettled={held.id})) == [], "it has come or gone meanwhile"
@@ -168,7 +168,7 @@ async def test_pods_on_nodes_without_evidence_are_found(
 async def test_a_pod_that_asks_for_a_hash_is_held_to_it_wherever_evidence_is_needed(house: House) -> None:
     raw = await placed(house, raw_pod(annotations={"gpuwarden.io/required-hash": HASH}))
     found = findings(facts(raw, evidence=proven(OTHER_HASH)), LATER, needs_evidence=False)
-    assert [one.message for one in found] == [f"node node-a has proven {OTHER_HASH}, and the pod asks for {HASH}"]
+    assert [one.message for one in found] == [f"node node-a has proven {OTHER_HASH}, but the pod requires {HASH}"]
 
 
 def reservation(**members: Any) -> Reservation:
@@ -207,7 +207,7 @@ def test_reservations_without_pods_are_found(held: Reservation, is_found: bool) 
 def test_an_orphan_is_called_one() -> None:
     orphan = reservation(orphan=Orphan(NOW, 30 * SECOND))
     (found,) = findings(Facts([], [orphan], ()), LATER, needs_evidence=False)
-    assert found.message == "is orphaned and holds GPU-a0 of node node-a for pod ml/train-0, which is not there"
+    assert found.message == "is orphaned and holds GPU-a0 of node node-a for pod ml/train-0, which does not exist"
 
 
 def test_maps_that_keep_nothing_and_objects_that_nobody_can_read_are_found() -> None:
@@ -234,9 +234,9 @@ def test_no_pod_ends_an_audit(raw: Raw) -> None:
 
 
 def test_how_it_is_told() -> None:
-    found = [Finding(FindingKind.GPU_TWICE, "pod ml/a", "has GPU-1, and so has pod ml/b", "ml", "node-a")]
+    found = [Finding(FindingKind.GPU_TWICE, "pod ml/a", "has GPU-1, which pod ml/b has too", "ml", "node-a")]
     assert as_table(found) == (
-        "KIND      OBJECT    NODE    FOUND\nGpuTwice  pod ml/a  node-a  has GPU-1, and so has pod ml/b\n"
+        "KIND      OBJECT    NODE    FOUND\nGpuTwice  pod ml/a  node-a  has GPU-1, which pod ml/b has too\n"
     )
     assert as_table([]) == "Nothing found.\n"
     assert json.loads(as_json(found)) == {
@@ -246,7 +246,7 @@ def test_how_it_is_told() -> None:
                 "namespace": "ml",
                 "object": "pod ml/a",
                 "node": "node-a",
-                "message": "has GPU-1, and so has pod ml/b",
+                "message": "has GPU-1, which pod ml/b has too",
             }
         ]
     }

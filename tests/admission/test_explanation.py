@@ -146,7 +146,7 @@ async def test_without_fresh_evidence_that_is_the_hint(build: Build) -> None:
 async def test_a_pod_that_exists_is_told_what_it_has(house: House) -> None:
     final = await house.create(raw_pod(raw_container(gpus=2)))
     answer = await explained(house, final)
-    assert (answer["verdict"], answer["message"]) == ("admit", "the pod has GPU-a0, GPU-a1 of node node-a (finalized)")
+    assert (answer["verdict"], answer["message"]) == ("admit", "the pod has GPU-a0, GPU-a1 on node node-a (finalized)")
     elsewhere = {**final, "metadata": {**final["metadata"], "namespace": "other"}}
     assert "the pod has" not in (await explained(house, elsewhere))["message"]
 

@@ -182,7 +182,7 @@ async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) 
         await fleet_source.wait_for_first_answers(sleep)
     assert fleet.indexed_nodes["node-a"].state is EvidenceState.FRESH
     assert (len(pauses), spire.polls) == (100, 101)
-    waits = [line for line in lines if line["event"] == "not ready: the first answer of a provider is waited for"]
+    waits = [line for line in lines if line["event"] == "not ready: waiting for the first answer of a provider"]
     assert [line["providers"] for line in waits] == [["spire-server"]] * len(waits)
     assert 1 <= len(waits) <= 8
     assert len(lines) < 20

@@ -168,7 +168,7 @@ async def test_the_denial_says_what_to_do() -> None:
     await house.ask(1)
     assert await house.ask(2) == Deny(
         FULL,
-        "namespace 'ml' has as many GPUs reserved for pods that do not exist yet as it may: 1",
+        "namespace 'ml' has reached its limit of GPUs reserved for pods that do not exist yet: 1",
         hint=HINT,
     )
 

@@ -179,7 +179,7 @@ async def test_whatever_a_scorer_does_pods_are_created(
                     made, said = await created(here, asking(name))
                     took = time.monotonic() - started
                     assert took < 10, name  # the API server would have given up
-                    assert "the pod goes on without hints" in said, name
+                    assert "the pod is admitted without hints" in said, name
                     assert double.asked[-1]["job_type"] == name
                     assert "gpuwarden.io/gpu-uuid" in made["metadata"]["annotations"], name
                     assert made["spec"]["priority"] == 0
@@ -187,7 +187,7 @@ async def test_whatever_a_scorer_does_pods_are_created(
             tell(request, slow_s=took)
             await what_runs_is_told(here, double)
         _, said = await created(here, asking("dead"))
-        assert "the scorer cannot be reached: the pod goes on without hints" in said
+        assert "the scorer cannot be reached: the pod is admitted without hints" in said
         await the_documented_job_runs_without_hints(here, "job-dead")
         await kube.create(PODS, example("pod.yaml"), here.namespace)
         assert not traces(await pod_in_phase(kube, here.namespace, "bert", "Running"))

@@ -121,7 +121,7 @@ async def test_a_pod_that_waited_too_long_passes_nowhere(house: House, extender:
         ({"gpuwarden.io/gpu-count": ""}, "gpuwarden.io/gpu-count is empty"),
         (
             {**attested(HASH), "gpuwarden.io/claim": f'{{"hashes":["{OTHER_HASH}"]}}'},
-            "annotation gpuwarden.io/claim names none of the hashes that the pod asks for",
+            "annotation gpuwarden.io/claim contains none of the hashes that the pod asks for",
         ),
     ],
 )
@@ -240,7 +240,7 @@ async def test_a_pod_that_no_review_has_seen_is_looked_at_once_more_too(
     [
         ("{}", "no evidence"),
         (f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', "no evidence"),
-        (f'{{"hashes":["{OTHER_HASH}"]}}', "names none of the hashes"),
+        (f'{{"hashes":["{OTHER_HASH}"]}}', "contains none of the hashes"),
     ],
 )
 async def test_a_record_that_nobody_vouches_for_lets_no_pod_be_bound_without_evidence(
@@ -265,9 +265,9 @@ async def test_another_pod_of_the_name_is_left_alone(
     house: House, extender: Extender, shared: Shared, bindings: FakeBindings
 ) -> None:
     await created(house, shared, gpu_pod())
-    assert "there is no pod ml/train-0 of uid other" in await extender.bind(onto("node-a", uid="other"))
+    assert "pod ml/train-0 with uid other does not exist" in await extender.bind(onto("node-a", uid="other"))
     shared.pods.clear()
-    assert "there is no pod ml/train-0" in await extender.bind(onto("node-a"))
+    assert f"pod ml/train-0 with uid {builders.POD_UID} does not exist" in await extender.bind(onto("node-a"))
     assert bindings.asked == []
 
 
@@ -323,4 +323,4 @@ async def test_without_a_cluster_nothing_is_said_to_be_bound(build: Build) -> No
     house = await build()
     await house.create(gpu_pod())
     for one in (Extender(house.parts, None), Extender(house.parts, FakeBindings(Shared()))):
-        assert (await one.bind(onto("node-a"))).startswith("there is no cluster here")
+        assert (await one.bind(onto("node-a"))).startswith("gpuwarden runs without a cluster")

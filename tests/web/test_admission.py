@@ -273,7 +273,7 @@ async def test_a_reinvocation_with_a_new_node_selector_moves_or_is_refused(
         assert refusal(response) == (403, "NoSuitableNode")
         return
     moved = patched(changed, response)
-    assert response["warnings"] == ["the pod is kept from node-b by now: it gets its GPUs on another node"]
+    assert response["warnings"] == ["the pod can no longer run on node-b: it gets its GPUs on another node"]
     assert (moved["metadata"]["annotations"][NODE], pinned_nodes(moved)) == (node, [node])
     assert env_of(moved["spec"]["containers"][0])["NVIDIA_VISIBLE_DEVICES"] == "GPU-a0"
     assert await house.mutate(changed, "another-review") == response
@@ -370,7 +370,7 @@ async def test_a_copied_manifest_gets_a_reservation_of_its_own(house: House) -> 
     del copy["metadata"]["uid"]
     response = await house.mutate(copy, "review-of-the-copy")
     assert patched(copy, response)["metadata"]["annotations"][RESERVATION_ID] == "review-of-the-copy"
-    assert "annotations of another pod's reservation were taken off: gpuwarden writes them" in response["warnings"]
+    assert "annotations of another pod's reservation were removed: only gpuwarden writes them" in response["warnings"]
     assert house.held == ["GPU-a0", "GPU-a1"]
 
 

@@ -124,11 +124,11 @@ class AuditRules:
         try:
             claim = claim_of(pod, self.claims)
         except InvalidPodError as exc:
-            return "asks in a way that cannot be read: " + "; ".join(exc.mistakes[:MOST_FIELDS])
+            return "has a request that cannot be read: " + "; ".join(exc.mistakes[:MOST_FIELDS])
         if claim is not None:
-            return f"asks for {claim.sentence}, and nothing was reserved for it"
+            return f"asks for {claim.sentence}, but has no reservation"
         fields = sorted(set(markers(pod, self.dress)))
-        return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU, and it has no claim" if fields else ""
+        return f"{', '.join(fields[:MOST_FIELDS])} would show it a GPU, but it has no claim" if fields else ""
 
 
 @frozen
@@ -163,7 +163,10 @@ def findings(facts: Facts, now: datetime, *, needs_evidence: bool) -> list[Findi
         *pods_without_evidence(facts, now, needs_evidence=needs_evidence),
         *reservations_without_pod(facts, now),
         *maps_without_namespace_label(facts),
-        *(Finding(FindingKind.UNREADABLE, one, "no version of gpuwarden has written this") for one in facts.unreadable),
+        *(
+            Finding(FindingKind.UNREADABLE, one, "was not written by any version of gpuwarden")
+            for one in facts.unreadable
+        ),
     ]
     order = {kind: number for number, kind in enumerate(FindingKind)}
     return sorted(found, key=lambda one: (order[one.kind], one.namespace, one.object, one.message))
@@ -180,7 +183,9 @@ def shared_devices(facts: Facts) -> Iterator[Finding]:
         if len(pods) > 1 and not all(pod.reserved_pod is not None and pod.reserved_pod.is_shared for pod in pods):
             first, *others = sorted(pods, key=lambda pod: pod.title)
             names = ", ".join(pod.title for pod in others)
-            yield Finding(FindingKind.GPU_TWICE, first.title, f"has {uuid}, and so has {names}", first.namespace, node)
+            yield Finding(
+                FindingKind.GPU_TWICE, first.title, f"has {uuid}, which {names} has too", first.namespace, node
+            )
 
 
 def unknown_reservations(facts: Facts) -> Iterator[Finding]:
@@ -193,7 +198,7 @@ def unknown_reservations(facts: Facts) -> Iterator[Finding]:
             uuid for uuid in reserved_pod.uuids if (reserved_pod.reservation_id, reserved_pod.node, uuid) not in held
         ]
         if missing:
-            message = f"carries {', '.join(missing)}, which no GPUNode holds for it"
+            message = f"was given {', '.join(missing)}, which no GPUNode holds for it"
             yield Finding(FindingKind.UNKNOWN_RESERVATION, pod.title, message, pod.namespace, pod.node)
 
 
@@ -205,7 +210,7 @@ def pods_without_reservation(facts: Facts) -> Iterator[Finding]:
             yield Finding(FindingKind.GPU_WITHOUT_RESERVATION, pod.title, pod.asks, pod.namespace, pod.node)
         if pod.unblinded:
             fields = ", ".join(f"{path}.env[{keys.CUDA_VERSION}]" for path in pod.unblinded[:MOST_FIELDS])
-            message = f"{fields} shows it all GPUs of its node; a pod that is created today is blinded"
+            message = f"{fields} shows it all GPUs of its node; gpuwarden hides them from pods that are created today"
             yield Finding(FindingKind.CONTAINER_NOT_BLINDED, pod.title, message, pod.namespace, pod.node)
 
 
@@ -226,7 +231,7 @@ def pods_without_evidence(facts: Facts, now: datetime, *, needs_evidence: bool) 
         if state is not EvidenceState.FRESH:
             message = f"the evidence of node {pod.node} is {state}"
         elif pod.hashes and evidence is not None and evidence.hash not in pod.hashes:
-            message = f"node {pod.node} has proven {evidence.hash}, and the pod asks for {' or '.join(pod.hashes)}"
+            message = f"node {pod.node} has proven {evidence.hash}, but the pod requires {' or '.join(pod.hashes)}"
         else:
             continue
         yield Finding(FindingKind.NODE_WITHOUT_EVIDENCE, pod.title, message, pod.namespace, pod.node)
@@ -245,7 +250,7 @@ def reservations_without_pod(facts: Facts, now: datetime) -> Iterator[Finding]:
             continue
         pod = f"pod {one.namespace}/{one.pod_name}" if one.pod_name else f"a pod of {one.namespace}"
         state = one.phase.value if one.orphan is None else "orphaned"
-        message = f"is {state} and holds {', '.join(one.uuids)} of node {one.node} for {pod}, which is not there"
+        message = f"is {state} and holds {', '.join(one.uuids)} of node {one.node} for {pod}, which does not exist"
         yield Finding(FindingKind.RESERVATION_WITHOUT_POD, f"reservation {one.id}", message, one.namespace, one.node)
 
 
@@ -254,6 +259,6 @@ def maps_without_namespace_label(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             FindingKind.MAP_WITHOUT_LABEL,
             f"statefulset {namespace}/{name}",
-            f"has a placement map, and its namespace has no label {keys.MAPS_LABEL}=true: its GPUs are not kept for it",
+            f"has a placement map, but its namespace has no label {keys.MAPS_LABEL}=true: no GPUs are reserved for it",
             namespace,
         )

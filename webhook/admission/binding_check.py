@@ -76,7 +76,7 @@ class BindingCheck:
         if claim is None:
             return Deny(
                 Reason.FORGED,
-                f"metadata.annotations[{keys.CLAIM.name}]: names none of the hashes that the pod has to have",
+                f"metadata.annotations[{keys.CLAIM.name}]: contains none of the hashes that the pod requires",
                 hint="create the pod anew",
             )
         self._reserver.fleet.advance(self._clock())
@@ -119,13 +119,13 @@ def no_reservation(reservation_id: str) -> Deny:
     return Deny(
         Reason.NOT_RESERVED,
         f"metadata.annotations[{keys.RESERVATION_ID.name}]: there is no reservation {reservation_id!r}",
-        hint="take the gpuwarden.io/ annotations off a copied manifest, or create the pod anew",
+        hint="remove the gpuwarden.io/ annotations from a copied manifest, or create the pod anew",
     )
 
 
 def no_such_pod(binding: Binding) -> Deny:
-    of_uid = f" of uid {binding.pod.uid}" if binding.pod.uid else ""
+    with_uid = f" with uid {binding.pod.uid}" if binding.pod.uid else ""
     return Deny(
         Reason.RESERVATION_CONFLICT,
-        f"there is no pod {binding.pod.namespace}/{binding.pod.name}{of_uid} at this moment",
+        f"pod {binding.pod.namespace}/{binding.pod.name}{with_uid} does not exist",
     )

@@ -188,7 +188,7 @@ class BindingEnds:
             await self._update(now)
         except LedgerError as exc:
             self._written = None
-            log.warning("ends of evidence not written for the time without us", problem=str(exc))
+            log.warning("BindingEnds not written", problem=str(exc))
 
     async def _read(self) -> None:
         """Another leader may have written the object, or it may have been deleted."""
@@ -220,7 +220,7 @@ class BindingEnds:
         raw = raw_of(wanted, now)
         not_in_force = {**raw, "spec": {part: text for part, text in raw["spec"].items() if part != "kept"}}
         if len(msgspec.json.encode(raw)) > MAX_BYTES:
-            log.error("too many ends of evidence: no pod is bound while no replica answers", entries=len(wanted))
+            log.error("BindingEnds too large: no pod is bound while no replica answers", entries=len(wanted))
             await self._store(raw_of({}, None))
             is_in_force = False
         else:
@@ -241,7 +241,7 @@ class BindingEnds:
         if sent != stored and not self._is_cut_reported:
             parts = [part for part in StoredEnds.__struct_fields__ if getattr(sent, part) != getattr(stored, part)]
             log.error(
-                "ends of evidence are not stored whole, so no pod is bound while no replica answers: "
+                "the API server drops fields of BindingEnds, so no pod is bound while no replica answers: "
                 "apply the CRDs of this version",
                 parts=parts,
             )
@@ -252,7 +252,8 @@ class BindingEnds:
         closed = sorted(name for kind, name in wanted if kind == NAMESPACE)
         if closed and any((NAMESPACE, name) not in (self._written or {}) for name in closed):
             log.warning(
-                "too many pods with a claim: none of these is bound while no replica answers", namespaces=closed
+                "too many pods with a claim: no pod of these namespaces is bound while no replica answers",
+                namespaces=closed,
             )
 
     def _is_judged(self, one: Unbound) -> bool:
@@ -370,7 +371,7 @@ async def ensure_binding_ends(objects: ObjectClient) -> None:
         await objects.create(raw_of({}, None))
     except LedgerError as exc:
         if not isinstance(exc, StaleError):  # it exists
-            log.warning("no ends of evidence could be written", problem=str(exc))
+            log.warning("BindingEnds not created", problem=str(exc))
 
 
 def whole(moment: datetime) -> datetime:

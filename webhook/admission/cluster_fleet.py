@@ -36,7 +36,7 @@ class ClusterFleet:
         try:
             node, born = node_of(raw), born_of(raw)
         except msgspec.ValidationError as exc:
-            log.warning("Node left as it was known", exc_info=exc)
+            log.warning("Node cannot be read, its last state is kept", exc_info=exc)
             return
         self._nodes[node.name], self._born[node.name] = node, born
         self._update(node.name)
@@ -121,7 +121,7 @@ class GpuNodesListener:
         try:
             node = GpuNode.parse(raw)
         except UnreadableGpuNodeError as exc:
-            log.warning("GPUNode cannot be read, its devices are offered to nobody", problem=str(exc))
+            log.warning("GPUNode cannot be read, its devices are not offered", problem=str(exc))
             self._inventory.quarantine(raw["metadata"]["name"])
             self._forget(raw["metadata"]["name"])
             return

@@ -37,7 +37,7 @@ class ApiEvictor:
         taints = [*others, *([ours] if wanted else [])]
         patch = {"metadata": {"resourceVersion": version}, "spec": {"taints": taints}}
         await self._answered("PATCH", NODE_PATH, {"name": node}, patch, kind=MERGE_PATCH)
-        log.info("taint put on" if wanted else "taint taken off", node=node, taint=keys.EVIDENCE_LOST_TAINT)
+        log.info("taint added" if wanted else "taint removed", node=node, taint=keys.EVIDENCE_LOST_TAINT)
 
     async def _read(self, node: str) -> Raw | None:
         body = await self._answered("GET", NODE_PATH, {"name": node}, fine=(GONE,))

@@ -301,7 +301,7 @@ class EvidenceLoss:
             try:
                 await wanted[what]()
             except EvictionError as exc:
-                log.warning("left for a later pass", what=what, policy=self._on_lost, problem=str(exc))
+                log.warning("action failed, it is tried again later", what=what, policy=self._on_lost, problem=str(exc))
                 failures += 1
                 if failures >= MAX_FAILURES:
                     return

@@ -100,7 +100,7 @@ class Explainer:
 
 
 def sentence_of(held: Reservation) -> str:
-    return f"the pod has {', '.join(held.uuids)} of node {held.node} ({held.phase.value})"
+    return f"the pod has {', '.join(held.uuids)} on node {held.node} ({held.phase.value})"
 
 
 def result(
@@ -125,7 +125,7 @@ def message(done: Rehearsal, claim: Claim | None) -> str:
     if isinstance(done.verdict, Deny):
         return done.verdict.sentence
     if done.verdict.reason is Reason.NOT_ASKED or claim is None:
-        return "the pod asks for nothing of gpuwarden"
+        return "the pod requests nothing from gpuwarden"
     if done.verdict.reason is Reason.QUEUED:
         return next(iter(done.warnings), "the pod waits")
     node = done.verdict.audit.get("node", "").partition(",")[0]

@@ -74,7 +74,7 @@ class FleetUpdater:
         while self._round.unanswered:
             if looks % LOOKS_PER_WARNING == 0:
                 log.warning(
-                    "not ready: the first answer of a provider is waited for", providers=sorted(self._round.unanswered)
+                    "not ready: waiting for the first answer of a provider", providers=sorted(self._round.unanswered)
                 )
             looks += 1
             await sleep(FIRST_PAUSE)
@@ -111,7 +111,7 @@ class FleetUpdater:
         except InventoryUnavailableError as exc:
             mistakes = "; ".join(exc.mistakes)
             self.outdated = Staleness(
-                f"{self._inventory.path} cannot be used, its last good content counts: {mistakes}", False
+                f"{self._inventory.path} cannot be used, its last valid content is in force: {mistakes}", False
             )
             self._metrics.count_file_reload("inventory", "refused")
             log.warning("inventory refused, the old one stays", mistakes=exc.mistakes, file=str(self._inventory.path))

@@ -50,8 +50,8 @@ BEFORE_IT_IS_QUEUED = timedelta(seconds=1)
 # The queue uses such ids for the reservations of pods that wait.
 NOT_A_REVIEWS_UID = Deny(
     Reason.NOT_REVIEWED,
-    f"request.uid: no API server's review has a uid that begins with {OWN_IDS!r}",
-    hint="send reviews with uids of their own",
+    f"request.uid: must not begin with {OWN_IDS!r}",
+    hint="send each review with a random uid",
 )
 
 # A scorer's hints cannot help against any of these.
@@ -59,7 +59,7 @@ HARDER_THAN_HINTS = frozenset(
     {Reason.NO_PROVEN_NODE, Reason.NO_SUITABLE_NODE, Reason.NOT_IN_MAP, Reason.AMBIGUOUS_NODE}
 )
 
-COPIED = "annotations of another pod's reservation were taken off: gpuwarden writes them"
+COPIED = "annotations of another pod's reservation were removed: only gpuwarden writes them"
 
 
 class PodMutator:
@@ -152,7 +152,7 @@ class PodMutator:
         if isinstance(outfit, Deny):
             may_wait = self._may_wait(pod, claim, outfit)
             return self._queued(raw, undressed(free), claim, outfit) if may_wait else outfit
-        moved = f"the pod is kept from {known.node} by now: it gets its GPUs on another node"
+        moved = f"the pod can no longer run on {known.node}: it gets its GPUs on another node"
         return evolve(self._dressed(raw, pod, outfit, free), warnings=(moved,))
 
     def _as_mapped(self, claim: Claim, held: Reservation | Placement) -> tuple[DeviceUuid, ...]:

@@ -229,7 +229,7 @@ class PendingLimiter:
                 await self._ledger.collect(self._clock())
                 await self._ledger.confirm_early(self._clock())
             except Exception:  # the waiting reviews must be served all the same
-                log.exception("pending reservations were not looked at")
+                log.exception("pending reservations not checked")
             await asyncio.sleep(HOUSEKEEPING)
 
 
@@ -239,14 +239,14 @@ def small(counted: Iterable[Mapping[int, int]], pool: int) -> int:
 
 
 HINT = (
-    "try again in some seconds; where callers of /mutate prove who they are there is no limit (docs/how-to/access.md)"
+    "try again in a few seconds; there is no limit where callers of /mutate are authenticated (docs/how-to/access.md)"
 )
 
 
 def namespace_full(namespace: str, limit: int) -> Deny:
     return Deny(
         Reason.NAMESPACE_FULL,
-        f"namespace {namespace!r} has as many GPUs reserved for pods that do not exist yet as it may: {limit}",
+        f"namespace {namespace!r} has reached its limit of GPUs reserved for pods that do not exist yet: {limit}",
         hint=HINT,
     )
 
@@ -254,7 +254,7 @@ def namespace_full(namespace: str, limit: int) -> Deny:
 def pool_full(pool: int) -> Deny:
     return Deny(
         Reason.PENDING_FULL,
-        f"too many GPUs are reserved for pods that do not exist yet: reviews of unknown callers may have {pool}, "
-        "and each namespace a part of that",
+        f"too many GPUs are reserved for pods that do not exist yet: the limit for unauthenticated callers is {pool}, "
+        "and each namespace may have a part of it",
         hint=HINT,
     )

@@ -204,7 +204,7 @@ def places_of(key: Key, text: str | None, ordinals: range) -> MapPlaces:
     try:
         entries = parse_map(text)
     except InvalidPodError:
-        log.warning("map of a StatefulSet left out", namespace=key[0], name=key[1])
+        log.warning("placement map of a StatefulSet ignored", namespace=key[0], name=key[1])
         return frozenset()
     kept = (entry for ordinal, entry in entries.items() if ordinal in ordinals)
     return frozenset((entry.node, plain_name(gpu)) for entry in kept for gpu in entry.gpus)
@@ -239,7 +239,7 @@ def conflict(value: str, name: str, names: Iterable[str], *, is_real: bool) -> s
     label = f"label {keys.LOGICAL_NODE_LABEL}={value}"
     others = ", ".join(sorted(set(names) - {name})[:MOST_NAMED])
     if not is_real:
-        return f"{label} is on {others} too: no placement map can mean it"
+        return f"{label} is on {others} too: no placement map can refer to it"
     if name == value:
-        return f"{label} of {others} is this node's own name, and counts for nothing there"
-    return f"{label} is the name of another node, and counts for nothing here: placement maps mean node {value}"
+        return f"{label} of {others} is this node's own name and is ignored there"
+    return f"{label} is the name of another node and is ignored here: placement maps refer to node {value}"

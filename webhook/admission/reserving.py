@@ -159,16 +159,18 @@ class Reserver:
                 if tries > AT_ONCE:
                     await asyncio.sleep(min(PAUSE * (tries - AT_ONCE), LONGEST))
             except DeadlinePassedError:
-                return Deny(Reason.DEADLINE_PASSED, "the review's time is over: nothing was reserved", hint="try again")
+                return Deny(
+                    Reason.DEADLINE_PASSED,
+                    "the deadline of the review has passed: nothing was reserved",
+                    hint="try again",
+                )
             except ReservationConflictError:
                 return conflict(ask)
             except LedgerUnavailableError:
                 return Deny(Reason.LEDGER_AWAY, "reservations cannot be made at this moment", hint="try again")
 
 
-NOT_WRITTEN = Deny(
-    Reason.LEDGER_AWAY, "the reservation cannot be written down as it would have to be", hint="see gpuwarden's log"
-)
+NOT_WRITTEN = Deny(Reason.LEDGER_AWAY, "the reservation could not be written", hint="see gpuwarden's log")
 
 
 def lapsed_for_good(lapsed: Reservation) -> Deny:
@@ -180,4 +182,4 @@ def lapsed_for_good(lapsed: Reservation) -> Deny:
 
 
 def conflict(ask: ReservationRequest) -> Deny:
-    return Deny(Reason.RESERVATION_CONFLICT, f"reservation {ask.id} exists and is of another claim")
+    return Deny(Reason.RESERVATION_CONFLICT, f"reservation {ask.id} exists for another claim")

@@ -21,15 +21,15 @@ def not_reviewed(review: Review) -> Deny | None:
         return None
     return Deny(
         Reason.NOT_REVIEWED,
-        f"gpuwarden reviews pods; this is {review.subject}",
-        hint="take it out of the webhook configuration's rules",
+        f"gpuwarden reviews pods, not {review.subject}",
+        hint="remove it from the rules of the webhook configuration",
     )
 
 
 def required_object(review: Review) -> RawPod:
     if review.raw is None:
         raise InvalidPodError("the review has no object")
-    mistakes = [f"{field}: {name[:80]!r} is no name of an object" for field, name in names_in(review).items()]
+    mistakes = [f"{field}: {name[:80]!r} is not a valid object name" for field, name in names_in(review).items()]
     if mistakes:
         raise InvalidPodError(*mistakes)
     return review.raw

@@ -91,7 +91,7 @@ class Reviewer:
         except TimeoutError:
             if not patience.expired():
                 raise
-            return Deny(Reason.DEADLINE_PASSED, "the review's time is over", hint="try again")
+            return Deny(Reason.DEADLINE_PASSED, "the deadline of the review has passed", hint="try again")
         except InvalidPodError as exc:
             found = exc.mistakes[:MOST_MISTAKES]
             return Deny(Reason.INVALID_POD, "; ".join(found), causes=found)
@@ -102,7 +102,7 @@ class Reviewer:
             log.warning("namespace away", uid=review.uid, namespace=review.namespace, exc_info=exc)
             return Deny(
                 Reason.LEDGER_AWAY,
-                f"what namespace {review.namespace} demands of its pods cannot be looked up at this moment",
+                f"the requirements of namespace {review.namespace} cannot be looked up at this moment",
                 hint="try again",
             )
 

@@ -71,7 +71,7 @@ class PodValidator:
     async def binding_mutated(self, review: Review, answer_by: datetime) -> Verdict:
         """Marks an admitted Binding, for the policy that judges Bindings while no replica answers."""
         if not review.is_of_bindings:
-            return Deny(Reason.NOT_REVIEWED, f"Bindings are reviewed here; this is {review.subject}")
+            return Deny(Reason.NOT_REVIEWED, f"this webhook reviews Bindings, not {review.subject}")
         verdict = await self._put_on_a_node(review)
         if isinstance(verdict, Deny):
             return verdict
@@ -109,8 +109,8 @@ class PodValidator:
         if claim_of(pod, claims) is not None:
             return Deny(
                 Reason.NOT_RESERVED,
-                f"metadata.annotations[{keys.CLAIM.name}]: the pod has a claim and no reservation",
-                hint="the mutating webhook has to see it first",
+                f"metadata.annotations[{keys.CLAIM.name}]: the pod has a claim but no reservation",
+                hint="the mutating webhook must review it first",
             )
         forged = sorted(keys.OUTPUT_NAMES & pod.annotations.keys())
         if forged:
@@ -189,7 +189,7 @@ class PodValidator:
             return Deny(
                 Reason.NOT_RESERVED,
                 f"spec.schedulingGates[{keys.QUEUE_GATE}]: nothing is reserved for the pod yet",
-                hint="gpuwarden opens the gate when there is a GPU",
+                hint="gpuwarden opens the gate when it has reserved GPUs",
             )
         rules = self._rules.dress
         return (

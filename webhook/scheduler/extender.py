@@ -28,8 +28,8 @@ from webhook.scheduler.filter import NodeQuery
 log = structlog.get_logger(__name__)
 
 LEDGER_AWAY = "reservations cannot be looked up at this moment"
-NAMESPACE_AWAY = "what the pod's namespace demands cannot be looked up at this moment"
-NO_CLUSTER = "there is no cluster here to bind pods in: take bindVerb out of the scheduler's configuration"
+NAMESPACE_AWAY = "the requirements of the pod's namespace cannot be looked up at this moment"
+NO_CLUSTER = "gpuwarden runs without a cluster and binds no pods: remove bindVerb from the scheduler's configuration"
 MAX_MESSAGE = 1000
 
 
@@ -172,7 +172,7 @@ def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
     claim = believed(recorded, asked)
     if claim is None:
         return Refused(
-            node_filter.unreadable([f"annotation {keys.CLAIM.name} names none of the hashes that the pod asks for"])
+            node_filter.unreadable([f"annotation {keys.CLAIM.name} contains none of the hashes that the pod asks for"])
         )
     return NodeQuery(claim, is_recorded=True)
 

@@ -129,7 +129,7 @@ class ScorerClient:
         if task is None:
             if not self._breaker.allows_request():
                 self._metrics.count_scoring("resting")
-                raise ScorerUnavailableError("resting", "the scorer has failed again and again and is left alone")
+                raise ScorerUnavailableError("resting", "the scorer has failed repeatedly and is not called for now")
             task = self._pending[body] = asyncio.create_task(self._ask(body))
             task.add_done_callback(lambda done: self._forget(body, done))
         advice = await self._wait_for(task, patience)
@@ -203,7 +203,7 @@ class ScorerClient:
         try:
             return DECODER.decode(bytes(content)).advice()
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
-            raise ScorerUnavailableError("malformed", "the scorer's answer makes no sense") from exc
+            raise ScorerUnavailableError("malformed", "the scorer's answer is malformed") from exc
 
     def _store(self, body: bytes, advice: Advice) -> None:
         if len(self._cache) >= MAX_CACHED:

@@ -37,8 +37,8 @@ log = structlog.get_logger(__name__)
 SHARE = 0.5
 
 NO_CANDIDATES = (
-    f"no node says by its label {' or '.join(keys.GPU_TYPE_LABELS)} which GPUs it has, so the scorer was not asked: "
-    "the pod goes on without hints"
+    f"no node has a label {' or '.join(keys.GPU_TYPE_LABELS)} with its GPU type, so the scorer was not asked: "
+    "the pod is admitted without hints"
 )
 
 
@@ -123,7 +123,7 @@ class HintService:
             advice = await self.scorer.advise(question, patience=max(0.0, patience))
         except ScorerUnavailableError as exc:
             log.warning("Scheduler unavailable", uid=review.uid, outcome=exc.outcome, problem=str(exc))
-            return HintResult(warnings=(*features.warnings, f"{exc}: the pod goes on without hints"))
+            return HintResult(warnings=(*features.warnings, f"{exc}: the pod is admitted without hints"))
         around = HintContext(self.fleet.gpu_types, self.buckets, self.classes.names, self.classes.default)
         hints = hints_of(advice, features, pod, around, self.clock())
         hints = hints if claim is not None else self._possible(hints, pod)

@@ -76,7 +76,7 @@ class QueueReservations:
         if unproven is not None:
             return unproven.message
         is_selected = claim.nodes.matches(node, self._fleet.indexed_nodes[node].labels)
-        return "" if is_selected else f"node {node} is not what the pod selects any more"
+        return "" if is_selected else f"the pod no longer selects node {node}"
 
     async def give_back(self, pod: PodIdentity, held: Reservation, why: str) -> bool:
         """Releases the reservation; returns whether it is free. Does nothing if the gate is open already: an answer may
@@ -88,9 +88,11 @@ class QueueReservations:
                 return False
             is_free = await self._ledger.release(held.id, owner, node=held.node, since=held.since)
         except (GateError, LedgerError) as exc:
-            log.warning("not given back", reservation=held.id, problem=str(exc))
+            log.warning("reservation not released", reservation=held.id, problem=str(exc))
             return False
-        log.info("given back behind a gate", reservation=held.id, pod=f"{pod.namespace}/{pod.name}", why=why)
+        log.info(
+            "reservation of a waiting pod released", reservation=held.id, pod=f"{pod.namespace}/{pod.name}", why=why
+        )
         return is_free
 
     def adopted(self, waiter: QueuedPod) -> Reservation | None:

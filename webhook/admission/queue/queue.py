@@ -184,7 +184,7 @@ class Queue:
             for other in others:  # two processes acted at the same time, one of them on old data
                 raw = self._pods.raws.get(uid)
                 if raw is not None:
-                    await self._holdings.give_back(identity_in(raw), other, "the pod has another one")
+                    await self._holdings.give_back(identity_in(raw), other, "the pod has another reservation")
             await self._process_one_reserved(uid, held, now)
 
     async def _process_one_reserved(self, uid: str, held: Reservation, now: QueuePass) -> None:
@@ -196,7 +196,7 @@ class Queue:
         against = self._holdings.objection(waiter, held)
         is_late = not against and held.since + self._bind_deadline <= self._clock()
         if against or is_late:
-            if await self._holdings.give_back(waiter.pod, held, against or "its time is over"):
+            if await self._holdings.give_back(waiter.pod, held, against or "the bind deadline has passed"):
                 now.served.discard(uid)  # it waits for its turn again
                 if is_late:
                     self._set_aside(waiter.pod, held)
@@ -210,7 +210,7 @@ class Queue:
         """Handles a gate that was not opened within the bind deadline: the pod may not be bound any more. It is put off
         for as long as it held its devices, so that others can have them."""
         self._gate_opener.postpone(pod.uid, self._bind_deadline)
-        text = f"its gate was not opened within {self._bind_deadline}: {','.join(held.uuids)} can be had again"
+        text = f"its gate was not opened within {self._bind_deadline}: {','.join(held.uuids)} is free again"
         self._events.record(Subject.of_pod(pod), Reason.BIND_DEADLINE_PASSED, text)
 
     # Pods that wait for a reservation.
@@ -331,7 +331,7 @@ class Queue:
             outfit = await self._outfit(waiter, held, places, ahead)
         except (ReservationConflictError, PlacementRefusedError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
-            log.warning("nothing can be held for it", pod=name, error=type(exc).__name__)
+            log.warning("nothing can be reserved for it", pod=name, error=type(exc).__name__)
             self._gate_opener.try_later(waiter.pod.uid)
             return QueueTurn.PASSED_OVER
         except (LedgerError, NamespacesUnavailableError) as exc:

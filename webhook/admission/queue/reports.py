@@ -86,7 +86,7 @@ class QueueReporter:
         try:
             await self._gates.write_reason(pod, plain(refused.sentence, MAX_REASON))
         except GateError as exc:
-            log.info("pod not told", namespace=pod.namespace, name=pod.name, problem=str(exc))
+            log.info("reason not written into the pod", namespace=pod.namespace, name=pod.name, problem=str(exc))
         else:
             self._unwritten.pop(pod.uid, None)
 

@@ -157,7 +157,7 @@ class DemandsListener:
             self._pods.mark_for_recheck({raw["metadata"]["name"]})
 
 
-NOT_OURS = Deny(Reason.FORGED, "the pod is not as a pod waits in the queue")
+NOT_OURS = Deny(Reason.FORGED, "the pod was not put into the queue by gpuwarden")
 
 
 def is_waiting(raw: Raw) -> bool:
