@@ -303,5 +303,5 @@ async def test_a_label_that_is_another_nodes_name_is_told_on_both_nodes() -> Non
     assert heard.told == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
     assert heard.messages == [
         "label gpu-node-name=node-a of node-b is this node's own name and is ignored there",
-        "label gpu-node-name=node-a is the name of another node and is ignored here: placement maps mean node node-a",
+        "label gpu-node-name=node-a is the name of another node and is ignored here: placement maps refer to node node-a",
     ]
