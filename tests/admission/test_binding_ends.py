@@ -189,7 +189,7 @@ async def test_nodes_are_listed_with_the_end_of_their_evidence() -> None:
     assert scene.is_kept
 
 
-async def test_what_never_ends_and_what_was_never_proven_is_not_listed() -> None:
+async def test_endless_evidence_and_unproven_nodes_are_not_listed() -> None:
     """A node without evidence takes pods without a claim; no pod that needs evidence was let in for it."""
     scene = Scene()
     scene.proves(A, None)
@@ -203,7 +203,7 @@ async def test_what_never_ends_and_what_was_never_proven_is_not_listed() -> None
     [None, evidence(A, is_banned=True), evidence(A, is_conflict=True), evidence(A, since=NOW - HOUR, until=NOW)],
     ids=["withdrawn", "banned", "conflict", "stale"],
 )
-async def test_a_node_that_loses_its_evidence_is_closed_within_a_second_and_open_again_when_nobody_is_on_the_way(
+async def test_node_without_evidence_is_closed_within_a_second_and_reopened_when_no_pod_is_on_its_way(
     word: Evidence | None,
 ) -> None:
     scene = Scene()
@@ -216,7 +216,7 @@ async def test_a_node_that_loses_its_evidence_is_closed_within_a_second_and_open
     assert A not in await scene.after(ROUTINE)
 
 
-async def test_whoever_is_elected_next_keeps_closed_what_was_closed() -> None:
+async def test_new_leader_keeps_closed_nodes_closed() -> None:
     scene = Scene()
     await scene.after()
     scene.says(A, None)
@@ -225,7 +225,7 @@ async def test_whoever_is_elected_next_keeps_closed_what_was_closed() -> None:
     assert A not in await scene.after(2 * CLOSED_FOR)
 
 
-async def test_a_longer_end_is_written_in_its_turn_and_a_near_one_at_once() -> None:
+async def test_later_end_is_written_at_the_next_interval_and_near_end_at_once() -> None:
     scene = Scene()
     await scene.after()
     scene.proves(A, 2 * HOUR)
@@ -247,7 +247,7 @@ async def test_nothing_is_written_while_nothing_changes_or_a_watch_is_interrupte
     assert (await scene.after())[A] == at(HOUR)
 
 
-async def test_what_a_hand_has_deleted_or_written_is_written_anew() -> None:
+async def test_deleted_or_edited_object_is_written_again() -> None:
     scene = Scene()
     await scene.after()
     scene.objects.remove(NAME)
@@ -257,7 +257,7 @@ async def test_what_a_hand_has_deleted_or_written_is_written_anew() -> None:
     assert (await scene.after(ROUTINE))[A] == at(HOUR)
 
 
-async def test_an_api_server_that_is_away_is_asked_again() -> None:
+async def test_failed_write_is_tried_again() -> None:
     scene = Scene()
     scene.objects.is_away = True
     assert await scene.after() == {}
@@ -268,7 +268,7 @@ async def test_an_api_server_that_is_away_is_asked_again() -> None:
 # Pods.
 
 
-async def test_a_pod_with_gpus_has_until_its_bind_deadline() -> None:
+async def test_pod_with_gpus_ends_at_its_bind_deadline() -> None:
     scene = Scene()
     scene.holds(raw_pod("train", 1))
     assert (await scene.after())["uid-train"] == at(DEADLINE)
@@ -283,7 +283,7 @@ async def test_a_pod_with_gpus_has_until_its_bind_deadline() -> None:
     [{"phase": Phase.RELEASING}, {"claim_digest": "another"}, {"uid": "uid-another"}, {"namespace": "another"}],
     ids=["releasing", "another claim", "another pod", "another namespace"],
 )
-async def test_a_pod_without_its_reservation_is_closed(members: dict[str, Any]) -> None:
+async def test_pod_without_its_reservation_may_not_be_bound(members: dict[str, Any]) -> None:
     scene = Scene()
     scene.holds(raw_pod("train", 1), **members)
     assert (await scene.after())["uid-train"] == LATE
@@ -291,7 +291,7 @@ async def test_a_pod_without_its_reservation_is_closed(members: dict[str, Any]) 
     assert (await scene.after(ROUTINE))["uid-train"] == LATE
 
 
-async def test_a_pod_whose_node_has_another_hash_by_now_is_closed_at_once() -> None:
+async def test_pod_may_not_be_bound_once_its_node_has_another_hash() -> None:
     scene = Scene()
     scene.holds(raw_pod("train", 1))
     scene.ends.changed(raw_pod("held", 0, (HASH,), A))
@@ -303,7 +303,7 @@ async def test_a_pod_whose_node_has_another_hash_by_now_is_closed_at_once() -> N
     assert (written["uid-train"], written["uid-held"], written.get("uid-freer")) == (LATE, LATE, None)
 
 
-async def test_a_pod_that_asks_and_that_no_review_has_seen_is_closed() -> None:
+async def test_unreviewed_pod_with_a_claim_may_not_be_bound() -> None:
     scene = Scene(needs_all=False)
     scene.ends.changed(bare("asks", {"gpuwarden.io/required-hash": HASH}))
     scene.ends.changed(bare("odd", {"gpuwarden.io/gpu-count": "many"}))
@@ -328,13 +328,13 @@ async def test_a_pod_that_asks_and_that_no_review_has_seen_is_closed() -> None:
     ],
     ids=["plain", "on a node", "ended", "behind our gate", "plain with affinity", "odd"],
 )
-async def test_others_are_not_listed(raw: Raw) -> None:
+async def test_pods_without_a_claim_are_not_listed(raw: Raw) -> None:
     scene = Scene()
     scene.ends.replaced({"ml/x": raw})
     assert (await scene.after()).keys() == {A, B}
 
 
-async def test_a_list_that_does_not_fit_closes_everything() -> None:
+async def test_list_of_nodes_that_does_not_fit_closes_everything() -> None:
     scene = Scene()
     await scene.after()
     for number in range(MAX_BYTES // 200):
@@ -344,7 +344,7 @@ async def test_a_list_that_does_not_fit_closes_everything() -> None:
     assert not scene.is_kept
 
 
-async def test_twenty_thousand_pods_of_a_tenant_close_its_own_namespace_and_no_other() -> None:
+async def test_twenty_thousand_pods_of_one_namespace_close_only_that_namespace() -> None:
     scene = Scene()
     scene.crowd("crowd", 24_000)
     scene.crowd("other", 500)
@@ -365,7 +365,7 @@ async def test_twenty_thousand_pods_of_a_tenant_close_its_own_namespace_and_no_o
 
 
 @pytest.mark.parametrize("is_crowded_first", [True, False], ids=["from the beginning", "later"])
-async def test_a_list_that_is_not_stored_whole_is_withdrawn_and_told_once(is_crowded_first: bool) -> None:
+async def test_truncated_list_is_withdrawn_and_logged_once(is_crowded_first: bool) -> None:
     """The definition of the version before: what it does not have, the API server leaves out without a word."""
     scene = Scene()
     scene.objects.pruned = {"namespaces"}
@@ -389,7 +389,7 @@ async def test_a_list_that_is_not_stored_whole_is_withdrawn_and_told_once(is_cro
     assert scene.ends.is_closed(f"uid-crowd-{7:032}")
 
 
-async def test_a_list_that_was_withdrawn_is_never_kept_before_it_is_stored_whole() -> None:
+async def test_withdrawn_list_takes_effect_only_when_stored_whole() -> None:
     scene = Scene()
     scene.objects.pruned = {"namespaces"}
     scene.crowd("crowd", 24_000)
@@ -413,7 +413,7 @@ async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
     assert (await scene.after())["crowd"] == LATE
 
 
-async def test_a_pod_whose_namespace_opts_out_can_be_bound_whatever_was_written_of_it() -> None:
+async def test_pod_of_a_namespace_that_opts_out_counts_as_bindable() -> None:
     """Its Binding is judged no more. So its GPUs stay its own until the namespace opts in again, or the pod is gone."""
     scene = Scene()
     scene.opts("ml", "true")
@@ -441,7 +441,7 @@ async def test_a_pod_whose_namespace_opts_out_can_be_bound_whatever_was_written_
     ],
     ids=["all have room", "the largest", "none is above its share by much", "each alone is too large"],
 )
-def test_a_namespace_within_its_share_is_never_closed(
+def test_namespace_within_its_share_is_never_closed(
     sizes: dict[str, int], closed: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pods = {name: {(POD, f"{name}-{n:034}"): NOW for n in range(size)} for name, size in sizes.items()}
@@ -452,7 +452,7 @@ def test_a_namespace_within_its_share_is_never_closed(
     assert sum(kind == POD for kind, _ in found) == sum(n for name, n in sizes.items() if name not in closed)
 
 
-async def test_a_pod_is_read_anew_when_its_namespace_demands_another_hash() -> None:
+async def test_pod_is_parsed_again_when_its_namespace_requires_another_hash() -> None:
     scene = Scene()
     raw = raw_pod("held", 0, (HASH,), A)
     raw["metadata"]["annotations"]["gpuwarden.io/required-hash"] = HASH
@@ -464,7 +464,7 @@ async def test_a_pod_is_read_anew_when_its_namespace_demands_another_hash() -> N
     assert (await scene.after(ROUTINE))["uid-held"] == LATE
 
 
-async def test_an_empty_object_is_made_and_none_is_taken_away() -> None:
+async def test_missing_object_is_created_and_existing_one_is_kept() -> None:
     scene = Scene()
     await ensure_binding_ends(scene.objects)
     assert scene.objects.objects[NAME]["spec"] == {}
@@ -475,6 +475,6 @@ async def test_an_empty_object_is_made_and_none_is_taken_away() -> None:
     await ensure_binding_ends(scene.objects)
 
 
-def test_what_is_no_moment_is_over() -> None:
+def test_unparsable_time_counts_as_past() -> None:
     for text in ("", "soon", "2026-01-01", "2026-01-01T00:00:00"):
         assert moment_of(text) == LONG_AGO

@@ -34,7 +34,7 @@ async def verdict(house: House, uid: str) -> str:
 
 
 @pytest.mark.defect("S0-1")
-async def test_evidence_swapped_at_run_time_changes_the_verdict(house: House) -> None:
+async def test_changed_evidence_file_changes_the_verdict(house: House) -> None:
     assert await verdict(house, "r1") == "Admitted"
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": OTHER_HASH}}
     await rewrite(house, {"nodes": [node]})
@@ -51,7 +51,7 @@ async def test_evidence_ends_at_the_second_without_a_new_reading(build: Build) -
 
 
 @pytest.mark.defect("S0-2")
-async def test_evidence_of_the_future_proves_nothing_yet(build: Build) -> None:
+async def test_evidence_from_the_future_is_not_valid_yet(build: Build) -> None:
     node = {**INVENTORY["nodes"][0], "evidence": {"hash": HASH, "since": "2026-03-02T12:00:30Z"}}
     house = await build({"nodes": [node]})
     assert await verdict(house, "r1") == "NoProvenNode"
@@ -60,13 +60,13 @@ async def test_evidence_of_the_future_proves_nothing_yet(build: Build) -> None:
 
 
 @pytest.mark.defect("S4-14")
-async def test_a_bad_file_changes_nothing_of_what_is_known(house: House) -> None:
+async def test_invalid_file_keeps_the_last_state(house: House) -> None:
     await rewrite(house, "nodes: [")
     assert await verdict(house, "r1") == "Admitted"
     assert "refused" in house.parts.metrics.render()[0].decode()
 
 
-async def test_a_device_that_vanishes_under_a_pod_is_quarantined(house: House) -> None:
+async def test_device_that_vanishes_while_held_is_quarantined(house: House) -> None:
     await house.create(POD)
     await rewrite(house, {"nodes": [{**INVENTORY["nodes"][0], "devices": []}]})
     assert await house.states() == {"GPU-a0": "quarantined"}
@@ -81,7 +81,7 @@ async def test_a_device_that_comes_back_is_still_held(house: House) -> None:
     assert house.held == ["GPU-a0", "GPU-a1"]
 
 
-async def test_the_same_uuid_on_two_nodes_is_given_to_nobody_until_one_is_gone(house: House) -> None:
+async def test_uuid_on_two_nodes_is_not_offered_until_one_is_gone(house: House) -> None:
     first = INVENTORY["nodes"][0]
     double = {"name": "node-z", "evidence": {"hash": HASH}, "devices": first["devices"]}
     await rewrite(house, {"nodes": [first, double]})
@@ -91,7 +91,7 @@ async def test_the_same_uuid_on_two_nodes_is_given_to_nobody_until_one_is_gone(h
     assert await verdict(house, "r2") == "Admitted"
 
 
-async def test_a_gpu_that_moved_to_another_node_stays_its_holders(house: House) -> None:
+async def test_gpu_that_moves_to_another_node_stays_with_its_holder(house: House) -> None:
     await house.create(POD)
     moved = {"name": "node-z", "evidence": {"hash": HASH}, "devices": [{"uuid": "GPU-a0"}]}
     await rewrite(house, {"nodes": [moved]})
@@ -149,7 +149,7 @@ async def states(fleet_source: FleetUpdater, fleet: Fleet) -> dict[str, Evidence
     return {name: indexed.state for name, indexed in fleet.indexed_nodes.items()}
 
 
-async def test_all_that_are_asked_have_to_vouch_for_a_node(tmp_path: Path) -> None:
+async def test_node_needs_evidence_of_all_configured_providers(tmp_path: Path) -> None:
     spire = Asked(None)
     fleet, fleet_source = feed_of(tmp_path, spire)
     await fleet_source.load()
@@ -166,7 +166,7 @@ async def test_all_that_are_asked_have_to_vouch_for_a_node(tmp_path: Path) -> No
     assert await states(fleet_source, fleet) == nobody
 
 
-async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) -> None:
+async def test_start_waits_for_the_first_answer_of_every_provider(tmp_path: Path) -> None:
     spire = Asked(None)
     fleet, fleet_source = feed_of(tmp_path, spire)
     await fleet_source.load()
@@ -188,7 +188,7 @@ async def test_the_first_answer_of_every_provider_is_waited_for(tmp_path: Path) 
     assert len(lines) < 20
 
 
-async def test_who_has_answered_is_waited_for_no_more(tmp_path: Path) -> None:
+async def test_provider_that_has_answered_once_is_not_waited_for(tmp_path: Path) -> None:
     spire = Asked({})
     _, fleet_source = feed_of(tmp_path, spire)
     await fleet_source.load()
@@ -224,7 +224,7 @@ class Told:
         return self.metrics.registry.get_sample_value("gpuwarden_evidence_changes_total", {"state": state}) or 0
 
 
-async def test_a_change_of_evidence_is_logged_and_counted_and_its_end_too(tmp_path: Path) -> None:
+async def test_change_and_end_of_evidence_are_logged_and_counted(tmp_path: Path) -> None:
     spire = Asked({"node-a": vouched("node-a")})
     told = await Told(tmp_path, spire).begin()
     assert await told.changes() == []
@@ -242,7 +242,7 @@ async def test_a_change_of_evidence_is_logged_and_counted_and_its_end_too(tmp_pa
     assert [told.counted(state) for state in ("fresh", "stale", "absent")] == [2, 1, 1]
 
 
-async def test_first_answers_are_no_changes(tmp_path: Path) -> None:
+async def test_first_answers_are_not_reported_as_changes(tmp_path: Path) -> None:
     spire = Asked(None)
     told = Told(tmp_path, spire)
     await told.fleet_source.load()
@@ -254,7 +254,7 @@ async def test_first_answers_are_no_changes(tmp_path: Path) -> None:
     assert await told.changes() == []
 
 
-async def test_a_node_that_a_provider_alone_names_is_known(tmp_path: Path) -> None:
+async def test_node_named_only_by_a_provider_is_in_the_fleet(tmp_path: Path) -> None:
     """It has no GPU that anybody has told us of: those are counted by whoever schedules."""
     spire = Asked({"node-x": vouched("node-x"), "node-a": vouched("node-a")})
     told = await Told(tmp_path, spire).begin()
@@ -273,7 +273,7 @@ async def test_a_node_that_a_provider_alone_names_is_known(tmp_path: Path) -> No
     assert told.fleet.indexed_nodes.keys() == {"node-a"}
 
 
-async def test_a_proof_that_a_node_has_sent_keeps_no_node(tmp_path: Path) -> None:
+async def test_proof_sent_by_a_node_does_not_keep_it_in_the_fleet(tmp_path: Path) -> None:
     told = Told(tmp_path)
     proofs = MemoryProofs(lambda: told.fleet.indexed_nodes.keys(), lambda: told.now, SECOND)
     told.fleet_source = FleetUpdater(
@@ -289,7 +289,7 @@ async def test_a_proof_that_a_node_has_sent_keeps_no_node(tmp_path: Path) -> Non
     assert not told.fleet.indexed_nodes
 
 
-async def test_a_proof_that_comes_while_another_provider_is_asked_stays(tmp_path: Path) -> None:
+async def test_proof_received_during_a_poll_is_kept(tmp_path: Path) -> None:
     told = Told(tmp_path)
     proof = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + 60 * SECOND, "n")
 

@@ -89,23 +89,23 @@ FULL, POOL_FULL = Reason.NAMESPACE_FULL, Reason.PENDING_FULL
 # One namespace.
 
 
-async def test_a_namespace_that_has_as_much_waiting_as_it_may_gets_no_more() -> None:
+async def test_namespace_at_its_limit_is_denied() -> None:
     house = House(limit=2)
     assert reasons(*[await house.ask(number) for number in range(4)]) == [None, None, FULL, FULL]
     assert reasons(await house.ask(9, "other")) == [None]
 
 
-async def test_gpus_are_counted_and_not_reservations() -> None:
+async def test_limit_counts_gpus_not_reservations() -> None:
     house = House(limit=4)
     assert reasons(*[await house.ask(number, gpus=2) for number in range(3)]) == [None, None, FULL]
 
 
-async def test_a_claim_of_more_than_the_limit_fits_where_it_is_alone() -> None:
+async def test_claim_above_the_limit_fits_if_it_is_alone() -> None:
     house = House(limit=2)
     assert reasons(await house.ask(1, gpus=4), await house.ask(2)) == [None, FULL]
 
 
-async def test_namespaces_that_nobody_has_heard_of_have_one_limit_together() -> None:
+async def test_unknown_namespaces_share_one_limit() -> None:
     house = House(limit=2)
     answers = [await house.ask(number, f"invented-{number}") for number in range(4)]
     assert reasons(*answers) == [None, None, FULL, FULL]
@@ -115,40 +115,40 @@ async def test_namespaces_that_nobody_has_heard_of_have_one_limit_together() -> 
 
 
 @pytest.mark.parametrize("name", ["ml", "invented-{}"])
-async def test_of_many_at_once_no_more_wait_than_may(name: str) -> None:
+async def test_concurrent_reviews_stay_within_the_limit(name: str) -> None:
     house = House(limit=3)
     answers = await asyncio.gather(*(house.ask(number, name.format(number)) for number in range(8)))
     assert Counter(reasons(*answers)) == {None: 3, FULL: 5}
 
 
-async def test_the_same_review_again_finds_its_reservation_in_a_full_namespace() -> None:
+async def test_repeated_review_finds_its_reservation_in_a_full_namespace() -> None:
     house = House(limit=1)
     first = await house.ask(1)
     assert await house.ask(1) == first
 
 
-async def test_a_uid_that_anybody_could_make_up_makes_no_room() -> None:
+async def test_reported_uid_does_not_make_room() -> None:
     house = House(limit=1)
     await house.ask(1)
     await house.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), PodIdentity("ml", "a", "uid-1"))
     assert reasons(await house.ask(2)) == [FULL]
 
 
-async def test_a_pod_that_exists_makes_room() -> None:
+async def test_existing_pod_makes_room() -> None:
     house = House(limit=1)
     await house.ask(1)
     await house.pod_comes(1)
     assert reasons(await house.ask(2)) == [None]
 
 
-async def test_what_nobody_came_for_makes_room_at_its_deadline() -> None:
+async def test_unused_reservation_makes_room_at_its_deadline() -> None:
     house = House(limit=1)
     await house.ask(1)
     house.now += DEADLINE + SKEW
     assert reasons(await house.ask(2)) == [None]
 
 
-async def test_a_failed_write_leaves_nothing_counted() -> None:
+async def test_failed_write_is_not_counted() -> None:
     house = House(limit=1)
     house.ledger.fails = True
     assert reasons(await house.ask(1)) == [Reason.LEDGER_AWAY]
@@ -157,13 +157,13 @@ async def test_a_failed_write_leaves_nothing_counted() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 9])
-async def test_no_limit_or_a_wide_one_is_not_felt(limit: int) -> None:
+async def test_absent_or_wide_limit_denies_nothing(limit: int) -> None:
     house = House(limit=limit)
     answers = [await house.ask(number) for number in range(9)]
     assert reasons(*answers) == [None] * 8 + [Reason.NO_FREE_DEVICE]
 
 
-async def test_the_denial_says_what_to_do() -> None:
+async def test_denial_of_a_full_namespace_has_a_hint() -> None:
     house = House(limit=1, percent=50)
     await house.ask(1)
     assert await house.ask(2) == Deny(
@@ -176,7 +176,7 @@ async def test_the_denial_says_what_to_do() -> None:
 # All together.
 
 
-async def test_a_namespace_leaves_room_to_the_others() -> None:
+async def test_one_namespace_leaves_room_to_others() -> None:
     house = House(percent=50, nodes=2)
     numbers = iter(range(99))
     answers = {name: [await house.ask(next(numbers), name) for _ in range(5)] for name in ("ml", "other", "third")}
@@ -185,7 +185,7 @@ async def test_a_namespace_leaves_room_to_the_others() -> None:
     assert {one for found in answers.values() for one in reasons(*found)} == {None, POOL_FULL}
 
 
-async def test_pods_that_were_named_make_room_for_more_and_never_for_all() -> None:
+async def test_named_pods_make_room_for_more_but_never_for_the_whole_pool() -> None:
     """A forged review names a pod as well."""
     house = House(percent=50, nodes=2)
     for number in range(8):
@@ -197,13 +197,13 @@ async def test_pods_that_were_named_make_room_for_more_and_never_for_all() -> No
     assert reasons(await house.ask(9, "other")) == [None]
 
 
-async def test_invented_namespaces_have_together_what_one_may() -> None:
+async def test_invented_namespaces_share_the_limit_of_one() -> None:
     house = House(percent=50, nodes=2)
     answers = [await house.ask(number, f"invented-{number}") for number in range(8)]
     assert Counter(reasons(*answers)) == {None: 2, POOL_FULL: 6}
 
 
-async def test_a_claim_of_more_than_half_the_pool_is_alone_of_its_size_and_beside_the_others() -> None:
+async def test_claim_above_half_the_pool_is_served_one_at_a_time_beside_the_pool() -> None:
     house = House(percent=50, nodes=2)
     assert reasons(await house.ask(1, gpus=6), await house.ask(2, "other", gpus=6)) == [None, POOL_FULL]
     assert reasons(*[await house.ask(number) for number in range(3, 7)]) == [None] * 3 + [POOL_FULL]
@@ -212,12 +212,12 @@ async def test_a_claim_of_more_than_half_the_pool_is_alone_of_its_size_and_besid
 
 
 @pytest.mark.parametrize("percent", [1, 50])
-async def test_on_however_small_a_fleet_one_hold_fits(percent: int) -> None:
+async def test_one_reservation_fits_on_the_smallest_fleet(percent: int) -> None:
     house = House(percent=percent)
     assert reasons(await house.ask(1, gpus=8)) == [None]
 
 
-async def test_what_is_not_to_be_had_at_all_is_said_at_once() -> None:
+async def test_unsatisfiable_claim_is_denied_without_waiting() -> None:
     house = House(percent=50)
     for number in range(8):
         await house.ask(number, patience=SOON)
@@ -227,7 +227,7 @@ async def test_what_is_not_to_be_had_at_all_is_said_at_once() -> None:
     assert reasons(await house.ask(11, patience=SOON)) == [Reason.NO_FREE_DEVICE]
 
 
-async def test_two_replicas_at_once_leave_a_first_hold_to_each_namespace() -> None:
+async def test_two_replicas_leave_a_first_reservation_to_each_namespace() -> None:
     """Neither knows yet what the other lets in."""
     houses = [House(percent=50) for _ in range(2)]
     reserve_room = [await asyncio.gather(*(one.ask(number, patience=BRIEF) for number in range(8))) for one in houses]
@@ -237,7 +237,7 @@ async def test_two_replicas_at_once_leave_a_first_hold_to_each_namespace() -> No
 # Who waits.
 
 
-async def test_what_does_not_fit_waits_and_is_served_when_a_pod_comes() -> None:
+async def test_review_without_room_waits_until_a_pod_is_seen() -> None:
     house = House(limit=1)
     await house.ask(1)
     waiting = asyncio.create_task(house.ask(2, patience=SOON))
@@ -246,7 +246,7 @@ async def test_what_does_not_fit_waits_and_is_served_when_a_pod_comes() -> None:
     assert reasons(await waiting) == [None]
 
 
-async def test_whoever_waits_after_all_others_were_served_is_served_too() -> None:
+async def test_last_waiting_review_is_served_too() -> None:
     """However soon after: nobody was waiting for a moment."""
     house = House(limit=1)
     await house.ask(0)
@@ -258,7 +258,7 @@ async def test_whoever_waits_after_all_others_were_served_is_served_too() -> Non
         assert reasons(await waiting) == [None]
 
 
-async def test_what_expires_while_all_wait_makes_room() -> None:
+async def test_reservation_that_expires_while_reviews_wait_makes_room() -> None:
     house = House(limit=1)
     await house.ask(1)
     waiting = asyncio.create_task(house.ask(2, patience=SOON))
@@ -269,7 +269,7 @@ async def test_what_expires_while_all_wait_makes_room() -> None:
     assert not house.ledger.pending.gpus_in("ml")
 
 
-async def test_who_has_waited_long_enough_is_refused_and_leaves_nothing() -> None:
+async def test_review_is_denied_after_its_wait_and_leaves_nothing_counted() -> None:
     house = House(limit=1)
     await house.ask(1)
     assert reasons(await house.ask(2, patience=BRIEF)) == [FULL]
@@ -277,7 +277,7 @@ async def test_who_has_waited_long_enough_is_refused_and_leaves_nothing() -> Non
     assert reasons(await house.ask(3)) == [None]
 
 
-async def test_a_review_that_ends_while_it_waits_leaves_nothing() -> None:
+async def test_cancelled_waiting_review_leaves_nothing_counted() -> None:
     house = House(limit=1)
     await house.ask(1)
     waiting = asyncio.create_task(house.ask(2, patience=SOON))
@@ -288,7 +288,7 @@ async def test_a_review_that_ends_while_it_waits_leaves_nothing() -> None:
     assert reasons(await house.ask(3)) == [None]
 
 
-async def test_a_job_of_many_pods_is_refused_nothing() -> None:
+async def test_job_with_many_pods_is_never_denied() -> None:
     house = House(percent=50, nodes=40)
     numbers = range(300)
 
@@ -303,7 +303,7 @@ async def test_a_job_of_many_pods_is_refused_nothing() -> None:
     assert Counter(reasons(*answers)) == {None: 300}
 
 
-async def test_lines_of_namespaces_take_turns() -> None:
+async def test_queues_of_namespaces_take_turns() -> None:
     """However many of one have come before."""
     house = House(percent=50, nodes=2)
     for number in range(2):
@@ -321,7 +321,7 @@ async def test_lines_of_namespaces_take_turns() -> None:
     await asyncio.gather(*flood, return_exceptions=True)
 
 
-async def test_where_too_many_wait_the_last_of_the_longest_line_goes() -> None:
+async def test_last_review_of_the_longest_queue_is_dropped_when_too_many_wait() -> None:
     house = House(limit=1, most_waiting=10)
     for number, name in enumerate(("ml", "other")):
         await house.ask(number, name)
@@ -341,7 +341,7 @@ async def test_where_too_many_wait_the_last_of_the_longest_line_goes() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 100], ids=["callers prove who they are", "they do not"])
-async def test_a_namespace_with_as_many_gpus_of_pods_that_are_gone_as_it_may_have_gets_no_more(limit: int) -> None:
+async def test_namespace_at_its_limit_of_orphans_is_denied(limit: int) -> None:
     house = House(limit=limit, orphans=3, nodes=2)
     for number in range(4):
         await house.ask(number)
@@ -359,13 +359,13 @@ async def test_a_namespace_with_as_many_gpus_of_pods_that_are_gone_as_it_may_hav
     )
 
 
-async def test_who_leaves_no_orphans_may_have_any_number_of_pods() -> None:
+async def test_namespace_without_orphans_is_not_limited() -> None:
     house = House(orphans=3, nodes=10)
     assert reasons(*[await house.ask(number) for number in range(80)]) == [None] * 80
     assert reasons(await House(orphans=3).ask(1, gpus=8)) == [None]
 
 
-async def test_a_claim_without_gpus_is_no_matter_of_orphans() -> None:
+async def test_claim_without_gpus_ignores_the_limit_of_orphans() -> None:
     house = House(orphans=1)
     await house.ask(1)
     await house.pod_comes(1)

@@ -58,7 +58,7 @@ def sized(name: str, gpus: int, **members: Any) -> Node:
     return builders.node(name, *(builders.device(f"{name}-{k}") for k in range(gpus)), **members)
 
 
-async def test_however_many_wait_it_is_one_question_whose_turn_it_is() -> None:
+async def test_one_search_decides_the_turn_of_any_number_of_waiting_claims() -> None:
     fleet = Asked()
     for number in range(20):
         fleet.put(sized(f"node-{number}", 8, labels={"kubernetes.io/hostname": f"node-{number}"}), NOW)
@@ -74,7 +74,7 @@ async def test_however_many_wait_it_is_one_question_whose_turn_it_is() -> None:
     assert refused.hint == "that one asks for 8"
 
 
-def test_who_wants_no_gpu_waits_behind_nobody_who_does_and_holds_up_nobody() -> None:
+def test_claim_without_gpus_neither_waits_for_nor_blocks_claims_with_gpus() -> None:
     fleet = builders.fleet(sized("node-a", 2), proven={"node-a": builders.HASH})
     asked: dict[str, Any] = {"annotations": {"gpuwarden.io/required-hash": builders.HASH}}
     house = holder(fleet)
@@ -100,7 +100,7 @@ FLEETS = {
 @pytest.mark.parametrize("members", [{}, {"affinity": ZONE}, {"nodeSelector": {"kubernetes.io/hostname": "node-x"}}])
 @pytest.mark.parametrize("always", [False, True])
 @pytest.mark.parametrize("nodes", FLEETS.values(), ids=FLEETS)
-def test_those_hold_up_others_who_could_be_served_or_wait_for_free_gpus(
+def test_queued_claim_blocks_others_if_it_can_be_served_or_waits_for_free_gpus(
     nodes: list[Node], members: dict[str, Any], *, always: bool
 ) -> None:
     """As the decision on each of them says."""
@@ -118,9 +118,7 @@ def test_those_hold_up_others_who_could_be_served_or_wait_for_free_gpus(
     ("text", "holds_up"), [("0=node-a:0", True), ("0=node-a:7", False), ("0=node-b:0", False), ("1=node-a:0", False)]
 )
 @pytest.mark.parametrize("is_free", [True, False])
-def test_a_mapped_pod_holds_up_those_of_its_place_where_its_gpus_are(
-    text: str, *, holds_up: bool, is_free: bool
-) -> None:
+def test_mapped_pod_blocks_only_claims_for_its_own_gpus(text: str, *, holds_up: bool, is_free: bool) -> None:
     fleet = builders.fleet(builders.node("node-a", builders.device("GPU-0", index=0), builders.device("GPU-1")))
     if not is_free:
         fleet.hold(builders.reservation(builders.slot("GPU-0")))
@@ -135,7 +133,7 @@ def test_a_mapped_pod_holds_up_those_of_its_place_where_its_gpus_are(
     assert (house.queued_ahead(first.claim) is not None) is holds_up
 
 
-def test_what_is_more_than_any_node_has_is_known_as_nodes_come_and_go() -> None:
+def test_largest_node_follows_the_fleet() -> None:
     fleet = Fleet()
     house = holder(fleet)
     asked = waiter(4).claim
@@ -166,7 +164,7 @@ class BehindLedger(MemoryLedger):
         raise SlotsTakenError(ask.id)
 
 
-async def test_what_cannot_be_had_over_and_over_is_waited_for_and_keeps_nobody_else_waiting() -> None:
+async def test_repeated_conflicts_are_retried_with_pauses_that_do_not_block_others() -> None:
     fleet = Fleet()
     fleet.put(Node("node-a", devices=(Device(DeviceUuid("GPU-0")),)), utc_now())
     ledger = BehindLedger(fleet, utc_now, Times(DEADLINE, SKEW))

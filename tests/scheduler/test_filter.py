@@ -51,7 +51,7 @@ def test_a_pod_without_a_claim_passes_everywhere(policy: EvidencePolicy) -> None
 
 
 @pytest.mark.defect("S0-5")
-def test_evidence_is_no_matter_of_room() -> None:
+def test_missing_evidence_is_not_resolvable_by_preemption() -> None:
     """No eviction heals it, so none shall be tried."""
     found = judged(NodeQuery(claim(HASH)))
     assert found.passed == {"node-a"}
@@ -79,7 +79,7 @@ def test_one_of_several_hashes_is_enough() -> None:
     ],
     ids=["older than its limit", "of the future", "banned", "in conflict"],
 )
-def test_evidence_that_proves_nothing_now_is_not_evidence(members: Raw, said: Objection) -> None:
+def test_invalid_evidence_counts_as_none(members: Raw, said: Objection) -> None:
     fleet = there()
     fleet.prove("node-a", builders.evidence("node-a", HASH, **members), NOW)
     found = judged(NodeQuery(claim(HASH)), fleet)
@@ -87,7 +87,7 @@ def test_evidence_that_proves_nothing_now_is_not_evidence(members: Raw, said: Ob
     assert found.unresolvable["node-a"] == MESSAGES[said]
 
 
-def test_what_another_pods_end_may_free_is_told_apart() -> None:
+def test_too_few_free_gpus_is_resolvable_by_preemption() -> None:
     fleet = there()
     fleet.hold(reservation(*(slot(f"GPU-a{k}") for k in range(3))))
     found = judged(NodeQuery(claim(HASH, gpus=2)), fleet)
@@ -97,7 +97,7 @@ def test_what_another_pods_end_may_free_is_told_apart() -> None:
     assert found.unresolvable["node-a"] == "too few matching GPUs"
 
 
-def test_gpus_that_nobody_has_told_of_are_counted_by_the_scheduler() -> None:
+def test_gpus_of_nodes_without_known_devices_are_left_to_the_scheduler() -> None:
     fleet = there()
     fleet.prove("node-c", builders.evidence("node-c", HASH), NOW)
     assert judged(NodeQuery(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
@@ -107,7 +107,7 @@ def test_gpus_that_nobody_has_told_of_are_counted_by_the_scheduler() -> None:
     assert found.unresolvable["node-c"] == "too few matching GPUs"
 
 
-def test_gpus_alone_are_the_schedulers_business_unless_evidence_is_demanded_of_all() -> None:
+def test_plain_gpu_claim_passes_every_node_unless_evidence_is_always_required() -> None:
     """Nobody who has not asked for us is kept from a GPU."""
     assert judged(NodeQuery(claim(gpus=9))).passed == frozenset(NAMES)
     found = judged(NodeQuery(claim(gpus=1)), policy=ALL)
@@ -123,19 +123,19 @@ def test_gpus_alone_are_the_schedulers_business_unless_evidence_is_demanded_of_a
         ({"taints": [Taint("a")]}, "node has a taint that the pod does not tolerate"),
     ],
 )
-def test_the_conditions_of_a_node_are_asked(members: Raw, said: str) -> None:
+def test_filter_checks_the_conditions_of_a_node(members: Raw, said: str) -> None:
     fleet = builders.fleet(node("node-a", **members), proven={"node-a": HASH})
     assert judged(NodeQuery(claim(HASH)), fleet).unresolvable["node-a"] == said
 
 
-def test_a_pod_with_a_reservation_goes_nowhere_else() -> None:
+def test_pod_with_a_reservation_fits_only_its_node() -> None:
     found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
     assert found.passed == {"node-a"}
     assert set(found.unresolvable.values()) == {"the pod's GPUs are reserved on another node"}
 
 
 @pytest.mark.defect("S0-6")
-def test_a_reservation_is_worth_nothing_without_evidence() -> None:
+def test_reserved_node_without_evidence_is_refused() -> None:
     fleet = there()
     fleet.prove("node-a", None, NOW)
     found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
@@ -143,12 +143,12 @@ def test_a_reservation_is_worth_nothing_without_evidence() -> None:
     assert found.unresolvable["node-a"] == ABSENT
 
 
-def test_a_pod_that_was_held_to_proven_nodes_is_judged_by_evidence_alone() -> None:
+def test_recorded_pod_is_filtered_by_evidence_alone() -> None:
     fleet = builders.fleet(node("node-a", is_cordoned=True), node("node-b"), proven={"node-a": HASH})
     assert judged(NodeQuery(claim(HASH), is_recorded=True), fleet).passed == {"node-a"}
 
 
-def test_a_place_in_a_map_is_one_node_and_its_gpus() -> None:
+def test_mapped_pod_fits_its_mapped_node_only() -> None:
     owners = [builders.stateful_set()]
     mapped = {"gpuwarden.io/gpu-map": "0=node-a:GPU-a1"}
     query = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=owners)))
@@ -193,7 +193,7 @@ def varied() -> Fleet:
     ],
     ids=str,
 )
-def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, is_recorded: bool) -> None:
+def test_grouped_answers_equal_answers_for_each_node(members: Raw, *, is_recorded: bool) -> None:
     """Each node asked by itself says the same."""
     fleet, asked = varied(), claim(HASH, **members)
     question = ClaimSearch(asked, fleet, ASKED)
@@ -211,18 +211,18 @@ def test_nodes_that_are_alike_are_answered_alike_and_no_others(members: Raw, *, 
     assert {**found.failed, **found.unresolvable} == refused
 
 
-def test_a_name_offered_twice_is_judged_twice_the_same() -> None:
+def test_node_offered_twice_gets_the_same_answer() -> None:
     assert filter_nodes(NodeQuery(claim(HASH)), ("node-a", "node-a"), there(), ASKED).passed == {"node-a"}
 
 
-def test_texts_can_be_counted() -> None:
+def test_texts_name_no_node_gpu_or_age() -> None:
     """They are the same for all nodes: whatever differs from node to node is not in them."""
     for text in TEXTS:
         assert "{" not in text
         assert not any(letter.isdigit() for letter in text)
 
 
-def test_the_tightest_fit_comes_first() -> None:
+def test_tightest_fit_scores_highest() -> None:
     fleet = builders.fleet(
         *(node(f"node-{n}", *(device(f"GPU-{n}-{k}") for k in range(n))) for n in (1, 2, 4, 20)),
         proven={f"node-{n}": HASH for n in (1, 2, 4, 20)},
@@ -237,7 +237,7 @@ def test_the_tightest_fit_comes_first() -> None:
     ]
 
 
-def test_scores_without_gpus_tell_proven_nodes_from_others() -> None:
+def test_scores_for_pods_without_gpus_prefer_proven_nodes() -> None:
     assert scores(NodeQuery(claim(HASH)), NAMES, there(), ASKED) == [
         ("node-a", 10),
         ("node-b", 0),

@@ -61,7 +61,7 @@ async def asking(double: Double, timeout: float = 30.0, roots: Path | None = Non
         await asker.client.close()
 
 
-async def test_the_question_as_scorers_know_it() -> None:
+async def test_request_has_the_scorers_format() -> None:
     async with scoring() as double, asking(double) as asker:
         advice = await asker.client.advise(QUESTION, patience=30.0)
     assert double.asked == [
@@ -75,43 +75,43 @@ async def test_the_question_as_scorers_know_it() -> None:
     assert (advice.score_text, advice.chosen_gpu, advice.avoid) == ("85", "A100-80GB", ("train-llama",))
 
 
-async def test_what_is_not_known_is_left_out() -> None:
+async def test_unknown_features_are_omitted() -> None:
     async with scoring() as double, asking(double) as asker:
         await asker.ask()
     assert double.asked[0]["features"] == {"job_type": "train-bert", "tenant": "default"}
 
 
-async def test_members_that_are_left_out_have_their_defaults_and_others_are_passed_over() -> None:
+async def test_missing_members_get_defaults_and_unknown_ones_are_ignored() -> None:
     async with scoring(body=b'{"more": {"a": [NULL]}}'.replace(b"NULL", b"null")) as double, asking(double) as asker:
         assert await asker.ask() == Advice(50)
 
 
-async def test_a_chosen_gpu_that_is_said_goes_before_the_selectors() -> None:
+async def test_explicit_chosen_gpu_takes_precedence_over_the_selector() -> None:
     async with scoring(body=good(terms={"chosen_gpu": "H100-80GB"})) as double, asking(double) as asker:
         assert (await asker.ask()).chosen_gpu == "H100-80GB"
 
 
 @pytest.mark.parametrize("body", BAD.values(), ids=BAD)
-async def test_an_answer_that_is_not_well_formed_is_none(body: bytes) -> None:
+async def test_malformed_answer_is_rejected(body: bytes) -> None:
     async with scoring(body=body) as double, asking(double) as asker:
         assert await asker.outcome() == "malformed"
         assert asker.count("malformed") == 1
 
 
 @pytest.mark.parametrize(("status", "outcome"), [(201, "broken"), (302, "broken"), (400, "refused"), (503, "broken")])
-async def test_any_status_but_200_is_no_answer(status: int, outcome: str) -> None:
+async def test_status_other_than_200_is_a_failure(status: int, outcome: str) -> None:
     async with scoring(status=status) as double, asking(double) as asker:
         assert await asker.outcome() == outcome
 
 
-async def test_nobody_there_and_one_who_hangs_up() -> None:
+async def test_unreachable_scorer_and_closed_connection_are_failures() -> None:
     async with scoring(hangs_up=True) as double, asking(double) as asker:
         assert await asker.outcome() == "unreachable"
     async with asking(double) as asker:
         assert await asker.outcome() == "unreachable"
 
 
-async def test_a_kept_connection_that_has_ended_costs_nobody_his_hints() -> None:
+async def test_closed_idle_connection_is_retried() -> None:
     async with scoring() as double, asking(double) as asker:
         await asker.ask("first")
         double.hangs_up_once = True
@@ -119,14 +119,14 @@ async def test_a_kept_connection_that_has_ended_costs_nobody_his_hints() -> None
         assert double.connections == 2
 
 
-async def test_what_is_packed_is_not_unpacked() -> None:
+async def test_compressed_answer_is_not_decompressed() -> None:
     packed = scoring(body=gzip.compress(good()), more_headers="content-encoding: gzip\r\n")
     async with packed as double, asking(double) as asker:
         assert await asker.outcome() == "malformed"
 
 
 @pytest.mark.defect("S3-15")
-async def test_nobody_waits_longer_than_he_has_time() -> None:
+async def test_advice_is_abandoned_when_the_reviews_time_is_over() -> None:
     async with scoring(delay=60) as double, asking(double, timeout=0.2) as asker:
         started = time.monotonic()
         assert await asker.outcome() == "timeout"
@@ -135,7 +135,7 @@ async def test_nobody_waits_longer_than_he_has_time() -> None:
         assert asker.count("late") == 1
 
 
-async def test_who_has_less_time_does_not_spoil_it_for_others() -> None:
+async def test_short_deadline_of_one_review_does_not_cancel_the_call_for_others() -> None:
     async with scoring(delay=0.5) as double, asking(double) as asker:
         patient = asyncio.create_task(asker.ask())
         assert await asker.outcome(patience=0.01) == "timeout"
@@ -143,7 +143,7 @@ async def test_who_has_less_time_does_not_spoil_it_for_others() -> None:
     assert len(double.asked) == 1
 
 
-async def test_equal_questions_are_asked_once_and_for_a_while_not_again() -> None:
+async def test_equal_questions_share_one_call_and_its_cached_answer() -> None:
     async with scoring(delay=0.1) as double, asking(double) as asker:
         await asyncio.gather(*(asker.ask() for _ in range(20)))
         await asker.ask()
@@ -153,14 +153,14 @@ async def test_equal_questions_are_asked_once_and_for_a_while_not_again() -> Non
         assert len(double.asked) == 2
 
 
-async def test_questions_go_over_connections_that_are_kept() -> None:
+async def test_connections_are_reused() -> None:
     async with scoring() as double, asking(double) as asker:
         for number in range(5):
             await asker.ask(f"job-{number}")
         assert (len(double.asked), double.connections) == (5, 1)
 
 
-async def test_who_fails_again_and_again_is_left_alone_and_then_tried_with_one_question() -> None:
+async def test_breaker_opens_after_repeated_failures_and_probes_with_one_call() -> None:
     async with scoring(status=500) as double, asking(double) as asker:
         for number in range(FAILURES):
             assert await asker.outcome(f"job-{number}") == "broken"
@@ -173,7 +173,7 @@ async def test_who_fails_again_and_again_is_left_alone_and_then_tried_with_one_q
         assert [await asker.outcome(name) for name in "cde"] == ["answered"] * 3
 
 
-async def test_who_refuses_questions_is_there() -> None:
+async def test_refused_question_does_not_open_the_breaker() -> None:
     async with scoring(status=422) as double, asking(double) as asker:
         for number in range(2 * FAILURES):
             assert await asker.outcome(f"job-{number}") == "refused"
@@ -181,7 +181,7 @@ async def test_who_refuses_questions_is_there() -> None:
 
 
 @pytest.mark.parametrize(("by", "outcome"), [("its-own-ca", "answered"), ("the-system", "unreachable")])
-async def test_a_scorer_with_https_is_known_by_the_cas_that_are_named(tmp_path: Path, by: str, outcome: str) -> None:
+async def test_https_scorer_is_verified_by_the_configured_cas(tmp_path: Path, by: str, outcome: str) -> None:
     ca, roots = trustme.CA(), tmp_path / "ca.pem"
     ca.cert_pem.write_to_path(roots)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -190,7 +190,7 @@ async def test_a_scorer_with_https_is_known_by_the_cas_that_are_named(tmp_path: 
         assert await asker.outcome() == outcome
 
 
-def test_a_file_without_a_ca_is_named(tmp_path: Path) -> None:
+def test_file_without_a_ca_is_an_error_that_names_it(tmp_path: Path) -> None:
     roots = tmp_path / "ca.pem"
     roots.write_text("nothing")
     with pytest.raises(BadRootsError, match="holds no CA certificate in PEM"):

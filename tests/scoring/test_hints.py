@@ -40,7 +40,7 @@ def hinting(*watches: Heard) -> HintService:
     return HintService(Silent(), Fleet(), lambda: NOW, Metrics(), watches=watches)
 
 
-async def test_all_is_waited_for_and_what_is_never_heard_only_for_a_while() -> None:
+async def test_wait_until_ready_ends_with_all_watches_or_the_time_limit() -> None:
     for watches, patience in (((Heard(is_ready=True), Heard(is_ready=True)), 30.0), ((Heard(),), 0.05), ((), 30.0)):
         one = hinting(*watches)
         running = asyncio.ensure_future(one.run())
@@ -52,6 +52,6 @@ async def test_all_is_waited_for_and_what_is_never_heard_only_for_a_while() -> N
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_watch_that_ends_is_a_bug_and_shows() -> None:
+async def test_watch_that_ends_raises() -> None:
     with pytest.raises(ExceptionGroup):
         await hinting(Heard(ends=True)).run()

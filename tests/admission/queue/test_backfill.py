@@ -122,7 +122,7 @@ def make(request: pytest.FixtureRequest) -> Making:
     return making
 
 
-async def test_small_claims_use_the_other_nodes_and_the_large_one_gets_its_own(make: Making) -> None:
+async def test_small_claims_use_other_nodes_while_one_is_reserved_for_the_large_claim(make: Making) -> None:
     hall = Hall(make, a=4, b=4)
     await hall.come(3, 2, 4, 1, 1, 1)
     # p3 waits for four on one node; one of b's is in use less than of a's.
@@ -137,7 +137,7 @@ async def test_small_claims_use_the_other_nodes_and_the_large_one_gets_its_own(m
     assert hall.on("a") == ["p4", "p5", "p6"]
 
 
-async def test_behind_it_small_ones_do_not_wait_for_larger_ones(make: Making) -> None:
+async def test_small_claims_behind_the_first_do_not_wait_for_larger_ones(make: Making) -> None:
     hall = Hall(make, a=4, b=3)
     await hall.come(2, 1, 1)
     assert hall.running() == {"p1": "b", "p2": "b", "p3": "a"}
@@ -154,7 +154,7 @@ async def test_behind_it_small_ones_do_not_wait_for_larger_ones(make: Making) ->
     assert hall.on("a") == ["p4"]
 
 
-async def test_one_that_no_gpu_would_serve_that_becomes_free_has_no_node_and_the_next_one_has(make: Making) -> None:
+async def test_claim_that_no_freed_gpu_would_serve_gets_no_reserved_node(make: Making) -> None:
     hall = Hall(make, a=4, b=3)
     broken = hall.fleet.indexed_nodes["a"].node
     devices = (evolve(broken.devices[0], is_healthy=False), *broken.devices[1:])
@@ -170,7 +170,9 @@ async def test_one_that_no_gpu_would_serve_that_becomes_free_has_no_node_and_the
     assert hall.running() == {"p4": "a", "p5": "b"}
 
 
-async def test_a_lost_race_beside_it_does_not_end_on_its_node(make: Making, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_claim_that_loses_a_race_does_not_use_the_reserved_node(
+    make: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hall = Hall(make, a=2, b=2)
     await hall.come(1, 1, 1, 2)
     assert hall.running() == {"p1": "a", "p2": "a", "p3": "b"}
@@ -199,7 +201,7 @@ stories = st.lists(st.one_of(st.integers(1, 3), st.just(0)), min_size=2, max_siz
 @settings(max_examples=40, deadline=None)
 @given(sizes, stories, st.data())
 @pytest.mark.parametrize("make", [in_memory, in_a_cluster])
-def test_whoever_is_first_is_served_after_at_most_as_many_ends_on_its_node_as_it_wants_gpus(
+def test_first_claim_is_served_after_as_many_pod_ends_on_its_node_as_it_wants_gpus(
     make: Making, nodes: list[int], story: list[int], data: st.DataObject
 ) -> None:
     async def tell() -> None:

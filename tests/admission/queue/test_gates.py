@@ -59,20 +59,20 @@ async def gates(api_server: ApiServer) -> AsyncIterator[ApiGates]:
     await listener.stop(0)
 
 
-async def test_a_gate_is_opened_by_the_whole_patch(api_server: ApiServer, gates: ApiGates) -> None:
+async def test_gate_is_opened_with_one_patch(api_server: ApiServer, gates: ApiGates) -> None:
     assert await gates.open(THE_POD, PATCH)
     assert api_server.asked == [
         ("PATCH", "/api/v1/namespaces/ml/pods/train-0", "application/json-patch+json", PATCH),
     ]
 
 
-async def test_no_gate_of_a_pod_that_is_gone_is_opened(api_server: ApiServer, gates: ApiGates) -> None:
+async def test_gate_of_a_deleted_pod_is_not_opened(api_server: ApiServer, gates: ApiGates) -> None:
     api_server.says(404, {"kind": "Status"})
     assert not await gates.open(THE_POD, PATCH)
     await gates.write_reason(THE_POD, "because")
 
 
-async def test_what_the_api_server_says_against_it_is_told(api_server: ApiServer, gates: ApiGates) -> None:
+async def test_gate_error_contains_the_api_servers_message(api_server: ApiServer, gates: ApiGates) -> None:
     api_server.says(422, {"kind": "Status", "message": "the test failed"})
     with pytest.raises(GateError, match="the test failed"):
         await gates.open(THE_POD, PATCH)
@@ -89,7 +89,7 @@ async def test_what_the_api_server_says_against_it_is_told(api_server: ApiServer
         pytest.param(404, {"kind": "Status"}, False, id="gone"),
     ],
 )
-async def test_a_gate_is_shut_where_this_very_pod_waits_behind_it(
+async def test_gate_is_closed_only_while_the_pod_of_this_uid_waits_behind_it(
     api_server: ApiServer, gates: ApiGates, code: int, raw: Any, *, is_closed: bool
 ) -> None:
     api_server.says(code, raw)

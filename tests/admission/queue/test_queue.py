@@ -226,7 +226,7 @@ def scene() -> Scene:
     return Scene()
 
 
-async def test_the_first_that_came_are_served_first(scene: Scene) -> None:
+async def test_oldest_pods_are_served_first(scene: Scene) -> None:
     scene.come("c", seconds=3)
     scene.come("a", seconds=1)
     scene.come("b", seconds=2)
@@ -238,7 +238,7 @@ async def test_the_first_that_came_are_served_first(scene: Scene) -> None:
     assert scene.opened().keys() == {"b", "c"}
 
 
-async def test_turns_go_round_by_namespace(scene: Scene) -> None:
+async def test_namespaces_take_turns(scene: Scene) -> None:
     for number in range(8):
         scene.come(f"many-{number}", seconds=number)
     scene.come("late-0", seconds=8, namespace="cv")
@@ -253,7 +253,7 @@ async def test_turns_go_round_by_namespace(scene: Scene) -> None:
     assert turns == ["many-0", "late-0", "many-1", "late-1", "many-2", "many-3"]
 
 
-async def test_a_namespace_with_too_many_orphans_is_passed_over_until_they_end(scene: Scene) -> None:
+async def test_namespace_with_too_many_orphans_is_skipped_until_they_end(scene: Scene) -> None:
     scene.orphans = 1
     scene.queue = scene.another()
     scene.come("gone")
@@ -273,7 +273,7 @@ async def test_a_namespace_with_too_many_orphans_is_passed_over_until_they_end(s
     assert scene.opened().keys() == {"other", "next"}
 
 
-async def test_another_leader_has_counted_the_turns_that_it_has_seen_taken(scene: Scene) -> None:
+async def test_standby_counts_the_turns_that_it_observes(scene: Scene) -> None:
     for number in range(3):
         scene.come(f"many-{number}", seconds=number)
     scene.come("late", seconds=8, namespace="cv")
@@ -282,7 +282,7 @@ async def test_another_leader_has_counted_the_turns_that_it_has_seen_taken(scene
     assert scene.order() == ["late", "many-1", "many-2"]
 
 
-async def test_a_pod_that_is_deleted_while_it_waits_has_taken_no_turn(scene: Scene) -> None:
+async def test_deleted_waiting_pod_uses_no_turn(scene: Scene) -> None:
     for number in range(3):
         scene.come(f"many-{number}", seconds=number)
     scene.come("late", seconds=8, namespace="cv")
@@ -291,7 +291,7 @@ async def test_a_pod_that_is_deleted_while_it_waits_has_taken_no_turn(scene: Sce
     assert scene.order() == ["many-1", "late", "many-2"]
 
 
-async def test_a_large_claim_that_is_first_is_overtaken_by_nobody_of_another_namespace(scene: Scene) -> None:
+async def test_large_claim_that_is_first_is_not_overtaken_from_another_namespace(scene: Scene) -> None:
     scene.come("first")
     await scene.queue.step()
     scene.come("large", 2, seconds=1)
@@ -305,7 +305,7 @@ async def test_a_large_claim_that_is_first_is_overtaken_by_nobody_of_another_nam
     assert scene.opened().keys() == {"large"}
 
 
-async def test_to_whom_a_node_is_left_stays_first_whatever_stands_before_it_in_its_namespace(scene: Scene) -> None:
+async def test_pod_with_a_reserved_node_stays_first(scene: Scene) -> None:
     """The one before it waits for a GPU that does not work, and has its namespace's turn in this round."""
     broken = evolve(device("GPU-2", index=2), is_healthy=False)
     scene.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1), broken), NOW)
@@ -321,7 +321,7 @@ async def test_to_whom_a_node_is_left_stays_first_whatever_stands_before_it_in_i
     assert scene.opened().keys() == {"large"}
 
 
-async def test_an_opened_pod_is_as_its_reservation_says(scene: Scene) -> None:
+async def test_opened_pod_is_dressed_as_reserved(scene: Scene) -> None:
     own = builders.term(builders.expression("zone", "Exists"))
     scene.fleet.put(node("node-a", device("GPU-0", index=0), labels={"zone": "a"}), NOW)
     scene.come("a", affinity=builders.required_affinity(own))
@@ -345,7 +345,7 @@ async def test_an_opened_pod_is_as_its_reservation_says(scene: Scene) -> None:
     ] * 2
 
 
-async def test_an_opened_pod_has_its_gpus_in_the_order_of_its_maps_line(scene: Scene) -> None:
+async def test_opened_pod_has_its_gpus_in_the_order_of_its_map(scene: Scene) -> None:
     text = {"gpu-scheduling-map": "0=node-a:1,GPU-0"}
     scene.come("web-0", gpus=None, annotations=text, owners=[builders.stateful_set("web")])
     old = scene.yard.pods["web-0"]
@@ -374,7 +374,7 @@ async def test_small_claims_that_came_later_do_not_overtake_a_large_one(scene: S
     assert scene.opened().keys() == {"large"}
 
 
-async def test_who_wants_no_gpu_waits_behind_nobody_who_does(scene: Scene) -> None:
+async def test_pod_without_gpus_does_not_wait_for_pods_with_gpus(scene: Scene) -> None:
     asked = {"gpuwarden.io/required-hash": HASH}
     scene.fleet.prove("node-a", builders.evidence("node-a"), NOW)
     scene.come("first", annotations=asked)
@@ -388,7 +388,7 @@ async def test_who_wants_no_gpu_waits_behind_nobody_who_does(scene: Scene) -> No
     }
 
 
-async def test_a_claim_that_no_node_could_serve_holds_nobody_up(scene: Scene) -> None:
+async def test_claim_that_no_node_could_serve_blocks_no_other(scene: Scene) -> None:
     scene.come("impossible", 3)
     scene.come("small", 1, seconds=1)
     await scene.queue.step()
@@ -396,7 +396,7 @@ async def test_a_claim_that_no_node_could_serve_holds_nobody_up(scene: Scene) ->
     assert ("impossible", Reason.NO_MATCHING_DEVICE) in scene.heard.told
 
 
-async def test_another_kind_is_not_held_up(scene: Scene) -> None:
+async def test_claims_of_another_kind_are_not_blocked(scene: Scene) -> None:
     scene.come("first")
     await scene.queue.step()
     scene.come("large", 2, seconds=1)
@@ -406,7 +406,7 @@ async def test_another_kind_is_not_held_up(scene: Scene) -> None:
     assert scene.opened().keys() == {"first", "elsewhere"}
 
 
-async def test_stopped_before_the_gate_is_opened_it_goes_on_with_the_same_gpu(scene: Scene) -> None:
+async def test_restart_before_the_gate_opens_keeps_the_same_gpu(scene: Scene) -> None:
     scene.come("a")
     scene.yard.failing = True
     await scene.queue.step()
@@ -418,7 +418,7 @@ async def test_stopped_before_the_gate_is_opened_it_goes_on_with_the_same_gpu(sc
     assert scene.opened() == {"a": before.uuids[0]}
 
 
-async def test_stopped_right_after_it_reserved_it_finds_what_it_reserved(scene: Scene) -> None:
+async def test_restart_after_reserving_finds_the_reservation(scene: Scene) -> None:
     """The GPU that is held is the only one left: deciding afresh would find none."""
     scene.come("other")
     await scene.queue.step()
@@ -441,7 +441,7 @@ async def test_stopped_right_after_it_reserved_it_finds_what_it_reserved(scene: 
         pytest.param(None, 60, True, id="without-a-name-no-creation-lasts-so-long"),
     ],
 )
-async def test_what_an_earlier_creation_left_over_is_adopted(
+async def test_reservation_of_an_earlier_creation_is_adopted(
     scene: Scene, name: str | None, seconds: int, is_adopted: bool
 ) -> None:
     scene.come("a")
@@ -456,7 +456,7 @@ async def test_what_an_earlier_creation_left_over_is_adopted(
     assert len(scene.ledger.reservations()) == (1 if is_adopted else 2)
 
 
-async def test_who_waits_is_told_when_the_reason_changes_and_not_in_every_pass(scene: Scene) -> None:
+async def test_waiting_reason_is_reported_only_when_it_changes(scene: Scene) -> None:
     asked = {"gpuwarden.io/required-hash": HASH}
     scene.come("a", 2, annotations=asked)
     for _ in range(3):
@@ -472,7 +472,7 @@ async def test_who_waits_is_told_when_the_reason_changes_and_not_in_every_pass(s
     assert "with fewer than 2 free" in scene.yard.said["a"]
 
 
-async def test_a_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
+async def test_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
     raw = builders.raw_pod(raw_container(gpus=1), name="bare", uid="uid-bare", schedulingGates=[{"name": GATE}])
     scene.show(raw)
     for _ in range(2):
@@ -482,7 +482,7 @@ async def test_a_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
     assert not scene.ledger.reservations()
 
 
-async def test_a_record_that_says_more_than_the_pod_asks_for_is_nobodys_turn(scene: Scene) -> None:
+async def test_pod_whose_record_exceeds_its_request_is_rejected(scene: Scene) -> None:
     scene.come("a")
     raw = scene.yard.pods["a"]
     forged = {**raw["metadata"]["annotations"], "gpuwarden.io/claim": '{"asked":{"main":1},"gpus":2}'}
@@ -493,7 +493,7 @@ async def test_a_record_that_says_more_than_the_pod_asks_for_is_nobodys_turn(sce
 
 
 @pytest.mark.defect("S1-2")
-async def test_an_ordinal_without_a_line_waits_and_is_told_its_number(scene: Scene) -> None:
+async def test_pod_whose_ordinal_is_not_in_the_map_waits_and_is_named(scene: Scene) -> None:
     text = {"gpuwarden.io/gpu-map": "0=node-a:0"}
     raw = builders.raw_pod(name="web-7", uid="uid-web-7", annotations=text, owners=[builders.stateful_set("web")])
     gated = waiting(raw, builders.claim(raw), RULES, "because")
@@ -503,7 +503,7 @@ async def test_an_ordinal_without_a_line_waits_and_is_told_its_number(scene: Sce
     assert "ordinal 7" in scene.heard.messages[0]
 
 
-async def test_evidence_that_ends_before_the_gate_is_open_keeps_it_shut() -> None:
+async def test_evidence_that_ends_before_opening_keeps_the_gate_closed() -> None:
     scene = Scene(always=True)
     scene.fleet.prove("node-a", builders.evidence("node-a", until=NOW + timedelta(seconds=10)), NOW)
     scene.come("a")
@@ -515,7 +515,7 @@ async def test_evidence_that_ends_before_the_gate_is_open_keeps_it_shut() -> Non
     assert scene.opened() == {}
 
 
-async def test_a_line_is_asked_for_once_a_pass_however_long_it_is(scene: Scene) -> None:
+async def test_each_kind_is_decided_once_per_pass_for_any_number_of_pods(scene: Scene) -> None:
     for number in range(200):
         scene.come(f"p{number}", seconds=number)
     await scene.queue.step()
@@ -527,7 +527,7 @@ async def test_a_line_is_asked_for_once_a_pass_however_long_it_is(scene: Scene) 
 # What is held behind a gate that is shut.
 
 
-async def test_what_a_namespace_demands_by_now_is_asked_before_anything_is_held(scene: Scene) -> None:
+async def test_namespaces_current_policy_is_checked_before_reserving(scene: Scene) -> None:
     for name in ("a", "b"):
         scene.come(name)
     scene.demand(HASH, is_heard=False)
@@ -538,7 +538,7 @@ async def test_what_a_namespace_demands_by_now_is_asked_before_anything_is_held(
     assert scene.heard.told == [("a", Reason.FORGED), ("b", Reason.FORGED)]
 
 
-async def test_a_pod_that_is_edited_behind_its_gate_holds_nothing_any_more(scene: Scene) -> None:
+async def test_edited_waiting_pod_loses_its_reservation(scene: Scene) -> None:
     scene.come("a", 2)
     scene.come("b", 2, seconds=1)
     scene.yard.fails = {"a"}
@@ -551,7 +551,7 @@ async def test_a_pod_that_is_edited_behind_its_gate_holds_nothing_any_more(scene
     assert ("a", Reason.FORGED) in scene.heard.told
 
 
-async def test_a_demand_that_comes_behind_the_gate_ends_what_is_held(scene: Scene) -> None:
+async def test_new_namespace_policy_releases_the_reservation_of_a_waiting_pod(scene: Scene) -> None:
     scene.come("a")
     scene.yard.failing = True
     await scene.queue.step()
@@ -580,7 +580,7 @@ async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(s
     assert scene.opened().keys() == {"a"}
 
 
-async def test_what_was_held_while_nobody_acted_is_held_anew(scene: Scene) -> None:
+async def test_reservation_that_expired_during_an_outage_is_made_again(scene: Scene) -> None:
     """Its time to get onto a node would be over as its gate is opened."""
     scene.come("a")
     scene.yard.failing = True
@@ -593,7 +593,7 @@ async def test_what_was_held_while_nobody_acted_is_held_anew(scene: Scene) -> No
     assert held.since == scene.now
 
 
-async def test_of_a_pod_whose_gate_is_open_unheard_nothing_is_taken(scene: Scene) -> None:
+async def test_reservation_is_kept_if_the_gate_is_open_unnoticed(scene: Scene) -> None:
     scene.come("a")
     scene.yard.loses_answers = True
     await scene.queue.step()
@@ -614,7 +614,7 @@ def two_proven_nodes() -> Scene:
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["without-evidence", "gone"])
-async def test_a_reservation_on_a_node_that_will_not_do_any_more_is_made_anew_elsewhere(*, is_gone: bool) -> None:
+async def test_reservation_on_an_unusable_node_is_replaced_elsewhere(*, is_gone: bool) -> None:
     scene = two_proven_nodes()
     scene.come("a", 2)
     scene.come("b", 2, seconds=1)
@@ -636,7 +636,7 @@ async def test_a_reservation_on_a_node_that_will_not_do_any_more_is_made_anew_el
     assert len(scene.opened()) == 1
 
 
-async def test_a_reservation_on_a_node_without_evidence_does_not_hold_up_its_line() -> None:
+async def test_reservation_on_a_node_without_evidence_does_not_block_its_kind() -> None:
     scene = two_proven_nodes()
     scene.come("a")
     scene.yard.failing = True
@@ -651,7 +651,7 @@ async def test_a_reservation_on_a_node_without_evidence_does_not_hold_up_its_lin
     assert first.node not in {one.node for one in scene.ledger.reservations()}
 
 
-async def test_nothing_is_adopted_on_a_node_without_evidence() -> None:
+async def test_reservation_on_a_node_without_evidence_is_not_adopted() -> None:
     scene = two_proven_nodes()
     scene.come("a")
     ask = ReservationRequest(ReservationId("review-1"), "ml", scene.waiter("a").claim.digest, "a")
@@ -664,7 +664,7 @@ async def test_nothing_is_adopted_on_a_node_without_evidence() -> None:
     assert scene.opened().keys() == {"a"}
 
 
-async def test_a_reservation_for_another_claim_is_nobodys_own_whatever_its_id(scene: Scene) -> None:
+async def test_reservation_for_another_claim_is_not_used_even_with_the_pods_id(scene: Scene) -> None:
     scene.come("a", 2)
     await scene.ledger.reserve(
         ReservationRequest(ReservationId("pod-uid-a"), "ml", "forged"), [ON_GPU_0], answer_by=LATER
@@ -674,7 +674,7 @@ async def test_a_reservation_for_another_claim_is_nobodys_own_whatever_its_id(sc
     assert {one.claim_digest for one in scene.ledger.reservations()} != {"forged"}
 
 
-async def test_a_reservation_that_names_a_waiting_pod_and_is_of_another_claim_is_given_back(scene: Scene) -> None:
+async def test_reservation_for_another_claim_of_a_waiting_pod_is_released(scene: Scene) -> None:
     scene.come("a", 2)
     forged = ReservationRequest(ReservationId("review-9"), "ml", "forged")
     await scene.ledger.reserve(forged, [ON_GPU_0], answer_by=LATER)
@@ -686,7 +686,7 @@ async def test_a_reservation_that_names_a_waiting_pod_and_is_of_another_claim_is
 # What it goes by.
 
 
-async def test_while_a_watch_is_interrupted_nothing_is_done_and_afterwards_all_is_read_anew(scene: Scene) -> None:
+async def test_interrupted_watch_pauses_the_queue_and_forces_a_fresh_read(scene: Scene) -> None:
     scene.come("a")
     scene.is_current = False
     await scene.queue.step()
@@ -704,7 +704,7 @@ async def test_while_a_watch_is_interrupted_nothing_is_done_and_afterwards_all_i
     assert scene.reads == 2
 
 
-async def test_whoever_is_elected_reads_before_it_reserves(scene: Scene) -> None:
+async def test_new_leader_reads_before_it_reserves(scene: Scene) -> None:
     scene.come("a")
     scene.can_be_read = False
     for _ in range(2):
@@ -720,7 +720,7 @@ async def test_whoever_is_elected_reads_before_it_reserves(scene: Scene) -> None
 
 
 @pytest.mark.parametrize("has_acted", [False, True], ids=["before-it-acts", "after-it-has-acted-too"])
-async def test_a_leader_whose_watch_is_behind_leaves_no_second_gpu_with_a_pod(scene: Scene, *, has_acted: bool) -> None:
+async def test_leader_with_a_lagging_watch_gives_no_second_gpu(scene: Scene, *, has_acted: bool) -> None:
     bench = ClusterBench()
     second = bench.another()
     scene.come("a")
@@ -755,7 +755,7 @@ async def test_a_leader_whose_watch_is_behind_leaves_no_second_gpu_with_a_pod(sc
     assert (len(bench.held("node-a")), len(bench.held("node-b"))) == (0, 1)
 
 
-async def test_what_a_list_says_of_pods_known_before_counts_and_the_watch_knows_the_rest(scene: Scene) -> None:
+async def test_fresh_list_updates_only_pods_known_before_it(scene: Scene) -> None:
     for name in ("gone", "edited", "deleted", "same"):
         scene.come(name)
     asked = list(scene.pods.raws)
@@ -769,7 +769,7 @@ async def test_what_a_list_says_of_pods_known_before_counts_and_the_watch_knows_
     assert scene.pods.rejected.keys() == {"uid-edited"}
 
 
-async def test_a_pod_fits_again_once_its_namespace_demands_what_it_did(scene: Scene) -> None:
+async def test_rejected_pod_is_queued_again_when_its_namespaces_policy_is_restored(scene: Scene) -> None:
     scene.come("a")
     scene.yard.failing = True
     scene.demand(HASH)
@@ -781,7 +781,7 @@ async def test_a_pod_fits_again_once_its_namespace_demands_what_it_did(scene: Sc
     assert scene.opened().keys() == {"a"}
 
 
-async def test_only_pods_of_namespaces_that_demand_something_else_are_judged_again(scene: Scene) -> None:
+async def test_only_pods_of_namespaces_with_a_changed_policy_are_rechecked(scene: Scene) -> None:
     scene.come("a")
     scene.demand(HASH)
     scene.pods.recheck(9)
@@ -795,7 +795,7 @@ async def test_only_pods_of_namespaces_that_demand_something_else_are_judged_aga
     assert scene.pods.rejected == {}
 
 
-async def test_of_a_pod_that_is_gone_nobody_is_told_that_its_gate_is_open(scene: Scene) -> None:
+async def test_no_gate_opened_event_for_a_deleted_pod(scene: Scene) -> None:
     scene.come("a")
     del scene.yard.pods["a"]
     await scene.queue.step()
@@ -812,7 +812,7 @@ def many_kinds(scene: Scene, number: int, gpus: int = 3) -> None:
         scene.come(f"p{k}", gpus, nodeSelector={"zone": f"z{k}"})
 
 
-async def test_a_pass_over_many_kinds_lets_others_work(scene: Scene) -> None:
+async def test_long_pass_yields_to_other_tasks(scene: Scene) -> None:
     many_kinds(scene, 50)
     worked = 0
 
@@ -828,7 +828,7 @@ async def test_a_pass_over_many_kinds_lets_others_work(scene: Scene) -> None:
     assert worked >= 50
 
 
-async def test_a_pass_ends_when_its_time_is_over_and_the_next_goes_on_there(scene: Scene) -> None:
+async def test_pass_ends_at_its_time_limit_and_the_next_continues(scene: Scene) -> None:
     many_kinds(scene, 30)
     scene.time = itertools.count(0.0, 0.1)
     passes = 0
@@ -840,7 +840,7 @@ async def test_a_pass_ends_when_its_time_is_over_and_the_next_goes_on_there(scen
     assert passes > 2
 
 
-async def test_kinds_are_looked_at_again_only_when_something_has_changed(scene: Scene) -> None:
+async def test_unserved_kind_is_tried_again_only_after_a_change(scene: Scene) -> None:
     many_kinds(scene, 30)
     await scene.queue.step()
     before = scene.fleet.questions
@@ -872,7 +872,7 @@ NEWS: dict[str, Callable[[Scene], object]] = {
 
 
 @pytest.mark.parametrize("news", NEWS.values(), ids=NEWS)
-async def test_whatever_a_decision_goes_by_is_noticed(scene: Scene, news: Callable[[Scene], object]) -> None:
+async def test_every_input_of_a_decision_triggers_a_new_try(scene: Scene, news: Callable[[Scene], object]) -> None:
     scene.fleet.hold(builders.reservation(builders.slot("GPU-0")))
     scene.come("a", 2)
     await scene.queue.step()
@@ -884,7 +884,7 @@ async def test_whatever_a_decision_goes_by_is_noticed(scene: Scene, news: Callab
     assert scene.fleet.questions > before
 
 
-async def test_claims_that_no_node_can_hold_wait_for_those_that_one_can(scene: Scene) -> None:
+async def test_oversized_claims_are_examined_after_those_that_fit(scene: Scene) -> None:
     for count in range(3, 200):
         scene.come(f"huge-{count}", count)
     scene.come("small", seconds=1)
@@ -893,7 +893,7 @@ async def test_claims_that_no_node_can_hold_wait_for_those_that_one_can(scene: S
     assert scene.opened().keys() == {"small"}
 
 
-async def test_pods_are_told_together_and_one_that_hangs_keeps_nobody(
+async def test_reasons_are_written_concurrently_and_a_hanging_write_blocks_none(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("webhook.admission.queue.reports.REPORT_BUDGET", 0.05)
@@ -908,7 +908,7 @@ async def test_pods_are_told_together_and_one_that_hangs_keeps_nobody(
     assert len(scene.yard.said) == 40
 
 
-async def test_a_pod_that_selects_other_nodes_by_now_is_not_opened_for_the_node_it_got(scene: Scene) -> None:
+async def test_pod_with_a_changed_selector_is_not_opened_for_its_old_node(scene: Scene) -> None:
     scene.fleet.put(node("node-a", device("GPU-0"), labels={"zone": "a"}), NOW)
     scene.fleet.put(node("node-b", device("GPU-2"), device("GPU-3"), labels={"zone": "b"}), NOW)
     scene.come("a")
@@ -926,7 +926,7 @@ async def test_a_pod_that_selects_other_nodes_by_now_is_not_opened_for_the_node_
     assert [one.node for one in scene.ledger.reservations()] == ["node-b"]
 
 
-async def test_what_could_not_be_written_into_a_pod_is_written_later(scene: Scene) -> None:
+async def test_failed_reason_is_written_later(scene: Scene) -> None:
     for name in ("a", "b"):
         scene.come(name, 3)
     scene.yard.cannot_be_told = {"a"}
@@ -940,7 +940,7 @@ async def test_what_could_not_be_written_into_a_pod_is_written_later(scene: Scen
     assert len(scene.heard.told) == 2
 
 
-async def test_of_what_a_pod_waited_for_nothing_is_written_once_its_gate_is_open(scene: Scene) -> None:
+async def test_no_reason_is_written_after_the_gate_is_open(scene: Scene) -> None:
     scene.come("first", 2)
     await scene.queue.step()
     scene.come("second", 2, seconds=1)
@@ -957,7 +957,7 @@ async def test_of_what_a_pod_waited_for_nothing_is_written_once_its_gate_is_open
 # Others are faster.
 
 
-async def test_a_lost_race_is_decided_anew_at_once(scene: Scene) -> None:
+async def test_lost_race_is_decided_again_at_once(scene: Scene) -> None:
     scene.come("a")
     places: list[str] = []
 
@@ -976,7 +976,7 @@ async def test_a_lost_race_is_decided_anew_at_once(scene: Scene) -> None:
     assert scene.opened()["a"] not in places
 
 
-async def test_after_a_race_lost_for_good_small_claims_do_not_overtake(scene: Scene) -> None:
+async def test_small_claims_do_not_overtake_a_claim_that_keeps_losing_races(scene: Scene) -> None:
     scene.come("large", 2)
     scene.come("small", 1, seconds=1)
 
@@ -991,7 +991,7 @@ async def test_after_a_race_lost_for_good_small_claims_do_not_overtake(scene: Sc
     assert "turn of another pod" in scene.yard.said["small"]
 
 
-async def test_a_claim_that_the_ledger_refuses_is_tried_later_and_holds_up_nobody(scene: Scene) -> None:
+async def test_claim_refused_by_the_ledger_is_retried_and_blocks_no_other(scene: Scene) -> None:
     scene.come("refused")
     for number in range(1, 3):
         scene.come(f"next-{number}", seconds=number)
@@ -1010,7 +1010,7 @@ async def test_a_claim_that_the_ledger_refuses_is_tried_later_and_holds_up_nobod
     assert scene.opened().keys() == {"next-2", "refused"}
 
 
-async def test_while_the_ledger_is_away_for_one_nobody_of_its_kind_overtakes_it(scene: Scene) -> None:
+async def test_pod_is_not_overtaken_while_the_ledger_is_unavailable(scene: Scene) -> None:
     scene.come("large", 2)
     scene.come("small", 1, seconds=1)
 
