@@ -1,4 +1,4 @@
-"""What an audit finds, and that it finds nothing in what is right."""
+"""The findings of the audit, and that it reports nothing where all is well."""
 
 import json
 from datetime import timedelta
@@ -29,7 +29,7 @@ def read(raw: Raw) -> AuditedPod | None:
 
 
 async def placed(house: House, raw: Raw, node: str = "node-a") -> Raw:
-    """Dressed by the webhooks, and on its node."""
+    """A pod dressed by the webhooks, on its node."""
     final = await house.create(raw)
     return {**final, "spec": {**final["spec"], "nodeName": node}, "status": {"phase": "Running"}}
 
@@ -252,7 +252,7 @@ def test_audit_prints_a_table_and_json() -> None:
     }
 
 
-# As a gauge of the reconciler.
+# The reconciler's gauge.
 
 
 async def test_gauge_follows_the_findings_of_the_audit(house: House) -> None:

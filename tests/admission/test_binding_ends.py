@@ -1,4 +1,4 @@
-"""Until when pods may be bound without a review: which nodes and pods are in the list, and when it is written."""
+"""Until when pods may be bound without a review: which nodes and pods are listed, and when the list is written."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -52,7 +52,7 @@ TICK = timedelta(seconds=1)
 
 
 class Recorded:
-    """Every version of an object that was stored."""
+    """Every stored version of the object."""
 
     def __init__(self) -> None:
         self.seen: list[Raw] = []
@@ -73,7 +73,7 @@ class NoLookup:
 
 
 class Scene:
-    """Two nodes, both proven for an hour, and a reconciler that leads."""
+    """Two nodes with evidence for an hour, and an elected reconciler."""
 
     def __init__(self, *, needs_all: bool = True) -> None:
         self.now = NOW
@@ -108,7 +108,7 @@ class Scene:
         self.fleet.prove(name, word, self.now)
 
     def holds(self, raw: Raw, **members: Any) -> Raw:
-        """The pod exists, and a ledger knows its reservation."""
+        """A pod whose reservation the ledger knows."""
         one = ReservedPod.of(raw)
         assert one is not None
         self.held[one.reservation_id] = Reservation(
@@ -129,7 +129,7 @@ class Scene:
         return raw
 
     async def after(self, span: timedelta = TICK) -> dict[str, str]:
-        """One pass, that much later; what is written by then."""
+        """What is stored after one pass, this much later."""
         self.now += span
         await self.ends.step()
         return self.written
@@ -144,7 +144,7 @@ class Scene:
         self.ends.namespaces.changed({"metadata": {"name": namespace, "labels": labels}})
 
     def crowd(self, namespace: str, pods: int) -> None:
-        """Pods with a claim that no review has seen."""
+        """Unreviewed pods with a claim."""
         for number in range(pods):
             raw = bare(f"{namespace}-{number:032}", {"gpuwarden.io/required-hash": HASH})
             raw["metadata"]["namespace"] = namespace
@@ -160,7 +160,7 @@ def at(span: timedelta) -> str:
 
 
 def raw_pod(name: str, gpus: int = 0, hashes: tuple[str, ...] = (HASH,), *nodes: str, **spec: Any) -> Raw:
-    """As we have dressed it."""
+    """A pod dressed by us."""
     notes = {"gpuwarden.io/claim": ClaimRecord(gpus=gpus, hashes=hashes).text()}
     if gpus:
         notes |= {
@@ -190,7 +190,7 @@ async def test_nodes_are_listed_with_the_end_of_their_evidence() -> None:
 
 
 async def test_endless_evidence_and_unproven_nodes_are_not_listed() -> None:
-    """A node without evidence takes pods without a claim; no pod that needs evidence was let in for it."""
+    """A node without evidence accepts pods without a claim. No pod that needs evidence was admitted for it."""
     scene = Scene()
     scene.proves(A, None)
     scene.says(B, None)
@@ -356,7 +356,7 @@ async def test_twenty_thousand_pods_of_one_namespace_close_only_that_namespace()
     assert [uid for uid in written if uid.startswith("uid-crowd")] == []
     assert len([uid for uid in written if uid.startswith("uid-other")]) == 500
     assert scene.ends.is_closed(f"uid-crowd-{7:032}")
-    # They go: whoever comes next into that namespace is listed again.
+    # When they are gone, new pods of that namespace are listed again.
     for number in range(24_000):
         scene.ends.deleted({"metadata": {"uid": f"uid-crowd-{number:032}"}})
     scene.crowd("crowd", 1)
@@ -366,7 +366,7 @@ async def test_twenty_thousand_pods_of_one_namespace_close_only_that_namespace()
 
 @pytest.mark.parametrize("is_crowded_first", [True, False], ids=["from the beginning", "later"])
 async def test_truncated_list_is_withdrawn_and_logged_once(is_crowded_first: bool) -> None:
-    """The definition of the version before: what it does not have, the API server leaves out without a word."""
+    """The CRD of an older version: the API server drops unknown fields silently."""
     scene = Scene()
     scene.objects.pruned = {"namespaces"}
     await ensure_binding_ends(scene.objects)
@@ -403,7 +403,7 @@ async def test_withdrawn_list_takes_effect_only_when_stored_whole() -> None:
 
 
 async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
-    """Their Bindings are not judged."""
+    """The policy does not judge their Bindings."""
     scene = Scene()
     scene.opts("crowd", "false")
     scene.crowd("crowd", 24_000)
@@ -414,7 +414,8 @@ async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
 
 
 async def test_pod_of_a_namespace_that_opts_out_counts_as_bindable() -> None:
-    """Its Binding is judged no more. So its GPUs stay its own until the namespace opts in again, or the pod is gone."""
+    """The policy does not judge its Binding. So it keeps its GPUs until the namespace opts in again or the pod is
+    gone."""
     scene = Scene()
     scene.opts("ml", "true")
     scene.holds(raw_pod("train", 1))

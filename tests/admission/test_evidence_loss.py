@@ -1,4 +1,4 @@
-"""Evidence that changes while pods run: what is told, and what is done by policy."""
+"""Evidence that changes while pods run: what is reported, and what the policy does."""
 
 from datetime import timedelta
 
@@ -44,7 +44,7 @@ def raw_pod(
 
 
 def undressed(*hashes: str, name: str = "train", record: str | None = None) -> Raw:
-    """One that no review of ours has seen: it asks for hashes, and whatever record it has is its author's."""
+    """An unreviewed pod that asks for hashes. Its author wrote its record, if it has one."""
     notes = {"gpuwarden.io/required-hash": ",".join(hashes)} if hashes else {}
     raw = on_a_node(name, A, notes if record is None else {**notes, "gpuwarden.io/claim": record})
     raw["spec"]["containers"] = [{"name": "main", "resources": {"limits": {"nvidia.com/gpu": "1"}}}]
@@ -69,7 +69,7 @@ def on_a_node(name: str, on: str | None, notes: dict[str, str], phase: str = "Ru
 
 
 class Demanding:
-    """Namespaces, as far as anybody has heard of them."""
+    """The known namespaces."""
 
     def __init__(self) -> None:
         self.hashes: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Demanding:
 
 
 class Scene:
-    """A fleet of two nodes, both proven, under a policy."""
+    """A fleet of two proven nodes, with a policy for lost evidence."""
 
     def __init__(self, on_lost: OnEvidenceLost = REPORT, *, needs_all: bool = False) -> None:
         self.now = NOW
@@ -103,7 +103,7 @@ class Scene:
         self.continuous = self.another(on_lost)
 
     def another(self, on_lost: OnEvidenceLost) -> EvidenceLoss:
-        """A process that has just begun to look."""
+        """A process that has just started."""
         return EvidenceLoss(
             self.fleet,
             self.policy,
@@ -119,14 +119,14 @@ class Scene:
         )
 
     def says(self, name: str, digest: str = HASH) -> None:
-        """Good for an hour from now."""
+        """Evidence for the next hour."""
         self.proves(name, evidence(name, digest, since=self.now - timedelta(minutes=1), until=self.now + HOUR))
 
     def proves(self, name: str, word: Evidence | None) -> None:
         self.fleet.prove(name, word, self.now)
 
     async def settle(self, seconds: float = 0) -> list[tuple[str, Reason]]:
-        """Pass after pass for a little longer than anything glimpsed lasts; what was told in them."""
+        """Runs passes until a loss counts as settled; returns what they reported."""
         already = len(self.heard.told)
         until = self.now + 3 * SETTLED + timedelta(seconds=seconds)
         while self.now < until:
@@ -138,7 +138,7 @@ class Scene:
         (found,) = [one for one in self.metrics.render()[0].decode().splitlines() if one.startswith(line + " ")]
         return float(found.rpartition(" ")[2])
 
-    # What is done to nodes and pods.
+    # Actions on nodes and pods.
 
     async def taint(self, node: str, *, wanted: bool) -> None:
         self.tried(node)
@@ -201,7 +201,7 @@ async def test_repeated_evidence_change_is_reported_each_time() -> None:
         assert await scene.settle() == [(A, CHANGED)]
         scene.says(A)
         assert await scene.settle() == [(A, CHANGED)]
-    assert len(set(scene.heard.messages)) == 4  # or the API server's Events would be taken for repetitions
+    assert len(set(scene.heard.messages)) == 4  # otherwise the API server would merge the Events
 
 
 async def test_renewed_evidence_is_not_a_change() -> None:
@@ -269,7 +269,7 @@ async def test_pods_with_their_evidence_are_not_reported(raw: Raw) -> None:
 
 @pytest.mark.parametrize("record", [None, "{}", f'{{"hashes":["{HASH}","{OTHER_HASH}"]}}', '{"gpus":1}', "[]"])
 async def test_unreviewed_pod_is_checked_against_its_own_request(record: str | None) -> None:
-    """Let in by the extender alone: whatever record it has is its author's."""
+    """The extender alone admitted it. Its author wrote its record, if it has one."""
     scene = Scene(EVICT)
     scene.continuous.changed(undressed(HASH, record=record))
     await scene.settle()
@@ -284,13 +284,13 @@ async def test_unreviewed_pod_is_checked_against_its_namespaces_policy() -> None
     await scene.settle()
     scene.proves(A, evidence(A, OTHER_HASH))
     assert await scene.settle() == [(A, CHANGED)]
-    scene.namespaces.hashes["research"] = HASH  # heard of later than its pod
+    scene.namespaces.hashes["research"] = HASH  # its event comes after its pod's
     assert await scene.settle() == [("train", LOST), ("trains", LOST)]
     assert scene.done[0] == "evict train"
 
 
 async def test_unreadable_claim_is_checked_against_its_namespaces_policy() -> None:
-    """Its author has spoilt the annotation of a running pod."""
+    """The author of a running pod breaks its annotation."""
     scene = Scene(EVICT)
     scene.namespaces.hashes["research"] = HASH
     scene.continuous.changed(undressed(""))
@@ -350,7 +350,7 @@ def test_metric_shows_the_age_of_the_oldest_evidence() -> None:
 
 
 def test_evidence_ages_are_grouped_by_node_class() -> None:
-    """One kind of machine whose agents hang is not seen among thousands of another."""
+    """An average over all nodes would hide a hanging agent on one kind of machine."""
     scene = Scene()
     scene.fleet.put(evolve(node(A), labels={"gpu.nvidia.com/class": "H100", "nvidia.com/gpu.product": "x"}), NOW)
     scene.fleet.put(evolve(node(B), labels={"nvidia.com/gpu.product": "L40S"}), NOW)
@@ -380,13 +380,13 @@ def test_number_of_node_classes_in_metrics_is_limited() -> None:
     assert ages(scene)["fresh", "other"] == 3600
 
 
-# By policy.
+# Actions by policy.
 
 
 async def test_eviction_is_repeated_until_the_pod_is_gone() -> None:
     scene = Scene(EVICT)
     scene.continuous.changed(raw_pod())
-    scene.failing = {"train"}  # its disruption budget forbids it
+    scene.failing = {"train"}  # a disruption budget forbids it
     await scene.settle()
     scene.proves(A, None)
     await scene.settle(60)
@@ -432,7 +432,7 @@ async def test_node_is_tainted_until_its_evidence_is_back() -> None:
     assert scene.done == ["taint node-a"]
     scene.continuous.deleted(raw_pod())
     await scene.settle()
-    assert scene.done == ["taint node-a"]  # the pod went, and the evidence is still not there
+    assert scene.done == ["taint node-a"]  # the pod is gone, and the evidence is still missing
     scene.says(A)
     await scene.settle()
     assert scene.done == ["taint node-a", "untaint node-a"]
@@ -499,7 +499,7 @@ async def test_taint_survives_a_restart_and_is_removed_with_the_policy(word: Evi
     assert scene.done == ["taint node-a", "untaint node-a"]
 
 
-# What is only glimpsed.
+# Facts that are not settled.
 
 
 @pytest.mark.parametrize("policy", [TAINT, EVICT])
@@ -508,7 +508,7 @@ async def test_nothing_is_done_while_a_watch_is_interrupted_or_right_after(polic
     scene.continuous.changed(raw_pod())
     await scene.settle()
     scene.is_current = False
-    scene.now += HOUR  # everything has ended, as far as was heard
+    scene.now += HOUR  # by the last events, all evidence has ended
     assert (await scene.settle(), scene.done) == ([], [])
     scene.is_current = True
     await scene.continuous.step()
@@ -547,7 +547,7 @@ async def test_observations_before_an_election_cause_no_action(policy: OnEvidenc
     await scene.settle()
     scene.proves(A, None)
     await scene.continuous.step()
-    scene.now += timedelta(minutes=10)  # another one led
+    scene.now += timedelta(minutes=10)  # another process was the leader
     scene.continuous.begin()
     await scene.continuous.step()
     scene.now += SETTLED

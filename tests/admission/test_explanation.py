@@ -1,4 +1,4 @@
-"""What an explanation says is what the webhooks would say, of any pod."""
+"""An explanation says of any pod what the webhooks would say."""
 
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,7 +23,7 @@ async def explained(house: House, raw: Raw) -> Raw:
 
 
 async def creation(house: House, raw: Raw) -> tuple[str, str]:
-    """Verdict and reason of a dry run at both webhooks, as the API server goes to them."""
+    """Verdict and reason of a dry run at both webhooks, in the API server's order."""
     response = await house.mutate(raw, dry_run=True)
     if not response["allowed"]:
         return "deny", response["status"]["reason"]
@@ -156,7 +156,7 @@ async def test_explanation_includes_denials_of_the_validating_webhook(house: Hou
 
 
 async def test_stateful_set_is_explained_in_its_own_namespace(house: House) -> None:
-    """The template of a Deployment names no namespace: its pods come into the Deployment's."""
+    """The template of a Deployment names no namespace. Its pods are created in the Deployment's."""
     raw = {
         "kind": "Deployment",
         "metadata": {"name": "web", "namespace": "not_a_name"},

@@ -1,4 +1,4 @@
-"""What providers say reaches the next decision; what they cannot say changes nothing."""
+"""Answers of providers reach the next decision. A provider that fails changes nothing."""
 
 import asyncio
 import json
@@ -115,7 +115,7 @@ async def test_metrics_count_every_device_once(house: House) -> None:
 
 
 class Asked:
-    """A provider that says what the test says, once it answers."""
+    """A provider that answers what the test sets, once it may answer."""
 
     name = "spire-server"
     is_for_development = False
@@ -154,7 +154,7 @@ async def test_node_needs_evidence_of_all_configured_providers(tmp_path: Path) -
     fleet, fleet_source = feed_of(tmp_path, spire)
     await fleet_source.load()
     nobody = dict.fromkeys(("node-a", "node-b", "node-c"), EvidenceState.ABSENT)
-    assert await states(fleet_source, fleet) == nobody  # not asked yet
+    assert await states(fleet_source, fleet) == nobody  # not polled yet
     word = vouched("node-a")
     spire.said = {"node-a": word}
     assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.FRESH}  # node-b is in one list only
@@ -197,11 +197,11 @@ async def test_provider_that_has_answered_once_is_not_waited_for(tmp_path: Path)
     await asyncio.wait_for(fleet_source.wait_for_first_answers(), 5)
 
 
-# Where nobody writes evidence down, and no reconciler looks.
+# Embedded mode, without a reconciler that reports changes.
 
 
 class Told:
-    """A feed with a clock, and what it has said of changes."""
+    """A fleet updater with a clock, and the changes that it logged."""
 
     def __init__(self, directory: Path, *providers: EvidenceProvider) -> None:
         (directory / "inventory.json").write_text(json.dumps(INVENTORY))
@@ -231,7 +231,7 @@ async def test_change_and_end_of_evidence_are_logged_and_counted(tmp_path: Path)
     spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
     fresh, other = f"fresh as {HASH}", f"fresh as {OTHER_HASH}"
     assert await told.changes() == [("warning", "node-a", fresh, other)]
-    told.now += SECOND  # nobody says anything new
+    told.now += SECOND  # no provider has anything new
     assert await told.changes() == [("warning", "node-a", other, "stale")]
     assert await told.changes() == []
     told.now -= SECOND
@@ -255,7 +255,7 @@ async def test_first_answers_are_not_reported_as_changes(tmp_path: Path) -> None
 
 
 async def test_node_named_only_by_a_provider_is_in_the_fleet(tmp_path: Path) -> None:
-    """It has no GPU that anybody has told us of: those are counted by whoever schedules."""
+    """Its GPUs are not known here; the scheduler counts them."""
     spire = Asked({"node-x": vouched("node-x"), "node-a": vouched("node-a")})
     told = await Told(tmp_path, spire).begin()
     known = {"node-a", "node-b", "node-c"}
@@ -294,7 +294,7 @@ async def test_proof_received_during_a_poll_is_kept(tmp_path: Path) -> None:
     proof = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + 60 * SECOND, "n")
 
     class Slow(Asked):
-        """A node proves itself while SPIRE answers."""
+        """A node sends a proof while SPIRE Server is polled."""
 
         async def poll(self) -> Mapping[str, Evidence]:
             await proofs.accept(proof)

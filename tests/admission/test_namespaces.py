@@ -1,4 +1,4 @@
-"""What namespaces demand, as a watch tells it; one that it has not told of yet is looked up."""
+"""What namespaces require, by a watch. A namespace that is not known yet is looked up."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,7 +23,7 @@ def namespace(name: str, required: str | None = None, version: int = 1) -> Raw:
 
 
 class Api:
-    """Namespaces as a quorum read has them, and who asked."""
+    """Namespaces of a quorum read; records the lookups."""
 
     def __init__(self, *there: Raw) -> None:
         self.there = {one["metadata"]["name"]: one for one in there}
@@ -91,7 +91,7 @@ async def test_claims_are_read_by_their_namespaces_policy() -> None:
     assert await ClaimReader(ClaimRules(), NoDemands()).within("ml") == ClaimRules()
 
 
-# Reading one.
+# Reading one namespace.
 
 
 @pytest.fixture

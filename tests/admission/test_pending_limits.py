@@ -1,4 +1,4 @@
-"""How many GPUs may be pending on the word of reviews that anybody could have posted, and who waits for how long."""
+"""How many GPUs may be pending for reviews of unauthenticated callers, and how long a review waits."""
 
 import asyncio
 from collections import Counter
@@ -27,7 +27,7 @@ BRIEF = timedelta(seconds=0.05)
 
 
 class SlowLedger(MemoryLedger):
-    """Writes take as long as it takes others to ask, as in a store that is elsewhere."""
+    """Writes yield to other tasks, as with a remote store."""
 
     fails = False
 
@@ -39,7 +39,7 @@ class SlowLedger(MemoryLedger):
 
 
 class House:
-    """A holder over nodes of eight GPUs."""
+    """A Reserver over nodes with eight GPUs each."""
 
     def __init__(
         self, *, limit: int = 0, percent: int = 0, nodes: int = 1, orphans: int = 0, most_waiting: int = 1000
@@ -74,7 +74,7 @@ class House:
 
 
 async def settled() -> None:
-    """Everybody has gone as far as they get."""
+    """Lets every task run as far as it can."""
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -173,7 +173,7 @@ async def test_denial_of_a_full_namespace_has_a_hint() -> None:
     )
 
 
-# All together.
+# Several namespaces.
 
 
 async def test_one_namespace_leaves_room_to_others() -> None:
@@ -186,7 +186,7 @@ async def test_one_namespace_leaves_room_to_others() -> None:
 
 
 async def test_named_pods_make_room_for_more_but_never_for_the_whole_pool() -> None:
-    """A forged review names a pod as well."""
+    """A forged review may name a pod too."""
     house = House(percent=50, nodes=2)
     for number in range(8):
         if isinstance(await house.ask(number), Reservation):
@@ -228,13 +228,13 @@ async def test_unsatisfiable_claim_is_denied_without_waiting() -> None:
 
 
 async def test_two_replicas_leave_a_first_reservation_to_each_namespace() -> None:
-    """Neither knows yet what the other lets in."""
+    """Neither replica knows the latest reservations of the other."""
     houses = [House(percent=50) for _ in range(2)]
     reserve_room = [await asyncio.gather(*(one.ask(number, patience=BRIEF) for number in range(8))) for one in houses]
     assert sum(isinstance(one, Reservation) for answers in reserve_room for one in answers) <= 3
 
 
-# Who waits.
+# Waiting.
 
 
 async def test_review_without_room_waits_until_a_pod_is_seen() -> None:
@@ -247,7 +247,7 @@ async def test_review_without_room_waits_until_a_pod_is_seen() -> None:
 
 
 async def test_last_waiting_review_is_served_too() -> None:
-    """However soon after: nobody was waiting for a moment."""
+    """Even if no review was waiting for a moment."""
     house = House(limit=1)
     await house.ask(0)
     for number in range(1, 20):
@@ -265,7 +265,7 @@ async def test_reservation_that_expires_while_reviews_wait_makes_room() -> None:
     await asyncio.sleep(0)
     house.now += DEADLINE + SKEW
     answer = await waiting
-    assert reasons(answer) == [Reason.DEADLINE_PASSED]  # by the house's clock its review is over
+    assert reasons(answer) == [Reason.DEADLINE_PASSED]  # by the test's clock its review is over
     assert not house.ledger.pending.gpus_in("ml")
 
 
@@ -304,7 +304,7 @@ async def test_job_with_many_pods_is_never_denied() -> None:
 
 
 async def test_queues_of_namespaces_take_turns() -> None:
-    """However many of one have come before."""
+    """No matter how many reviews of one namespace came first."""
     house = House(percent=50, nodes=2)
     for number in range(2):
         await house.ask(number)

@@ -1,4 +1,4 @@
-"""GPUs of placement maps stay out of the general pool while their sets exist; names of two nodes are told of."""
+"""GPUs in placement maps are reserved while their StatefulSets exist; conflicts of logical node names are reported."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ class Scene:
         return not isinstance(decide(claim, self.fleet, LAX), Deny)
 
     def free(self) -> int:
-        """How many GPUs a claim without a map can have at once."""
+        """The most GPUs that a claim without a map can get at once."""
         for count in (3, 2, 1):
             if not isinstance(decide(general(count), self.fleet, LAX), Deny):
                 return count
@@ -189,7 +189,7 @@ def test_older_of_two_sets_owns_the_gpu_by_any_of_its_names(scene: Scene, late: 
     assert "; kept for the map of an older StatefulSet: GPU-0; name other GPUs" in refused.sentence
     scene.sets.deleted(early)
     assert scene.serves(mapped("0=rack-1:0", "late"))
-    scene.sets.changed(stateful_set("0=rack-1:0", created="2026-01-03"))  # made anew, it is the younger one
+    scene.sets.changed(stateful_set("0=rack-1:0", created="2026-01-03"))  # recreated, it is the younger one
     assert scene.serves(mapped("0=rack-1:0", "late"))
     assert not scene.serves(mapped("0=rack-1:0"))
 
@@ -263,7 +263,7 @@ def test_map_applies_to_nodes_added_or_labelled_later(scene: Scene) -> None:
 
 
 def test_map_is_not_parsed_again_when_its_set_changes_elsewhere(scene: Scene) -> None:
-    """Each pod of a set that comes or goes changes it."""
+    """A StatefulSet changes with each of its pods."""
     scene.sets.changed(stateful_set("0=node-a:0"))
     before = parse_map.cache_info()
     scene.sets.changed({**stateful_set("0=node-a:0"), "status": {"readyReplicas": 1}})
@@ -303,5 +303,6 @@ async def test_label_equal_to_another_nodes_name_is_reported_on_both_nodes() -> 
     assert heard.told == [("node-a", Reason.AMBIGUOUS_NODE), ("node-b", Reason.AMBIGUOUS_NODE)]
     assert heard.messages == [
         "label gpu-node-name=node-a of node-b is this node's own name and is ignored there",
-        "label gpu-node-name=node-a is the name of another node and is ignored here: placement maps refer to node node-a",
+        "label gpu-node-name=node-a is the name of another node and is ignored here: "
+        "placement maps refer to node node-a",
     ]

@@ -1,4 +1,4 @@
-"""Whose turn it is, and what is chosen over and over."""
+"""Turns of queued claims, and repeated conflicts."""
 
 import asyncio
 from datetime import datetime, timedelta
@@ -28,11 +28,11 @@ DEADLINE, SKEW = timedelta(seconds=90), timedelta(seconds=5)
 CLAIM = Claim(ClaimRecord(gpus=1))
 
 
-# Whose turn it is.
+# Turns.
 
 
 class Asked(Fleet):
-    """Counts the questions that it was asked."""
+    """Counts the searches."""
 
     questions = 0
 
@@ -103,7 +103,7 @@ FLEETS = {
 def test_queued_claim_blocks_others_if_it_can_be_served_or_waits_for_free_gpus(
     nodes: list[Node], members: dict[str, Any], *, always: bool
 ) -> None:
-    """As the decision on each of them says."""
+    """The decision on each queued claim is the reference."""
     fleet = builders.fleet(*nodes, proven={"node-b": builders.HASH})
     for count in range(1, 6):
         house = holder(fleet, always=always)
@@ -152,7 +152,7 @@ def test_largest_node_follows_the_fleet() -> None:
 
 
 class BehindLedger(MemoryLedger):
-    """Knows what the fleet has not heard of yet: what is chosen cannot be had."""
+    """A ledger that refuses every placement: it knows something that the fleet does not."""
 
     tries = 0
 

@@ -1,4 +1,4 @@
-"""What is done to pods in the API server, and whether it was."""
+"""Writes to pods in the API server, and whether they succeeded."""
 
 import pytest
 from kubernetes.aio import client

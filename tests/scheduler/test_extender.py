@@ -1,4 +1,4 @@
-"""What a replica in a cluster says of living pods, and how it binds them."""
+"""How a replica in a cluster answers for existing pods, and how it binds them."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def bindings(shared: Shared) -> FakeBindings:
 
 @pytest.fixture
 async def house(build: Build, shared: Shared) -> House:
-    """The replica that has seen the pod created."""
+    """The replica that reviewed the pod's creation."""
     return await build(assemble=sharing(shared))
 
 
@@ -42,7 +42,7 @@ def extender(house: House, bindings: FakeBindings) -> Extender:
 
 @pytest.fixture
 async def other(build: Build, shared: Shared, bindings: FakeBindings) -> Extender:
-    """A replica that has seen nothing."""
+    """A replica that saw nothing of it."""
     return Extender((await build(assemble=sharing(shared))).parts, bindings)
 
 
@@ -51,7 +51,7 @@ def attested(*hashes: str) -> dict[str, str]:
 
 
 async def created(house: House, shared: Shared, raw: Raw) -> Raw:
-    """Through both doors of the webhook, and into the cluster."""
+    """Passes both webhooks and is stored in the cluster."""
     final = await house.create(raw)
     shared.has(final)
     return final
@@ -158,7 +158,7 @@ async def test_text_about_an_unreadable_claim_is_bounded(extender: Extender) -> 
     ],
 )
 async def test_forged_record_does_not_waive_the_pods_request(extender: Extender, record: str, passed: set[str]) -> None:
-    """Without a webhook in front, whoever writes the pod writes its record."""
+    """Without a webhook in front, the pod's author writes its record."""
     raw = raw_pod(raw_container(gpus=1), annotations={**attested(HASH), "gpuwarden.io/claim": record})
     assert (await extender.filter(about(builders.created(raw)))).passed == passed
 

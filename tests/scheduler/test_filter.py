@@ -1,4 +1,4 @@
-"""Which nodes will do for a pod, and how well."""
+"""Which nodes fit a pod, and their scores."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ DIFFERS, ABSENT, NOT_KNOWN = (
 
 
 def there() -> Fleet:
-    """`node-a` has 4 GPUs and the right hash, `node-b` 1 and another, `node-c` none and no evidence."""
+    """`node-a` has 4 GPUs and the right hash, `node-b` 1 GPU and another hash, `node-c` no GPU and no evidence."""
     return builders.fleet(
         node("node-a", *(device(f"GPU-a{k}", "model=h100") for k in range(4))),
         node("node-b", device("GPU-b0", "model=l4")),
@@ -40,7 +40,7 @@ def claim(*hashes: str, gpus: int = 0, **members: Any) -> Claim:
 def judged(query: NodeQuery | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> FilterResult:
     found = filter_nodes(query, NAMES, fleet or there(), policy)
     lists = [*found.passed, *found.failed, *found.unresolvable]
-    assert sorted(lists) == sorted(NAMES)  # each in exactly one
+    assert sorted(lists) == sorted(NAMES)  # each node is in exactly one
     return found
 
 
@@ -52,7 +52,7 @@ def test_a_pod_without_a_claim_passes_everywhere(policy: EvidencePolicy) -> None
 
 @pytest.mark.defect("S0-5")
 def test_missing_evidence_is_not_resolvable_by_preemption() -> None:
-    """No eviction heals it, so none shall be tried."""
+    """Preemption cannot help, so the scheduler must not try it."""
     found = judged(NodeQuery(claim(HASH)))
     assert found.passed == {"node-a"}
     assert found.failed == {}
@@ -108,7 +108,7 @@ def test_gpus_of_nodes_without_known_devices_are_left_to_the_scheduler() -> None
 
 
 def test_plain_gpu_claim_passes_every_node_unless_evidence_is_always_required() -> None:
-    """Nobody who has not asked for us is kept from a GPU."""
+    """Pods that have not opted in are kept from no GPU."""
     assert judged(NodeQuery(claim(gpus=9))).passed == frozenset(NAMES)
     found = judged(NodeQuery(claim(gpus=1)), policy=ALL)
     assert found.passed == {"node-a", "node-b"}
@@ -194,7 +194,7 @@ def varied() -> Fleet:
     ids=str,
 )
 def test_grouped_answers_equal_answers_for_each_node(members: Raw, *, is_recorded: bool) -> None:
-    """Each node asked by itself says the same."""
+    """Checked against an answer for each node alone."""
     fleet, asked = varied(), claim(HASH, **members)
     question = ClaimSearch(asked, fleet, ASKED)
     expected = {
@@ -216,7 +216,7 @@ def test_node_offered_twice_gets_the_same_answer() -> None:
 
 
 def test_texts_name_no_node_gpu_or_age() -> None:
-    """They are the same for all nodes: whatever differs from node to node is not in them."""
+    """The texts are the same for all nodes: they contain nothing that differs between nodes."""
     for text in TEXTS:
         assert "{" not in text
         assert not any(letter.isdigit() for letter in text)

@@ -1,4 +1,4 @@
-"""Pods that wait because we spoke against every node are shown to their scheduler again when something changes."""
+"""Pods that we refused on every node are shown to their scheduler again when something changes."""
 
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -22,7 +22,7 @@ OTHERS = "0/3 nodes are available: 3 Insufficient cpu."
 
 
 class FakeAlarm:
-    """Keeps whom it has woken; cannot while `is_away`."""
+    """Records the woken pods; fails while `is_away`."""
 
     def __init__(self) -> None:
         self.woken: list[str] = []
@@ -41,7 +41,7 @@ class FakeAlarm:
 
 
 class Scene:
-    """One node with two GPUs, a clock that the test turns, and pods that wait."""
+    """One node with two GPUs, a clock that the test sets, and pods that wait."""
 
     def __init__(self, fleet: Fleet | None = None, claims: ClaimReader | None = None) -> None:
         self.now = NOW
@@ -56,7 +56,7 @@ class Scene:
         self.fleet.prove(name, word, self.now)
 
     async def woken(self, wait: float = 0) -> list[str]:
-        """Who is woken by a pass, so many seconds later."""
+        """The pods that a pass wakes, this many seconds later."""
         self.now += timedelta(seconds=wait)
         self.waker.woken.clear()
         await self.waking.step()
@@ -64,7 +64,7 @@ class Scene:
 
 
 def waiting(uid: str = "u1", *, message: str = OURS, gpus: int = 0, hash_: str = HASH, **members: Any) -> Raw:
-    """A pod as the scheduler has left it."""
+    """A pod as its scheduler leaves it."""
     raw = raw_pod(
         raw_container(gpus=gpus or None), annotations={"gpuwarden.io/required-hash": hash_}, name=f"pod-{uid}", uid=uid
     )
@@ -210,7 +210,7 @@ async def test_failed_wake_up_is_tried_again() -> None:
 
 
 async def test_pass_ends_when_the_api_server_does_not_answer() -> None:
-    """Each waits for seconds, and all else that the reconciler does waits for it."""
+    """Each request takes seconds, and the reconciler's other work waits for it."""
     scene = Scene()
     scene.waking.replaced({str(n): waiting(f"u{n}") for n in range(100)})
     scene.prove()

@@ -1,4 +1,4 @@
-"""A scorer over a real socket that answers as a test says, well or badly."""
+"""A scorer on a real socket that answers as the test sets, well or badly."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def good(**members: Any) -> bytes:
     return json.dumps({**GOOD, **members}).encode()
 
 
-# What no pod may be hinted by. JSON knows no NaN, but some who write it do.
+# Answers that must not yield hints. JSON has no NaN, but some encoders write it.
 BAD: dict[str, bytes] = {
     "empty": b"",
     "html": HTML,
@@ -59,7 +59,7 @@ BAD: dict[str, bytes] = {
 
 @define
 class Double:
-    """What it answers, and what it was asked."""
+    """A scorer's answer, and the requests that it received."""
 
     url: str = ""
     status: int = 200
@@ -69,7 +69,7 @@ class Double:
     hangs_up_once: bool = False
     more_headers: str = ""
     asked: list[Raw] = field(factory=list)
-    # Nobody is answered before so many are asking at once.
+    # Answers are held back until this many requests are open.
     crowd: int = 0
     asking_now: int = 0
     crowded: asyncio.Event = field(factory=asyncio.Event)

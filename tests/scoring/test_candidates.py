@@ -1,4 +1,4 @@
-"""What a scorer is told of the cluster comes from what was heard, and nothing is made up."""
+"""The scorer's input comes from watches only."""
 
 from typing import Any
 

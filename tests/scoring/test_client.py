@@ -1,5 +1,4 @@
-"""A scorer is asked once for equal questions, believed only as far as its answer is well formed, and left alone while
-it fails."""
+"""Equal questions share one call, only well-formed answers count, and a failing scorer is not called for a while."""
 
 import asyncio
 import gzip
@@ -23,7 +22,7 @@ QUESTION = ScoreRequest(Features("train-bert", "team-a", 40.0, 16), ("A100-40GB"
 
 
 class Hand:
-    """A clock that a test turns."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0

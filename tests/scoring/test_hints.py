@@ -1,4 +1,4 @@
-"""What hints are made of is heard in the background: nobody waits for it longer than a little."""
+"""The data for hints comes from background watches; startup waits for them for a limited time."""
 
 import asyncio
 import time
@@ -18,11 +18,11 @@ class Silent:
         raise AssertionError("nobody asks")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Has nothing to close."""
 
 
 class Heard:
-    """A watch that hears something, never does, or ends."""
+    """A watch that gets its list, never does, or ends."""
 
     def __init__(self, *, is_ready: bool = False, ends: bool = False) -> None:
         self.ready = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Settings of scoring, under our names and under those that its users have in their ConfigMaps."""
+"""Settings of scoring, by our names and by the names in the ConfigMaps of the older system's users."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The way of a pod through the doors, whole replies seen as the API server sees them."""
+"""Pods through the webhooks: whole replies, as the API server sees them."""
 
 import asyncio
 from typing import Any
@@ -43,7 +43,7 @@ def refusal(response: Raw) -> tuple[int, str]:
     return response["status"]["code"], response["status"]["reason"]
 
 
-# The mutating door.
+# The mutating webhook.
 
 
 async def test_a_pod_with_a_claim_is_reserved_and_dressed(house: House) -> None:
@@ -146,7 +146,7 @@ async def test_variable_that_exposes_gpus_is_denied_without_a_claim(
 
 
 async def test_pod_that_was_not_blinded_is_denied(house: House) -> None:
-    """As another webhook leaves it after ours, or a replica of an older version."""
+    """Another webhook or an older replica can leave a pod like this."""
     refused = await house.validate(builders.validating_create(raw_pod(raw_container("main", env=[CUDA]))))
     assert refusal(refused) == (403, "GpuWithoutClaim")
     assert "spec.containers[0].env[CUDA_VERSION]" in refused["status"]["message"]
@@ -171,7 +171,7 @@ async def test_other_containers_of_a_gpu_pod_see_no_gpu(house: House) -> None:
 
 
 async def test_pod_dressed_by_an_older_replica_is_admitted(house: House) -> None:
-    """It blinded no container without `envFrom`; its answer may be on the way while the version changes."""
+    """Older versions did not blind containers without `envFrom`; their answers may be under way during an upgrade."""
     raw = raw_pod(raw_container("main", gpus=1), raw_container("side"), init=[raw_container("init")])
     dressed = await house.dress(raw)
     for one in (dressed["spec"]["containers"][1], dressed["spec"]["initContainers"][0]):
@@ -266,7 +266,7 @@ def with_spec(raw: Raw, **members: Any) -> Raw:
 async def test_reinvocation_with_a_new_node_selector_moves_the_pod_or_denies_it(
     house: House, selector: dict[str, str], node: str | None
 ) -> None:
-    """Another webhook has been asked after us: what was reserved on node-b before is no use to the pod."""
+    """Another webhook ran after ours: the pod cannot use the reservation on node-b."""
     changed = with_spec(await house.dress(gpu_pod()), nodeSelector=selector)
     response = await house.mutate(changed, "another-review")
     if node is None:
@@ -299,7 +299,7 @@ async def test_pod_that_names_its_node_is_not_moved(house: House) -> None:
 
 
 async def test_node_preset_by_another_webhook_does_not_move_the_pod(house: House) -> None:
-    """No scheduler would be asked any more: it is refused at the last door, by its field."""
+    """Such a pod bypasses the scheduler: the validating webhook denies it by its field."""
     changed = with_spec(await house.dress(gpu_pod()), nodeName="node-a")
     assert patched(changed, await house.mutate(changed, "another-review")) == changed
     response = await house.validate(builders.validating_create(changed))
@@ -373,7 +373,7 @@ async def test_a_copied_manifest_gets_a_reservation_of_its_own(house: House) -> 
 
 
 async def test_pending_reservation_is_not_given_to_a_copy_in_another_namespace(house: House) -> None:
-    """Neither has a name yet, and they ask for the same."""
+    """Both have no name yet and the same claim."""
     first = await house.dress(gpu_pod(name=None, generate_name="train-"))
     copied = gpu_pod(name=None, generate_name="train-", namespace="other", annotations=first["metadata"]["annotations"])
     second = await house.dress(copied, uid="other")
@@ -465,7 +465,7 @@ async def test_denial_names_all_mistakes_at_once(house: House) -> None:
 @pytest.mark.parametrize("name", ["a%b", "..", "A", "a/b"])
 @pytest.mark.parametrize("field", ["request.name", "request.namespace", "metadata.name"])
 async def test_invalid_pod_name_is_denied_by_both_webhooks(house: House, name: str, field: str) -> None:
-    """Of such a pod nobody could ever say that it is gone."""
+    """The end of such a pod could never be confirmed."""
     final = builders.created(await house.dress(gpu_pod()))
     for path, raw in (("/mutate", gpu_pod()), ("/validate", final)):
         review = builders.review("CREATE", new=raw, uid=f"other-{path}")
@@ -531,7 +531,7 @@ async def test_hash_alone_pins_the_pod_to_proven_nodes_and_reserves_nothing(hous
     assert dressed["spec"]["containers"] == [{**raw["spec"]["containers"][0], "env": [VOID]}]
     assert house.held == []
     assert (await house.validate(builders.validating_create(dressed)))["allowed"]
-    # An older version left its containers as they were.
+    # An older version left these containers as they were.
     older = {**dressed, "spec": {**dressed["spec"], "containers": raw["spec"]["containers"]}}
     assert (await house.validate(builders.validating_create(older)))["allowed"]
 
@@ -600,7 +600,7 @@ async def test_only_pods_that_are_given_gpus_get_a_runtime_class(build: Build) -
 
 
 async def test_pod_dressed_before_the_runtime_class_was_configured_is_admitted(build: Build) -> None:
-    """In a rolling update one replica dresses, another looks."""
+    """During a rolling update one replica mutates and another validates."""
     before, after = await build(), await build(runtime_class="nvidia")
     outfit = await after.dress(gpu_pod())
     outfit["spec"].pop("runtimeClassName")
@@ -655,7 +655,7 @@ async def test_concurrent_pods_never_share_a_gpu(build: Build) -> None:
     assert {refusal(one) for one in responses if not one["allowed"]} == {(429, "NoFreeDevice")}
 
 
-# The validating door, at CREATE.
+# The validating webhook: CREATE.
 
 
 async def test_validation_binds_the_reservation_to_the_pods_uid(house: House) -> None:
@@ -808,7 +808,7 @@ async def test_pinning_to_proven_nodes_cannot_be_changed(house: House) -> None:
     assert refusal(await house.validate(builders.validating_create(dressed))) == (403, "NoProvenNode")
 
 
-# The validating door, later.
+# The validating webhook: UPDATE and others.
 
 
 @pytest.mark.parametrize("subresource", [None, "status", "ephemeralcontainers", "resize"])
@@ -835,7 +835,7 @@ async def test_ordinary_updates_pass(house: House) -> None:
 
 
 async def test_an_old_pod_with_a_gpu_variable_can_still_be_updated(house: House) -> None:
-    """It was there before we were; refusing its updates would keep its finalizers for ever."""
+    """It is older than gpuwarden. Denying its updates would keep its finalizers for ever."""
     old = builders.created(raw_pod(raw_container(env=raw_env(NVIDIA_VISIBLE_DEVICES="all"))))
     new = {**old, "metadata": {**old["metadata"], "labels": {"a": "b"}}}
     assert (await house.validate(builders.update(new, old)))["allowed"]
@@ -875,7 +875,7 @@ async def test_a_debug_container_is_not_shown_the_gpus_of_another_pod(house: Hou
     assert refusal(response) == (403, "Immutable")
 
 
-# A pod put on a node.
+# Bindings.
 
 
 @pytest.mark.parametrize("uid", [POD_UID, None], ids=["with-a-uid", "without"])
@@ -912,7 +912,7 @@ async def test_binding_of_a_pod_without_a_reservation_is_allowed_without_our_ann
     assert refusal(await house.validate(binding("node-c", annotations={GPU_UUID: "GPU-c0"}))) == (403, "Forged")
 
 
-# The end.
+# The end of a pod.
 
 
 async def test_delete_review_releases_the_pods_gpus(house: House) -> None:
@@ -960,7 +960,7 @@ async def test_reservation_without_a_pod_ends_at_its_deadline(house: House) -> N
     assert (await house.mutate(gpu_pod(annotations=hashed(OTHER_HASH)), "r3"))["allowed"]
 
 
-# The ledger away.
+# A ledger that fails.
 
 
 @pytest.mark.parametrize("error", [LedgerUnavailableError, DeadlinePassedError, SlotsTakenError])
@@ -975,7 +975,7 @@ async def test_failing_ledger_causes_a_denial_not_an_error(house: House, error: 
     assert refusal(await house.validate(builders.review("CREATE", new=final))) == (503, "LedgerAway")
 
 
-# What is not ours.
+# Reviews of other kinds.
 
 
 @pytest.mark.parametrize("path", ["/mutate", "/validate"])

@@ -1,4 +1,4 @@
-"""A pod on its way to a node, in a cluster: the replica that is asked need not be the one that reserved."""
+"""Reviews of Bindings in a cluster, where another replica may have made the reservation."""
 
 from typing import Any
 
@@ -31,18 +31,18 @@ def shared() -> Shared:
 
 @pytest.fixture
 async def first(build: Build, shared: Shared) -> House:
-    """The replica that has seen the pod created."""
+    """The replica that reviewed the pod's creation."""
     return await build(assemble=sharing(shared))
 
 
 @pytest.fixture
 async def second(build: Build, shared: Shared) -> House:
-    """One that has seen nothing at all, and is asked about the Binding."""
+    """A replica that saw nothing of it and reviews the Binding."""
     return await build(assemble=sharing(shared))
 
 
 async def reserved(house: House, shared: Shared, raw: Raw) -> Raw:
-    """The pod through the mutating door alone, and into the cluster: nobody has bound its uid."""
+    """Passes the mutating webhook only and is stored in the cluster: its reservation has no uid."""
     final = builders.created(await house.dress(raw))
     shared.has(final)
     return final
@@ -90,7 +90,7 @@ async def test_binding_of_a_missing_pod_is_denied(second: House, uid: str | None
 
 
 async def test_binding_is_denied_if_the_reservation_is_gone(first: House, second: House, shared: Shared) -> None:
-    """Its containers would see GPUs that may be somebody else's by now."""
+    """Its containers could see GPUs that another pod may hold by now."""
     await created(first, shared, gpu_pod())
     shared.change("node-b")
     refused = await second.validate(binding("node-b"))
@@ -143,7 +143,7 @@ async def test_binding_is_denied_for_a_malformed_record(second: House, shared: S
 async def test_forged_record_does_not_waive_the_pods_request(
     second: House, shared: Shared, record: str, reasons: dict[str, str | None]
 ) -> None:
-    """Let in where no review of ours was asked: whoever wrote the pod has written its record."""
+    """Admitted without a review: the pod's author wrote its record."""
     shared.has(builders.created(raw_pod(annotations={**attested(HASH), "gpuwarden.io/claim": record})))
     for node, reason in reasons.items():
         answer = await second.validate(binding(node))
@@ -175,7 +175,7 @@ async def test_denied_binding_leaves_the_reservation_unbound(first: House, secon
 
 
 async def test_binding_is_denied_if_the_reservation_vanishes_during_the_check(first: House, shared: Shared) -> None:
-    """Known here, and gone in the store: what is known here is behind."""
+    """This replica knows it, but it is gone from the store: the replica lags behind."""
     await reserved(first, shared, gpu_pod())
     shared.change("node-b")
     assert refusal(await first.validate(binding("node-b"))) == (403, "NotReserved")
@@ -191,7 +191,7 @@ async def test_binding_uses_a_reservation_past_its_deadline_if_the_pod_exists(
 
 
 def unproven() -> Raw:
-    """The inventory when every node's evidence has gone."""
+    """The inventory after every node has lost its evidence."""
     bare = [{key: value for key, value in node.items() if key != "evidence"} for node in INVENTORY["nodes"]]
     return {"nodes": bare}
 
@@ -276,7 +276,7 @@ async def test_bindings_are_denied_while_pods_cannot_be_read(first: House, secon
 
 
 async def test_binding_is_denied_past_the_bind_deadline(first: House, second: House, shared: Shared) -> None:
-    """Its GPUs are given up a little later: no binding may be under way then."""
+    """Its GPUs are released a little later; no binding may be under way then."""
     final = await created(first, shared, gpu_pod())
     final["metadata"]["creationTimestamp"] = NOW.strftime("%Y-%m-%dT%H:%M:%SZ")
     second.wait(299)
@@ -291,11 +291,11 @@ async def test_binding_is_denied_if_the_stored_reservation_was_deleted(first: Ho
     assert refusal(await first.validate(binding("node-b"))) == (403, "NotReserved")
 
 
-# The door of schedulers.
+# The mutating webhook for Bindings.
 
 
 async def test_reviewed_binding_is_marked_with_its_node(first: House, shared: Shared) -> None:
-    """For the policy that decides where no review was to be had."""
+    """The policy that decides without a review reads the mark."""
     await created(first, shared, gpu_pod())
     asked = binding("node-b")
     final = patched(asked["request"]["object"], await first.ask("/mutate-binding", asked))

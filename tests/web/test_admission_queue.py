@@ -1,4 +1,4 @@
-"""Pods that nothing can be had for now: what waiting heals is created and gated, the rest is denied as ever."""
+"""Pods whose claims cannot be served yet: they are created behind a gate if waiting can help, and denied otherwise."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def late(**members: Any) -> Raw:
 
 
 async def test_queued_pod_gets_its_runtime_class_at_creation(build: Build) -> None:
-    """A pod that exists cannot be given one; of one that was created before it was set, none is asked."""
+    """An existing pod cannot get one, so none is required of pods from before the setting."""
     house = await build(when_unavailable="queue", runtime_class="nvidia")
     await house.create(raw_pod(raw_container(gpus=1), name="first", labels=A100), "first", "uid-first")
     made = patched(late(), await house.mutate(late()))
@@ -79,7 +79,7 @@ async def test_pod_without_a_free_gpu_is_created_and_queued(house: House) -> Non
 
 
 async def test_reinvocation_of_a_queued_creation_gets_a_freed_gpu(house: House) -> None:
-    """Another webhook's change brings the gated pod back to us."""
+    """Another webhook changes the gated pod, and the API server sends it again."""
     raw = late()
     gated = await house.dress(raw)
     first = next(iter(house.parts.ledger.reservations()))
@@ -221,7 +221,7 @@ async def test_dry_run_shows_that_the_pod_would_be_queued(house: House) -> None:
     assert (await house.validate(review))["allowed"]
 
 
-# The gate is gone.
+# The gate is removed.
 
 
 async def test_gate_may_be_removed_only_together_with_the_reservation(house: House) -> None:
@@ -385,7 +385,7 @@ async def test_variable_is_written_once_in_every_container(build: Build) -> None
         assert found == [{"name": "CUDA_VISIBLE_DEVICES", "value": "GPU-a1,GPU-a0"}]
 
 
-# CUDA numbers devices as they are listed.
+# CUDA numbers devices in the order in which they are listed.
 
 
 ORDERED = {
@@ -403,7 +403,7 @@ ORDERED = {
 
 
 def shown_in(raw: Raw) -> set[str]:
-    """What is said of GPUs in the annotation and in every variable."""
+    """The GPUs in the annotation and in every variable."""
     env = [one for container in raw["spec"]["containers"] for one in container["env"]]
     return {raw["metadata"]["annotations"][GPU_UUID], *(one["value"] for one in env if "value" in one)}
 

@@ -1,4 +1,4 @@
-"""A validating review that comes after its hold has expired, and pods that a hold was not made for."""
+"""Validating reviews that come after their reservation has expired, and pods that the reservation was not made for."""
 
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -42,7 +42,7 @@ async def dressed(house: House, raw: Raw | None = None, uid: str = "r1") -> Raw:
 
 
 async def cleared(house: House) -> None:
-    """As the reconciler clears away what has expired."""
+    """Removes expired reservations, as the reconciler does."""
     ledger = house.parts.ledger
     await ledger.collect(house.now)
     for one in ledger.given_up(house.now):  # type: ignore[attr-defined]  # a cluster's ledger
@@ -173,7 +173,7 @@ async def test_only_the_original_reservation_is_renewed(
 
 
 async def test_replica_that_never_saw_the_reservation_renews_none(replica: Open, shared: Shared) -> None:
-    """An id that is only in the annotations is anybody's."""
+    """An id in annotations alone proves nothing."""
     first, second = await replica(), await replica()
     review = await dressed(first)
     for one in (first, second):

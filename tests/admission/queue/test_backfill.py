@@ -1,5 +1,4 @@
-"""The queue leaves one node to whoever is first, serves others beside it, and keeps nobody waiting for ever: over each
-ledger."""
+"""The queue reserves a node for the first pod, serves others beside it, and starves none. Runs on each ledger."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -50,7 +49,7 @@ def in_a_cluster(sizes: Sizes, clock: Clock) -> tuple[Fleet, Ledger]:
 
 
 class Hall:
-    """Pods that wait and run over nodes of some sizes."""
+    """Pods that wait and run on nodes of several sizes."""
 
     def __init__(self, make: Making, **sizes: int) -> None:
         self.now = NOW
@@ -72,10 +71,10 @@ class Hall:
         )
         self.came = 0
         self.namespaces = ["ml"]
-        """Of those that come, in turn."""
+        """For each arriving pod, in turn."""
 
     async def come(self, *gpus: int) -> None:
-        """One after the other; their names are their numbers."""
+        """The pods arrive one after the other and are named by number."""
         for wanted in gpus:
             namespace = self.namespaces[self.came % len(self.namespaces)]
             self.came += 1
@@ -97,7 +96,7 @@ class Hall:
             assert await self.ledger.release(held.id, PodIdentity(raw["metadata"]["namespace"], name, held.uid or ""))
 
     def running(self) -> dict[str, str]:
-        """Where those are whose gates are open."""
+        """The nodes of pods whose gates are open."""
         return {
             name: raw["metadata"]["annotations"]["gpuwarden.io/node"]
             for name, raw in self.yard.pods.items()
@@ -108,7 +107,8 @@ class Hall:
         return [name for name, where in self.running().items() if where == node_name]
 
     def first(self) -> tuple[str, int, str] | None:
-        """Who waits first for GPUs to become free: its name, how many it wants, and the node that is left to it."""
+        """The first pod that waits for GPUs to become free: its name, its number of GPUs, and the node reserved for
+        it."""
         for left in self.queue._backfill_nodes.values():
             waiter = self.pods.queue_order.get(left.uid)
             if waiter is not None:
@@ -125,7 +125,7 @@ def make(request: pytest.FixtureRequest) -> Making:
 async def test_small_claims_use_other_nodes_while_one_is_reserved_for_the_large_claim(make: Making) -> None:
     hall = Hall(make, a=4, b=4)
     await hall.come(3, 2, 4, 1, 1, 1)
-    # p3 waits for four on one node; one of b's is in use less than of a's.
+    # p3 wants four GPUs on one node; fewer of node b's are in use than of node a's.
     assert hall.first() == ("p3", 4, "b")
     assert hall.running() == {"p1": "a", "p2": "b", "p4": "a"}
     assert "it is the turn of another pod" in hall.yard.said["p5"]

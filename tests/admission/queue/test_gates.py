@@ -1,4 +1,4 @@
-"""Gates in an API server: opened, looked at, and what is no answer at all."""
+"""Gates in the API server: opening, checking, and malformed answers."""
 
 import json
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ PATCH = [{"op": "test", "path": "/metadata/uid", "value": builders.POD_UID}]
 
 @define
 class ApiServer:
-    """Says one thing of every pod, and remembers what it was asked."""
+    """Gives the same answer for every pod and records the requests."""
 
     code: int = 200
     body: bytes = b"{}"

@@ -1,4 +1,4 @@
-"""The queue: in turn, once, told why not, and whole whatever it is stopped at."""
+"""The queue: order, reasons, and restarts after any step."""
 
 import asyncio
 import itertools
@@ -54,7 +54,7 @@ ON_GPU_0 = Placement("node-a", (builders.slot("GPU-0"),))
 
 
 class Yard:
-    """Pods as an API server keeps them: a patch is carried out whole, or not at all. It can be made to fail."""
+    """Pods as the API server stores them: a patch applies as a whole or not at all. It can be made to fail."""
 
     def __init__(self) -> None:
         self.pods: dict[str, Raw] = {}
@@ -92,7 +92,7 @@ class Yard:
 
 
 class Asked(Fleet):
-    """Counts the questions that it was asked."""
+    """Counts the searches."""
 
     questions = 0
 
@@ -102,7 +102,7 @@ class Asked(Fleet):
 
 
 class Contested(MemoryLedger):
-    """Others are there too: before a reservation is made, `meanwhile` happens."""
+    """Other writers: `meanwhile` runs before a reservation is made."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -117,14 +117,14 @@ class Contested(MemoryLedger):
 
 
 class NobodyToAsk:
-    """What the watch has told of namespaces is all there is."""
+    """Only namespaces from the watch exist."""
 
     async def get(self, name: str) -> Raw | None:
         return None
 
 
 class Scene:
-    """Two GPUs of one node, nobody's yet, and a queue."""
+    """Two free GPUs on one node, and a queue."""
 
     def __init__(self, *, always: bool = False) -> None:
         self.now = NOW
@@ -141,7 +141,7 @@ class Scene:
         self.queue = self.another()
 
     def another(self) -> Queue:
-        """As after a start: it knows what the watch tells and what the ledger has."""
+        """A restarted queue: it knows the watch and the ledger."""
         self.claims = ClaimReader(ClaimRules(), self.namespaces)
         self.pods = WaitingPods(self.claims, RULES)
         self.pods.replaced(self.yard.pods)
@@ -168,7 +168,7 @@ class Scene:
         return self.can_be_read
 
     def demand(self, digest: str | None, *, is_heard: bool = True) -> None:
-        """The namespace of all pods here demands a hash, or no more."""
+        """Sets or removes the hash that the namespace of all pods requires."""
         annotations = {} if digest is None else {"gpuwarden.io/required-hash": digest}
         raw = {"metadata": {"name": "ml", "annotations": annotations}}
         self.namespaces.view.changed(raw)
@@ -181,7 +181,7 @@ class Scene:
         return found
 
     def relabel(self, name: str, **labels: str) -> None:
-        """Somebody edits a pod that waits."""
+        """Edits a waiting pod."""
         raw = self.yard.pods[name]
         meta = {**raw["metadata"], "labels": {**raw["metadata"]["labels"], **labels}, "resourceVersion": "2"}
         self.show({**raw, "metadata": meta})
@@ -190,7 +190,7 @@ class Scene:
         return {one.uid: [str(uuid) for uuid in one.uuids] for one in self.ledger.reservations()}
 
     def come(self, name: str, gpus: int | None = 1, *, seconds: int = 0, **members: Any) -> None:
-        """A pod that waits has been created."""
+        """Creates a waiting pod."""
         raw = builders.raw_pod(raw_container(gpus=gpus), name=name, uid=f"uid-{name}", **members)
         gated = waiting(raw, builders.claim(raw), RULES, "because")
         created = (NOW + timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
@@ -208,7 +208,7 @@ class Scene:
         }
 
     async def end(self, name: str) -> None:
-        """The pod has ended, and the watch said so."""
+        """The pod has ended, and the watch has reported it."""
         raw = self.yard.pods.pop(name)
         self.pods.deleted(raw)
         held = self.ledger.of_pod(f"uid-{name}")
@@ -216,7 +216,7 @@ class Scene:
             await self.ledger.release(held.id, PodIdentity(raw["metadata"]["namespace"], name, f"uid-{name}"))
 
     def order(self) -> list[str]:
-        """Of those that wait and are of one kind."""
+        """Of the waiting pods of one kind."""
         lines = self.pods.queue_order
         return [one.pod.name for kind in lines.kinds() for head in lines.heads(kind) for one in lines.behind(head)]
 
@@ -306,7 +306,7 @@ async def test_large_claim_that_is_first_is_not_overtaken_from_another_namespace
 
 
 async def test_pod_with_a_reserved_node_stays_first(scene: Scene) -> None:
-    """The one before it waits for a GPU that does not work, and has its namespace's turn in this round."""
+    """The pod before it waits for a broken GPU and takes its namespace's turn in this round."""
     broken = evolve(device("GPU-2", index=2), is_healthy=False)
     scene.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1), broken), NOW)
     scene.come("running")
@@ -419,7 +419,7 @@ async def test_restart_before_the_gate_opens_keeps_the_same_gpu(scene: Scene) ->
 
 
 async def test_restart_after_reserving_finds_the_reservation(scene: Scene) -> None:
-    """The GPU that is held is the only one left: deciding afresh would find none."""
+    """The held GPU is the last one: a new decision would find none."""
     scene.come("other")
     await scene.queue.step()
     scene.come("a", seconds=1)
@@ -524,7 +524,7 @@ async def test_each_kind_is_decided_once_per_pass_for_any_number_of_pods(scene: 
     assert len(scene.opened()) == 2
 
 
-# What is held behind a gate that is shut.
+# Reservations behind a closed gate.
 
 
 async def test_namespaces_current_policy_is_checked_before_reserving(scene: Scene) -> None:
@@ -581,7 +581,7 @@ async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(s
 
 
 async def test_reservation_that_expired_during_an_outage_is_made_again(scene: Scene) -> None:
-    """Its time to get onto a node would be over as its gate is opened."""
+    """Its bind deadline would have passed when its gate opens."""
     scene.come("a")
     scene.yard.failing = True
     await scene.queue.step()
@@ -683,7 +683,7 @@ async def test_reservation_for_another_claim_of_a_waiting_pod_is_released(scene:
     assert scene.opened() == {"a": "GPU-0,GPU-1"}
 
 
-# What it goes by.
+# Current data.
 
 
 async def test_interrupted_watch_pauses_the_queue_and_forces_a_fresh_read(scene: Scene) -> None:
@@ -803,11 +803,11 @@ async def test_no_gate_opened_event_for_a_deleted_pod(scene: Scene) -> None:
     assert "uid-a" not in scene.pods.queue_order
 
 
-# How much a pass does.
+# The size of a pass.
 
 
 def many_kinds(scene: Scene, number: int, gpus: int = 3) -> None:
-    """Nobody can be served."""
+    """No pod can be served."""
     for k in range(number):
         scene.come(f"p{k}", gpus, nodeSelector={"zone": f"z{k}"})
 
@@ -848,7 +848,7 @@ async def test_unserved_kind_is_tried_again_only_after_a_change(scene: Scene) ->
     assert scene.fleet.questions == before
     scene.come("q", 3, nodeSelector={"zone": "z7"})
     await scene.queue.step()
-    assert before == scene.fleet.questions  # it stands behind one that wants the same
+    assert before == scene.fleet.questions  # it waits behind one with the same claim
     scene.come("r", 2, nodeSelector={"zone": "z7"})
     await scene.queue.step()
     assert before < scene.fleet.questions < before + 9
@@ -954,7 +954,7 @@ async def test_no_reason_is_written_after_the_gate_is_open(scene: Scene) -> None
     assert scene.yard.said == {}
 
 
-# Others are faster.
+# Races with other writers.
 
 
 async def test_lost_race_is_decided_again_at_once(scene: Scene) -> None:
