@@ -143,10 +143,10 @@ class Scene:
         labels = {"gpuwarden.io/enabled": answer}
         self.ends.namespaces.changed({"metadata": {"name": namespace, "labels": labels}})
 
-    def crowd(self, namespace: str, pods: int) -> None:
+    def add_pods(self, namespace: str, pods: int) -> None:
         """Unreviewed pods with a claim."""
         for number in range(pods):
-            raw = bare(f"{namespace}-{number:032}", {"gpuwarden.io/required-hash": HASH})
+            raw = unrecorded_pod(f"{namespace}-{number:032}", {"gpuwarden.io/required-hash": HASH})
             raw["metadata"]["namespace"] = namespace
             self.ends.changed(raw)
 
@@ -170,10 +170,10 @@ def raw_pod(name: str, gpus: int = 0, hashes: tuple[str, ...] = (HASH,), *nodes:
         }
     pinned = nodes or (A,)
     affinity = required_affinity(*(on_node(one) for one in pinned))
-    return bare(name, notes, affinity=affinity, **spec)
+    return unrecorded_pod(name, notes, affinity=affinity, **spec)
 
 
-def bare(name: str, notes: dict[str, str] | None = None, **spec: Any) -> Raw:
+def unrecorded_pod(name: str, notes: dict[str, str] | None = None, **spec: Any) -> Raw:
     meta = {"name": name, "namespace": "ml", "uid": f"uid-{name}", "annotations": notes or {}}
     return {
         "kind": "Pod",
@@ -305,8 +305,8 @@ async def test_pod_may_not_be_bound_once_its_node_has_another_hash() -> None:
 
 async def test_unreviewed_pod_with_a_claim_may_not_be_bound() -> None:
     scene = Scene(needs_all=False)
-    scene.ends.changed(bare("asks", {"gpuwarden.io/required-hash": HASH}))
-    scene.ends.changed(bare("odd", {"gpuwarden.io/gpu-count": "many"}))
+    scene.ends.changed(unrecorded_pod("asks", {"gpuwarden.io/required-hash": HASH}))
+    scene.ends.changed(unrecorded_pod("odd", {"gpuwarden.io/gpu-count": "many"}))
     scene.ends.changed(raw_pod("left-open", 0, (HASH,)) | {"spec": {"containers": []}})
     written = await scene.after()
     assert {name: end for name, end in written.items() if name.startswith("uid-")} == {
@@ -319,11 +319,11 @@ async def test_unreviewed_pod_with_a_claim_may_not_be_bound() -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        bare("plain"),
+        unrecorded_pod("plain"),
         raw_pod("bound", 1, nodeName=A),
         {**raw_pod("over", 1), "status": {"phase": "Failed"}},
         raw_pod("queued", 1, schedulingGates=[{"name": "gpuwarden.io/queue"}]),
-        bare("selects", affinity=required_affinity(term(expression("zone", "In", "a")))),
+        unrecorded_pod("selects", affinity=required_affinity(term(expression("zone", "In", "a")))),
         {"metadata": {"name": "odd", "uid": "uid-odd"}, "spec": 7},
     ],
     ids=["plain", "on a node", "ended", "behind our gate", "plain with affinity", "odd"],
@@ -346,8 +346,8 @@ async def test_list_of_nodes_that_does_not_fit_closes_everything() -> None:
 
 async def test_twenty_thousand_pods_of_one_namespace_close_only_that_namespace() -> None:
     scene = Scene()
-    scene.crowd("crowd", 24_000)
-    scene.crowd("other", 500)
+    scene.add_pods("crowd", 24_000)
+    scene.add_pods("other", 500)
     scene.holds(raw_pod("train", 1))
     await scene.after()
     assert scene.is_kept
@@ -359,7 +359,7 @@ async def test_twenty_thousand_pods_of_one_namespace_close_only_that_namespace()
     # When they are gone, new pods of that namespace are listed again.
     for number in range(24_000):
         scene.ends.deleted({"metadata": {"uid": f"uid-crowd-{number:032}"}})
-    scene.crowd("crowd", 1)
+    scene.add_pods("crowd", 1)
     written = await scene.after(ROUTINE)
     assert (written.get("crowd"), written[f"uid-crowd-{0:032}"]) == (None, LATE)
 
@@ -373,7 +373,7 @@ async def test_truncated_list_is_withdrawn_and_logged_once(is_crowded_first: boo
     if not is_crowded_first:
         assert (await scene.after())[A] == at(HOUR)
     with structlog.testing.capture_logs() as logs:
-        scene.crowd("crowd", 24_000)
+        scene.add_pods("crowd", 24_000)
         await scene.after(ROUTINE)
         assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
         before, kept = len(scene.objects.done), [scene.is_kept]
@@ -392,7 +392,7 @@ async def test_truncated_list_is_withdrawn_and_logged_once(is_crowded_first: boo
 async def test_withdrawn_list_takes_effect_only_when_stored_whole() -> None:
     scene = Scene()
     scene.objects.pruned = {"namespaces"}
-    scene.crowd("crowd", 24_000)
+    scene.add_pods("crowd", 24_000)
     scene.objects.listener = listener = Recorded()
     for _ in range(30):
         await scene.after()
@@ -406,7 +406,7 @@ async def test_pods_of_namespaces_that_have_not_opted_in_take_no_room() -> None:
     """The policy does not judge their Bindings."""
     scene = Scene()
     scene.opts("crowd", "false")
-    scene.crowd("crowd", 24_000)
+    scene.add_pods("crowd", 24_000)
     assert await scene.after() == {A: at(HOUR), B: at(HOUR)}
     assert not scene.ends.is_closed(f"uid-crowd-{7:032}")
     scene.opts("crowd", "true")

@@ -43,7 +43,7 @@ def raw_pod(
     return on_a_node(name, on, notes, phase=phase)
 
 
-def undressed(*hashes: str, name: str = "train", record: str | None = None) -> Raw:
+def unreviewed_pod(*hashes: str, name: str = "train", record: str | None = None) -> Raw:
     """An unreviewed pod that asks for hashes. Its author wrote its record, if it has one."""
     notes = {"gpuwarden.io/required-hash": ",".join(hashes)} if hashes else {}
     raw = on_a_node(name, A, notes if record is None else {**notes, "gpuwarden.io/claim": record})
@@ -68,7 +68,7 @@ def on_a_node(name: str, on: str | None, notes: dict[str, str], phase: str = "Ru
     }
 
 
-class Demanding:
+class FakeNamespaces:
     """The known namespaces."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Scene:
         self.owed: set[str] = set()
         self.vouched: set[str] = set()
         self.failing: set[str] = set()
-        self.namespaces = Demanding()
+        self.namespaces = FakeNamespaces()
         self.done: list[str] = []
         self.heard = Heard()
         self.metrics = Metrics()
@@ -271,7 +271,7 @@ async def test_pods_with_their_evidence_are_not_reported(raw: Raw) -> None:
 async def test_unreviewed_pod_is_checked_against_its_own_request(record: str | None) -> None:
     """The extender alone admitted it. Its author wrote its record, if it has one."""
     scene = Scene(EVICT)
-    scene.continuous.changed(undressed(HASH, record=record))
+    scene.continuous.changed(unreviewed_pod(HASH, record=record))
     await scene.settle()
     scene.proves(A, evidence(A, OTHER_HASH))
     assert await scene.settle() == [(A, CHANGED), ("train", LOST), ("trains", LOST)]
@@ -280,7 +280,7 @@ async def test_unreviewed_pod_is_checked_against_its_own_request(record: str | N
 
 async def test_unreviewed_pod_is_checked_against_its_namespaces_policy() -> None:
     scene = Scene(EVICT)
-    scene.continuous.changed(undressed())
+    scene.continuous.changed(unreviewed_pod())
     await scene.settle()
     scene.proves(A, evidence(A, OTHER_HASH))
     assert await scene.settle() == [(A, CHANGED)]
@@ -293,7 +293,7 @@ async def test_unreadable_claim_is_checked_against_its_namespaces_policy() -> No
     """The author of a running pod breaks its annotation."""
     scene = Scene(EVICT)
     scene.namespaces.hashes["research"] = HASH
-    scene.continuous.changed(undressed(""))
+    scene.continuous.changed(unreviewed_pod(""))
     await scene.settle()
     assert scene.done == []
     scene.proves(A, None)
@@ -303,7 +303,7 @@ async def test_unreadable_claim_is_checked_against_its_namespaces_policy() -> No
 
 async def test_pod_with_gpus_but_without_record_or_hash_is_ignored() -> None:
     scene = Scene(EVICT, needs_all=True)
-    scene.continuous.changed(undressed())
+    scene.continuous.changed(unreviewed_pod())
     await scene.settle()
     scene.proves(A, None)
     assert (await scene.settle(), scene.done) == ([(A, CHANGED)], [])
@@ -463,7 +463,7 @@ async def test_pods_own_annotations_taint_no_node() -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(raw_pod(), raw_pod(hashes=(OTHER_HASH,))), (undressed(HASH), undressed(OTHER_HASH))],
+    [(raw_pod(), raw_pod(hashes=(OTHER_HASH,))), (unreviewed_pod(HASH), unreviewed_pod(OTHER_HASH))],
     ids=["in its record", "in its wish"],
 )
 async def test_pod_that_changes_its_request_taints_no_node(one: Raw, other: Raw) -> None:
@@ -476,7 +476,7 @@ async def test_pod_that_changes_its_request_taints_no_node(one: Raw, other: Raw)
 
 async def test_unreviewed_pod_taints_its_node_if_the_node_matched_before() -> None:
     scene = Scene(TAINT)
-    scene.continuous.changed(undressed(HASH))
+    scene.continuous.changed(unreviewed_pod(HASH))
     await scene.settle()
     scene.proves(A, None)
     await scene.settle()

@@ -114,7 +114,7 @@ async def test_metrics_count_every_device_once(house: House) -> None:
         assert line in text
 
 
-class Asked:
+class FakeProvider:
     """A provider that answers what the test sets, once it may answer."""
 
     name = "spire-server"
@@ -134,11 +134,11 @@ class Asked:
         return self.said
 
 
-def vouched(node: str, digest: str = HASH) -> Evidence:
-    return Evidence(node, digest, Asked.name, NOW, NOW + SECOND)
+def evidence_of(node: str, digest: str = HASH) -> Evidence:
+    return Evidence(node, digest, FakeProvider.name, NOW, NOW + SECOND)
 
 
-def feed_of(tmp_path: Path, *also: Asked) -> tuple[Fleet, FleetUpdater]:
+def updater_of(tmp_path: Path, *also: FakeProvider) -> tuple[Fleet, FleetUpdater]:
     (tmp_path / "inventory.json").write_text(json.dumps(INVENTORY))
     fleet, file = Fleet(), InventoryFile(tmp_path / "inventory.json")
     return fleet, FleetUpdater(fleet, file, [StaticEvidence({}), *also], lambda: NOW, Metrics())
@@ -150,15 +150,15 @@ async def states(fleet_source: FleetUpdater, fleet: Fleet) -> dict[str, Evidence
 
 
 async def test_node_needs_evidence_of_all_configured_providers(tmp_path: Path) -> None:
-    spire = Asked(None)
-    fleet, fleet_source = feed_of(tmp_path, spire)
+    spire = FakeProvider(None)
+    fleet, fleet_source = updater_of(tmp_path, spire)
     await fleet_source.load()
     nobody = dict.fromkeys(("node-a", "node-b", "node-c"), EvidenceState.ABSENT)
     assert await states(fleet_source, fleet) == nobody  # not polled yet
-    word = vouched("node-a")
+    word = evidence_of("node-a")
     spire.said = {"node-a": word}
     assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.FRESH}  # node-b is in one list only
-    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    spire.said = {"node-a": evidence_of("node-a", OTHER_HASH)}
     assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.CONFLICT}
     spire.said = {"node-a": Evidence("node-a", "", "spire-server", is_banned=True)}
     assert await states(fleet_source, fleet) == {**nobody, "node-a": EvidenceState.BANNED}
@@ -167,8 +167,8 @@ async def test_node_needs_evidence_of_all_configured_providers(tmp_path: Path) -
 
 
 async def test_start_waits_for_the_first_answer_of_every_provider(tmp_path: Path) -> None:
-    spire = Asked(None)
-    fleet, fleet_source = feed_of(tmp_path, spire)
+    spire = FakeProvider(None)
+    fleet, fleet_source = updater_of(tmp_path, spire)
     await fleet_source.load()
     pauses: list[float] = []
 
@@ -176,7 +176,7 @@ async def test_start_waits_for_the_first_answer_of_every_provider(tmp_path: Path
         pauses.append(seconds)
         assert fleet.indexed_nodes["node-a"].state is EvidenceState.ABSENT
         if len(pauses) == 100:
-            spire.said = {"node-a": vouched("node-a")}
+            spire.said = {"node-a": evidence_of("node-a")}
 
     with capture_logs() as lines:
         await fleet_source.wait_for_first_answers(sleep)
@@ -189,8 +189,8 @@ async def test_start_waits_for_the_first_answer_of_every_provider(tmp_path: Path
 
 
 async def test_provider_that_has_answered_once_is_not_waited_for(tmp_path: Path) -> None:
-    spire = Asked({})
-    _, fleet_source = feed_of(tmp_path, spire)
+    spire = FakeProvider({})
+    _, fleet_source = updater_of(tmp_path, spire)
     await fleet_source.load()
     spire.said = None
     await fleet_source.refresh()
@@ -200,7 +200,7 @@ async def test_provider_that_has_answered_once_is_not_waited_for(tmp_path: Path)
 # Embedded mode, without a reconciler that reports changes.
 
 
-class Told:
+class LoggedUpdater:
     """A fleet updater with a clock, and the changes that it logged."""
 
     def __init__(self, directory: Path, *providers: EvidenceProvider) -> None:
@@ -209,7 +209,7 @@ class Told:
         file = InventoryFile(directory / "inventory.json")
         self.fleet_source = FleetUpdater(self.fleet, file, [*providers], lambda: self.now, self.metrics)
 
-    async def begin(self) -> "Told":
+    async def begin(self) -> "LoggedUpdater":
         await self.fleet_source.load()
         await self.fleet_source.wait_for_first_answers()
         return self
@@ -225,17 +225,17 @@ class Told:
 
 
 async def test_change_and_end_of_evidence_are_logged_and_counted(tmp_path: Path) -> None:
-    spire = Asked({"node-a": vouched("node-a")})
-    told = await Told(tmp_path, spire).begin()
+    spire = FakeProvider({"node-a": evidence_of("node-a")})
+    told = await LoggedUpdater(tmp_path, spire).begin()
     assert await told.changes() == []
-    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    spire.said = {"node-a": evidence_of("node-a", OTHER_HASH)}
     fresh, other = f"fresh as {HASH}", f"fresh as {OTHER_HASH}"
     assert await told.changes() == [("warning", "node-a", fresh, other)]
     told.now += SECOND  # no provider has anything new
     assert await told.changes() == [("warning", "node-a", other, "stale")]
     assert await told.changes() == []
     told.now -= SECOND
-    spire.said = {"node-a": vouched("node-a")}
+    spire.said = {"node-a": evidence_of("node-a")}
     assert await told.changes() == [("info", "node-a", "stale", fresh)]
     spire.said = {}
     assert await told.changes() == [("warning", "node-a", fresh, "absent")]
@@ -243,12 +243,12 @@ async def test_change_and_end_of_evidence_are_logged_and_counted(tmp_path: Path)
 
 
 async def test_first_answers_are_not_reported_as_changes(tmp_path: Path) -> None:
-    spire = Asked(None)
-    told = Told(tmp_path, spire)
+    spire = FakeProvider(None)
+    told = LoggedUpdater(tmp_path, spire)
     await told.fleet_source.load()
 
     async def sleep(seconds: float) -> None:
-        spire.said = {"node-a": vouched("node-a")}
+        spire.said = {"node-a": evidence_of("node-a")}
 
     await told.fleet_source.wait_for_first_answers(sleep)
     assert await told.changes() == []
@@ -256,8 +256,8 @@ async def test_first_answers_are_not_reported_as_changes(tmp_path: Path) -> None
 
 async def test_node_named_only_by_a_provider_is_in_the_fleet(tmp_path: Path) -> None:
     """Its GPUs are not known here; the scheduler counts them."""
-    spire = Asked({"node-x": vouched("node-x"), "node-a": vouched("node-a")})
-    told = await Told(tmp_path, spire).begin()
+    spire = FakeProvider({"node-x": evidence_of("node-x"), "node-a": evidence_of("node-a")})
+    told = await LoggedUpdater(tmp_path, spire).begin()
     known = {"node-a", "node-b", "node-c"}
     assert told.fleet.indexed_nodes.keys() == known | {"node-x"}
     assert told.fleet.indexed_nodes["node-x"].state is EvidenceState.FRESH
@@ -266,15 +266,15 @@ async def test_node_named_only_by_a_provider_is_in_the_fleet(tmp_path: Path) -> 
     await told.fleet_source.refresh()
     assert told.fleet.indexed_nodes.keys() == {"node-x", "node-a"}
     assert told.fleet.device_count == 0
-    spire.said = {"node-a": vouched("node-a")}
+    spire.said = {"node-a": evidence_of("node-a")}
     assert await told.changes() == [("warning", "node-x", f"fresh as {HASH}", "absent")]
-    spire.said = {"node-a": vouched("node-a", OTHER_HASH)}
+    spire.said = {"node-a": evidence_of("node-a", OTHER_HASH)}
     await told.fleet_source.refresh()
     assert told.fleet.indexed_nodes.keys() == {"node-a"}
 
 
 async def test_proof_sent_by_a_node_does_not_keep_it_in_the_fleet(tmp_path: Path) -> None:
-    told = Told(tmp_path)
+    told = LoggedUpdater(tmp_path)
     proofs = MemoryProofs(lambda: told.fleet.indexed_nodes.keys(), lambda: told.now, SECOND)
     told.fleet_source = FleetUpdater(
         told.fleet, InventoryFile(tmp_path / "inventory.json"), [proofs], lambda: told.now, told.metrics
@@ -290,10 +290,10 @@ async def test_proof_sent_by_a_node_does_not_keep_it_in_the_fleet(tmp_path: Path
 
 
 async def test_proof_received_during_a_poll_is_kept(tmp_path: Path) -> None:
-    told = Told(tmp_path)
+    told = LoggedUpdater(tmp_path)
     proof = Evidence("node-a", HASH, "jwt-svid", NOW, NOW + 60 * SECOND, "n")
 
-    class Slow(Asked):
+    class Slow(FakeProvider):
         """A node sends a proof while SPIRE Server is polled."""
 
         async def poll(self) -> Mapping[str, Evidence]:

@@ -38,7 +38,7 @@ class SlowLedger(MemoryLedger):
         return await super().reserve(*args, **options)  # type: ignore[arg-type]  # passed on as they are
 
 
-class House:
+class Scene:
     """A Reserver over nodes with eight GPUs each."""
 
     def __init__(
@@ -50,7 +50,7 @@ class House:
             fleet.put(Node(f"node-{n}", devices=tuple(Device(DeviceUuid(f"GPU-{n}-{k}")) for k in range(8))), NOW)
         self.ledger = SlowLedger(fleet, lambda: self.now, Times(DEADLINE, SKEW))
         self.known = {"ml", "other", "third"}
-        self.holder = Reserver(
+        self.reserver = Reserver(
             fleet,
             self.ledger,
             EvidencePolicy(is_always_required=False),
@@ -65,9 +65,9 @@ class House:
     ) -> Reservation | Deny:
         claim = Claim(ClaimRecord(gpus=gpus))
         ask = ReservationRequest(ReservationId(f"r{number}"), namespace, claim.digest)
-        return await self.holder.hold(ask, claim, answer_by=self.now + FOR_THE_WRITE + patience)
+        return await self.reserver.hold(ask, claim, answer_by=self.now + FOR_THE_WRITE + patience)
 
-    async def pod_comes(self, number: int, namespace: str = "ml") -> None:
+    async def create_pod(self, number: int, namespace: str = "ml") -> None:
         await self.ledger.bind_to_pod(
             PodProof.REPORTED, ReservationId(f"r{number}"), PodIdentity(namespace, f"pod-{number}", f"u{number}")
         )
@@ -90,83 +90,83 @@ FULL, POOL_FULL = Reason.NAMESPACE_FULL, Reason.PENDING_FULL
 
 
 async def test_namespace_at_its_limit_is_denied() -> None:
-    house = House(limit=2)
-    assert reasons(*[await house.ask(number) for number in range(4)]) == [None, None, FULL, FULL]
-    assert reasons(await house.ask(9, "other")) == [None]
+    scene = Scene(limit=2)
+    assert reasons(*[await scene.ask(number) for number in range(4)]) == [None, None, FULL, FULL]
+    assert reasons(await scene.ask(9, "other")) == [None]
 
 
 async def test_limit_counts_gpus_not_reservations() -> None:
-    house = House(limit=4)
-    assert reasons(*[await house.ask(number, gpus=2) for number in range(3)]) == [None, None, FULL]
+    scene = Scene(limit=4)
+    assert reasons(*[await scene.ask(number, gpus=2) for number in range(3)]) == [None, None, FULL]
 
 
 async def test_claim_above_the_limit_fits_if_it_is_alone() -> None:
-    house = House(limit=2)
-    assert reasons(await house.ask(1, gpus=4), await house.ask(2)) == [None, FULL]
+    scene = Scene(limit=2)
+    assert reasons(await scene.ask(1, gpus=4), await scene.ask(2)) == [None, FULL]
 
 
 async def test_unknown_namespaces_share_one_limit() -> None:
-    house = House(limit=2)
-    answers = [await house.ask(number, f"invented-{number}") for number in range(4)]
+    scene = Scene(limit=2)
+    answers = [await scene.ask(number, f"invented-{number}") for number in range(4)]
     assert reasons(*answers) == [None, None, FULL, FULL]
-    assert reasons(await house.ask(9)) == [None]
-    house.known.add("invented-3")
-    assert reasons(await house.ask(10, "invented-3")) == [None]
+    assert reasons(await scene.ask(9)) == [None]
+    scene.known.add("invented-3")
+    assert reasons(await scene.ask(10, "invented-3")) == [None]
 
 
 @pytest.mark.parametrize("name", ["ml", "invented-{}"])
 async def test_concurrent_reviews_stay_within_the_limit(name: str) -> None:
-    house = House(limit=3)
-    answers = await asyncio.gather(*(house.ask(number, name.format(number)) for number in range(8)))
+    scene = Scene(limit=3)
+    answers = await asyncio.gather(*(scene.ask(number, name.format(number)) for number in range(8)))
     assert Counter(reasons(*answers)) == {None: 3, FULL: 5}
 
 
 async def test_repeated_review_finds_its_reservation_in_a_full_namespace() -> None:
-    house = House(limit=1)
-    first = await house.ask(1)
-    assert await house.ask(1) == first
+    scene = Scene(limit=1)
+    first = await scene.ask(1)
+    assert await scene.ask(1) == first
 
 
 async def test_reported_uid_does_not_make_room() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    await house.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), PodIdentity("ml", "a", "uid-1"))
-    assert reasons(await house.ask(2)) == [FULL]
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    await scene.ledger.bind_to_pod(PodProof.NAMED, ReservationId("r1"), PodIdentity("ml", "a", "uid-1"))
+    assert reasons(await scene.ask(2)) == [FULL]
 
 
 async def test_existing_pod_makes_room() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    await house.pod_comes(1)
-    assert reasons(await house.ask(2)) == [None]
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    await scene.create_pod(1)
+    assert reasons(await scene.ask(2)) == [None]
 
 
 async def test_unused_reservation_makes_room_at_its_deadline() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    house.now += DEADLINE + SKEW
-    assert reasons(await house.ask(2)) == [None]
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    scene.now += DEADLINE + SKEW
+    assert reasons(await scene.ask(2)) == [None]
 
 
 async def test_failed_write_is_not_counted() -> None:
-    house = House(limit=1)
-    house.ledger.fails = True
-    assert reasons(await house.ask(1)) == [Reason.LEDGER_AWAY]
-    house.ledger.fails = False
-    assert reasons(await house.ask(2)) == [None]
+    scene = Scene(limit=1)
+    scene.ledger.fails = True
+    assert reasons(await scene.ask(1)) == [Reason.LEDGER_AWAY]
+    scene.ledger.fails = False
+    assert reasons(await scene.ask(2)) == [None]
 
 
 @pytest.mark.parametrize("limit", [0, 9])
 async def test_absent_or_wide_limit_denies_nothing(limit: int) -> None:
-    house = House(limit=limit)
-    answers = [await house.ask(number) for number in range(9)]
+    scene = Scene(limit=limit)
+    answers = [await scene.ask(number) for number in range(9)]
     assert reasons(*answers) == [None] * 8 + [Reason.NO_FREE_DEVICE]
 
 
 async def test_denial_of_a_full_namespace_has_a_hint() -> None:
-    house = House(limit=1, percent=50)
-    await house.ask(1)
-    assert await house.ask(2) == Deny(
+    scene = Scene(limit=1, percent=50)
+    await scene.ask(1)
+    assert await scene.ask(2) == Deny(
         FULL,
         "namespace 'ml' has reached its limit of GPUs reserved for pods that do not exist yet: 1",
         hint=HINT,
@@ -177,9 +177,9 @@ async def test_denial_of_a_full_namespace_has_a_hint() -> None:
 
 
 async def test_one_namespace_leaves_room_to_others() -> None:
-    house = House(percent=50, nodes=2)
+    scene = Scene(percent=50, nodes=2)
     numbers = iter(range(99))
-    answers = {name: [await house.ask(next(numbers), name) for _ in range(5)] for name in ("ml", "other", "third")}
+    answers = {name: [await scene.ask(next(numbers), name) for _ in range(5)] for name in ("ml", "other", "third")}
     taken = {name: sum(isinstance(one, Reservation) for one in found) for name, found in answers.items()}
     assert taken == {"ml": 3, "other": 1, "third": 1}
     assert {one for found in answers.values() for one in reasons(*found)} == {None, POOL_FULL}
@@ -187,49 +187,49 @@ async def test_one_namespace_leaves_room_to_others() -> None:
 
 async def test_named_pods_make_room_for_more_but_never_for_the_whole_pool() -> None:
     """A forged review may name a pod too."""
-    house = House(percent=50, nodes=2)
+    scene = Scene(percent=50, nodes=2)
     for number in range(8):
-        if isinstance(await house.ask(number), Reservation):
-            await house.ledger.bind_to_pod(
+        if isinstance(await scene.ask(number), Reservation):
+            await scene.ledger.bind_to_pod(
                 PodProof.NAMED, ReservationId(f"r{number}"), PodIdentity("ml", f"p{number}", f"u{number}")
             )
-    assert house.ledger.pending.gpus_in("ml") == 5
-    assert reasons(await house.ask(9, "other")) == [None]
+    assert scene.ledger.pending.gpus_in("ml") == 5
+    assert reasons(await scene.ask(9, "other")) == [None]
 
 
 async def test_invented_namespaces_share_the_limit_of_one() -> None:
-    house = House(percent=50, nodes=2)
-    answers = [await house.ask(number, f"invented-{number}") for number in range(8)]
+    scene = Scene(percent=50, nodes=2)
+    answers = [await scene.ask(number, f"invented-{number}") for number in range(8)]
     assert Counter(reasons(*answers)) == {None: 2, POOL_FULL: 6}
 
 
 async def test_claim_above_half_the_pool_is_served_one_at_a_time_beside_the_pool() -> None:
-    house = House(percent=50, nodes=2)
-    assert reasons(await house.ask(1, gpus=6), await house.ask(2, "other", gpus=6)) == [None, POOL_FULL]
-    assert reasons(*[await house.ask(number) for number in range(3, 7)]) == [None] * 3 + [POOL_FULL]
-    await house.pod_comes(1)
-    assert reasons(await house.ask(8, "other", gpus=7)) == [None]
+    scene = Scene(percent=50, nodes=2)
+    assert reasons(await scene.ask(1, gpus=6), await scene.ask(2, "other", gpus=6)) == [None, POOL_FULL]
+    assert reasons(*[await scene.ask(number) for number in range(3, 7)]) == [None] * 3 + [POOL_FULL]
+    await scene.create_pod(1)
+    assert reasons(await scene.ask(8, "other", gpus=7)) == [None]
 
 
 @pytest.mark.parametrize("percent", [1, 50])
 async def test_one_reservation_fits_on_the_smallest_fleet(percent: int) -> None:
-    house = House(percent=percent)
-    assert reasons(await house.ask(1, gpus=8)) == [None]
+    scene = Scene(percent=percent)
+    assert reasons(await scene.ask(1, gpus=8)) == [None]
 
 
 async def test_unsatisfiable_claim_is_denied_without_waiting() -> None:
-    house = House(percent=50)
+    scene = Scene(percent=50)
     for number in range(8):
-        await house.ask(number, patience=SOON)
-        await house.pod_comes(number)
-    await house.ledger.release(ReservationId("r0"), PodIdentity("ml", "pod-0", "u0"))
-    await house.ask(10)
-    assert reasons(await house.ask(11, patience=SOON)) == [Reason.NO_FREE_DEVICE]
+        await scene.ask(number, patience=SOON)
+        await scene.create_pod(number)
+    await scene.ledger.release(ReservationId("r0"), PodIdentity("ml", "pod-0", "u0"))
+    await scene.ask(10)
+    assert reasons(await scene.ask(11, patience=SOON)) == [Reason.NO_FREE_DEVICE]
 
 
 async def test_two_replicas_leave_a_first_reservation_to_each_namespace() -> None:
     """Neither replica knows the latest reservations of the other."""
-    houses = [House(percent=50) for _ in range(2)]
+    houses = [Scene(percent=50) for _ in range(2)]
     reserve_room = [await asyncio.gather(*(one.ask(number, patience=BRIEF) for number in range(8))) for one in houses]
     assert sum(isinstance(one, Reservation) for answers in reserve_room for one in answers) <= 3
 
@@ -238,65 +238,65 @@ async def test_two_replicas_leave_a_first_reservation_to_each_namespace() -> Non
 
 
 async def test_review_without_room_waits_until_a_pod_is_seen() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    waiting = asyncio.create_task(scene.ask(2, patience=SOON))
     await asyncio.sleep(0)
-    await house.pod_comes(1)
+    await scene.create_pod(1)
     assert reasons(await waiting) == [None]
 
 
 async def test_last_waiting_review_is_served_too() -> None:
     """Even if no review was waiting for a moment."""
-    house = House(limit=1)
-    await house.ask(0)
+    scene = Scene(limit=1)
+    await scene.ask(0)
     for number in range(1, 20):
-        waiting = asyncio.create_task(house.ask(number, patience=SOON))
+        waiting = asyncio.create_task(scene.ask(number, patience=SOON))
         await asyncio.sleep(0)
-        await house.pod_comes(number - 1)
-        await house.ledger.release(ReservationId(f"r{number - 1}"), PodIdentity("ml", "", f"u{number - 1}"))
+        await scene.create_pod(number - 1)
+        await scene.ledger.release(ReservationId(f"r{number - 1}"), PodIdentity("ml", "", f"u{number - 1}"))
         assert reasons(await waiting) == [None]
 
 
 async def test_reservation_that_expires_while_reviews_wait_makes_room() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    waiting = asyncio.create_task(scene.ask(2, patience=SOON))
     await asyncio.sleep(0)
-    house.now += DEADLINE + SKEW
+    scene.now += DEADLINE + SKEW
     answer = await waiting
     assert reasons(answer) == [Reason.DEADLINE_PASSED]  # by the test's clock its review is over
-    assert not house.ledger.pending.gpus_in("ml")
+    assert not scene.ledger.pending.gpus_in("ml")
 
 
 async def test_review_is_denied_after_its_wait_and_leaves_nothing_counted() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    assert reasons(await house.ask(2, patience=BRIEF)) == [FULL]
-    await house.pod_comes(1)
-    assert reasons(await house.ask(3)) == [None]
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    assert reasons(await scene.ask(2, patience=BRIEF)) == [FULL]
+    await scene.create_pod(1)
+    assert reasons(await scene.ask(3)) == [None]
 
 
 async def test_cancelled_waiting_review_leaves_nothing_counted() -> None:
-    house = House(limit=1)
-    await house.ask(1)
-    waiting = asyncio.create_task(house.ask(2, patience=SOON))
+    scene = Scene(limit=1)
+    await scene.ask(1)
+    waiting = asyncio.create_task(scene.ask(2, patience=SOON))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    await house.pod_comes(1)
-    assert reasons(await house.ask(3)) == [None]
+    await scene.create_pod(1)
+    assert reasons(await scene.ask(3)) == [None]
 
 
 async def test_job_with_many_pods_is_never_denied() -> None:
-    house = House(percent=50, nodes=40)
+    scene = Scene(percent=50, nodes=40)
     numbers = range(300)
 
     async def created(number: int) -> Reservation | Deny:
-        answer = await house.ask(number, patience=SOON)
+        answer = await scene.ask(number, patience=SOON)
         await asyncio.sleep(0)
         if isinstance(answer, Reservation):
-            await house.pod_comes(number)
+            await scene.create_pod(number)
         return answer
 
     answers = await asyncio.gather(*map(created, numbers))
@@ -305,14 +305,14 @@ async def test_job_with_many_pods_is_never_denied() -> None:
 
 async def test_queues_of_namespaces_take_turns() -> None:
     """No matter how many reviews of one namespace came first."""
-    house = House(percent=50, nodes=2)
+    scene = Scene(percent=50, nodes=2)
     for number in range(2):
-        await house.ask(number)
+        await scene.ask(number)
     for number in range(4, 6):
-        await house.ask(number, "other")
-    flood = [asyncio.create_task(house.ask(100 + n, patience=SOON)) for n in range(50)]
+        await scene.ask(number, "other")
+    flood = [asyncio.create_task(scene.ask(100 + n, patience=SOON)) for n in range(50)]
     await asyncio.sleep(0)
-    late = asyncio.create_task(house.ask(99, "third", patience=SOON))
+    late = asyncio.create_task(scene.ask(99, "third", patience=SOON))
     answer = await late
     assert reasons(answer) == [None]
     assert not any(one.done() for one in flood)
@@ -322,17 +322,17 @@ async def test_queues_of_namespaces_take_turns() -> None:
 
 
 async def test_last_review_of_the_longest_queue_is_dropped_when_too_many_wait() -> None:
-    house = House(limit=1, most_waiting=10)
+    scene = Scene(limit=1, most_waiting=10)
     for number, name in enumerate(("ml", "other")):
-        await house.ask(number, name)
-    flood = [asyncio.create_task(house.ask(100 + n, patience=SOON)) for n in range(30)]
+        await scene.ask(number, name)
+    flood = [asyncio.create_task(scene.ask(100 + n, patience=SOON)) for n in range(30)]
     await settled()
     assert sum(one.done() for one in flood) == 20
-    late = asyncio.create_task(house.ask(99, "other", patience=SOON))
+    late = asyncio.create_task(scene.ask(99, "other", patience=SOON))
     await settled()
     assert sum(one.done() for one in flood) == 21
     assert not late.done()
-    await house.pod_comes(1, "other")
+    await scene.create_pod(1, "other")
     assert reasons(await late) == [None]
     for one in flood:
         one.cancel()
@@ -342,16 +342,16 @@ async def test_last_review_of_the_longest_queue_is_dropped_when_too_many_wait() 
 
 @pytest.mark.parametrize("limit", [0, 100], ids=["callers prove who they are", "they do not"])
 async def test_namespace_at_its_limit_of_orphans_is_denied(limit: int) -> None:
-    house = House(limit=limit, orphans=3, nodes=2)
+    scene = Scene(limit=limit, orphans=3, nodes=2)
     for number in range(4):
-        await house.ask(number)
-        await house.pod_comes(number)
-    assert reasons(await house.ask(4)) == [None]
+        await scene.ask(number)
+        await scene.create_pod(number)
+    assert reasons(await scene.ask(4)) == [None]
     for number in (1, 2):
-        orphaned(house, number)
-    assert reasons(await house.ask(5, gpus=2), await house.ask(6), await house.ask(7, "other")) == [FULL, None, None]
-    orphaned(house, 3)
-    full = await house.ask(8, patience=SOON)
+        orphaned(scene, number)
+    assert reasons(await scene.ask(5, gpus=2), await scene.ask(6), await scene.ask(7, "other")) == [FULL, None, None]
+    orphaned(scene, 3)
+    full = await scene.ask(8, patience=SOON)
     assert isinstance(full, Deny)
     assert full.sentence == (
         "namespace 'ml' has 3 GPUs held by pods that are not there and may still run: with 1 more it would be above 3; "
@@ -360,21 +360,21 @@ async def test_namespace_at_its_limit_of_orphans_is_denied(limit: int) -> None:
 
 
 async def test_namespace_without_orphans_is_not_limited() -> None:
-    house = House(orphans=3, nodes=10)
-    assert reasons(*[await house.ask(number) for number in range(80)]) == [None] * 80
-    assert reasons(await House(orphans=3).ask(1, gpus=8)) == [None]
+    scene = Scene(orphans=3, nodes=10)
+    assert reasons(*[await scene.ask(number) for number in range(80)]) == [None] * 80
+    assert reasons(await Scene(orphans=3).ask(1, gpus=8)) == [None]
 
 
 async def test_claim_without_gpus_ignores_the_limit_of_orphans() -> None:
-    house = House(orphans=1)
-    await house.ask(1)
-    await house.pod_comes(1)
-    orphaned(house, 1)
-    assert reasons(await house.ask(2, gpus=0)) == [None]
+    scene = Scene(orphans=1)
+    await scene.ask(1)
+    await scene.create_pod(1)
+    orphaned(scene, 1)
+    assert reasons(await scene.ask(2, gpus=0)) == [None]
 
 
-def orphaned(house: House, number: int) -> None:
+def orphaned(scene: Scene, number: int) -> None:
     """Its pod was deleted by force."""
-    (one,) = (one for one in house.ledger.reservations() if one.id == f"r{number}")
+    (one,) = (one for one in scene.ledger.reservations() if one.id == f"r{number}")
     gone = Abandon(one.id, PodIdentity("ml", f"pod-{number}", f"u{number}"), one.since, Orphan(NOW, timedelta(hours=1)))
-    house.ledger._index.make(one.node, gone, NOW, Times(DEADLINE, SKEW))
+    scene.ledger._index.make(one.node, gone, NOW, Times(DEADLINE, SKEW))

@@ -31,7 +31,7 @@ CLAIM = Claim(ClaimRecord(gpus=1))
 # Turns.
 
 
-class Asked(Fleet):
+class CountingFleet(Fleet):
     """Counts the searches."""
 
     questions = 0
@@ -44,7 +44,7 @@ class Asked(Fleet):
 ZONE = builders.required_affinity(builders.term(builders.expression("kubernetes.io/hostname", "NotIn", "node-x")))
 
 
-def holder(fleet: Fleet, *, always: bool = False) -> Reserver:
+def reserver_of(fleet: Fleet, *, always: bool = False) -> Reserver:
     ledger = MemoryLedger(fleet, lambda: NOW, Times(DEADLINE, SKEW))
     return Reserver(fleet, ledger, EvidencePolicy(is_always_required=always), lambda: NOW, Metrics())
 
@@ -59,17 +59,17 @@ def sized(name: str, gpus: int, **members: Any) -> Node:
 
 
 async def test_one_search_decides_the_turn_of_any_number_of_waiting_claims() -> None:
-    fleet = Asked()
+    fleet = CountingFleet()
     for number in range(20):
         fleet.put(sized(f"node-{number}", 8, labels={"kubernetes.io/hostname": f"node-{number}"}), NOW)
-    house = holder(fleet)
+    reserver = reserver_of(fleet)
     for count in range(9, 500):
-        house.queue_order.put(waiter(count, affinity=ZONE))
+        reserver.queue_order.put(waiter(count, affinity=ZONE))
     claim = waiter(1, affinity=ZONE).claim
-    assert house.queued_ahead(claim) is None
+    assert reserver.queued_ahead(claim) is None
     assert fleet.questions == 1
-    house.queue_order.put(waiter(8, affinity=ZONE))
-    refused = house.queued_ahead(claim)
+    reserver.queue_order.put(waiter(8, affinity=ZONE))
+    refused = reserver.queued_ahead(claim)
     assert refused is not None
     assert refused.hint == "that one asks for 8"
 
@@ -77,14 +77,14 @@ async def test_one_search_decides_the_turn_of_any_number_of_waiting_claims() -> 
 def test_claim_without_gpus_neither_waits_for_nor_blocks_claims_with_gpus() -> None:
     fleet = builders.fleet(sized("node-a", 2), proven={"node-a": builders.HASH})
     asked: dict[str, Any] = {"annotations": {"gpuwarden.io/required-hash": builders.HASH}}
-    house = holder(fleet)
+    reserver = reserver_of(fleet)
     only_proven = builders.claim(builders.raw_pod(**asked))
-    house.queue_order.put(waiter(2, **asked))
-    assert house.queued_ahead(waiter(1, **asked).claim) is not None
-    assert house.queued_ahead(only_proven) is None
-    house.queue_order.drop("uid-2")
-    house.queue_order.put(QueuedPod(PodIdentity("ml", "p0", "uid-0"), NOW, only_proven))
-    assert house.queued_ahead(waiter(1, **asked).claim) is None
+    reserver.queue_order.put(waiter(2, **asked))
+    assert reserver.queued_ahead(waiter(1, **asked).claim) is not None
+    assert reserver.queued_ahead(only_proven) is None
+    reserver.queue_order.drop("uid-2")
+    reserver.queue_order.put(QueuedPod(PodIdentity("ml", "p0", "uid-0"), NOW, only_proven))
+    assert reserver.queued_ahead(waiter(1, **asked).claim) is None
 
 
 FLEETS = {
@@ -106,12 +106,12 @@ def test_queued_claim_blocks_others_if_it_can_be_served_or_waits_for_free_gpus(
     """The decision on each queued claim is the reference."""
     fleet = builders.fleet(*nodes, proven={"node-b": builders.HASH})
     for count in range(1, 6):
-        house = holder(fleet, always=always)
+        reserver = reserver_of(fleet, always=always)
         first = waiter(count, **members)
-        house.queue_order.put(first)
-        found = decide(first.claim, fleet, house.policy)
+        reserver.queue_order.put(first)
+        found = decide(first.claim, fleet, reserver.policy)
         holds_up = not isinstance(found, Deny) or found.reason is Reason.NO_FREE_DEVICE
-        assert (house.queued_ahead(waiter(1, **members).claim) is not None) is holds_up
+        assert (reserver.queued_ahead(waiter(1, **members).claim) is not None) is holds_up
 
 
 @pytest.mark.parametrize(
@@ -122,36 +122,36 @@ def test_mapped_pod_blocks_only_claims_for_its_own_gpus(text: str, *, holds_up: 
     fleet = builders.fleet(builders.node("node-a", builders.device("GPU-0", index=0), builders.device("GPU-1")))
     if not is_free:
         fleet.hold(builders.reservation(builders.slot("GPU-0")))
-    house = holder(fleet)
+    reserver = reserver_of(fleet)
     mapped: dict[str, Any] = {
         "name": "web-0",
         "annotations": {"gpuwarden.io/gpu-map": text},
         "owners": [builders.stateful_set("web")],
     }
     first = QueuedPod(PodIdentity("ml", "web-0", "uid-0"), NOW, builders.claim(builders.raw_pod(**mapped)))
-    house.queue_order.put(first)
-    assert (house.queued_ahead(first.claim) is not None) is holds_up
+    reserver.queue_order.put(first)
+    assert (reserver.queued_ahead(first.claim) is not None) is holds_up
 
 
 def test_largest_node_follows_the_fleet() -> None:
     fleet = Fleet()
-    house = holder(fleet)
+    reserver = reserver_of(fleet)
     asked = waiter(4).claim
-    assert house.exceeds_every_node(asked) is None
+    assert reserver.exceeds_every_node(asked) is None
     fleet.put(sized("node-a", 2), NOW)
-    assert house.exceeds_every_node(asked) == Deny(
+    assert reserver.exceeds_every_node(asked) == Deny(
         Reason.NO_MATCHING_DEVICE, "4 GPUs: no node has more than 2 GPUs", hint="ask for what a node has"
     )
     fleet.put(sized("node-b", 4), NOW)
-    assert house.exceeds_every_node(asked) is None
+    assert reserver.exceeds_every_node(asked) is None
     fleet.put(sized("node-b", 3), NOW)
-    assert house.exceeds_every_node(asked) is not None
+    assert reserver.exceeds_every_node(asked) is not None
     fleet.remove("node-b")
     fleet.remove("node-a")
-    assert house.exceeds_every_node(asked) is None
+    assert reserver.exceeds_every_node(asked) is None
 
 
-class BehindLedger(MemoryLedger):
+class RefusingLedger(MemoryLedger):
     """A ledger that refuses every placement: it knows something that the fleet does not."""
 
     tries = 0
@@ -167,7 +167,7 @@ class BehindLedger(MemoryLedger):
 async def test_repeated_conflicts_are_retried_with_pauses_that_do_not_block_others() -> None:
     fleet = Fleet()
     fleet.put(Node("node-a", devices=(Device(DeviceUuid("GPU-0")),)), utc_now())
-    ledger = BehindLedger(fleet, utc_now, Times(DEADLINE, SKEW))
+    ledger = RefusingLedger(fleet, utc_now, Times(DEADLINE, SKEW))
     reserver = Reserver(fleet, ledger, EvidencePolicy(), utc_now, Metrics())
     ask = ReservationRequest(ReservationId("r1"), "ml", CLAIM.digest)
     denied = await reserver.hold(ask, CLAIM, answer_by=utc_now() + timedelta(seconds=0.5))

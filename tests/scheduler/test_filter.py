@@ -22,7 +22,7 @@ DIFFERS, ABSENT, NOT_KNOWN = (
 )
 
 
-def there() -> Fleet:
+def three_nodes() -> Fleet:
     """`node-a` has 4 GPUs and the right hash, `node-b` 1 GPU and another hash, `node-c` no GPU and no evidence."""
     return builders.fleet(
         node("node-a", *(device(f"GPU-a{k}", "model=h100") for k in range(4))),
@@ -37,8 +37,8 @@ def claim(*hashes: str, gpus: int = 0, **members: Any) -> Claim:
     return builders.claim(raw_pod(raw_container(gpus=gpus or None), annotations=annotations, **members))
 
 
-def judged(query: NodeQuery | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> FilterResult:
-    found = filter_nodes(query, NAMES, fleet or there(), policy)
+def filtered(query: NodeQuery | None, fleet: Fleet | None = None, policy: EvidencePolicy = ASKED) -> FilterResult:
+    found = filter_nodes(query, NAMES, fleet or three_nodes(), policy)
     lists = [*found.passed, *found.failed, *found.unresolvable]
     assert sorted(lists) == sorted(NAMES)  # each node is in exactly one
     return found
@@ -47,13 +47,13 @@ def judged(query: NodeQuery | None, fleet: Fleet | None = None, policy: Evidence
 @pytest.mark.defect("S0-4")
 @pytest.mark.parametrize("policy", [ASKED, ALL])
 def test_a_pod_without_a_claim_passes_everywhere(policy: EvidencePolicy) -> None:
-    assert judged(None, policy=policy).passed == frozenset(NAMES)
+    assert filtered(None, policy=policy).passed == frozenset(NAMES)
 
 
 @pytest.mark.defect("S0-5")
 def test_missing_evidence_is_not_resolvable_by_preemption() -> None:
     """Preemption cannot help, so the scheduler must not try it."""
-    found = judged(NodeQuery(claim(HASH)))
+    found = filtered(NodeQuery(claim(HASH)))
     assert found.passed == {"node-a"}
     assert found.failed == {}
     assert found.unresolvable == {"node-b": DIFFERS, "node-c": ABSENT, "node-nowhere": ABSENT}
@@ -61,11 +61,11 @@ def test_missing_evidence_is_not_resolvable_by_preemption() -> None:
 
 @pytest.mark.parametrize("other", ["SHA256:AA11", "sha256:aa1", "sha256:aa11x"])
 def test_a_hash_is_compared_byte_for_byte(other: str) -> None:
-    assert judged(NodeQuery(claim(other))).passed == frozenset()
+    assert filtered(NodeQuery(claim(other))).passed == frozenset()
 
 
 def test_one_of_several_hashes_is_enough() -> None:
-    assert judged(NodeQuery(claim(HASH, OTHER_HASH))).passed == {"node-a", "node-b"}
+    assert filtered(NodeQuery(claim(HASH, OTHER_HASH))).passed == {"node-a", "node-b"}
 
 
 @pytest.mark.defect("S0-2")
@@ -80,37 +80,37 @@ def test_one_of_several_hashes_is_enough() -> None:
     ids=["older than its limit", "of the future", "banned", "in conflict"],
 )
 def test_invalid_evidence_counts_as_none(members: Raw, said: Objection) -> None:
-    fleet = there()
+    fleet = three_nodes()
     fleet.prove("node-a", builders.evidence("node-a", HASH, **members), NOW)
-    found = judged(NodeQuery(claim(HASH)), fleet)
+    found = filtered(NodeQuery(claim(HASH)), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == MESSAGES[said]
 
 
 def test_too_few_free_gpus_is_resolvable_by_preemption() -> None:
-    fleet = there()
+    fleet = three_nodes()
     fleet.hold(reservation(*(slot(f"GPU-a{k}") for k in range(3))))
-    found = judged(NodeQuery(claim(HASH, gpus=2)), fleet)
+    found = filtered(NodeQuery(claim(HASH, gpus=2)), fleet)
     assert found.failed == {"node-a": "too few free GPUs"}
-    found = judged(NodeQuery(claim(HASH, gpus=5)), fleet)
+    found = filtered(NodeQuery(claim(HASH, gpus=5)), fleet)
     assert found.failed == {}
     assert found.unresolvable["node-a"] == "too few matching GPUs"
 
 
 def test_gpus_of_nodes_without_known_devices_are_left_to_the_scheduler() -> None:
-    fleet = there()
+    fleet = three_nodes()
     fleet.prove("node-c", builders.evidence("node-c", HASH), NOW)
-    assert judged(NodeQuery(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
+    assert filtered(NodeQuery(claim(HASH, gpus=1)), fleet).passed == {"node-a", "node-c"}
     labelled = claim(HASH, gpus=1, labels={"gpuwarden.io/gpu.model": "h100"})
-    found = judged(NodeQuery(labelled), fleet)
+    found = filtered(NodeQuery(labelled), fleet)
     assert found.passed == {"node-a"}
     assert found.unresolvable["node-c"] == "too few matching GPUs"
 
 
 def test_plain_gpu_claim_passes_every_node_unless_evidence_is_always_required() -> None:
     """Pods that have not opted in are kept from no GPU."""
-    assert judged(NodeQuery(claim(gpus=9))).passed == frozenset(NAMES)
-    found = judged(NodeQuery(claim(gpus=1)), policy=ALL)
+    assert filtered(NodeQuery(claim(gpus=9))).passed == frozenset(NAMES)
+    found = filtered(NodeQuery(claim(gpus=1)), policy=ALL)
     assert found.passed == {"node-a", "node-b"}
     assert found.unresolvable == {"node-c": ABSENT, "node-nowhere": ABSENT}
 
@@ -125,37 +125,37 @@ def test_plain_gpu_claim_passes_every_node_unless_evidence_is_always_required() 
 )
 def test_filter_checks_the_conditions_of_a_node(members: Raw, said: str) -> None:
     fleet = builders.fleet(node("node-a", **members), proven={"node-a": HASH})
-    assert judged(NodeQuery(claim(HASH)), fleet).unresolvable["node-a"] == said
+    assert filtered(NodeQuery(claim(HASH)), fleet).unresolvable["node-a"] == said
 
 
 def test_pod_with_a_reservation_fits_only_its_node() -> None:
-    found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
+    found = filtered(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True))
     assert found.passed == {"node-a"}
     assert set(found.unresolvable.values()) == {"the pod's GPUs are reserved on another node"}
 
 
 @pytest.mark.defect("S0-6")
 def test_reserved_node_without_evidence_is_refused() -> None:
-    fleet = there()
+    fleet = three_nodes()
     fleet.prove("node-a", None, NOW)
-    found = judged(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
+    found = filtered(NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True), fleet)
     assert found.passed == frozenset()
     assert found.unresolvable["node-a"] == ABSENT
 
 
 def test_recorded_pod_is_filtered_by_evidence_alone() -> None:
     fleet = builders.fleet(node("node-a", is_cordoned=True), node("node-b"), proven={"node-a": HASH})
-    assert judged(NodeQuery(claim(HASH), is_recorded=True), fleet).passed == {"node-a"}
+    assert filtered(NodeQuery(claim(HASH), is_recorded=True), fleet).passed == {"node-a"}
 
 
 def test_mapped_pod_fits_its_mapped_node_only() -> None:
     owners = [builders.stateful_set()]
     mapped = {"gpuwarden.io/gpu-map": "0=node-a:GPU-a1"}
     query = NodeQuery(builders.claim(raw_pod(annotations=mapped, owners=owners)))
-    fleet = there()
-    assert judged(query, fleet).passed == {"node-a"}
+    fleet = three_nodes()
+    assert filtered(query, fleet).passed == {"node-a"}
     fleet.hold(reservation(slot("GPU-a1")))
-    assert judged(query, fleet).failed == {"node-a": "too few free GPUs"}
+    assert filtered(query, fleet).failed == {"node-a": "too few free GPUs"}
 
 
 ODD_EVIDENCE: dict[int, Raw] = {1: {"until": NOW}, 2: {"is_banned": True}, 3: {"is_conflict": True}}
@@ -212,7 +212,7 @@ def test_grouped_answers_equal_answers_for_each_node(members: Raw, *, is_recorde
 
 
 def test_node_offered_twice_gets_the_same_answer() -> None:
-    assert filter_nodes(NodeQuery(claim(HASH)), ("node-a", "node-a"), there(), ASKED).passed == {"node-a"}
+    assert filter_nodes(NodeQuery(claim(HASH)), ("node-a", "node-a"), three_nodes(), ASKED).passed == {"node-a"}
 
 
 def test_texts_name_no_node_gpu_or_age() -> None:
@@ -238,13 +238,18 @@ def test_tightest_fit_scores_highest() -> None:
 
 
 def test_scores_for_pods_without_gpus_prefer_proven_nodes() -> None:
-    assert scores(NodeQuery(claim(HASH)), NAMES, there(), ASKED) == [
+    assert scores(NodeQuery(claim(HASH)), NAMES, three_nodes(), ASKED) == [
         ("node-a", 10),
         ("node-b", 0),
         ("node-c", 0),
         ("node-nowhere", 0),
     ]
-    assert scores(None, NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
-    assert scores(NodeQuery(claim(gpus=1)), NAMES, there(), ASKED) == [(name, 0) for name in NAMES]
+    assert scores(None, NAMES, three_nodes(), ASKED) == [(name, 0) for name in NAMES]
+    assert scores(NodeQuery(claim(gpus=1)), NAMES, three_nodes(), ASKED) == [(name, 0) for name in NAMES]
     held = NodeQuery(claim(HASH, gpus=1), reserved="node-a", is_recorded=True)
-    assert dict(scores(held, NAMES, there(), ASKED)) == {"node-a": 10, "node-b": 0, "node-c": 0, "node-nowhere": 0}
+    assert dict(scores(held, NAMES, three_nodes(), ASKED)) == {
+        "node-a": 10,
+        "node-b": 0,
+        "node-c": 0,
+        "node-nowhere": 0,
+    }

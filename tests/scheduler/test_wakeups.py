@@ -21,7 +21,7 @@ OURS = "0/3 nodes are available: 2 attestation hash differs from the required on
 OTHERS = "0/3 nodes are available: 3 Insufficient cpu."
 
 
-class FakeAlarm:
+class FakeWaker:
     """Records the woken pods; fails while `is_away`."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Scene:
 
     def __init__(self, fleet: Fleet | None = None, claims: ClaimReader | None = None) -> None:
         self.now = NOW
-        self.waker = FakeAlarm()
+        self.waker = FakeWaker()
         self.fleet = fleet or builders.fleet(node("node-a", device("GPU-a0"), device("GPU-a1")))
         self.waking = Wakeups(
             self.fleet, EvidencePolicy(), claims or ClaimReader(ClaimRules()), self.waker, lambda: self.now

@@ -58,7 +58,7 @@ BAD: dict[str, bytes] = {
 
 
 @define
-class Double:
+class FakeScorer:
     """A scorer's answer, and the requests that it received."""
 
     url: str = ""
@@ -109,20 +109,20 @@ class Double:
 
 
 @asynccontextmanager
-async def scoring(tls: ssl.SSLContext | None = None, **members: Any) -> AsyncIterator[Double]:
-    double = Double(**members)
+async def scoring(tls: ssl.SSLContext | None = None, **members: Any) -> AsyncIterator[FakeScorer]:
+    scorer = FakeScorer(**members)
     tasks: set[asyncio.Task[None]] = set()
 
     def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(double._serve(reader, writer))
+        task = asyncio.create_task(scorer._serve(reader, writer))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     scheme = "http" if tls is None else "https"
-    double.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    scorer.url = f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        yield double
+        yield scorer
     finally:
         server.close()
         for task in list(tasks):

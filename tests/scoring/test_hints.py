@@ -13,7 +13,7 @@ from webhook.scoring import ScoreRequest
 from webhook.scoring.hints import HintService
 
 
-class Silent:
+class SilentScorer:
     async def advise(self, question: ScoreRequest, *, patience: float) -> Advice:
         raise AssertionError("nobody asks")
 
@@ -21,7 +21,7 @@ class Silent:
         """Has nothing to close."""
 
 
-class Heard:
+class FakeWatch:
     """A watch that gets its list, never does, or ends."""
 
     def __init__(self, *, is_ready: bool = False, ends: bool = False) -> None:
@@ -36,12 +36,16 @@ class Heard:
         await asyncio.Event().wait()
 
 
-def hinting(*watches: Heard) -> HintService:
-    return HintService(Silent(), Fleet(), lambda: NOW, Metrics(), watches=watches)
+def hinting(*watches: FakeWatch) -> HintService:
+    return HintService(SilentScorer(), Fleet(), lambda: NOW, Metrics(), watches=watches)
 
 
 async def test_wait_until_ready_ends_with_all_watches_or_the_time_limit() -> None:
-    for watches, patience in (((Heard(is_ready=True), Heard(is_ready=True)), 30.0), ((Heard(),), 0.05), ((), 30.0)):
+    for watches, patience in (
+        ((FakeWatch(is_ready=True), FakeWatch(is_ready=True)), 30.0),
+        ((FakeWatch(),), 0.05),
+        ((), 30.0),
+    ):
         one = hinting(*watches)
         running = asyncio.ensure_future(one.run())
         started = time.monotonic()
@@ -54,4 +58,4 @@ async def test_wait_until_ready_ends_with_all_watches_or_the_time_limit() -> Non
 
 async def test_watch_that_ends_raises() -> None:
     with pytest.raises(ExceptionGroup):
-        await hinting(Heard(ends=True)).run()
+        await hinting(FakeWatch(ends=True)).run()

@@ -19,7 +19,7 @@ from tests import builders
 from tests.builders import HASH, OTHER_HASH, Raw, raw_container, raw_pod
 from tests.conftest import Build
 from tests.running import serving
-from tests.scoring.doubles import BAD, GOOD, Double, good, scoring
+from tests.scoring.doubles import BAD, GOOD, FakeScorer, good, scoring
 from tests.web.house import House, patched
 from tests.web.test_admission import pinned_nodes, refusal
 from webhook.admission.parts import Parts
@@ -47,7 +47,7 @@ def job(job_type: str = "train-bert", gpus: int | None = 1, **members: Any) -> R
 
 
 @asynccontextmanager
-async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncIterator[tuple[House, Double]]:
+async def scored(build: Build, inventory: Raw = FLEET, **members: Any) -> AsyncIterator[tuple[House, FakeScorer]]:
     settings = {
         name: members.pop(name)
         for name in (

@@ -53,18 +53,18 @@ LATER = NOW + timedelta(days=1)
 ON_GPU_0 = Placement("node-a", (builders.slot("GPU-0"),))
 
 
-class Yard:
+class FakeGates:
     """Pods as the API server stores them: a patch applies as a whole or not at all. It can be made to fail."""
 
     def __init__(self) -> None:
         self.pods: dict[str, Raw] = {}
-        self.said: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
         self.failing = False
         self.fails: set[str] = set()
         self.hangs: set[str] = set()
-        self.cannot_be_told: set[str] = set()
+        self.failing_writes: set[str] = set()
         self.loses_answers = False
-        self.telling_now = self.told_at_once = 0
+        self.concurrent_writes = self.most_concurrent_writes = 0
 
     async def open(self, pod: PodIdentity, patch: list[Change]) -> bool:
         if self.failing or pod.name in self.fails:
@@ -79,19 +79,19 @@ class Yard:
     async def write_reason(self, pod: PodIdentity, why: str) -> None:
         if pod.name in self.hangs:
             await asyncio.Event().wait()
-        if pod.name in self.cannot_be_told:
+        if pod.name in self.failing_writes:
             raise GateError("away")
-        self.telling_now += 1
-        self.told_at_once = max(self.told_at_once, self.telling_now)
+        self.concurrent_writes += 1
+        self.most_concurrent_writes = max(self.most_concurrent_writes, self.concurrent_writes)
         await asyncio.sleep(0)
-        self.telling_now -= 1
-        self.said[pod.name] = why
+        self.concurrent_writes -= 1
+        self.reasons[pod.name] = why
 
     async def is_closed(self, pod: PodIdentity) -> bool:
         return pod.name in self.pods and is_waiting(self.pods[pod.name])
 
 
-class Asked(Fleet):
+class CountingFleet(Fleet):
     """Counts the searches."""
 
     questions = 0
@@ -101,7 +101,7 @@ class Asked(Fleet):
         return super().learn(asked)
 
 
-class Contested(MemoryLedger):
+class ContestedLedger(MemoryLedger):
     """Other writers: `meanwhile` runs before a reservation is made."""
 
     def __init__(self, *args: Any) -> None:
@@ -116,7 +116,7 @@ class Contested(MemoryLedger):
         return await super().reserve(ask, placements, answer_by=answer_by)
 
 
-class NobodyToAsk:
+class NoNamespaces:
     """Only namespaces from the watch exist."""
 
     async def get(self, name: str) -> Raw | None:
@@ -131,12 +131,12 @@ class Scene:
         self.is_current = self.can_be_read = True
         self.reads = 0
         self.time: Iterator[float] = itertools.repeat(0.0)
-        self.fleet = Asked()
+        self.fleet = CountingFleet()
         self.fleet.put(node("node-a", device("GPU-0", index=0), device("GPU-1", index=1)), NOW)
-        self.ledger = Contested(self.fleet, lambda: self.now, Times(timedelta(seconds=90), timedelta(seconds=5)))
-        self.yard, self.heard = Yard(), Heard()
+        self.ledger = ContestedLedger(self.fleet, lambda: self.now, Times(timedelta(seconds=90), timedelta(seconds=5)))
+        self.gates, self.heard = FakeGates(), Heard()
         self.policy = EvidencePolicy(always)
-        self.namespaces = WatchedNamespaces(NobodyToAsk())
+        self.namespaces = WatchedNamespaces(NoNamespaces())
         self.orphans = 0
         self.queue = self.another()
 
@@ -144,7 +144,7 @@ class Scene:
         """A restarted queue: it knows the watch and the ledger."""
         self.claims = ClaimReader(ClaimRules(), self.namespaces)
         self.pods = WaitingPods(self.claims, RULES)
-        self.pods.replaced(self.yard.pods)
+        self.pods.replaced(self.gates.pods)
         self.demands = DemandsListener(self.pods)
         return Queue(
             self.pods,
@@ -153,7 +153,7 @@ class Scene:
             self.policy,
             self.claims,
             RULES,
-            self.yard,
+            self.gates,
             self.heard,
             lambda: self.now,
             bind_deadline=BIND_DEADLINE,
@@ -167,12 +167,12 @@ class Scene:
         self.reads += 1
         return self.can_be_read
 
-    def demand(self, digest: str | None, *, is_heard: bool = True) -> None:
+    def require_hash(self, digest: str | None, *, is_seen: bool = True) -> None:
         """Sets or removes the hash that the namespace of all pods requires."""
         annotations = {} if digest is None else {"gpuwarden.io/required-hash": digest}
         raw = {"metadata": {"name": "ml", "annotations": annotations}}
         self.namespaces.view.changed(raw)
-        if is_heard:
+        if is_seen:
             self.demands.changed(raw)
 
     def waiter(self, name: str) -> QueuedPod:
@@ -182,7 +182,7 @@ class Scene:
 
     def relabel(self, name: str, **labels: str) -> None:
         """Edits a waiting pod."""
-        raw = self.yard.pods[name]
+        raw = self.gates.pods[name]
         meta = {**raw["metadata"], "labels": {**raw["metadata"]["labels"], **labels}, "resourceVersion": "2"}
         self.show({**raw, "metadata": meta})
 
@@ -197,19 +197,19 @@ class Scene:
         self.show({**gated, "metadata": {**gated["metadata"], "creationTimestamp": created, "resourceVersion": "1"}})
 
     def show(self, raw: Raw) -> None:
-        self.yard.pods[raw["metadata"]["name"]] = raw
+        self.gates.pods[raw["metadata"]["name"]] = raw
         self.pods.changed(raw)
 
     def opened(self) -> dict[str, str]:
         return {
             name: raw["metadata"]["annotations"][GPU]
-            for name, raw in self.yard.pods.items()
+            for name, raw in self.gates.pods.items()
             if "schedulingGates" not in raw["spec"]
         }
 
     async def end(self, name: str) -> None:
         """The pod has ended, and the watch has reported it."""
-        raw = self.yard.pods.pop(name)
+        raw = self.gates.pods.pop(name)
         self.pods.deleted(raw)
         held = self.ledger.of_pod(f"uid-{name}")
         if held is not None:
@@ -277,7 +277,7 @@ async def test_standby_counts_the_turns_that_it_observes(scene: Scene) -> None:
     for number in range(3):
         scene.come(f"many-{number}", seconds=number)
     scene.come("late", seconds=8, namespace="cv")
-    raw = scene.yard.pods["many-0"]
+    raw = scene.gates.pods["many-0"]
     scene.show({**raw, "spec": {**raw["spec"], "schedulingGates": []}})
     assert scene.order() == ["late", "many-1", "many-2"]
 
@@ -286,7 +286,7 @@ async def test_deleted_waiting_pod_uses_no_turn(scene: Scene) -> None:
     for number in range(3):
         scene.come(f"many-{number}", seconds=number)
     scene.come("late", seconds=8, namespace="cv")
-    raw = scene.yard.pods["many-0"]
+    raw = scene.gates.pods["many-0"]
     scene.show({**raw, "metadata": {**raw["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}})
     assert scene.order() == ["many-1", "late", "many-2"]
 
@@ -326,7 +326,7 @@ async def test_opened_pod_is_dressed_as_reserved(scene: Scene) -> None:
     scene.fleet.put(node("node-a", device("GPU-0", index=0), labels={"zone": "a"}), NOW)
     scene.come("a", affinity=builders.required_affinity(own))
     await scene.queue.step()
-    raw = scene.yard.pods["a"]
+    raw = scene.gates.pods["a"]
     (held,) = scene.ledger.reservations()
     assert (held.phase, held.id) == (Phase.FINALIZED, "pod-uid-a")
     assert held.grace == timedelta(seconds=30)
@@ -348,11 +348,11 @@ async def test_opened_pod_is_dressed_as_reserved(scene: Scene) -> None:
 async def test_opened_pod_has_its_gpus_in_the_order_of_its_map(scene: Scene) -> None:
     text = {"gpu-scheduling-map": "0=node-a:1,GPU-0"}
     scene.come("web-0", gpus=None, annotations=text, owners=[builders.stateful_set("web")])
-    old = scene.yard.pods["web-0"]
+    old = scene.gates.pods["web-0"]
     await scene.queue.step()
     assert scene.opened() == {"web-0": "GPU-1,GPU-0"}
     scene.fleet.put(node("node-a", device("GPU-0", index=1), device("GPU-1", index=0)), NOW)
-    raw = scene.yard.pods["web-0"]
+    raw = scene.gates.pods["web-0"]
     (held,) = scene.ledger.reservations()
     claim = recorded_claim(Pod.parse(old))
     assert claim is not None
@@ -368,7 +368,7 @@ async def test_small_claims_that_came_later_do_not_overtake_a_large_one(scene: S
     scene.come("small", 1, seconds=2)
     await scene.queue.step()
     assert scene.opened().keys() == {"first"}
-    assert "turn of another pod" in scene.yard.said["small"]
+    assert "turn of another pod" in scene.gates.reasons["small"]
     await scene.end("first")
     await scene.queue.step()
     assert scene.opened().keys() == {"large"}
@@ -382,7 +382,7 @@ async def test_pod_without_gpus_does_not_wait_for_pods_with_gpus(scene: Scene) -
     scene.come("large", 2, seconds=1, annotations=asked)
     scene.come("proven-only", None, seconds=2, annotations=asked)
     await scene.queue.step()
-    assert {name for name, raw in scene.yard.pods.items() if "schedulingGates" not in raw["spec"]} == {
+    assert {name for name, raw in scene.gates.pods.items() if "schedulingGates" not in raw["spec"]} == {
         "first",
         "proven-only",
     }
@@ -408,10 +408,10 @@ async def test_claims_of_another_kind_are_not_blocked(scene: Scene) -> None:
 
 async def test_restart_before_the_gate_opens_keeps_the_same_gpu(scene: Scene) -> None:
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
     (before,) = scene.ledger.reservations()
-    scene.yard.failing = False
+    scene.gates.failing = False
     await scene.another().step()
     (after,) = scene.ledger.reservations()
     assert after == before
@@ -469,7 +469,7 @@ async def test_waiting_reason_is_reported_only_when_it_changes(scene: Scene) -> 
     for _ in range(3):
         await scene.queue.step()
     assert scene.heard.told == [("a", Reason.NO_PROVEN_NODE), ("a", Reason.NO_FREE_DEVICE)]
-    assert "with fewer than 2 free" in scene.yard.said["a"]
+    assert "with fewer than 2 free" in scene.gates.reasons["a"]
 
 
 async def test_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
@@ -484,7 +484,7 @@ async def test_gate_of_an_undressed_pod_is_never_opened(scene: Scene) -> None:
 
 async def test_pod_whose_record_exceeds_its_request_is_rejected(scene: Scene) -> None:
     scene.come("a")
-    raw = scene.yard.pods["a"]
+    raw = scene.gates.pods["a"]
     forged = {**raw["metadata"]["annotations"], "gpuwarden.io/claim": '{"asked":{"main":1},"gpus":2}'}
     scene.show({**raw, "metadata": {**raw["metadata"], "annotations": forged}})
     await scene.queue.step()
@@ -507,9 +507,9 @@ async def test_evidence_that_ends_before_opening_keeps_the_gate_closed() -> None
     scene = Scene(always=True)
     scene.fleet.prove("node-a", builders.evidence("node-a", until=NOW + timedelta(seconds=10)), NOW)
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
-    scene.yard.failing = False
+    scene.gates.failing = False
     scene.now += timedelta(seconds=11)
     await scene.queue.step()
     assert scene.opened() == {}
@@ -530,7 +530,7 @@ async def test_each_kind_is_decided_once_per_pass_for_any_number_of_pods(scene: 
 async def test_namespaces_current_policy_is_checked_before_reserving(scene: Scene) -> None:
     for name in ("a", "b"):
         scene.come(name)
-    scene.demand(HASH, is_heard=False)
+    scene.require_hash(HASH, is_seen=False)
     for _ in range(3):
         await scene.queue.step()
         assert scene.held() == {}
@@ -541,7 +541,7 @@ async def test_namespaces_current_policy_is_checked_before_reserving(scene: Scen
 async def test_edited_waiting_pod_loses_its_reservation(scene: Scene) -> None:
     scene.come("a", 2)
     scene.come("b", 2, seconds=1)
-    scene.yard.fails = {"a"}
+    scene.gates.fails = {"a"}
     await scene.queue.step()
     assert scene.held().keys() == {"uid-a"}
     scene.relabel("a", **{"gpuwarden.io/gpu.model": "b200"})
@@ -553,9 +553,9 @@ async def test_edited_waiting_pod_loses_its_reservation(scene: Scene) -> None:
 
 async def test_new_namespace_policy_releases_the_reservation_of_a_waiting_pod(scene: Scene) -> None:
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
-    scene.demand(HASH, is_heard=False)
+    scene.require_hash(HASH, is_seen=False)
     scene.now += timedelta(minutes=1)
     await scene.queue.step()
     assert scene.held() == {}
@@ -564,7 +564,7 @@ async def test_new_namespace_policy_releases_the_reservation_of_a_waiting_pod(sc
 async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(scene: Scene) -> None:
     scene.come("a", 2)
     scene.come("b", 2, seconds=1)
-    scene.yard.fails = {"a"}
+    scene.gates.fails = {"a"}
     while scene.now < NOW + BIND_DEADLINE:
         await scene.queue.step()
         assert scene.held().keys() == {"uid-a"}
@@ -574,7 +574,7 @@ async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(s
     assert scene.opened().keys() == {"b"}
     assert ("a", Reason.BIND_DEADLINE_PASSED) in scene.heard.told
     await scene.end("b")
-    scene.yard.fails = set()
+    scene.gates.fails = set()
     scene.now += BIND_DEADLINE
     await scene.queue.step()
     assert scene.opened().keys() == {"a"}
@@ -583,9 +583,9 @@ async def test_a_gate_that_cannot_be_opened_holds_gpus_until_the_bind_deadline(s
 async def test_reservation_that_expired_during_an_outage_is_made_again(scene: Scene) -> None:
     """Its bind deadline would have passed when its gate opens."""
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
-    scene.yard.failing = False
+    scene.gates.failing = False
     scene.now += 2 * BIND_DEADLINE
     await scene.another().step()
     assert scene.opened().keys() == {"a"}
@@ -595,7 +595,7 @@ async def test_reservation_that_expired_during_an_outage_is_made_again(scene: Sc
 
 async def test_reservation_is_kept_if_the_gate_is_open_unnoticed(scene: Scene) -> None:
     scene.come("a")
-    scene.yard.loses_answers = True
+    scene.gates.loses_answers = True
     await scene.queue.step()
     before = scene.held()
     assert scene.opened().keys() == {"a"}
@@ -618,7 +618,7 @@ async def test_reservation_on_an_unusable_node_is_replaced_elsewhere(*, is_gone:
     scene = two_proven_nodes()
     scene.come("a", 2)
     scene.come("b", 2, seconds=1)
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
     first = scene.ledger.of_pod("uid-a")
     assert first is not None
@@ -626,7 +626,7 @@ async def test_reservation_on_an_unusable_node_is_replaced_elsewhere(*, is_gone:
         scene.fleet.remove(first.node)
     else:
         scene.fleet.prove(first.node, None, scene.now)
-    scene.yard.failing = False
+    scene.gates.failing = False
     scene.now += timedelta(seconds=2)
     await scene.queue.step()
     second = scene.ledger.of_pod("uid-a")
@@ -639,12 +639,12 @@ async def test_reservation_on_an_unusable_node_is_replaced_elsewhere(*, is_gone:
 async def test_reservation_on_a_node_without_evidence_does_not_block_its_kind() -> None:
     scene = two_proven_nodes()
     scene.come("a")
-    scene.yard.failing = True
+    scene.gates.failing = True
     await scene.queue.step()
     (first,) = scene.ledger.reservations()
     scene.fleet.prove(first.node, None, scene.now)
     scene.come("b", seconds=1)
-    scene.yard.failing = False
+    scene.gates.failing = False
     scene.now += timedelta(seconds=2)
     await scene.queue.step()
     assert scene.opened().keys() == {"a", "b"}
@@ -745,7 +745,7 @@ async def test_leader_with_a_lagging_watch_gives_no_second_gpu(scene: Scene, *, 
         scene.policy,
         scene.claims,
         RULES,
-        scene.yard,
+        scene.gates,
         scene.heard,
         lambda: bench.now,
         read_anew=read_anew,
@@ -759,11 +759,11 @@ async def test_fresh_list_updates_only_pods_known_before_it(scene: Scene) -> Non
     for name in ("gone", "edited", "deleted", "same"):
         scene.come(name)
     asked = list(scene.pods.raws)
-    listed = {name: scene.yard.pods[name] for name in ("edited", "deleted", "same")}
+    listed = {name: scene.gates.pods[name] for name in ("edited", "deleted", "same")}
     meta = listed["edited"]["metadata"]
     listed["edited"] = {**listed["edited"], "metadata": {**meta, "labels": {}, "resourceVersion": "2"}}
     scene.come("new")
-    scene.pods.deleted(scene.yard.pods["deleted"])
+    scene.pods.deleted(scene.gates.pods["deleted"])
     scene.pods.read(asked, listed.values())
     assert scene.pods.queue_order.uids() == {"uid-same", "uid-new"}
     assert scene.pods.rejected.keys() == {"uid-edited"}
@@ -771,19 +771,19 @@ async def test_fresh_list_updates_only_pods_known_before_it(scene: Scene) -> Non
 
 async def test_rejected_pod_is_queued_again_when_its_namespaces_policy_is_restored(scene: Scene) -> None:
     scene.come("a")
-    scene.yard.failing = True
-    scene.demand(HASH)
+    scene.gates.failing = True
+    scene.require_hash(HASH)
     await scene.queue.step()
     assert scene.heard.told == [("a", Reason.FORGED)]
-    scene.yard.failing = False
-    scene.demand(None)
+    scene.gates.failing = False
+    scene.require_hash(None)
     await scene.queue.step()
     assert scene.opened().keys() == {"a"}
 
 
 async def test_only_pods_of_namespaces_with_a_changed_policy_are_rechecked(scene: Scene) -> None:
     scene.come("a")
-    scene.demand(HASH)
+    scene.require_hash(HASH)
     scene.pods.recheck(9)
     assert scene.pods.rejected.keys() == {"uid-a"}
     scene.namespaces.view.changed({"metadata": {"name": "ml"}})
@@ -797,7 +797,7 @@ async def test_only_pods_of_namespaces_with_a_changed_policy_are_rechecked(scene
 
 async def test_no_gate_opened_event_for_a_deleted_pod(scene: Scene) -> None:
     scene.come("a")
-    del scene.yard.pods["a"]
+    del scene.gates.pods["a"]
     await scene.queue.step()
     assert scene.heard.told == []
     assert "uid-a" not in scene.pods.queue_order
@@ -832,11 +832,11 @@ async def test_pass_ends_at_its_time_limit_and_the_next_continues(scene: Scene) 
     many_kinds(scene, 30)
     scene.time = itertools.count(0.0, 0.1)
     passes = 0
-    while len(scene.yard.said) < 30:
-        before = len(scene.yard.said)
+    while len(scene.gates.reasons) < 30:
+        before = len(scene.gates.reasons)
         await scene.queue.step()
         passes += 1
-        assert 0 < len(scene.yard.said) - before < 15
+        assert 0 < len(scene.gates.reasons) - before < 15
     assert passes > 2
 
 
@@ -898,14 +898,14 @@ async def test_reasons_are_written_concurrently_and_a_hanging_write_blocks_none(
 ) -> None:
     monkeypatch.setattr("webhook.admission.queue.reports.REPORT_BUDGET", 0.05)
     many_kinds(scene, 40)
-    scene.yard.hangs = {"p0"}
+    scene.gates.hangs = {"p0"}
     async with asyncio.timeout(10):
         await scene.queue.step()
-    assert len(scene.yard.said) == 39
-    assert scene.yard.told_at_once > 4
-    scene.yard.hangs = set()
+    assert len(scene.gates.reasons) == 39
+    assert scene.gates.most_concurrent_writes > 4
+    scene.gates.hangs = set()
     await scene.queue.step()
-    assert len(scene.yard.said) == 40
+    assert len(scene.gates.reasons) == 40
 
 
 async def test_pod_with_a_changed_selector_is_not_opened_for_its_old_node(scene: Scene) -> None:
@@ -914,7 +914,7 @@ async def test_pod_with_a_changed_selector_is_not_opened_for_its_old_node(scene:
     scene.come("a")
 
     async def narrowed() -> None:
-        raw = scene.yard.pods["a"]
+        raw = scene.gates.pods["a"]
         meta = {**raw["metadata"], "resourceVersion": "2"}
         scene.show({**raw, "metadata": meta, "spec": {**raw["spec"], "nodeSelector": {"zone": "b"}}})
 
@@ -929,14 +929,14 @@ async def test_pod_with_a_changed_selector_is_not_opened_for_its_old_node(scene:
 async def test_failed_reason_is_written_later(scene: Scene) -> None:
     for name in ("a", "b"):
         scene.come(name, 3)
-    scene.yard.cannot_be_told = {"a"}
+    scene.gates.failing_writes = {"a"}
     for _ in range(3):
         await scene.queue.step()
-    assert scene.yard.said.keys() == {"b"}
+    assert scene.gates.reasons.keys() == {"b"}
     assert sorted(name for name, _ in scene.heard.told) == ["a", "b"]
-    scene.yard.cannot_be_told = set()
+    scene.gates.failing_writes = set()
     await scene.queue.step()
-    assert scene.yard.said.keys() == {"a", "b"}
+    assert scene.gates.reasons.keys() == {"a", "b"}
     assert len(scene.heard.told) == 2
 
 
@@ -944,14 +944,14 @@ async def test_no_reason_is_written_after_the_gate_is_open(scene: Scene) -> None
     scene.come("first", 2)
     await scene.queue.step()
     scene.come("second", 2, seconds=1)
-    scene.yard.cannot_be_told = {"second"}
+    scene.gates.failing_writes = {"second"}
     await scene.queue.step()
     await scene.end("first")
-    scene.yard.cannot_be_told = set()
+    scene.gates.failing_writes = set()
     for _ in range(2):
         await scene.queue.step()
     assert scene.opened().keys() == {"second"}
-    assert scene.yard.said == {}
+    assert scene.gates.reasons == {}
 
 
 # Races with other writers.
@@ -966,7 +966,7 @@ async def test_lost_race_is_decided_again_at_once(scene: Scene) -> None:
         assert not isinstance(found, Deny)
         (place,) = found
         places.append(place.slots[0].uuid)
-        await super(Contested, scene.ledger).reserve(
+        await super(ContestedLedger, scene.ledger).reserve(
             ReservationRequest(ReservationId("r1"), "ml", "d1"), [place], answer_by=LATER
         )
 
@@ -981,14 +981,14 @@ async def test_small_claims_do_not_overtake_a_claim_that_keeps_losing_races(scen
     scene.come("small", 1, seconds=1)
 
     async def other() -> None:
-        await super(Contested, scene.ledger).reserve(
+        await super(ContestedLedger, scene.ledger).reserve(
             ReservationRequest(ReservationId("r1"), "ml", "d1"), [ON_GPU_0], answer_by=LATER
         )
 
     scene.ledger.meanwhile.append(other)
     await scene.queue.step()
     assert scene.opened() == {}
-    assert "turn of another pod" in scene.yard.said["small"]
+    assert "turn of another pod" in scene.gates.reasons["small"]
 
 
 async def test_claim_refused_by_the_ledger_is_retried_and_blocks_no_other(scene: Scene) -> None:
