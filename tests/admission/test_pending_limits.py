@@ -65,7 +65,7 @@ class Scene:
     ) -> Reservation | Deny:
         claim = Claim(ClaimRecord(gpus=gpus))
         ask = ReservationRequest(ReservationId(f"r{number}"), namespace, claim.digest)
-        return await self.reserver.hold(ask, claim, answer_by=self.now + FOR_THE_WRITE + patience)
+        return await self.reserver.reserve(ask, claim, answer_by=self.now + FOR_THE_WRITE + patience)
 
     async def create_pod(self, number: int, namespace: str = "ml") -> None:
         await self.ledger.bind_to_pod(

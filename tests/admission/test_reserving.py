@@ -170,7 +170,7 @@ async def test_repeated_conflicts_are_retried_with_pauses_that_do_not_block_othe
     ledger = RefusingLedger(fleet, utc_now, Times(DEADLINE, SKEW))
     reserver = Reserver(fleet, ledger, EvidencePolicy(), utc_now, Metrics())
     ask = ReservationRequest(ReservationId("r1"), "ml", CLAIM.digest)
-    denied = await reserver.hold(ask, CLAIM, answer_by=utc_now() + timedelta(seconds=0.5))
+    denied = await reserver.reserve(ask, CLAIM, answer_by=utc_now() + timedelta(seconds=0.5))
     assert isinstance(denied, Deny)
     assert denied.reason is Reason.DEADLINE_PASSED
     assert 3 <= ledger.tries <= 30

@@ -47,14 +47,14 @@ class BindingCheck:
             return no_such_pod(binding)
         claim = recorded_claim(living)
         if claim is not None and claim.count:
-            return await self._dressed(binding, living, claim, is_dry_run=is_dry_run)
+            return await self._check_reserved(binding, living, claim, is_dry_run=is_dry_run)
         known = self._ledger.of_pod(living.meta.uid) if living.meta.uid else None
         refused = check.bound_as_reserved(binding, known)
         if refused is not None or claim is None:
-            return refused or await self._undressed(binding, living)
-        return await self._without_gpus(binding, living, claim)
+            return refused or await self._check_unreviewed(binding, living)
+        return await self._check_without_gpus(binding, living, claim)
 
-    async def _dressed(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
+    async def _check_reserved(self, binding: Binding, living: Pod, claim: Claim, *, is_dry_run: bool) -> Deny | None:
         """Checks that the reservation and the evidence of a pod with GPUs still hold."""
         held = await recorded_reservation(self._ledger, living, is_fresh=True)
         fleet, policy = self._reserver.fleet, self._reserver.policy
@@ -70,7 +70,7 @@ class BindingCheck:
             refused = await bind_to_pod(self._ledger, PodProof.CONFIRMED, held, check.identity_of(living))
         return refused
 
-    async def _without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
+    async def _check_without_gpus(self, binding: Binding, living: Pod, recorded: Claim) -> Deny | None:
         """Checks a pod without GPUs for evidence, by its record and by its own request."""
         claim = believed(recorded, claim_of(living, await self._claims.within(binding.pod.namespace)))
         if claim is None:
@@ -82,7 +82,7 @@ class BindingCheck:
         self._reserver.fleet.advance(self._clock())
         return check.still_proven(claim, binding.node, self._reserver.fleet, self._reserver.policy)
 
-    async def _undressed(self, binding: Binding, living: Pod) -> Deny | None:
+    async def _check_unreviewed(self, binding: Binding, living: Pod) -> Deny | None:
         """Checks a pod without a record, if it needs evidence nevertheless."""
         claim = claim_of(living, await self._claims.within(binding.pod.namespace))
         policy = self._reserver.policy

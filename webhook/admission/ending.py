@@ -23,7 +23,7 @@ class PodEnding:
         self._pods = pods
         self._hinting = hinting
 
-    async def ended(self, review: Review) -> Verdict:
+    async def release_gpus(self, review: Review) -> Verdict:
         """Releases the pod's GPUs in embedded mode. In a cluster only the pod watch ends pods."""
         if review.is_dry_run or review.subresource or not self._pods.believes_reviews:
             return NOT_ASKED
@@ -34,12 +34,12 @@ class PodEnding:
         uid = old.meta.uid or await self._pods.uid_of(review.namespace, name)
         pod = PodIdentity(review.namespace, name, uid)
         carried = ReservationId(old.annotations.get(keys.RESERVATION_ID.name) or "")
-        for reservation_id in await self._freed(pod, carried):
+        for reservation_id in await self._release_all(pod, carried):
             self._pods.ended(pod)
             log.info("pod ended", reservation=reservation_id, namespace=pod.namespace, name=pod.name)
         return NOT_ASKED
 
-    async def _freed(self, pod: PodIdentity, carried: ReservationId) -> list[ReservationId]:
+    async def _release_all(self, pod: PodIdentity, carried: ReservationId) -> list[ReservationId]:
         """Releases all reservations of the pod's uid. If there are none, releases the one named in its annotation: the
         uid may never have been recorded."""
         freed = []

@@ -324,7 +324,7 @@ class EvidenceLoss:
         nodes = {
             one.pod_on_node.node for one in self._losses.values()
         }  # the newest losses included: they keep a taint in place
-        believed = {one.pod_on_node.node for one in lost if self._is_believed(one.pod_on_node)}
+        believed = {one.pod_on_node.node for one in lost if self._may_taint(one.pod_on_node)}
         for name, indexed in self._fleet.indexed_nodes.items():
             is_tainted = has_our_taint(indexed.node)
             is_back = name not in nodes and indexed.state is EvidenceState.FRESH
@@ -332,7 +332,7 @@ class EvidenceLoss:
             if wanted != is_tainted and not self._is_write_pending(name):
                 yield name, wanted
 
-    def _is_believed(self, one: BoundPod) -> bool:
+    def _may_taint(self, one: BoundPod) -> bool:
         return (one.pod.uid, self._claim(one).hashes) in self._were_proven or self._is_claim_known(one)
 
     async def _evict(self, pod: PodIdentity) -> None:

@@ -33,18 +33,18 @@ class CannotExplainError(GpuwardenError):
 class DryRunner(Protocol):
     """Answers dry runs as the API server would send them."""
 
-    async def rehearsed(self, raw: Raw, namespace: str) -> Rehearsal:
+    async def dry_run_create(self, raw: Raw, namespace: str) -> Rehearsal:
         """Reserves nothing and counts nothing in the metrics."""
 
 
 class Explainer:
     """Explains pods, with the objects of one process."""
 
-    def __init__(self, parts: Parts, rehearsing: DryRunner) -> None:
+    def __init__(self, parts: Parts, dry_runner: DryRunner) -> None:
         self._parts = parts
-        self._rehearsing = rehearsing
+        self._dry_runner = dry_runner
 
-    async def explained(self, raw: Raw) -> Raw:
+    async def explain(self, raw: Raw) -> Raw:
         """For a pod that has its GPUs, which ones; for any other, what would become of its creation.
 
         Raises CannotExplainError.
@@ -53,7 +53,7 @@ class Explainer:
         held = self._held(raw, namespace)
         if held is not None:
             return result(Admit(), sentence_of(held))
-        done = await self._rehearsing.rehearsed(raw, namespace)
+        done = await self._dry_runner.dry_run_create(raw, namespace)
         if isinstance(done.verdict, Deny) and STATUS_CODES[done.verdict.reason] == UNAVAILABLE:
             raise CannotExplainError(done.verdict.message)
         pod, claim = await self._read(raw, namespace)

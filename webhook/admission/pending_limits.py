@@ -85,7 +85,7 @@ class PendingLimiter:
         self._clock = clock
         self._limits = limits
         self._is_known = is_known
-        self._entering = PendingGpus()
+        self._admitted = PendingGpus()
         self._tokens = itertools.count()
         self._queues: dict[str, deque[WaitingReview]] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -100,7 +100,7 @@ class PendingLimiter:
             return
         refused = self.denial(namespace, gpus, share=FACTOR_AT_ONCE)
         if refused is None and not self._queues:
-            token: Token | None = self._enter(namespace, gpus)
+            token: Token | None = self._add(namespace, gpus)
         else:
             token = await self._wait(namespace, gpus, patience)
             refused = self.denial(namespace, gpus) or refused or pool_full(self._pool)
@@ -108,7 +108,7 @@ class PendingLimiter:
             yield None if token is not None else refused
         finally:
             if token is not None:
-                self._entering.drop(token)
+                self._admitted.drop(token)
 
     def denial(self, namespace: str, gpus: int, *, share: int = FACTOR_QUEUED) -> Deny | None:
         """Why the claim does not fit; None if it does. A claim of any size fits if it is alone."""
@@ -130,32 +130,32 @@ class PendingLimiter:
 
     def _fits(self, namespace: str, gpus: int, pool: int, share: int) -> bool:
         """Claims for more than half of the pool are served one at a time, beside the pool."""
-        everyone = (self._ledger.pending.sizes, self._entering.sizes)
+        everyone = (self._ledger.pending.sizes, self._admitted.sizes)
         if 2 * gpus > pool:
             return not any(2 * size > pool for sizes in everyone for size in sizes)
-        left = pool - small(everyone, pool) - gpus
-        if not small(self._own_sizes(namespace, self._ledger.pending), pool):
+        left = pool - pooled_gpus(everyone, pool) - gpus
+        if not pooled_gpus(self._own_sizes(namespace, self._ledger.pending), pool):
             return left >= 0
-        unnamed = small(self._own_sizes(namespace, self._ledger.unnamed), pool)
+        unnamed = pooled_gpus(self._own_sizes(namespace, self._ledger.unnamed), pool)
         return share * (1 if self._is_known(namespace) else 2) * (unnamed + gpus) <= left - pool // RESERVED_SHARE
 
     def _own_sizes(self, namespace: str, held: PendingGpus) -> Iterator[Mapping[int, int]]:
-        for counted in (held, self._entering):
+        for counted in (held, self._admitted):
             if self._is_known(namespace):
                 yield counted.sizes_in(namespace)
             else:
                 yield from (counted.sizes_in(one) for one in counted.namespaces if not self._is_known(one))
 
-    def _enter(self, namespace: str, gpus: int) -> Token:
+    def _add(self, namespace: str, gpus: int) -> Token:
         token = namespace, str(next(self._tokens))
-        self._entering.put(token, namespace, gpus)
+        self._admitted.put(token, namespace, gpus)
         return token
 
     # Queues.
 
     async def _wait(self, namespace: str, gpus: int, patience: timedelta) -> Token | None:
         if patience <= timedelta(0):
-            return self._enter(namespace, gpus) if self.denial(namespace, gpus) is None else None
+            return self._add(namespace, gpus) if self.denial(namespace, gpus) is None else None
         name = namespace if self._is_known(namespace) else ""
         if not self._make_room(len(self._queues.get(name, ()))):
             return None
@@ -172,7 +172,7 @@ class PendingLimiter:
         finally:
             self._remove(name, waiter)
             if token is None and waiter.token is not None:  # admitted when its time ran out
-                self._entering.drop(waiter.token)
+                self._admitted.drop(waiter.token)
         return token
 
     def _make_room(self, before: int) -> bool:
@@ -219,7 +219,7 @@ class PendingLimiter:
 
     def _admit(self, waiter: WaitingReview) -> None:
         if not waiter.granted.done():  # otherwise its review has just ended
-            waiter.token = self._enter(waiter.namespace, waiter.gpus)
+            waiter.token = self._add(waiter.namespace, waiter.gpus)
             waiter.granted.set_result(None)
 
     async def _collect_expired(self) -> None:
@@ -233,7 +233,7 @@ class PendingLimiter:
             await asyncio.sleep(HOUSEKEEPING)
 
 
-def small(counted: Iterable[Mapping[int, int]], pool: int) -> int:
+def pooled_gpus(counted: Iterable[Mapping[int, int]], pool: int) -> int:
     """GPUs of the claims for at most half of the pool."""
     return sum(size * number for sizes in counted for size, number in sizes.items() if 2 * size <= pool)
 

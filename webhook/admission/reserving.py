@@ -56,7 +56,7 @@ class Reserver:
         self.queue_order = QueueOrder()
         """The claims that wait in the queue; empty in a process without a queue."""
 
-    def places(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
+    def placements(self, claim: Claim, most: int = MAX_PLACEMENTS) -> tuple[Placement, ...] | Deny:
         """Placements that would serve the claim now. Reserves nothing."""
         self.fleet.advance(self._clock())
         return decide(claim, self.fleet, self.policy, most=most)
@@ -88,23 +88,23 @@ class Reserver:
             hint="ask for what a node has",
         )
 
-    async def hold(
+    async def reserve(
         self, ask: ReservationRequest, claim: Claim, *, answer_by: datetime, patience: timedelta | None = None
     ) -> Reservation | Deny:
         """Reserves GPUs for the claim. If another request takes them first, decides again. Waits for room for at most
         `patience`, or as long as the review allows."""
         await self.ledger.collect(self._clock())
         if await self.ledger.find(ask.id) is not None:
-            return await self._held(ask, claim, answer_by)
+            return await self._reserve_with_retries(ask, claim, answer_by)
         refused = self.too_many_orphans(ask.namespace, claim.count)
         if refused is not None or self._limiter.denial(ask.namespace, claim.count) is not None:
-            places = self.places(claim, most=1)
-            if isinstance(places, Deny):
-                return places  # waiting for room cannot help
+            placements = self.placements(claim, most=1)
+            if isinstance(placements, Deny):
+                return placements  # waiting for room cannot help
         async with self._limiter.reserve_room(
             ask.namespace, claim.count, self._patience(answer_by, patience)
         ) as refused:
-            return refused or await self._held(ask, claim, answer_by)
+            return refused or await self._reserve_with_retries(ask, claim, answer_by)
 
     def too_many_orphans(self, namespace: str, gpus: int) -> Deny | None:
         """Denies the request if the namespace's deleted pods hold too many GPUs. Applies to dry runs too."""
@@ -139,18 +139,20 @@ class Reserver:
                 return conflict(ask)
         return None
 
-    async def _held(self, ask: ReservationRequest, claim: Claim, answer_by: datetime) -> Reservation | Deny:
+    async def _reserve_with_retries(
+        self, ask: ReservationRequest, claim: Claim, answer_by: datetime
+    ) -> Reservation | Deny:
         most = 1  # the best placement is nearly always still free
         tries = 0
         while True:
             await self.ledger.collect(self._clock())
             # An earlier attempt of the same review may have reserved, and its answer been lost.
             known = await self.ledger.find(ask.id)
-            places = self.places(claim, most) if known is None else ()
-            if isinstance(places, Deny):
-                return places
+            placements = self.placements(claim, most) if known is None else ()
+            if isinstance(placements, Deny):
+                return placements
             try:
-                return await self.ledger.reserve(ask, places, answer_by=answer_by)
+                return await self.ledger.reserve(ask, placements, answer_by=answer_by)
             except SlotsTakenError as exc:
                 if isinstance(exc, PlacementRefusedError) and most == MAX_PLACEMENTS:
                     return NOT_WRITTEN

@@ -68,21 +68,21 @@ class Reviewer:
         self.validated: ReviewHandler = validator.validated
         self.binding_mutated: ReviewHandler = validator.binding_mutated
 
-    async def rehearsed(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
+    async def dry_run_create(self, raw: dict[str, Any], namespace: str) -> Rehearsal:
         """The answers of both webhooks to a dry run of the creation of `raw`. The validating webhook sees the patched
         pod."""
         answer_by = self._clock() + DEFAULT_TIMEOUT - MARGIN
         review = dry_run(raw, namespace)
-        mutated = await self.judged(review, self.mutated, answer_by)
+        mutated = await self.answer(review, self.mutated, answer_by)
         if isinstance(mutated, Deny):
             return Rehearsal(mutated, raw)
         final: dict[str, Any] = apply_patch(raw, mutated.patch) if mutated.patch else raw
-        validated = await self.judged(evolve(review, raw=final), self.validated, answer_by)
+        validated = await self.answer(evolve(review, raw=final), self.validated, answer_by)
         if isinstance(validated, Deny):
             return Rehearsal(validated, raw, warnings=mutated.warnings)
         return Rehearsal(mutated, final, tuple(mutated.patch), mutated.warnings)
 
-    async def judged(self, review: Review, handler: ReviewHandler, answer_by: datetime) -> Verdict:
+    async def answer(self, review: Review, handler: ReviewHandler, answer_by: datetime) -> Verdict:
         """The handler's verdict. Any failure becomes a denial with its own reason."""
         left = (answer_by - self._clock()).total_seconds()
         try:

@@ -54,17 +54,17 @@ class PodValidator:
 
     async def validated(self, review: Review, answer_by: datetime) -> Verdict:
         if review.is_of_bindings:
-            return await self._put_on_a_node(review)
+            return await self._validate_binding(review)
         refused = not_reviewed(review)
         if refused is not None:
             return refused
         match review.operation:
             case Operation.CREATE if not review.subresource:
-                return self._seen(review, await self._created(review, answer_by))
+                return self._record_running_job(review, await self._validate_create(review, answer_by))
             case Operation.UPDATE:
-                return await self._updated(review)
+                return await self._validate_update(review)
             case Operation.DELETE:
-                return await self._ending.ended(review)
+                return await self._ending.release_gpus(review)
             case _:
                 return NOT_ASKED
 
@@ -72,20 +72,20 @@ class PodValidator:
         """Marks an admitted Binding, for the policy that judges Bindings while no replica answers."""
         if not review.is_of_bindings:
             return Deny(Reason.NOT_REVIEWED, f"this webhook reviews Bindings, not {review.subject}")
-        verdict = await self._put_on_a_node(review)
+        verdict = await self._validate_binding(review)
         if isinstance(verdict, Deny):
             return verdict
         raw = required_object(review)
         return evolve(verdict, patch=list(difference(raw, marked(raw))))
 
-    def _seen(self, review: Review, verdict: Verdict) -> Verdict:
+    def _record_running_job(self, review: Review, verdict: Verdict) -> Verdict:
         """In embedded mode, tells the scorer which jobs run: there is no watch of pods."""
         is_pod = isinstance(verdict, Admit) and not review.is_dry_run and self._pods.believes_reviews
         if self._hinting is not None and is_pod:
-            self._hinting.jobs.runs(review.raw or {})
+            self._hinting.jobs.add_running(review.raw or {})
         return verdict
 
-    async def _created(self, review: Review, answer_by: datetime) -> Verdict:
+    async def _validate_create(self, review: Review, answer_by: datetime) -> Verdict:
         raw = required_object(review)
         pod = Pod.parse(raw)
         unblinded = check.all_blinded(pod, self._rules.dress)
@@ -93,19 +93,19 @@ class PodValidator:
             return unblinded
         claim = recorded_claim(pod)
         if claim is not None and pod.is_gated:
-            return await self._created_waiting(raw, pod, claim, review)
+            return await self._validate_queued(raw, pod, claim, review)
         if claim is None:
-            return self._created_without_record(pod, await self._rules.claims.within(review.namespace))
+            return self._validate_without_record(pod, await self._rules.claims.within(review.namespace))
         if not claim.count:
-            return self._created_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
+            return self._validate_without_gpus(raw, pod, claim, await self._rules.claims.within(review.namespace))
         refused = check.takes_too_long(pod, self._rules.dress) or check.no_other_ways(pod, self._rules.dress)
         if refused is not None:
             return refused
         if review.is_dry_run:
             return Admit()  # a dry run has no reservation
-        return await self._bound(raw, pod, claim, review, answer_by)
+        return await self._validate_reserved(raw, pod, claim, review, answer_by)
 
-    def _created_without_record(self, pod: Pod, claims: ClaimRules) -> Verdict:
+    def _validate_without_record(self, pod: Pod, claims: ClaimRules) -> Verdict:
         if claim_of(pod, claims) is not None:
             return Deny(
                 Reason.NOT_RESERVED,
@@ -117,13 +117,13 @@ class PodValidator:
             return Deny(Reason.FORGED, f"metadata.annotations[{forged[0]}]: written by gpuwarden only")
         return check.gate_alone(pod) or check.no_markers(pod, self._rules.dress) or NOT_ASKED
 
-    async def _created_waiting(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
+    async def _validate_queued(self, raw: RawPod, pod: Pod, claim: Claim, review: Review) -> Verdict:
         claims = await self._rules.claims.within(review.namespace)
         return check.waits_as_dressed(raw, pod, claim, self._rules.dress, claims) or Admit(
             audit={"reason": Reason.QUEUED.value}, reason=Reason.QUEUED
         )
 
-    def _created_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
+    def _validate_without_gpus(self, raw: RawPod, pod: Pod, claim: Claim, claims: ClaimRules) -> Verdict:
         fleet, policy = self._reserver.fleet, self._reserver.policy
         fleet.advance(self._clock())
         return (
@@ -132,7 +132,9 @@ class PodValidator:
             or Admit()
         )
 
-    async def _bound(self, raw: RawPod, pod: Pod, claim: Claim, review: Review, answer_by: datetime) -> Verdict:
+    async def _validate_reserved(
+        self, raw: RawPod, pod: Pod, claim: Claim, review: Review, answer_by: datetime
+    ) -> Verdict:
         """Checks the final pod against its reservation and binds the reservation to the pod's uid. Renews a reservation
         that has expired in the meantime."""
         recorded_id = ReservationId(pod.annotations.get(keys.RESERVATION_ID.name) or "")
@@ -161,17 +163,17 @@ class PodValidator:
                 self._pods.created(identity)
         return refused or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
 
-    async def _updated(self, review: Review) -> Verdict:
+    async def _validate_update(self, review: Review) -> Verdict:
         new = Pod.parse(required_object(review))
         old = Pod.parse(review.raw_old or {})
         own: tuple[str, ...] = ()
         if old.is_gated and not new.is_gated and not review.subresource:
-            return await self._opened(required_object(review), new, old)
+            return await self._validate_gate_removal(required_object(review), new, old)
         if review.subresource == "ephemeralcontainers":
-            own = await self._own_values(old)
+            own = await self._allowed_values(old)
         return check.unchanged(new, old, own, self._rules.dress) or NOT_ASKED
 
-    async def _opened(self, raw: RawPod, new: Pod, old: Pod) -> Verdict:
+    async def _validate_gate_removal(self, raw: RawPod, new: Pod, old: Pod) -> Verdict:
         """Our gate was removed: the pod must have its GPUs, no matter who removed it."""
         claim = recorded_claim(new)
         if claim is None or new.annotations.get(keys.CLAIM.name) != old.annotations.get(keys.CLAIM.name):
@@ -199,12 +201,12 @@ class PodValidator:
             or Admit(audit={"reason": Reason.ADMITTED.value, "reservation": known.id, "node": known.node})
         )
 
-    async def _put_on_a_node(self, review: Review) -> Verdict:
+    async def _validate_binding(self, review: Review) -> Verdict:
         """Reviews a Binding from any client. A Binding without a uid refers to the current pod of that name."""
         binding = Binding.parse(required_object(review), review.namespace, review.name)
         return await self._binding_check.refusal(binding, is_dry_run=review.is_dry_run) or NOT_ASKED
 
-    async def _own_values(self, pod: Pod) -> tuple[str, ...]:
+    async def _allowed_values(self, pod: Pod) -> tuple[str, ...]:
         """The values that a debug container may set: the GPUs that the pod already has."""
         known = await recorded_reservation(self._ledger, pod)
         if known is None or known.phase is Phase.RELEASING or known.uid != pod.meta.uid:

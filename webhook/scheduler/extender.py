@@ -136,7 +136,7 @@ class Extender:
         if self._bindings is None or self._pods.believes_reviews:
             return NO_CLUSTER
         try:
-            message = await self._bound(args, self._bindings)
+            message = await self._check_and_bind(args, self._bindings)
         except InvalidPodError as exc:
             return "; ".join(exc.mistakes[:20])
         except (LedgerError, PodsUnavailableError, NamespacesUnavailableError) as exc:
@@ -144,9 +144,9 @@ class Extender:
             return "the pod and its reservation cannot be looked up at this moment"
         return plain(message, MAX_MESSAGE)
 
-    async def _bound(self, args: BindArgs, bindings: Bindings) -> str:
+    async def _check_and_bind(self, args: BindArgs, bindings: Bindings) -> str:
         living = await self._pods.find(args.pod.namespace, args.pod.name)
-        there = where(living, args.pod)
+        there = node_of(living, args.pod)
         if there is not None:
             return "" if there == args.node else f"the pod is on {there} already"
         refused = await self._binding_check.refusal_of(living, Binding(args.pod, args.node, {}))
@@ -164,7 +164,7 @@ class Extender:
     async def _outcome(self, pod: PodIdentity, node: str, problem: str) -> str:
         """Reads the pod after a refusal or a lost answer: it may be on the node nevertheless."""
         living = await self._pods.find(pod.namespace, pod.name)
-        return "" if where(living, pod) == node else problem
+        return "" if node_of(living, pod) == node else problem
 
 
 def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
@@ -177,7 +177,7 @@ def evidence_query(recorded: Claim, asked: Claim | None) -> NodeQuery | Refused:
     return NodeQuery(claim, is_recorded=True)
 
 
-def where(living: Pod | None, pod: PodIdentity) -> str | None:
+def node_of(living: Pod | None, pod: PodIdentity) -> str | None:
     """The node of the pod with this uid; None if it has none."""
     if living is None or pod.uid not in ("", living.meta.uid):
         return None

@@ -52,14 +52,14 @@ class RunningJobs:
         status = raw.get("status")
         is_running = isinstance(status, dict) and status.get("phase") == "Running"
         if is_running:
-            self.runs(raw)
+            self.add_running(raw)
         else:
             self._forget(key_of(raw))
 
     def deleted(self, raw: Raw) -> None:
         self._forget(key_of(raw))
 
-    def runs(self, raw: Raw) -> None:
+    def add_running(self, raw: Raw) -> None:
         self._forget(key_of(raw))
         job_type = job_type_of(raw)
         if job_type is not None:

@@ -55,7 +55,7 @@ class HintResult:
         """The result for a pod that gets its node later."""
         return self if self.hints is None else evolve(self, hints=self.hints.while_waiting())
 
-    def tell(self, written: Hints) -> None:
+    def log_written(self, written: Hints) -> None:
         """Logs the hints that are written into the pod."""
         log.info(
             "Mutated pod",

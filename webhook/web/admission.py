@@ -70,7 +70,7 @@ class Admission:
         with self._budgets.review(RESERVED_FOR_BINDINGS if review.is_of_bindings else 0) as has_place:
             if not has_place and not review.is_of_bindings:
                 return error(503, "as many reviews are judged as may be at once")
-            verdict = await self._reviewer.judged(review, door, answer_by) if has_place else OVERLOADED
+            verdict = await self._reviewer.answer(review, door, answer_by) if has_place else OVERLOADED
         self._reviewer.record(review, verdict, time.perf_counter() - started)
         return Response(answer(review.uid, verdict), media_type="application/json")
 

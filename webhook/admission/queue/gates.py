@@ -58,11 +58,11 @@ class GateOpener:
         self._clock = clock
         self._tries: dict[str, Retry] = {}
 
-    def forget_all_but(self, uids: Collection[str]) -> None:
+    def retain(self, uids: Collection[str]) -> None:
         for uid in self._tries.keys() - set(uids):
             del self._tries[uid]
 
-    def is_to_wait(self, uid: str) -> bool:
+    def is_paused(self, uid: str) -> bool:
         """Whether the last try has failed and its pause is not over."""
         tries = self._tries.get(uid)
         return tries is not None and tries.not_before > self._clock()
@@ -83,7 +83,7 @@ class GateOpener:
         if raw is None or known is None or known.claim != waiter.claim:
             return  # the pod is gone, and its reservation will follow; or it has changed
         try:
-            is_there = await self._gates.open(pod, opened(raw, outfit, self._rules))
+            is_there = await self._gates.open(pod, opening_patch(raw, outfit, self._rules))
         except GateError as exc:
             self.try_later(pod.uid)
             log.warning("gate not opened", namespace=pod.namespace, name=pod.name, problem=str(exc))
@@ -94,7 +94,7 @@ class GateOpener:
             self._events.record(Subject.of_pod(pod), Reason.GATE_OPENED, text, is_warning=False)
 
 
-def opened(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Change]:
+def opening_patch(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Change]:
     """The patch that opens the gate and dresses the pod, if the pod has not changed. Its containers were blinded at
     creation; older versions did not blind all of them, and those cannot be changed any more."""
     meta: dict[str, Any] = raw["metadata"]
@@ -108,7 +108,7 @@ def opened(raw: RawPod, outfit: Allocation, rules: DressRules) -> list[Change]:
     ]
 
 
-async def some_at_once(actions: Sequence[Action]) -> None:
+async def run_concurrently(actions: Sequence[Action]) -> None:
     """Runs all actions, AT_ONCE of them concurrently."""
     waiting = iter(actions)
 

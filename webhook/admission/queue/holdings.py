@@ -26,7 +26,7 @@ LONGEST_CREATION = timedelta(seconds=60)
 
 
 class QueueReservations:
-    """Works on the ledger's state at the last call of `look`."""
+    """Works on the ledger's state at the last call of `by_pod`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class QueueReservations:
         self._left_over: dict[tuple[str, str], list[Reservation]] = {}
         """Reservations without a pod, by namespace and claim digest."""
 
-    def look(self) -> Mapping[str, list[Reservation]]:
+    def by_pod(self) -> Mapping[str, list[Reservation]]:
         """The reservations of each waiting pod by uid; the one to keep comes first."""
         held_by = defaultdict[str, list[Reservation]](list)
         left_over = defaultdict[tuple[str, str], list[Reservation]](list)
@@ -78,7 +78,7 @@ class QueueReservations:
         is_selected = claim.nodes.matches(node, self._fleet.indexed_nodes[node].labels)
         return "" if is_selected else f"the pod no longer selects node {node}"
 
-    async def give_back(self, pod: PodIdentity, held: Reservation, why: str) -> bool:
+    async def release(self, pod: PodIdentity, held: Reservation, why: str) -> bool:
         """Releases the reservation; returns whether it is free. Does nothing if the gate is open already: an answer may
         have been lost."""
         owner = pod if held.uid == pod.uid else PodIdentity(held.namespace, "", "")
@@ -95,7 +95,7 @@ class QueueReservations:
         )
         return is_free
 
-    def adopted(self, waiter: QueuedPod) -> Reservation | None:
+    def adopt(self, waiter: QueuedPod) -> Reservation | None:
         """A reservation that only this pod can use. No other pod can be created under its name while it exists, and no
         creation outlasts the API server's limit."""
         left = self._left_over.get((waiter.pod.namespace, waiter.claim.digest), [])

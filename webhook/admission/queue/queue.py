@@ -16,7 +16,7 @@ import structlog
 from attrs import define, frozen
 
 from webhook.admission.namespaces import ClaimReader, NamespacesUnavailableError
-from webhook.admission.queue.gates import Action, GateClient, GateOpener, some_at_once
+from webhook.admission.queue.gates import Action, GateClient, GateOpener, run_concurrently
 from webhook.admission.queue.holdings import QueueReservations
 from webhook.admission.queue.reports import QueueReporter
 from webhook.admission.queue.waiting_pods import WaitingPods, identity_in
@@ -135,7 +135,7 @@ class Queue:
         self._timer = timer
         self._orphans_per_namespace = orphans_per_namespace
         self._is_up_to_date = False
-        self._holdings = QueueReservations(pods, ledger, fleet, policy, gates, clock)
+        self._reservations = QueueReservations(pods, ledger, fleet, policy, gates, clock)
         self._gate_opener = GateOpener(pods, gates, rules, events, clock)
         self._reporter = QueueReporter(pods, gates, events)
         self._denials: dict[ClaimKind, dict[int, Deny]] = {}
@@ -152,8 +152,8 @@ class Queue:
         if not self._is_current():
             self._is_up_to_date = False
             return
-        self._gate_opener.forget_all_but(self._pods.raws)
-        self._reporter.forget_all_but(self._pods.raws)
+        self._gate_opener.retain(self._pods.raws)
+        self._reporter.retain(self._pods.raws)
         self._pods.recheck(RECHECKED_AT_A_TIME)
         if not self._pods.raws:
             return
@@ -165,7 +165,7 @@ class Queue:
         await self._process_reserved(now)
         now.until = self._timer() + BUDGET
         await self._serve_all(now)
-        await some_at_once(now.opening)
+        await run_concurrently(now.opening)
         await self._reporter.report(self._denials, now.served)
 
     def _is_pass_over(self, now: QueuePass) -> bool:
@@ -175,7 +175,7 @@ class Queue:
 
     async def _process_reserved(self, now: QueuePass) -> None:
         """Opens the gate of each pod that has a reservation, or releases the reservation if the pod cannot use it."""
-        held_by = self._holdings.look()
+        held_by = self._reservations.by_pod()
         now.served.update(held_by)
         for uid, (held, *others) in held_by.items():
             if self._is_pass_over(now):
@@ -184,19 +184,19 @@ class Queue:
             for other in others:  # two processes acted at the same time, one of them on old data
                 raw = self._pods.raws.get(uid)
                 if raw is not None:
-                    await self._holdings.give_back(identity_in(raw), other, "the pod has another reservation")
+                    await self._reservations.release(identity_in(raw), other, "the pod has another reservation")
             await self._process_one_reserved(uid, held, now)
 
     async def _process_one_reserved(self, uid: str, held: Reservation, now: QueuePass) -> None:
         waiter, rejection = self._pods.queue_order.get(uid), self._pods.rejected.get(uid)
         if rejection is not None:
-            await self._holdings.give_back(rejection[0], held, rejection[1].message)
+            await self._reservations.release(rejection[0], held, rejection[1].message)
         if waiter is None:
             return
-        against = self._holdings.objection(waiter, held)
+        against = self._reservations.objection(waiter, held)
         is_late = not against and held.since + self._bind_deadline <= self._clock()
         if against or is_late:
-            if await self._holdings.give_back(waiter.pod, held, against or "the bind deadline has passed"):
+            if await self._reservations.release(waiter.pod, held, against or "the bind deadline has passed"):
                 now.served.discard(uid)  # it waits for its turn again
                 if is_late:
                     self._set_aside(waiter.pod, held)
@@ -204,7 +204,7 @@ class Queue:
         await self._turn(waiter, held, now)
         rejection = self._pods.rejected.get(uid)
         if rejection is not None:
-            await self._holdings.give_back(waiter.pod, held, rejection[1].message)
+            await self._reservations.release(waiter.pod, held, rejection[1].message)
 
     def _set_aside(self, pod: PodIdentity, held: Reservation) -> None:
         """Handles a gate that was not opened within the bind deadline: the pod may not be bound any more. It is put off
@@ -235,7 +235,7 @@ class Queue:
         if not heads or self._is_unchanged(kind, heads):
             return
         changes = self._fleet.changes
-        most = heads[0].claim.count if len(heads) == 1 else self._most(heads[0].claim)
+        most = heads[0].claim.count if len(heads) == 1 else self._most_free(heads[0].claim)
         why: dict[int, Deny] = {}
         is_all = await self._serve_in_order([head for head in heads if head.claim.count <= most], now, why)
         is_all &= await self._explain_oversized([head for head in heads if head.claim.count > most], now, why)
@@ -254,7 +254,7 @@ class Queue:
             and self._clock() - looked.at < RETRY_AFTER
         )
 
-    def _most(self, claim: Claim) -> int:
+    def _most_free(self, claim: Claim) -> int:
         return ClaimSearch(claim, self._fleet, self._policy).most()
 
     async def _serve_in_order(self, heads: list[QueuedPod], now: QueuePass, why: dict[int, Deny]) -> bool:
@@ -316,9 +316,9 @@ class Queue:
         self, waiter: QueuedPod, held: Reservation | None, now: QueuePass, ahead: Ahead | None = None
     ) -> QueueTurn | Deny:
         """Reserves GPUs for the pod and schedules the opening of its gate; or says why not."""
-        if self._gate_opener.is_to_wait(waiter.pod.uid):
+        if self._gate_opener.is_paused(waiter.pod.uid):
             return QueueTurn.PASSED_OVER
-        held = held or self._holdings.adopted(waiter)
+        held = held or self._reservations.adopt(waiter)
         if held is None and self._has_too_many_orphans(waiter):
             self._gate_opener.try_later(waiter.pod.uid)
             return QueueTurn.PASSED_OVER
@@ -328,7 +328,7 @@ class Queue:
         try:
             if await self._is_rejected(waiter):
                 return QueueTurn.PASSED_OVER
-            outfit = await self._outfit(waiter, held, places, ahead)
+            outfit = await self._allocate(waiter, held, places, ahead)
         except (ReservationConflictError, PlacementRefusedError) as exc:
             name = f"{waiter.pod.namespace}/{waiter.pod.name}"
             log.warning("nothing can be reserved for it", pod=name, error=type(exc).__name__)
@@ -362,13 +362,13 @@ class Queue:
             self._pods.refuse(waiter.pod.uid, refused)
         return refused is not None
 
-    async def _outfit(
+    async def _allocate(
         self, waiter: QueuedPod, held: Reservation | None, places: Sequence[Placement], ahead: Ahead | None
     ) -> Allocation | Deny:
         claim, pod = waiter.claim, waiter.pod
         if not claim.count:
             return Allocation(claim, tuple(sorted(place.node for place in places)), has_waited=True)
-        known = await self._reserved(waiter, places, ahead) if held is None else held
+        known = await self._reserve(waiter, places, ahead) if held is None else held
         if isinstance(known, Deny):
             return known
         if known.phase is not Phase.FINALIZED or known.uid != pod.uid:
@@ -379,9 +379,7 @@ class Queue:
         uuids = gpu_order.as_mapped(claim, known.uuids, () if indexed is None else indexed.node.devices)
         return Allocation(claim, (known.node,), known.id, uuids, has_waited=True)
 
-    async def _reserved(
-        self, waiter: QueuedPod, places: Sequence[Placement], ahead: Ahead | None
-    ) -> Reservation | Deny:
+    async def _reserve(self, waiter: QueuedPod, places: Sequence[Placement], ahead: Ahead | None) -> Reservation | Deny:
         """Reserves GPUs. If another writer takes them first, decides again within the same turn."""
         claim, pod = waiter.claim, waiter.pod
         ask = ReservationRequest(reservation_id_of(pod), pod.namespace, claim.digest, pod.name, claim.is_shared)

@@ -8,7 +8,7 @@ from itertools import islice
 
 import structlog
 
-from webhook.admission.queue.gates import GateClient, GateError, some_at_once
+from webhook.admission.queue.gates import GateClient, GateError, run_concurrently
 from webhook.admission.queue.waiting_pods import WaitingPods
 from webhook.core.queue_order import ClaimKind
 from webhook.core.reasons import Reason
@@ -39,7 +39,7 @@ class QueueReporter:
         self._unwritten: dict[str, tuple[PodIdentity, Deny]] = {}
         """Reasons that could not be written into their pods."""
 
-    def forget_all_but(self, uids: Collection[str]) -> None:
+    def retain(self, uids: Collection[str]) -> None:
         for uid in self._reported.keys() - set(uids):
             del self._reported[uid]
         for uid in self._unwritten.keys() - set(uids):
@@ -54,7 +54,7 @@ class QueueReporter:
         unwritten = list(islice(self._still_unwritten({pod.uid for pod, _ in unreported}, served), RETRIED_AT_A_TIME))
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_BUDGET):
-                await some_at_once(
+                await run_concurrently(
                     [partial(self._report_one, *one) for one in unreported]
                     + [partial(self._write_reason, *one) for one in unwritten]
                 )
